@@ -6,6 +6,7 @@ This file contains only differences from ``torchtitan.config.JobConfig``; torcht
 annotation is a class, so this file must not use ``from __future__ import annotations``.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -26,6 +27,17 @@ MODELS = ("llama_full", "llama_svd", "llama_cola", "llama_lax")
 
 AC_MODES = ["selective", "full", "memory_budget", "none", "low_rank"]
 """Values of ``activation_checkpoint.mode``."""
+
+_VOCABULARY_UNIT = 64
+"""A vocabulary that followed the tensor-parallel degree alone would be another model, with other
+losses, at every degree."""
+
+
+def vocabulary_rows(wanted: int, tp_degree: int, lanes: int) -> int:
+    """Return ``model.vocab_size`` as a model has it, rounded up as the key describes; 0 for 0."""
+    # Degrees and lanes that are no positive numbers are refused elsewhere.
+    unit = math.lcm(_VOCABULARY_UNIT, max(1, tp_degree), max(1, lanes))
+    return -(-wanted // unit) * unit
 
 
 @dataclass
