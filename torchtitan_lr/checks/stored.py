@@ -127,7 +127,7 @@ def check_stored_data(config: Any, world_size: int, device_type: str) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
 
     from torchtitan_lr.checkpoints.safe_metadata import DamagedError, read_metadata
-    from torchtitan_lr.data.dataloader import TrainingRows, check_position
+    from torchtitan_lr.data.dataloader import TrainingRows
 
     step, replicas = resumed_step(config), config.fault_tolerance.enable  # theirs are several
     # Of a seed checkpoint, of step 0, only the model is loaded.
@@ -140,9 +140,9 @@ def check_stored_data(config: Any, world_size: int, device_type: str) -> None:
         return
     if not any(name.startswith("dataloader.") for name in metadata.state_dict_metadata):
         return
-    here = TrainingRows.of(config, world_size).identity
+    rows = TrainingRows.of(config, world_size)
     with _cured(config):
-        check_position(here, config.training.allow_changed_corpus, folder, metadata)
+        rows.check_checkpoint(folder, metadata)
 
 
 @contextmanager

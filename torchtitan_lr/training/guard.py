@@ -78,7 +78,7 @@ class StepReader:
     def read(self, data_iterator: Iterator[Batch], count: int) -> StepData:
         """Read a step's micro-batches; call it on every rank."""
         problem, microbatches = None, []
-        self._loader.mark()
+        self._loader.mark = self._loader.rows
         try:
             for _ in range(count):
                 microbatches.append(next(data_iterator))

@@ -306,7 +306,7 @@ class Trainer(TitanTrainer):
         """
         failed = self.step
         self.step -= 1
-        self.dataloader.return_to_mark()
+        self.dataloader.seek(self.dataloader.mark)
         saved = self.checkpointer.newest(finite=True)
         if self.step > self._first_step:
             saved = self.checkpointer.save_interrupted(self.step)

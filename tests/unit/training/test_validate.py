@@ -9,6 +9,7 @@ import json
 import math
 from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,6 +59,8 @@ class Letters(BaseTokenizer):
 
 class Bigrams(nn.Module):
     """Notes in which mode it was called."""
+
+    model_args = SimpleNamespace(vocab_size=VOCABULARY)
 
     def __init__(self):
         super().__init__()
