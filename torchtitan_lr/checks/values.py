@@ -10,15 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.checkpoints.layout import (
-    LANES,
-    RUN_CONFIG,
-    TRAINING_STATES,
-    complete_steps,
-    is_complete,
-    is_dcp,
-    step_folder,
-)
+from torchtitan_lr.checkpoints import layout
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.configured import configured_args
@@ -77,7 +69,7 @@ def check_dump_folder(config: Any, world_size: int, device_type: str) -> None:
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
         _check_folder(folder / user_path(value, key), key, value)
-    for name in (HISTORY_FILE, config.job.save_config_file or RUN_CONFIG):
+    for name in (HISTORY_FILE, config.job.save_config_file or layout.RUN_CONFIG):
         path = folder / name
         if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
             want = f"a folder in which {name} is a file to write to, which {path} is not"
@@ -100,7 +92,7 @@ def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
     if checkpoint.last_save_in_hf and not checkpoint.last_save_model_only:
         want = "false, or checkpoint.last_save_model_only = true: safetensors hold only tensors"
         raise ConfigError("checkpoint.last_save_in_hf", True, want)
-    parts = ("model", *(name for name in TRAINING_STATES if name != LANES))
+    parts = ("model", *(name for name in layout.TRAINING_STATES if name != layout.LANES))
     for name in checkpoint.exclude_from_loading:
         want = "some of " + ", ".join(parts)
         _require(name in parts, "checkpoint.exclude_from_loading", name, want)
@@ -112,16 +104,16 @@ def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
         return
     folder = Path(config.job.dump_folder) / checkpoint.folder
     step = checkpoint.load_step
-    if step != -1 and not is_complete(step_folder(folder, step)):
-        have = ", ".join(map(str, complete_steps(folder)))
+    if step != -1 and not layout.is_complete(layout.step_folder(folder, step)):
+        have = ", ".join(map(str, layout.complete_steps(folder)))
         want = f"one of {have}" if have else f"-1: {folder} has no checkpoint"
         raise ConfigError("checkpoint.load_step", step, want)
     path = checkpoint.initial_load_path
     in_hf = checkpoint.initial_load_in_hf
-    if path and not (os.path.exists(path) if in_hf else is_dcp(path)):
+    if path and not (os.path.exists(path) if in_hf else layout.is_dcp(path)):
         want = "the folder of one complete checkpoint such as outputs/checkpoint/step-100"
         for parent in (Path(path), Path(path).parent):
-            if steps := complete_steps(parent):
+            if steps := layout.complete_steps(parent):
                 want += f"; in {parent} are the steps {', '.join(map(str, steps))}"
                 break
         raise ConfigError("checkpoint.initial_load_path", path, want)

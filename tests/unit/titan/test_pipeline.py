@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.compat.doors import changed
-from torchtitan_lr.titan.pipeline import stages_built_by
+from torchtitan_lr.titan.specs import stages_built_by
 
 
 def test_pipelining_the_arguments_of_a_stage():
