@@ -7,22 +7,38 @@ It needs no process group: one process of a run calls it (`torchtitan_lr.launch.
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan_lr.checks import compression, pipeline, stored, support, values
+from torchtitan_lr.checks.compression import check_grad_compression
+from torchtitan_lr.checks.pipeline import check_pipeline
+from torchtitan_lr.checks.stored import check_record, check_stored_data, check_stored_model
+from torchtitan_lr.checks.support import (
+    check_compile,
+    check_cpu,
+    check_parallelism,
+    check_tensor_parallel,
+    check_tsr,
+)
+from torchtitan_lr.checks.values import (
+    check_checkpoint,
+    check_data,
+    check_dump_folder,
+    check_model,
+    check_training,
+    check_vocabulary,
+)
 from torchtitan_lr.config.build import extension_of
 from torchtitan_lr.errors import ConfigError
 
 # What reads data or builds models comes last.
 _CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
-    *(support.check_parallelism, support.check_compile, support.check_cpu),
-    *(values.check_training, values.check_dump_folder, values.check_checkpoint),
-    *(values.check_model, values.check_vocabulary, stored.check_stored_model, values.check_data),
-    *(support.check_tensor_parallel, pipeline.check_pipeline, support.check_tsr),
-    *(compression.check_grad_compression, stored.check_stored_data),
+    *(check_parallelism, check_compile, check_cpu, check_training, check_dump_folder),
+    *(check_checkpoint, check_model, check_vocabulary, check_stored_model, check_data),
+    *(check_tensor_parallel, check_pipeline, check_tsr, check_grad_compression),
+    check_stored_data,
 )
 
 _OF_FILES = {
-    *(values.check_dump_folder, values.check_checkpoint, values.check_vocabulary),
-    *(values.check_data, stored.check_stored_model, stored.check_stored_data),
+    *(check_dump_folder, check_checkpoint, check_vocabulary),
+    *(check_stored_model, check_data, check_stored_data),
 }
 
 
@@ -41,7 +57,7 @@ def check_job_config(
         ConfigError: With the first invalid key.
     """
     if not on_paper:
-        stored.check_record(config, world_size)  # first, since it takes no time
+        check_record(config, world_size)  # first, since it takes no time
     if (extension := extension_of(config)) is not None:
         extension.check(config, world_size, device_type)
     elif config.fault_tolerance.enable:

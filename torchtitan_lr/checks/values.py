@@ -115,11 +115,8 @@ def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
                 want += f"; in {parent} are the steps {', '.join(map(str, steps))}"
                 break
         raise ConfigError("checkpoint.initial_load_path", path, want)
-    fits, want = (
-        not in_hf or checkpoint.initial_load_model_only,
-        "checkpoint.initial_load_model_only",
-    )
-    _require(fits, "checkpoint.initial_load_in_hf", True, f"false, or {want} = true")
+    fits, want = not in_hf or checkpoint.initial_load_model_only, "initial_load_model_only = true"
+    _require(fits, "checkpoint.initial_load_in_hf", True, f"false, or checkpoint.{want}")
 
 
 def check_model(config: Any, world_size: int, device_type: str) -> None:

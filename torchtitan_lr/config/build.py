@@ -90,7 +90,7 @@ def _known(table: dict[str, Any], section: Any) -> dict[str, Any]:
 
 
 def _fill(raw: dict[str, Any], overrides: list[Override], of_record: bool = False) -> Any:
-    """Check a table (a record's as far as it is known) and its overrides; return a configuration."""
+    """Check a table, of a record only its known keys, and overrides; return the configuration."""
     given = {  # unchecked, by dotted key
         f"{section}.{key}": value
         for section, table in raw.items()

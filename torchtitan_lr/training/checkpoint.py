@@ -280,7 +280,8 @@ class CheckpointManager(TitanCheckpointHooks):
         self.wait_for_save()
         # Compare with a remembered path: hosts may see different states of a shared folder.
         if folder != self._last_saved:
-            self.dcp_save(self.flattened_states(), folder, AsyncMode.DISABLED)
+            states = self.flattened_states()
+            self.dcp_save(states, folder, AsyncMode.DISABLED)
             self._purge_stale_checkpoints()
         return folder
 

@@ -9,7 +9,13 @@ from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.loss import build_loss
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 from torchtitan_lr.optim.build import build_optimizers
-from torchtitan_lr.parallel import parallelize
+from torchtitan_lr.parallel.parallelize import (
+    parallelize_llama,
+    parallelize_llama_cola,
+    parallelize_llama_full,
+    parallelize_llama_lax,
+    parallelize_llama_svd,
+)
 from torchtitan_lr.parallel.pipeline import pipeline_llama
 from torchtitan_lr.titan.components import build_lr_schedulers
 from torchtitan_lr.titan.specs import TrainSpec, register_train_spec, registered_specs
@@ -17,10 +23,10 @@ from torchtitan_lr.training.metrics import LowRankMetricsProcessor
 from torchtitan_lr.training.validate import Validator
 
 PARALLELIZE = {
-    "full": parallelize.parallelize_llama_full,
-    "svd": parallelize.parallelize_llama_svd,
-    "cola": parallelize.parallelize_llama_cola,
-    "lax": parallelize.parallelize_llama_lax,
+    "full": parallelize_llama_full,
+    "svd": parallelize_llama_svd,
+    "cola": parallelize_llama_cola,
+    "lax": parallelize_llama_lax,
 }
 """By family; families from outside the package have `parallelize_llama`."""
 
@@ -46,7 +52,7 @@ def register_train_specs() -> None:
         spec = TrainSpec(
             model_cls=LlamaModel,
             model_args=FLAVORS[family.name],
-            parallelize_fn=PARALLELIZE.get(family.name, parallelize.parallelize_llama),
+            parallelize_fn=PARALLELIZE.get(family.name, parallelize_llama),
             pipelining_fn=pipeline_llama,
             build_optimizers_fn=build_optimizers,
             build_lr_schedulers_fn=build_lr_schedulers,
