@@ -18,7 +18,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -242,8 +241,7 @@ class CheckpointManager(TitanCheckpointHooks):
                     logger.warning("%s is damaged (%s): resuming from %s", folder, damage, older)
                 step = int(older.rpartition("-")[2])
             self._verified = self.checkpoint_folder(step)
-        # Upstream takes `initial_load_path` only where there is no folder at all.
-        with patch.object(self, "folder", "") if step == -1 else nullcontext():
+        with self.as_if_without_folder() if step == -1 else nullcontext():
             loaded = super().load(step)
         if loaded:
             source = self.initial_load_path if step == -1 else self.checkpoint_folder(step)
