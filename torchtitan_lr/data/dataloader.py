@@ -24,7 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_lr.checkpoints.safe_metadata import load
 from torchtitan_lr.data.order import Shares, shuffled
-from torchtitan_lr.data.rows import Batch, Rows, as_batch, open_rows, read_parts
+from torchtitan_lr.data.rows import Batch, Rows, open_rows, read_parts
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import BaseTokenizer
@@ -41,6 +41,10 @@ class TrainingRows(Dataset[Batch]):
         weights: The share of each, over the sum of all.
         seed: Determines the order; None reads each corpus from its start to its end.
         names: A name for each corpus, in logs.
+        allow_changed: Whether a position in other data is replaced by the start of these.
+
+    Attributes:
+        identity: What the order depends on: ``KEY=VALUE`` by the TOML key that sets it.
     """
 
     def __init__(
@@ -49,9 +53,15 @@ class TrainingRows(Dataset[Batch]):
         weights: Sequence[float] = (1,),
         seed: int | None = None,
         names: Sequence[str] = (),
+        allow_changed: bool = False,
     ) -> None:
         self.parts, self.shares, self._seed = list(parts), Shares(weights), seed
-        self.names = list(names)
+        self.names, self._allow_changed = list(names), allow_changed
+        counts = zip(self.shares.counts.tolist(), parts, strict=True)
+        each = ",".join(f"{n}*{part.corpus.identity[:16]}" for n, part in counts)
+        key = "training.mixture" if len(self.parts) > 1 else "training.dataset"
+        self.identity = f"{key}={each} training.seq_len={self.parts[0].seq_len} "
+        self.identity += f"training.shuffle_seed={seed}"
 
     @staticmethod
     def of(job_config: Any, world_size: int | None = None) -> TrainingRows:
@@ -62,31 +72,63 @@ class TrainingRows(Dataset[Batch]):
             seed = job_config.debug.seed or 0
         parts, opened = open_rows(job_config, "training", world_size)
         weights, names = [part.weight for part in parts], [part.name for part in parts]
-        return TrainingRows(opened, weights, seed if training.shuffle else None, names)
-
-    @property
-    def identity(self) -> str:
-        """What the order depends on: ``KEY=VALUE`` by the TOML key that sets it."""
-        counts, parts = self.shares.counts.tolist(), self.parts
-        each = [f"{n}*{part.corpus.identity[:16]}" for n, part in zip(counts, parts, strict=True)]
-        found = {
-            "training.mixture" if len(each) > 1 else "training.dataset": ",".join(each),
-            "training.seq_len": self.parts[0].seq_len,
-            "training.shuffle_seed": self._seed,
-        }
-        return " ".join(f"{key}={value}" for key, value in found.items())
+        seed = seed if training.shuffle else None
+        return TrainingRows(opened, weights, seed, names, training.allow_changed_corpus)
 
     def __getitems__(self, rows: list[int]) -> Batch:
         """Read rows by their numbers, from 0 without end; PyTorch's fetcher calls this."""
         chosen, numbers = self.shares.choose(np.array(rows, dtype=np.int64))
-        windows = np.empty_like(numbers)
         for index, part in enumerate(self.parts):
-            own = chosen == index
-            # Without a seed every corpus is read from its start to its end.
-            windows[own] = numbers[own] % len(part)
-            if self._seed is not None:
-                windows[own] = shuffled(numbers[own], len(part), self._seed, index)
-        return as_batch(read_parts(self.parts, chosen, windows))
+            own, size = chosen == index, len(part)
+            if self._seed is None:
+                numbers[own] %= size
+            else:
+                numbers[own] = shuffled(numbers[own], size, self._seed, index)
+        return read_parts(self.parts, chosen, numbers)
+
+    def check_checkpoint(
+        self, checkpoint_id: str, metadata: Metadata, position: str = _ROWS
+    ) -> bool:
+        """Compare the data of a checkpoint with these before loading it.
+
+        Each rank reads one small value without a collective, so any rank may raise.
+
+        Args:
+            checkpoint_id: The checkpoint's folder.
+            metadata: Its table of contents.
+            position: Name of the position in it.
+
+        Returns:
+            Whether its position can be loaded. False if the data start anew instead.
+
+        Raises:
+            ConfigError: The position is that of another corpus, order or sequence length, or of
+                the loader of an earlier version, and the data may not start anew.
+        """
+        stored = {_STATE: {"corpus": ""}}
+        is_new = f"{_STATE}.{position}" in metadata.state_dict_metadata
+        if is_new:
+            load(stored, checkpoint_id, no_dist=True, metadata=metadata)
+        if is_new and stored[_STATE]["corpus"] == self.identity:
+            return True
+        if self._allow_changed:
+            logger.warning(f"{checkpoint_id} has a place in other data: the data start anew")
+            return False
+        advice = "training.allow_changed_corpus = true starts the data anew"
+        if not is_new:
+            want = f"a checkpoint with one row as its place; {checkpoint_id} is of an older version"
+            raise ConfigError("checkpoint", checkpoint_id, f"{want}: {advice}")
+        mine, theirs = (
+            {key: value for key, _, value in (word.partition("=") for word in identity.split())}
+            for identity in (self.identity, stored[_STATE]["corpus"])
+        )
+        key = next(key for key in [*mine, *theirs] if mine.get(key) != theirs.get(key))
+        if key in ("training.dataset", "training.mixture"):
+            advice += (
+                "; training.hf_tokens sets the size of a Hub's dataset, otherwise the steps do"
+            )
+        want = f"{theirs.get(key)} as in {checkpoint_id} ({advice})"
+        raise ConfigError(key, mine.get(key), want)
 
 
 class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
@@ -102,14 +144,15 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
         global_batch_size: ``B``, rows per step over all ranks.
         dp_world_size: ``D``, data-parallel ranks.
         dp_rank: ``r``, this rank.
-        allow_changed: Whether a position in other data is replaced by the start of these.
         **options: Arguments of PyTorch's loader: ``num_workers``, ``pin_memory`` and so on.
 
     Attributes:
-        first: This rank's first row of a micro-batch.
-        stride: Rows of a micro-batch over all ranks.
+        stride: Rows of a micro-batch over all ranks, ``D b``.
+        own: This rank's among them.
         microbatches: Micro-batches per step of this rank.
         rows: The position: rows that all ranks together have read.
+        mark: The position before the step: one whose data are unreadable can be undone.
+        check_checkpoint: That of the rows, for the checkpoint manager.
 
     Raises:
         ConfigError: The batch sizes do not divide.
@@ -125,7 +168,6 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
         global_batch_size: int,
         dp_world_size: int,
         dp_rank: int,
-        allow_changed: bool = False,
         **options: Any,
     ) -> None:
         self.stride = local_batch_size * dp_world_size
@@ -133,11 +175,10 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
             want = f"a multiple of {self.stride} (local_batch_size {local_batch_size} * "
             want += f"data-parallel size {dp_world_size})"
             raise ConfigError("training.global_batch_size", global_batch_size, want)
-        self.global_batch_size = global_batch_size
         self.microbatches = global_batch_size // self.stride
-        self.first, self.local_batch_size = dp_rank * local_batch_size, local_batch_size
-        self._allow_changed = allow_changed
-        self.rows = self._mark = 0
+        self.own = range(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
+        self.rows = self.mark = 0
+        self.check_checkpoint = dataset.check_checkpoint
         self._batches: Iterator[Batch] | None = None
         self._reader, self._ahead = ThreadPoolExecutor(1), Future[Batch]()
         if not options.get("num_workers"):
@@ -151,10 +192,7 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
             )
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield ``({"input": (b, s)}, labels (b, s))``, int64, on the CPU.
-
-        The inputs have ``"documents"`` (b, s) as well where documents are kept apart.
-        """
+        """Yield micro-batches of ``b`` rows."""
         while True:
             if self._batches is None:  # at the start and behind a seek
                 self._batches = super().__iter__()
@@ -174,14 +212,6 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
         """Go to a position."""
         self.close()
         self.rows = rows
-
-    def mark(self) -> None:
-        """Store the position: a step whose data are unreadable can be undone."""
-        self._mark = self.rows
-
-    def return_to_mark(self) -> None:
-        """Go back to the last :meth:`mark`."""
-        self.seek(self._mark)
 
     def shares(self) -> dict[str, float]:
         """Return each part's share of the rows that all ranks have read, ``data_share/<name>``.
@@ -203,63 +233,6 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
         if state_dict:
             self.seek(int(state_dict[_ROWS]))
 
-    def check_checkpoint(
-        self, checkpoint_id: str, metadata: Metadata, position: str = _ROWS
-    ) -> bool:
-        """Compare a checkpoint's data with these before loading it; as for `check_position`."""
-        identity = self.dataset.identity
-        return check_position(identity, self._allow_changed, checkpoint_id, metadata, position)
-
-
-def check_position(
-    identity: str,
-    allow_changed: bool,
-    checkpoint_id: str,
-    metadata: Metadata,
-    position: str = _ROWS,
-) -> bool:
-    """Compare the data of a checkpoint with a run's.
-
-    Each rank reads one small value without a collective, so any rank may raise.
-
-    Args:
-        identity: The run's `TrainingRows.identity`.
-        allow_changed: Whether a position in other data is replaced by the start of these.
-        checkpoint_id: The checkpoint's folder.
-        metadata: Its table of contents.
-        position: Name of the position in it.
-
-    Returns:
-        Whether its position can be loaded. False if the data start anew instead.
-
-    Raises:
-        ConfigError: The position is that of another corpus, order or sequence length, or of the
-            loader of an earlier version, and the data may not start anew.
-    """
-    stored = {_STATE: {"corpus": ""}}
-    is_new = f"{_STATE}.{position}" in metadata.state_dict_metadata
-    if is_new:
-        load(stored, checkpoint_id, no_dist=True, metadata=metadata)
-    if is_new and stored[_STATE]["corpus"] == identity:
-        return True
-    if allow_changed:
-        logger.warning(f"{checkpoint_id} has a place in other data: the data start anew")
-        return False
-    advice = "training.allow_changed_corpus = true starts the data anew"
-    if not is_new:
-        want = f"a checkpoint with one row as its place; {checkpoint_id} is of an older version"
-        raise ConfigError("checkpoint", checkpoint_id, f"{want}: {advice}")
-    mine, theirs = _settings(identity), _settings(stored[_STATE]["corpus"])
-    key = next(key for key in [*mine, *theirs] if mine.get(key) != theirs.get(key))
-    if key in ("training.dataset", "training.mixture"):
-        advice += "; training.hf_tokens sets the size of a Hub's dataset, otherwise the steps do"
-    want = f"{theirs.get(key)} as in {checkpoint_id} ({advice})"
-    raise ConfigError(key, mine.get(key), want)
-
-
-def _settings(identity: str) -> dict[str, str]:
-    return {key: value for key, _, value in (word.partition("=") for word in identity.split())}
-
 
 class _RowNumbers:
     """The rows of each of a rank's micro-batches, from the loader's position on."""
@@ -269,8 +242,7 @@ class _RowNumbers:
 
     def __iter__(self) -> Iterator[list[int]]:
         for position in count(self._loader.rows, self._loader.stride):
-            first = position + self._loader.first
-            yield list(range(first, first + self._loader.local_batch_size))
+            yield [position + row for row in self._loader.own]
 
 
 def _as_read(batch: Batch) -> Batch:
@@ -288,16 +260,14 @@ def build_dataloader(
         ConfigError: As for `TokenDataLoader` and `ensure_prepared`, or a corpus has no whole row.
     """
     training = job_config.training
-    rows = training.global_batch_size
-    if rows < 0:
-        rows = training.local_batch_size * dp_world_size
+    local, rows = training.local_batch_size, training.global_batch_size
+    options = dict(vars(training.dataloader))
+    options["pin_memory"] &= torch.cuda.is_available()
     return TokenDataLoader(
         TrainingRows.of(job_config),
-        local_batch_size=training.local_batch_size,
-        global_batch_size=rows,
+        local_batch_size=local,
+        global_batch_size=local * dp_world_size if rows < 0 else rows,
         dp_world_size=dp_world_size,
         dp_rank=dp_rank,
-        allow_changed=training.allow_changed_corpus,
-        **vars(training.dataloader)
-        | {"pin_memory": training.dataloader.pin_memory and torch.cuda.is_available()},
+        **options,
     )

@@ -16,7 +16,7 @@ import struct
 import weakref
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -99,34 +99,30 @@ class IndexedDataset:
         """
         size = self._dtype.itemsize
         count = ((self.num_tokens if stop is None else stop) - start) * size
+        # One call for a window: of a mapped file every page would fault, with read-ahead.
+        found, why = b"", "it was cut"
         try:
-            # One call for a window: of a mapped file every page would fault, with read-ahead.
             found = os.pread(self._file, count, start * size)
         except OSError as error:
-            raise self._error(".bin", f"a readable file ({error.strerror})") from error
+            why = str(error.strerror)
         if len(found) != count:
-            raise self._error(".bin", "all of its tokens: it was cut")
+            raise self._error(".bin", f"a file whose tokens can all be read ({why})")
         return np.frombuffer(found, self._dtype)
 
     def starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return the places of ``start .. stop - 1`` at which a document begins ``(n,)``.
-
-        The binary search touches a few pages of the index; nothing of it is kept in memory.
-        """
-        if self.num_sequences == self.num_documents:
-            size = self._dtype.itemsize
-            first, last = np.searchsorted(self.offsets, (start * size, stop * size))
-            return self.offsets[first:last] // size
-        # Of another writer, with several sequences per document.
-        first, last = np.searchsorted(self.ends, (start, stop))
-        found = self.ends[first:last]
-        return found if start else np.append(found, 0)
+        """Return the places of ``start .. stop - 1`` at which a document begins ``(n,)``."""
+        if self.num_sequences != self.num_documents:  # several per document, of another writer
+            starts = np.append(0, self.ends)
+            return starts[slice(*np.searchsorted(starts, (start, stop)))]
+        # The binary search touches a few pages of the index; nothing of it is kept in memory.
+        size = self._dtype.itemsize
+        first, last = np.searchsorted(self.offsets, (start * size, stop * size))
+        return self.offsets[first:last] // size
 
     @cached_property
     def ends(self) -> npt.NDArray[np.int64]:
         """Tokens up to the end of each document ``(documents,)``, in memory."""
-        sizes = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
-        return sizes[self.borders[1:]]
+        return np.append(0, np.cumsum(self.lengths, dtype=np.int64))[self.borders[1:]]
 
     def check(self) -> None:
         """Read the whole index.
@@ -135,14 +131,13 @@ class IndexedDataset:
             DataError: A sequence does not start where the one before it ends, or a document's
                 borders are not in order.
         """
-        lengths, borders = np.asarray(self.lengths), np.asarray(self.borders)
-        if self.num_sequences and int(lengths.min()) < 0:
+        sizes, borders = self.lengths * np.int64(self._dtype.itemsize), self.borders
+        if (sizes < 0).any():
             raise self._error(".idx", "lengths of at least 0")
-        ends = np.cumsum(lengths, dtype=np.int64) * self._dtype.itemsize
-        if not np.array_equal(self.offsets, np.concatenate([[0], ends])[:-1]):
+        if not np.array_equal(self.offsets, np.cumsum(sizes) - sizes):
             raise self._error(".idx", "sequences that follow each other without gaps")
-        in_order = borders[0] == 0 and borders[-1] == self.num_sequences
-        if not in_order or (np.diff(borders) < 0).any():
+        ends = (int(borders[0]), int(borders[-1]))
+        if ends != (0, self.num_sequences) or (np.diff(borders) < 0).any():
             raise self._error(".idx", f"borders of documents from 0 to {self.num_sequences}")
 
 
@@ -163,12 +158,11 @@ class IndexedWriter:
         self, prefix: str | Path, dtype: npt.DTypeLike, documents: int = 0, tokens: int = 0
     ) -> None:
         self._prefix, self._dtype = str(prefix), np.dtype(dtype).newbyteorder("<")
-        self._files: list[IO[bytes]] = []
-        kept = {".bin": tokens * self._dtype.itemsize, ".lengths": documents * 4}
-        for suffix, size in kept.items():
-            file = open(f"{prefix}{suffix}", "ab")  # noqa: SIM115 - `close` does
-            file.truncate(size)
-            self._files.append(file)
+        # A shard stays open from one piece to the next.
+        self._tokens = open(f"{prefix}.bin", "ab")  # noqa: SIM115 - `close` does
+        self._lengths = open(f"{prefix}.lengths", "ab")  # noqa: SIM115
+        self._tokens.truncate(tokens * self._dtype.itemsize)
+        self._lengths.truncate(documents * 4)
 
     def append(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> None:
         """Append documents: the tokens of all of them, and how many each has.
@@ -176,19 +170,19 @@ class IndexedWriter:
         Raises:
             OSError: The disk is full.
         """
-        self._files[0].write(np.ascontiguousarray(tokens, dtype=self._dtype).data)
-        self._files[1].write(np.ascontiguousarray(lengths, dtype="<i4").data)
+        self._tokens.write(np.ascontiguousarray(tokens, dtype=self._dtype).data)
+        self._lengths.write(np.ascontiguousarray(lengths, dtype="<i4").data)
 
     def flush(self) -> None:
         """Wait until everything written is on the disk."""
-        for file in self._files:
+        for file in (self._tokens, self._lengths):
             file.flush()
             os.fsync(file.fileno())
 
     def close(self) -> None:
         """Close the files without an index."""
-        for file in self._files:
-            file.close()
+        with self._tokens, self._lengths:
+            pass
 
     def finish(self) -> None:
         """Write the index and close the files."""
@@ -196,13 +190,12 @@ class IndexedWriter:
         self.close()
         lengths = np.fromfile(f"{self._prefix}.lengths", dtype="<i4")
         count, code = len(lengths), next(c for c, known in DTYPES.items() if self._dtype == known)
-        ends = np.cumsum(lengths, dtype="<i8") * self._dtype.itemsize
+        sizes = lengths * np.int64(self._dtype.itemsize)
         scratch = f"{self._prefix}.idx.tmp"
         with open(scratch, "wb") as file:
             file.write(_HEADER.pack(MAGIC, 1, code, count, count + 1))
-            file.write(lengths.data)
-            file.write(np.concatenate([np.zeros(1, "<i8"), ends])[:count].astype("<i8").data)
-            file.write(np.arange(count + 1, dtype="<i8").data)
+            for values in (lengths, np.cumsum(sizes) - sizes, np.arange(count + 1)):
+                file.write(values.astype("<i4" if values is lengths else "<i8").data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(scratch, f"{self._prefix}.idx")

@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What defines a model: one dataclass, checked as a whole, filled from the job's configuration."""
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
 
+from torchtitan_lr.config.schema import vocabulary_rows
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
 from torchtitan_lr.titan.base import BaseModelArgs
@@ -19,11 +19,6 @@ BackwardSum = Literal["float32", "activation"]
 ACTIVATIONS: tuple[Activation, ...] = ("both", "lowrank", "reduced", "fullrank", "none")
 LAX_GATES: tuple[LaxGate, ...] = ("identity", "scalar")
 BACKWARD_SUMS: tuple[BackwardSum, ...] = ("float32", "activation")
-
-
-VOCABULARY_UNIT = 64
-"""What ``model.vocab_size`` is rounded up to a multiple of. A vocabulary that followed the
-tensor-parallel degree alone would be another model, with other losses, at every degree."""
 
 
 @dataclass
@@ -216,9 +211,7 @@ class LlamaArgs(BaseModelArgs):
         if wanted:
             sections = getattr(job_config, "parallelism", None)
             degree = getattr(sections, "tensor_parallel_degree", 1)
-            # Degrees and lanes that are no positive numbers are refused elsewhere.
-            unit = math.lcm(VOCABULARY_UNIT, max(1, degree), max(1, self.lanes))
-            self.vocab_size = -(-wanted // unit) * unit
+            self.vocab_size = vocabulary_rows(wanted, degree, self.lanes)
         self.max_seq_len = job_config.training.seq_len
         seed = job_config.debug.seed
         self.init_seed = 0 if seed is None else seed

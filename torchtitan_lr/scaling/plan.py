@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtitan_lr.config.shipped import find_config
+from torchtitan_lr.config.paths import find_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.experiment import Experiment
 from torchtitan_lr.scaling.experiments import place_run

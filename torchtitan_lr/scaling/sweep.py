@@ -21,7 +21,7 @@ from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.launch.folder_lock import lock_file
 from torchtitan_lr.scaling.experiments import Started, place_run, start
-from torchtitan_lr.training.summary import SUMMARY_FILE
+from torchtitan_lr.training.history import SUMMARY_FILE
 
 POINT_FILE = "point.json"
 """In a point's folder: its arguments, and its row of the table."""

@@ -14,7 +14,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 from tests.support.corpora import write_corpus
 from torchtitan_lr.data.corpus import Corpus
-from torchtitan_lr.data.rows import DOCUMENTS, Rows, as_batch
+from torchtitan_lr.data.rows import DOCUMENTS, Rows
 from torchtitan_lr.errors import ConfigError, DataError
 
 S = 7
@@ -23,7 +23,7 @@ S = 7
 
 def read(rows):
     """All rows, as lists: tokens, labels, documents."""
-    inputs, labels = as_batch(rows.read(np.arange(len(rows))))
+    inputs, labels = rows.read(np.arange(len(rows)))
     assert all(value.dtype == torch.int64 and value.is_contiguous() for value in inputs.values())
     documents = inputs[DOCUMENTS].tolist() if DOCUMENTS in inputs else None
     return inputs["input"].tolist(), labels.tolist(), documents
