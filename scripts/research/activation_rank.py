@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.console.figures import new_figure
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.training.figures import new_figure
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:

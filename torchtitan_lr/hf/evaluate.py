@@ -38,7 +38,7 @@ from torchtitan_lr.hf.text import Document, EvaluationSet, encoded, prepared
 from torchtitan_lr.launch.environment import launched_ranks
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.loss import perplexity
-from torchtitan_lr.training.device import bind_device
+from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.training.validate import sum_losses
 
 

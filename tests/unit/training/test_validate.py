@@ -21,7 +21,7 @@ from tests.support.corpora import write_corpus
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.titan.base import BaseTokenizer, ParallelDims
-from torchtitan_lr.training.device import bind_device
+from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
 from torchtitan_lr.training.validate import Validator
 
