@@ -91,9 +91,6 @@ class LlamaArgs(BaseModelArgs):
     """CAAT-Net: precision in which backward adds the lanes' gradients up, where the activations
     are of half precision."""
 
-    def __post_init__(self) -> None:
-        self.check()
-
     @property
     def model_family(self) -> ModelFamily:
         """What a linear becomes in this family, and what follows from it."""
@@ -162,7 +159,22 @@ class LlamaArgs(BaseModelArgs):
             raise ConfigError("model.n_kv_heads", self.n_kv_heads, want)
         for group in ("attention", "ffn") if self.low_rank else ():
             self._check_rank(group, f"low_rank.rank_{group}", getattr(self, f"rank_{group}"))
-        self._check_lanes()
+        lanes, fraction = self.lanes, self.sync_fraction
+        if lanes < 1:
+            raise ConfigError("caat.lanes", lanes, "1 (an ordinary model) or more streams")
+        if not 0 <= fraction <= 1:
+            raise ConfigError("caat.sync_fraction", fraction, "a number from 0 to 1")
+        if lanes == 1 and fraction != 1:
+            raise ConfigError("caat.sync_fraction", fraction, "1 unless caat.lanes is more than 1")
+        widths = {"n_heads": self.n_heads, "n_kv_heads": self.kv_heads, "ffn_dim": self.ffn_dim}
+        if not self.low_rank:
+            widths["vocab_size"] = self.vocab_size
+        for name, width in widths.items():
+            if width % lanes:
+                raise ConfigError("caat.lanes", lanes, f"a divisor of the model's {name} = {width}")
+
+    def __post_init__(self) -> None:
+        self.check()
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
         """Apply the job's settings of the model; called once by the trainer.
@@ -224,21 +236,6 @@ class LlamaArgs(BaseModelArgs):
         products = sum(linear.weight.numel() for linear in linears)
         products += self.n_layers * 2 * seq_len * self.dim
         return sum(parameter.numel() for parameter in model.parameters()), 3 * 2 * products
-
-    def _check_lanes(self) -> None:
-        lanes, fraction = self.lanes, self.sync_fraction
-        if lanes < 1:
-            raise ConfigError("caat.lanes", lanes, "1 (an ordinary model) or more streams")
-        if not 0 <= fraction <= 1:
-            raise ConfigError("caat.sync_fraction", fraction, "a number from 0 to 1")
-        if lanes == 1 and fraction != 1:
-            raise ConfigError("caat.sync_fraction", fraction, "1 unless caat.lanes is more than 1")
-        widths = {"n_heads": self.n_heads, "n_kv_heads": self.kv_heads, "ffn_dim": self.ffn_dim}
-        if not self.low_rank:
-            widths["vocab_size"] = self.vocab_size
-        for name, width in widths.items():
-            if width % lanes:
-                raise ConfigError("caat.lanes", lanes, f"a divisor of the model's {name} = {width}")
 
     def _check_rank(self, group: str, key: str, rank: int) -> None:
         # Narrow k and v do not count: grouped queries make them narrower than q and o, and CoLA's

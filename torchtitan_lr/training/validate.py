@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan_lr.console.progress import progress
-from torchtitan_lr.data.rows import moved, open_rows
-from torchtitan_lr.data.validation import ValidationSet
+from torchtitan_lr.data.rows import ValidationSet, moved, open_rows
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.models.loss import perplexity
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
@@ -151,7 +150,7 @@ class Validator(BaseValidator):
         self.pipeline = pp_schedule
         section = job_config.validation
         sizes = section.local_batch_size, dp_world_size, dp_rank, section.steps
-        self.validation_set = ValidationSet(open_rows(job_config, "validation")[1], *sizes)
+        self.validation_set = ValidationSet(open_rows(job_config, "validation"), *sizes)
         self._entropy: float | None = None
         # torchtitan's own section has no such key.
         self._first_step = getattr(section, "first_step", False)

@@ -6,7 +6,7 @@ import torch
 
 from tests.unit.tiny import FAMILIES, build_tiny
 from torchtitan_lr.data.rows import labelled
-from torchtitan_lr.models.documents import separate
+from torchtitan_lr.models.llama import separate
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 from torchtitan_lr.titan import IGNORE_INDEX
