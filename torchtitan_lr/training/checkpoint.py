@@ -12,10 +12,9 @@ changes nothing in the folder until then.
 import glob
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -24,20 +23,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from torchtitan_lr.checkpoints.layout import (
-    ASIDE,
-    DISCARDED,
-    MANIFEST,
-    RESIDUALS,
-    all_steps,
-    complete_steps,
-    is_complete,
-    is_dcp,
-    rename_away,
-)
+from torchtitan_lr.checkpoints import layout
 from torchtitan_lr.checkpoints.manifest import (
     ManifestWriter,
     damage_of,
@@ -85,7 +73,9 @@ class CheckpointManager(TitanCheckpointHooks):
         # torchtitan's own section has neither key.
         self._fall_back = getattr(checkpoint_config, "fall_back", False)
         self._other_model = getattr(checkpoint_config, "initial_load_other_model", False)
-        self._deleting: list[threading.Thread] = []
+        self._first = not dist.is_initialized() or dist.get_rank() == 0
+        # Deletes what was renamed: the other ranks wait only for its renaming.
+        self._deletions = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deletions")
         self.waited = 0.0
         self.before_save: Callable[[], None] = lambda: None
         super().__init__(checkpoint_config=checkpoint_config, **parts)
@@ -94,8 +84,7 @@ class CheckpointManager(TitanCheckpointHooks):
     def close(self) -> None:
         """Stop upstream's threads and wait for pending deletions."""
         super().close()
-        for thread in getattr(self, "_deleting", []):
-            thread.join()
+        self._deletions.shutdown()
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Save if the step is due, and purge after the last step too, which upstream does not."""
@@ -139,8 +128,8 @@ class CheckpointManager(TitanCheckpointHooks):
         """Save with a manifest into an empty folder; arguments as for upstream's method."""
         self.before_save()
         # No rank writes before DCP has gathered the plans of all, and so after this renaming.
-        if _is_first_rank() and (renamed := rename_away(checkpoint_id, DISCARDED)):
-            self._delete(renamed)
+        if self._first and (renamed := layout.rename_away(checkpoint_id, layout.DISCARDED)):
+            self._deletions.submit(shutil.rmtree, renamed, True)
         self._last_saved = checkpoint_id
         if to_hf:  # at the end of a run, never in the background
             from_first_rank(None)  # a barrier
@@ -154,17 +143,22 @@ class CheckpointManager(TitanCheckpointHooks):
             dcp.save(state_dict, storage_writer=writer)
         else:
             os.makedirs(writer.path, exist_ok=True)  # `_purge_stale_checkpoints` counts it
-            where: dict[str, Any] = {"storage_writer": writer, "process_group": self.pg}
-            in_threads = async_mode == AsyncMode.ASYNC
-            if in_threads:
+            way = AsyncCheckpointerType.THREAD
+            if async_mode == AsyncMode.ASYNC:
                 self.stager = self.stager or BackgroundStager()
             else:
                 # torch's stager, whose pinned memory a process can share, does not wait for the
                 # step itself.
                 torch.accelerator.current_stream().synchronize()
-                where["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
-            result = dcp.async_save(state_dict, **where, async_stager=self.stager)
-            if in_threads:
+                way = AsyncCheckpointerType.PROCESS
+            result = dcp.async_save(
+                state_dict,
+                storage_writer=writer,
+                process_group=self.pg,
+                async_checkpointer_type=way,
+                async_stager=self.stager,
+            )
+            if async_mode == AsyncMode.ASYNC:
                 assert isinstance(result, AsyncSaveResponse)
                 self.staging_future, self.staging = result.staging_completion, True
                 result = result.upload_completion
@@ -186,12 +180,25 @@ class CheckpointManager(TitanCheckpointHooks):
                 corpus, or it contains another model.
         """
         if from_hf:
-            has_manifest = from_first_rank((Path(checkpoint_id) / MANIFEST).is_file())
+            has_manifest = from_first_rank((Path(checkpoint_id) / layout.MANIFEST).is_file())
             if has_manifest and (damage := damage_of(checkpoint_id)):
                 raise _damaged(checkpoint_id, damage, None)
             return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
         try:
-            has_manifest, metadata = self._check_before_loading(state_dict, checkpoint_id)
+            if checkpoint_id != self._verified and (damage := damage_of(checkpoint_id)):
+                raise _damaged(checkpoint_id, damage, newest_whole_before(checkpoint_id))
+            manifest = read_manifest(checkpoint_id)
+            if manifest is not None:
+                may_differ = self._other_model and checkpoint_id == self.initial_load_path
+                check_fingerprint(manifest.model, self.fingerprint, checkpoint_id, may_differ)
+            metadata = read_metadata(checkpoint_id)
+            has_data = state_dict.get(DATALOADER) is not None
+            if has_data and not state_dict[DATALOADER].check_checkpoint(checkpoint_id, metadata):
+                del state_dict[DATALOADER]  # the data start anew
+            if layout.RESIDUALS in state_dict:
+                state_dict[layout.RESIDUALS].check_checkpoint(checkpoint_id, metadata)
+            elif has_data:
+                warn_of_dropped_residuals(checkpoint_id, metadata)
             load(state_dict, checkpoint_id, metadata=metadata)
         except DamagedError as error:
             raise ConfigError("checkpoint", checkpoint_id, f"a whole one ({error})") from error
@@ -199,35 +206,11 @@ class CheckpointManager(TitanCheckpointHooks):
             cause = describe(next(iter(error.failures.values()))[0])
             want = f"a complete checkpoint of this model ({cause})"
             raise ConfigError("checkpoint", checkpoint_id, want) from error
-        if not has_manifest and _is_first_rank():
+        if manifest is None and self._first:
             logger.warning("%s has no manifest: loading it without checksums", checkpoint_id)
         # The model's states are flattened into the dictionary, so DCP cannot load them itself.
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
-
-    def _check_before_loading(
-        self, state_dict: dict[str, Any], checkpoint_id: str
-    ) -> tuple[bool, Metadata]:
-        """Raise for a damaged file, another model or other data.
-
-        Returns:
-            Whether it has a manifest, and its table of contents.
-        """
-        if checkpoint_id != self._verified and (damage := damage_of(checkpoint_id)):
-            raise _damaged(checkpoint_id, damage, newest_whole_before(checkpoint_id))
-        manifest = read_manifest(checkpoint_id)
-        may_differ = self._other_model and checkpoint_id == self.initial_load_path
-        if manifest is not None:
-            check_fingerprint(manifest.model, self.fingerprint, checkpoint_id, may_differ)
-        metadata = read_metadata(checkpoint_id)
-        has_data = state_dict.get(DATALOADER) is not None
-        if has_data and not state_dict[DATALOADER].check_checkpoint(checkpoint_id, metadata):
-            del state_dict[DATALOADER]  # the data start anew
-        if RESIDUALS in state_dict:
-            state_dict[RESIDUALS].check_checkpoint(checkpoint_id, metadata)
-        elif has_data:
-            warn_of_dropped_residuals(checkpoint_id, metadata)
-        return manifest is not None, metadata
 
     def load(self, step: int = -1) -> bool:
         """Load step ``step`` or the newest complete step, then rename all later steps.
@@ -245,46 +228,43 @@ class CheckpointManager(TitanCheckpointHooks):
         if not self.enable:
             return False
         if step == -1:
-            step = max(complete_steps(self.folder), default=-1)
-        step = self._choose(from_first_rank(step))
+            step = max(layout.complete_steps(self.folder), default=-1)
+        step = from_first_rank(step)
+        if step != -1:
+            folder = self.checkpoint_folder(step)
+            whole = from_first_rank(layout.is_dcp(folder))
+            if damage := damage_of(folder) if whole else _MODEL_ALONE:
+                older = newest_whole_before(folder)
+                if older is None or not self._fall_back:
+                    raise _damaged(folder, damage, older)
+                if self._first:
+                    logger.warning("%s is damaged (%s): resuming from %s", folder, damage, older)
+                step = int(older.rpartition("-")[2])
+            self._verified = self.checkpoint_folder(step)
         with self.as_if_without_folder() if step == -1 else nullcontext():
             loaded = super().load(step)
         if loaded:
             source = self.initial_load_path if step == -1 else self.checkpoint_folder(step)
             console.info("Loaded %s.", source)
-        if not self.load_only and _is_first_rank():
+        if not self.load_only and self._first:
             self._tidy(step)
         from_first_rank(None)  # a barrier: no rank saves before that
         return bool(loaded)
 
-    def _choose(self, step: int) -> int:
-        """Verify a step; if it is damaged, return the newest whole step or raise."""
-        if step == -1:
-            return step
-        folder = self.checkpoint_folder(step)
-        whole = from_first_rank(is_dcp(folder))
-        if damage := damage_of(folder) if whole else _MODEL_ALONE:
-            older = newest_whole_before(folder)
-            if older is None or not self._fall_back:
-                raise _damaged(folder, damage, older)
-            if _is_first_rank():
-                logger.warning("%s is damaged (%s): resuming from %s", folder, damage, older)
-            step = int(older.rpartition("-")[2])
-        self._verified = self.checkpoint_folder(step)
-        return step
-
     def _tidy(self, step: int) -> None:
         """Rename the steps after ``step``; delete incomplete folders and unfinished deletions."""
-        for found in all_steps(self.folder):
+        for found in layout.all_steps(self.folder):
             folder = self.checkpoint_folder(found)
-            if not is_complete(folder):
-                rename_away(folder, DISCARDED)
+            if not layout.is_complete(folder):
+                layout.rename_away(folder, layout.DISCARDED)
             elif found > step:
                 logger.warning(
-                    "Checkpoint of step %d is renamed to %s", found, rename_away(folder, ASIDE)
+                    "Checkpoint of step %d is renamed to %s",
+                    found,
+                    layout.rename_away(folder, layout.ASIDE),
                 )
-        for leftover in glob.glob(os.path.join(glob.escape(self.folder), f"{DISCARDED}*")):
-            self._delete(leftover)
+        for leftover in glob.glob(os.path.join(glob.escape(self.folder), f"{layout.DISCARDED}*")):
+            self._deletions.submit(shutil.rmtree, leftover, True)
 
     def save_interrupted(self, step: int) -> str | None:
         """Save a full checkpoint of ``step``, even if the last save should hold the model only.
@@ -316,40 +296,23 @@ class CheckpointManager(TitanCheckpointHooks):
         if not self.enable:
             return None
         self.wait_for_save()
-        for step in reversed(complete_steps(self.folder)):
+        for step in reversed(layout.complete_steps(self.folder)):
             folder = self.checkpoint_folder(step)
-            if not finite:
-                return folder
             with suppress(DamagedError):
-                manifest = read_manifest(folder)
-                if manifest is None or manifest.finite:
+                if not finite or (manifest := read_manifest(folder)) is None or manifest.finite:
                     return folder
         return None
 
     def _purge_stale_checkpoints(self) -> None:
-        if self.keep_latest_k <= 0 or not _is_first_rank():
+        if self.keep_latest_k <= 0 or not self._first:
             return
-        # Count the current save, complete or not, but no other incomplete folder: it must not
+        # The current save counts, complete or not, but no other incomplete folder: it must not
         # displace a complete one.
-        steps = [
-            step
-            for step in all_steps(self.folder)
-            if (folder := self.checkpoint_folder(step)) == self._last_saved or is_complete(folder)
-        ]
-        for step in steps[: -self.keep_latest_k]:
-            renamed = rename_away(self.checkpoint_folder(step), DISCARDED)
-            if renamed is not None:
+        folders = [self.checkpoint_folder(step) for step in layout.all_steps(self.folder)]
+        kept = [path for path in folders if path == self._last_saved or layout.is_complete(path)]
+        for folder in kept[: -self.keep_latest_k]:
+            if renamed := layout.rename_away(folder, layout.DISCARDED):
                 self.purge_queue.put(renamed)
-
-    def _delete(self, folder: str) -> None:
-        """Delete a folder in the background: other ranks wait only for its renaming."""
-        thread = threading.Thread(target=shutil.rmtree, args=(folder, True), daemon=True)
-        thread.start()
-        self._deleting.append(thread)
-
-
-def _is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _damaged(folder: str, damage: str, older: str | None) -> ConfigError:
