@@ -14,7 +14,7 @@ from tests.distributed.compression_cases import CASES, Case, layout
 from tests.oracle import compression as oracle
 from tests.support.rank_pool import RankPool
 from tests.unit.tiny import build_tiny
-from torchtitan_lr.compression.fsdp import apply_gradient_compression, compressor_of
+from torchtitan_lr.compression.fsdp import COMPRESSORS, apply_gradient_compression
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.ledger.comparison import compare, differences
 from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
@@ -59,13 +59,13 @@ def ledger_differences(case: Case, compressed: bool = True) -> tuple[list[Any], 
     expected += predicted(model, case, "head")
     table = compare(rows, expected, {"gradient": "float32", "index": "uint8"})
     assert any(row["calls"] for row in table)
-    saved = sum(compressor_of(unit).bytes_saved() for unit in (*units.values(), model))
+    saved = sum(COMPRESSORS[unit].bytes_saved for unit in (*units.values(), model))
     return differences(table), sent, saved
 
 
 def predicted(unit: nn.Module, case: Case, scope: str) -> list[Traffic]:
     """What the oracle says of one FSDP unit, from the sizes of its tensors' shards."""
-    spans = compressor_of(unit).spans
+    spans = COMPRESSORS[unit].spans
     chosen = sum(span.size for span in spans if span.compressed)
     dense = sum(span.size for span in spans) - chosen
     return oracle.exchange_rows(case.codec, case.ranks, chosen, dense, scope, case.hsdp)

@@ -7,6 +7,7 @@ an exchange writes a second residual, which replaces the first one when the step
 values sent in a skipped step were not applied.
 """
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,14 +19,12 @@ from torch.nn.functional import pad
 from torchtitan_lr.compression.codecs import Codec, SketchCodec, SparseCodec
 from torchtitan_lr.compression.codecs.base import Steps, exchange, gather
 from torchtitan_lr.compression.codecs.entries import left_over, pack, unpack
-from torchtitan_lr.compression.codecs.sketch import step_seed
 from torchtitan_lr.compression.sizes import (
     ROLE_BYTES,
     CodecSizes,
     Unit,
-    candidates,
+    returned_entries,
     sent_bytes,
-    spreads_packed,
 )
 
 COUNTS = ("sent", "unpeeled", "indexed")
@@ -54,6 +53,7 @@ class Compressor:
         revocable: Whether exchanges take effect with `commit`, which needs a second residual.
 
     Attributes:
+        bytes_saved: What this rank saves per exchange by compression.
         exchanges: Number of exchanges so far.
         measuring: Whether the next exchange also counts.
         counts: The last counts, fp64 (3,), see `COUNTS`; None without a measurement.
@@ -72,14 +72,15 @@ class Compressor:
         all_reduce: bool = False,
         revocable: bool = False,
     ) -> None:
-        self.name, self.sizes, self.spans = name, sizes, tuple(spans)
+        self.name, self.spans = name, tuple(spans)
         self.group, self.device, self.all_reduce = group, device, all_reduce
         self.residual_dtype, self.revocable = residual_dtype, revocable
-        ranks = group.size()
+        ranks, entries = group.size(), sum(span.size for span in spans)
         self.compressed_size = sum(span.size for span in spans if span.compressed)
         owned = -(-self.compressed_size // ranks) if all_reduce else self.compressed_size
-        dense = sum(span.size for span in spans) - self.compressed_size
-        self.unit = Unit(ranks, owned, dense)
+        self.unit = Unit(ranks, owned, entries - self.compressed_size)
+        whole = ROLE_BYTES["gradient"] * entries * (1 if all_reduce else ranks)
+        self.bytes_saved = whole - sent_bytes(self.unit, sizes, all_reduce)
         self.codec: Codec = SparseCodec(sizes.theta)
         if sizes.name == "sketch":
             self.codec = SketchCodec(ranks, sizes.c, sizes.theta)
@@ -115,11 +116,39 @@ class Compressor:
         else:
             torch.where(rejected > 0, self.residual, self._spare, out=self.residual)
 
-    def bytes_saved(self) -> int:
-        """Return the bytes that this rank saves per exchange by compression."""
-        entries = sum(span.size for span in self.spans)
-        whole = ROLE_BYTES["gradient"] * entries * (1 if self.all_reduce else self.unit.ranks)
-        return whole - sent_bytes(self.unit, self.sizes, self.all_reduce)
+    def reduce(self, sums: Tensor, gradients: Tensor) -> Steps[None]:
+        """Reduce-scatter the unit's gradients (W, s), or all-reduce its shard (s,).
+
+        Args:
+            sums: Where this rank's sums are written (s,); for an all-reduce, the shard itself.
+            gradients: (W·s,), in which tensors are concatenated by rank; or the shard.
+
+        Yields:
+            The collectives of `exchange_rows`, of `spread`, and of the dense entries.
+        """
+        if not self.compressed_size:
+            yield [dist.all_reduce(sums, group=self.group, async_op=True)]
+            return
+        parts = gradients.view(-1, sums.numel()).split([span.size for span in self.spans], dim=-1)
+        kinds: dict[bool, list[Tensor]] = {True: [parts[0][:, :0]], False: [parts[0][:, :0]]}
+        for part, span in zip(parts, self.spans, strict=True):
+            kinds[span.compressed].append(part)
+        rows, dense = (torch.cat(kind, dim=-1) for kind in kinds.values())
+        if self.all_reduce:
+            size = self.unit.ranks * self.unit.compressed
+            padded = pad(rows[0], (0, size - self.compressed_size))
+            total, _ = yield from self.exchange_rows(padded.view(self.unit.ranks, -1))
+            total, others = (yield from self.spread(total)), dense[0]
+            if others.numel():
+                yield [dist.all_reduce(others, group=self.group, async_op=True)]
+        else:
+            total, others = yield from self.exchange_rows(rows, dense)
+        pieces, start = [], {True: 0, False: 0}
+        for span in self.spans:
+            source = total if span.compressed else others
+            pieces.append(source.narrow(0, start[span.compressed], span.size))
+            start[span.compressed] += span.size
+        torch.cat(pieces, out=sums)
 
     def exchange_rows(
         self, rows: Tensor, dense: Tensor | None = None
@@ -140,7 +169,9 @@ class Compressor:
         Returns:
             This rank's sums: (m,) and (e,).
         """
-        seed = step_seed(self.name, self.exchanges)
+        # Collisions differ between steps. The 0 was the seed that a run could set once: runs hash
+        # as before.
+        seed = zlib.crc32(f"0/{self.name}/{self.exchanges}".encode())
         self.exchanges += 1
         # That of the exchange before, committed or not.
         pending = self.residual if self._spare is None or not self._waits else self._spare
@@ -182,9 +213,9 @@ class Compressor:
             (W·m,), bitwise equal on every rank.
         """
         w, m = self.unit.ranks, self.unit.compressed
-        if not spreads_packed(self.unit, self.sizes.theta):
+        sent = returned_entries(self.unit, self.codec.theta)
+        if sent == m:
             return (yield from gather(total, self.group)).flatten()
-        sent = candidates(w, m, self.sizes.theta)
         marked = total != 0
         positions = marked.nonzero_static(size=sent, fill_value=m).flatten()
         index = yield from gather(pack(marked), self.group)
@@ -198,21 +229,3 @@ class Compressor:
         places = filled.flatten().nonzero_static(size=w * sent).view(w, sent) % (m + sent)
         whole = total.new_zeros(w, m + 1).scatter_(1, places.clamp(max=m), values)
         return whole[:, :m].flatten()
-
-
-def split_spans(flat: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
-    """Split (..., s) into copies of its compressed entries (..., a) and its others (..., b)."""
-    parts = flat.split([span.size for span in spans], dim=-1)
-    chosen = [part for part, span in zip(parts, spans, strict=True) if span.compressed]
-    others = [part for part, span in zip(parts, spans, strict=True) if not span.compressed]
-    empty = flat[..., :0]
-    return torch.cat([empty, *chosen], dim=-1), torch.cat([empty, *others], dim=-1)
-
-
-def join_spans(compressed: Tensor, others: Tensor, spans: Sequence[Span], out: Tensor) -> None:
-    """Write the two results of `split_spans` into ``out``."""
-    pieces = {
-        kind: iter(part.split([span.size for span in spans if span.compressed is kind], dim=-1))
-        for kind, part in ((True, compressed), (False, others))
-    }
-    torch.cat([next(pieces[span.compressed]) for span in spans], dim=-1, out=out)

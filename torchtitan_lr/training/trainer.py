@@ -179,7 +179,8 @@ class Trainer(TitanTrainer):
             self._stop_for_data(data.problem)
         global_tokens = data.global_tokens
 
-        self._residuals.measure(self.metrics_processor.should_log(self.step))
+        for compressor in self._residuals.compressors:
+            compressor.measuring = self.metrics_processor.should_log(self.step)
         with self._counted():
             loss = self._forward_backward(data.microbatches, global_tokens)
             self._losses.append(loss.clone())  # on the device: the host does not wait for them
@@ -189,7 +190,8 @@ class Trainer(TitanTrainer):
             self.checkpointer.maybe_wait_for_staging()
             step_unless(verdict.rejected, self.optimizers)
             may_skip = self.job_config.training.max_skipped_steps > 0
-            self._residuals.commit(verdict.rejected if may_skip else None)
+            for compressor in self._residuals.compressors:
+                compressor.commit(verdict.rejected if may_skip else None)
         self._unread = self.step, verdict, global_tokens
         self.lr_schedulers.step()
         # Logging, saving and validating need the verdict now.
