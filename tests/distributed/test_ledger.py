@@ -26,7 +26,7 @@ from tests.support.parity_cases import (
 )
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.collectives import reduce_over_ranks
-from torchtitan_lr.formulas.data_parallel import DataParallel, data_parallel_traffic
+from torchtitan_lr.formulas.data_parallel import data_parallel_traffic
 from torchtitan_lr.formulas.tensor_parallel import model_traffic
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.ledger.comparison import compare, differences
@@ -203,8 +203,7 @@ def test_fsdp_belongs_to_its_parameters(plan: str, compiled: bool, four_ranks: R
     case = Case("cola", TPSettings(plan), degree=2, dtype=torch.float32)
     changes = ("compile_last", "fsdp") if compiled else ("fsdp",)
     rows = four_ranks.run(measure, case, *changes)[0]
-    layout = DataParallel(replicate=1, shard=2)
-    weights = data_parallel_traffic(model_args(case), case.settings, case.degree, layout)
+    weights = data_parallel_traffic(model_args(case), case.settings, case.degree, 1, 2)
     assert disagreements(rows, expected(case) + weights, case) == []
 
 

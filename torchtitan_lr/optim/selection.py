@@ -89,6 +89,10 @@ class MatrixPlan:
         has_bases = self.waits or refreshes > 0
         return not has_bases or step % self.interval == self.offset
 
+    def core_elements(self, columns: int) -> int:
+        """Return the elements of a core, r·r; r·n of a one-sided one, for a block of n columns."""
+        return self.rank * (self.rank if self.two_sided else columns)
+
     def sends(self, rows: int, columns: int) -> tuple[bool, int]:
         """Return whether a refresh sums dense gradients over the replicas, and its elements.
 
