@@ -17,7 +17,7 @@ from tests.unit.tiny import build_tiny
 from torchtitan_lr.compression.fsdp import COMPRESSORS, apply_gradient_compression
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.ledger.comparison import compare, differences
-from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.data_parallel import sum_gradients, synchronize_gradients
 
@@ -33,7 +33,8 @@ def ledger_differences(case: Case, compressed: bool = True) -> tuple[list[Any], 
     name = "dp_replicate" if case.hsdp else "fsdp"
     if compressed:
         apply_gradient_compression(model, meshes[name], case.settings(), all_reduce=case.hsdp)
-    ledger = CommLedger([model], mesh_dims_of({n: meshes[n] for n in ("fsdp", "dp_replicate")}))
+    groups = {n: meshes[n].get_group() for n in ("fsdp", "dp_replicate")}
+    ledger = CommLedger([model], groups)
     with ledger:
         for micro in range(case.microbatches):
             synchronize_gradients([model], micro == case.microbatches - 1)

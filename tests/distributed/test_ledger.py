@@ -30,7 +30,7 @@ from torchtitan_lr.formulas.data_parallel import data_parallel_traffic
 from torchtitan_lr.formulas.tensor_parallel import model_traffic
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.ledger.comparison import compare, differences
-from torchtitan_lr.ledger.ledger import COUNTS, CommLedger, mesh_dims_of
+from torchtitan_lr.ledger.ledger import COUNTS, CommLedger
 from torchtitan_lr.models import linears
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.data_parallel import sum_gradients
@@ -75,7 +75,8 @@ def count(model: Any, case: Case, split_recompute: bool = False) -> list[dict[st
     meshes = {"tp": tp_mesh(case.degree)}
     if case.degree < 4:
         meshes["fsdp"] = tp_mesh(case.degree)._get_root_mesh()["dp"]
-    ledger = CommLedger([model], mesh_dims_of(meshes))
+    groups = {name: mesh.get_group() for name, mesh in meshes.items()}
+    ledger = CommLedger([model], groups)
     with ledger:
         run(model)
     rows = ledger.rows(split_recompute=split_recompute)

@@ -18,7 +18,7 @@ from torchtitan_lr.compression.residuals import Residuals
 from torchtitan_lr.console.log import console
 from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.data.rows import Batch
-from torchtitan_lr.ledger.ledger import CommLedger, ledger_for
+from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.finite import step_unless
@@ -210,7 +210,9 @@ class Trainer(TitanTrainer):
     def new_ledger(self) -> CommLedger:
         """Build a ledger of this run's collectives."""
         replicas = ("dp_replicate",) if optimizer_owns_replicas(self.job_config) else ()
-        return ledger_for(self.parallel_dims, self.model_parts, replicas)
+        meshes = self.parallel_dims.get_all_one_dimensional_meshes()
+        groups = {name: mesh.get_group() for name, mesh in meshes.items()}
+        return CommLedger(self.model_parts, groups, replicas)
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
