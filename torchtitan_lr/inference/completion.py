@@ -14,7 +14,6 @@ from torchtitan_lr.inference.decode import (
     Choice,
     Decoder,
     max_new_tokens,
-    whole_vocabulary,
 )
 from torchtitan_lr.inference.sampling import Sampling
 from torchtitan_lr.inference.text import TextStream
@@ -50,7 +49,7 @@ class Settings:
     batch_size: int = 16
     cache: str = "full"
     compiled: bool = False
-    choice: Choice = whole_vocabulary
+    choice: Choice | None = None
 
 
 @dataclass
@@ -149,7 +148,7 @@ def complete_batch(
     tokenizer: Any,
     rows: list[tuple[str, list[int], int, int]],
     settings: Settings,
-    write: Callable[[str], Any] | None,
+    write: Callable[[str], Any] | None = None,
 ) -> list[Completion]:
     """Continue rows ``(prompt, ids, limit, seed)`` together; ``write`` as for `complete`."""
     prompts, ids, limits, seeds = zip(*rows, strict=True)
@@ -168,24 +167,23 @@ def complete_batch(
     streams = [TextStream(tokenizer, row, settings.stops) for row in ids]
     done = [Completion(prompt, prompt) for prompt in prompts]
 
-    def add(index: int, piece: str) -> None:
-        done[index].text += piece
-        if write is not None and piece:
-            write(piece)
-
     while any(decoder.running):
         for index, token in enumerate(decoder.step()):
             if token is None:
                 continue
+            piece = ""
             if token in stop_ids:
                 done[index].end = "stop_token"
             else:
-                add(index, streams[index].push(token))
+                piece = streams[index].push(token)
             if not decoder.running[index]:
-                add(index, streams[index].finish())
+                piece += streams[index].push(None)
             if streams[index].stopped:
                 done[index].end = "stop_string"
-                decoder.stop(index)
+                decoder.running[index] = False
+            done[index].text += piece
+            if write is not None and piece:
+                write(piece)
     for completion, count in zip(done, decoder.new_tokens, strict=True):
         completion.new_tokens = count
     return done

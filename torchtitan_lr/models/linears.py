@@ -15,7 +15,7 @@ bottleneck with σ but a block's last, and by 2 f for every SwiGLU, per token, f
 elementwise pass each. In compiled blocks the compiler decides what is kept (`compat.compiler`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -453,7 +453,7 @@ def low_rank_group(
     x: Tensor | Gated,
     linears: Sequence[nn.Module],
     down: nn.Module,
-    up: nn.Module,
+    up: Callable[..., list[Tensor]],
     use_silu: Sequence[bool],
     norm: nn.Module | None = None,
     mix: nn.Module | None = None,
