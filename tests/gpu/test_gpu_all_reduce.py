@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.compression.compressor import Compressor, Span
-from torchtitan_lr.compression.fsdp import UnitExchange
 from torchtitan_lr.compression.sizes import CodecSizes, kept_entries
 
 SIZE = 2**22
@@ -25,7 +24,7 @@ def test_the_shards_memory_is_not_reused_before_the_sum_is_done(
     assert group is not None
     device = torch.device("cuda", torch.cuda.current_device())
     spans = [Span(SIZE, compressed)]
-    hook = UnitExchange(Compressor("unit", codec, spans, group, device, all_reduce=True)).all_reduce
+    hook = Compressor("unit", codec, spans, group, device, all_reduce=True).all_reduce
     scatters, reduces = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(scatters):
         shard = torch.ones(SIZE, device=device)

@@ -44,7 +44,7 @@ def unit_parameters(module: FSDPModule) -> Iterator[tuple[Tensor, int]]:
 
     The order and the padding are those of the buffer that FSDP2 reduce-scatters. A codec needs
     them, because the buffer does not mark where a tensor begins. If upstream changes the order, the
-    sizes of a unit no longer match and `UnitExchange` raises in the first step.
+    sizes of a unit no longer match and `Compressor` raises in the first step.
     """
     for group in param_groups(module):
         for parameter in group.fsdp_params:

@@ -10,15 +10,21 @@ values sent in a skipped step were not applied.
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 
+from torchtitan_lr.compat.collectives import reduce_scatter
+from torchtitan_lr.compat.fsdp import ReduceScatter, reads_sums_at_once
 from torchtitan_lr.compression.codecs import Codec, SketchCodec, SparseCodec
-from torchtitan_lr.compression.codecs.base import Steps, exchange, gather
+from torchtitan_lr.compression.codecs.base import Steps, Works, complete, exchange, gather
 from torchtitan_lr.compression.codecs.entries import left_over, pack, unpack
+from torchtitan_lr.compression.overlap import ExchangeOverlap
 from torchtitan_lr.compression.sizes import (
     ROLE_BYTES,
     CodecSizes,
@@ -39,8 +45,10 @@ class Span:
     compressed: bool
 
 
-class Compressor:
+class Compressor(ReduceScatter):
     """Reduces the gradients of one FSDP2 unit and keeps the residual.
+
+    It is FSDP2's reduce-scatter of the unit, or its method `all_reduce` is FSDP2's hook.
 
     Args:
         name: Name of the unit, unique in the model.
@@ -51,8 +59,11 @@ class Compressor:
         residual_dtype: fp32, or bf16 for half the memory, which loses the rounding errors.
         all_reduce: Whether every rank needs the whole sum.
         revocable: Whether exchanges take effect with `commit`, which needs a second residual.
+        overlap: The model's exchanges; None to end each one before the call returns.
+        module: The unit, whose sums may be written later; None likewise.
 
     Attributes:
+        resume: Ends an exchange; the ledger attributes its collectives to this unit.
         bytes_saved: What this rank saves per exchange by compression.
         exchanges: Number of exchanges so far.
         measuring: Whether the next exchange also counts.
@@ -71,9 +82,11 @@ class Compressor:
         residual_dtype: torch.dtype = torch.float32,
         all_reduce: bool = False,
         revocable: bool = False,
+        overlap: ExchangeOverlap | None = None,
+        module: FSDPModule | None = None,
     ) -> None:
         self.name, self.spans = name, tuple(spans)
-        self.group, self.device, self.all_reduce = group, device, all_reduce
+        self.group, self.device, self.returns_all = group, device, all_reduce
         self.residual_dtype, self.revocable = residual_dtype, revocable
         ranks, entries = group.size(), sum(span.size for span in spans)
         self.compressed_size = sum(span.size for span in spans if span.compressed)
@@ -84,6 +97,10 @@ class Compressor:
         self.codec: Codec = SparseCodec(sizes.theta)
         if sizes.name == "sketch":
             self.codec = SketchCodec(ranks, sizes.c, sizes.theta)
+        self.overlap = overlap or ExchangeOverlap(device)
+        # The table of compressors, by module, must not keep the modules alive.
+        self.module = None if module is None else ref(module)
+        self.resume: Callable[[Steps[None], Works], None] = complete
         self.exchanges = 0
         self.measuring = False
         self.counts: Tensor | None = None
@@ -116,6 +133,65 @@ class Compressor:
         else:
             torch.where(rejected > 0, self.residual, self._spare, out=self.residual)
 
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a new buffer, as FSDP2's default does."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce-scatter the gradients of the unit (W·s,) into this rank's sums (s,).
+
+        Args:
+            output_tensor: The sums.
+            input_tensor: This rank's gradients, in which tensors are concatenated by rank.
+            group: The ranks of the shard dimension.
+            op: Must be a sum.
+            async_op: Must be false, as in FSDP2.
+
+        Raises:
+            RuntimeError: Other arguments, or a tensor of the unit without gradient.
+        """
+        if op != dist.ReduceOp.SUM or async_op:
+            raise RuntimeError(f"compressed gradients are summed, synchronously; asked for {op}")
+        if self.compressed_size:
+            self._start(output_tensor, input_tensor)
+        else:
+            reduce_scatter(output_tensor, input_tensor, group=group)
+        return None
+
+    def all_reduce(self, shard: Tensor) -> None:
+        """Sum the unit's shard (s,) over the replicas, in place.
+
+        Raises:
+            RuntimeError: A tensor of the unit has no gradient.
+        """
+        if shard.device.type != "cpu":
+            # FSDP2 allocates the shard on its reduce-scatter stream and calls the hook on its
+            # all-reduce stream. If gradients are stored in another dtype than they are summed in,
+            # it frees the shard when the cast is queued; it holds the shard only for its own
+            # all-reduce. The next unit's reduce-scatter could overwrite a shard that is still
+            # being summed.
+            shard.record_stream(torch.get_device_module(shard.device).current_stream())
+        self._start(shard, shard)
+
+    def _start(self, sums: Tensor, gradients: Tensor) -> None:
+        """Start an exchange that writes the sums; the gradients live until it has ended."""
+        expected = sum(span.size for span in self.spans)
+        if sums.numel() != expected:
+            raise RuntimeError(
+                f"{self.name}: {sums.numel()} gradients a rank instead of {expected}: "
+                "a tensor of this unit took no part in the step"
+            )
+        module = None if self.module is None else self.module()
+        later = module is not None and not reads_sums_at_once(module, sums)
+        self.overlap.run(self.reduce(sums, gradients), self.resume, [sums, gradients], later)
+
     def reduce(self, sums: Tensor, gradients: Tensor) -> Steps[None]:
         """Reduce-scatter the unit's gradients (W, s), or all-reduce its shard (s,).
 
@@ -134,7 +210,7 @@ class Compressor:
         for part, span in zip(parts, self.spans, strict=True):
             kinds[span.compressed].append(part)
         rows, dense = (torch.cat(kind, dim=-1) for kind in kinds.values())
-        if self.all_reduce:
+        if self.returns_all:
             size = self.unit.ranks * self.unit.compressed
             padded = pad(rows[0], (0, size - self.compressed_size))
             total, _ = yield from self.exchange_rows(padded.view(self.unit.ranks, -1))

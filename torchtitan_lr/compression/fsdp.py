@@ -8,20 +8,17 @@ reduce-scatter a hook sums the shards over the replicas. Both overlap with backw
 of a step communicates.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan_lr.compat.collectives import reduce_scatter, second_group
-from torchtitan_lr.compat.fsdp import ReduceScatter, reads_sums_at_once, unit_parameters
+from torchtitan_lr.compat.collectives import second_group
+from torchtitan_lr.compat.fsdp import unit_parameters
 from torchtitan_lr.compat.names import clean_name
-from torchtitan_lr.compression.codecs.base import Steps, Works, complete
 from torchtitan_lr.compression.compressor import Compressor, Span
 from torchtitan_lr.compression.overlap import ExchangeOverlap
 from torchtitan_lr.compression.settings import CompressionSettings, is_compressed, merged
@@ -34,88 +31,6 @@ COMPRESSORS: WeakKeyDictionary[object, Compressor] = WeakKeyDictionary()
 
 FSDP2 has it too, in private fields, which a run without compression must not read.
 """
-
-
-class UnitExchange(ReduceScatter):
-    """A unit's exchange of gradients: FSDP2's reduce-scatter, or `all_reduce` as its hook.
-
-    Args:
-        compressor: The unit's compressor.
-        overlap: The model's exchanges; None to end each one before the call returns.
-        unit: The unit, whose sums may be written later; None likewise.
-
-    Attributes:
-        resume: Ends an exchange; the ledger attributes its collectives to this unit.
-    """
-
-    def __init__(
-        self,
-        compressor: Compressor,
-        overlap: ExchangeOverlap | None = None,
-        unit: FSDPModule | None = None,
-    ) -> None:
-        self.compressor, self.unit = compressor, unit
-        self.overlap = overlap or ExchangeOverlap(compressor.device)
-        self.resume: Callable[[Steps[None], Works], None] = complete
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new buffer, as FSDP2's default does."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Reduce-scatter the gradients of the unit (W·s,) into this rank's sums (s,).
-
-        Args:
-            output_tensor: The sums.
-            input_tensor: This rank's gradients, in which tensors are concatenated by rank.
-            group: The ranks of the shard dimension.
-            op: Must be a sum.
-            async_op: Must be false, as in FSDP2.
-
-        Raises:
-            RuntimeError: Other arguments, or a tensor of the unit without gradient.
-        """
-        if op != dist.ReduceOp.SUM or async_op:
-            raise RuntimeError(f"compressed gradients are summed, synchronously; asked for {op}")
-        if self.compressor.compressed_size:
-            self._start(output_tensor, input_tensor)
-        else:
-            reduce_scatter(output_tensor, input_tensor, group=group)
-        return None
-
-    def all_reduce(self, shard: Tensor) -> None:
-        """Sum the unit's shard (s,) over the replicas, in place.
-
-        Raises:
-            RuntimeError: A tensor of the unit has no gradient.
-        """
-        if shard.device.type != "cpu":
-            # FSDP2 allocates the shard on its reduce-scatter stream and calls the hook on its
-            # all-reduce stream. If gradients are stored in another dtype than they are summed in,
-            # it frees the shard when the cast is queued; it holds the shard only for its own
-            # all-reduce. The next unit's reduce-scatter could overwrite a shard that is still
-            # being summed.
-            shard.record_stream(torch.get_device_module(shard.device).current_stream())
-        self._start(shard, shard)
-
-    def _start(self, sums: Tensor, gradients: Tensor) -> None:
-        """Start an exchange that writes the sums; the gradients live until it has ended."""
-        expected = sum(span.size for span in self.compressor.spans)
-        if sums.numel() != expected:
-            raise RuntimeError(
-                f"{self.compressor.name}: {sums.numel()} gradients a rank instead of {expected}: "
-                "a tensor of this unit took no part in the step"
-            )
-        later = self.unit is not None and not reads_sums_at_once(self.unit, sums)
-        steps = self.compressor.reduce(sums, gradients)
-        self.overlap.run(steps, self.resume, [sums, gradients], later)
 
 
 def apply_gradient_compression(
@@ -165,12 +80,13 @@ def apply_gradient_compression(
             settings.residual_dtype,
             all_reduce,
             settings.revocable,
+            overlap,
+            module,
         )
-        exchange = UnitExchange(compressor, overlap, module)
         if all_reduce:
-            module.set_all_reduce_hook(exchange.all_reduce)
+            module.set_all_reduce_hook(compressor.all_reduce)
         else:
-            module.set_custom_reduce_scatter(exchange)
+            module.set_custom_reduce_scatter(compressor)
     _log(settings, sizes, chosen, too_small, all_reduce)
 
 

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lr.compression.compressor import Compressor, Span
-from torchtitan_lr.compression.fsdp import UnitExchange
 from torchtitan_lr.compression.sizes import CodecSizes
 
 
@@ -18,7 +17,7 @@ def hook(tmp_path):
     group, device = dist.group.WORLD, torch.device("cpu")
     sizes, spans = CodecSizes("sparse"), [Span(100, False)]
     compressor = Compressor("u", sizes, spans, group, device, all_reduce=True)
-    yield UnitExchange(compressor).all_reduce
+    yield compressor.all_reduce
     dist.destroy_process_group()
 
 
