@@ -1,15 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Continue texts with a model: prompts from a file in batches, results in the prompts' order."""
+"""Continue texts with a model: in batches, results in the prompts' order."""
 
-import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.errors import ConfigError, DataError
 from torchtitan_lr.inference.decode import (
     Choice,
     Decoder,
@@ -67,42 +63,6 @@ class Completion:
     text: str
     new_tokens: int = 0
     end: str = "length"
-
-
-def read_prompts(source: Path) -> list[str]:
-    """Read prompts.
-
-    Args:
-        source: A ``.jsonl`` file with the key ``prompt`` in each line, or any other file with one
-            prompt per line; ``-`` is stdin, where a line that begins with ``{`` is JSON.
-
-    Raises:
-        ConfigError: The file cannot be read or has no prompts.
-        DataError: A line is not valid.
-    """
-    try:
-        piped = str(source) == "-"
-        text = sys.stdin.read() if piped else source.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("--prompts", str(source), f"a file in UTF-8 or - ({error})") from error
-    prompts = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        if source.suffix == ".jsonl" or (piped and line.startswith("{")):
-            try:
-                prompt = json.loads(line)["prompt"]
-            except (ValueError, TypeError, KeyError):
-                prompt = None
-            if not isinstance(prompt, str):
-                want = 'a line such as {"prompt": "text"}'
-                raise DataError("--prompts", f"{source}:{number}", want)
-            prompts.append(prompt)
-        else:
-            prompts.append(line.rstrip("\r"))
-    if not prompts:
-        raise ConfigError("--prompts", str(source), "at least one line that is not empty")
-    return prompts
 
 
 def complete(

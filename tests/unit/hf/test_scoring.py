@@ -7,7 +7,7 @@ import torch
 from tests.reference.validation_loss import token_losses
 from tests.unit.tiny import FAMILIES, build_tiny, tokens
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.inference.scoring import Pair, score_continuations
+from torchtitan_lr.hf.scoring import Pair, score_continuations
 
 LENGTHS = [(5, 3), (1, 1), (20, 12), (21, 12), (40, 7), (2, 31), (9, 3)]
 WINDOW = 32
