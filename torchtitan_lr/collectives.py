@@ -81,23 +81,26 @@ def local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def start_all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
-    """Start summing equal-shaped tensors over the ranks; `wait` makes the result usable."""
-    started: Tensor = functional.all_reduce(x.contiguous(), "sum", ranks.group)
-    return started
+def start_sum(x: Tensor, ranks: Ranks, dim: int | None = None) -> Tensor:
+    """Start summing equal-shaped tensors over the ranks; `wait` makes the result usable.
 
-
-def start_reduce_scatter(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    """Start a sum over the ranks of which each rank keeps its slice of `dim`; see `wait`."""
+    Args:
+        x: One rank's term.
+        ranks: More than one rank.
+        dim: Each rank keeps its slice of this dimension of the sum; None for the whole sum.
+    """
+    if dim is None:
+        started: Tensor = functional.all_reduce(x.contiguous(), "sum", ranks.group)
+        return started
     dim %= x.ndim
     # The operator cuts the first dimension, so the ranks' slices go there.
     slices = x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0).contiguous().flatten(0, 1)
-    started: Tensor = functional.reduce_scatter_tensor(slices, "sum", ranks.size, ranks.group)
+    started = functional.reduce_scatter_tensor(slices, "sum", ranks.size, ranks.group)
     return started
 
 
 def wait(started: Tensor) -> Tensor:
-    """Wait for the result of `start_all_reduce` or `start_reduce_scatter`; returns a view of it."""
+    """Wait for the result of a collective that was started; returns a view of it."""
     result: Tensor = functional.wait_tensor(started)
     # Torch 2.11's compiler loses the gradient of a Function whose forward ends in an operator that
     # returns its argument, as the wait does.
@@ -109,52 +112,27 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def all_reduce(x: Tensor, ranks: Ranks, wide: bool = False) -> Tensor:
-    """Sum the ranks' tensors, without autograd; `wide` as in `reduce_scatter`."""
-    if ranks.size == 1:
-        return x
-    if not wide:
-        return wait(start_all_reduce(x, ranks))
-    flat = x.flatten()
-    padded = F.pad(flat, (0, -flat.numel() % ranks.size))
-    total = all_gather(reduce_scatter(padded, ranks, 0, wide), ranks, 0)
-    return total[: flat.numel()].view(x.shape)
-
-
-def all_gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    """Concatenate the ranks' tensors along `dim`, without autograd."""
-    return x if ranks.size == 1 else all_gathers([x], ranks, dim)[0]
-
-
-def all_gathers(tensors: Sequence[Tensor], ranks: Ranks, dim: int) -> list[Tensor]:
-    """Gather several tensors as `all_gather` does; all gathers start before the first is awaited.
-
-    Args:
-        tensors: This rank's tensors; each is equal in shape on all ranks.
-        ranks: More than one rank.
-        dim: The gathered dimension.
-    """
-    gather = functional.all_gather_into_tensor
-    started = [gather(x.contiguous(), ranks.size, ranks.group) for x in tensors]
-    gathered = [wait(x).unflatten(0, (ranks.size, -1)) for x in started]  # the ranks come first
-    dims = [dim % x.ndim for x in tensors]
-    return [x.movedim(0, d).flatten(d, d + 1) for x, d in zip(gathered, dims, strict=True)]
-
-
-def reduce_scatter(x: Tensor, ranks: Ranks, dim: int, wide: bool = False) -> Tensor:
-    """Sum the ranks' tensors, of which each rank keeps its slice, without autograd.
+def reduce(x: Tensor, ranks: Ranks, dim: int | None = None, wide: bool = False) -> Tensor:
+    """Sum the ranks' tensors, without autograd.
 
     Args:
         x: One rank's term; ``dim`` divides by the ranks.
-        ranks: More than one rank.
-        dim: The scattered dimension.
+        ranks: The ranks; one rank sums nothing.
+        dim: As in `start_sum`.
         wide: Whether to sum in fp32 or better, by an all-to-all.
 
     Returns:
-        This rank's slice of the sum, in the dtype of x.
+        The sum, or this rank's slice of it, in the dtype of x.
     """
+    if ranks.size == 1:
+        return x
     if not wide:
-        return wait(start_reduce_scatter(x, ranks, dim))
+        return wait(start_sum(x, ranks, dim))
+    if dim is None:
+        flat = x.flatten()
+        padded = F.pad(flat, (0, -flat.numel() % ranks.size))
+        (total,) = all_gather([reduce(padded, ranks, 0, wide)], ranks, 0)
+        return total[: flat.numel()].view(x.shape)
     # The operator adds in the dtype that it sends. CAAT-Net adds the gradients of its partial
     # reduction in fp32 and sends them in bf16 (section 4): each rank gets all terms of its slice,
     # adds them and rounds once. With an all-gather, the volume equals that of an all-reduce.
@@ -163,6 +141,24 @@ def reduce_scatter(x: Tensor, ranks: Ranks, dim: int, wide: bool = False) -> Ten
     sizes = [1] * ranks.size
     terms = wait(functional.all_to_all_single(slices, sizes, sizes, ranks.group))
     return terms.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
+def all_gather(tensors: Sequence[Tensor], ranks: Ranks, dim: int) -> list[Tensor]:
+    """Concatenate the ranks' tensors along a dimension, without autograd.
+
+    Args:
+        tensors: This rank's tensors; each is equal in shape on all ranks. All gathers start before
+            the first is awaited.
+        ranks: The ranks; one rank gathers nothing.
+        dim: The gathered dimension.
+    """
+    if ranks.size == 1:
+        return list(tensors)
+    gather = functional.all_gather_into_tensor
+    started = [gather(x.contiguous(), ranks.size, ranks.group) for x in tensors]
+    gathered = [wait(x).unflatten(0, (ranks.size, -1)) for x in started]  # the ranks come first
+    dims = [dim % x.ndim for x in tensors]
+    return [x.movedim(0, d).flatten(d, d + 1) for x, d in zip(gathered, dims, strict=True)]
 
 
 def own_slice(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
@@ -174,10 +170,10 @@ def own_slice(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 _OPERATIONS: dict[str, Callable[[Tensor, Ranks, int], Tensor]] = {
     "identity": lambda x, ranks, dim: x.view_as(x),
     "slice": own_slice,
-    "all_reduce": lambda x, ranks, dim: wait(start_all_reduce(x, ranks)),
-    "all_gather": all_gather,
-    "reduce_scatter": reduce_scatter,
-    "wide_reduce_scatter": lambda x, ranks, dim: reduce_scatter(x, ranks, dim, wide=True),
+    "all_reduce": lambda x, ranks, dim: wait(start_sum(x, ranks)),
+    "all_gather": lambda x, ranks, dim: all_gather([x], ranks, dim)[0],
+    "reduce_scatter": lambda x, ranks, dim: wait(start_sum(x, ranks, dim)),
+    "wide_reduce_scatter": partial(reduce, wide=True),
 }
 
 

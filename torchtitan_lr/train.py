@@ -31,7 +31,7 @@ from torchtitan_lr.launch.environment import launched_ranks
 from torchtitan_lr.launch.folder_lock import locked_by_rank
 from torchtitan_lr.launch.run_state import FAILED, FINISHED, RUNNING, STOPPED, write_state
 from torchtitan_lr.launch.verdict import checked_once
-from torchtitan_lr.training.device import bind_device
+from torchtitan_lr.titan.device import bind_device
 
 
 def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) -> int:

@@ -48,7 +48,7 @@ from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.generation import ShardedChoice, generation_settings
 from torchtitan_lr.parallel.plans import PLANS as PLAN_TABLE
 from torchtitan_lr.parallel.plans import TPSettings, apply_tensor_parallel
-from torchtitan_lr.training.device import keep_freed_memory
+from torchtitan_lr.titan.device import keep_freed_memory
 
 Row: TypeAlias = dict[str, Any]
 """Measurements of one variant at one batch size, by name."""

@@ -124,8 +124,8 @@ def first_step(ranks: int, arguments: list[str]) -> dict[str, float]:
     import torchtitan_lr.training.register  # noqa: F401
     from torchtitan_lr.checks.job import check_job_config
     from torchtitan_lr.config.build import build_job_config
+    from torchtitan_lr.titan.device import bind_device
     from torchtitan_lr.titan.specs import registered_specs
-    from torchtitan_lr.training.device import bind_device
     from torchtitan_lr.training.trainer import Trainer
 
     bind_device()

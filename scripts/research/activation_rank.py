@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.console.figures import new_figure
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.training.figures import new_figure
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -53,8 +53,8 @@ def read_tokens(config: Any, options: argparse.Namespace, seq_len: int) -> Any:
     from torchtitan_lr.data.corpus import Corpus
     from torchtitan_lr.data.prepare import ensure_prepared
     from torchtitan_lr.data.tokenizer import build_tokenizer
-    from torchtitan_lr.data.validation import prepared
     from torchtitan_lr.hf.loading import read_job_config
+    from torchtitan_lr.hf.text import prepared
 
     tokenizer: Any = build_tokenizer(config)
     documents: Any

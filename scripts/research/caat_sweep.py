@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan_lr.commands.parser import OneLineParser
+from torchtitan_lr.console.figures import new_figure
 from torchtitan_lr.scaling.pictures import color_of
-from torchtitan_lr.training.figures import new_figure
 
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0)
 LANES = (4, 8)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.commands.parser import OneLineParser
-from torchtitan_lr.training.figures import new_figure
+from torchtitan_lr.console.figures import new_figure
 
 SHARD, LATENT, SUM, CHUNK = "#bcd4ee", "#ffd9a8", "#c0392b", "#eef1f4"
 ROUND = "round,pad=0,rounding_size=0.08"

@@ -17,8 +17,8 @@ from typing import Any
 
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.compression.sizes import LEVELS, PEELING_LIMIT, peels, smallest_theta
+from torchtitan_lr.console.figures import new_figure
 from torchtitan_lr.console.tables import text_table
-from torchtitan_lr.training.figures import new_figure
 
 RANKS = (2, 4, 8)
 

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.distributed.training import train
+from tests.support.nightly import nightly
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.checkpoints import staging
 from torchtitan_lr.checkpoints.manifest import read_manifest
@@ -95,7 +96,7 @@ def foreground(two_ranks: RankPool) -> dict[str, Files]:
     return {m: two_ranks.run(save_each_step, "disabled", METHODS[m])[0] for m in METHODS}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["tsr", "tagc", *nightly("adam")])
 def test_the_files_are_the_same(
     method: str, two_ranks: RankPool, foreground: dict[str, Files]
 ) -> None:

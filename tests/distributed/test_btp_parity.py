@@ -13,6 +13,7 @@ from tests.distributed import tp_cases
 from tests.distributed.tp_cases import parities, train_steps
 from tests.distributed.tp_faults import FAULTS
 from tests.support import parity_cases
+from tests.support.nightly import nightly
 from tests.support.parity_cases import (
     Case,
     Result,
@@ -73,7 +74,7 @@ def test_parity(case: Case, errors: dict[Case, Any]) -> None:
             "inductor",
             marks=pytest.mark.nightly,
         ),
-        (Case(degree=2), ["fully_shard_blocks"], ""),
+        *nightly((Case(degree=2), ["fully_shard_blocks"], "")),
         (
             Case("lax", SEQUENCE, degree=2, gate="scalar"),
             ["compile_last_block", "fully_shard_blocks"],

@@ -8,6 +8,7 @@ import pytest
 from tests.distributed.test_btp_parity import five_steps, worst, wrapped_parity
 from tests.distributed.test_ledger import disagreements, expected, measure
 from tests.distributed.tp_cases import faulty_parity, parities
+from tests.support.nightly import nightly
 from tests.support.parity_cases import (
     BATCH,
     TOKENS,
@@ -101,7 +102,7 @@ def test_fault_is_noticed(fault: str, differs: str, least: float, four_ranks: Ra
 @pytest.mark.parametrize(
     ("case", "wrappers"),
     [
-        (Case("full", WIDE, lanes=2, fraction=0.5, degree=2), ["compile_last_block"]),
+        *nightly((Case("full", WIDE, lanes=2, fraction=0.5, degree=2), ["compile_last_block"])),
         (
             Case("full", WIDE, lanes=4, fraction=0.5, degree=2),
             ["compile_last_block", "fully_shard_blocks"],
@@ -114,7 +115,7 @@ def test_wrapped_parity(case: Case, wrappers: list[str], four_ranks: RankPool) -
     assert worst(four_ranks.run(wrapped_parity, case, wrappers, "eager")) <= 1e-12
 
 
-@pytest.mark.parametrize("case", [HALF, CASES[8]], ids=str)
+@pytest.mark.parametrize("case", [HALF, *nightly(CASES[8])], ids=str)
 def test_five_steps(case: Case, four_ranks: RankPool) -> None:
     for norms, errors in four_ranks.run(five_steps, case):
         assert max(norms) <= 1e-12

@@ -8,6 +8,7 @@ import pytest
 from tests.distributed.test_tsr_training import LAYOUTS as TSR_LAYOUTS
 from tests.distributed.test_tsr_training import TSR
 from tests.distributed.training import train
+from tests.support.nightly import nightly
 from tests.support.parity_runs import (
     EXACT,
     LAYOUTS,
@@ -35,17 +36,17 @@ SAVED = ["--checkpoint.enable", "--checkpoint.interval=1"]
     ("model", "options"),
     [
         (CAAT, [*TP4, *VALIDATED]),
-        (CAAT, [*TP2, "--parallelism.disable_loss_parallel"]),
+        *nightly((CAAT, [*TP2, "--parallelism.disable_loss_parallel"])),
         (CAAT, [*TP2, *REPLICATE2_ACCUMULATE2]),
-        (CAAT, PP2_TP2),
+        *nightly((CAAT, PP2_TP2)),
         (CAAT, [*PP2_TP2, *schedule("ZBVZeroBubble")]),
-        (CAAT, PP2_FSDP2),
-        (CAAT, [*TP2, "--activation_checkpoint.mode=full"]),
-        (CAAT, [*PP2_TP2, "--activation_checkpoint.mode=selective"]),
+        *nightly((CAAT, PP2_FSDP2)),
+        *nightly((CAAT, [*TP2, "--activation_checkpoint.mode=full"])),
+        *nightly((CAAT, [*PP2_TP2, "--activation_checkpoint.mode=selective"])),
         (CAAT, [*TP4, *COMPILE, *VALIDATED]),
         (HYBRID, [*TP4, *VALIDATED]),
         (HYBRID, [*TP2, "--activation_checkpoint.mode=low_rank"]),
-        (HYBRID, PP2_TP2),
+        *nightly((HYBRID, PP2_TP2)),
     ],
     ids=lambda value: "-".join(option.split(".")[-1] for option in value),
 )

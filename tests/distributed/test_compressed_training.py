@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.training import small_trainer, train
+from tests.support.nightly import nightly
 from tests.support.parity_runs import EXACT, largest_difference
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.checkpoints.layout import RESIDUALS
@@ -40,10 +41,9 @@ def plain(four_ranks: RankPool) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("codec", "layout"),
     [
-        *((codec, []) for codec in LEFT_OUT),
         ("sketch", HSDP),
-        ("sparse", ACCUMULATE),
         ("sparse", [*HSDP, *ACCUMULATE]),
+        *nightly(("sketch", []), ("sparse", []), ("sparse", ACCUMULATE)),
     ],
 )
 def test_a_codec_that_sends_everything_trains_as_fsdp(

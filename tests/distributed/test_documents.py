@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.training import train
+from tests.support.nightly import nightly
 from tests.support.parity_runs import (
     EXACT,
     LAYOUTS,
@@ -49,7 +50,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*list(CASES)[:3], *nightly(*list(CASES)[3:])])
 def test_layouts(name: str, four_ranks: RankPool, reference: Any, corpus: list[str]) -> None:
     family, layout, common = CASES[name]
     run = four_ranks.run(train, [*model(family), *layout, *common, *corpus, MASKED])[0]

@@ -1,12 +1,15 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Estimates against four ranks: bytes sent, bytes held, and what autograd keeps."""
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
 from tests.distributed.training import small_trainer
+from tests.support.nightly import nightly
 from tests.support.parity_cases import Case, build_model, model_args, shard_model, tp_mesh
 from tests.support.parity_runs import BF16, TINY, degrees, model, schedule
 from tests.support.rank_pool import RankPool
@@ -122,15 +125,20 @@ def runs() -> dict[str, Run]:
 
 
 @pytest.fixture(scope="module")
-def measured(four_ranks: RankPool) -> dict[str, list[dict[str, Any]]]:
-    return {name: four_ranks.run(measure, arguments) for name, arguments in RUNS.items()}
+def measured(four_ranks: RankPool) -> Callable[[str], list[dict[str, Any]]]:
+    """What the ranks measured, by name of the run."""
+    return cache(lambda name: four_ranks.run(measure, RUNS[name]))
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_bytes_sent(name: str, runs: dict[str, Run], measured: dict[str, Any]) -> None:
+SELDOM = ("fsdp4", "pp2_fsdp2", "tsr_tp2_fsdp2", "tagc_small_units")
+USUAL = [*(name for name in RUNS if name not in SELDOM), *nightly(*SELDOM)]
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_bytes_sent(name: str, runs: dict[str, Run], measured: Any) -> None:
     run = runs[name]
     rehearsal = rehearse_run(run)
-    for rank in measured[name]:
+    for rank in measured(name):
         traffic = step_traffic(run, rank["pp"], rehearsal)
         traffic = [row for row in traffic if row.scope != "step"]
         assert rank["sent"] == bytes_by_dim(traffic, run.wire_dtypes)
@@ -143,11 +151,9 @@ CHECKPOINTED = ("btp_fsdp2", "vanilla_fsdp2", "btp_every_second_block")
 
 
 @pytest.mark.parametrize("name", CHECKPOINTED)
-def test_every_row_under_checkpointing(
-    name: str, runs: dict[str, Run], measured: dict[str, Any]
-) -> None:
+def test_every_row_under_checkpointing(name: str, runs: dict[str, Run], measured: Any) -> None:
     """Which block sends what again; low_rank repeats nothing under btp, the others do."""
-    run, rows = runs[name], measured[name][0]["rows"]
+    run, rows = runs[name], measured(name)[0]["rows"]
     once = [row for row in step_traffic(run, 0) if row.scope != "step"]
     repeated = repeated_by_block(run)
     assert differences(compare(rows, [*once, *repeated], run.wire_dtypes)) == []
@@ -163,10 +169,10 @@ def test_every_row_under_checkpointing(
     )
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_bytes_held(name: str, runs: dict[str, Run], measured: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", USUAL)
+def test_bytes_held(name: str, runs: dict[str, Run], measured: Any) -> None:
     run = runs[name]
-    for rank in measured[name]:
+    for rank in measured(name):
         parts = [
             {n: s for unit in run.stages[stage].values() for n, s in unit.items()}
             for stage in run.stages_of(rank["pp"])
@@ -192,54 +198,45 @@ PLANS = [
 MODES = ("none", "selective op", "full", "low_rank")
 
 
-def saved_on_ranks(cases: list[Case]) -> list[dict[str, int]]:
-    """Real bytes that outlive a forward pass with its loss, by case and mode, on this rank."""
+def saved_on_rank(case: Case) -> dict[str, int]:
+    """Real bytes that outlive a forward pass with its loss, by mode, on this rank."""
     from torch.distributed.tensor import DTensor
 
     from tests.support.parity_cases import BATCH, TOKENS
     from torchtitan_lr.estimate.rehearsal import LivingStorages
 
-    results = []
-    for case in cases:
-        tp_mesh(case.degree)
-        found = {}
-        for mode in MODES:
-            if mode == "low_rank" and case.family == "full":
-                continue
-            part = build_model(case, shard_model(case))
-            checkpointing(mode)(part)
-            tokens = torch.ones(BATCH, TOKENS, dtype=torch.long)
-            local = [p.to_local() if isinstance(p, DTensor) else p for p in part.parameters()]
-            outside = {t.untyped_storage()._cdata for t in (*local, part.freqs_cis, tokens)}
-            packed: dict[int, int] = {}
+    tp_mesh(case.degree)
+    found = {}
+    for mode in MODES:
+        if mode == "low_rank" and case.family == "full":
+            continue
+        part = build_model(case, shard_model(case))
+        checkpointing(mode)(part)
+        tokens = torch.ones(BATCH, TOKENS, dtype=torch.long)
+        local = [p.to_local() if isinstance(p, DTensor) else p for p in part.parameters()]
+        outside = {t.untyped_storage()._cdata for t in (*local, part.freqs_cis, tokens)}
+        packed: dict[int, int] = {}
 
-            def pack(x: torch.Tensor, packed: dict[int, int] = packed) -> torch.Tensor:
-                inner = x.to_local() if isinstance(x, DTensor) else x
-                packed[inner.untyped_storage()._cdata] = inner.untyped_storage().nbytes()
-                return x
+        def pack(x: torch.Tensor, packed: dict[int, int] = packed) -> torch.Tensor:
+            inner = x.to_local() if isinstance(x, DTensor) else x
+            packed[inner.untyped_storage()._cdata] = inner.untyped_storage().nbytes()
+            return x
 
-            hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-            with LivingStorages(outside) as living, hooks:
-                loss = part(tokens, targets=tokens)
-                found[mode] = living.bytes() - loss.untyped_storage().nbytes()
-            if mode == "none":
-                found["packed"] = sum(n for a, n in packed.items() if a not in outside)
-            del loss, part, local, packed
-        results.append(found)
-    return results
-
-
-@pytest.fixture(scope="module")
-def saved(four_ranks: RankPool) -> list[dict[str, int]]:
-    found: list[dict[str, int]] = four_ranks.run(saved_on_ranks, PLANS)[0]
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+        with LivingStorages(outside) as living, hooks:
+            loss = part(tokens, targets=tokens)
+            found[mode] = living.bytes() - loss.untyped_storage().nbytes()
+        if mode == "none":
+            found["packed"] = sum(n for a, n in packed.items() if a not in outside)
+        del loss, part, local, packed
     return found
 
 
-@pytest.mark.parametrize("index", range(len(PLANS)), ids=[str(case) for case in PLANS])
-def test_saved_activations(index: int, saved: list[dict[str, int]]) -> None:
+@pytest.mark.parametrize("case", [*PLANS[1::2], *nightly(*PLANS[::2])], ids=str)
+def test_saved_activations(case: Case, four_ranks: RankPool) -> None:
     from tests.support.parity_cases import BATCH, TOKENS
 
-    case, found = PLANS[index], saved[index]
+    found = four_ranks.run(saved_on_rank, case)[0]
     args = model_args(case)
     settings = resolve_settings(case.settings, args, case.degree, TOKENS)
     estimates = {}

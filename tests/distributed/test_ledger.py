@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.distributed.tp_cases import compile_last_block
 from tests.integration import runs
+from tests.support.nightly import nightly
 from tests.support.parity_cases import (
     BATCH,
     TOKENS,
@@ -198,8 +199,10 @@ def test_compiled_blocks_are_counted(two_ranks: RankPool) -> None:
         assert disagreements(rows, expected(case), case) == []
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("plan", ["btp", "vanilla"])
+@pytest.mark.parametrize(
+    ("plan", "compiled"),
+    [("btp", True), ("vanilla", False), *nightly(("btp", False), ("vanilla", True))],
+)
 def test_fsdp_belongs_to_its_parameters(plan: str, compiled: bool, four_ranks: RankPool) -> None:
     case = Case("cola", TPSettings(plan), degree=2, dtype=torch.float32)
     changes = ("compile_last", "fsdp") if compiled else ("fsdp",)

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.test_ledger import build, measure, run
+from tests.support.nightly import nightly
 from tests.support.parity_cases import Case, covering
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.parallel.plans import TPSettings
@@ -93,7 +94,8 @@ def test_btp_communicates_nothing_more(two_ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("comm", "change"), [("all_reduce", "low_rank"), ("sequence", "low_rank_attention")]
+    ("comm", "change"),
+    [("all_reduce", "low_rank"), *nightly(("sequence", "low_rank_attention"))],
 )
 def test_btp_communicates_nothing_more_compiled(
     comm: str, change: str, two_ranks: RankPool

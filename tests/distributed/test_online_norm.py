@@ -23,7 +23,7 @@ from torchtitan_lr.collectives import (
     reduce_over_ranks,
     split_replicated,
 )
-from torchtitan_lr.models.norms import Reduction, online_down, scattered_norm, sync_norm
+from torchtitan_lr.models.norms import Reduction, online_down, sync_norm
 
 BATCH, SEQUENCE, DIM = 2, 4, 16
 RANKS_OF_LATENTS = (3, 5)
@@ -128,9 +128,9 @@ def rounding_errors(dtype: torch.dtype) -> dict[Any, float]:
         for form in FORMS
     }
     found[None] = sync(x, gamma, [weight], EPS, ranks)[0]
-    normed = scattered_norm(shard(x, ranks), shard(gamma, ranks), DIM_64, EPS, ranks)
+    normed = sync_norm(shard(x, ranks), shard(gamma, ranks), DIM_64, EPS, ranks, gather=True)
     logits = torch.nn.functional.linear(normed, own_slice(weight, ranks, 0))
-    found["head"] = all_gather(logits, ranks, FEATURES)
+    (found["head"],) = all_gather([logits], ranks, FEATURES)
     exact = rms_norm.normalized(x, gamma, weight)
     return {form: rms_norm.half_units(output, exact) for form, output in found.items()}
 

@@ -14,8 +14,8 @@ from tests.support.parity_cases import Case, model_args, shard_model, tp_mesh
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.collectives import wait
 from torchtitan_lr.ledger.ledger import CommLedger
+from torchtitan_lr.models import linears
 from torchtitan_lr.models.configured import llama_args
-from torchtitan_lr.models.linears import SharedInput
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
 from torchtitan_lr.parallel.plans import TPSettings
@@ -32,9 +32,9 @@ def rows_of_a_block(family: str, choices: dict[str, Any], hurried: bool) -> list
     tokens = torch.arange(TOKENS).view(2, -1) % 7
     fault: Any = nullcontext()
     if hurried:  # the control: the reduction ends before the products of the weights start
-        start = SharedInput.start_sum
-        finished = lambda self, gradient: wait(start(self, gradient)).clone()  # noqa: E731
-        fault = replaced(SharedInput, "start_sum", finished)
+        start = linears.start_sum
+        finished = lambda x, ranks, dim: wait(start(x, ranks, dim)).clone()  # noqa: E731
+        fault = replaced(linears, "start_sum", finished)
     with fault, CommLedger([model], {"tp": tp_mesh(2).get_group()}) as ledger:
         out = model(tokens)
         out = out.full_tensor() if hasattr(out, "full_tensor") else out

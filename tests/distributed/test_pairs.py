@@ -13,7 +13,7 @@ from tests.distributed.training import train
 from tests.support.parity_runs import EXACT, LAYOUTS, degrees, largest_difference, model
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.data import dataloader
-from torchtitan_lr.data.rows import Arrays, read_parts
+from torchtitan_lr.data.rows import Batch, read_parts
 from torchtitan_lr.training import guard
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 
@@ -31,7 +31,7 @@ CORES = ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=8", "--optimizer.tsr_
 CORES += ["--optimizer.tsr_compress_head", "--optimizer.tsr_refresh_interval=2"]
 
 
-def without_some_labels(*args: Any) -> Arrays:
+def without_some_labels(*args: Any) -> Batch:
     """Drop all labels of about two rows in three, by the row's own tokens."""
     inputs, labels = read_parts(*args)
     labels[inputs["input"].sum(-1) % 3 > 0] = -100

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.training import SPOILT, train
+from tests.support.nightly import nightly
 from tests.support.parity_runs import (
     DEEP,
     EXACT,
@@ -71,19 +72,19 @@ def test_layouts_from_a_seed_checkpoint(
         ("svd", [*PP2_TP2, *schedule("GPipe")]),
         ("cola", PP4),
         ("lax", [*PP2_TP2, *ZBV]),
-        ("cola", [*PP2_FSDP2, *ZBV]),
-        ("full", [*PP2_TP2, *ZBV]),
-        ("lax", [*PP2_TP2, "--parallelism.tp_comm=sequence"]),
-        ("lax", [*PP2_TP2, "--parallelism.tp_plan=vanilla", *ZBV]),
+        *nightly(("cola", [*PP2_FSDP2, *ZBV])),
+        *nightly(("full", [*PP2_TP2, *ZBV])),
+        *nightly(("lax", [*PP2_TP2, "--parallelism.tp_comm=sequence"])),
+        *nightly(("lax", [*PP2_TP2, "--parallelism.tp_plan=vanilla", *ZBV])),
         ("lax", [*PP2_TP2, "--parallelism.tp_plan=vanilla_replicated", *INTERLEAVED]),
-        ("lax", [*PP2_TP2, "--parallelism.no_tp_grouping", "--parallelism.tp_norm=sync"]),
+        *nightly(("lax", [*PP2_TP2, "--parallelism.no_tp_grouping", "--parallelism.tp_norm=sync"])),
         ("cola", [*PP2_TP2, "--parallelism.tp_head=scatter", "--parallelism.tp_comm=sequence"]),
         ("lax", [*PP2_TP2, *LOW_RANK]),
-        ("cola", [*PP2_FSDP2, *FULL, *INTERLEAVED]),
+        *nightly(("cola", [*PP2_FSDP2, *FULL, *INTERLEAVED])),
         ("cola", [*PP2_TP2, *COMPILE, *LOW_RANK, *INTERLEAVED]),
         ("lax", [*degrees(pipeline=2, local_batch=2), *REPLICATE2]),
-        ("cola", [*PP2_FSDP2, "--parallelism.fsdp_reshard_after_forward=always"]),
-        ("lax", [*PP2_TP2, "--parallelism.pipeline_parallel_microbatch_size=1"]),
+        *nightly(("cola", [*PP2_FSDP2, "--parallelism.fsdp_reshard_after_forward=always"])),
+        *nightly(("lax", [*PP2_TP2, "--parallelism.pipeline_parallel_microbatch_size=1"])),
         ("lax", [*PP2_TP2, "--low_rank.lax_gate=scalar", *ZBV]),
     ],
     ids=lambda value: (

@@ -5,6 +5,7 @@ import pytest
 
 from tests.distributed.training import train
 from tests.oracle.pipeline import boundary_elements
+from tests.support.nightly import nightly
 from tests.support.parity_runs import BF16, LAYOUTS, TINY, degrees, model, schedule
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.config.build import build_job_config
@@ -29,11 +30,13 @@ def local_stages(pp_rank: int, degree: int, name: str) -> list[int]:
     ("family", "name", "options"),
     [
         ("lax", "1F1B", LAYOUTS["pp4"][1]),
-        ("lax", "1F1B", PP2_TP2),
+        *nightly(("lax", "1F1B", PP2_TP2)),
         ("lax", "ZBVZeroBubble", [*PP2_TP2, "--parallelism.tp_comm=sequence"]),
         ("lax", "Interleaved1F1B", [*PP2_TP2, "--parallelism.tp_plan=vanilla"]),
-        ("cola", "GPipe", [*PP2_TP2, "--parallelism.pipeline_parallel_microbatch_size=4"]),
-        ("full", "Interleaved1F1B", [*PP2_TP2, "--parallelism.tp_comm=sequence"]),
+        *nightly(
+            ("cola", "GPipe", [*PP2_TP2, "--parallelism.pipeline_parallel_microbatch_size=4"])
+        ),
+        *nightly(("full", "Interleaved1F1B", [*PP2_TP2, "--parallelism.tp_comm=sequence"])),
         ("cola", "1F1B", [*degrees(pipeline=2, local_batch=2), *BF16]),
     ],
 )

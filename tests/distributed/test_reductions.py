@@ -21,7 +21,7 @@ from torchtitan_lr.models.lanes import share_channels
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel, synchronize_gradients
 from torchtitan_lr.titan.base import ParallelDims
-from torchtitan_lr.training.device import bind_device
+from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.training.gradients import gradient_norm, square_share
 
 MICROBATCHES = 3

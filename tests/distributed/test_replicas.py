@@ -45,12 +45,12 @@ def train_replica(arguments: list[str], folder: str, build: Any = None) -> dict[
     import torchtitan.train as titan_train
 
     from torchtitan_lr.experiments.replicas.trainer import ReplicaTrainer
-    from torchtitan_lr.training import summary
+    from torchtitan_lr.training import history
 
     no_rest = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
     with (
         patch.object(titan_train, "time", no_rest),
-        patch.object(summary, "draw_curve"),
+        patch.object(history, "draw_curve"),
         known_setup(),
     ):
         return parity_runs.train(arguments, folder, build=build or ReplicaTrainer)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.training import train
+from tests.support.nightly import nightly
 from tests.support.parity_runs import (
     EXACT,
     largest_difference,
@@ -35,7 +36,7 @@ VALIDATED += ["--validation.first_step"]
 
 @pytest.mark.parametrize(
     ("family", "plan"),
-    [("lax", "btp"), ("svd", "vanilla"), ("full", "megatron")],
+    [("lax", "btp"), *nightly(("svd", "vanilla"), ("full", "megatron"))],
 )
 def test_compiled_blocks_validate(family: str, plan: str, two_ranks: RankPool) -> None:
     options = [*model(family), *TP2, f"--parallelism.tp_plan={plan}", *VALIDATED]
@@ -58,17 +59,17 @@ def test_sequence_form_falls_back_for_an_odd_validation_length(
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("cola", TP4),
+        *nightly(("cola", TP4)),
         ("lax", [*TP2_FSDP2, "--parallelism.tp_comm=sequence"]),
         ("svd", [*TP2_REPLICATE2_ACCUMULATE2, "--parallelism.tp_norm=sync"]),
         ("cola", [*TP2_FSDP2, "--parallelism.tp_head=scatter", "--parallelism.no_tp_grouping"]),
-        ("cola", [*TP2_FSDP2, "--parallelism.tp_plan=vanilla"]),
+        *nightly(("cola", [*TP2_FSDP2, "--parallelism.tp_plan=vanilla"])),
         ("lax", [*TP4, "--parallelism.tp_plan=vanilla_replicated"]),
-        ("full", TP2_FSDP2),
+        *nightly(("full", TP2_FSDP2)),
         ("full", [*TP4, "--parallelism.tp_comm=sequence"]),
         ("cola", [*TP4, "--parallelism.disable_loss_parallel"]),
         ("cola", [*TP2_FSDP2, "--parallelism.tp_norm_stat=column"]),
-        ("lax", [*TP2_FSDP2, "--activation_checkpoint.mode=low_rank"]),
+        *nightly(("lax", [*TP2_FSDP2, "--activation_checkpoint.mode=low_rank"])),
     ],
     ids=lambda value: (
         value

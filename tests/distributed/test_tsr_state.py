@@ -22,6 +22,7 @@ from tests.distributed.tsr_cases import (
     train,
     twin,
 )
+from tests.support.nightly import nightly
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 
@@ -90,8 +91,10 @@ def test_the_same_layout_goes_on_bitwise(layout: str, four_ranks: RankPool, tmp_
 @pytest.mark.parametrize(
     ("projection", "before", "after"),
     [
-        *(("two_sided", *pair) for pair in PAIRS),
-        *(("one_sided", *pair) for pair in PAIRS[:3]),
+        *(("two_sided", *pair) for pair in PAIRS[::2]),
+        ("one_sided", *PAIRS[1]),
+        *nightly(*(("two_sided", *pair) for pair in PAIRS[1::2])),
+        *nightly(*(("one_sided", *pair) for pair in PAIRS[:3:2])),
     ],
 )
 def test_another_layout_goes_on(

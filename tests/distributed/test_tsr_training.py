@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.training import LOSS_GAP, loss_gap, train
+from tests.support.nightly import nightly
 from tests.support.parity_runs import BF16, EXACT, largest_difference
 from tests.support.rank_pool import RankPool
 
@@ -46,7 +47,11 @@ def model(family: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [*(("full", layout) for layout in LAYOUTS), ("lax", "fsdp2xtp2"), ("lax", "pp2xdp2")],
+    [
+        *(("full", layout) for layout in ("replicate4_accumulate2", "hsdp2x2", "tp2xdp2")),
+        *(("lax", layout) for layout in ("fsdp2xtp2", "pp2xdp2")),
+        *nightly(*(("full", layout) for layout in ("replicate4", "fsdp4", "fsdp2xtp2", "pp2xdp2"))),
+    ],
 )
 def test_layout_equals_one_process(
     family: str, layout: str, four_ranks: RankPool, reference: Any

@@ -116,13 +116,13 @@ def own_gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 @contextmanager
 def own_tokens_statistic_gradient() -> Iterator[None]:
     """Sequence form: dS of the own tokens only."""
-    gather = norms.all_gathers
+    gather = norms.all_gather
 
     def gather_others(tensors: Sequence[Tensor], ranks: Ranks, dim: int) -> list[Tensor]:
         statistic, *rest = tensors
         return [own_gather(statistic, ranks, dim), *gather(rest, ranks, dim)]
 
-    with replaced(norms, "all_gathers", gather_others):
+    with replaced(norms, "all_gather", gather_others):
         yield
 
 
@@ -167,7 +167,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "eps_twice": lambda: twin("eps_twice"),
     "partial_latents_cross": partial_latents_cross,
     "gradient_of_own_heads": lambda: replaced(
-        linears, "start_all_reduce", lambda gradient, ranks: gradient
+        linears, "start_sum", lambda gradient, ranks, dim: gradient
     ),
     "own_tokens_gate_gradient": lambda: unsummed_copy(linears),
     "own_tokens_norm_gradient": lambda: unsummed_copy(norms),

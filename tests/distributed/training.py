@@ -45,12 +45,12 @@ def train(
     """
     import torchtitan.train as titan_train
 
-    from torchtitan_lr.training import summary
+    from torchtitan_lr.training import history
 
     rest = SimpleNamespace(**vars(time) | {"sleep": _no_sleep})
     with (
         patch.object(titan_train, "time", rest),
-        patch.object(summary, "draw_curve"),  # whole runs draw theirs in tests/integration
+        patch.object(history, "draw_curve"),  # whole runs draw theirs in tests/integration
         known_setup(),
     ):
         build = partial(_trainer_with, fault)

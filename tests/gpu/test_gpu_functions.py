@@ -26,13 +26,11 @@ from torchtitan_lr.models.linears import (
     SharedInput,
     gated_linear,
     shared_linears,
-    silu_linear,
 )
 from torchtitan_lr.models.norms import (
     Reduction,
     down_products,
     online_down,
-    scattered_norm,
     sync_norm,
 )
 
@@ -130,7 +128,7 @@ def cases() -> Iterator[Case]:
     yield Case("_SyncNorm", lambda ranks, x, g: sync_norm(x, g, D, EPS, ranks), rms_norm, norm)
     yield Case(
         "_ScatteredNorm",
-        lambda ranks, x, gamma: scattered_norm(x, gamma, D, EPS, ranks),
+        lambda ranks, x, gamma: sync_norm(x, gamma, D, EPS, ranks, gather=True),
         rms_norm,
         norm,
     )
@@ -145,8 +143,8 @@ def cases() -> Iterator[Case]:
     yield Case("_SharedLinear", apart, one_by_one, ((B, S, 2 * R), (D, R), (D, R)), "separate")
     silu = lambda x: x * x.sigmoid()  # noqa: E731
     yield Case(
-        "_SiluLinear",
-        lambda ranks, h, weight: silu_linear(h, weight),
+        "_GatedLinear",
+        lambda ranks, h, weight: gated_linear(Gated(h, None, True), weight),
         lambda h, weight: silu(h) @ weight.T,
         ((B, S, R), (D, R)),
     )

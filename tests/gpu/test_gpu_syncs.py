@@ -35,7 +35,7 @@ from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.parallel.parallelize import parallelize_llama
 from torchtitan_lr.training import guard
 from torchtitan_lr.training import trainer as trainer_module
-from torchtitan_lr.training.gradients import gradients_for
+from torchtitan_lr.training.gradients import StoredGradients
 from torchtitan_lr.training.trainer import Trainer
 
 READS: dict[str, Callable[[Tensor], Any]] = {
@@ -147,8 +147,9 @@ def _forget_values(trainer: Trainer) -> None:
     trainer.lr_schedulers = trainer.train_spec.build_lr_schedulers_fn(
         trainer.optimizers, config.lr_scheduler, config.training.steps
     )
-    trainer._gradients = gradients_for(trainer.optimizers, [model], None)
+    trainer._gradients = StoredGradients([model], None)
     if isinstance(trainer.optimizers, TSROptimizers):
+        trainer._gradients = trainer.optimizers
         for optimizer in trainer.optimizers:
             optimizer.steps += 1
             for stack in optimizer.stacks:

@@ -13,9 +13,9 @@ import torch
 import torchtitan_lr
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.titan import device as device_module
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.device import DEVICE_HOLDERS
-from torchtitan_lr.training import device as device_module
 from torchtitan_lr.training.trainer import Batch, Trainer
 
 SEQ, BATCH = 16, 2

@@ -72,6 +72,7 @@ def answers(port):
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.nightly
 def test_a_lost_machine_is_done_without(tmp_path, undisturbed):
     """Two launchers are two machines of one rank; the one without the store dies as a whole."""
     config = runs.write_config(tmp_path / "dump")

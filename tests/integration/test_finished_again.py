@@ -55,11 +55,7 @@ def test_the_same_command_has_nothing_to_do(again, finished):
             "already at step 6 of 5: nothing to train",
         ),
         (["--optimizer.lr=1e-3"], "changed: optimizer.lr = 0.001 (was 0.003)"),
-        (
-            ["--training.steps=9", "--low_rank.rank=16"],
-            "rank_attention: got 16, expected 32 ",
-        ),
-        (["--low_rank.rank=16"], "low_rank.rank: got 16, expected "),
+        (["--low_rank.rank=16"], "rank_attention: got 16, expected 32 "),
         (
             ["--training.local_batch_size=1"],
             "changed: training.local_batch_size = 1 (was 2)",
@@ -68,8 +64,12 @@ def test_the_same_command_has_nothing_to_do(again, finished):
             ["--training.steps=9", "--training.dataset=local", "--training.dataset_path=*.md"],
             "training.dataset: got 'local', expected 'python_stdlib' ",
         ),
+        (
+            ["--training.steps=9", "--model.vocab_size=8000"],
+            "model.vocab_size: got 8000, expected 4096 ",
+        ),
     ],
-    ids=["fewer steps", "learning rate", "model", "another model", "batch", "corpus"],
+    ids=["fewer steps", "learning rate", "rank", "batch", "corpus", "vocabulary"],
 )
 def test_what_cannot_go_on_is_refused_and_changes_nothing(again, finished, arguments, words):
     done, copy = again(*arguments)

@@ -167,6 +167,7 @@ def test_one_installs_and_the_others_wait(project):
     assert "Setting up .venv" in out
 
 
+@pytest.mark.nightly
 def test_the_lock_of_a_process_that_ended_is_taken(project):
     ended = subprocess.Popen(["true"])
     ended.wait()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.commands import ROOT
 from torchtitan_lr.commands.main import COMMANDS
-from torchtitan_lr.config.shipped import shipped_configs
+from torchtitan_lr.config.paths import shipped_configs
 
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])

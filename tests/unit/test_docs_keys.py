@@ -4,7 +4,7 @@
 from scripts.docs_keys import PAGE, render_page
 from torchtitan_lr.commands.config import list_configs
 from torchtitan_lr.config.parse import load_toml
-from torchtitan_lr.config.shipped import find_config
+from torchtitan_lr.config.paths import find_config
 
 
 def test_the_page_is_what_the_program_writes():

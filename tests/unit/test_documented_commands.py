@@ -15,7 +15,7 @@ from torchtitan_lr.checkpoints.run_record import changed
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.commands.main import COMMANDS, parser_of
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.config.shipped import find_config
+from torchtitan_lr.config.paths import find_config
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

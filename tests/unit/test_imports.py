@@ -65,6 +65,13 @@ found["again"] = table == first
 print(json.dumps(found))
 """
 
+RESUMED = f"""
+import json, sys
+from torchtitan_lr.launch import launcher as launch
+status = launch.main(sys.argv[1:])
+print(json.dumps([status, [name for name in {HEAVY!r} if name in sys.modules]]))
+"""
+
 OURS = ["llama_cola", "llama_full", "llama_lax", "llama_svd"]
 
 
@@ -137,3 +144,32 @@ def test_torchtitan_is_imported_without_the_collector(registered):
     assert after > 100_000  # torch alone makes that many
     assert found["enabled"]
     assert "leaked" not in said
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "there"),
+    [
+        ("low_rank.rank=16", "low_rank.rank_attention", "32"),
+        ("model.vocab_size=8000", "model.vocab_size", "4096"),
+        ("model.hf_assets_path=torchtitan_lr/data/assets/bpe32k", None, "'sha256:5eed'"),
+    ],
+)
+def test_another_model_in_a_folder_is_refused_before_torchtitan_loads(
+    tmp_path, override, key, there
+):
+    """Its compiler takes seconds; the configuration alone loads torch."""
+    step = tmp_path / "checkpoint/step-4"
+    step.mkdir(parents=True)
+    for name in (".metadata", "../../job_config.json"):
+        (step / name).write_text('{"model": {"flavor": "debug"}}')
+    model = {"model.flavor": {"vocab_size": 4096}, "model.hf_assets_path": "sha256:5eed"}
+    model |= {"low_rank.rank_attention": 32, "low_rank.rank_ffn": 32}
+    if key is not None:
+        del model["model.hf_assets_path"]
+    (step / "manifest.json").write_text(json.dumps({"model": model}))
+    folder = f"--job.dump_folder={tmp_path}"
+    found, said = python(RESUMED, "debug_cola", folder, f"--{override}")
+    assert found == [2, ["torch"]]
+    assert said.startswith(f"error: {key or 'model.hf_assets_path'}: got ")
+    assert f", expected {there} as in the checkpoint {step}" in said
+    assert f"--job.dump_folder={tmp_path}-2" in said

@@ -10,6 +10,7 @@ and storage is read once per machine. Files in Hugging Face's format are written
 so their checksums are computed after the save.
 """
 
+import io
 import json
 import os
 import re
@@ -17,7 +18,6 @@ import zlib
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from io import IOBase
 from pathlib import Path
 from typing import Any, cast
 
@@ -98,6 +98,7 @@ class ManifestWriter(FileSystemWriter):
     ) -> None:
         super().__init__(step_dir)
         self.fs: _SummingFileSystem = _SummingFileSystem()
+        self.fs.sums = {}
         self._about = Manifest(model=model, finite=finite)
         self._weights = frozenset(weights)
 
@@ -166,27 +167,24 @@ def find_damage(step_dir: str | Path, rank: int = 0, ranks: int = 1) -> str | No
                 known = files.setdefault(info.relative_path, [0])
                 known[0] = max(known[0], info.offset + info.length)
         names = sorted(files, key=lambda name: (-files[name][0], name))
-        for name in share_of(names, rank, ranks):
-            _check_file(Path(step_dir) / name, *files[name])
+        for path in (Path(step_dir) / name for name in share_of(names, rank, ranks)):
+            size, *checksum = files[path.name]
+            try:
+                found = path.stat().st_size
+                # The table of contents does not know what follows a file's last tensor.
+                if found < size or (found > size and checksum):
+                    raise DamagedError(path.name, f"has {found} bytes instead of {size}")
+                if checksum and _sum_of(path) != [size, *checksum]:
+                    raise DamagedError(path.name, "has another checksum than when it was saved")
+            except FileNotFoundError as error:
+                raise DamagedError(path.name, "is missing") from error
+            except OSError as error:
+                raise DamagedError(path.name, f"cannot be read ({describe(error)})") from error
         if rank == 0 and METADATA in files:
             read_metadata(step_dir)
     except DamagedError as error:
         return str(error)
     return None
-
-
-def _check_file(path: Path, size: int, checksum: int | None = None) -> None:
-    """Compare a file with the manifest; without a checksum it may be longer than known."""
-    try:
-        found = path.stat().st_size
-        if found < size or (found > size and checksum is not None):
-            raise DamagedError(path.name, f"has {found} bytes instead of {size}")
-        if checksum is not None and _sum_of(path) != [size, checksum]:
-            raise DamagedError(path.name, "has another checksum than when it was saved")
-    except FileNotFoundError as error:
-        raise DamagedError(path.name, "is missing") from error
-    except OSError as error:
-        raise DamagedError(path.name, f"cannot be read ({describe(error)})") from error
 
 
 def share_of(names: list[str], rank: int, ranks: int) -> list[str]:
@@ -264,37 +262,31 @@ class _Results(list[WriteResult]):
     finite: bool
 
 
-class _SummedStream:
+class _SummedFile(io.BufferedWriter):
     """A file that computes size and checksum of the written data; it must not be seeked."""
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self.sum: Sum = [0, 0]
+    size = checksum = 0
 
-    def write(self, data: Any) -> Any:
-        size, checksum = self.sum
-        self.sum = [size + memoryview(data).nbytes, zlib.crc32(data, checksum)]
-        return self._stream.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+    def write(self, data: Any) -> int:
+        self.size += memoryview(data).nbytes
+        self.checksum = zlib.crc32(data, self.checksum)
+        return super().write(data)
 
 
 class _SummingFileSystem(FileSystem):
     """Computes checksums of written files, and writes the manifest before the final renaming."""
 
-    def __init__(self) -> None:
-        self.sums: dict[str, Sum] = {}
-        self.manifest: Manifest | None = None
+    sums: dict[str, Sum]
+    manifest: Manifest | None = None
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[IOBase]:
-        with super().create_stream(path, mode) as stream:
-            summed = _SummedStream(stream)
-            yield cast(IOBase, summed)
-            self.sums[Path(path).name] = summed.sum
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
+        with _SummedFile(io.FileIO(path, mode)) as stream:
+            yield stream
+            self.sums[Path(path).name] = [stream.size, stream.checksum]
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        # Here, because the writer has no other hook between the last file and its renaming.
         if self.manifest is not None and Path(new_path).name == METADATA:
             self.manifest.files[METADATA] = self.sums[Path(path).name]
             _write(Path(new_path).parent / MANIFEST, asdict(self.manifest))

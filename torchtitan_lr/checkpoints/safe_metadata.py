@@ -32,9 +32,6 @@ class DamagedError(Exception):
         why: What is wrong with it, as the end of a sentence that begins with its name.
     """
 
-    def __init__(self, file: str, why: str) -> None:
-        super().__init__(file, why)
-
     def __str__(self) -> str:
         return " ".join(self.args)
 
@@ -115,7 +112,8 @@ def load(
         if no_dist:
             # DCP warns that it runs without a process group, which is what we ask for.
             warnings.simplefilter("ignore")
-        reader = _Reader(step_dir, metadata)
+        reader = _Reader(step_dir)
+        reader.contents = metadata
         dcp.load(state_dict, storage_reader=reader, planner=_Planner(), no_dist=no_dist)
 
 
@@ -126,14 +124,12 @@ def describe(error: BaseException) -> str:
 
 
 class _Reader(FileSystemReader):
-    def __init__(self, step_dir: str | Path, metadata: Metadata | None) -> None:
-        super().__init__(step_dir)
-        self._metadata = metadata
+    contents: Metadata | None = None
 
     # Upstream looks for a parameter of the name kwargs: where there is none it does not try to
     # read a rank's own metadata, another pickle.
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        metadata = self._metadata or read_metadata(Path(self.path))
+        metadata = self.contents or read_metadata(Path(self.path))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

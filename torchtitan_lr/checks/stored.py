@@ -6,15 +6,24 @@ any data are read, with the override that starts a new run; so is a run without 
 """
 
 import itertools
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.checkpoints.layout import complete_steps, step_folder
+from torchtitan_lr.checkpoints.layout import MANIFEST, complete_steps, step_folder
 from torchtitan_lr.checkpoints.run_record import changed, described, read_record, record_path
+from torchtitan_lr.config.schema import vocabulary_rows
+from torchtitan_lr.data.tokenizer import HUB
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.configured import configured_args
+from torchtitan_lr.training.fingerprint import (
+    TOKENIZER,
+    check_fingerprint,
+    model_fingerprint,
+    tokenizer_digest,
+)
 
 _NEVER_RESUMED = ("model.name", "low_rank.rank", "training.dataset")
 """Keys with which no run is resumed; 0, -1 and an empty text stand for another key's value."""
@@ -46,6 +55,9 @@ def check_record(config: Any, world_size: int) -> None:
     record, step = read_record(config), resumed_step(config)
     if not record or not step:  # a seed checkpoint, of step 0, has trained nothing
         return
+    checkpoints = Path(config.job.dump_folder) / config.checkpoint.folder
+    with _cured(config):
+        _check_numbers(config, step_folder(checkpoints, step))
     differences, line = changed(record, config, world_size), nothing_to_train(config)
     training = config.training
     for key, (there, here) in differences.items():
@@ -61,16 +73,33 @@ def check_record(config: Any, world_size: int) -> None:
         raise ConfigError("training.steps", training.steps, want)
 
 
+def _check_numbers(config: Any, folder: str) -> None:
+    """Compare the family, ranks, vocabulary and tokenizer that keys set with a checkpoint's.
+
+    `check_stored_model` compares the whole model, but loads torch for it, which takes seconds.
+    """
+    try:
+        stored = json.loads((Path(folder) / MANIFEST).read_text())["model"]
+        stored["model.vocab_size"] = stored.pop("model.flavor")["vocab_size"]
+    except (OSError, ValueError, LookupError, TypeError):  # an old checkpoint, or a damaged one
+        return
+    low_rank, degree = config.low_rank, config.parallelism.tensor_parallel_degree
+    here = {
+        "model.name": config.model.name,
+        "low_rank.rank_attention": low_rank.rank_attention or low_rank.rank,
+        "low_rank.rank_ffn": low_rank.rank_ffn or low_rank.rank,
+        "model.vocab_size": vocabulary_rows(config.model.vocab_size, degree, config.caat.lanes),
+    }
+    if not config.model.hf_assets_path.startswith(HUB):  # may be a download
+        here[TOKENIZER] = tokenizer_digest(config.model.hf_assets_path)
+    # 0 is the flavor's number, which only the model knows.
+    check_fingerprint(stored, {key: value for key, value in here.items() if value}, folder)
+
+
 def check_stored_model(config: Any, world_size: int, device_type: str) -> None:
     """Check that the checkpoint to load holds this model; reads its manifest only."""
     from torchtitan_lr.checkpoints.manifest import read_manifest
     from torchtitan_lr.checkpoints.safe_metadata import DamagedError
-    from torchtitan_lr.training.fingerprint import (
-        TOKENIZER,
-        check_fingerprint,
-        model_fingerprint,
-        tokenizer_digest,
-    )
 
     checkpoint, step = config.checkpoint, resumed_step(config)
     any_model = checkpoint.initial_load_in_hf or checkpoint.initial_load_other_model
@@ -98,7 +127,7 @@ def check_stored_data(config: Any, world_size: int, device_type: str) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
 
     from torchtitan_lr.checkpoints.safe_metadata import DamagedError, read_metadata
-    from torchtitan_lr.data.dataloader import TrainingRows, check_position
+    from torchtitan_lr.data.dataloader import TrainingRows
 
     step, replicas = resumed_step(config), config.fault_tolerance.enable  # theirs are several
     # Of a seed checkpoint, of step 0, only the model is loaded.
@@ -111,9 +140,9 @@ def check_stored_data(config: Any, world_size: int, device_type: str) -> None:
         return
     if not any(name.startswith("dataloader.") for name in metadata.state_dict_metadata):
         return
-    here = TrainingRows.of(config, world_size).identity
+    rows = TrainingRows.of(config, world_size)
     with _cured(config):
-        check_position(here, config.training.allow_changed_corpus, folder, metadata)
+        rows.check_checkpoint(folder, metadata)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import os
 import shutil
 from typing import Any
 
-from torchtitan_lr.config.methods import TSR
+from torchtitan_lr.config.schema import TSR
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.configured import llama_args, model_shapes
 

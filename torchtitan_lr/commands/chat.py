@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from torchtitan_lr.data.pairs import MESSAGES, PairEncoder
 from torchtitan_lr.inference.completion import SEEDS, USUAL_NEW_TOKENS, Settings, complete_batch
 from torchtitan_lr.inference.decode import max_new_tokens
@@ -57,7 +59,8 @@ def converse(
         limit = settings.max_new_tokens or USUAL_NEW_TOKENS
         while True:
             record = {MESSAGES: [*messages, {"role": "assistant", "content": _PROBE}]}
-            ids, _ = encoder.prompt(json.dumps(record))
+            tokens = encoder.encode(json.dumps(record), answered=False)
+            ids = np.maximum(tokens, ~tokens).tolist()  # complements are no labels
             if len(ids) + limit <= model.model_args.max_seq_len:
                 break
             if len(messages) == 1:  # nothing to forget: a shorter answer, or none

@@ -27,8 +27,8 @@ from typing import Any
 
 from torchtitan_lr.commands.parser import OneLineParser, check_toml
 from torchtitan_lr.config.parse import load_toml
+from torchtitan_lr.config.paths import shipped_configs
 from torchtitan_lr.config.schema import Model
-from torchtitan_lr.config.shipped import shipped_configs
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
 

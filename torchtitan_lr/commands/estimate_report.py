@@ -29,7 +29,7 @@ from torchtitan_lr.estimate.traffic import (
 )
 from torchtitan_lr.estimate.work import work_of_run
 from torchtitan_lr.formulas.traffic import Traffic
-from torchtitan_lr.models.configured import model_size
+from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.plans import TPSettings, resolve_settings
 from torchtitan_lr.parallel.recompute import EAGER_MODES
@@ -92,7 +92,7 @@ def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
         ]
     time = step_time(run, averaged, hardware, work_of_run(run))
     tokens = run.tokens * run.microbatches * run.accumulation * run.shard * run.replicas
-    parameters, flops = model_size(run.args, run.seq_len)
+    parameters, flops = run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len)
     report = {
         "checkpointing": run.checkpointing,
         "parameters": parameters,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchtitan_lr.config.shipped import find_config, near_configs
+from torchtitan_lr.config.paths import find_config, near_configs
 from torchtitan_lr.errors import ConfigError, RunFailedError
 
 

@@ -33,11 +33,11 @@ from torchtitan_lr.launch.run_state import (
 )
 from torchtitan_lr.training.history import (
     HISTORY_FILE,
+    SUMMARY_FILE,
     TRAIN_LOSS,
     VALIDATION_LOSS,
     read_history,
 )
-from torchtitan_lr.training.summary import SUMMARY_FILE
 
 _NOT_SEARCHED = {"checkpoint", "logs", "tb", "wandb", "comm_traces"}
 

@@ -23,7 +23,7 @@ import json
 from pathlib import Path
 
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least, check_toml
-from torchtitan_lr.config.shipped import find_config
+from torchtitan_lr.config.paths import find_config
 
 
 def add_arguments(parser: OneLineParser) -> None:

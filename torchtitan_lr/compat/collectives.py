@@ -91,17 +91,16 @@ _FIRST_NAMES: dict[str, str] = {}
 def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return another process group of the same ranks, whose calls do not wait for this one's.
 
-    A backend runs the calls of one group one after the other. Every rank of the run must call this,
-    with groups that do not overlap; later calls return the same group. Groups of torch's ``fake``
-    backend, which send nothing, are returned as they are.
+    A backend runs the calls of one group one after the other. Every rank of the group must call
+    this; later calls return the same group. Groups of torch's ``fake`` backend, which send nothing,
+    are returned as they are.
     """
     if dist.get_backend(group) == "fake":
         return group
     if group not in _SECOND:
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, dist.get_process_group_ranks(group))
-        made = {ranks: dist.new_group(ranks) for ranks in dict.fromkeys(map(tuple, everyone))}
-        second = made[tuple(dist.get_process_group_ranks(group))]
+        ranks = dist.get_process_group_ranks(group)
+        # Else every rank would need the lists of all groups, W² numbers in a run of W ranks.
+        second = dist.new_group(ranks, use_local_synchronization=True)
         _SECOND[group] = second
         _FIRST_NAMES[str(second.group_name)] = str(group.group_name)
     return _SECOND[group]

@@ -19,10 +19,9 @@ from torchtitan_lr.config.parse import (
     load_toml,
     split_arguments,
 )
-from torchtitan_lr.config.paths import user_path
+from torchtitan_lr.config.paths import find_config, user_path
 from torchtitan_lr.config.ranges import check_ranges
 from torchtitan_lr.config.schema import AC_MODES, CONFIG_MODULE, MODELS, TP_PLANS
-from torchtitan_lr.config.shipped import find_config
 from torchtitan_lr.errors import ConfigError
 
 _MODULE_KEY, _IMPORT_KEY = "job.custom_config_module", "experimental.custom_import"

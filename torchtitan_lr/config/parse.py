@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 import tomli
 
-from torchtitan_lr.config.shipped import near_configs
+from torchtitan_lr.config.paths import near_configs
 from torchtitan_lr.errors import ConfigError
 
 CONFIG_FILE_KEY = "job.config_file"
@@ -83,7 +83,25 @@ def load_toml(path: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
         ConfigError: A file is missing, unreadable or not TOML, or includes itself; a syntax error
             is reported as ``file:line``.
     """
-    values = _parse_file(path)
+    try:
+        text = Path(path).read_bytes().decode("utf-8")
+        values = tomli.loads(in_folder(text, Path(path).parent))
+    except UnicodeDecodeError as error:
+        raise ConfigError(CONFIG_FILE_KEY, path, f"a UTF-8 text file ({error.reason})") from error
+    except OSError as error:
+        near = near_configs(path)
+        hint = f"{error.strerror}; did you mean {near}?" if near else error.strerror
+        want = f"a TOML file such as train_configs/debug_cola.toml ({hint})"
+        raise ConfigError(CONFIG_FILE_KEY, path, want) from error
+    except RecursionError as error:
+        raise ConfigError(CONFIG_FILE_KEY, path, "TOML that is nested less deeply") from error
+    except tomli.TOMLDecodeError as error:
+        # tomli >= 2.2 has the line as an attribute; every version has it in the message.
+        line = getattr(error, "lineno", None)
+        where = f"{path}:{line}" if line is not None else path
+        raise ConfigError(CONFIG_FILE_KEY, where, f"valid TOML ({error})") from error
+    except ValueError as error:  # an integer of thousands of digits, which Python does not parse
+        raise ConfigError(CONFIG_FILE_KEY, path, f"shorter numbers ({error})") from error
     if "include" not in values:
         return values
     base = values.pop("include")
@@ -113,28 +131,6 @@ def in_folder(text: str, folder: Path) -> str:
     return text.replace(CONFIG_DIR, json.dumps(str(folder.resolve()))[1:-1])
 
 
-def _parse_file(path: str) -> dict[str, Any]:
-    try:
-        text = Path(path).read_bytes().decode("utf-8")
-        return tomli.loads(in_folder(text, Path(path).parent))
-    except UnicodeDecodeError as error:
-        raise ConfigError(CONFIG_FILE_KEY, path, f"a UTF-8 text file ({error.reason})") from error
-    except OSError as error:
-        near = near_configs(path)
-        hint = f"{error.strerror}; did you mean {near}?" if near else error.strerror
-        want = f"a TOML file such as train_configs/debug_cola.toml ({hint})"
-        raise ConfigError(CONFIG_FILE_KEY, path, want) from error
-    except RecursionError as error:
-        raise ConfigError(CONFIG_FILE_KEY, path, "TOML that is nested less deeply") from error
-    except tomli.TOMLDecodeError as error:
-        # tomli >= 2.2 has the line as an attribute; every version has it in the message.
-        line = getattr(error, "lineno", None)
-        where = f"{path}:{line}" if line is not None else path
-        raise ConfigError(CONFIG_FILE_KEY, where, f"valid TOML ({error})") from error
-    except ValueError as error:  # an integer of thousands of digits, which Python does not parse
-        raise ConfigError(CONFIG_FILE_KEY, path, f"shorter numbers ({error})") from error
-
-
 def check_toml(
     values: dict[str, Any], config_cls: type, section: Any = None, prefix: str = ""
 ) -> dict[str, Any]:
@@ -159,7 +155,7 @@ def check_toml(
         if name not in known:
             raise unknown_key(key, "a table" if isinstance(value, dict) else value, config_cls)
         option = known[name]
-        if _is_section(option.type):
+        if is_dataclass(option.type):
             if not isinstance(value, dict):
                 raise ConfigError(key, value, f"a table: [{key}] with its keys below it")
             checked[name] = check_toml(value, config_cls, option.type, key + ".")
@@ -236,16 +232,12 @@ def unknown_key(key: str, value: object, config_cls: type) -> ConfigError:
     return ConfigError(key, value, want)
 
 
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and is_dataclass(annotation)
-
-
 def _keys(section: Any, prefix: str = "") -> dict[str, Field[Any]]:
     """Return every field below a section by its dotted key."""
     found: dict[str, Field[Any]] = {}
     for option in fields(section):
         key = prefix + option.name
-        found |= _keys(option.type, key + ".") if _is_section(option.type) else {key: option}
+        found |= _keys(option.type, key + ".") if is_dataclass(option.type) else {key: option}
     return found
 
 

@@ -1,9 +1,17 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Paths in a user's configuration."""
+"""Paths that a user gives: of any file, and of a shipped configuration by its name alone."""
 
-from pathlib import Path
+import difflib
+import os
+from pathlib import Path, PurePath
 
 from torchtitan_lr.errors import ConfigError
+
+FOLDER = "train_configs"
+
+SHIPPED = (Path(__file__).resolve().parents[1] / FOLDER).resolve()
+"""The shipped configurations: the repository's folder, through the link in a checkout, copied in an
+installed package."""
 
 
 def user_path(path: str, key: str) -> Path:
@@ -18,12 +26,37 @@ def user_path(path: str, key: str) -> Path:
         expanded.stat()
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except OSError as error:
-        raise ConfigError(key, _short(path), f"a path to use here ({error.strerror})") from error
-    except (RuntimeError, ValueError) as error:  # no such home; a null character
-        raise ConfigError(key, _short(path), f"a path to use here ({error})") from error
+    except (OSError, RuntimeError, ValueError) as error:  # also no such home; a null character
+        why = error.strerror if isinstance(error, OSError) else error
+        short = path if len(path) <= 200 else f"{path[:100]}...{path[-20:]}"
+        raise ConfigError(key, short, f"a path to use here ({why})") from error
     return expanded
 
 
-def _short(path: str) -> str:
-    return path if len(path) <= 200 else f"{path[:100]}...{path[-20:]}"
+def shipped_configs() -> dict[str, Path]:
+    """Return the TOML files of ``train_configs`` by name, such as ``debug_cola``, sorted."""
+    return {path.stem: path for path in sorted(SHIPPED.glob("*.toml"))}
+
+
+def find_config(text: str) -> str:
+    """Find a TOML file: the path itself, else the shipped file of that name.
+
+    Args:
+        text: A path, or the name of a shipped file: ``debug_cola``, ``debug_cola.toml`` or
+            ``train_configs/debug_cola.toml``.
+
+    Returns:
+        The path of the file; ``text`` if there is none.
+    """
+    if os.path.isfile(text):
+        return text
+    path = PurePath(text)
+    here = path.parent in (PurePath(), PurePath(FOLDER))
+    shipped = shipped_configs().get(path.name.removesuffix(".toml")) if here else None
+    return text if shipped is None else str(shipped)
+
+
+def near_configs(text: str) -> str:
+    """Return up to three shipped names close to a wrong one, separated by commas; may be empty."""
+    stem = PurePath(text).name.removesuffix(".toml")
+    return ", ".join(difflib.get_close_matches(stem, shipped_configs(), 3))

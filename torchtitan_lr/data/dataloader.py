@@ -24,13 +24,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_lr.checkpoints.safe_metadata import load
 from torchtitan_lr.data.order import Shares, shuffled
-from torchtitan_lr.data.rows import Batch, Rows, as_batch, open_rows, read_parts
+from torchtitan_lr.data.rows import Batch, Rows, open_rows, read_parts
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import BaseTokenizer
 from torchtitan_lr.titan.components import BaseDataLoader
-
-_STATE, _ROWS = "dataloader", "rows"
 
 
 class TrainingRows(Dataset[Batch]):
@@ -38,78 +36,107 @@ class TrainingRows(Dataset[Batch]):
 
     Args:
         parts: The corpora; all with the same ``seq_len``.
-        weights: The share of each, over the sum of all.
         seed: Determines the order; None reads each corpus from its start to its end.
-        names: A name for each corpus, in logs.
+        allow_changed: Whether a position in other data is replaced by the start of these.
+
+    Attributes:
+        identity: What the order depends on: ``KEY=VALUE`` by the TOML key that sets it.
     """
 
     def __init__(
-        self,
-        parts: Sequence[Rows],
-        weights: Sequence[float] = (1,),
-        seed: int | None = None,
-        names: Sequence[str] = (),
+        self, parts: Sequence[Rows], seed: int | None = None, allow_changed: bool = False
     ) -> None:
-        self.parts, self.shares, self._seed = list(parts), Shares(weights), seed
-        self.names = list(names)
+        self.parts, self._seed, self._allow_changed = list(parts), seed, allow_changed
+        self.shares = Shares([part.weight for part in parts])
+        counts = zip(self.shares.counts.tolist(), parts, strict=True)
+        each = ",".join(f"{n}*{part.corpus.identity[:16]}" for n, part in counts)
+        key = "training.mixture" if len(self.parts) > 1 else "training.dataset"
+        self.identity = f"{key}={each} training.seq_len={self.parts[0].seq_len} "
+        self.identity += f"training.shuffle_seed={seed}"
 
     @staticmethod
     def of(job_config: Any, world_size: int | None = None) -> TrainingRows:
         """Open the rows of a run; arguments and errors as for `open_rows`."""
-        training = job_config.training
-        seed = training.shuffle_seed
+        training, seed = job_config.training, job_config.training.shuffle_seed
         if seed is None:
             seed = job_config.debug.seed or 0
-        parts, opened = open_rows(job_config, "training", world_size)
-        weights, names = [part.weight for part in parts], [part.name for part in parts]
-        return TrainingRows(opened, weights, seed if training.shuffle else None, names)
-
-    @property
-    def identity(self) -> str:
-        """What the order depends on: ``KEY=VALUE`` by the TOML key that sets it."""
-        counts, parts = self.shares.counts.tolist(), self.parts
-        each = [f"{n}*{part.corpus.identity[:16]}" for n, part in zip(counts, parts, strict=True)]
-        found = {
-            "training.mixture" if len(each) > 1 else "training.dataset": ",".join(each),
-            "training.seq_len": self.parts[0].seq_len,
-            "training.shuffle_seed": self._seed,
-        }
-        return " ".join(f"{key}={value}" for key, value in found.items())
+        parts = open_rows(job_config, "training", world_size)
+        return TrainingRows(
+            parts, seed if training.shuffle else None, training.allow_changed_corpus
+        )
 
     def __getitems__(self, rows: list[int]) -> Batch:
         """Read rows by their numbers, from 0 without end; PyTorch's fetcher calls this."""
         chosen, numbers = self.shares.choose(np.array(rows, dtype=np.int64))
-        windows = np.empty_like(numbers)
         for index, part in enumerate(self.parts):
-            own = chosen == index
-            # Without a seed every corpus is read from its start to its end.
-            windows[own] = numbers[own] % len(part)
-            if self._seed is not None:
-                windows[own] = shuffled(numbers[own], len(part), self._seed, index)
-        return as_batch(read_parts(self.parts, chosen, windows))
+            own, size = chosen == index, len(part)
+            if self._seed is None:
+                numbers[own] %= size
+            else:
+                numbers[own] = shuffled(numbers[own], size, self._seed, index)
+        return read_parts(self.parts, chosen, numbers)
+
+    def check_checkpoint(
+        self, checkpoint_id: str, metadata: Metadata, position: str = "rows"
+    ) -> bool:
+        """Compare the data of a checkpoint with these before loading it.
+
+        Each rank reads one small value without a collective, so any rank may raise.
+
+        Args:
+            checkpoint_id: The checkpoint's folder.
+            metadata: Its table of contents.
+            position: Name of the position in it.
+
+        Returns:
+            Whether its position can be loaded. False if the data start anew instead.
+
+        Raises:
+            ConfigError: The position is that of another corpus, order or sequence length, or of
+                the loader of an earlier version, and the data may not start anew.
+        """
+        stored = {"dataloader": {"corpus": ""}}
+        is_new = f"dataloader.{position}" in metadata.state_dict_metadata
+        if is_new:
+            load(stored, checkpoint_id, no_dist=True, metadata=metadata)
+        theirs = stored["dataloader"]["corpus"]
+        if is_new and theirs == self.identity:
+            return True
+        if self._allow_changed:
+            logger.warning(f"{checkpoint_id} has a place in other data: the data start anew")
+            return False
+        advice = "training.allow_changed_corpus = true starts the data anew"
+        if not is_new:
+            want = f"a checkpoint with one row as its place; {checkpoint_id} is of an older version"
+            raise ConfigError("checkpoint", checkpoint_id, f"{want}: {advice}")
+        words = zip(self.identity.split(), theirs.split(), strict=True)
+        here, there = next(pair for pair in words if pair[0] != pair[1])
+        key, _, mine = here.partition("=")
+        if key in ("training.dataset", "training.mixture"):
+            advice += "; training.hf_tokens sets a Hub's dataset's size, otherwise the steps do"
+        want = f"{there.removeprefix(f'{key}=')} as in {checkpoint_id} ({advice})"
+        raise ConfigError(key, mine, want)
 
 
 class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
     """Yields this rank's micro-batches, from the loader's position on and without end.
 
-    Micro-batch m of a step holds the global rows ``m D b + r b + i`` with D ranks, this rank r, b
-    rows per micro-batch and ``0 <= i < b``. The position is the one behind the last micro-batch
-    that was yielded, whatever worker processes have read ahead.
+    Micro-batch m of a step holds the global rows ``m D b + r b + i`` with D data-parallel ranks,
+    this rank r, b rows per micro-batch (``local_batch_size``) and ``0 <= i < b``. The position is
+    the one behind the last micro-batch that was yielded, whatever was read ahead.
 
     Args:
         dataset: The rows.
-        local_batch_size: ``b``.
-        global_batch_size: ``B``, rows per step over all ranks.
-        dp_world_size: ``D``, data-parallel ranks.
-        dp_rank: ``r``, this rank.
-        allow_changed: Whether a position in other data is replaced by the start of these.
+        global_batch_size: Rows per step over all ranks, a multiple of ``D b``.
         **options: Arguments of PyTorch's loader: ``num_workers``, ``pin_memory`` and so on.
 
     Attributes:
-        first: This rank's first row of a micro-batch.
-        stride: Rows of a micro-batch over all ranks.
+        stride: Rows of a micro-batch over all ranks, ``D b``.
+        own: This rank's among them.
         microbatches: Micro-batches per step of this rank.
         rows: The position: rows that all ranks together have read.
+        mark: The position before the step: one whose data are unreadable can be undone.
+        check_checkpoint: That of the rows, for the checkpoint manager.
 
     Raises:
         ConfigError: The batch sizes do not divide.
@@ -125,7 +152,6 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
         global_batch_size: int,
         dp_world_size: int,
         dp_rank: int,
-        allow_changed: bool = False,
         **options: Any,
     ) -> None:
         self.stride = local_batch_size * dp_world_size
@@ -133,28 +159,22 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
             want = f"a multiple of {self.stride} (local_batch_size {local_batch_size} * "
             want += f"data-parallel size {dp_world_size})"
             raise ConfigError("training.global_batch_size", global_batch_size, want)
-        self.global_batch_size = global_batch_size
         self.microbatches = global_batch_size // self.stride
-        self.first, self.local_batch_size = dp_rank * local_batch_size, local_batch_size
-        self._allow_changed = allow_changed
-        self.rows = self._mark = 0
+        self.own = range(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
+        self.rows = self.mark = 0
+        self.check_checkpoint = dataset.check_checkpoint
         self._batches: Iterator[Batch] | None = None
         self._reader, self._ahead = ThreadPoolExecutor(1), Future[Batch]()
-        if not options.get("num_workers"):
-            for name in ("num_workers", "persistent_workers", "prefetch_factor"):
-                options.pop(name, None)
+        if not options.get("num_workers"):  # torch refuses the other two without it
+            options |= {"persistent_workers": False, "prefetch_factor": None}
         with warnings.catch_warnings():
             # torchdata 0.11 calls a function that torch 2.13 has deprecated.
             warnings.filterwarnings("ignore", "'set_vital'")
-            super().__init__(
-                dataset, batch_sampler=_RowNumbers(self), collate_fn=_as_read, **options
-            )
+            # The rows of a batch are read together: there is nothing to collate.
+            super().__init__(dataset, batch_sampler=_RowNumbers(self), collate_fn=tuple, **options)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield ``({"input": (b, s)}, labels (b, s))``, int64, on the CPU.
-
-        The inputs have ``"documents"`` (b, s) as well where documents are kept apart.
-        """
+        """Yield micro-batches of ``b`` rows."""
         while True:
             if self._batches is None:  # at the start and behind a seek
                 self._batches = super().__iter__()
@@ -175,90 +195,19 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
         self.close()
         self.rows = rows
 
-    def mark(self) -> None:
-        """Store the position: a step whose data are unreadable can be undone."""
-        self._mark = self.rows
-
-    def return_to_mark(self) -> None:
-        """Go back to the last :meth:`mark`."""
-        self.seek(self._mark)
-
     def shares(self) -> dict[str, float]:
-        """Return each part's share of the rows that all ranks have read, ``data_share/<name>``.
-
-        Without a mixture there are none.
-        """
-        data = self.dataset
-        if len(data.parts) == 1:
-            return {}
-        seen = zip(data.names, data.shares.seen(self.rows), strict=True)
-        return {f"data_share/{name}": count / max(1, self.rows) for name, count in seen}
+        """Return the share of the rows so far of each part of a mixture, ``data_share/<name>``."""
+        parts, seen = self.dataset.parts, self.dataset.shares.seen(self.rows)
+        each = zip(parts, seen, strict=True) if len(parts) > 1 else ()
+        return {f"data_share/{part.name}": count / max(1, self.rows) for part, count in each}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and what it counts rows of; the same on every rank."""
-        return {_ROWS: self.rows, "corpus": self.dataset.identity}
+        return {"rows": self.rows, "corpus": self.dataset.identity}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to a stored position; `check_checkpoint` has compared what it belongs to."""
-        if state_dict:
-            self.seek(int(state_dict[_ROWS]))
-
-    def check_checkpoint(
-        self, checkpoint_id: str, metadata: Metadata, position: str = _ROWS
-    ) -> bool:
-        """Compare a checkpoint's data with these before loading it; as for `check_position`."""
-        identity = self.dataset.identity
-        return check_position(identity, self._allow_changed, checkpoint_id, metadata, position)
-
-
-def check_position(
-    identity: str,
-    allow_changed: bool,
-    checkpoint_id: str,
-    metadata: Metadata,
-    position: str = _ROWS,
-) -> bool:
-    """Compare the data of a checkpoint with a run's.
-
-    Each rank reads one small value without a collective, so any rank may raise.
-
-    Args:
-        identity: The run's `TrainingRows.identity`.
-        allow_changed: Whether a position in other data is replaced by the start of these.
-        checkpoint_id: The checkpoint's folder.
-        metadata: Its table of contents.
-        position: Name of the position in it.
-
-    Returns:
-        Whether its position can be loaded. False if the data start anew instead.
-
-    Raises:
-        ConfigError: The position is that of another corpus, order or sequence length, or of the
-            loader of an earlier version, and the data may not start anew.
-    """
-    stored = {_STATE: {"corpus": ""}}
-    is_new = f"{_STATE}.{position}" in metadata.state_dict_metadata
-    if is_new:
-        load(stored, checkpoint_id, no_dist=True, metadata=metadata)
-    if is_new and stored[_STATE]["corpus"] == identity:
-        return True
-    if allow_changed:
-        logger.warning(f"{checkpoint_id} has a place in other data: the data start anew")
-        return False
-    advice = "training.allow_changed_corpus = true starts the data anew"
-    if not is_new:
-        want = f"a checkpoint with one row as its place; {checkpoint_id} is of an older version"
-        raise ConfigError("checkpoint", checkpoint_id, f"{want}: {advice}")
-    mine, theirs = _settings(identity), _settings(stored[_STATE]["corpus"])
-    key = next(key for key in [*mine, *theirs] if mine.get(key) != theirs.get(key))
-    if key in ("training.dataset", "training.mixture"):
-        advice += "; training.hf_tokens sets the size of a Hub's dataset, otherwise the steps do"
-    want = f"{theirs.get(key)} as in {checkpoint_id} ({advice})"
-    raise ConfigError(key, mine.get(key), want)
-
-
-def _settings(identity: str) -> dict[str, str]:
-    return {key: value for key, _, value in (word.partition("=") for word in identity.split())}
+        self.seek(int(state_dict["rows"]))
 
 
 class _RowNumbers:
@@ -269,12 +218,7 @@ class _RowNumbers:
 
     def __iter__(self) -> Iterator[list[int]]:
         for position in count(self._loader.rows, self._loader.stride):
-            first = position + self._loader.first
-            yield list(range(first, first + self._loader.local_batch_size))
-
-
-def _as_read(batch: Batch) -> Batch:
-    return batch
+            yield [position + row for row in self._loader.own]
 
 
 def build_dataloader(
@@ -282,22 +226,18 @@ def build_dataloader(
 ) -> TokenDataLoader:
     """Build the training loader of one data-parallel rank (a ``TrainSpec``'s hook).
 
-    It reads the records of the prepared folders and, of pairs, their lengths.
-
     Raises:
-        ConfigError: As for `TokenDataLoader` and `ensure_prepared`, or a corpus has no whole row.
+        ConfigError: As for `TokenDataLoader` and `open_rows`.
     """
     training = job_config.training
-    rows = training.global_batch_size
-    if rows < 0:
-        rows = training.local_batch_size * dp_world_size
+    local, rows = training.local_batch_size, training.global_batch_size
+    options = dict(vars(training.dataloader))
+    options["pin_memory"] &= torch.cuda.is_available()
     return TokenDataLoader(
         TrainingRows.of(job_config),
-        local_batch_size=training.local_batch_size,
-        global_batch_size=rows,
+        local_batch_size=local,
+        global_batch_size=local * dp_world_size if rows < 0 else rows,
         dp_world_size=dp_world_size,
         dp_rank=dp_rank,
-        allow_changed=training.allow_changed_corpus,
-        **vars(training.dataloader)
-        | {"pin_memory": training.dataloader.pin_memory and torch.cuda.is_available()},
+        **options,
     )

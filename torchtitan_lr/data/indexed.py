@@ -16,20 +16,19 @@ import struct
 import weakref
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtitan_lr.errors import DataError
 
-MAGIC = b"MMIDIDX\x00\x00"
-
-DTYPES = {1: np.uint8, 4: np.int32, 5: np.int64, 8: np.uint16}
-"""Codes of the types that token ids and loss masks can have."""
-
-_HEADER = struct.Struct("<9sQBQQ")
 KEY = "training.dataset_path"
+
+_MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
+
+_DTYPES = {1: np.uint8, 4: np.int32, 5: np.int64, 8: np.uint16}
+"""Codes of the types that token ids and loss masks can have."""
 
 
 class IndexedDataset:
@@ -43,9 +42,7 @@ class IndexedDataset:
         key: The TOML key to name in errors.
 
     Attributes:
-        num_sequences: Sequences in the index.
-        num_documents: Documents in the index.
-        num_tokens: Tokens of all of them.
+        num_sequences, num_documents, num_tokens: Their numbers.
         lengths: Tokens of each sequence ``(n,)``, mapped; offsets: bytes before each ``(n,)``.
         borders: Sequences before each document, and the end ``(documents + 1,)``, mapped.
 
@@ -64,11 +61,11 @@ class IndexedDataset:
         weakref.finalize(self, os.close, self._file)
         # Searching touches pages here and there; the kernel would read 128 KiB around each.
         index.madvise(mmap.MADV_RANDOM)
-        if len(index) < _HEADER.size or index[:9] != MAGIC:
-            raise self._error(".idx", f"an index of Megatron's format, which begins {MAGIC!r}")
+        if len(index) < _HEADER.size or index[:9] != _MAGIC:
+            raise self._error(".idx", f"an index of Megatron's format, which begins {_MAGIC!r}")
         _, version, code, count, borders = _HEADER.unpack_from(index)
-        if version != 1 or code not in DTYPES:
-            want = f"version 1 and a type of {sorted(DTYPES)}, not version {version}, type {code}"
+        if version != 1 or code not in _DTYPES:
+            want = f"version 1 and a type of {sorted(_DTYPES)}, not version {version}, type {code}"
             raise self._error(".idx", want)
         # Counts are from the file: compare in Python's integers, before numpy sees them. A byte
         # per sequence (multimodal modes) may follow.
@@ -76,15 +73,16 @@ class IndexedDataset:
         if borders < 1 or len(index) not in (size, size + count):
             want = f"an intact index: {count} sequences and {borders} borders do not fill its"
             raise self._error(".idx", f"{want} {len(index)} bytes")
-        self._dtype = np.dtype(DTYPES[code]).newbyteorder("<")
+        self._dtype = np.dtype(_DTYPES[code]).newbyteorder("<")
+        self._size = self._dtype.itemsize
         self.lengths = np.frombuffer(index, "<i4", count, _HEADER.size)
         self.offsets = np.frombuffer(index, "<i8", count, _HEADER.size + 4 * count)
         self.borders = np.frombuffer(index, "<i8", borders, _HEADER.size + 12 * count)
-        self.num_sequences, self.num_documents = count, borders - 1
         held = os.fstat(self._file).st_size
-        self.num_tokens, rest = divmod(held, self._dtype.itemsize)
-        end = int(self.offsets[-1]) + int(self.lengths[-1]) * self._dtype.itemsize if count else 0
-        if rest or end != held:
+        self.num_sequences, self.num_documents = count, borders - 1
+        self.num_tokens = held // self._size
+        end = int(self.offsets[-1]) + int(self.lengths[-1]) * self._size if count else 0
+        if held % self._size or end != held:
             want = f"the {end} bytes that {Path(self.prefix).name}.idx ends at, not {held}"
             raise self._error(".bin", f"{want}: it was cut, or the index is of another .bin")
 
@@ -97,52 +95,41 @@ class IndexedDataset:
         Raises:
             DataError: The file has become shorter, or cannot be read.
         """
-        size = self._dtype.itemsize
-        count = ((self.num_tokens if stop is None else stop) - start) * size
+        count = ((self.num_tokens if stop is None else stop) - start) * self._size
         try:
             # One call for a window: of a mapped file every page would fault, with read-ahead.
-            found = os.pread(self._file, count, start * size)
-        except OSError as error:
-            raise self._error(".bin", f"a readable file ({error.strerror})") from error
-        if len(found) != count:
-            raise self._error(".bin", "all of its tokens: it was cut")
-        return np.frombuffer(found, self._dtype)
+            found = os.pread(self._file, count, start * self._size)
+            return np.frombuffer(found, self._dtype, count // self._size)
+        except (OSError, ValueError) as error:  # ValueError: fewer tokens than there were
+            raise self._error(".bin", f"a file whose tokens can all be read ({error})") from error
 
     def starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return the places of ``start .. stop - 1`` at which a document begins ``(n,)``.
-
-        The binary search touches a few pages of the index; nothing of it is kept in memory.
-        """
-        if self.num_sequences == self.num_documents:
-            size = self._dtype.itemsize
-            first, last = np.searchsorted(self.offsets, (start * size, stop * size))
-            return self.offsets[first:last] // size
-        # Of another writer, with several sequences per document.
-        first, last = np.searchsorted(self.ends, (start, stop))
-        found = self.ends[first:last]
-        return found if start else np.append(found, 0)
+        """Return the places of ``start .. stop - 1`` at which a document begins ``(n,)``."""
+        if self.num_sequences != self.num_documents:  # several per document, of another writer
+            starts = np.append(0, self.ends)
+            return starts[slice(*np.searchsorted(starts, (start, stop)))]
+        # The binary search touches a few pages of the index; nothing of it is kept in memory.
+        first, last = np.searchsorted(self.offsets, (start * self._size, stop * self._size))
+        return self.offsets[first:last] // self._size
 
     @cached_property
     def ends(self) -> npt.NDArray[np.int64]:
         """Tokens up to the end of each document ``(documents,)``, in memory."""
-        sizes = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
-        return sizes[self.borders[1:]]
+        return np.append(0, np.cumsum(self.lengths, dtype=np.int64))[self.borders[1:]]
 
     def check(self) -> None:
         """Read the whole index.
 
         Raises:
-            DataError: A sequence does not start where the one before it ends, or a document's
-                borders are not in order.
+            DataError: Sequences do not follow each other, or borders of documents are not in order.
         """
-        lengths, borders = np.asarray(self.lengths), np.asarray(self.borders)
-        if self.num_sequences and int(lengths.min()) < 0:
+        sizes, borders = self.lengths * np.int64(self._size), self.borders
+        if (sizes < 0).any():
             raise self._error(".idx", "lengths of at least 0")
-        ends = np.cumsum(lengths, dtype=np.int64) * self._dtype.itemsize
-        if not np.array_equal(self.offsets, np.concatenate([[0], ends])[:-1]):
+        if not np.array_equal(self.offsets, np.cumsum(sizes) - sizes):
             raise self._error(".idx", "sequences that follow each other without gaps")
-        in_order = borders[0] == 0 and borders[-1] == self.num_sequences
-        if not in_order or (np.diff(borders) < 0).any():
+        ends = (int(borders[0]), int(borders[-1]))
+        if ends != (0, self.num_sequences) or (np.diff(borders) < 0).any():
             raise self._error(".idx", f"borders of documents from 0 to {self.num_sequences}")
 
 
@@ -163,12 +150,11 @@ class IndexedWriter:
         self, prefix: str | Path, dtype: npt.DTypeLike, documents: int = 0, tokens: int = 0
     ) -> None:
         self._prefix, self._dtype = str(prefix), np.dtype(dtype).newbyteorder("<")
-        self._files: list[IO[bytes]] = []
-        kept = {".bin": tokens * self._dtype.itemsize, ".lengths": documents * 4}
-        for suffix, size in kept.items():
-            file = open(f"{prefix}{suffix}", "ab")  # noqa: SIM115 - `close` does
-            file.truncate(size)
-            self._files.append(file)
+        # A shard stays open from one piece to the next.
+        self._tokens = open(f"{prefix}.bin", "ab")  # noqa: SIM115 - `close` does
+        self._lengths = open(f"{prefix}.lengths", "ab")  # noqa: SIM115
+        self._tokens.truncate(tokens * self._dtype.itemsize)
+        self._lengths.truncate(documents * 4)
 
     def append(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> None:
         """Append documents: the tokens of all of them, and how many each has.
@@ -176,33 +162,32 @@ class IndexedWriter:
         Raises:
             OSError: The disk is full.
         """
-        self._files[0].write(np.ascontiguousarray(tokens, dtype=self._dtype).data)
-        self._files[1].write(np.ascontiguousarray(lengths, dtype="<i4").data)
+        self._tokens.write(np.ascontiguousarray(tokens, dtype=self._dtype).data)
+        self._lengths.write(np.ascontiguousarray(lengths, dtype="<i4").data)
 
     def flush(self) -> None:
         """Wait until everything written is on the disk."""
-        for file in self._files:
+        for file in (self._tokens, self._lengths):
             file.flush()
             os.fsync(file.fileno())
 
     def close(self) -> None:
         """Close the files without an index."""
-        for file in self._files:
-            file.close()
+        with self._tokens, self._lengths:
+            pass
 
     def finish(self) -> None:
         """Write the index and close the files."""
         self.flush()
         self.close()
         lengths = np.fromfile(f"{self._prefix}.lengths", dtype="<i4")
-        count, code = len(lengths), next(c for c, known in DTYPES.items() if self._dtype == known)
-        ends = np.cumsum(lengths, dtype="<i8") * self._dtype.itemsize
+        count, code = len(lengths), next(c for c, known in _DTYPES.items() if self._dtype == known)
+        sizes = lengths * np.int64(self._dtype.itemsize)
         scratch = f"{self._prefix}.idx.tmp"
         with open(scratch, "wb") as file:
-            file.write(_HEADER.pack(MAGIC, 1, code, count, count + 1))
-            file.write(lengths.data)
-            file.write(np.concatenate([np.zeros(1, "<i8"), ends])[:count].astype("<i8").data)
-            file.write(np.arange(count + 1, dtype="<i8").data)
+            file.write(_HEADER.pack(_MAGIC, 1, code, count, count + 1))
+            for values in (lengths, np.cumsum(sizes) - sizes, np.arange(count + 1)):
+                file.write(values.astype("<i4" if values is lengths else "<i8").data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(scratch, f"{self._prefix}.idx")

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 Indices = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
 
 ROUNDS = 6
 """Four rounds suffice for a pseudo-random permutation; more help where the halves are small."""
@@ -26,8 +27,7 @@ ROUNDS = 6
 MOST_SLOTS = 1 << 16
 """Longest period of a mixture; shares that need a longer one are rounded to 1/65,536."""
 
-_WORD = (1 << 64) - 1
-_STEP = 0x9E3779B97F4A7C15
+_STEP, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 def shuffled(rows: Indices, size: int, *key: int) -> Indices:
@@ -42,47 +42,38 @@ def shuffled(rows: Indices, size: int, *key: int) -> Indices:
         Windows (n,), from 0 to ``size - 1``.
     """
     epochs, places = np.divmod(rows, size)
-    windows = np.empty_like(rows)
+    windows, bits = np.empty_like(rows), max(2, (size - 1).bit_length())
     for epoch in np.unique(epochs).tolist():  # a batch is in one epoch, or across one border
-        inside = epochs == epoch
-        windows[inside] = permuted(places[inside], size, *key, epoch)
+        inside, keys = epochs == epoch, _round_keys(*key, epoch)
+        images = _feistel(places[inside].astype(np.uint64), bits, keys)
+        # The domain is less than twice as large as the windows: on average two walks are enough.
+        while (outside := images >= size).any():
+            images[outside] = _feistel(images[outside], bits, keys)
+        windows[inside] = images
     return windows
 
 
-def permuted(places: Indices, size: int, *key: int) -> Indices:
-    """Apply a permutation of ``0 .. size - 1``, chosen by a key, to some of these places (n,)."""
-    bits, keys = max(2, (size - 1).bit_length()), _round_keys(key)
-    images = _feistel(places.astype(np.uint64), bits, keys)
-    # The domain is less than twice as large as the windows, so on average two walks are enough.
-    while (outside := images >= size).any():
-        images[outside] = _feistel(images[outside], bits, keys)
-    return images.astype(np.int64)
-
-
-def _feistel(values: npt.NDArray[np.uint64], bits: int, keys: list[int]) -> npt.NDArray[np.uint64]:
+def _feistel(values: Words, bits: int, keys: Words) -> Words:
     """Encrypt numbers of some bits; the halves' widths differ by one if the number is odd."""
     low, high = bits // 2, bits - bits // 2
     left, right = values >> np.uint64(low), values & np.uint64((1 << low) - 1)
     for key in keys:
         # The half that is replaced has the width of the other half of the next round.
-        left, right = right, left ^ _mixed_array(right + np.uint64(key)) >> np.uint64(64 - high)
+        left, right = right, left ^ _mixed(right + key) >> np.uint64(64 - high)
         low, high = high, low
     return left << np.uint64(low) | right
 
 
 @lru_cache(maxsize=64)  # one for each part and epoch
-def _round_keys(key: tuple[int, ...]) -> list[int]:
-    seed = _STEP
+def _round_keys(*key: int) -> Words:
+    # Arrays, also of one number: numpy warns where a scalar overflows.
+    seed = np.array([_STEP], dtype=np.uint64)
     for part in key:
-        seed = _mixed(seed ^ _mixed(part + _STEP & _WORD))
-    return [_mixed(_STEP * (index + 1) + seed & _WORD) for index in range(ROUNDS)]
+        seed = _mixed(seed ^ _mixed(np.array([part + _STEP & _WORD], dtype=np.uint64)))
+    return _mixed(np.uint64(_STEP) * np.arange(1, ROUNDS + 1, dtype=np.uint64) + seed)
 
 
-def _mixed(value: int) -> int:
-    return int(_mixed_array(np.array([value], dtype=np.uint64))[0])
-
-
-def _mixed_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _mixed(values: Words) -> Words:
     """Return the finalizer of SplitMix64 (Steele et al., 2014) of each number."""
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -103,6 +94,7 @@ class Shares:
     Attributes:
         slots: Which part each row of a period is of.
         counts: Rows of each part in a period.
+        _before: Rows of each part before each slot, and in a whole period (period + 1, parts).
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -110,18 +102,18 @@ class Shares:
         least = Fraction(1, MOST_SLOTS)
         exact = [max(Fraction(weight).limit_denominator(MOST_SLOTS), least) for weight in weights]
         shares = [weight / sum(exact) for weight in exact]
-        period = int(np.lcm.reduce([share.denominator for share in shares], dtype=object))
-        if period > MOST_SLOTS:
-            period = MOST_SLOTS
-            rounded = [max(1, round(share * period)) for share in shares]
-            rounded[int(np.argmax(rounded))] += period - sum(rounded)
-            shares = [Fraction(count, period) for count in rounded]
-        self.counts = np.array([int(share * period) for share in shares], dtype=np.int64)
-        self.slots = _schedule(self.counts.tolist())
-        parts = np.arange(len(weights))
-        # Rows of each part before each slot, and in the whole period: (period + 1, parts).
-        self._before = np.zeros((period + 1, len(weights)), dtype=np.int64)
-        np.cumsum(self.slots[:, None] == parts, axis=0, out=self._before[1:])
+        denominators = [share.denominator for share in shares]
+        period = min(int(np.lcm.reduce(denominators, dtype=object)), MOST_SLOTS)
+        counts = [max(1, round(share * period)) for share in shares]
+        counts[int(np.argmax(counts))] += period - sum(counts)  # 0 unless the period was limited
+        slots, before = [], [[0] * len(counts)]
+        for slot in range(period):
+            given = before[-1]
+            released = [i for i, n in enumerate(counts) if given[i] * period < (slot + 1) * n]
+            slots.append(min(released, key=lambda i: -((given[i] + 1) * -period // counts[i])))
+            before.append([n + (i == slots[-1]) for i, n in enumerate(given)])
+        self.counts, self.slots = np.array(counts), np.array(slots)
+        self._before = np.array(before)
 
     def choose(self, rows: Indices) -> tuple[Indices, Indices]:
         """Return the part (n,) of some rows (n,), and their numbers (n,) in it."""
@@ -134,16 +126,3 @@ class Shares:
         periods, slot = divmod(rows, len(self.slots))
         found: list[int] = (periods * self.counts + self._before[slot]).tolist()
         return found
-
-
-def _schedule(counts: list[int]) -> Indices:
-    """Return the part of each slot of a period, by earliest pseudo-deadline."""
-    period = sum(counts)
-    given = [0] * len(counts)
-    slots = np.empty(period, dtype=np.int64)
-    for slot in range(period):
-        released = [i for i, n in enumerate(counts) if given[i] * period < (slot + 1) * n]
-        part = min(released, key=lambda i: -((given[i] + 1) * -period // counts[i]))
-        slots[slot] = part
-        given[part] += 1
-    return slots

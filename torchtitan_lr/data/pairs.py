@@ -4,18 +4,26 @@
 A record is ``{"prompt": ..., "completion": ...}`` or ``{"messages": [...]}``. It is checked and
 made canonical JSON where it is read, and encoded where it is prepared. A token that is no label is
 encoded as its complement ``~t``, which is negative; on disk the two are tokens and a loss mask.
+
+A chat becomes text by the template of the tokenizer's folder: ``chat_template.jinja``, or
+``chat_template`` of ``tokenizer_config.json``, rendered as transformers does: in a sandbox, with
+the folder's special tokens. Without one every message is a heading and its text, and each answer
+ends with EOS.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_lr.data.chat_template import ChatTemplate, Segment
+from torchtitan_lr.errors import ConfigError
 
 if TYPE_CHECKING:
     from torchtitan_lr.titan.base import BaseTokenizer
@@ -24,9 +32,6 @@ Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
 """The ids of one document, BOS and EOS included: ``(n,)``, of any integer type."""
 
 PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
-ROLES = ("system", "user", "assistant")
-
-_EXPECTED = f'a JSON object with strings "{PROMPT}" and "{COMPLETION}", or with "{MESSAGES}"'
 
 
 def is_pair(record: Any) -> bool:
@@ -36,19 +41,19 @@ def is_pair(record: Any) -> bool:
 
 
 def parse_pair(record: Any) -> str:
-    """Check a record.
+    """Check a record, and return it as canonical JSON.
 
     Raises:
         ValueError: It is not a pair or a chat; the message is what was expected.
     """
-    if not isinstance(record, dict):
-        raise ValueError(_EXPECTED)
-    if MESSAGES in record:
-        found: dict[str, Any] = {MESSAGES: _parse_messages(record[MESSAGES])}
+    found = record if isinstance(record, dict) else {}
+    if MESSAGES in found:
+        found = {MESSAGES: _parse_messages(found[MESSAGES])}
     else:
-        found = {name: record.get(name) for name in (PROMPT, COMPLETION)}
+        found = {name: found.get(name) for name in (PROMPT, COMPLETION)}
         if not all(isinstance(text, str) for text in found.values()):
-            raise ValueError(_EXPECTED)
+            want = f'a JSON object with strings "{PROMPT}" and "{COMPLETION}", or with "{MESSAGES}"'
+            raise ValueError(want)
         if not found[COMPLETION].strip():
             raise ValueError(f'a "{COMPLETION}" that is not empty')
     text = json.dumps(found, ensure_ascii=False, sort_keys=True)
@@ -59,31 +64,19 @@ def parse_pair(record: Any) -> str:
 def _parse_messages(messages: Any) -> list[dict[str, str]]:
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'a list of messages in "{MESSAGES}"')
-    found: list[dict[str, str]] = []
-    for index, message in enumerate(messages):
-        place = f"in message {index + 1}"
+    found, roles = [], ["system", "user"]
+    for place, message in enumerate(messages, 1):
         parts = message if isinstance(message, dict) else {}
         role, content = parts.get("role"), parts.get("content")
         if not isinstance(content, str) or not content.strip():
-            raise ValueError(f'a "content" that is not empty {place}')
-        if role not in ROLES:
-            raise ValueError(f"a role of {', '.join(ROLES)} {place}, not {role!r}")
-        before = found[-1]["role"] if found else None
-        if role not in _FOLLOWS[before]:
-            raise ValueError(f"{' or '.join(_FOLLOWS[before])} {place}, not {role}")
+            raise ValueError(f'a "content" that is not empty in message {place}')
+        if role not in roles:
+            raise ValueError(f"the role {' or '.join(roles)} in message {place}, not {role!r}")
         found.append({"role": role, "content": content})
-    if found[-1]["role"] != "assistant":
+        roles = ["assistant"] if role == "user" else ["user"]
+    if role != "assistant":
         raise ValueError("an answer of the assistant as the last message")
     return found
-
-
-_FOLLOWS: dict[str | None, tuple[str, ...]] = {
-    None: ("system", "user"),
-    "system": ("user",),
-    "user": ("assistant",),
-    "assistant": ("user",),
-}
-"""The roles that may follow a role."""
 
 
 def question_of(document: str) -> str:
@@ -100,7 +93,132 @@ def text_of(document: str) -> str:
     record = json.loads(document)
     if MESSAGES not in record:
         return str(record[PROMPT] + record[COMPLETION])
-    return "".join(segment.text for segment in ChatTemplate().segments(record[MESSAGES]))
+    return "".join(segment.text for segment in _plain(record[MESSAGES]))
+
+
+class Segment(NamedTuple):
+    """A part of a chat's text, whether its tokens are labels, and whether EOS (a label) follows."""
+
+    text: str
+    answer: bool
+    ends: bool = False
+
+
+def _plain(messages: Sequence[dict[str, str]]) -> list[Segment]:
+    """Return the plain form: a heading and the text of each message; EOS ends each answer."""
+    parts, context = [], ""
+    for index, message in enumerate(messages):
+        context += "\n\n" * (index > 0) + f"### {message['role'].capitalize()}:\n"
+        if message["role"] == "assistant":
+            parts += [Segment(context, False), Segment(message["content"], True, ends=True)]
+            context = ""
+        else:
+            context += message["content"]
+    return parts
+
+
+class ChatTemplate:
+    """Renders the messages of a chat by the template of a tokenizer's folder.
+
+    Attributes:
+        digest: Identity of the template; empty for the plain form.
+        bos: Text of BOS, with which a rendered chat may begin.
+
+    Raises:
+        ConfigError: The template is unreadable, has no text or is not valid.
+    """
+
+    def __init__(self, tokenizer: BaseTokenizer) -> None:
+        self.digest, self.bos = "", ""
+        folder, config = (getattr(tokenizer, name, None) for name in ("tokenizer_path", "config"))
+        if folder is None:
+            return
+        path, config, key = (
+            Path(folder, "chat_template.jinja"),
+            config or {},
+            "model.hf_assets_path",
+        )
+        try:
+            if path.is_file():
+                source = path.read_text(encoding="utf-8")
+            elif "chat_template" in config:
+                path, source = Path(folder, "tokenizer_config.json"), config["chat_template"]
+                if isinstance(source, list):  # several by name
+                    source = {each["name"]: each["template"] for each in source}["default"]
+            else:
+                return
+            if not source.strip():
+                raise ValueError("it has no text")
+            self._template = _compiled(source)
+        except Exception as error:  # unreadable, of another type, or a feature that is not there
+            want = f"a chat template in Jinja, or none at all ({error})"
+            raise ConfigError(key, str(path), want) from error
+        self._where = key, str(path)
+        self.digest = hashlib.sha256(source.encode()).hexdigest()[:8]
+        self._special = {
+            name: token["content"] if isinstance(token, dict) else token
+            for name, token in config.items()
+            if name.endswith("_token") and token
+        }
+        self.bos = self._special.get("bos_token", "")
+
+    def segments(self, messages: Sequence[dict[str, str]]) -> list[Segment]:
+        """Render a chat, messages of ``role`` and ``content``, of which the last is an answer.
+
+        Returns:
+            The parts in order; an answer has the end mark that the template writes behind it.
+
+        Raises:
+            ConfigError: The template cannot render it, or a part changes with the messages after.
+        """
+        if not self.digest:
+            return _plain(messages)
+        parts, text = [], ""
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        try:
+            for count, opened in ((i + after, not after) for i in answers for after in (0, 1)):
+                given = {"messages": list(messages[:count]), "add_generation_prompt": opened}
+                longer = str(self._template.render(given, **self._special))
+                if not longer.startswith(text):
+                    raise ValueError("it needs text that only grows from one message to the next")
+                if longer == text and not opened:
+                    raise ValueError("it needs some text for every answer")
+                parts.append(Segment(longer[len(text) :], answer=not opened))
+                text = longer
+        except Exception as error:  # a template can raise anything
+            start = json.dumps(list(messages), ensure_ascii=False)[:80]
+            want = f"a template that renders every chat ({error}); the chat begins with {start}"
+            raise ConfigError(*self._where, want) from error
+        return parts
+
+
+def _compiled(source: str) -> Any:
+    # Imported late: few runs have a template. torch itself requires jinja2. transformers would
+    # also give a template the date: the tokens of a corpus would depend on the day.
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """The block that marks answers for transformers; here it is only its content."""
+
+        tags = {"generation"}  # noqa: RUF012  (jinja2 reads a plain set)
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    # As transformers does: jinja2's own filter escapes HTML.
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = refuse
+    return environment.from_string(source)
 
 
 class PairEncoder:
@@ -114,50 +232,35 @@ class PairEncoder:
         template: Renders chats. Texts of ``prompt`` and ``completion`` are taken as they are.
 
     Raises:
-        ConfigError: The chat template is unreadable.
+        ConfigError: As for `ChatTemplate`.
     """
 
     def __init__(self, tokenizer: BaseTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.template = ChatTemplate.of(tokenizer)
+        self._tokenizer, self.template = tokenizer, ChatTemplate(tokenizer)
 
-    def encode(self, document: str) -> Tokens:
+    def encode(self, document: str, answered: bool = True) -> Tokens:
         """Encode a pair.
 
         Args:
             document: Result of :func:`parse_pair`.
+            answered: Whether to encode its last answer, or only what stands before it.
 
         Returns:
             Its tokens ``(n,)``, int32; those that are no labels as complements. A text begins
             with BOS (a chat if its template does), an answer without a template ends with EOS.
         """
-        return self._encode(*self._segments(json.loads(document)))
-
-    def prompt(self, document: str) -> tuple[list[int], str]:
-        """Return the tokens before a pair's last answer, and the text of that answer."""
-        record = json.loads(document)
-        segments, bos = self._segments(record)
-        answer = record[MESSAGES][-1]["content"] if MESSAGES in record else record[COMPLETION]
-        tokens = self._encode(segments[:-1], bos)
-        return [token if token >= 0 else ~token for token in tokens.tolist()], answer
-
-    def _segments(self, record: dict[str, Any]) -> tuple[list[Segment], bool]:
-        """Return the parts of a record, and whether BOS goes before them."""
+        record, bos = json.loads(document), True
         if MESSAGES not in record:
-            return [Segment(record[PROMPT], False), Segment(record[COMPLETION], True, True)], True
-        parts = self.template.segments(record[MESSAGES])
-        if not self.template.digest:
-            return parts, True
-        bos, first = self.template.bos, parts[0].text
-        if bos and first.startswith(bos):
-            return [Segment(first[len(bos) :], answer=False), *parts[1:]], True
-        return parts, False
-
-    def _encode(self, segments: Sequence[Segment], bos: bool) -> Tokens:
-        found: list[int] = []
+            parts = [Segment(record[PROMPT], False), Segment(record[COMPLETION], True, True)]
+        else:
+            parts = self.template.segments(record[MESSAGES])
+            mark, first = self.template.bos, parts[0].text
+            if self.template.digest:
+                bos = bool(mark) and first.startswith(mark)
+                parts[0] = Segment(first.removeprefix(mark) if bos else first, answer=False)
         text, known = "", self._ids("", bos)  # since the beginning or the last EOS
-        found += [~token for token in known]
-        for segment in segments:
+        found = [~token for token in known]
+        for segment in parts if answered else parts[:-1]:
             text += segment.text
             whole = self._ids(text, bos)
             border = len(known)

@@ -12,8 +12,8 @@ A row is therefore a range of tokens, and where each range begins follows from t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -21,14 +21,7 @@ import numpy.typing as npt
 
 from torchtitan_lr.data.corpus import Corpus
 from torchtitan_lr.data.order import Indices
-from torchtitan_lr.data.prepare import (
-    Part,
-    Section,
-    Wanted,
-    data_ranks,
-    ensure_prepared,
-    wanted,
-)
+from torchtitan_lr.data.prepare import Section, data_ranks, ensure_prepared, wanted
 from torchtitan_lr.data.sources import Reader
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan import IGNORE_INDEX, logger
@@ -41,10 +34,10 @@ DOCUMENTS = "documents"
 """Name of the documents' indices in a batch's inputs, and of the model's argument."""
 
 Batch: TypeAlias = "tuple[dict[str, Tensor], Tensor]"
-"""``({"input": (b, s), ...}, labels (b, s))``, int64."""
+"""``({"input": (b, s), ...}, labels (b, s))``, int64, on the CPU.
 
-Arrays = tuple[dict[str, npt.NDArray[np.int64]], npt.NDArray[np.int64]]
-"""The same as arrays."""
+The inputs have ``"documents"`` (b, s) too where documents are kept apart.
+"""
 
 
 class Rows:
@@ -55,7 +48,8 @@ class Rows:
         seq_len: Tokens of an input, ``s``.
         held_out: Whether to read the held-out shards; no others are opened.
         mask_documents: Whether documents are kept apart. Pairs always are.
-        key: The TOML section to name in errors.
+        name: In logs.
+        weight: Of the share in a mixture.
 
     Attributes:
         pairs: Whether answers alone are labels.
@@ -73,41 +67,43 @@ class Rows:
         seq_len: int,
         held_out: bool = False,
         mask_documents: bool = False,
-        key: str = "training",
+        name: str = "",
+        weight: float = 1.0,
     ) -> None:
-        self.corpus, self.seq_len = corpus, seq_len
+        self.corpus, self.seq_len, self.name, self.weight = corpus, seq_len, name, weight
         self.pairs = corpus.kind == "pairs"
         self.apart = mask_documents or self.pairs
         self._shards = corpus.held_out if held_out else corpus.train
-        self._size = seq_len + 1
+        self._size, self.cut, self.left_out = seq_len + 1, 0, 0
         self._starts = np.cumsum([0, *(shard.tokens for shard in self._shards)], dtype=np.int64)
         tokens = int(self._starts[-1])
-        self._count = len(self._packed[0]) if self.pairs else tokens // self._size
+        self._count = tokens // self._size
+        if self.pairs:
+            self._firsts, self._lasts = self._packed()
+            self._count = len(self._firsts)
         if not self._count:
             part = f"the {'held-out' if held_out else 'training'} part of {corpus.folder}"
             want = f"at most {max(0, tokens - 1)}: {part} has {tokens} tokens"
             if self.pairs:
                 want = f"more tokens: in {part} no answer has room behind its prompt"
-            raise ConfigError(f"{key}.seq_len", seq_len, want)
+            key = "validation.seq_len" if held_out else "training.seq_len"
+            raise ConfigError(key, seq_len, want)
 
     def __len__(self) -> int:
         """Return the number of rows."""
         return self._count
 
-    def read(self, rows: Indices) -> Arrays:
-        """Read some rows (b,).
+    def read(self, rows: Indices) -> Batch:
+        """Read some rows (b,); their labels are those of `labelled`.
 
-        Returns:
-            Inputs and labels; the inputs have ``"documents"`` if these are kept apart. A label is
-            ignored if it is padding, the first token of a document that is kept apart, or, in
-            pairs, no token of an answer.
+        Raises:
+            DataError: A shard is damaged, or not there.
         """
         first, last = rows * self._size, (rows + 1) * self._size
         if self.pairs:
-            first, last = (ends[rows] for ends in self._packed)
-        shape = len(rows), self._size
-        tokens = np.zeros(shape, dtype=np.int64)
-        targets, begins = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
+            first, last = self._firsts[rows], self._lasts[rows]
+        tokens = np.zeros((len(rows), self._size), dtype=np.int64)
+        targets, begins = np.zeros((2, *tokens.shape), dtype=bool)
         shards = np.searchsorted(self._starts, first, side="right") - 1
         # By shard, so that each is opened once for a batch.
         for row in np.argsort(shards, kind="stable").tolist():
@@ -124,68 +120,161 @@ class Rows:
                 if self.apart:
                     begins[row, shard.starts(*inside) + (offset - start)] = True
                 place, index = end, index + 1
-            if stop - start < self._size:
-                begins[row, stop - start] = True  # the padding
+            begins[row, stop - start :][:1] = True  # the padding, if any
         return labelled(tokens, targets if self.pairs else None, begins if self.apart else None)
 
-    @cached_property
     def _packed(self) -> tuple[Indices, Indices]:
-        """Where each row of pairs begins and ends, in tokens (n,)."""
-        firsts, lasts = [], []
-        self.cut = self.left_out = 0
+        """Return where each row of pairs begins and ends, in tokens (n,)."""
+        rows = [np.empty((2, 0), dtype=np.int64)]
         for info, offset in zip(self._shards, self._starts, strict=False):
-            shard = self.corpus.shard(info)
-            ends = shard.ends
-            starts = np.concatenate([[0], ends])[:-1]
-            usable = np.ones(len(ends), dtype=bool)
+            ends = self.corpus.shard(info).ends
+            starts, usable = np.append(0, ends)[:-1], np.ones(len(ends), dtype=bool)
             long = np.flatnonzero(ends - starts > self._size)
+            mask = self.corpus.shard(info, loss=True)
             for pair in long.tolist():
-                mask = self.corpus.shard(info, loss=True)
-                start = int(starts[pair])
-                usable[pair] = mask.read(start + 1, start + self._size).any()
+                usable[pair] = mask.read(starts[pair] + 1, starts[pair] + self._size).any()
             self.cut, self.left_out = self.cut + len(long), self.left_out + int((~usable).sum())
-            # The first pair that no longer fits into the row of each, or that is not usable.
+            # The first pair that has no room in a row that begins with each; a long one is alone.
             fits = np.searchsorted(ends, starts + self._size, side="right")
-            unusable = np.append(np.flatnonzero(~usable), len(ends))
-            stops = np.minimum(fits, unusable[np.searchsorted(unusable, np.arange(len(ends)))])
-            nexts, pair = np.maximum(stops, np.arange(len(ends)) + 1).tolist(), 0
+            nexts = np.maximum(fits, np.arange(len(ends)) + 1).tolist()
+            heads, pair = [], 0
             while pair < len(ends):
-                if usable[pair]:
-                    firsts.append(int(starts[pair] + offset))
-                    stop = min(ends[nexts[pair] - 1], starts[pair] + self._size)
-                    lasts.append(int(stop + offset))
+                heads += [pair] if usable[pair] else []
                 pair = nexts[pair]
-        return np.array(firsts, dtype=np.int64), np.array(lasts, dtype=np.int64)
+            lasts = np.minimum(
+                ends[[nexts[pair] - 1 for pair in heads]], starts[heads] + self._size
+            )
+            rows.append(np.stack([starts[heads], lasts]) + offset)
+        firsts, lasts = np.concatenate(rows, axis=1)
+        return firsts, lasts
+
+
+def labelled(
+    tokens: npt.NDArray[np.int64],
+    targets: npt.NDArray[np.bool_] | None = None,
+    begins: npt.NDArray[np.bool_] | None = None,
+) -> Batch:
+    """Make inputs and labels of rows.
+
+    A label is ignored if it is no target, or the first token of a document that is kept apart.
+
+    Args:
+        tokens: (b, s + 1).
+        targets: Which tokens count in the loss (b, s + 1); None if all do.
+        begins: Which tokens are the first of a document, or of the padding behind the last one,
+            where documents are kept apart (b, s + 1).
+    """
+    import torch  # imported late: the launcher checks the lengths of corpora without it
+
+    labels = tokens[:, 1:].copy()
+    if targets is not None:
+        labels[~targets[:, 1:]] = IGNORE_INDEX
+    inputs = {"input": torch.from_numpy(tokens[:, :-1].copy())}
+    if begins is not None:
+        labels[begins[:, 1:]] = IGNORE_INDEX
+        documents = np.cumsum(begins[:, :-1], axis=1, dtype=np.int64)
+        inputs[DOCUMENTS] = torch.from_numpy(documents)
+    return inputs, torch.from_numpy(labels)
+
+
+def read_parts(parts: Sequence[Rows], chosen: Indices, numbers: Indices) -> Batch:
+    """Read rows: which part each is of (b,), and its number in that part (b,).
+
+    Where one part keeps its documents apart, each row of the others is one document.
+    """
+    import torch
+
+    apart = any(part.apart for part in parts)
+    first = int(chosen[0])
+    if (chosen == first).all() and parts[first].apart == apart:
+        return parts[first].read(numbers)
+    labels = torch.zeros(len(chosen), parts[0].seq_len, dtype=torch.int64)
+    inputs = {name: torch.zeros_like(labels) for name in ["input", *[DOCUMENTS] * apart]}
+    for index in np.unique(chosen).tolist():
+        places = torch.from_numpy(chosen == index)
+        own_inputs, labels[places] = parts[index].read(numbers[chosen == index])
+        for name, values in own_inputs.items():
+            inputs[name][places] = values
+    return inputs, labels
+
+
+class ValidationSet:
+    """One rank's share of the held-out rows, those of a mixture's parts in turn.
+
+    Sequence ``i`` is of rank ``i mod D``. All ranks have the same number of rows in every batch:
+    where sequences are missing, rows of ignored labels take their place. So no rank waits for
+    another, and the token-weighted mean is exact for any ``D``.
+
+    Args:
+        parts: The rows of the held-out part of each corpus.
+        batch_size: Rows per batch, ``b``.
+        dp_world_size: Data-parallel ranks, ``D``.
+        dp_rank: This rank.
+        steps: Batches per rank at most; -1 for all sequences.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Rows],
+        batch_size: int,
+        dp_world_size: int = 1,
+        dp_rank: int = 0,
+        steps: int = -1,
+    ) -> None:
+        self._parts, self._batch_size = list(parts), batch_size
+        counts = [len(part) for part in parts]
+        chosen = np.repeat(np.arange(len(counts)), counts)
+        numbers = np.concatenate([np.arange(count) for count in counts])
+        most = steps * batch_size * dp_world_size if steps > 0 else len(numbers)
+        in_turn = np.argsort(numbers, kind="stable")[:most]
+        own = in_turn[dp_rank::dp_world_size]
+        self._chosen, self._numbers = chosen[own], numbers[own]
+        self._num_batches = math.ceil(math.ceil(len(in_turn) / dp_world_size) / batch_size)
+
+    def __len__(self) -> int:
+        """Return the number of batches, the same on every rank."""
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches of ``b`` rows; the labels of padded rows are ignored."""
+        size = self._batch_size
+        for start in range(0, self._num_batches * size, size):
+            here = slice(start, start + size)
+            missing = (0, size - len(self._numbers[here]))
+            # A rank without a sequence for this batch reads the first one, and ignores it.
+            chosen, numbers = (np.pad(x[here], missing) for x in (self._chosen, self._numbers))
+            inputs, labels = read_parts(self._parts, chosen, numbers)
+            inputs["input"][size - missing[1] :], labels[size - missing[1] :] = 0, IGNORE_INDEX
+            yield inputs, labels
+
+
+def moved(batch: Batch, device: torch.device | str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return tokens (b, s), labels (b, s) and the model's other arguments on a device."""
+    inputs = {name: value.to(device) for name, value in batch[0].items()}
+    return inputs.pop("input"), batch[1].to(device), inputs
 
 
 def open_rows(
     config: Any, section: Section = "training", world_size: int | None = None
-) -> tuple[list[Part], list[Rows]]:
+) -> list[Rows]:
     """Open the corpora of a run: what it trains on, or the held-out part that it validates on.
 
-    Args:
-        config: The run's ``JobConfig``, or its saved record.
-        section: Training or validation.
-        world_size: As for `ensure_prepared`, which prepares what is missing.
-
-    Returns:
-        The prepared folders and the rows of each.
+    Arguments are those of `ensure_prepared`, which prepares what is missing.
 
     Raises:
         ConfigError: As for `ensure_prepared`, or a part has no whole row.
         DataError: As for `ensure_prepared`.
     """
-    parts = ensure_prepared(config, section, world_size)
     masked = getattr(config.training, "mask_documents", False)
     seq_len, held_out = getattr(config, section).seq_len, section == "validation"
     opened = []
-    for part in parts:
+    for part in ensure_prepared(config, section, world_size):
         corpus = Corpus.open(part.folder)
         if held_out and not corpus.held_out:
             want = "another corpus, or false for validation.enable: "
             raise ConfigError("validation.dataset", part.name, want + "nothing of it is held out")
-        opened.append(Rows(corpus, seq_len, held_out, masked, section))
-    return parts, opened
+        opened.append(Rows(corpus, seq_len, held_out, masked, part.name, part.weight))
+    return opened
 
 
 def check_corpora(config: Any, world_size: int) -> None:
@@ -196,108 +285,34 @@ def check_corpora(config: Any, world_size: int) -> None:
             a validation corpus with training files.
         DataError: A record or a shard is unreadable.
     """
-    validates = config.validation.enable
-    trained = wanted(config, "training", world_size)
-    if validates and config.validation.dataset == "local":
-        _check_other_files(wanted(config, "validation", world_size), trained)
-    _warn_of_cut_pairs(open_rows(config, "training", world_size)[1], "training")
-    if not validates:
-        return
-    section = config.validation
-    held_out = open_rows(config, "validation", world_size)[1]
-    _warn_of_cut_pairs(held_out, "validation")
-    rows = sum(map(len, held_out))
-    batch = section.local_batch_size * data_ranks(config, world_size)
-    if rows < batch:
-        logger.warning(
-            "The held-out part has %d sequences of %d tokens, fewer than a validation batch of %d",
-            *(rows, section.seq_len, batch),
+    validation = config.validation
+    both: list[Section] = ["training", "validation"]
+    sections = both if validation.enable else both[:1]
+    if validation.enable and validation.dataset == "local":
+        sources = [
+            [s for w in wanted(config, name, world_size) for s in w.sources] for name in both
+        ]
+        trained, validated = (
+            {str(file.resolve()) for s in some if s.name == "local" for file in Reader(s).files}
+            for some in sources
         )
-
-
-def _warn_of_cut_pairs(opened: list[Rows], key: str) -> None:
-    for part in (part for part in opened if part.pairs and part.cut):
-        logger.warning(
-            "%d pairs of %s are longer than %s.seq_len = %d and are cut; %d of them have no room "
-            "for an answer and are left out",
-            *(part.cut, part.corpus.folder, key, part.seq_len, part.left_out),
-        )
-
-
-def _check_other_files(validated: list[Wanted], trained: list[Wanted]) -> None:
-    """Raise if the named validation corpus contains training files."""
-
-    def files(parts: list[Wanted]) -> set[str]:
-        sources = (source for part in parts for source in part.sources if source.name == "local")
-        return {str(file.resolve()) for source in sources for file in Reader(source).files}
-
-    if shared := sorted(files(validated) & files(trained)):
-        advice = "validation.dataset = 'training' takes what is held out from it"
-        want = f"files that are not trained on ({shared[0]} is); {advice}"
-        raise ConfigError("validation.dataset_path", str(validated[0].sources[0]), want)
-
-
-def labelled(
-    tokens: npt.NDArray[np.int64],
-    targets: npt.NDArray[np.bool_] | None = None,
-    begins: npt.NDArray[np.bool_] | None = None,
-) -> Arrays:
-    """Make inputs and labels of rows.
-
-    Args:
-        tokens: (b, s + 1).
-        targets: Which tokens count in the loss (b, s + 1); None if all do.
-        begins: Which tokens are the first of a document, where these are kept apart (b, s + 1).
-    """
-    labels = tokens[:, 1:].copy()
-    if targets is not None:
-        labels[~targets[:, 1:]] = IGNORE_INDEX
-    inputs = {"input": tokens[:, :-1].copy()}
-    if begins is not None:
-        labels[begins[:, 1:]] = IGNORE_INDEX
-        inputs[DOCUMENTS] = np.cumsum(begins[:, :-1], axis=1, dtype=np.int64)
-    return inputs, labels
-
-
-def read_parts(parts: Sequence[Rows], chosen: Indices, numbers: Indices) -> Arrays:
-    """Read rows of several parts, in the order that is given.
-
-    Args:
-        parts: Parts with the same ``seq_len``.
-        chosen: Which part each row is of (b,).
-        numbers: Its number in that part (b,).
-
-    Returns:
-        The batch. Where one part keeps its documents apart, those of the others are one per row.
-    """
-    apart = any(part.apart for part in parts)
-    first = int(chosen[0])
-    if (chosen == first).all() and parts[first].apart == apart:
-        return parts[first].read(numbers)
-    labels = np.zeros((len(chosen), parts[0].seq_len), dtype=np.int64)
-    inputs = {name: np.zeros_like(labels) for name in ["input", *[DOCUMENTS] * apart]}
-    for index in np.unique(chosen).tolist():
-        places = chosen == index
-        own_inputs, labels[places] = parts[index].read(numbers[places])
-        for name, values in own_inputs.items():
-            inputs[name][places] = values
-    return inputs, labels
-
-
-def as_batch(arrays: Arrays) -> Batch:
-    """Return a batch of tensors with the memory of these arrays."""
-    import torch  # imported late: the launcher checks the lengths of corpora without it
-
-    inputs, labels = arrays
-    return {name: torch.from_numpy(x) for name, x in inputs.items()}, torch.from_numpy(labels)
-
-
-def model_arguments(input_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the model's keyword arguments of a batch: all but the tokens."""
-    return {name: value for name, value in input_dict.items() if name != "input"}
-
-
-def moved(batch: Batch, device: torch.device | str) -> Batch:
-    """Return a batch on a device."""
-    inputs, labels = batch
-    return {name: value.to(device) for name, value in inputs.items()}, labels.to(device)
+        if shared := sorted(trained & validated):
+            advice = "validation.dataset = 'training' takes what is held out from it"
+            want = f"files that are not trained on ({shared[0]} is); {advice}"
+            raise ConfigError("validation.dataset_path", str(sources[1][0]), want)
+    for section in sections:
+        opened = open_rows(config, section, world_size)
+        for part in (part for part in opened if part.cut):
+            logger.warning(
+                "%d pairs of %s are longer than %s.seq_len = %d and are cut; %d of them have no "
+                "room for an answer and are left out",
+                *(part.cut, part.corpus.folder, section, part.seq_len, part.left_out),
+            )
+        rows, batch = sum(map(len, opened)), validation.local_batch_size
+        batch *= data_ranks(config, world_size)
+        if section == "validation" and rows < batch:
+            logger.warning(
+                "The held-out part has %d sequences of %d tokens, fewer than a validation batch "
+                "of %d",
+                *(rows, validation.seq_len, batch),
+            )

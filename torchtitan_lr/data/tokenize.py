@@ -30,7 +30,6 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_lr.compat.interpreter import end_with
-from torchtitan_lr.data.chat_template import ChatTemplate
 from torchtitan_lr.data.corpus import (
     PARTS,
     Corpus,
@@ -41,7 +40,7 @@ from torchtitan_lr.data.corpus import (
     write_json,
 )
 from torchtitan_lr.data.indexed import IndexedWriter
-from torchtitan_lr.data.pairs import PairEncoder, Tokens
+from torchtitan_lr.data.pairs import ChatTemplate, PairEncoder, Tokens
 from torchtitan_lr.data.sources import ONE_IN, Bad, Piece, Reader
 from torchtitan_lr.errors import ConfigError, DataError
 
@@ -107,7 +106,7 @@ class Journal:
 def signature_of(readers: Sequence[Reader], tokenizer: HuggingFaceTokenizer) -> str:
     """Return a hash of all that determines a prepared folder."""
     sources = [reader.stamp() for reader in readers]
-    template = ChatTemplate.of(tokenizer).digest if readers[0].pairs else ""
+    template = ChatTemplate(tokenizer).digest if readers[0].pairs else ""
     text = json.dumps([1, ONE_IN, sources, tokenizer_identity(tokenizer), template])
     return hashlib.sha256(text.encode()).hexdigest()
 

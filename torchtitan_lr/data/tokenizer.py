@@ -7,14 +7,14 @@ import os
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
-
-from huggingface_hub import snapshot_download
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.data.bpe import HF_FILE, TIKTOKEN_FILE, read_ranks, save_hf
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.titan.base import HuggingFaceTokenizer
+
+if TYPE_CHECKING:  # checks use this before torch is loaded
+    from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
 SHIPPED = "torchtitan_lr/data/assets/bpe32k"
 """The tokenizer of the papers' sizes, in the package."""
@@ -47,6 +47,8 @@ def resolve_assets_path(path: str) -> Path:
 
 @lru_cache(maxsize=4)  # the checks and the trainer share it
 def _from_hub(path: str) -> Path:
+    from huggingface_hub import snapshot_download
+
     repository = path.removeprefix(HUB)
     try:
         return Path(snapshot_download(repository, allow_patterns=_HUB_FILES, etag_timeout=5))
@@ -92,6 +94,8 @@ def build_tokenizer(job_config: Any) -> HuggingFaceTokenizer:
 
 @lru_cache(maxsize=2)
 def _read(file: Path, versions: tuple[Any, ...]) -> HuggingFaceTokenizer:
+    from torchtitan_lr.titan.base import HuggingFaceTokenizer
+
     if file.name == HF_FILE:
         return HuggingFaceTokenizer(str(file.parent))
     # torchtitan's class reads folders alone.

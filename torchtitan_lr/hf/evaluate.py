@@ -6,16 +6,17 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.data.corpus import Corpus
-from torchtitan_lr.data.prepare import C4, Part, ensure_prepared
-from torchtitan_lr.data.rows import model_arguments, moved, open_rows
+from torchtitan_lr.data.prepare import C4, ensure_prepared
+from torchtitan_lr.data.rows import ValidationSet, moved, open_rows
 from torchtitan_lr.data.sources import Source, data_path
-from torchtitan_lr.data.validation import Document, EvaluationSet, ValidationSet, encoded, prepared
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.exported import is_export
 from torchtitan_lr.hf.loading import (
@@ -33,10 +34,11 @@ from torchtitan_lr.hf.ranks import (
     start_group,
     started_by_torchrun,
 )
+from torchtitan_lr.hf.text import Document, EvaluationSet, encoded, prepared
 from torchtitan_lr.launch.environment import launched_ranks
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.loss import perplexity
-from torchtitan_lr.training.device import bind_device
+from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.training.validate import sum_losses
 
 
@@ -129,8 +131,8 @@ def total_loss(model: LlamaModel, batches: Batches) -> tuple[float, int]:
     device = model.freqs_cis.device
 
     def batch_loss(inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
-        inputs, labels = moved((inputs, labels), device)
-        loss: torch.Tensor = model(inputs["input"], targets=labels, **model_arguments(inputs))
+        tokens, labels, arguments = moved((inputs, labels), device)
+        loss: torch.Tensor = model(tokens, targets=labels, **arguments)
         return loss.double()
 
     total = len(batches) if isinstance(batches, ValidationSet) else None
@@ -181,25 +183,20 @@ def _batches(
             record = read_run_config(options.checkpoint, options.config)
             masked = getattr(record.training, "mask_documents", False)
         name = f"{options.corpus} (all)" if options.corpus == "local" else options.corpus
-
-        def documents() -> Iterator[Document]:
-            return encoded(source, tokenizer)
+        documents: Callable[[], Iterator[Document]] = partial(encoded, source, tokenizer)
     elif options.as_validated:
-        parts, rows = open_rows(config, "validation")
+        rows = open_rows(config, "validation")
         section = config.validation
         held_out = ValidationSet(rows, section.local_batch_size, *share, section.steps)
-        return held_out, f"{_names(parts)} (as validated)"
+        return held_out, f"{' + '.join(part.name for part in rows)} (as validated)"
     else:
         parts = ensure_prepared(config, "validation")
         corpora = [Corpus.open(part.folder) for part in parts]
-        name = f"{_names(parts)} (held out)"
+        name = f"{' + '.join(part.name for part in parts)} (held out)"
+        documents = partial(prepared, corpora, tokenizer)
 
-        def documents() -> Iterator[Document]:
-            return prepared(corpora, tokenizer)
+    def first() -> Iterator[Document]:
+        return islice(documents(), options.documents or None)
 
-    sizes = seq_len, options.batch_size, options.documents or None
-    return EvaluationSet(documents, tokenizer.decode, *sizes, *share, masked), name
-
-
-def _names(parts: list[Part]) -> str:
-    return " + ".join(part.name for part in parts)
+    sizes = seq_len, options.batch_size
+    return EvaluationSet(first, tokenizer.decode, *sizes, *share, masked), name

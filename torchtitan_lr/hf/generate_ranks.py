@@ -22,7 +22,7 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.generation import ShardedChoice, generation_settings
 from torchtitan_lr.parallel.plans import TPSettings, apply_tensor_parallel
-from torchtitan_lr.training.device import keep_freed_memory
+from torchtitan_lr.titan.device import keep_freed_memory
 
 DEGREE = "parallelism.tensor_parallel_degree"
 

@@ -29,7 +29,7 @@ from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.flavors import read_model_args as read_model_args
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.titan import logger
-from torchtitan_lr.training.device import keep_freed_memory
+from torchtitan_lr.titan.device import keep_freed_memory
 from torchtitan_lr.training.fingerprint import (
     TOKENIZER,
     check_fingerprint,
@@ -203,7 +203,7 @@ def load_for_inference(
 ) -> tuple[LlamaModel, Any]:
     """Load a checkpoint's model onto a device, with the tokenizer of its run.
 
-    On a CPU this process keeps its memory, see `training.device.keep_freed_memory`.
+    On a CPU this process keeps its memory, see `titan.device.keep_freed_memory`.
 
     Args:
         step_dir: The checkpoint, ``<dump folder>/<checkpoint folder>/step-<n>``.

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import split_arguments
-from torchtitan_lr.config.shipped import find_config
+from torchtitan_lr.config.paths import find_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import DEFAULT_RANKS, Environment, check_log_ranks
 

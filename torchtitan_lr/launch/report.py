@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.launch.run_state import RUNNING
-from torchtitan_lr.training.summary import SUMMARY_FILE
+from torchtitan_lr.training.history import SUMMARY_FILE
 
 # Lines that must reach the console: error messages, and how to resume (printed by rank 0 only).
 _FINAL_LINE = re.compile(r"^error: |\bStopped by .* after step ")

@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What defines a model: one dataclass, checked as a whole, filled from the job's configuration."""
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
 
+from torchtitan_lr.config.schema import vocabulary_rows
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
 from torchtitan_lr.titan.base import BaseModelArgs
@@ -19,11 +19,6 @@ BackwardSum = Literal["float32", "activation"]
 ACTIVATIONS: tuple[Activation, ...] = ("both", "lowrank", "reduced", "fullrank", "none")
 LAX_GATES: tuple[LaxGate, ...] = ("identity", "scalar")
 BACKWARD_SUMS: tuple[BackwardSum, ...] = ("float32", "activation")
-
-
-VOCABULARY_UNIT = 64
-"""What ``model.vocab_size`` is rounded up to a multiple of. A vocabulary that followed the
-tensor-parallel degree alone would be another model, with other losses, at every degree."""
 
 
 @dataclass
@@ -96,9 +91,6 @@ class LlamaArgs(BaseModelArgs):
     """CAAT-Net: precision in which backward adds the lanes' gradients up, where the activations
     are of half precision."""
 
-    def __post_init__(self) -> None:
-        self.check()
-
     @property
     def model_family(self) -> ModelFamily:
         """What a linear becomes in this family, and what follows from it."""
@@ -167,7 +159,22 @@ class LlamaArgs(BaseModelArgs):
             raise ConfigError("model.n_kv_heads", self.n_kv_heads, want)
         for group in ("attention", "ffn") if self.low_rank else ():
             self._check_rank(group, f"low_rank.rank_{group}", getattr(self, f"rank_{group}"))
-        self._check_lanes()
+        lanes, fraction = self.lanes, self.sync_fraction
+        if lanes < 1:
+            raise ConfigError("caat.lanes", lanes, "1 (an ordinary model) or more streams")
+        if not 0 <= fraction <= 1:
+            raise ConfigError("caat.sync_fraction", fraction, "a number from 0 to 1")
+        if lanes == 1 and fraction != 1:
+            raise ConfigError("caat.sync_fraction", fraction, "1 unless caat.lanes is more than 1")
+        widths = {"n_heads": self.n_heads, "n_kv_heads": self.kv_heads, "ffn_dim": self.ffn_dim}
+        if not self.low_rank:
+            widths["vocab_size"] = self.vocab_size
+        for name, width in widths.items():
+            if width % lanes:
+                raise ConfigError("caat.lanes", lanes, f"a divisor of the model's {name} = {width}")
+
+    def __post_init__(self) -> None:
+        self.check()
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
         """Apply the job's settings of the model; called once by the trainer.
@@ -204,9 +211,7 @@ class LlamaArgs(BaseModelArgs):
         if wanted:
             sections = getattr(job_config, "parallelism", None)
             degree = getattr(sections, "tensor_parallel_degree", 1)
-            # Degrees and lanes that are no positive numbers are refused elsewhere.
-            unit = math.lcm(VOCABULARY_UNIT, max(1, degree), max(1, self.lanes))
-            self.vocab_size = -(-wanted // unit) * unit
+            self.vocab_size = vocabulary_rows(wanted, degree, self.lanes)
         self.max_seq_len = job_config.training.seq_len
         seed = job_config.debug.seed
         self.init_seed = 0 if seed is None else seed
@@ -231,21 +236,6 @@ class LlamaArgs(BaseModelArgs):
         products = sum(linear.weight.numel() for linear in linears)
         products += self.n_layers * 2 * seq_len * self.dim
         return sum(parameter.numel() for parameter in model.parameters()), 3 * 2 * products
-
-    def _check_lanes(self) -> None:
-        lanes, fraction = self.lanes, self.sync_fraction
-        if lanes < 1:
-            raise ConfigError("caat.lanes", lanes, "1 (an ordinary model) or more streams")
-        if not 0 <= fraction <= 1:
-            raise ConfigError("caat.sync_fraction", fraction, "a number from 0 to 1")
-        if lanes == 1 and fraction != 1:
-            raise ConfigError("caat.sync_fraction", fraction, "1 unless caat.lanes is more than 1")
-        widths = {"n_heads": self.n_heads, "n_kv_heads": self.kv_heads, "ffn_dim": self.ffn_dim}
-        if not self.low_rank:
-            widths["vocab_size"] = self.vocab_size
-        for name, width in widths.items():
-            if width % lanes:
-                raise ConfigError("caat.lanes", lanes, f"a divisor of the model's {name} = {width}")
 
     def _check_rank(self, group: str, key: str, rank: int) -> None:
         # Narrow k and v do not count: grouped queries make them narrower than q and o, and CoLA's

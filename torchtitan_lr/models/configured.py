@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The model that a configuration describes, before anything is built."""
 
-from typing import Any, cast
+from typing import Any
 
 
 def configured_args(config: Any) -> Any:
@@ -25,28 +25,16 @@ def llama_args(config: Any) -> Any:
     return args if isinstance(args, LlamaArgs) else None
 
 
-def model_size(args: Any, seq_len: int) -> tuple[int, int]:
-    """Return the parameters of a model and its FLOPs per token, without memory for it.
-
-    Args:
-        args: The model's arguments.
-        seq_len: Tokens in a sequence, on which attention's share depends.
-    """
+def empty_model(args: Any) -> Any:
+    """Build a model on the meta device, without memory for it."""
     import torch
 
     from torchtitan_lr.models.llama import LlamaModel
 
     with torch.device("meta"):
-        model = LlamaModel(args)
-    return cast(tuple[int, int], args.get_nparams_and_flops(model, seq_len))
+        return LlamaModel(args)
 
 
 def model_shapes(args: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a model, without memory for it."""
-    import torch
-
-    from torchtitan_lr.models.llama import LlamaModel
-
-    with torch.device("meta"):
-        model = LlamaModel(args)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    """Return the shape of every parameter of a model."""
+    return {name: tuple(p.shape) for name, p in empty_model(args).named_parameters()}

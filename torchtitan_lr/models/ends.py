@@ -16,8 +16,6 @@ from torchtitan_lr.collectives import (
     FEATURES,
     TOKENS,
     Edge,
-    all_gather,
-    all_reduce,
     copy_to_ranks,
     gather_partial,
     gather_replicated,
@@ -25,13 +23,13 @@ from torchtitan_lr.collectives import (
     split_replicated,
 )
 from torchtitan_lr.models.lanes import lane_linear
-from torchtitan_lr.models.loss import WHOLE, VocabularyPart, linear_loss
-from torchtitan_lr.models.norms import norm_numbers, normalize, scattered_norm
+from torchtitan_lr.models.loss import linear_loss
+from torchtitan_lr.models.norms import norm_numbers, normalize, sync_norm
 
 Stream = Literal["replicated", "features", "scatter", "tokens", "lanes"]
 """Layout of the residual stream in front of the head: (b, s, d) on every rank; (b, s, d/T),
-Shard(-1); the same with `norms.scattered_norm`; (b, s/T, d), Shard(1); or CAAT-Net's (b, s, g, d),
-of which each lane scores its part of the vocabulary, so that nothing is gathered."""
+Shard(-1); the same, gathered by `norms.sync_norm`; (b, s/T, d), Shard(1); or CAAT-Net's
+(b, s, g, d), of which each lane scores its part of the vocabulary, so that nothing is gathered."""
 
 
 class EmbedEdge(Edge):
@@ -87,16 +85,10 @@ class HeadEdge(Edge):
             With targets the sum of -log p(target), a replicated scalar, see `linear_loss`. Else
             logits (b, s, V): a DTensor with Shard(-1), or a plain tensor, the same on every rank.
         """
-        weight, ranks, part = local(output.weight), self.ranks, WHOLE
+        weight, ranks = local(output.weight), self.ranks
         x = self.normalized(x, norm)
         if targets is not None and (self.loss_parallel or ranks.size == 1):
-            if ranks.size > 1:
-                part = VocabularyPart(
-                    ranks.rank * weight.shape[0],
-                    total=lambda own: all_gather(own[None], ranks, 0).logsumexp(0),
-                    add=lambda loss: all_reduce(loss, ranks),
-                )
-            return linear_loss(x, weight, targets, part)
+            return linear_loss(x, weight, targets, ranks)
         logits = lane_linear(x, weight) if self.stream == "lanes" else F.linear(x, weight)
         if self.mesh is None:
             return logits
@@ -112,7 +104,7 @@ class HeadEdge(Edge):
             # Cheaper backward than that of ``features``: γ ⊙ x is gathered and then scaled by rstd,
             # so that the gathered tensor's gradient is reduce-scattered at once instead of
             # all-reduced and sliced.
-            return scattered_norm(x, *norm_numbers(norm), self.ranks)
+            return sync_norm(x, *norm_numbers(norm), self.ranks, gather=True)
         if self.stream == "lanes":
             return normalize(x, norm, self.ranks)
         if self.stream == "tokens":

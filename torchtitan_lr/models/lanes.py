@@ -31,10 +31,10 @@ from torchtitan_lr.collectives import (
     SINGLE,
     Edge,
     Ranks,
-    all_reduce,
     gather_partial,
     gather_partial_wide,
     local,
+    reduce,
 )
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.linears import ColumnEdge, DownEdge, LowRankLinear, RowEdge, UpEdge
@@ -128,13 +128,13 @@ class _ShareChannels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shared: int, wide: bool, ranks: Ranks) -> Tensor:
         ctx.shared, ctx.wide, ctx.ranks = shared, wide, ranks
-        (out,) = save(lambda: (spread(all_reduce(lane_sum(x, shared), ranks), x),))
+        (out,) = save(lambda: (spread(reduce(lane_sum(x, shared), ranks), x),))
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         own = lane_sum(gradient, ctx.shared, ctx.wide)
-        return spread(all_reduce(own, ctx.ranks, ctx.wide), gradient), None, None, None
+        return spread(reduce(own, ctx.ranks, wide=ctx.wide), gradient), None, None, None
 
 
 def share_channels(x: Tensor, shared: int, wide: bool = True, ranks: Ranks = SINGLE) -> Tensor:

@@ -15,9 +15,8 @@ bottleneck with σ but a block's last, and by 2 f for every SwiGLU, per token, f
 elementwise pass each. In compiled blocks the compiler decides what is kept (`compat.compiler`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -36,8 +35,7 @@ from torchtitan_lr.collectives import (
     local,
     reduce_over_ranks,
     scatter_sum,
-    start_all_reduce,
-    start_reduce_scatter,
+    start_sum,
     wait,
 )
 from torchtitan_lr.models.marks import save
@@ -71,73 +69,54 @@ class LowRankLinear(nn.Module):
 
 
 class Gated(NamedTuple):
-    """The hidden units σ(gate) · up, not multiplied yet."""
+    """The input σ(gate) · up of a product, not computed yet."""
 
     gate: Tensor
-    """(b, s, f)."""
+    """(b, s, f), or a latent (b, s, r)."""
 
-    up: Tensor
-    """(b, s, f)."""
+    up: Tensor | None
+    """(b, s, f); None for σ(gate) alone."""
 
     silu: bool
     """Whether σ is SiLU; otherwise it is the identity."""
 
     def product(self) -> Tensor:
         """Multiply."""
-        return (F.silu(self.gate) if self.silu else self.gate) * self.up
-
-
-class _SiluLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(h, weight)
-        return F.linear(F.silu(h), weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        h, weight = ctx.saved_tensors
-        dweight = gradient.flatten(0, -2).T @ F.silu(h).flatten(0, -2)
-        return torch.ops.aten.silu_backward(gradient @ weight, h), dweight
+        active = F.silu(self.gate) if self.silu else self.gate
+        return active if self.up is None else active * self.up
 
 
 class _GatedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, silu: bool, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, silu: bool, weight: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
         ctx.silu = silu
-        (out,) = save(lambda: (F.linear(Gated(gate, up, silu).product(), weight),))
+        compute = lambda: (F.linear(Gated(gate, up, silu).product(), weight),)  # noqa: E731
+        # Low-rank checkpointing repeats up-projections.
+        (out,) = compute() if up is None else save(compute)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, Tensor]:
         gate, up, weight = ctx.saved_tensors
         active = F.silu(gate) if ctx.silu else gate
-        dweight = gradient.flatten(0, -2).T @ (active * up).flatten(0, -2)
-        dproduct = gradient @ weight
-        dup = dproduct * active
-        dgate = dproduct.mul_(up)  # in place: f-wide, and not needed any more
+        product = active if up is None else active * up
+        dweight = gradient.flatten(0, -2).T @ product.flatten(0, -2)
+        dgate, dup = gradient @ weight, None
+        if up is not None:
+            dup = dgate * active
+            dgate = dgate.mul_(up)  # in place: f-wide, and not needed any more
         if ctx.silu:
             dgate = torch.ops.aten.silu_backward(dgate, gate)
         return dgate, dup, None, dweight
 
 
-def silu_linear(h: Tensor, weight: Tensor) -> Tensor:
-    """Apply B σ(h) with σ = SiLU to a latent (b, s, r); keeps h and not σ(h) (CoLA, Eq. 3).
-
-    Returns:
-        Tensor (b, s, d_out), for the weight B (d_out, r).
-    """
-    out: Tensor = _SiluLinear.apply(h, weight)
-    return out
-
-
 def gated_linear(hidden: Gated, weight: Tensor) -> Tensor:
-    """Apply A (σ(gate) · up); keeps gate and up (b, s, f), and neither σ(gate) nor the product.
+    """Apply A (σ(gate) · up), or B σ(h) to a latent h (CoLA, Eq. 3); keeps the factors alone.
 
     Returns:
-        Tensor (b, s, r), for the weight A (r, f).
+        Tensor (b, s, r) for the weight A (r, f), or (b, s, d_out) for B (d_out, r).
     """
     out: Tensor = _GatedLinear.apply(*hidden, weight)
     return out
@@ -162,12 +141,6 @@ class SharedInput:
     saved: str = ""
     separate: bool = False
 
-    def start_sum(self, gradient: Tensor) -> Tensor:
-        """Start the sum of the whole input's gradient over the ranks; see `collectives.wait`."""
-        if self.dim is None:
-            return start_all_reduce(gradient, self.ranks)
-        return start_reduce_scatter(gradient, self.ranks, self.dim)
-
 
 class _SharedLinear(torch.autograd.Function):
     """Forward a gather of the input, if it is sharded; backward the sum of its gradient."""
@@ -178,8 +151,8 @@ class _SharedLinear(torch.autograd.Function):
         x, shared, *weights = inputs
         whole = x
         if shared.dim is not None:
-            gather = partial(all_gather, x, shared.ranks, shared.dim)
-            (whole,) = save(lambda: (gather(),)) if shared.saved == "input" else (gather(),)
+            gather = lambda: tuple(all_gather([x], shared.ranks, shared.dim))  # noqa: E731
+            (whole,) = save(gather) if shared.saved == "input" else gather()
         ctx.save_for_backward(whole, *weights)
         ctx.shared = shared
         if shared.separate:
@@ -198,14 +171,16 @@ class _SharedLinear(torch.autograd.Function):
         # runs while the gradients of the weights are computed.
         whole, *weights = ctx.saved_tensors
         shared = ctx.shared
+        if shared.separate:
+            dx = _input_gradient(gradients, weights).view_as(whole)
+        else:
+            dx = summed_products(gradients[0], weights)
+        summed = start_sum(dx, shared.ranks, shared.dim)
+        dweights: list[Tensor] = []
         if not shared.separate:
-            (gradient,) = gradients
-            summed = shared.start_sum(summed_products(gradient, weights))
-            dw = gradient.flatten(0, 1).T @ whole.flatten(0, 1)  # during the reduction
-            sizes = [weight.shape[0] for weight in weights]
-            return (wait(summed), None, *dw.split(sizes))
-        summed = shared.start_sum(_input_gradient(gradients, weights).view_as(whole))
-        dweights: list[Tensor] = []  # during the reduction, too
+            dw = gradients[0].flatten(0, 1).T @ whole.flatten(0, 1)
+            dweights.extend(dw.split([weight.shape[0] for weight in weights]))
+            return (wait(summed), None, *dweights)
         for gradient, (part, run) in zip(gradients, _parts(whole, weights), strict=True):
             if len(run) == 1:
                 dweights.append(gradient.flatten(0, 1).T @ part.flatten(0, 1))
@@ -401,7 +376,9 @@ class UpEdge(Edge):
         if self.ranks.size == 1:
             silu = use_silu or [False] * len(linears)
             return [
-                silu_linear(latent, linear.B.weight) if active else linear.B(latent)
+                gated_linear(Gated(latent, None, True), linear.B.weight)
+                if active
+                else linear.B(latent)
                 for latent, linear, active in zip(latents, linears, silu, strict=True)
             ]
         weights = [local(linear.B.weight) for linear in linears]
@@ -447,46 +424,3 @@ class MixEdge(Edge):
             latent + (previous if linear.gate is None else next(gate) * previous)
             for latent, previous, linear in zip(latents, carried, linears, strict=True)
         ]
-
-
-def low_rank_group(
-    x: Tensor | Gated,
-    linears: Sequence[nn.Module],
-    down: nn.Module,
-    up: Callable[..., list[Tensor]],
-    use_silu: Sequence[bool],
-    norm: nn.Module | None = None,
-    mix: nn.Module | None = None,
-    carried: Sequence[Tensor] | None = None,
-    last: bool = False,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Apply a group of factorised linears to one input: B A x, with σ CoLA's B σ(A x) (Eq. 3).
-
-    Args:
-        x: Input (b, s, d_in), or its two factors.
-        linears: The group, of `LowRankLinear`; all take the same input.
-        down: Edge that applies A, such as `DownEdge`.
-        up: Edge that applies B, such as `UpEdge`.
-        use_silu: Whether each linear has σ = SiLU in its bottleneck.
-        norm: Applied to x first.
-        mix: Edge between A and σ, such as LaX's `MixEdge`, which adds carried latents.
-        carried: The latents of the previous block; None in the first block.
-        last: Whether the group ends the block.
-
-    Returns:
-        One output (b, s, d_out) per linear, and their pre-activation latents A x (b, s, r).
-    """
-    # Without gradients nothing is kept, so that recomputing an input has no use.
-    recomputes = torch.is_grad_enabled()
-    if isinstance(x, Gated) and not (
-        recomputes and isinstance(down, DownEdge) and down.ranks.size == 1
-    ):
-        x = x.product()
-    latents = down(x, linears, norm)
-    mixed = latents if mix is None else mix(latents, carried, linears)
-    # A block's last σ(h) is saved before the product: checkpointing stops at the last saved tensor,
-    # and then does not repeat that product.
-    if not last and recomputes and isinstance(up, UpEdge) and up.ranks.size == 1:
-        return up(mixed, linears, use_silu), latents
-    active = [F.silu(h) if silu else h for h, silu in zip(mixed, use_silu, strict=True)]
-    return up(active, linears), latents  # B σ(A x)

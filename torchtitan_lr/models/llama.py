@@ -5,7 +5,7 @@ This code is independent of ranks and meshes. It takes head counts and hidden wi
 tensors, so it also runs on a shard of the heads or of the feed-forward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.documents import separate
 from torchtitan_lr.models.ends import EmbedEdge, HeadEdge, OutputProjection, TokenEmbedding
 from torchtitan_lr.models.initialization import init_parameters
 from torchtitan_lr.models.lanes import LaneEmbedEdge, edges_of
-from torchtitan_lr.models.linears import Gated, low_rank_group
+from torchtitan_lr.models.linears import DownEdge, Gated, UpEdge
 from torchtitan_lr.models.rope import apply_rope, build_freqs_cis
 from torchtitan_lr.titan.base import ModelProtocol
 
@@ -33,11 +32,79 @@ N_ATTENTION_LATENTS = 4
 """How many of them attention owns."""
 
 
-class Attention(nn.Module):
-    """Causal self-attention with rotary positions and grouped queries.
+class Sublayer(nn.Module):
+    """Attention or the feed-forward: two groups of linears, with an operation between them.
 
-    The linears are full-rank (edges ``qkv`` and ``o``) or factorised (``down_qkv``, ``up_qkv``,
-    ``down_o``, ``up_o``, and ``mix`` for LaX).
+    A full-rank group has one edge, of its name. A factorised one has two, whose names begin with
+    ``down_`` and ``up_``, and for LaX both groups share the edge ``mix``.
+
+    Args:
+        args: The model's arguments.
+        groups: The projections of each group, by its name.
+    """
+
+    def __init__(self, args: LlamaArgs, groups: dict[str, tuple[str, ...]]) -> None:
+        super().__init__()
+        self.low_rank = args.low_rank
+        self.use_silu = {g: [args.latent_silu(p) for p in names] for g, names in groups.items()}
+        self.mix = args.model_family.build_mix()
+        pairs = [list(groups)]
+        if args.low_rank:
+            pairs = [[f"down_{group}", f"up_{group}"] for group in groups]
+        for names in pairs:
+            for name, edge in zip(names, edges_of(args), strict=True):
+                self.add_module(name, edge)
+
+    def apply_group(
+        self,
+        group: str,
+        x: "Tensor | Gated",
+        linears: Sequence[nn.Module],
+        norm: nn.Module | None = None,
+        carried: Sequence[Tensor] | None = None,
+        cache: "LayerCache | None" = None,
+        last: bool = False,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Apply a group of linears to one input: W x, or B A x, with σ CoLA's B σ(A x) (Eq. 3).
+
+        Args:
+            group: Its name.
+            x: Input (b, s, d_in), or its two factors.
+            linears: The group's linears; all take the same input.
+            norm: Applied to x first.
+            carried: The latents of the previous block; None in the first block.
+            cache: May replace the edge that applies B.
+            last: Whether the group ends the block.
+
+        Returns:
+            One output (b, s, d_out) per linear, and their pre-activation latents A x (b, s, r),
+            none at full rank.
+        """
+        if not self.low_rank:
+            x = x.product() if isinstance(x, Gated) else x
+            edge = getattr(self, group)
+            return (edge(x, linears) if norm is None else edge(x, linears, norm)), []
+        use_silu = self.use_silu[group]
+        down, up = getattr(self, f"down_{group}"), getattr(self, f"up_{group}")
+        up = up if cache is None else cache.up_edge(up)
+        # Without gradients nothing is kept, so that recomputing an input has no use.
+        recomputes = torch.is_grad_enabled()
+        if isinstance(x, Gated) and not (
+            recomputes and isinstance(down, DownEdge) and down.ranks.size == 1
+        ):
+            x = x.product()
+        latents = down(x, linears, norm)
+        mixed = latents if self.mix is None else self.mix(latents, carried, linears)
+        # A block's last σ(h) is saved before the product: checkpointing stops at the last saved
+        # tensor, and then does not repeat that product.
+        if not last and recomputes and isinstance(up, UpEdge) and up.ranks.size == 1:
+            return up(mixed, linears, use_silu), latents
+        active = [F.silu(h) if silu else h for h, silu in zip(mixed, use_silu, strict=True)]
+        return up(active, linears), latents  # B σ(A x)
+
+
+class Attention(Sublayer):
+    """Causal self-attention with rotary positions and grouped queries; the groups qkv and o.
 
     Args:
         args: The model's arguments.
@@ -45,22 +112,12 @@ class Attention(nn.Module):
     """
 
     def __init__(self, args: LlamaArgs, first_block: bool) -> None:
-        super().__init__()
+        super().__init__(args, {"qkv": ("q", "k", "v"), "o": ("o",)})
         d, d_kv, r = args.dim, args.kv_dim, args.rank_attention
         self.head_dim = args.head_dim
-        self.low_rank = args.low_rank
-        family = args.model_family
-        linear = partial(family.build_linear, args, rank=r, first_block=first_block)
+        linear = partial(args.model_family.build_linear, args, rank=r, first_block=first_block)
         self.wq, self.wk, self.wv = linear(d, d), linear(d, d_kv), linear(d, d_kv)
         self.wo = linear(d, d)
-        if not args.low_rank:
-            self.qkv, self.o = edges_of(args)
-            return
-        self.down_qkv, self.up_qkv = edges_of(args)
-        self.down_o, self.up_o = edges_of(args)
-        self.mix = family.build_mix()
-        self.silu_qkv = [args.latent_silu(name) for name in ("q", "k", "v")]
-        self.silu_o = [args.latent_silu("o")]
 
     def forward(
         self,
@@ -79,25 +136,17 @@ class Attention(nn.Module):
             table: Rotary table, see `apply_rope`.
             carried: The previous block's q, k, v, o latents (b, s, r), or None.
             cache: Keys and values of earlier tokens; None if x has the whole sequence.
-            mask: Added to the scores (b, 1, s, s), see `documents`; None for causal attention.
+            mask: Added to the scores (b, 1, s, s), see `separate`; None for causal attention.
 
         Returns:
             The update of the residual stream (b, s, d), and this block's q, k, v, o latents
             (none at full rank).
         """
         qkv, o = [self.wq, self.wk, self.wv], [self.wo]
-        if not self.low_rank:
-            q, k, v = self.qkv(x, qkv, norm)
-            return self.o(self.attend(q, k, v, table, cache, mask), o)[0], ()
-        up = self.up_qkv if cache is None else cache.up_edge(self.up_qkv)
         previous, previous_o = carried and carried[:3], carried and carried[3:]
-        (q, k, v), latents = low_rank_group(
-            x, qkv, self.down_qkv, up, self.silu_qkv, norm, self.mix, previous
-        )
+        (q, k, v), latents = self.apply_group("qkv", x, qkv, norm, previous, cache)
         x = self.attend(q, k, v, table, cache, mask)
-        (out,), latents_o = low_rank_group(
-            x, o, self.down_o, self.up_o, self.silu_o, None, self.mix, previous_o
-        )
+        (out,), latents_o = self.apply_group("o", x, o, None, previous_o)
         return out, (*latents, *latents_o)
 
     def attend(
@@ -137,11 +186,10 @@ class Attention(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
 
-class FeedForward(nn.Module):
+class FeedForward(Sublayer):
     """SwiGLU feed-forward: down(gate * up), with SiLU on the gate if the family has it.
 
-    The linears are full-rank (edges ``gate_up`` and ``down``) or factorised (``down_gate_up``,
-    ``up_gate_up``, ``down_down``, ``up_down``, and ``mix`` for LaX).
+    Its groups are gate_up and down.
 
     Args:
         args: The model's arguments.
@@ -149,23 +197,13 @@ class FeedForward(nn.Module):
     """
 
     def __init__(self, args: LlamaArgs, first_block: bool) -> None:
-        super().__init__()
+        super().__init__(args, {"gate_up": ("gate", "up"), "down": ("down",)})
         d, f, r = args.dim, args.ffn_dim, args.rank_ffn
-        self.low_rank = args.low_rank
         self.outer_silu = args.outer_silu
-        family = args.model_family
-        linear = partial(family.build_linear, args, rank=r, first_block=first_block)
+        linear = partial(args.model_family.build_linear, args, rank=r, first_block=first_block)
         self.w1 = linear(d, f)  # gate
         self.w2 = linear(f, d)  # down
         self.w3 = linear(d, f)  # up
-        if not args.low_rank:
-            self.gate_up, self.down = edges_of(args)
-            return
-        self.down_gate_up, self.up_gate_up = edges_of(args)
-        self.down_down, self.up_down = edges_of(args)
-        self.mix = family.build_mix()
-        self.silu_gate_up = [args.latent_silu(name) for name in ("gate", "up")]
-        self.silu_down = [args.latent_silu("down")]
 
     def forward(
         self, x: Tensor, norm: nn.Module, carried: Latents | None
@@ -181,20 +219,12 @@ class FeedForward(nn.Module):
             The update of the residual stream (b, s, d), and this block's gate, up, down latents
             (none at full rank).
         """
-        gate_up, down = [self.w1, self.w3], [self.w2]
-        if not self.low_rank:
-            gate, up = self.gate_up(x, gate_up, norm)
-            return self.down(Gated(gate, up, self.outer_silu).product(), down)[0], ()
         previous, previous_down = carried and carried[:2], carried and carried[2:]
-        edges = self.down_gate_up, self.up_gate_up
-        hidden, latents = low_rank_group(
-            x, gate_up, *edges, self.silu_gate_up, norm, self.mix, previous
-        )
+        (gate, up), latents = self.apply_group("gate_up", x, [self.w1, self.w3], norm, previous)
         # Not multiplied yet: on one rank the next edge keeps both factors and not their product.
-        gated = Gated(hidden[0], hidden[1], self.outer_silu)
-        edges = self.down_down, self.up_down
-        (out,), latents_down = low_rank_group(
-            gated, down, *edges, self.silu_down, None, self.mix, previous_down, last=True
+        gated = Gated(gate, up, self.outer_silu)
+        (out,), latents_down = self.apply_group(
+            "down", gated, [self.w2], None, previous_down, last=True
         )
         return out, (*latents, *latents_down)
 
@@ -288,7 +318,7 @@ class LlamaModel(ModelProtocol):
             *carried: LaX in a later pipeline stage: the seven latents sent by the stage before.
             cache: Keys and values of the tokens before these; None if there are none.
             documents: Index of each token's document (b, s), on every pipeline stage; None for one
-                document per row. Documents do not see each other (`models.documents`).
+                document per row. Documents do not see each other (`separate`).
             targets: Token ids (b, s) whose log-probabilities are summed, on every pipeline stage.
                 A head that gathers its logits over the ranks does not use them.
 
@@ -341,6 +371,32 @@ class LlamaModel(ModelProtocol):
             args.rope_scaling,
             torch.promote_types(dtype, torch.float32),
         )
+
+
+def separate(documents: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the positions of tokens in their documents, and what attention adds to its scores.
+
+    A token attends to the earlier tokens of its own document, as if that were alone.
+
+    Args:
+        documents: Index of each token's document (b, s). It changes where a document begins, and is
+            different for all documents of a row.
+        dtype: Of the queries.
+
+    Returns:
+        Positions (b, s), int64, from 0. The first token of a row begins a document: what a row
+        continues from an earlier one is not there. And a mask (b, 1, s, s): 0 for the tokens up to
+        one's own of the same document, else -inf.
+    """
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    first = torch.ones_like(documents[:, :1], dtype=torch.bool)
+    begins = torch.cat([first, documents[:, 1:] != documents[:, :-1]], dim=1)
+    positions = places - torch.where(begins, places, 0).cummax(dim=1).values
+    same = documents[:, :, None] == documents[:, None, :]
+    # For ``scaled_dot_product_attention``, not ``flex_attention``: that has no backward on a CPU
+    # (torch 2.13), and without a compiler it stores all scores.
+    mask = torch.zeros(same.shape, dtype=dtype, device=documents.device)
+    return positions, mask.masked_fill_(~same.tril_(), float("-inf"))[:, None]
 
 
 def loss_arguments(model: nn.Module, labels: Tensor) -> dict[str, Tensor]:

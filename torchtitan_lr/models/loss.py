@@ -15,8 +15,6 @@ vocabulary, and can run backward only once, where a zero-bubble pipeline needs i
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from torchtitan_lr.collectives import SINGLE, Ranks, all_gather, reduce
 from torchtitan_lr.compat.autograd import backward_may_repeat
 from torchtitan_lr.titan import IGNORE_INDEX, logger
 from torchtitan_lr.titan.base import JobConfig, LossFunction
@@ -39,25 +38,6 @@ LARGEST_CHUNK = 4096
 """Tokens of a chunk at most: wider ones gain nothing."""
 
 
-@dataclass(frozen=True)
-class VocabularyPart:
-    """The part of the vocabulary whose logits are computed here.
-
-    Args:
-        first: The first token id of the part.
-        total: Given the log-sum-exp (n,) of this part's logits, returns that of all parts (n,).
-            None if this part is the whole vocabulary.
-        add: Adds a scalar over the parts.
-    """
-
-    first: int = 0
-    total: Callable[[Tensor], Tensor] | None = None
-    add: Callable[[Tensor], Tensor] = torch.clone
-
-
-WHOLE = VocabularyPart()
-
-
 def chunk_tokens(tokens: int, dim: int) -> int:
     """Return the number of tokens per chunk of a batch of ``tokens`` tokens of width ``dim``."""
     if tokens <= max(SMALLEST_CHUNK, dim):
@@ -65,9 +45,7 @@ def chunk_tokens(tokens: int, dim: int) -> int:
     return min(LARGEST_CHUNK, max(SMALLEST_CHUNK, -(-tokens // CHUNKS)))
 
 
-def linear_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, vocabulary: VocabularyPart = WHOLE
-) -> Tensor:
+def linear_loss(x: Tensor, weight: Tensor, targets: Tensor, ranks: Ranks = SINGLE) -> Tensor:
     """Sum -log p(target) over the valid tokens, in nats, where p is the softmax of x Wᵀ.
 
     The result and its gradients are those of `cross_entropy_sum` of the whole logits.
@@ -75,18 +53,17 @@ def linear_loss(
     Args:
         x: Input of the head (b, s, d); with lanes (b, s, g, d), each lane for its own rows of the
             weight.
-        weight: (V/T, d), the rows of this part of the vocabulary.
+        weight: (V/T, d), Shard(0).
         targets: Token ids (b, s); `IGNORE_INDEX` does not count.
-        vocabulary: The part of the vocabulary.
+        ranks: The ranks that share the vocabulary.
 
     Returns:
-        A scalar in at least fp32, the same for every part. The gradient of x is this part's term of
-        a sum over the parts.
+        A scalar in at least fp32, replicated. The gradient of x is this rank's term of a sum.
     """
     rows = x.flatten(0, 1)
     rows = rows.unsqueeze(1) if rows.ndim == 2 else rows
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    loss: Tensor = _LinearLoss.apply(rows, weight, targets.flatten(), vocabulary, wanted)
+    loss: Tensor = _LinearLoss.apply(rows, weight, targets.flatten(), ranks, wanted)
     return loss
 
 
@@ -95,12 +72,7 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        vocabulary: VocabularyPart,
-        wanted: bool,
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ranks: Ranks, wanted: bool
     ) -> Tensor:
         tokens = x.shape[0]
         size = chunk_tokens(tokens, x.shape[-1])
@@ -108,19 +80,23 @@ class _LinearLoss(torch.autograd.Function):
         # chunk then keeps its logits' gradient for backward instead.
         ctx.whole = size == tokens
         now = wanted and not ctx.whole
-        chunk = _Chunk(size, x, weight, vocabulary)
+        # The chunks use this memory in turn.
+        logits = x.new_empty(size, weight.shape[0])
+        compute = torch.promote_types(x.dtype, torch.float32)
+        p = logits if x.dtype == compute else logits.to(compute)
         dx = torch.empty_like(x) if now else None
-        dweight = torch.empty_like(weight, dtype=chunk.p.dtype) if now else None
-        loss = chunk.p.new_zeros(())
+        dweight = torch.empty_like(weight, dtype=compute) if now else None
+        loss = p.new_zeros(())
         for start in range(0, tokens, size):
             part = slice(start, start + size)
             valid = (targets[part] != IGNORE_INDEX)[:, None, None]
             # Without its input, a token that does not count adds nothing to the weight's gradient.
             # A product would let an inf or a NaN there through.
             counted = torch.where(valid, x[part], 0)
-            loss += chunk.loss(counted, targets[part])
-            errors = chunk.errors() if wanted else None
-            if dx is not None and dweight is not None and errors is not None:
+            memory = logits[: counted.shape[0]], p[: counted.shape[0]]
+            own, errors = _chunk_loss(counted, weight, targets[part], *memory, ranks, wanted)
+            loss += own
+            if dx is not None and dweight is not None:
                 _input_gradient(errors, weight, dx[part])
                 dx[part] *= valid
                 _add_weight_gradient(errors, counted, dweight, first=start == 0)
@@ -128,7 +104,7 @@ class _LinearLoss(torch.autograd.Function):
             ctx.save_for_backward(dx, dweight.to(weight.dtype))
         elif wanted:
             ctx.save_for_backward(errors, counted, weight, valid)
-        return vocabulary.add(loss)
+        return reduce(loss, ranks)
 
     @staticmethod
     @once_differentiable
@@ -145,57 +121,58 @@ class _LinearLoss(torch.autograd.Function):
         return dx * (valid * gradient).to(dx.dtype), dweight * gradient, None, None, None
 
 
-class _Chunk:
-    """The logits of a chunk of tokens, in memory that the chunks use in turn.
+def _chunk_loss(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    logits: Tensor,
+    p: Tensor,
+    ranks: Ranks,
+    wanted: bool,
+) -> tuple[Tensor, Tensor]:
+    """Compute the loss of n tokens, of the targets in this rank's part of the vocabulary.
+
+    The logits become probabilities in one pass, and log p is computed for the targets alone.
 
     Args:
-        size: Tokens of a chunk.
         x: The head's input (n, g, d).
         weight: (V/T, d).
-        vocabulary: The part of the vocabulary.
+        targets: Token ids (n,).
+        logits: Memory (n, V/T), of the dtype of x.
+        p: The same in at least fp32; the same tensor if x is.
+        ranks: The ranks that share the vocabulary.
+        wanted: Whether the errors are.
+
+    Returns:
+        The sum of -log p(target), and p less the targets' one-hot rows, in the memory of the
+        logits.
     """
-
-    def __init__(self, size: int, x: Tensor, weight: Tensor, vocabulary: VocabularyPart) -> None:
-        self.weight, self.vocabulary = weight, vocabulary
-        self.logits = x.new_empty(size, weight.shape[0])
-        compute = torch.promote_types(x.dtype, torch.float32)
-        self.p = self.logits if x.dtype == compute else self.logits.to(compute)
-
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of -log p(target) over the targets (n,) that are in this part.
-
-        The logits become probabilities in one pass, and log p is computed for the targets alone.
-        """
-        if x.shape[0] < self.logits.shape[0]:  # the last chunk
-            same = self.p is self.logits
-            self.logits = self.logits[: x.shape[0]]
-            self.p = self.logits if same else self.p[: x.shape[0]]
-        lanes = x.shape[1]
-        columns = self.logits.chunk(lanes, 1)
-        for lane, rows in enumerate(self.weight.chunk(lanes)):
-            torch.mm(x[:, lane], rows.t(), out=columns[lane])
-        place = targets - self.vocabulary.first
-        self.here = targets != IGNORE_INDEX
-        if self.vocabulary.total is not None:
-            self.here &= (place >= 0) & (place < self.logits.shape[1])
-        self.place = torch.where(self.here, place, 0)[:, None]
-        wanted = self.logits.gather(1, self.place)[:, 0].to(self.p.dtype)
-        largest = self.logits.amax(1).to(self.p.dtype)
-        torch.softmax(self.logits, 1, dtype=self.p.dtype, out=self.p)
-        # The largest p is exp(0) / Σ exp(logit - largest). The target's own p may underflow.
-        log_largest_p = self.p.amax(1).log()
-        log_p = wanted - largest + log_largest_p
-        if self.vocabulary.total is not None:
-            own = largest - log_largest_p  # log-sum-exp of this part
-            part = own - self.vocabulary.total(own)
-            self.p *= part.exp()[:, None]
-            log_p += part
-        return -torch.where(self.here, log_p, 0).sum()
-
-    def errors(self) -> Tensor:
-        """Return p less the targets' one-hot rows, (n, V/T), in the memory of the logits."""
-        self.p.scatter_add_(1, self.place, -self.here.to(self.p.dtype)[:, None])
-        return self.p if self.p is self.logits else self.logits.copy_(self.p)
+    lanes = x.shape[1]
+    columns = logits.chunk(lanes, 1)
+    for lane, rows in enumerate(weight.chunk(lanes)):
+        torch.mm(x[:, lane], rows.t(), out=columns[lane])
+    place = targets - ranks.rank * weight.shape[0]
+    here = targets != IGNORE_INDEX
+    if ranks.size > 1:
+        here &= (place >= 0) & (place < logits.shape[1])
+    place = torch.where(here, place, 0)[:, None]
+    of_target = logits.gather(1, place)[:, 0].to(p.dtype)
+    largest = logits.amax(1).to(p.dtype)
+    torch.softmax(logits, 1, dtype=p.dtype, out=p)
+    # The largest p is exp(0) / Σ exp(logit - largest). The target's own p may underflow.
+    log_largest_p = p.amax(1).log()
+    log_p = of_target - largest + log_largest_p
+    if ranks.size > 1:
+        own = largest - log_largest_p  # log-sum-exp of this part
+        part = own - all_gather([own[None]], ranks, 0)[0].logsumexp(0)
+        p *= part.exp()[:, None]
+        log_p += part
+    loss = -torch.where(here, log_p, 0).sum()
+    if wanted:
+        p.scatter_add_(1, place, -here.to(p.dtype)[:, None])
+        if p.dtype != logits.dtype:
+            logits.copy_(p)
+    return loss, logits
 
 
 def _input_gradient(errors: Tensor, weight: Tensor, out: Tensor) -> None:

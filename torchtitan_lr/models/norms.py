@@ -14,6 +14,7 @@ dS = -½ · rstd² / d · <dY, Y>. Only with token shards of Y (`sequence`) is d
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,13 +27,11 @@ from torchtitan_lr.collectives import (
     TOKENS,
     Ranks,
     all_gather,
-    all_gathers,
-    all_reduce,
     cast,
     copy_to_ranks,
     local,
-    start_all_reduce,
-    start_reduce_scatter,
+    reduce,
+    start_sum,
     wait,
 )
 from torchtitan_lr.models.marks import save
@@ -64,12 +63,6 @@ class Reduction:
         """Return the weights whose products are one message, message by message."""
         return [list(weights)] if self.grouped else [[weight] for weight in weights]
 
-    def start(self, x: Tensor) -> Tensor:
-        """Start the sum of a message; `collectives.wait` makes the result usable."""
-        if self.sequence:
-            return start_reduce_scatter(x, self.ranks, TOKENS)
-        return start_all_reduce(x, self.ranks)
-
     def by_weight(self, payloads: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
         """Return one tensor per linear, of one per message."""
         if len(payloads) == len(weights):
@@ -87,10 +80,11 @@ class _OnlineDown(torch.autograd.Function):
         x, gamma, dim, eps, how, *weights = inputs
 
         products: list[Tensor] = []
+        kept = TOKENS if how.sequence else None
 
         def reduced() -> tuple[Tensor]:
             statistic = sum_of_squares(x)
-            started = None if how.column else how.start(statistic)
+            started = None if how.column else start_sum(statistic, how.ranks, kept)
             reductions = []
             for i, group in enumerate(how.messages(weights)):
                 # (x ⊙ γ) Aᵀ = x (A ⊙ γ)ᵀ: A has r rows, and x has b·s.
@@ -99,7 +93,7 @@ class _OnlineDown(torch.autograd.Function):
                     padding = -(h.shape[-1] + 1) % COLUMN_MULTIPLE
                     column = F.pad(statistic.to(h.dtype).unsqueeze(-1), (0, padding))
                     h = torch.cat((h, column), dim=-1)
-                reductions.append(how.start(h))  # runs during the next product
+                reductions.append(start_sum(h, how.ranks, kept))  # runs during the next product
             products.extend(wait(reduction) for reduction in reductions)
             if started is None:
                 width = sum(weight.shape[0] for weight in how.messages(weights)[0])
@@ -124,7 +118,7 @@ class _OnlineDown(torch.autograd.Function):
         ds = -0.5 / ctx.dim * rstd.square() * inner  # equal on every rank
         dhs = [(dy * rstd.unsqueeze(-1)).to(x.dtype) for dy in dys]
         if how.sequence:
-            ds, *dhs = all_gathers([ds, *dhs], how.ranks, TOKENS)
+            ds, *dhs = all_gather([ds, *dhs], how.ranks, TOKENS)
         dx = 2 * ds.unsqueeze(-1) * x
         dgamma = torch.zeros_like(gamma, dtype=rstd.dtype)
         dweights: list[Tensor] = []
@@ -153,12 +147,13 @@ class _Down(torch.autograd.Function):
         if how.ranks.size == 1:
             return save(lambda: tuple(F.linear(x, weight) for weight in weights))
 
+        start = partial(start_sum, ranks=how.ranks, dim=TOKENS if how.sequence else None)
         # The inner list starts all reductions: each runs during the next product.
         return save(
             lambda: tuple(
                 wait(reduction)
                 for reduction in [
-                    how.start(F.linear(x, torch.cat(group))) for group in how.messages(weights)
+                    start(F.linear(x, torch.cat(group))) for group in how.messages(weights)
                 ]
             )
         )
@@ -168,7 +163,7 @@ class _Down(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         how, whole = ctx.how, list(gradients)
         if how.sequence:
-            whole = all_gathers(gradients, how.ranks, TOKENS)
+            whole = all_gather(gradients, how.ranks, TOKENS)
         gradient = torch.cat(whole, dim=-1) if len(whole) > 1 else whole[0]
         dw = gradient.flatten(0, -2).T @ x.flatten(0, -2)
         if how.ranks.size == 1:
@@ -183,7 +178,7 @@ class _SyncNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks) -> Tensor:
-        (rstd,) = save(lambda: (torch.rsqrt(all_reduce(sum_of_squares(x), ranks) / dim + eps),))
+        (rstd,) = save(lambda: (torch.rsqrt(reduce(sum_of_squares(x), ranks) / dim + eps),))
         rstd = rstd.unsqueeze(-1)
         ctx.save_for_backward(x, gamma, rstd)
         ctx.dim, ctx.ranks = dim, ranks
@@ -193,7 +188,7 @@ class _SyncNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, rstd = ctx.saved_tensors
         scaled = dy * gamma.to(rstd.dtype)
-        inner = wait(start_all_reduce((scaled * x).sum(-1), ctx.ranks)).unsqueeze(-1)
+        inner = reduce((scaled * x).sum(-1), ctx.ranks).unsqueeze(-1)
         dx = rstd * scaled - rstd.pow(3) / ctx.dim * inner * x
         dgamma = (dy * (x * rstd)).sum((0, 1))
         return dx.to(x.dtype), dgamma.to(gamma.dtype), None, None, None
@@ -207,8 +202,8 @@ class _ScatteredNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks) -> Tensor:
-        started = start_all_reduce(sum_of_squares(x), ranks)
-        gathered = all_gather(x * gamma, ranks, FEATURES)
+        started = start_sum(sum_of_squares(x), ranks)
+        (gathered,) = all_gather([x * gamma], ranks, FEATURES)
         rstd = torch.rsqrt(wait(started) / dim + eps).unsqueeze(-1)
         ctx.save_for_backward(x, gamma, rstd)
         ctx.dim, ctx.ranks = dim, ranks
@@ -218,10 +213,10 @@ class _ScatteredNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, rstd = ctx.saved_tensors
         dgathered = (gradient * rstd).to(x.dtype)
-        du = wait(start_reduce_scatter(dgathered, ctx.ranks, FEATURES)).to(rstd.dtype)
+        du = reduce(dgathered, ctx.ranks, FEATURES).to(rstd.dtype)
         # dS = -½ rstd² / d · <dH, H>, and <dH, H> = <dU, U> is a sum over the features, of which
         # a rank has its own.
-        inner = wait(start_all_reduce((du * (x * gamma)).sum(-1), ctx.ranks)).unsqueeze(-1)
+        inner = reduce((du * (x * gamma)).sum(-1), ctx.ranks).unsqueeze(-1)
         ds = -0.5 / ctx.dim * rstd.square() * inner
         dx = du * gamma + 2 * ds * x
         dgamma = (du * x).sum((0, 1))
@@ -255,7 +250,9 @@ def online_down(
     return how.by_weight(_OnlineDown.apply(x, gamma, dim, eps, how, *weights), weights)
 
 
-def sync_norm(x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks) -> Tensor:
+def sync_norm(
+    x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks, gather: bool = False
+) -> Tensor:
     """Normalize a sharded stream after reducing its statistic.
 
     Args:
@@ -264,23 +261,14 @@ def sync_norm(x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks) -> T
         dim: Features d over all ranks.
         eps: ε, added to the mean square.
         ranks: The ranks that share the features.
+        gather: Whether to gather the result, for vocabulary shards.
 
     Returns:
-        Normalized stream (b, s, d/T), Shard(-1).
+        Normalized stream (b, s, d/T), Shard(-1); gathered (b, s, d), replicated, whose gradient is
+        summed over the ranks.
     """
-    out: Tensor = _SyncNorm.apply(x, gamma, dim, eps, ranks)
-    return out
-
-
-def scattered_norm(x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks) -> Tensor:
-    """Normalize a sharded stream, and gather the result for vocabulary shards.
-
-    The arguments are those of `sync_norm`.
-
-    Returns:
-        Tensor (b, s, d), replicated; its gradient is summed over the ranks.
-    """
-    out: Tensor = _ScatteredNorm.apply(x, gamma, dim, eps, ranks)
+    kind = _ScatteredNorm if gather else _SyncNorm
+    out: Tensor = kind.apply(x, gamma, dim, eps, ranks)
     return out
 
 

@@ -71,14 +71,9 @@ def apply_rope(x: Tensor, table: Tensor) -> Tensor:
     # Real arithmetic, (x0 cos - x1 sin, x0 sin + x1 cos), is fused by the compiler with its
     # neighbours. Eagerly a product of complex numbers is one kernel instead of eight.
     if torch.compiler.is_compiling():
-        return rotate_real(pairs, table).flatten(-2).to(x.dtype)
+        (cos, sin), (even, odd) = table.unbind(-1), pairs.unbind(-1)
+        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+        return turned.flatten(-2).to(x.dtype)
     # The view needs pairs side by side; a slice of a wider tensor may have them elsewhere.
     rotated = torch.view_as_complex(pairs.contiguous()) * torch.view_as_complex(table)
     return torch.view_as_real(rotated).flatten(-2).to(x.dtype)
-
-
-def rotate_real(pairs: Tensor, table: Tensor) -> Tensor:
-    """Rotate pairs (b, s, h, n, 2) by cosines and sines (s, 1, n, 2), in real arithmetic."""
-    cos, sin = table.unbind(-1)
-    even, odd = pairs.unbind(-1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_lr.compat.dtensor import local_part
-from torchtitan_lr.config.methods import TSR
+from torchtitan_lr.config.schema import TSR
 from torchtitan_lr.optim.selection import TSRSettings
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims

@@ -25,7 +25,7 @@ BUCKET_ELEMENTS = 2**26
 
 @dataclass(frozen=True)
 class TSRSettings:
-    """``[optimizer] tsr_*``; see `torchtitan_lr.config.methods.Optimizer`."""
+    """``[optimizer] tsr_*``; see `torchtitan_lr.config.schema.Optimizer`."""
 
     rank: int = 128
     refresh_interval: int = 100

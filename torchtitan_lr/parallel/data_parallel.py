@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 from torchtitan_lr.compat.fsdp import ReplicateModule, replicate
 from torchtitan_lr.compression.fsdp import COMPRESSORS, apply_gradient_compression
 from torchtitan_lr.compression.settings import compression_settings
-from torchtitan_lr.config.methods import TSR
+from torchtitan_lr.config.schema import TSR
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig, ParallelDims, mesh_of
 

@@ -79,10 +79,10 @@ class ShardedChoice:
         own = local(logits)[:, -1]  # (b, V/T)
         scores, ids = sampling.candidates(own)
         if ids is None:
-            return sampling.choose(all_gather(scores, self.ranks, FEATURES), uniform)
+            return sampling.choose(all_gather([scores], self.ranks, FEATURES)[0], uniform)
         ids = ids + self.ranks.rank * own.shape[-1]
         # fp64 holds every score and every id exactly: one message instead of two.
         message = torch.stack((scores.double(), ids.double()), dim=1)
-        scores, found = all_gather(message, self.ranks, FEATURES).unbind(1)
+        scores, found = all_gather([message], self.ranks, FEATURES)[0].unbind(1)
         place = sampling.choose(scores, uniform)
         return found.gather(-1, place[:, None]).squeeze(-1).long()

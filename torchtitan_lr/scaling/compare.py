@@ -8,14 +8,14 @@ from statistics import median
 from typing import Any
 
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.config.shipped import find_config
+from torchtitan_lr.config.paths import find_config
+from torchtitan_lr.console.figures import new_figure
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.experiments import SECONDS, step_records
 from torchtitan_lr.scaling.pictures import color_of
 from torchtitan_lr.scaling.sweep import FINISHED, Point
 from torchtitan_lr.scaling.variants import derive, read_plans, shared_mode
-from torchtitan_lr.training.figures import new_figure
 
 COUNTED = "-bytes"
 """Suffix of the point whose collectives are counted: a counted step is slower, so it is not timed.

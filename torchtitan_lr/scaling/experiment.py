@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan_lr.config.parse import check_toml, load_toml
-from torchtitan_lr.config.shipped import SHIPPED, find_config
+from torchtitan_lr.config.paths import SHIPPED, find_config
 from torchtitan_lr.errors import ConfigError
 
 FOLDER = SHIPPED / "experiments"

@@ -4,13 +4,7 @@
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.training.figures import (
-    finish_axes,
-    new_figure,
-    series,
-    smoothed,
-    tokens_per_step,
-)
+from torchtitan_lr.console.figures import finish_axes, new_figure, series, smoothed, tokens_per_step
 from torchtitan_lr.training.history import TRAIN_LOSS, VALIDATION_LOSS
 
 # What others are compared with.

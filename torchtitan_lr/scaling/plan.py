@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtitan_lr.config.shipped import find_config
+from torchtitan_lr.config.paths import find_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.experiment import Experiment
 from torchtitan_lr.scaling.experiments import place_run
@@ -97,7 +97,7 @@ class Plan:
 
     def _cost(self, family: str, size: str) -> Cost:
         from torchtitan_lr.estimate.run import read_run
-        from torchtitan_lr.models.configured import model_size
+        from torchtitan_lr.models.configured import empty_model
 
         own = [f"--job.config_file={self._config}", f"--job.dump_folder={self.work / 'none'}"]
         ranks = self.experiment.families[family].ranks
@@ -105,7 +105,7 @@ class Plan:
         if not placed.config.validation.enable:
             raise ConfigError("validation.enable", False, "true: the fit reads the validation loss")
         run = read_run(placed.config, ranks)
-        total, flops = model_size(run.args, run.seq_len)
+        total, flops = run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len)
         counted = total - 2 * run.args.vocab_size * run.args.dim  # the embedding, the head
         batches = run.microbatches * run.accumulation * run.shard * run.replicas
         return Cost(counted, flops, run.tokens * batches)

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan_lr.console.figures import new_figure
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.scaling.fit import Fit, fit_points, student
 from torchtitan_lr.scaling.pictures import color_of
 from torchtitan_lr.scaling.plan import Plan
 from torchtitan_lr.scaling.sweep import FINISHED, Point
-from torchtitan_lr.training.figures import new_figure
 
 Row = Mapping[str, Any]
 

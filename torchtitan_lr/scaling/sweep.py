@@ -21,7 +21,7 @@ from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.launch.folder_lock import lock_file
 from torchtitan_lr.scaling.experiments import Started, place_run, start
-from torchtitan_lr.training.summary import SUMMARY_FILE
+from torchtitan_lr.training.history import SUMMARY_FILE
 
 POINT_FILE = "point.json"
 """In a point's folder: its arguments, and its row of the table."""
@@ -185,7 +185,7 @@ class Sweep:
         Raises:
             ConfigError: A point cannot run.
         """
-        from torchtitan_lr.models.configured import llama_args, model_size
+        from torchtitan_lr.models.configured import llama_args, model_shapes
 
         for point in self.points:
             folder = f"--job.dump_folder={self.work / point.name}"
@@ -198,7 +198,7 @@ class Sweep:
                 point.row = {"status": f"{REFUSED}: {error}"}
                 continue
             args = llama_args(placed.config)  # None for another package's model
-            point.row["parameters"] = args and model_size(args, args.max_seq_len)[0]
+            point.row["parameters"] = args and sum(map(math.prod, model_shapes(args).values()))
             if self.jobs > 1 and placed.device not in ("cpu", "cuda"):
                 raise ConfigError("--jobs", self.jobs, f"1 on a machine with {placed.device}")
             if self.jobs > 1 and placed.device == "cuda":

@@ -1,10 +1,23 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The device that torchtitan binds at import, and its table of devices' FLOP/s."""
+"""CPU support for torchtitan, and peak FLOP/s.
 
+torchtitan resolves its device once, at import, and falls back to the name ``cuda`` without an
+accelerator. `bind_device` then binds a CPU device object in the modules that hold this name. It
+rebinds only torchtitan's names and never patches torch itself. With an accelerator it changes only
+the peak FLOP/s of unknown devices.
+"""
+
+import ctypes
 import importlib
+import math
+import os
+import platform
+import resource
+import sys
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
 
+import torch
 import torchtitan.tools.utils as titan_utils
 
 DEVICE_HOLDERS = (
@@ -24,32 +37,93 @@ UNKNOWN_PEAK = 312e12
 """The result of torchtitan's `get_peak_flops` for an unknown device (an A100's peak)."""
 
 known_peak_flops: Callable[[str], float] = titan_utils.get_peak_flops
-"""torchtitan's own function, saved before `bind_peak_flops` replaces it."""
+"""torchtitan's own function, saved before `bind_device` replaces it."""
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+"""Parameters of glibc's ``mallopt``, by malloc.h."""
+
+_MALLOC_VARIABLES = {"GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_"}
+"""A user who sets one of these decides about malloc."""
 
 
-def bind_peak_flops(peak_flops: Callable[[str], float]) -> None:
-    """Make torchtitan call ``peak_flops`` for a device's FLOP/s.
+def _cpu_memory_stats(_: object = None) -> dict[str, int]:
+    """Return the peak resident set size of this process in bytes, under torchtitan's keys.
 
-    If upstream reads the peak elsewhere, the MFU of an unknown device is silently computed with an
-    A100's peak. This function's test fails first.
+    The kernel keeps one peak per process lifetime, so nothing can reset it.
+    """
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak_bytes = peak if sys.platform == "darwin" else peak * 1024
+    same = dict.fromkeys(("active_bytes.all.peak", "reserved_bytes.all.peak"), peak_bytes)
+    return same | {"num_alloc_retries": 0, "num_ooms": 0}
+
+
+CPU_DEVICE = SimpleNamespace(
+    # A CPU process has one device, no queue and no caching allocator.
+    **dict.fromkeys(
+        ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"), lambda _=None: None
+    ),
+    current_device=lambda: 0,  # gloo's barrier takes no other index
+    get_device_name=lambda _=None: f"CPU {platform.processor() or platform.machine()}",
+    get_device_properties=lambda _=None: SimpleNamespace(
+        total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    ),
+    memory_stats=_cpu_memory_stats,
+)
+"""The part of ``torch.cuda``'s interface that torchtitan calls, for a CPU process."""
+
+
+def has_accelerator() -> bool:
+    """Return whether a CUDA (or ROCm) or XPU device is available."""
+    return torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
+
+
+def peak_flops(device_name: str) -> float:
+    """Return the peak bf16 FLOP/s of a device, NaN if it is unknown.
+
+    torchtitan returns an A100's peak for every unknown device, which would give a wrong but
+    plausible MFU.
+    """
+    if not has_accelerator():
+        return math.nan
+    known = known_peak_flops(device_name)
+    return math.nan if known == UNKNOWN_PEAK and "A100" not in device_name else known
+
+
+def keep_freed_memory() -> None:
+    """Let malloc keep freed memory for the next step; do nothing where the C library is not glibc.
+
+    By default it returns large tensors to the kernel, which gives empty pages, one fault per 4 KiB,
+    to the tensors of the next step. In a virtual machine the faults can take most of a step
+    (docs/results.md). The peak stays; what a step frees is no longer free for other processes.
+    """
+    if platform.libc_ver()[0] != "glibc" or not _MALLOC_VARIABLES.isdisjoint(os.environ):
+        return
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_MAX, 0)
+    libc.mallopt(_M_TRIM_THRESHOLD, -1)
+
+
+def bind_device() -> str:
+    """Make torchtitan use the available device; call this before building a Trainer.
+
+    On a CPU this process keeps its memory, see `keep_freed_memory`. If upstream reads the peak
+    FLOP/s elsewhere, the MFU of an unknown device is silently computed with an A100's peak; a test
+    fails first.
+
+    Returns:
+        The device type: ``cuda``, ``xpu`` or ``cpu``.
     """
     setattr(titan_utils, "get_peak_flops", peak_flops)  # noqa: B010  (a module has no such type)
-
-
-def bind_device_holders(device_type: str, device_module: Any) -> None:
-    """Set another device in all torchtitan modules that store it.
-
-    Args:
-        device_type: E.g. ``cpu``.
-        device_module: Implements the part of ``torch.cuda``'s interface that torchtitan calls.
-    """
-    for name in DEVICE_HOLDERS:
-        module = importlib.import_module(name)
-        for attribute, value in (("device_type", device_type), ("device_module", device_module)):
-            if hasattr(module, attribute):
-                setattr(module, attribute, value)
+    if not has_accelerator():
+        for name in DEVICE_HOLDERS:
+            module = importlib.import_module(name)
+            for attribute, value in (("device_type", "cpu"), ("device_module", CPU_DEVICE)):
+                if hasattr(module, attribute):
+                    setattr(module, attribute, value)
+        keep_freed_memory()
+    return device_type()
 
 
 def device_type() -> str:
-    """Return torchtitan's device type, including a change by `bind_device_holders`."""
+    """Return torchtitan's device type, including a change by `bind_device`."""
     return str(titan_utils.device_type)

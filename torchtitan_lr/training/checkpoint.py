@@ -12,10 +12,9 @@ changes nothing in the folder until then.
 import glob
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from torchtitan_lr.checkpoints.layout import (
@@ -85,7 +83,9 @@ class CheckpointManager(TitanCheckpointHooks):
         # torchtitan's own section has neither key.
         self._fall_back = getattr(checkpoint_config, "fall_back", False)
         self._other_model = getattr(checkpoint_config, "initial_load_other_model", False)
-        self._deleting: list[threading.Thread] = []
+        self._first = not dist.is_initialized() or dist.get_rank() == 0
+        # Deletes what was renamed: the other ranks wait only for its renaming.
+        self._deletions = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deletions")
         self.waited = 0.0
         self.before_save: Callable[[], None] = lambda: None
         super().__init__(checkpoint_config=checkpoint_config, **parts)
@@ -94,8 +94,7 @@ class CheckpointManager(TitanCheckpointHooks):
     def close(self) -> None:
         """Stop upstream's threads and wait for pending deletions."""
         super().close()
-        for thread in getattr(self, "_deleting", []):
-            thread.join()
+        self._deletions.shutdown()
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Save if the step is due, and purge after the last step too, which upstream does not."""
@@ -139,8 +138,8 @@ class CheckpointManager(TitanCheckpointHooks):
         """Save with a manifest into an empty folder; arguments as for upstream's method."""
         self.before_save()
         # No rank writes before DCP has gathered the plans of all, and so after this renaming.
-        if _is_first_rank() and (renamed := rename_away(checkpoint_id, DISCARDED)):
-            self._delete(renamed)
+        if self._first and (renamed := rename_away(checkpoint_id, DISCARDED)):
+            self._deletions.submit(shutil.rmtree, renamed, True)
         self._last_saved = checkpoint_id
         if to_hf:  # at the end of a run, never in the background
             from_first_rank(None)  # a barrier
@@ -191,7 +190,20 @@ class CheckpointManager(TitanCheckpointHooks):
                 raise _damaged(checkpoint_id, damage, None)
             return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
         try:
-            has_manifest, metadata = self._check_before_loading(state_dict, checkpoint_id)
+            if checkpoint_id != self._verified and (damage := damage_of(checkpoint_id)):
+                raise _damaged(checkpoint_id, damage, newest_whole_before(checkpoint_id))
+            manifest = read_manifest(checkpoint_id)
+            if manifest is not None:
+                may_differ = self._other_model and checkpoint_id == self.initial_load_path
+                check_fingerprint(manifest.model, self.fingerprint, checkpoint_id, may_differ)
+            metadata = read_metadata(checkpoint_id)
+            has_data = state_dict.get(DATALOADER) is not None
+            if has_data and not state_dict[DATALOADER].check_checkpoint(checkpoint_id, metadata):
+                del state_dict[DATALOADER]  # the data start anew
+            if RESIDUALS in state_dict:
+                state_dict[RESIDUALS].check_checkpoint(checkpoint_id, metadata)
+            elif has_data and saved_residuals(checkpoint_id, metadata):
+                logger.warning("The gradient residuals of %s are not loaded", checkpoint_id)
             load(state_dict, checkpoint_id, metadata=metadata)
         except DamagedError as error:
             raise ConfigError("checkpoint", checkpoint_id, f"a whole one ({error})") from error
@@ -199,35 +211,11 @@ class CheckpointManager(TitanCheckpointHooks):
             cause = describe(next(iter(error.failures.values()))[0])
             want = f"a complete checkpoint of this model ({cause})"
             raise ConfigError("checkpoint", checkpoint_id, want) from error
-        if not has_manifest and _is_first_rank():
+        if manifest is None and self._first:
             logger.warning("%s has no manifest: loading it without checksums", checkpoint_id)
         # The model's states are flattened into the dictionary, so DCP cannot load them itself.
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
-
-    def _check_before_loading(
-        self, state_dict: dict[str, Any], checkpoint_id: str
-    ) -> tuple[bool, Metadata]:
-        """Raise for a damaged file, another model or other data.
-
-        Returns:
-            Whether it has a manifest, and its table of contents.
-        """
-        if checkpoint_id != self._verified and (damage := damage_of(checkpoint_id)):
-            raise _damaged(checkpoint_id, damage, newest_whole_before(checkpoint_id))
-        manifest = read_manifest(checkpoint_id)
-        may_differ = self._other_model and checkpoint_id == self.initial_load_path
-        if manifest is not None:
-            check_fingerprint(manifest.model, self.fingerprint, checkpoint_id, may_differ)
-        metadata = read_metadata(checkpoint_id)
-        has_data = state_dict.get(DATALOADER) is not None
-        if has_data and not state_dict[DATALOADER].check_checkpoint(checkpoint_id, metadata):
-            del state_dict[DATALOADER]  # the data start anew
-        if RESIDUALS in state_dict:
-            state_dict[RESIDUALS].check_checkpoint(checkpoint_id, metadata)
-        elif has_data and saved_residuals(checkpoint_id, metadata):
-            logger.warning("The gradient residuals of %s are not loaded", checkpoint_id)
-        return manifest is not None, metadata
 
     def load(self, step: int = -1) -> bool:
         """Load step ``step`` or the newest complete step, then rename all later steps.
@@ -246,32 +234,27 @@ class CheckpointManager(TitanCheckpointHooks):
             return False
         if step == -1:
             step = max(complete_steps(self.folder), default=-1)
-        step = self._choose(from_first_rank(step))
+        step = from_first_rank(step)
+        if step != -1:
+            folder = self.checkpoint_folder(step)
+            whole = from_first_rank(is_dcp(folder))
+            if damage := damage_of(folder) if whole else _MODEL_ALONE:
+                older = newest_whole_before(folder)
+                if older is None or not self._fall_back:
+                    raise _damaged(folder, damage, older)
+                if self._first:
+                    logger.warning("%s is damaged (%s): resuming from %s", folder, damage, older)
+                step = int(older.rpartition("-")[2])
+            self._verified = self.checkpoint_folder(step)
         with self.as_if_without_folder() if step == -1 else nullcontext():
             loaded = super().load(step)
         if loaded:
             source = self.initial_load_path if step == -1 else self.checkpoint_folder(step)
             console.info("Loaded %s.", source)
-        if not self.load_only and _is_first_rank():
+        if not self.load_only and self._first:
             self._tidy(step)
         from_first_rank(None)  # a barrier: no rank saves before that
         return bool(loaded)
-
-    def _choose(self, step: int) -> int:
-        """Verify a step; if it is damaged, return the newest whole step or raise."""
-        if step == -1:
-            return step
-        folder = self.checkpoint_folder(step)
-        whole = from_first_rank(is_dcp(folder))
-        if damage := damage_of(folder) if whole else _MODEL_ALONE:
-            older = newest_whole_before(folder)
-            if older is None or not self._fall_back:
-                raise _damaged(folder, damage, older)
-            if _is_first_rank():
-                logger.warning("%s is damaged (%s): resuming from %s", folder, damage, older)
-            step = int(older.rpartition("-")[2])
-        self._verified = self.checkpoint_folder(step)
-        return step
 
     def _tidy(self, step: int) -> None:
         """Rename the steps after ``step``; delete incomplete folders and unfinished deletions."""
@@ -284,7 +267,7 @@ class CheckpointManager(TitanCheckpointHooks):
                     "Checkpoint of step %d is renamed to %s", found, rename_away(folder, ASIDE)
                 )
         for leftover in glob.glob(os.path.join(glob.escape(self.folder), f"{DISCARDED}*")):
-            self._delete(leftover)
+            self._deletions.submit(shutil.rmtree, leftover, True)
 
     def save_interrupted(self, step: int) -> str | None:
         """Save a full checkpoint of ``step``, even if the last save should hold the model only.
@@ -318,16 +301,13 @@ class CheckpointManager(TitanCheckpointHooks):
         self.wait_for_save()
         for step in reversed(complete_steps(self.folder)):
             folder = self.checkpoint_folder(step)
-            if not finite:
-                return folder
             with suppress(DamagedError):
-                manifest = read_manifest(folder)
-                if manifest is None or manifest.finite:
+                if not finite or (manifest := read_manifest(folder)) is None or manifest.finite:
                     return folder
         return None
 
     def _purge_stale_checkpoints(self) -> None:
-        if self.keep_latest_k <= 0 or not _is_first_rank():
+        if self.keep_latest_k <= 0 or not self._first:
             return
         # Count the current save, complete or not, but no other incomplete folder: it must not
         # displace a complete one.
@@ -340,16 +320,6 @@ class CheckpointManager(TitanCheckpointHooks):
             renamed = rename_away(self.checkpoint_folder(step), DISCARDED)
             if renamed is not None:
                 self.purge_queue.put(renamed)
-
-    def _delete(self, folder: str) -> None:
-        """Delete a folder in the background: other ranks wait only for its renaming."""
-        thread = threading.Thread(target=shutil.rmtree, args=(folder, True), daemon=True)
-        thread.start()
-        self._deleting.append(thread)
-
-
-def _is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _damaged(folder: str, damage: str, older: str | None) -> ConfigError:

@@ -9,11 +9,13 @@ settings and the tokenizer, under the TOML keys that set them.
 import dataclasses
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.data.tokenizer import resolve_assets_path, tokenizer_file
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.args import LlamaArgs
+
+if TYPE_CHECKING:  # checks use this before torch is loaded
+    from torchtitan_lr.models.args import LlamaArgs
 
 TOKENIZER = "model.hf_assets_path"
 """Key of the tokenizer's digest."""
@@ -21,7 +23,7 @@ TOKENIZER = "model.hf_assets_path"
 _SHAPE = ("dim", "n_layers", "n_heads", "ffn_dim", "vocab_size", "norm_eps", "rope_theta")
 
 
-def model_fingerprint(args: LlamaArgs) -> dict[str, Any]:
+def model_fingerprint(args: "LlamaArgs") -> dict[str, Any]:
     """Return the settings that define the model's function.
 
     The length of the rotary table, the seed and the precision of backward's sums are left out:

@@ -9,7 +9,8 @@ backward and reduces them itself.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torchtitan_lr.optim.finite import clip_factor, nonfinite_gradient
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 
 
+@dataclass
 class StoredGradients:
     """Gradients that FSDP or DDP reduces into ``parameter.grad``.
 
@@ -31,8 +33,8 @@ class StoredGradients:
         pp_mesh: Pipeline ranks whose gradients belong to the same norm.
     """
 
-    def __init__(self, model_parts: Sequence[nn.Module], pp_mesh: DeviceMesh | None) -> None:
-        self.model_parts, self.pp_mesh = model_parts, pp_mesh
+    model_parts: Sequence[nn.Module]
+    pp_mesh: DeviceMesh | None
 
     def prepare(self, last: bool = True) -> None:
         """Do nothing: FSDP or DDP has its own hooks, and autograd accumulates."""
@@ -65,21 +67,6 @@ Gradients: TypeAlias = StoredGradients | TSROptimizers
 """The gradients of one step; each micro-batch has `prepare` before it and `accumulate` after it,
 then come `reduce_and_square_norm`, `clip` and, if the device has rejected the step,
 `undo_step_counters`."""
-
-
-def gradients_for(
-    optimizers: Any, model_parts: Sequence[nn.Module], pp_mesh: DeviceMesh | None
-) -> Gradients:
-    """Choose how gradients are reduced and clipped for these optimizers.
-
-    Args:
-        optimizers: torchtitan's optimizer container or TSR-Adam's.
-        model_parts: The pipeline stages of this rank.
-        pp_mesh: Pipeline ranks whose gradients belong to the same norm.
-    """
-    if isinstance(optimizers, TSROptimizers):
-        return optimizers
-    return StoredGradients(model_parts, pp_mesh)
 
 
 @torch.no_grad()

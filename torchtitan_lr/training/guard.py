@@ -78,7 +78,7 @@ class StepReader:
     def read(self, data_iterator: Iterator[Batch], count: int) -> StepData:
         """Read a step's micro-batches; call it on every rank."""
         problem, microbatches = None, []
-        self._loader.mark()
+        self._loader.mark = self._loader.rows
         try:
             for _ in range(count):
                 microbatches.append(next(data_iterator))
@@ -100,6 +100,7 @@ class StepReader:
         return self._loader.shares() | ({"label_tokens": self._labels} if pairs else {})
 
 
+@dataclass
 class StopSignal:
     """Records SIGTERM, SIGINT or SIGUSR1, so that the trainer can finish and save its step.
 
@@ -107,8 +108,7 @@ class StopSignal:
         name: The received signal, None until one arrives.
     """
 
-    def __init__(self) -> None:
-        self.name: str | None = None
+    name: str | None = None
 
     def install(self) -> None:
         """Handle the signals; a second signal has its default action.
@@ -116,14 +116,15 @@ class StopSignal:
         Below torchrun a second signal is ignored: torchrun or the launcher kills. A scheduler such
         as Slurm signals all processes of a job, so a rank receives its signal and the launcher's.
         """
-        for number in _STOP_SIGNALS:
-            signal.signal(number, self._receive)
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.name = signal.Signals(number).name
-        later = signal.SIG_IGN if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIG_DFL
-        for other in _STOP_SIGNALS:
-            signal.signal(other, later)
+        def receive(number: int, frame: FrameType | None) -> None:
+            self.name = signal.Signals(number).name
+            later = signal.SIG_IGN if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIG_DFL
+            for other in _STOP_SIGNALS:
+                signal.signal(other, later)
+
+        for number in _STOP_SIGNALS:
+            signal.signal(number, receive)
 
 
 @dataclass(frozen=True)
@@ -223,20 +224,3 @@ def check_same_data(identity: str) -> None:
         if other != everywhere[0]:
             want = f"the same tokens on all machines; rank 0 has {everywhere[0]}, rank {rank} this"
             raise ConfigError("training.dataset", other, want)
-
-
-def why_rejected(findings: Findings, global_tokens: float, gradient: str | None) -> str:
-    """Describe why a step was rejected; call it on every rank, the result is the same on all.
-
-    Args:
-        findings: Of the step.
-        global_tokens: Valid tokens of the global batch.
-        gradient: The first parameter of this rank with a gradient that is not finite, if any.
-    """
-    if not global_tokens:  # 0/0: the weights are not the cause
-        return "the global batch has no valid label (all are ignored)"
-    if findings.bad_losses:
-        at = first_rank_with(None if findings.loss_is_finite else "") or ""
-        return f"loss of {at.rstrip(': ')} is not finite"
-    where = first_rank_with(gradient) or "every entry is finite, but the squares overflow"
-    return f"gradient norm is {findings.norm} ({where})"

@@ -1,10 +1,17 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The history of a run, ``metrics.jsonl``: one record per line. Reading it needs no torch."""
+"""A run's history ``metrics.jsonl``, one record per line, with its summary and its curve.
+
+None of this needs torch: the launcher and the commands read finished runs.
+"""
 
 import json
 import logging
+import math
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+from torchtitan_lr.console.figures import finish_axes, new_figure, series, smoothed
 
 HISTORY_FILE = "metrics.jsonl"
 
@@ -21,6 +28,11 @@ VALIDATION_LOSS = "validation_metrics/loss"
 UNIGRAM_ENTROPY = "validation_metrics/unigram_entropy"
 """Key of a validation: the entropy of its tokens, nats per token."""
 
+SUMMARY_FILE = "summary.json"
+CURVE_FILE = "curve.png"
+
+_RAW, _SMOOTH, _VALIDATION, _RATE = "tab:blue", "tab:blue", "tab:orange", "tab:green"
+
 
 def read_history(path: Path) -> list[dict[str, Any]]:
     """Return the records of a ``metrics.jsonl``, oldest first; a line cut by a kill is skipped."""
@@ -33,3 +45,114 @@ def read_history(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             logging.getLogger().warning("%s: skipping a line that was cut off: %.40s", path, line)
     return records
+
+
+def build_summary(
+    history: list[dict[str, Any]], steps: int, peak_memory_gib: float, checkpoint: str | None
+) -> dict[str, Any]:
+    """Summarise a run's history.
+
+    Args:
+        history: Records of ``metrics.jsonl``.
+        steps: Number of finished training steps.
+        peak_memory_gib: Largest rank's peak, GiB.
+        checkpoint: Folder of the newest checkpoint.
+
+    Returns:
+        ``steps, train_loss, val_loss, val_ppl, unigram_entropy`` (losses in nats per token; that
+        of training is the mean of the steps since the last record but one),
+        ``tokens_per_s`` (all ranks together, the median over logged windows without the first),
+        ``mfu`` (percent; None if the device's peak is unknown), ``peak_memory_gib,
+        checkpoint`` and ``curve`` (filled in by `write_summary`); of a mixture also
+        ``data_share/<name>``, the share of each corpus in what was read.
+    """
+    # Imported late: the launcher reads a summary without torch.
+    from torchtitan_lr.models.loss import perplexity
+
+    train = [record for record in history if TRAIN_LOSS in record]
+    val = [record for record in history if VALIDATION_LOSS in record]
+    windows = train[1:] or train  # the first window includes warm-up and compilation
+    val_loss = val[-1][VALIDATION_LOSS] if val else None
+    loss = train[-1][TRAIN_LOSS] if train else None
+    mean = train[-1].get(INTERVAL_LOSS) if train else None
+    if mean is not None and math.isfinite(mean):  # a skipped step has no loss
+        loss = mean
+
+    def middle(key: str) -> float | None:
+        values = [record[key] for record in windows if record.get(key) is not None]
+        return median(values) if values else None
+
+    ppl = math.inf if val_loss is None else perplexity(val_loss)
+    return (
+        {
+            "steps": steps,
+            "train_loss": loss,
+            "val_loss": val_loss,
+            "val_ppl": ppl if math.isfinite(ppl) else None,  # JSON has no infinity
+            "unigram_entropy": val[-1][UNIGRAM_ENTROPY] if val else None,
+            "tokens_per_s": middle("throughput/tokens_per_s"),
+            "mfu": middle("mfu(%)"),
+            "peak_memory_gib": peak_memory_gib,
+            "checkpoint": checkpoint,
+            "curve": None,
+        }
+        | {name: share for name, share in (train[-1:] or [{}])[0].items() if "data_share/" in name}
+    )
+
+
+def write_summary(
+    summary: dict[str, Any], history: list[dict[str, Any]], dump_folder: Path, title: str = ""
+) -> Path:
+    """Write ``summary.json`` and ``curve.png`` into the dump folder; return the former.
+
+    Args:
+        summary: Result of `build_summary`.
+        history: Records of ``metrics.jsonl``.
+        dump_folder: ``job.dump_folder``.
+        title: The curve's title.
+    """
+    curve = dump_folder / CURVE_FILE
+    draw_curve(history, curve, title)
+    path = dump_folder / SUMMARY_FILE
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(json.dumps(summary | {"curve": str(curve)}, indent=2) + "\n")
+    scratch.replace(path)
+    return path
+
+
+def draw_curve(history: list[dict[str, Any]], path: Path, title: str = "") -> Any:
+    """Draw a run: losses, unigram entropy and learning rate over steps and tokens.
+
+    Args:
+        history: Records of ``metrics.jsonl``.
+        path: The PNG to write.
+        title: The picture's title.
+    """
+    figure = new_figure(6.6, 4.4)
+    axes = figure.add_subplot()
+    train, validation = series(history, TRAIN_LOSS), series(history, VALIDATION_LOSS)
+    axes.plot(*train, color=_RAW, linewidth=0.8, alpha=0.4, label="training loss")
+    smooth = smoothed(train[1])
+    axes.plot(train[0], smooth, color=_SMOOTH, linewidth=1.6, label="training loss, smoothed")
+    if validation[0]:
+        style = {"color": _VALIDATION, "marker": "o", "markersize": 4}
+        axes.plot(*validation, label="validation loss", **style)
+    if entropies := series(history, UNIGRAM_ENTROPY)[1]:
+        label = f"unigram entropy {entropies[-1]:.2f} nats"
+        axes.axhline(entropies[-1], color="grey", linestyle="--", label=label)
+    axes.set_ylabel("loss (nats per token)")
+    finish_axes(axes, history)
+    lines, labels = axes.get_legend_handles_labels()
+    rates = series(history, "lr")
+    if rates[0]:
+        right = axes.twinx()
+        (line,) = right.plot(*rates, color=_RATE, linewidth=0.8, alpha=0.7)
+        right.set_ylabel("learning rate", color=_RATE)
+        right.set_ylim(bottom=0)
+        right.yaxis.set_major_formatter("{x:g}")
+        lines, labels = [*lines, line], [*labels, "learning rate"]
+    axes.legend(lines, labels, fontsize=8)
+    axes.set_title(title, fontsize=10)
+    figure.set_layout_engine("constrained")  # leaves room for the upper axis and the title
+    figure.savefig(path)
+    return figure

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from torchtitan_lr.checkpoints.layout import RESIDUALS, RUN_CONFIG
-from torchtitan_lr.checkpoints.run_record import described, write_record
+from torchtitan_lr.checkpoints.run_record import described, global_batch_size, write_record
 from torchtitan_lr.compat.collectives import set_timeouts
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
@@ -22,19 +23,20 @@ from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.finite import step_unless
+from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.parallel.data_parallel import (
     optimizer_owns_replicas,
     synchronize_gradients,
 )
 from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan import logger
-from torchtitan_lr.titan.base import JobConfig, dist_utils
+from torchtitan_lr.titan.base import JobConfig, ParallelDims, dist_utils
+from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.titan.trainer import Trainer as TitanTrainer
 from torchtitan_lr.titan.trainer import trainer_parts
 from torchtitan_lr.training.checkpoint import CheckpointManager
-from torchtitan_lr.training.device import bind_device
 from torchtitan_lr.training.fingerprint import TOKENIZER, model_fingerprint, tokenizer_digest
-from torchtitan_lr.training.gradients import gradients_for
+from torchtitan_lr.training.gradients import Gradients, StoredGradients
 from torchtitan_lr.training.guard import (
     BadDataError,
     NonFiniteError,
@@ -43,12 +45,16 @@ from torchtitan_lr.training.guard import (
     Verdict,
     check_same_data,
     first_rank_with,
-    why_rejected,
 )
-from torchtitan_lr.training.history import INTERVAL_LOSS, VALIDATION_LOSS, read_history
+from torchtitan_lr.training.history import (
+    CURVE_FILE,
+    INTERVAL_LOSS,
+    VALIDATION_LOSS,
+    build_summary,
+    read_history,
+    write_summary,
+)
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
-from torchtitan_lr.training.resolved import layout, report_start
-from torchtitan_lr.training.summary import CURVE_FILE, build_summary, write_summary
 from torchtitan_lr.training.validate import Validator
 
 
@@ -94,7 +100,9 @@ class Trainer(TitanTrainer):
         self._reader = StepReader(self.dataloader, self.device, dims.non_data_parallel_size)
         self._batch_degree = dims.dp_replicate * dims.dp_shard
         stages = dims.get_optional_mesh("pp")
-        self._gradients = gradients_for(self.optimizers, self.model_parts, stages)
+        self._gradients: Gradients = StoredGradients(self.model_parts, stages)
+        if isinstance(self.optimizers, TSROptimizers):  # it reduces them itself
+            self._gradients = self.optimizers
         args = self.model_parts[0].model_args
         if isinstance(args, LlamaArgs):
             tokenizer = tokenizer_digest(job_config.model.hf_assets_path)
@@ -112,7 +120,7 @@ class Trainer(TitanTrainer):
         saved = self.checkpointer.newest()
         if not self.interrupted:
             self.write_summary(saved)
-        elif torch.distributed.get_rank() == 0:
+        elif dist.get_rank() == 0:
             how = "run the same command again to resume" if saved else "checkpointing is off"
             if saved and self.job_config.checkpoint.load_step != -1:
                 how = "run the command again without checkpoint.load_step to resume"
@@ -133,7 +141,7 @@ class Trainer(TitanTrainer):
             self.write_record()
             self._first_step = self.step
             self.metrics_processor.start_after(self.step)
-            report_start(self.job_config, self.parallel_dims, self.model_parts, self.step)
+            self._report_start()
             self._make_up_for_validation()
         elif self.step == self._first_step + 1:
             # Upstream does so after step 1 alone, not after a resumed run's first, and only for the
@@ -149,7 +157,7 @@ class Trainer(TitanTrainer):
 
     def write_record(self) -> None:
         """Write the run's configuration into the dump folder, after all checks have passed."""
-        if torch.distributed.get_rank() == 0:
+        if dist.get_rank() == 0:
             changes = write_record(self.job_config, self.step, self.parallel_dims.world_size)
             if changes:
                 console.info("After step %d: %s", self.step, described(changes))
@@ -179,9 +187,14 @@ class Trainer(TitanTrainer):
             self._stop_for_data(data.problem)
         global_tokens = data.global_tokens
 
+        logs = self.metrics_processor.should_log(self.step)
         for compressor in self._residuals.compressors:
-            compressor.measuring = self.metrics_processor.should_log(self.step)
-        with self._counted():
+            compressor.measuring = logs
+        counted: AbstractContextManager[object] = nullcontext()
+        if logs and self.job_config.metrics.comm_ledger:
+            counted = self._ledger = self._ledger or self.new_ledger()
+            self._ledger.clear()
+        with counted:
             loss = self._forward_backward(data.microbatches, global_tokens)
             self._losses.append(loss.clone())  # on the device: the host does not wait for them
             share = self._gradients.reduce_and_square_norm()
@@ -195,7 +208,6 @@ class Trainer(TitanTrainer):
         self._unread = self.step, verdict, global_tokens
         self.lr_schedulers.step()
         # Logging, saving and validating need the verdict now.
-        logs = self.metrics_processor.should_log(self.step)
         saves = self.checkpointer.is_due(self.step, self.step >= self.job_config.training.steps)
         validates = self.job_config.validation.enable and self.validator.should_validate(self.step)
         if logs or saves or validates:
@@ -205,7 +217,6 @@ class Trainer(TitanTrainer):
             self._log_step(loss, token_share, verdict.norm, lr)
         # Validation and saving, until the next step, do not count as training time.
         self.metrics_processor.pause()
-        self._maybe_stop()
 
     def new_ledger(self) -> CommLedger:
         """Build a ledger of this run's collectives."""
@@ -272,6 +283,25 @@ class Trainer(TitanTrainer):
         self.ntokens_seen = state_dict["ntokens_seen"] // self._batch_degree
         self.skipped_steps = state_dict["skipped_steps"]
 
+    def _report_start(self) -> None:
+        """Print the first lines of the console: model, layout, batch and first step."""
+        config, dims = self.job_config, self.parallel_dims
+        parameters = sum(p.numel() for part in self.model_parts for p in part.parameters())
+        if (stages := dims.get_optional_mesh("pp")) is not None:
+            counts = [0] * stages.size()
+            dist.all_gather_object(counts, parameters, group=stages.get_group())
+            parameters = sum(counts)
+        args, rank = self.model_parts[0].model_args, ""
+        if isinstance(args, LlamaArgs) and args.low_rank:  # low_rank.rank = 0 is the flavor's
+            ranks = dict.fromkeys((args.rank_attention, args.rank_ffn))
+            rank = f", rank {' and '.join(map(str, ranks))}"
+        console.info(
+            f"{config.model.name} {config.model.flavor}: {parameters:,} parameters{rank}, on "
+            f"{layout(dims)}, {global_batch_size(config, dims.world_size):,} sequences of "
+            f"{config.training.seq_len:,} tokens per step"
+        )
+        console.info(f"Training starts at step {self.step + 1}")
+
     def _stop_for_data(self, why: str) -> None:
         """Save the state before this step, and raise on every rank.
 
@@ -280,7 +310,7 @@ class Trainer(TitanTrainer):
         """
         failed = self.step
         self.step -= 1
-        self.dataloader.return_to_mark()
+        self.dataloader.seek(self.dataloader.mark)
         saved = self.checkpointer.newest(finite=True)
         if self.step > self._first_step:
             saved = self.checkpointer.save_interrupted(self.step)
@@ -306,19 +336,10 @@ class Trainer(TitanTrainer):
         # Sum in float64 on every rank: stages without the loss return a zero of another dtype.
         return torch.stack(losses).sum(dtype=torch.float64)
 
-    def _counted(self) -> AbstractContextManager[object]:
-        """Return a ledger that counts the collectives of a logged step, if enabled in the TOML."""
-        if not self.job_config.metrics.comm_ledger or not self.metrics_processor.should_log(
-            self.step
-        ):
-            return nullcontext()
-        if self._ledger is None:
-            self._ledger = self.new_ledger()
-        self._ledger.clear()
-        return self._ledger
-
     def _settle(self) -> None:
         """Read the last step's verdict, once: set ``interrupted``, count a skipped step or raise.
+
+        Call it on every rank: they find out together which one is the cause of a rejected step.
 
         Raises:
             NonFiniteError: The step was rejected, and ``training.max_skipped_steps`` is used up.
@@ -327,11 +348,22 @@ class Trainer(TitanTrainer):
             return
         (step, verdict, global_tokens), self._unread = self._unread, None
         findings = verdict.read()
-        self.interrupted = findings.stop
+        # A run that has reached its last step is not stopped.
+        self.interrupted = findings.stop and step < self.job_config.training.steps
+        if self.interrupted and self.job_config.validation.enable:
+            self.validator.suspended = True
         if not findings.rejected:
             return
         self._gradients.undo_step_counters()
-        what = why_rejected(findings, global_tokens, self._gradients.nonfinite())
+        if not global_tokens:  # 0/0: the weights are not the cause
+            what = "the global batch has no valid label (all are ignored)"
+        elif findings.bad_losses:
+            at = first_rank_with(None if findings.loss_is_finite else "") or ""
+            what = f"loss of {at.rstrip(': ')} is not finite"
+        else:
+            at = first_rank_with(self._gradients.nonfinite()) or ""
+            at = at or "every entry is finite, but the squares overflow"
+            what = f"gradient norm is {findings.norm} ({at})"
         if self.skipped_steps >= self.job_config.training.max_skipped_steps:
             raise NonFiniteError(
                 f"step {step}: {what}; last good checkpoint: "
@@ -349,8 +381,8 @@ class Trainer(TitanTrainer):
         self._losses.clear()
         if pipeline is not None:
             # Only the last stage has the loss; rank 0 needs it for logging.
-            torch.distributed.all_reduce(loss, group=pipeline.get_group())
-            torch.distributed.all_reduce(since_last, group=pipeline.get_group())
+            dist.all_reduce(loss, group=pipeline.get_group())
+            dist.all_reduce(since_last, group=pipeline.get_group())
         # A rank without valid tokens has no mean loss.
         own = loss / token_share if token_share else torch.full_like(loss, -math.inf)
         counted = {} if self._ledger is None else self._ledger.bytes_by_mesh_dim()
@@ -369,13 +401,6 @@ class Trainer(TitanTrainer):
                 **self._residuals.metrics(),
             },
         )
-
-    def _maybe_stop(self) -> None:
-        """Suspend validation before a stop; a run that has reached its last step is not stopped."""
-        if self.step >= self.job_config.training.steps:
-            self.interrupted = False
-        if self.interrupted and self.job_config.validation.enable:
-            self.validator.suspended = True
 
     def _make_up_for_validation(self) -> None:
         """Validate now if the previous run was stopped between a save and its validation."""
@@ -398,8 +423,8 @@ class Trainer(TitanTrainer):
         processor, job_config = self.metrics_processor, self.job_config
         memory = processor.device_memory_monitor.get_peak_stats().max_reserved_gib
         peak = torch.tensor(memory, dtype=torch.float64, device=self.device)
-        if torch.distributed.get_world_size() > 1:
-            torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         if processor.history is None:
             return
         history, folder = read_history(processor.history.path), Path(job_config.job.dump_folder)
@@ -409,3 +434,11 @@ class Trainer(TitanTrainer):
         logger.info("Summary written to %s", write_summary(summary, history, folder, title))
         for opened in processor.opened:
             opened.publish(summary, folder / CURVE_FILE)
+
+
+def layout(dims: ParallelDims) -> str:
+    """Return the parallel degrees in words, such as ``4 ranks (dp_shard 2, tp 2)``."""
+    names = ("dp_replicate", "dp_shard", "tp", "pp")
+    degrees = ((name, getattr(dims, name)) for name in names)
+    split = ", ".join(f"{name} {degree}" for name, degree in degrees if degree > 1)
+    return "1 rank" if dims.world_size == 1 else f"{dims.world_size} ranks ({split})"

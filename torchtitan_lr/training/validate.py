@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from torchtitan_lr.console.progress import progress
-from torchtitan_lr.data.rows import model_arguments, moved, open_rows
-from torchtitan_lr.data.validation import ValidationSet, count_labels, entropy
+from torchtitan_lr.data.rows import ValidationSet, moved, open_rows
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.models.loss import perplexity
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
@@ -108,9 +108,8 @@ def batch_loss(
         inputs: Tokens (b, s) and the model's further arguments, on any device.
         labels: (b, s), likewise.
     """
-    inputs, labels = moved((inputs, labels), device_type())
-    tokens = inputs["input"]
-    arguments = model_arguments(inputs) | loss_arguments(model, labels)
+    tokens, labels, arguments = moved((inputs, labels), device_type())
+    arguments |= loss_arguments(model, labels)
     if pipeline is not None:
         return pipeline.evaluate(tokens, labels, **arguments).detach().double()
     return loss_fn(model(tokens, **arguments), labels).detach().double()
@@ -151,7 +150,7 @@ class Validator(BaseValidator):
         self.pipeline = pp_schedule
         section = job_config.validation
         sizes = section.local_batch_size, dp_world_size, dp_rank, section.steps
-        self.validation_set = ValidationSet(open_rows(job_config, "validation")[1], *sizes)
+        self.validation_set = ValidationSet(open_rows(job_config, "validation"), *sizes)
         self._entropy: float | None = None
         # torchtitan's own section has no such key.
         self._first_step = getattr(section, "first_step", False)
@@ -178,13 +177,15 @@ class Validator(BaseValidator):
         if self._entropy is None:
             # Each rank counts its own share, once. A trained model's loss must be below the
             # entropy: it is the loss of the best model without context.
-            counts = count_labels(self.validation_set).to(device_type())
+            model: Any = model_parts[0]
+            counts = torch.zeros(model.model_args.vocab_size, dtype=torch.int64)
+            for _, labels in self.validation_set:
+                counts += torch.bincount(labels[labels != IGNORE_INDEX], minlength=len(counts))
+            counts = counts.to(device_type())
             if (mesh := self.parallel_dims.get_optional_mesh("loss")) is not None:
-                size = torch.tensor(len(counts), device=counts.device)
-                dist.all_reduce(size, dist.ReduceOp.MAX, mesh.get_group())
-                counts = nn.functional.pad(counts, (0, int(size) - len(counts)))
                 dist.all_reduce(counts, group=mesh.get_group())
-            self._entropy = entropy(counts)
+            shares = counts.double() / counts.sum()
+            self._entropy = float(torch.special.entr(shares).sum())
         self.metrics_processor.log_validation(
             self.last_loss,
             step,

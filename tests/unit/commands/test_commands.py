@@ -14,7 +14,7 @@ from tests.integration.test_sockets import listening
 from tests.unit.test_imports import HEAVY
 from torchtitan_lr.commands.main import COMMANDS, main, parser_of
 from torchtitan_lr.commands.train import make_seed_checkpoint
-from torchtitan_lr.config.shipped import shipped_configs
+from torchtitan_lr.config.paths import shipped_configs
 
 HELP = f"""
 import contextlib, io, json, resource, sys

@@ -14,8 +14,8 @@ from tests.reference.validation_loss import sequence_losses, token_losses, windo
 from tests.unit.hf.test_export import run_record, write_run
 from torchtitan_lr.data.sources import Source
 from torchtitan_lr.data.sources import texts as texts_of
-from torchtitan_lr.data.validation import Document, EvaluationSet
 from torchtitan_lr.hf.loading import load_for_inference
+from torchtitan_lr.hf.text import Document, EvaluationSet
 from torchtitan_lr.titan import IGNORE_INDEX
 
 script = Command("evaluate")
@@ -83,7 +83,7 @@ def test_every_token_is_a_label_once(seq_len, batch):
 def test_ranks_share_the_windows(ranks, batch):
     documents = ["abcdef", "g", "", "hijklmnopqrstuvw" * 2]
     windows = torch.cat([labels for _, labels in evaluation_set(documents, 4, 99)])
-    shares = [evaluation_set(documents, 4, batch, None, ranks, r) for r in range(ranks)]
+    shares = [evaluation_set(documents, 4, batch, ranks, r) for r in range(ranks)]
     batches = [list(share) for share in shares]
     shapes = [[labels.shape for _, labels in own] for own in batches]
     assert shapes == [shapes[0]] * ranks  # every rank has the same batches

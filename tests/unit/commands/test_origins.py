@@ -7,7 +7,7 @@ import pytest
 
 from torchtitan_lr.commands.origins import as_toml, read_origins
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.config.shipped import shipped_configs
+from torchtitan_lr.config.paths import shipped_configs
 from torchtitan_lr.launch import placement
 from torchtitan_lr.models.configured import llama_args
 

@@ -5,7 +5,7 @@ import pytest
 
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import load_toml
-from torchtitan_lr.config.shipped import SHIPPED
+from torchtitan_lr.config.paths import SHIPPED
 from torchtitan_lr.errors import ConfigError
 
 

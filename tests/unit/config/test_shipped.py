@@ -6,7 +6,7 @@ import pytest
 from tests.commands import ROOT
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import load_toml
-from torchtitan_lr.config.shipped import find_config, near_configs
+from torchtitan_lr.config.paths import find_config, near_configs
 from torchtitan_lr.errors import ConfigError
 
 SHIPPED = str(ROOT / "train_configs" / "debug_cola.toml")

@@ -34,10 +34,10 @@ def corpora(tmp_path_factory):
     )
 
 
-def rows_of(corpora, which=1, seed=0, seq_len=S):
-    weights = (5, 3, 1)[:which]
-    parts = [Rows(corpus, seq_len) for corpus in corpora[:which]]
-    return TrainingRows(parts, weights, seed, ("text", "more", "pairs")[:which])
+def rows_of(corpora, which=1, seed=0, seq_len=S, **options):
+    named = zip(corpora, ("text", "more", "pairs")[:which], (5, 3, 1), strict=False)
+    parts = [Rows(corpus, seq_len, name=name, weight=weight) for corpus, name, weight in named]
+    return TrainingRows(parts, seed, **options)
 
 
 def build(rows, ranks=1, local=B, total=B, **options):
@@ -127,9 +127,9 @@ def test_a_step_that_is_taken_back(corpora):
     reader = iter(loader)
     for _ in range(5):
         next(reader)
-    loader.mark()
+    loader.mark = loader.rows
     expected = [next(reader)[1] for _ in range(3)]
-    loader.return_to_mark()
+    loader.seek(loader.mark)
     assert loader.state_dict()["rows"] == 10
     assert torch.equal(torch.stack([next(reader)[1] for _ in range(3)]), torch.stack(expected))
 
@@ -166,14 +166,14 @@ def test_a_position_in_other_data_is_refused_or_starts_them_anew(corpora, change
     steps([loader], 2)
     stored = {"dataloader": OLD if change == "old loader" else loader}
     dcp.save(stored, checkpoint_id=tmp_path, no_dist=True)
-    other, found = rows_of(corpora, **options), (str(tmp_path), read_metadata(tmp_path))
+    found = (str(tmp_path), read_metadata(tmp_path))
     with pytest.raises(ConfigError) as error:
-        build(other)[0].check_checkpoint(*found)
+        rows_of(corpora, **options).check_checkpoint(*found)
     text = str(error.value)
     assert text.startswith(line) and "\n" not in text, text
     assert "training.allow_changed_corpus = true starts the data anew" in text
     assert ("training.hf_tokens" in text) == (change == "corpus")
-    assert not build(other, allow_changed=True)[0].check_checkpoint(*found)
+    assert not rows_of(corpora, **options, allow_changed=True).check_checkpoint(*found)
 
 
 def test_a_shard_that_vanishes_is_an_error_of_its_batch(tmp_path):

@@ -1,82 +1,159 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Pairs and chats: which tokens are labels, and which records are refused."""
+"""Pairs and chats: which tokens are labels, which records and templates are refused."""
 
 import json
 import re
+import shutil
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
-from torchtitan_lr.data.pairs import PairEncoder, parse_pair
+from tests.commands import ROOT
+from torchtitan_lr.data.pairs import ChatTemplate, PairEncoder, parse_pair
 from torchtitan_lr.data.sources import CUE, documented_functions
-from torchtitan_lr.data.tokenizer import build_tokenizer
-from torchtitan_lr.titan.base import JobConfig
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.titan.base import HuggingFaceTokenizer
+
+ASSETS = ROOT / "torchtitan_lr/data/assets/bpe4k"
+MARKED = (
+    "{{- bos_token }}{% for message in messages %}"
+    "{{ '<|start|>' + message['role'] }}\n"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|stop|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] | trim + '<|stop|>' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+CHAT = [("system", "Be brief. "), ("user", "What is mai"), ("assistant", "n(x)?  ")]
+CHAT += [("user", "<b>&"), ("assistant", "No “idea”.\n")]
+MESSAGES = [{"role": role, "content": content} for role, content in CHAT]
+RECORD = parse_pair({"messages": MESSAGES})
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    job = JobConfig()
-    job.model.hf_assets_path = "torchtitan_lr/data/assets/bpe4k"
-    return build_tokenizer(job)
+@pytest.fixture
+def plain():
+    return HuggingFaceTokenizer(str(ASSETS))
+
+
+def pair(prompt, completion):
+    return parse_pair({"prompt": prompt, "completion": completion})
+
+
+def chat(*turns):
+    return {"messages": [{"role": role, "content": text} for role, text in turns]}
 
 
 BAD = [
-    ("{", "a JSON object with strings"),
-    ('{"prompt": "a"}', 'strings "prompt" and "completion"'),
-    ('{"prompt": 1, "completion": "b"}', 'strings "prompt" and "completion"'),
-    ('{"prompt": "a", "completion": "  "}', '"completion" that is not empty'),
-    ('{"messages": []}', "a list of messages"),
-    ('{"messages": [{"role": "user", "content": "a"}]}', "an answer of the assistant as the last"),
-    ('{"messages": [{"role": "assistant", "content": "a"}]}', "system or user in message 1"),
-    ('{"messages": [{"role": "tool", "content": "a"}]}', "in message 1, not 'tool'"),
-    ('{"messages": [{"role": "user", "content": ""}]}', '"content" that is not empty in message 1'),
-    (
-        '{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}',
-        "assistant in message 2, not user",
-    ),
-    ('{"text": "plain"}', 'strings "prompt" and "completion"'),
+    (None, "a JSON object with strings"),
+    ({"prompt": "a"}, 'strings "prompt" and "completion"'),
+    ({"prompt": 1, "completion": "b"}, 'strings "prompt" and "completion"'),
+    ({"prompt": "a", "completion": "  "}, '"completion" that is not empty'),
+    (chat(), "a list of messages"),
+    (chat(("user", "a")), "an answer of the assistant as the last"),
+    (chat(("assistant", "a")), "system or user in message 1"),
+    (chat(("tool", "a")), "in message 1, not 'tool'"),
+    (chat(("user", "")), '"content" that is not empty in message 1'),
+    (chat(("user", "a"), ("user", "b")), "assistant in message 2, not 'user'"),
+    ({"text": "plain"}, 'strings "prompt" and "completion"'),
 ]
 
 
-@pytest.mark.parametrize(("line", "want"), BAD)
-def test_a_bad_record_is_named_with_what_was_expected(line, want):
+@pytest.mark.parametrize(("record", "want"), BAD)
+def test_a_bad_record_is_named_with_what_was_expected(record, want):
     with pytest.raises(ValueError, match=re.escape(want)):
-        parse_pair(json.loads(line) if line != "{" else None)
+        parse_pair(record)
 
 
-def test_labels_are_the_answer_and_the_end(tokenizer):
-    encoder = PairEncoder(tokenizer)
-    tokens = encoder.encode(parse_pair({"prompt": "def f(x):", "completion": " return 1\n"}))
-    prompt = tokenizer.encode("def f(x):", add_bos=True, add_eos=False)
+def test_labels_are_the_answer_and_the_end(plain):
+    tokens = PairEncoder(plain).encode(pair("def f(x):", " return 1\n"))
+    prompt = plain.encode("def f(x):", add_bos=True, add_eos=False)
     assert (~tokens[: len(prompt)]).tolist() == prompt
     answer = tokens[len(prompt) :].tolist()
-    assert answer[-1] == tokenizer.eos_id and tokenizer.decode(answer) == " return 1\n"
-    whole = tokenizer.encode("def f(x): return 1\n", add_bos=True, add_eos=True)
-    assert prompt + answer == whole
-    assert encoder.prompt(parse_pair({"prompt": "a", "completion": "b"}))[1] == "b"
+    assert answer[-1] == plain.eos_id and plain.decode(answer) == " return 1\n"
+    assert prompt + answer == plain.encode("def f(x): return 1\n", add_bos=True, add_eos=True)
 
 
-def test_a_prompt_keeps_its_tokens_where_the_text_would_merge_them(tokenizer):
+def test_a_prompt_keeps_its_tokens_where_the_text_would_merge_them(plain):
     """Generation never sees the answer, so training must not let it change the prompt's end."""
     prompt, answer = "def mai", "n(x)"
-    alone = tokenizer.encode(prompt, add_bos=True, add_eos=False)
-    merged = tokenizer.encode(prompt + answer, add_bos=True, add_eos=False)
+    alone = plain.encode(prompt, add_bos=True, add_eos=False)
+    merged = plain.encode(prompt + answer, add_bos=True, add_eos=False)
     assert merged[: len(alone)] != alone  # otherwise this shows nothing
-    record = parse_pair({"prompt": prompt, "completion": answer})
-    tokens = PairEncoder(tokenizer).encode(record)
-    assert [~t for t in tokens if t < 0] == alone == PairEncoder(tokenizer).prompt(record)[0]
-    assert tokenizer.decode([t for t in tokens if t >= 0]) == answer
+    encoder, record = PairEncoder(plain), pair(prompt, answer)
+    tokens = encoder.encode(record)
+    assert [~t for t in tokens if t < 0] == alone == (~encoder.encode(record, False)).tolist()
+    assert plain.decode([t for t in tokens if t >= 0]) == answer
 
 
-def test_every_answer_of_a_chat_is_a_label(tokenizer):
+def test_every_answer_of_a_chat_is_a_label(plain):
     turns = [("system", "rule"), ("user", "a"), ("assistant", "b"), ("user", "c")]
-    messages = [{"role": role, "content": text} for role, text in [*turns, ("assistant", "d")]]
-    tokens = PairEncoder(tokenizer).encode(parse_pair({"messages": messages}))
+    tokens = PairEncoder(plain).encode(parse_pair(chat(*turns, ("assistant", "d"))))
     labels = [t for t in tokens if t >= 0]
-    assert labels.count(tokenizer.eos_id) == 2
-    assert tokenizer.decode(labels) == "bd"
-    text = tokenizer.decode([t if t >= 0 else ~t for t in tokens])
+    assert labels.count(plain.eos_id) == 2 and plain.decode(labels) == "bd"
+    text = plain.decode([t if t >= 0 else ~t for t in tokens])
     expected = "### System:\nrule\n\n### User:\na\n\n### Assistant:\nb"
     assert text == expected + "\n\n### User:\nc\n\n### Assistant:\nd"
+
+
+def folder_with(place, template=None, in_config=None):
+    """A tokenizer's folder with a template in its own file, in the configuration, or in none."""
+    shutil.copytree(ASSETS, place, dirs_exist_ok=True)
+    config = json.loads((place / "tokenizer_config.json").read_text())
+    marks = ("<|start|>", "<|stop|>")
+    config["added_tokens_decoder"] = {
+        str(4096 + i): {"content": text, "special": True} for i, text in enumerate(marks)
+    }
+    config |= {} if in_config is None else {"chat_template": in_config}
+    (place / "tokenizer_config.json").write_text(json.dumps(config))
+    if template is not None:
+        (place / "chat_template.jinja").write_text(template)
+    return HuggingFaceTokenizer(str(place))
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_tokens_and_labels_are_those_of_transformers(tmp_path, bos):
+    template = MARKED if bos else MARKED.removeprefix("{{- bos_token }}")
+    tokenizer = folder_with(tmp_path, template)
+    options = {"bos_token": tokenizer.bos_token, "chat_template": template}
+    reference = PreTrainedTokenizerFast(tokenizer_object=tokenizer.tokenizer, **options)
+    expected = reference.apply_chat_template(
+        MESSAGES, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    encoder = PairEncoder(tokenizer)
+    tokens = encoder.encode(RECORD).tolist()
+    assert [t if t >= 0 else ~t for t in tokens] == list(expected["input_ids"])
+    assert [int(t >= 0) for t in tokens] == list(expected["assistant_masks"])
+    prompt = [t if t >= 0 else ~t for t in encoder.encode(RECORD, answered=False).tolist()]
+    asked = reference.apply_chat_template(MESSAGES[:-1], add_generation_prompt=True, tokenize=False)
+    assert prompt == tokenizer.tokenizer.encode(asked).ids
+    # Pairs take no template.
+    plain = encoder.encode(pair("a", "b")).tolist()
+    assert plain == [~0, *(~t for t in tokenizer.encode("a")), *tokenizer.encode("b"), 1]
+
+
+def test_the_config_can_hold_the_template_too(tmp_path):
+    digest = ChatTemplate(folder_with(tmp_path / "file", MARKED)).digest
+    named = [{"name": "tools", "template": "x"}, {"name": "default", "template": MARKED}]
+    for i, given in enumerate((MARKED, named)):
+        found = ChatTemplate(folder_with(tmp_path / str(i), in_config=given))
+        assert found.segments(MESSAGES)[0].text.endswith("What is mai<|stop|><|start|>assistant\n")
+        assert found.digest == digest != ""
+
+
+@pytest.mark.parametrize(
+    ("template", "want"),
+    [
+        ("{% for %}", "a chat template in Jinja"),
+        (" ", "a chat template in Jinja, or none at all"),
+        ("{{ raise_exception('no system') }}", r"every chat \(no system\); the chat begins"),
+        ("{{ messages[0].__class__.__mro__ }}", "renders every chat"),
+        ("{{ messages | length }}", "only grows"),
+        ("same", "some text for every answer"),
+    ],
+)
+def test_an_unusable_template_is_refused(tmp_path, template, want):
+    with pytest.raises(ConfigError, match=want):
+        PairEncoder(folder_with(tmp_path, template)).encode(RECORD)
 
 
 LIBRARY = '''
@@ -111,11 +188,8 @@ async def fifth():
 
 def test_functions_lose_their_docstrings():
     found = [json.loads(record) for record in documented_functions(LIBRARY)]
-    assert [record["completion"] for record in found] == [
-        " Return x.",
-        " Says nothing",
-        " Starts late.",
-    ]
+    answers = [" Return x.", " Says nothing", " Starts late."]
+    assert [record["completion"] for record in found] == answers
     prompts = [record["prompt"].removesuffix(CUE) for record in found]
     assert prompts[0] == "def first(x):\n    return x"
     assert prompts[1].startswith("    def second(self):  # a comment\n        y =")

@@ -14,7 +14,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 from tests.support.corpora import write_corpus
 from torchtitan_lr.data.corpus import Corpus
-from torchtitan_lr.data.rows import DOCUMENTS, Rows, as_batch
+from torchtitan_lr.data.rows import DOCUMENTS, Rows
 from torchtitan_lr.errors import ConfigError, DataError
 
 S = 7
@@ -23,7 +23,7 @@ S = 7
 
 def read(rows):
     """All rows, as lists: tokens, labels, documents."""
-    inputs, labels = as_batch(rows.read(np.arange(len(rows))))
+    inputs, labels = rows.read(np.arange(len(rows)))
     assert all(value.dtype == torch.int64 and value.is_contiguous() for value in inputs.values())
     documents = inputs[DOCUMENTS].tolist() if DOCUMENTS in inputs else None
     return inputs["input"].tolist(), labels.tolist(), documents
@@ -55,8 +55,9 @@ def test_text_is_cut_and_its_documents_are_those_of_a_slow_reference(
     flat = [token for shard in shards for document in shard for token in document]
     owner = [(i, j) for i, shard in enumerate(shards) for j, doc in enumerate(shard) for _ in doc]
     windows = [slice(k, k + S + 1) for k in range(0, len(flat) - S, S + 1)]
+    part = "validation" if held_out else "training"
     if not windows:
-        with pytest.raises(ConfigError, match=r"^training\.seq_len: got 7, expected at most"):
+        with pytest.raises(ConfigError, match=rf"^{part}\.seq_len: got 7, expected at most"):
             Rows(corpus, S, held_out)
         return
     tokens, labels, documents = read(Rows(corpus, S, held_out))

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tests.unit.tiny import FAMILIES, build_tiny
-from torchtitan_lr.data.rows import as_batch, labelled
-from torchtitan_lr.models.documents import separate
+from torchtitan_lr.data.rows import labelled
+from torchtitan_lr.models.llama import separate
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 from torchtitan_lr.titan import IGNORE_INDEX
@@ -62,7 +62,7 @@ def together(model, change=None):
     model.zero_grad()
     inputs, labels = packed()
     tokens = torch.cat([inputs, labels[:, -1:]], dim=1).numpy()
-    batch, labels = as_batch(labelled(tokens, begins=tokens == BOS))
+    batch, labels = labelled(tokens, begins=tokens == BOS)
     found = batch["documents"] if change is None else change(batch["documents"])
     loss = cross_entropy_sum(model(inputs, documents=found), labels)
     loss.backward()

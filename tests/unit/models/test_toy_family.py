@@ -15,7 +15,6 @@ from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.hf.export import check_hf_exportable
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.models.linears import low_rank_group
 from torchtitan_lr.titan.specs import registered_specs
 from torchtitan_lr.training.fingerprint import model_fingerprint
 
@@ -49,9 +48,8 @@ def test_a_linear_is_b_tanh_a():
     model = tiny_toy(dtype=torch.float64)
     attention, norm = model.layers["1"].attention, model.layers["1"].attention_norm
     linears = [attention.wq, attention.wk, attention.wv]
-    edges = attention.down_qkv, attention.up_qkv
     x = torch.randn(2, 5, 48, dtype=torch.float64)
-    outputs, _ = low_rank_group(x, linears, *edges, attention.silu_qkv, norm, attention.mix)
+    outputs, _ = attention.apply_group("qkv", x, linears, norm)
     for linear, out in zip(linears, outputs, strict=True):
         torch.testing.assert_close(out, linear.B(torch.tanh(linear.A(norm(x)))))
 

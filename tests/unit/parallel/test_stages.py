@@ -9,7 +9,7 @@ from torch.distributed.pipelining import ScheduleZBVZeroBubble
 
 from tests.unit.tiny import build_tiny, tokens
 from torchtitan_lr.compat.pipelining import SPLITS_BACKWARD
-from torchtitan_lr.models.linears import silu_linear
+from torchtitan_lr.models.linears import Gated, gated_linear
 from torchtitan_lr.parallel import pipeline
 from torchtitan_lr.parallel.pipeline import Stage, pack, pack_messages, unpack
 from torchtitan_lr.parallel.plans import Boundary, TPSettings, stage_boundary
@@ -79,7 +79,7 @@ class SumAndProduct(torch.autograd.Function):
 
 
 PARTS = {
-    "a Function": silu_linear,
+    "a Function": lambda h, weight: gated_linear(Gated(h, None, True), weight),
     "two outputs": lambda x, weight: torch.mul(*SumAndProduct.apply(x, weight)),
     "one weight used twice": lambda x, weight: torch.tanh(torch.tanh(x @ weight) @ weight),
 }

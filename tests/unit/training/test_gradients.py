@@ -5,9 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan_lr.optim.selection import TSRSettings
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
-from torchtitan_lr.training.gradients import StoredGradients, gradients_for
+from torchtitan_lr.training.gradients import StoredGradients
 
 
 @pytest.fixture
@@ -45,11 +43,3 @@ def test_what_is_not_finite_is_named(parts):
     gradients.clip(1.0, gradients.reduce_and_square_norm().sqrt())
     assert gradients.nonfinite() == "weight"
     assert torch.equal(parts[0].weight.grad, torch.ones(3, 3))
-
-
-def test_an_optimizer_that_sums_them_itself_is_asked(parts):
-    defaults = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
-    optimizers = TSROptimizers(parts, TSRSettings(rank=2), defaults)
-    assert gradients_for(optimizers, parts, None) is optimizers
-    plain = torch.optim.AdamW(parts[0].parameters())
-    assert isinstance(gradients_for(plain, parts, None), StoredGradients)

@@ -11,15 +11,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.unit.tiny import tiny_args
 from tests.wandb_file import parts, values_of
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.console.figures import new_figure
 from torchtitan_lr.titan.base import ParallelDims
-from torchtitan_lr.training.figures import new_figure
-from torchtitan_lr.training.loggers import (
+from torchtitan_lr.training.metrics import (
     WANDB_ID_FILE,
     RunTensorBoard,
     RunWandb,
     open_loggers,
+    resolved_config,
 )
-from torchtitan_lr.training.resolved import layout, resolved_config
+from torchtitan_lr.training.trainer import layout
 
 SUMMARY = {"steps": 4, "train_loss": 4.5}
 
@@ -54,7 +55,7 @@ def test_wandb_continues_its_run_and_ends_as_failed(tmp_path, monkeypatch, curve
     first = RunWandb(tmp_path, 0, {"training": {"steps": 3}})
     first.log({"loss": 5.0}, 3)
     first.publish(SUMMARY, curve)
-    first.end(0)
+    first.close()
     found = written(tmp_path)
     kept = (tmp_path / WANDB_ID_FILE).read_text().strip()
     assert [run.run_id for run in found["run"]] == [kept]
@@ -69,7 +70,8 @@ def test_wandb_continues_its_run_and_ends_as_failed(tmp_path, monkeypatch, curve
     run_of(tmp_path).parent.rename(tmp_path / "first")
     second = RunWandb(tmp_path, 3, {"training": {"steps": 9}})
     second.log({"loss": 4.0}, 4)
-    second.end(1)
+    second.exit_status = 1
+    second.close()
     found = written(tmp_path)
     assert [run.run_id for run in found["run"]] == [kept]
     assert [end.exit_code for end in found["exit"]] == [1]
@@ -91,11 +93,11 @@ def test_tensorboard_continues_its_folder(tmp_path, curve):
     first = RunTensorBoard(folder, 0, {"training": {"steps": 9}})
     for step in range(1, 6):
         first.log({"loss": 10.0 - step}, step)
-    first.end(1)
+    first.close()
     second = RunTensorBoard(folder, 3, {"training": {"steps": 9}})
     second.log({"loss": 1.0}, 4)
     second.publish(SUMMARY, curve)
-    second.end(0)
+    second.close()
     board = board_of(folder)
     shown = [(event.step, event.value) for event in board.Scalars("loss")]
     assert shown == [(1, 9.0), (2, 8.0), (3, 7.0), (4, 1.0)]  # 4 and 5 of the first are gone
@@ -105,7 +107,7 @@ def test_tensorboard_continues_its_folder(tmp_path, curve):
     assert '"train_loss": 4.5' in text
     # The control: a new run gets a folder of its own.
     next(folder.iterdir()).rename(folder / "20200101-000000")
-    RunTensorBoard(folder, 0, {}).end(0)
+    RunTensorBoard(folder, 0, {}).close()
     assert len(list(folder.iterdir())) == 2
 
 

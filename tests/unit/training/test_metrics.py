@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torchtitan_lr.training.history import read_history
-from torchtitan_lr.training.loggers import HistoryLogger, set_wandb_environment
+from torchtitan_lr.training.metrics import HistoryLogger, set_wandb_environment
 
 VARIABLES = ("WANDB_PROJECT", "WANDB_RUN_NAME", "WANDB_RUN_GROUP", "WANDB_TAGS", "WANDB_MODE")
 QUIET = "WANDB_SILENT"

@@ -16,7 +16,7 @@ import torchtitan.tools.utils as titan_utils
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_lr.titan.base import JobConfig, ParallelDims
-from torchtitan_lr.training.device import bind_device
+from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
 
 GIB = 2**30

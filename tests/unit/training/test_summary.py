@@ -3,8 +3,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.training.figures import draw_curve
-from torchtitan_lr.training.summary import build_summary
+from torchtitan_lr.training.history import build_summary, draw_curve
 
 
 def history(with_mfu: bool = False) -> list[dict[str, Any]]:

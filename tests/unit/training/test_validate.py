@@ -9,6 +9,7 @@ import json
 import math
 from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.support.corpora import write_corpus
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.titan.base import BaseTokenizer, ParallelDims
-from torchtitan_lr.training.device import bind_device
+from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
 from torchtitan_lr.training.validate import Validator
 
@@ -58,6 +59,8 @@ class Letters(BaseTokenizer):
 
 class Bigrams(nn.Module):
     """Notes in which mode it was called."""
+
+    model_args = SimpleNamespace(vocab_size=VOCABULARY)
 
     def __init__(self):
         super().__init__()

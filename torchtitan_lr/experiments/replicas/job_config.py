@@ -16,7 +16,7 @@ from typing import Any
 
 from torchtitan_lr.checkpoints.layout import RUN_CONFIG
 from torchtitan_lr.config import schema
-from torchtitan_lr.config.methods import TSR
+from torchtitan_lr.config.schema import TSR
 from torchtitan_lr.errors import ConfigError
 
 

@@ -107,10 +107,9 @@ class ReplicaTrainer(Trainer):
         loader, training = self.dataloader, job_config.training
         self.gradient_accumulation_steps = loader.microbatches
         self._data_ranks = self.parallel_dims.dp_shard  # of this replica; they read other data
-        rows = loader.local_batch_size * self._data_ranks
-        self._positions = DataPositions(
-            self._section.group_size, (loader.global_batch_size, rows), loader
-        )
+        rows = len(loader.own) * self._data_ranks
+        split = (loader.stride * loader.microbatches, rows)
+        self._positions = DataPositions(self._section.group_size, split, loader)
         self.checkpointer.states["dataloader"] = self._positions
         # The micro-batches of the step that is tried, and the number of its part's step.
         self._pending: tuple[int, StepData] | None = None

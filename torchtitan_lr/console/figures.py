@@ -1,18 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A run's curve, and what every picture starts from."""
+"""What every picture of a run starts from: the figure, its axes, smoothed values."""
 
-from pathlib import Path
 from typing import Any
-
-from torchtitan_lr.training.history import TRAIN_LOSS, UNIGRAM_ENTROPY, VALIDATION_LOSS
 
 DPI = 160
 """With widths of about 7 inches, text of 8 points and more is legible at half width."""
 
 SMOOTHED_POINTS = 20
 """A smoothed curve averages over 1/20 of its points, at least over three."""
-
-_RAW, _SMOOTH, _VALIDATION, _RATE = "tab:blue", "tab:blue", "tab:orange", "tab:green"
 
 Series = tuple[list[float], list[float]]
 
@@ -33,44 +28,6 @@ def new_figure(width: float, height: float) -> Any:
 
     figure = Figure(figsize=(width, height), dpi=DPI)
     FigureCanvasAgg(figure)
-    return figure
-
-
-def draw_curve(history: list[dict[str, Any]], path: Path, title: str = "") -> Any:
-    """Draw a run: losses, unigram entropy and learning rate over steps and tokens.
-
-    Args:
-        history: Records of ``metrics.jsonl``.
-        path: The PNG to write.
-        title: The picture's title.
-    """
-    figure = new_figure(6.6, 4.4)
-    axes = figure.add_subplot()
-    train, validation = series(history, TRAIN_LOSS), series(history, VALIDATION_LOSS)
-    axes.plot(*train, color=_RAW, linewidth=0.8, alpha=0.4, label="training loss")
-    smooth = smoothed(train[1])
-    axes.plot(train[0], smooth, color=_SMOOTH, linewidth=1.6, label="training loss, smoothed")
-    if validation[0]:
-        style = {"color": _VALIDATION, "marker": "o", "markersize": 4}
-        axes.plot(*validation, label="validation loss", **style)
-    if entropies := series(history, UNIGRAM_ENTROPY)[1]:
-        label = f"unigram entropy {entropies[-1]:.2f} nats"
-        axes.axhline(entropies[-1], color="grey", linestyle="--", label=label)
-    axes.set_ylabel("loss (nats per token)")
-    finish_axes(axes, history)
-    lines, labels = axes.get_legend_handles_labels()
-    rates = series(history, "lr")
-    if rates[0]:
-        right = axes.twinx()
-        (line,) = right.plot(*rates, color=_RATE, linewidth=0.8, alpha=0.7)
-        right.set_ylabel("learning rate", color=_RATE)
-        right.set_ylim(bottom=0)
-        right.yaxis.set_major_formatter("{x:g}")
-        lines, labels = [*lines, line], [*labels, "learning rate"]
-    axes.legend(lines, labels, fontsize=8)
-    axes.set_title(title, fontsize=10)
-    figure.set_layout_engine("constrained")  # leaves room for the upper axis and the title
-    figure.savefig(path)
     return figure
 
 
