@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.collectives import reduce_scatter, second_group
 from torchtitan_lr.compat.fsdp import ReduceScatter, reads_sums_at_once, unit_parameters
-from torchtitan_lr.compat.names import clean_name
 from torchtitan_lr.compression.codecs.base import Steps, Works
 from torchtitan_lr.compression.compressor import Compressor, Span, join_spans, split_spans
 from torchtitan_lr.compression.overlap import ExchangeOverlap, finish
