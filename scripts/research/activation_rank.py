@@ -53,8 +53,8 @@ def read_tokens(config: Any, options: argparse.Namespace, seq_len: int) -> Any:
     from torchtitan_lr.data.corpus import Corpus
     from torchtitan_lr.data.prepare import ensure_prepared
     from torchtitan_lr.data.tokenizer import build_tokenizer
-    from torchtitan_lr.data.validation import prepared
     from torchtitan_lr.hf.loading import read_job_config
+    from torchtitan_lr.hf.text import prepared
 
     tokenizer: Any = build_tokenizer(config)
     documents: Any

@@ -30,17 +30,13 @@ from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import BaseTokenizer
 from torchtitan_lr.titan.components import BaseDataLoader
 
-_STATE, _ROWS = "dataloader", "rows"
-
 
 class TrainingRows(Dataset[Batch]):
     """The rows of a run in their order, from one corpus or from several in given shares.
 
     Args:
         parts: The corpora; all with the same ``seq_len``.
-        weights: The share of each, over the sum of all.
         seed: Determines the order; None reads each corpus from its start to its end.
-        names: A name for each corpus, in logs.
         allow_changed: Whether a position in other data is replaced by the start of these.
 
     Attributes:
@@ -48,15 +44,10 @@ class TrainingRows(Dataset[Batch]):
     """
 
     def __init__(
-        self,
-        parts: Sequence[Rows],
-        weights: Sequence[float] = (1,),
-        seed: int | None = None,
-        names: Sequence[str] = (),
-        allow_changed: bool = False,
+        self, parts: Sequence[Rows], seed: int | None = None, allow_changed: bool = False
     ) -> None:
-        self.parts, self.shares, self._seed = list(parts), Shares(weights), seed
-        self.names, self._allow_changed = list(names), allow_changed
+        self.parts, self._seed, self._allow_changed = list(parts), seed, allow_changed
+        self.shares = Shares([part.weight for part in parts])
         counts = zip(self.shares.counts.tolist(), parts, strict=True)
         each = ",".join(f"{n}*{part.corpus.identity[:16]}" for n, part in counts)
         key = "training.mixture" if len(self.parts) > 1 else "training.dataset"
@@ -66,14 +57,13 @@ class TrainingRows(Dataset[Batch]):
     @staticmethod
     def of(job_config: Any, world_size: int | None = None) -> TrainingRows:
         """Open the rows of a run; arguments and errors as for `open_rows`."""
-        training = job_config.training
-        seed = training.shuffle_seed
+        training, seed = job_config.training, job_config.training.shuffle_seed
         if seed is None:
             seed = job_config.debug.seed or 0
-        parts, opened = open_rows(job_config, "training", world_size)
-        weights, names = [part.weight for part in parts], [part.name for part in parts]
-        seed = seed if training.shuffle else None
-        return TrainingRows(opened, weights, seed, names, training.allow_changed_corpus)
+        parts = open_rows(job_config, "training", world_size)
+        return TrainingRows(
+            parts, seed if training.shuffle else None, training.allow_changed_corpus
+        )
 
     def __getitems__(self, rows: list[int]) -> Batch:
         """Read rows by their numbers, from 0 without end; PyTorch's fetcher calls this."""
@@ -87,7 +77,7 @@ class TrainingRows(Dataset[Batch]):
         return read_parts(self.parts, chosen, numbers)
 
     def check_checkpoint(
-        self, checkpoint_id: str, metadata: Metadata, position: str = _ROWS
+        self, checkpoint_id: str, metadata: Metadata, position: str = "rows"
     ) -> bool:
         """Compare the data of a checkpoint with these before loading it.
 
@@ -105,11 +95,12 @@ class TrainingRows(Dataset[Batch]):
             ConfigError: The position is that of another corpus, order or sequence length, or of
                 the loader of an earlier version, and the data may not start anew.
         """
-        stored = {_STATE: {"corpus": ""}}
-        is_new = f"{_STATE}.{position}" in metadata.state_dict_metadata
+        stored = {"dataloader": {"corpus": ""}}
+        is_new = f"dataloader.{position}" in metadata.state_dict_metadata
         if is_new:
             load(stored, checkpoint_id, no_dist=True, metadata=metadata)
-        if is_new and stored[_STATE]["corpus"] == self.identity:
+        theirs = stored["dataloader"]["corpus"]
+        if is_new and theirs == self.identity:
             return True
         if self._allow_changed:
             logger.warning(f"{checkpoint_id} has a place in other data: the data start anew")
@@ -118,32 +109,25 @@ class TrainingRows(Dataset[Batch]):
         if not is_new:
             want = f"a checkpoint with one row as its place; {checkpoint_id} is of an older version"
             raise ConfigError("checkpoint", checkpoint_id, f"{want}: {advice}")
-        mine, theirs = (
-            {key: value for key, _, value in (word.partition("=") for word in identity.split())}
-            for identity in (self.identity, stored[_STATE]["corpus"])
-        )
-        key = next(key for key in [*mine, *theirs] if mine.get(key) != theirs.get(key))
+        words = zip(self.identity.split(), theirs.split(), strict=True)
+        here, there = next(pair for pair in words if pair[0] != pair[1])
+        key, _, mine = here.partition("=")
         if key in ("training.dataset", "training.mixture"):
-            advice += (
-                "; training.hf_tokens sets the size of a Hub's dataset, otherwise the steps do"
-            )
-        want = f"{theirs.get(key)} as in {checkpoint_id} ({advice})"
-        raise ConfigError(key, mine.get(key), want)
+            advice += "; training.hf_tokens sets a Hub's dataset's size, otherwise the steps do"
+        want = f"{there.removeprefix(f'{key}=')} as in {checkpoint_id} ({advice})"
+        raise ConfigError(key, mine, want)
 
 
 class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
     """Yields this rank's micro-batches, from the loader's position on and without end.
 
-    Micro-batch m of a step holds the global rows ``m D b + r b + i`` with D ranks, this rank r, b
-    rows per micro-batch and ``0 <= i < b``. The position is the one behind the last micro-batch
-    that was yielded, whatever worker processes have read ahead.
+    Micro-batch m of a step holds the global rows ``m D b + r b + i`` with D data-parallel ranks,
+    this rank r, b rows per micro-batch (``local_batch_size``) and ``0 <= i < b``. The position is
+    the one behind the last micro-batch that was yielded, whatever was read ahead.
 
     Args:
         dataset: The rows.
-        local_batch_size: ``b``.
-        global_batch_size: ``B``, rows per step over all ranks.
-        dp_world_size: ``D``, data-parallel ranks.
-        dp_rank: ``r``, this rank.
+        global_batch_size: Rows per step over all ranks, a multiple of ``D b``.
         **options: Arguments of PyTorch's loader: ``num_workers``, ``pin_memory`` and so on.
 
     Attributes:
@@ -181,15 +165,13 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
         self.check_checkpoint = dataset.check_checkpoint
         self._batches: Iterator[Batch] | None = None
         self._reader, self._ahead = ThreadPoolExecutor(1), Future[Batch]()
-        if not options.get("num_workers"):
-            for name in ("num_workers", "persistent_workers", "prefetch_factor"):
-                options.pop(name, None)
+        if not options.get("num_workers"):  # torch refuses the other two without it
+            options |= {"persistent_workers": False, "prefetch_factor": None}
         with warnings.catch_warnings():
             # torchdata 0.11 calls a function that torch 2.13 has deprecated.
             warnings.filterwarnings("ignore", "'set_vital'")
-            super().__init__(
-                dataset, batch_sampler=_RowNumbers(self), collate_fn=_as_read, **options
-            )
+            # The rows of a batch are read together: there is nothing to collate.
+            super().__init__(dataset, batch_sampler=_RowNumbers(self), collate_fn=tuple, **options)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield micro-batches of ``b`` rows."""
@@ -214,24 +196,18 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
         self.rows = rows
 
     def shares(self) -> dict[str, float]:
-        """Return each part's share of the rows that all ranks have read, ``data_share/<name>``.
-
-        Without a mixture there are none.
-        """
-        data = self.dataset
-        if len(data.parts) == 1:
-            return {}
-        seen = zip(data.names, data.shares.seen(self.rows), strict=True)
-        return {f"data_share/{name}": count / max(1, self.rows) for name, count in seen}
+        """Return the share of the rows so far of each part of a mixture, ``data_share/<name>``."""
+        parts, seen = self.dataset.parts, self.dataset.shares.seen(self.rows)
+        each = zip(parts, seen, strict=True) if len(parts) > 1 else ()
+        return {f"data_share/{part.name}": count / max(1, self.rows) for part, count in each}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and what it counts rows of; the same on every rank."""
-        return {_ROWS: self.rows, "corpus": self.dataset.identity}
+        return {"rows": self.rows, "corpus": self.dataset.identity}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to a stored position; `check_checkpoint` has compared what it belongs to."""
-        if state_dict:
-            self.seek(int(state_dict[_ROWS]))
+        self.seek(int(state_dict["rows"]))
 
 
 class _RowNumbers:
@@ -245,19 +221,13 @@ class _RowNumbers:
             yield [position + row for row in self._loader.own]
 
 
-def _as_read(batch: Batch) -> Batch:
-    return batch
-
-
 def build_dataloader(
     *, dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: Any
 ) -> TokenDataLoader:
     """Build the training loader of one data-parallel rank (a ``TrainSpec``'s hook).
 
-    It reads the records of the prepared folders and, of pairs, their lengths.
-
     Raises:
-        ConfigError: As for `TokenDataLoader` and `ensure_prepared`, or a corpus has no whole row.
+        ConfigError: As for `TokenDataLoader` and `open_rows`.
     """
     training = job_config.training
     local, rows = training.local_batch_size, training.global_batch_size

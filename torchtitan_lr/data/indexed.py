@@ -23,13 +23,12 @@ import numpy.typing as npt
 
 from torchtitan_lr.errors import DataError
 
-MAGIC = b"MMIDIDX\x00\x00"
-
-DTYPES = {1: np.uint8, 4: np.int32, 5: np.int64, 8: np.uint16}
-"""Codes of the types that token ids and loss masks can have."""
-
-_HEADER = struct.Struct("<9sQBQQ")
 KEY = "training.dataset_path"
+
+_MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
+
+_DTYPES = {1: np.uint8, 4: np.int32, 5: np.int64, 8: np.uint16}
+"""Codes of the types that token ids and loss masks can have."""
 
 
 class IndexedDataset:
@@ -43,9 +42,7 @@ class IndexedDataset:
         key: The TOML key to name in errors.
 
     Attributes:
-        num_sequences: Sequences in the index.
-        num_documents: Documents in the index.
-        num_tokens: Tokens of all of them.
+        num_sequences, num_documents, num_tokens: Their numbers.
         lengths: Tokens of each sequence ``(n,)``, mapped; offsets: bytes before each ``(n,)``.
         borders: Sequences before each document, and the end ``(documents + 1,)``, mapped.
 
@@ -64,11 +61,11 @@ class IndexedDataset:
         weakref.finalize(self, os.close, self._file)
         # Searching touches pages here and there; the kernel would read 128 KiB around each.
         index.madvise(mmap.MADV_RANDOM)
-        if len(index) < _HEADER.size or index[:9] != MAGIC:
-            raise self._error(".idx", f"an index of Megatron's format, which begins {MAGIC!r}")
+        if len(index) < _HEADER.size or index[:9] != _MAGIC:
+            raise self._error(".idx", f"an index of Megatron's format, which begins {_MAGIC!r}")
         _, version, code, count, borders = _HEADER.unpack_from(index)
-        if version != 1 or code not in DTYPES:
-            want = f"version 1 and a type of {sorted(DTYPES)}, not version {version}, type {code}"
+        if version != 1 or code not in _DTYPES:
+            want = f"version 1 and a type of {sorted(_DTYPES)}, not version {version}, type {code}"
             raise self._error(".idx", want)
         # Counts are from the file: compare in Python's integers, before numpy sees them. A byte
         # per sequence (multimodal modes) may follow.
@@ -76,15 +73,16 @@ class IndexedDataset:
         if borders < 1 or len(index) not in (size, size + count):
             want = f"an intact index: {count} sequences and {borders} borders do not fill its"
             raise self._error(".idx", f"{want} {len(index)} bytes")
-        self._dtype = np.dtype(DTYPES[code]).newbyteorder("<")
+        self._dtype = np.dtype(_DTYPES[code]).newbyteorder("<")
+        self._size = self._dtype.itemsize
         self.lengths = np.frombuffer(index, "<i4", count, _HEADER.size)
         self.offsets = np.frombuffer(index, "<i8", count, _HEADER.size + 4 * count)
         self.borders = np.frombuffer(index, "<i8", borders, _HEADER.size + 12 * count)
-        self.num_sequences, self.num_documents = count, borders - 1
         held = os.fstat(self._file).st_size
-        self.num_tokens, rest = divmod(held, self._dtype.itemsize)
-        end = int(self.offsets[-1]) + int(self.lengths[-1]) * self._dtype.itemsize if count else 0
-        if rest or end != held:
+        self.num_sequences, self.num_documents = count, borders - 1
+        self.num_tokens = held // self._size
+        end = int(self.offsets[-1]) + int(self.lengths[-1]) * self._size if count else 0
+        if held % self._size or end != held:
             want = f"the {end} bytes that {Path(self.prefix).name}.idx ends at, not {held}"
             raise self._error(".bin", f"{want}: it was cut, or the index is of another .bin")
 
@@ -97,17 +95,13 @@ class IndexedDataset:
         Raises:
             DataError: The file has become shorter, or cannot be read.
         """
-        size = self._dtype.itemsize
-        count = ((self.num_tokens if stop is None else stop) - start) * size
-        # One call for a window: of a mapped file every page would fault, with read-ahead.
-        found, why = b"", "it was cut"
+        count = ((self.num_tokens if stop is None else stop) - start) * self._size
         try:
-            found = os.pread(self._file, count, start * size)
-        except OSError as error:
-            why = str(error.strerror)
-        if len(found) != count:
-            raise self._error(".bin", f"a file whose tokens can all be read ({why})")
-        return np.frombuffer(found, self._dtype)
+            # One call for a window: of a mapped file every page would fault, with read-ahead.
+            found = os.pread(self._file, count, start * self._size)
+            return np.frombuffer(found, self._dtype, count // self._size)
+        except (OSError, ValueError) as error:  # ValueError: fewer tokens than there were
+            raise self._error(".bin", f"a file whose tokens can all be read ({error})") from error
 
     def starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the places of ``start .. stop - 1`` at which a document begins ``(n,)``."""
@@ -115,9 +109,8 @@ class IndexedDataset:
             starts = np.append(0, self.ends)
             return starts[slice(*np.searchsorted(starts, (start, stop)))]
         # The binary search touches a few pages of the index; nothing of it is kept in memory.
-        size = self._dtype.itemsize
-        first, last = np.searchsorted(self.offsets, (start * size, stop * size))
-        return self.offsets[first:last] // size
+        first, last = np.searchsorted(self.offsets, (start * self._size, stop * self._size))
+        return self.offsets[first:last] // self._size
 
     @cached_property
     def ends(self) -> npt.NDArray[np.int64]:
@@ -128,10 +121,9 @@ class IndexedDataset:
         """Read the whole index.
 
         Raises:
-            DataError: A sequence does not start where the one before it ends, or a document's
-                borders are not in order.
+            DataError: Sequences do not follow each other, or borders of documents are not in order.
         """
-        sizes, borders = self.lengths * np.int64(self._dtype.itemsize), self.borders
+        sizes, borders = self.lengths * np.int64(self._size), self.borders
         if (sizes < 0).any():
             raise self._error(".idx", "lengths of at least 0")
         if not np.array_equal(self.offsets, np.cumsum(sizes) - sizes):
@@ -189,11 +181,11 @@ class IndexedWriter:
         self.flush()
         self.close()
         lengths = np.fromfile(f"{self._prefix}.lengths", dtype="<i4")
-        count, code = len(lengths), next(c for c, known in DTYPES.items() if self._dtype == known)
+        count, code = len(lengths), next(c for c, known in _DTYPES.items() if self._dtype == known)
         sizes = lengths * np.int64(self._dtype.itemsize)
         scratch = f"{self._prefix}.idx.tmp"
         with open(scratch, "wb") as file:
-            file.write(_HEADER.pack(MAGIC, 1, code, count, count + 1))
+            file.write(_HEADER.pack(_MAGIC, 1, code, count, count + 1))
             for values in (lengths, np.cumsum(sizes) - sizes, np.arange(count + 1)):
                 file.write(values.astype("<i4" if values is lengths else "<i8").data)
             file.flush()

@@ -33,21 +33,6 @@ Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
 
 PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
 
-_FOLLOWS: dict[str | None, tuple[str, ...]] = {
-    None: ("system", "user"),
-    "system": ("user",),
-    "user": ("assistant",),
-    "assistant": ("user",),
-}
-"""The roles that may follow a role."""
-
-TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
-
-SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-"""Tokens whose texts a template may use."""
-
-_KEY = "model.hf_assets_path"
-
 
 def is_pair(record: Any) -> bool:
     """Return whether a JSON value is meant as a pair or a chat, valid or not."""
@@ -79,18 +64,17 @@ def parse_pair(record: Any) -> str:
 def _parse_messages(messages: Any) -> list[dict[str, str]]:
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'a list of messages in "{MESSAGES}"')
-    found, before = [], None
+    found, roles = [], ["system", "user"]
     for place, message in enumerate(messages, 1):
         parts = message if isinstance(message, dict) else {}
         role, content = parts.get("role"), parts.get("content")
         if not isinstance(content, str) or not content.strip():
             raise ValueError(f'a "content" that is not empty in message {place}')
-        if role not in _FOLLOWS[before]:
-            roles = " or ".join(_FOLLOWS[before])
-            raise ValueError(f"the role {roles} in message {place}, not {role!r}")
+        if role not in roles:
+            raise ValueError(f"the role {' or '.join(roles)} in message {place}, not {role!r}")
         found.append({"role": role, "content": content})
-        before = role
-    if before != "assistant":
+        roles = ["assistant"] if role == "user" else ["user"]
+    if role != "assistant":
         raise ValueError("an answer of the assistant as the last message")
     return found
 
@@ -122,11 +106,9 @@ class Segment(NamedTuple):
 
 def _plain(messages: Sequence[dict[str, str]]) -> list[Segment]:
     """Return the plain form: a heading and the text of each message; EOS ends each answer."""
-    parts: list[Segment] = []
-    context = ""
-    for message in messages:
-        context += "\n\n" if parts or context else ""
-        context += f"### {message['role'].capitalize()}:\n"
+    parts, context = [], ""
+    for index, message in enumerate(messages):
+        context += "\n\n" * (index > 0) + f"### {message['role'].capitalize()}:\n"
         if message["role"] == "assistant":
             parts += [Segment(context, False), Segment(message["content"], True, ends=True)]
             context = ""
@@ -148,14 +130,19 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: BaseTokenizer) -> None:
         self.digest, self.bos = "", ""
-        folder = Path(getattr(tokenizer, "tokenizer_path", None) or "")
-        config = getattr(tokenizer, "config", None) or {}
-        path, source = folder / TEMPLATE_FILE, None
+        folder, config = (getattr(tokenizer, name, None) for name in ("tokenizer_path", "config"))
+        if folder is None:
+            return
+        path, config, key = (
+            Path(folder, "chat_template.jinja"),
+            config or {},
+            "model.hf_assets_path",
+        )
         try:
             if path.is_file():
                 source = path.read_text(encoding="utf-8")
             elif "chat_template" in config:
-                path, source = folder / CONFIG_FILE, config["chat_template"]
+                path, source = Path(folder, "tokenizer_config.json"), config["chat_template"]
                 if isinstance(source, list):  # several by name
                     source = {each["name"]: each["template"] for each in source}["default"]
             else:
@@ -165,27 +152,24 @@ class ChatTemplate:
             self._template = _compiled(source)
         except Exception as error:  # unreadable, of another type, or a feature that is not there
             want = f"a chat template in Jinja, or none at all ({error})"
-            raise ConfigError(_KEY, str(path), want) from error
-        self._origin = str(path)
+            raise ConfigError(key, str(path), want) from error
+        self._where = key, str(path)
         self.digest = hashlib.sha256(source.encode()).hexdigest()[:8]
-        tokens = {name: config.get(name) for name in SPECIAL_TOKENS}
-        texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
-        self._special = {name: text for name, text in texts.items() if text}
+        self._special = {
+            name: token["content"] if isinstance(token, dict) else token
+            for name, token in config.items()
+            if name.endswith("_token") and token
+        }
         self.bos = self._special.get("bos_token", "")
 
     def segments(self, messages: Sequence[dict[str, str]]) -> list[Segment]:
-        """Render a chat whose last message is an answer.
-
-        Args:
-            messages: ``role`` and ``content`` of each message.
+        """Render a chat, messages of ``role`` and ``content``, of which the last is an answer.
 
         Returns:
-            The parts in order; the tokens of the assistant's answers are labels, with the end
-            mark that the template writes behind them.
+            The parts in order; an answer has the end mark that the template writes behind it.
 
         Raises:
-            ConfigError: The template cannot render the chat, or the text of a part changes with
-                the messages after it.
+            ConfigError: The template cannot render it, or a part changes with the messages after.
         """
         if not self.digest:
             return _plain(messages)
@@ -204,7 +188,7 @@ class ChatTemplate:
         except Exception as error:  # a template can raise anything
             start = json.dumps(list(messages), ensure_ascii=False)[:80]
             want = f"a template that renders every chat ({error}); the chat begins with {start}"
-            raise ConfigError(_KEY, self._origin, want) from error
+            raise ConfigError(*self._where, want) from error
         return parts
 
 

@@ -12,7 +12,8 @@ A row is therefore a range of tokens, and where each range begins follows from t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy.typing as npt
 
 from torchtitan_lr.data.corpus import Corpus
 from torchtitan_lr.data.order import Indices
-from torchtitan_lr.data.prepare import Part, Section, data_ranks, ensure_prepared, wanted
+from torchtitan_lr.data.prepare import Section, data_ranks, ensure_prepared, wanted
 from torchtitan_lr.data.sources import Reader
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan import IGNORE_INDEX, logger
@@ -47,7 +48,8 @@ class Rows:
         seq_len: Tokens of an input, ``s``.
         held_out: Whether to read the held-out shards; no others are opened.
         mask_documents: Whether documents are kept apart. Pairs always are.
-        key: The TOML section to name in errors.
+        name: In logs.
+        weight: Of the share in a mixture.
 
     Attributes:
         pairs: Whether answers alone are labels.
@@ -65,9 +67,10 @@ class Rows:
         seq_len: int,
         held_out: bool = False,
         mask_documents: bool = False,
-        key: str = "training",
+        name: str = "",
+        weight: float = 1.0,
     ) -> None:
-        self.corpus, self.seq_len = corpus, seq_len
+        self.corpus, self.seq_len, self.name, self.weight = corpus, seq_len, name, weight
         self.pairs = corpus.kind == "pairs"
         self.apart = mask_documents or self.pairs
         self._shards = corpus.held_out if held_out else corpus.train
@@ -83,7 +86,8 @@ class Rows:
             want = f"at most {max(0, tokens - 1)}: {part} has {tokens} tokens"
             if self.pairs:
                 want = f"more tokens: in {part} no answer has room behind its prompt"
-            raise ConfigError(f"{key}.seq_len", seq_len, want)
+            key = "validation.seq_len" if held_out else "training.seq_len"
+            raise ConfigError(key, seq_len, want)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -174,15 +178,9 @@ def labelled(
 
 
 def read_parts(parts: Sequence[Rows], chosen: Indices, numbers: Indices) -> Batch:
-    """Read rows of several parts, in the order that is given.
+    """Read rows: which part each is of (b,), and its number in that part (b,).
 
-    Args:
-        parts: Parts with the same ``seq_len``.
-        chosen: Which part each row is of (b,).
-        numbers: Its number in that part (b,).
-
-    Returns:
-        The batch. Where one part keeps its documents apart, those of the others are one per row.
+    Where one part keeps its documents apart, each row of the others is one document.
     """
     import torch
 
@@ -200,6 +198,56 @@ def read_parts(parts: Sequence[Rows], chosen: Indices, numbers: Indices) -> Batc
     return inputs, labels
 
 
+class ValidationSet:
+    """One rank's share of the held-out rows, those of a mixture's parts in turn.
+
+    Sequence ``i`` is of rank ``i mod D``. All ranks have the same number of rows in every batch:
+    where sequences are missing, rows of ignored labels take their place. So no rank waits for
+    another, and the token-weighted mean is exact for any ``D``.
+
+    Args:
+        parts: The rows of the held-out part of each corpus.
+        batch_size: Rows per batch, ``b``.
+        dp_world_size: Data-parallel ranks, ``D``.
+        dp_rank: This rank.
+        steps: Batches per rank at most; -1 for all sequences.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Rows],
+        batch_size: int,
+        dp_world_size: int = 1,
+        dp_rank: int = 0,
+        steps: int = -1,
+    ) -> None:
+        self._parts, self._batch_size = list(parts), batch_size
+        counts = [len(part) for part in parts]
+        chosen = np.repeat(np.arange(len(counts)), counts)
+        numbers = np.concatenate([np.arange(count) for count in counts])
+        most = steps * batch_size * dp_world_size if steps > 0 else len(numbers)
+        in_turn = np.argsort(numbers, kind="stable")[:most]
+        own = in_turn[dp_rank::dp_world_size]
+        self._chosen, self._numbers = chosen[own], numbers[own]
+        self._num_batches = math.ceil(math.ceil(len(in_turn) / dp_world_size) / batch_size)
+
+    def __len__(self) -> int:
+        """Return the number of batches, the same on every rank."""
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches of ``b`` rows; the labels of padded rows are ignored."""
+        size = self._batch_size
+        for start in range(0, self._num_batches * size, size):
+            here = slice(start, start + size)
+            missing = (0, size - len(self._numbers[here]))
+            # A rank without a sequence for this batch reads the first one, and ignores it.
+            chosen, numbers = (np.pad(x[here], missing) for x in (self._chosen, self._numbers))
+            inputs, labels = read_parts(self._parts, chosen, numbers)
+            inputs["input"][size - missing[1] :], labels[size - missing[1] :] = 0, IGNORE_INDEX
+            yield inputs, labels
+
+
 def moved(batch: Batch, device: torch.device | str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return tokens (b, s), labels (b, s) and the model's other arguments on a device."""
     inputs = {name: value.to(device) for name, value in batch[0].items()}
@@ -208,32 +256,25 @@ def moved(batch: Batch, device: torch.device | str) -> tuple[Tensor, Tensor, dic
 
 def open_rows(
     config: Any, section: Section = "training", world_size: int | None = None
-) -> tuple[list[Part], list[Rows]]:
+) -> list[Rows]:
     """Open the corpora of a run: what it trains on, or the held-out part that it validates on.
 
-    Args:
-        config: The run's ``JobConfig``, or its saved record.
-        section: Training or validation.
-        world_size: As for `ensure_prepared`, which prepares what is missing.
-
-    Returns:
-        The prepared folders and the rows of each.
+    Arguments are those of `ensure_prepared`, which prepares what is missing.
 
     Raises:
         ConfigError: As for `ensure_prepared`, or a part has no whole row.
         DataError: As for `ensure_prepared`.
     """
-    parts = ensure_prepared(config, section, world_size)
     masked = getattr(config.training, "mask_documents", False)
     seq_len, held_out = getattr(config, section).seq_len, section == "validation"
     opened = []
-    for part in parts:
+    for part in ensure_prepared(config, section, world_size):
         corpus = Corpus.open(part.folder)
         if held_out and not corpus.held_out:
             want = "another corpus, or false for validation.enable: "
             raise ConfigError("validation.dataset", part.name, want + "nothing of it is held out")
-        opened.append(Rows(corpus, seq_len, held_out, masked, section))
-    return parts, opened
+        opened.append(Rows(corpus, seq_len, held_out, masked, part.name, part.weight))
+    return opened
 
 
 def check_corpora(config: Any, world_size: int) -> None:
@@ -260,7 +301,7 @@ def check_corpora(config: Any, world_size: int) -> None:
             want = f"files that are not trained on ({shared[0]} is); {advice}"
             raise ConfigError("validation.dataset_path", str(sources[1][0]), want)
     for section in sections:
-        opened = open_rows(config, section, world_size)[1]
+        opened = open_rows(config, section, world_size)
         for part in (part for part in opened if part.cut):
             logger.warning(
                 "%d pairs of %s are longer than %s.seq_len = %d and are cut; %d of them have no "

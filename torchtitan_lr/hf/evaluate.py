@@ -14,10 +14,9 @@ import torch
 
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.data.corpus import Corpus
-from torchtitan_lr.data.prepare import C4, Part, ensure_prepared
-from torchtitan_lr.data.rows import moved, open_rows
+from torchtitan_lr.data.prepare import C4, ensure_prepared
+from torchtitan_lr.data.rows import ValidationSet, moved, open_rows
 from torchtitan_lr.data.sources import Source, data_path
-from torchtitan_lr.data.validation import Document, EvaluationSet, ValidationSet, encoded, prepared
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.exported import is_export
 from torchtitan_lr.hf.loading import (
@@ -35,6 +34,7 @@ from torchtitan_lr.hf.ranks import (
     start_group,
     started_by_torchrun,
 )
+from torchtitan_lr.hf.text import Document, EvaluationSet, encoded, prepared
 from torchtitan_lr.launch.environment import launched_ranks
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.loss import perplexity
@@ -185,14 +185,14 @@ def _batches(
         name = f"{options.corpus} (all)" if options.corpus == "local" else options.corpus
         documents: Callable[[], Iterator[Document]] = partial(encoded, source, tokenizer)
     elif options.as_validated:
-        parts, rows = open_rows(config, "validation")
+        rows = open_rows(config, "validation")
         section = config.validation
         held_out = ValidationSet(rows, section.local_batch_size, *share, section.steps)
-        return held_out, f"{_names(parts)} (as validated)"
+        return held_out, f"{' + '.join(part.name for part in rows)} (as validated)"
     else:
         parts = ensure_prepared(config, "validation")
         corpora = [Corpus.open(part.folder) for part in parts]
-        name = f"{_names(parts)} (held out)"
+        name = f"{' + '.join(part.name for part in parts)} (held out)"
         documents = partial(prepared, corpora, tokenizer)
 
     def first() -> Iterator[Document]:
@@ -200,7 +200,3 @@ def _batches(
 
     sizes = seq_len, options.batch_size
     return EvaluationSet(first, tokenizer.decode, *sizes, *share, masked), name
-
-
-def _names(parts: list[Part]) -> str:
-    return " + ".join(part.name for part in parts)

@@ -15,7 +15,6 @@ import torch
 
 from torchtitan_lr.data.sources import Source
 from torchtitan_lr.data.tokenizer import build_tokenizer, check_tokenizer, resolve_assets_path
-from torchtitan_lr.data.validation import EvaluationSet, encoded
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.exported import open_source
 from torchtitan_lr.hf.shards import WeightSource
@@ -34,6 +33,7 @@ from torchtitan_lr.hf.svd_import import (
     factorised_args,
     limit_tokens,
 )
+from torchtitan_lr.hf.text import EvaluationSet, encoded
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families import FAMILIES
 

@@ -40,8 +40,7 @@ from torchtitan_lr.titan.base import (
     LossFunction,
     ParallelDims,
 )
-from torchtitan_lr.titan.pipeline import pipeline_llm, stages_built_by
-from torchtitan_lr.titan.specs import ParallelizeFunction
+from torchtitan_lr.titan.specs import ParallelizeFunction, pipeline_llm, stages_built_by
 
 # Sends and receives run outside the model, where no forward hook or autograd node identifies them.
 _MARK = "_pipeline_boundary"

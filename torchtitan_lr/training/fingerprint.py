@@ -41,11 +41,7 @@ def model_fingerprint(args: "LlamaArgs") -> dict[str, Any]:
 
 
 def tokenizer_digest(assets_path: str) -> str:
-    """Return a digest of the contents of the tokenizer's file.
-
-    Returns:
-        ``sha256:`` and the first 16 hexadecimal digits; "" if there is no tokenizer file.
-    """
+    """Return ``sha256:`` and 16 hexadecimal digits of the tokenizer's file; "" without a file."""
     file = tokenizer_file(resolve_assets_path(assets_path))
     return "" if file is None else f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}"
 

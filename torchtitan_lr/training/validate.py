@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan_lr.console.progress import progress
-from torchtitan_lr.data.rows import moved, open_rows
-from torchtitan_lr.data.validation import ValidationSet
+from torchtitan_lr.data.rows import ValidationSet, moved, open_rows
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.models.loss import perplexity
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
@@ -81,9 +80,9 @@ def sum_over_ranks(
         model.eval()
     loss_sum, num_tokens = sum_losses(batches, batch_loss, device_type())
     mesh = parallel_dims.get_optional_mesh("loss")
-    pipeline = parallel_dims.get_optional_mesh("pp")
-    if pipeline is not None:  # only the last stage has a loss; every stage has the labels
-        torch.distributed.all_reduce(loss_sum, group=pipeline.get_group())
+    # Only the last stage has a loss; every stage has the labels.
+    if (pipeline := parallel_dims.get_optional_mesh("pp")) is not None:
+        dist.all_reduce(loss_sum, group=pipeline.get_group())
     total = dist_utils.dist_sum(num_tokens, mesh)
     loss = dist_utils.dist_sum(loss_sum, mesh)
     for model in model_parts:
@@ -151,7 +150,7 @@ class Validator(BaseValidator):
         self.pipeline = pp_schedule
         section = job_config.validation
         sizes = section.local_batch_size, dp_world_size, dp_rank, section.steps
-        self.validation_set = ValidationSet(open_rows(job_config, "validation")[1], *sizes)
+        self.validation_set = ValidationSet(open_rows(job_config, "validation"), *sizes)
         self._entropy: float | None = None
         # torchtitan's own section has no such key.
         self._first_step = getattr(section, "first_step", False)
@@ -170,7 +169,7 @@ class Validator(BaseValidator):
         """Compute and log the validation loss and perplexity."""
         started = time.perf_counter()
         loss_of = partial(batch_loss, model_parts[0], self.loss_fn, self.pipeline)
-        first = torch.distributed.get_rank() == 0
+        first = dist.get_rank() == 0
         batches = progress(self.validation_set, "validation", len(self.validation_set), shown=first)
         with self.validation_context(), self.maybe_enable_amp:
             loss_sum, total = sum_over_ranks(model_parts, batches, loss_of, self.parallel_dims)

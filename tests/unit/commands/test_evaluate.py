@@ -14,8 +14,8 @@ from tests.reference.validation_loss import sequence_losses, token_losses, windo
 from tests.unit.hf.test_export import run_record, write_run
 from torchtitan_lr.data.sources import Source
 from torchtitan_lr.data.sources import texts as texts_of
-from torchtitan_lr.data.validation import Document, EvaluationSet
 from torchtitan_lr.hf.loading import load_for_inference
+from torchtitan_lr.hf.text import Document, EvaluationSet
 from torchtitan_lr.titan import IGNORE_INDEX
 
 script = Command("evaluate")

@@ -35,9 +35,9 @@ def corpora(tmp_path_factory):
 
 
 def rows_of(corpora, which=1, seed=0, seq_len=S, **options):
-    weights = (5, 3, 1)[:which]
-    parts = [Rows(corpus, seq_len) for corpus in corpora[:which]]
-    return TrainingRows(parts, weights, seed, ("text", "more", "pairs")[:which], **options)
+    named = zip(corpora, ("text", "more", "pairs")[:which], (5, 3, 1), strict=False)
+    parts = [Rows(corpus, seq_len, name=name, weight=weight) for corpus, name, weight in named]
+    return TrainingRows(parts, seed, **options)
 
 
 def build(rows, ranks=1, local=B, total=B, **options):

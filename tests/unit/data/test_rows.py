@@ -55,8 +55,9 @@ def test_text_is_cut_and_its_documents_are_those_of_a_slow_reference(
     flat = [token for shard in shards for document in shard for token in document]
     owner = [(i, j) for i, shard in enumerate(shards) for j, doc in enumerate(shard) for _ in doc]
     windows = [slice(k, k + S + 1) for k in range(0, len(flat) - S, S + 1)]
+    part = "validation" if held_out else "training"
     if not windows:
-        with pytest.raises(ConfigError, match=r"^training\.seq_len: got 7, expected at most"):
+        with pytest.raises(ConfigError, match=rf"^{part}\.seq_len: got 7, expected at most"):
             Rows(corpus, S, held_out)
         return
     tokens, labels, documents = read(Rows(corpus, S, held_out))

@@ -1,20 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Fixed sequences for validation, and the whole text of documents for an evaluation.
+"""The whole text of documents, for an evaluation: every token is a label once.
 
-Sequence ``i`` belongs to data-parallel rank ``i mod D``. All ranks have the same number of rows in
-every batch: where sequences are missing, rows of ignored labels take their place. So no rank waits
-for another, and the token-weighted mean is exact for any ``D``.
-
-Validation reads the rows of the held-out shards (:mod:`torchtitan_lr.data.rows`), those of a
-mixture's parts in turn. These share nothing: the first token of each is no label, and an unfilled
-last window is dropped. In an evaluation a window begins with the last token of the one before, and
-the last one is filled up. Every token is a label once, so bits per byte of the text are exact. A
-pair is a window of its own; its bytes are those of the answers that are labels.
+A window begins with the last token of the one before, and the last one is filled up, so bits per
+byte of the text are exact. A pair is a window of its own; its bytes are those of the answers that
+are labels. Windows are dealt to the ranks in turn, and all have the same number of rows in every
+batch, where windows are missing rows of ignored labels: no rank waits for another.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,58 +18,11 @@ import numpy.typing as npt
 
 from torchtitan_lr.data.corpus import Corpus
 from torchtitan_lr.data.pairs import PairEncoder
-from torchtitan_lr.data.rows import Batch, Rows, labelled, read_parts
+from torchtitan_lr.data.rows import Batch, labelled
 from torchtitan_lr.data.sources import Reader, Source
-from torchtitan_lr.titan import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from torchtitan_lr.titan.base import BaseTokenizer
-
-
-class ValidationSet:
-    """One rank's share of the validation sequences, read anew in every pass.
-
-    Args:
-        parts: The rows of the held-out part of each corpus.
-        batch_size: Rows per batch, ``b``.
-        dp_world_size: Data-parallel ranks, ``D``.
-        dp_rank: This rank.
-        steps: Batches per rank at most; -1 for all sequences.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[Rows],
-        batch_size: int,
-        dp_world_size: int = 1,
-        dp_rank: int = 0,
-        steps: int = -1,
-    ) -> None:
-        self._parts, self._batch_size = list(parts), batch_size
-        counts = [len(part) for part in parts]
-        chosen = np.repeat(np.arange(len(counts)), counts)
-        numbers = np.concatenate([np.arange(count) for count in counts])
-        most = steps * batch_size * dp_world_size if steps > 0 else len(numbers)
-        in_turn = np.argsort(numbers, kind="stable")[:most]
-        own = in_turn[dp_rank::dp_world_size]
-        self._chosen, self._numbers = chosen[own], numbers[own]
-        self._num_batches = math.ceil(math.ceil(len(in_turn) / dp_world_size) / batch_size)
-
-    def __len__(self) -> int:
-        """Return the number of batches, the same on every rank."""
-        return self._num_batches
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield batches of ``b`` rows; the labels of padded rows are ignored."""
-        size = self._batch_size
-        for start in range(0, self._num_batches * size, size):
-            here = slice(start, start + size)
-            missing = (0, size - len(self._numbers[here]))
-            # A rank without a sequence for this batch reads the first one, and ignores it.
-            chosen, numbers = (np.pad(x[here], missing) for x in (self._chosen, self._numbers))
-            inputs, labels = read_parts(self._parts, chosen, numbers)
-            inputs["input"][size - missing[1] :], labels[size - missing[1] :] = 0, IGNORE_INDEX
-            yield inputs, labels
 
 
 class Document(NamedTuple):
