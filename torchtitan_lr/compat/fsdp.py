@@ -9,7 +9,9 @@ Tested with torch 2.11, 2.13 and 2.15, between which the fields of a parameter g
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor, nn
 
@@ -91,7 +93,7 @@ def wrap_unit_calls(
     Returns:
         A function that undoes the replacement.
     """
-    replaced = []
+    replaced = ExitStack()
     for group in param_groups(module):
         calls = [(group, "unshard"), (group, "post_backward")]
         for name in ("_reduce_scatter_comm", "_all_reduce_hook"):
@@ -101,14 +103,5 @@ def wrap_unit_calls(
                 calls.append((communicator, "resume"))
         for owner, method in calls:
             # A ledger inside another's wraps what that one has put there.
-            replaced.append((owner, method, vars(owner).get(method)))
-            setattr(owner, method, wrap(getattr(owner, method)))
-
-    def undo() -> None:
-        for owner, method, before in replaced:
-            if before is None:
-                delattr(owner, method)
-            else:
-                setattr(owner, method, before)
-
-    return undo
+            replaced.enter_context(patch.object(owner, method, wrap(getattr(owner, method))))
+    return replaced.close

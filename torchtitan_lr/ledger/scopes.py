@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchtitan_lr.compat.autograd import (
+    backward_number,
     checkpointed_modules,
-    in_backward,
     next_node_number,
     running_node_number,
 )
@@ -66,7 +66,7 @@ class ScopeTracker:
 
     def here(self) -> tuple[str, str, bool]:
         """Return scope, pass (forward, backward, optimizer), and whether it is a recomputation."""
-        if in_backward():
+        if backward_number() is not None:
             number = running_node_number()
             if self._owner is None and number is not None:
                 # The last range first: a later micro-batch's numbers are larger.
@@ -108,7 +108,7 @@ class ScopeTracker:
 
         def recompute(change: int, *_: Any) -> None:
             # The first forward pass runs the inner module too.
-            self._recomputing += change * in_backward()
+            self._recomputing += change * (backward_number() is not None)
 
         begin, end = partial(recompute, 1), partial(recompute, -1)
         for inner in checkpointed_modules(module):

@@ -48,7 +48,7 @@ def apply_data_parallel(
     policy, training = mixed_precision_policy(job_config), job_config.training
     mixed = not parallel_dims.dp_enabled and training.mixed_precision_param != training.dtype
     # FSDP2 must not sum over the replicas if an optimizer or a compressor does.
-    owned = optimizer_owns_replicas(job_config) and parallel_dims.dp_replicate_enabled
+    owned = job_config.optimizer.name == TSR and parallel_dims.dp_replicate_enabled
     compresses = job_config.grad_compression.codec != "none"
     if parallel_dims.fsdp_enabled or owned:
         names = ["fsdp"]
@@ -97,11 +97,6 @@ def apply_data_parallel(
         apply_gradient_compression(model, mesh, settings, all_reduce=crosses_hosts)
     elif compresses:
         logger.info("Gradient compression: nothing to exchange without FSDP")
-
-
-def optimizer_owns_replicas(job_config: JobConfig) -> bool:
-    """Return whether the optimizer, not the wrapper, sums gradients over the replicas."""
-    return bool(job_config.optimizer.name == TSR)
 
 
 def mixed_precision_policy(job_config: JobConfig) -> MixedPrecisionPolicy:

@@ -16,6 +16,7 @@ from torchtitan_lr.checkpoints.run_record import described, global_batch_size, w
 from torchtitan_lr.compat.collectives import set_timeouts
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
+from torchtitan_lr.config.schema import TSR
 from torchtitan_lr.console.log import console
 from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.data.rows import Batch
@@ -25,7 +26,6 @@ from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.finite import step_unless
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.parallel.data_parallel import (
-    optimizer_owns_replicas,
     synchronize_gradients,
 )
 from torchtitan_lr.parallel.pipeline import Pipeline
@@ -220,7 +220,7 @@ class Trainer(TitanTrainer):
 
     def new_ledger(self) -> CommLedger:
         """Build a ledger of this run's collectives."""
-        replicas = ("dp_replicate",) if optimizer_owns_replicas(self.job_config) else ()
+        replicas = ("dp_replicate",) if self.job_config.optimizer.name == TSR else ()
         meshes = self.parallel_dims.get_all_one_dimensional_meshes()
         groups = {name: mesh.get_group() for name, mesh in meshes.items()}
         return CommLedger(self.model_parts, groups, replicas)
@@ -255,7 +255,7 @@ class Trainer(TitanTrainer):
         whole = global_valid_tokens
         if self.parallel_dims.pp_enabled:
             # Upstream divides the reported loss, but not the loss that the pipeline backpropagates.
-            self.pp_schedule.normalize_by(global_valid_tokens)
+            self.pp_schedule.tokens = global_valid_tokens
             whole = torch.ones_like(global_valid_tokens)
         loss = super().forward_backward_step(
             input_dict=input_dict, labels=labels, global_valid_tokens=whole
