@@ -122,7 +122,6 @@ def draw_volumes(axes: Any) -> None:
     """Draw the elements sent per token, in both passes, under every plan."""
     # Imported late, because torchtitan takes seconds to import and --help must be fast.
     from torchtitan_lr.formulas.tensor_parallel import part_traffic
-    from torchtitan_lr.formulas.traffic import count
     from torchtitan_lr.models.flavors import FLAVORS
     from torchtitan_lr.parallel.plans import PLANS, TPSettings
 
@@ -135,8 +134,9 @@ def draw_volumes(axes: Any) -> None:
     for i, (plan, name) in enumerate(reversed(names.items())):
         args = FLAVORS["cola" if PLANS[plan].low_rank else "full"]["7B"]
         rows = part_traffic(args, TPSettings(plan), tokens=1)["block"]
-        forward, backward = (count(rows, p)[1] for p in ("forward", "backward"))
-        calls = [count(rows, p)[0] for p in ("forward", "backward")]
+        passes = [[row for row in rows if row.pass_ == p] for p in ("forward", "backward")]
+        forward, backward = (sum(row.elements for row in of_pass) for of_pass in passes)
+        calls = [sum(row.calls for row in of_pass) for of_pass in passes]
         axes.barh(i, forward, color="#7f8c8d", label="forward" if i == 0 else None)
         axes.barh(i, backward, left=forward, color="#c7cdd1", label="backward" if i == 0 else None)
         text = f"{forward:,} + {backward:,} in {calls[0]} + {calls[1]} calls"

@@ -15,7 +15,7 @@ from tests.support.rank_pool import RankPool
 from torchtitan_lr.compat.collectives import second_group
 from torchtitan_lr.compression import compressor as gradient_compression
 from torchtitan_lr.compression.codecs.sketch import SketchCodec
-from torchtitan_lr.ledger.operations import identify
+from torchtitan_lr.ledger.ledger import identify
 from torchtitan_lr.parallel.data_parallel import sum_gradients
 
 UNITS = 4

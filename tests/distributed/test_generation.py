@@ -180,7 +180,7 @@ def bytes_on_rank(cases: list[Spoken]) -> list[list[tuple[int, int]]]:
             ledger.clear()
             with ledger:
                 decoder.step()
-            counted = ledger.bytes_by_mesh_dim()["tp"]
+            counted = sum(row["bytes"] for row in ledger.rows() if row["mesh_dim"] == "tp")
             kept = case.sampling.top_k or 1
             shape = (model.model_args, settings, case.degree, len(prompts), new)
             passes.append((counted, pass_bytes(*shape, kept, 8)))

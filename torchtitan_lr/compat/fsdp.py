@@ -21,9 +21,11 @@ from torch.distributed._composable.replicate_with_fsdp import ReplicateModule as
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
 from torch.distributed.fsdp import FSDPModule
 
-# The interface that `FSDPModule.set_custom_reduce_scatter` takes; the method is public, the class
-# is not. If the arguments of its methods change, a compressed run fails in its first backward.
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+# What `FSDPModule.set_custom_reduce_scatter` takes; the method is public, the class is not. If the
+# arguments of its methods change, a compressed run fails in its first backward.
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultReduceScatter as DefaultReduceScatter,
+)
 
 
 def param_groups(module: object) -> list[Any]:

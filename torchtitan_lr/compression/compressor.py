@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 
 from torchtitan_lr.compat.collectives import reduce_scatter
-from torchtitan_lr.compat.fsdp import ReduceScatter, reads_sums_at_once
+from torchtitan_lr.compat.fsdp import DefaultReduceScatter, reads_sums_at_once
 from torchtitan_lr.compression.codecs import Codec, SketchCodec, SparseCodec
 from torchtitan_lr.compression.codecs.base import Steps, Works, complete, exchange, gather
 from torchtitan_lr.compression.codecs.entries import left_over, pack, unpack
@@ -45,7 +45,7 @@ class Span:
     compressed: bool
 
 
-class Compressor(ReduceScatter):
+class Compressor(DefaultReduceScatter):
     """Reduces the gradients of one FSDP2 unit and keeps the residual.
 
     It is FSDP2's reduce-scatter of the unit, or its method `all_reduce` is FSDP2's hook.
@@ -90,6 +90,7 @@ class Compressor(ReduceScatter):
         self.residual_dtype, self.revocable = residual_dtype, revocable
         ranks, entries = group.size(), sum(span.size for span in spans)
         self.compressed_size = sum(span.size for span in spans if span.compressed)
+        # A rank decodes its part, of an all-reduce a W-th of the entries, padded to equal sizes.
         owned = -(-self.compressed_size // ranks) if all_reduce else self.compressed_size
         self.unit = Unit(ranks, owned, entries - self.compressed_size)
         whole = ROLE_BYTES["gradient"] * entries * (1 if all_reduce else ranks)
@@ -133,11 +134,7 @@ class Compressor(ReduceScatter):
         else:
             torch.where(rejected > 0, self.residual, self._spare, out=self.residual)
 
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new buffer, as FSDP2's default does."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
+    def __call__(  # type: ignore[override]  # FSDP2 waits only if it gets some work
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
@@ -145,17 +142,10 @@ class Compressor(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce-scatter the gradients of the unit (W·s,) into this rank's sums (s,).
-
-        Args:
-            output_tensor: The sums.
-            input_tensor: This rank's gradients, in which tensors are concatenated by rank.
-            group: The ranks of the shard dimension.
-            op: Must be a sum.
-            async_op: Must be false, as in FSDP2.
+        """Reduce-scatter the unit's gradients (W·s,), by rank, into this rank's sums (s,).
 
         Raises:
-            RuntimeError: Other arguments, or a tensor of the unit without gradient.
+            RuntimeError: No synchronous sum, or a tensor of the unit without gradient.
         """
         if op != dist.ReduceOp.SUM or async_op:
             raise RuntimeError(f"compressed gradients are summed, synchronously; asked for {op}")
@@ -198,9 +188,6 @@ class Compressor(ReduceScatter):
         Args:
             sums: Where this rank's sums are written (s,); for an all-reduce, the shard itself.
             gradients: (W·s,), in which tensors are concatenated by rank; or the shard.
-
-        Yields:
-            The collectives of `exchange_rows`, of `spread`, and of the dense entries.
         """
         if not self.compressed_size:
             yield [dist.all_reduce(sums, group=self.group, async_op=True)]
@@ -209,6 +196,7 @@ class Compressor(ReduceScatter):
         kinds: dict[bool, list[Tensor]] = {True: [parts[0][:, :0]], False: [parts[0][:, :0]]}
         for part, span in zip(parts, self.spans, strict=True):
             kinds[span.compressed].append(part)
+        # Copies, since the exchange overwrites its rows.
         rows, dense = (torch.cat(kind, dim=-1) for kind in kinds.values())
         if self.returns_all:
             size = self.unit.ranks * self.unit.compressed
@@ -273,6 +261,7 @@ class Compressor(ReduceScatter):
         if self.measuring:
             counts = {"sent": message.values.count_nonzero(), **decoded.counts}
             zero = torch.zeros((), device=rows.device)
+            # fp64 holds counts of more than 2²⁴ entries exactly.
             self.counts = torch.stack([counts.get(name, zero).double() for name in COUNTS])
         return decoded.total, received.get("dense", rows.new_empty(0))
 
@@ -281,9 +270,6 @@ class Compressor(ReduceScatter):
 
         Args:
             total: This rank's sums (m,).
-
-        Yields:
-            Its collectives.
 
         Returns:
             (W·m,), bitwise equal on every rank.

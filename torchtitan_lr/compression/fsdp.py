@@ -70,7 +70,7 @@ def apply_gradient_compression(
         entries = sum(size for name, size in parts.items() if name in chosen)
         if not exchange_unit(settings.codec, entries, 0, mesh.size(), all_reduce).compressed:
             too_small += [unit_name] if entries else []
-            chosen -= parts.keys()
+            chosen -= parts.keys()  # what is logged is what travels compressed
         compressor = COMPRESSORS[module] = Compressor(
             unit_name,
             settings.codec,

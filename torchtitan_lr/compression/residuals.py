@@ -32,6 +32,7 @@ class Residuals:
         """Return counters, and residuals that share the compressors' memory."""
         world = dist.get_world_size()
         if self._mesh is None:
+            # Of all ranks: no two have the same residual, under HSDP either.
             self._mesh = DeviceMesh(self.compressors[0].device.type, list(range(world)))
         state: dict[str, Any] = {}
         for compressor in self.compressors:

@@ -84,12 +84,7 @@ def is_compressed(name: str, size: int, settings: CompressionSettings) -> bool:
     """Return whether a tensor is compressed.
 
     ``non_attention`` excludes the query, key and value projections; feed-forward, embedding, head
-    and attention's output projection are compressed.
-
-    Args:
-        name: The parameter's name, see `clean_name`.
-        size: Its number of entries.
-        settings: The settings.
+    and attention's output projection are compressed. Names are those of `clean_name`.
     """
     if size < settings.min_size:
         return False

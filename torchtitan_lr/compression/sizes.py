@@ -172,11 +172,7 @@ def bits_per_entry(codec: CodecSizes, replicas: int = 0) -> float:
     """Return the bits per compressed entry and rank in a large tensor.
 
     That is 1 + 32(1 − θ) for the sparse codec and 1 + 32/c for the sketch. The sums that return to
-    HSDP's W replicas add min(32, 1 + 32·W(1 − θ)).
-
-    Args:
-        codec: The codec.
-        replicas: HSDP's replicas W, whose shards are all-reduced; 0 for FSDP's reduce-scatter.
+    HSDP's W ``replicas`` add min(32, 1 + 32·W(1 − θ)); W is 0 for FSDP's reduce-scatter.
     """
     large = Unit(max(1, replicas), 10**9)
     sent = sent_bytes(large, codec, all_reduce=replicas > 0)
@@ -189,6 +185,7 @@ def peels(c: float, theta: float, ranks: int) -> bool:
     1 − θ^W is the share of entries that any of W independent ranks sends. `exchange_unit` decides
     for one unit, by its size.
     """
+    # A theta that is the smallest one but for rounding counts as peeling.
     return c * (1 - theta**ranks) <= PEELING_LIMIT + 1e-12
 
 

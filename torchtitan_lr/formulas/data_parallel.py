@@ -78,12 +78,7 @@ def data_parallel_traffic(
 def named_parameters(
     shape: LlamaArgs, settings: TPSettings, tp_degree: int
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the parameter shapes of each FSDP unit on one tensor-parallel rank.
-
-    Args:
-        shape: Shape and family of the model.
-        settings: The tensor-parallel plan.
-        tp_degree: Tensor-parallel ranks T.
+    """Return the parameter shapes of each FSDP unit on one of T tensor-parallel ranks.
 
     Returns:
         Shapes by name and by unit: ``embedding``, ``block 0`` ..., ``head``, ``root``.

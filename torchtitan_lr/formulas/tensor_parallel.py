@@ -198,16 +198,10 @@ FORMULAS: dict[str, PlanFormula] = {
 def model_traffic(
     shape: LlamaArgs, settings: TPSettings, tp_degree: int, tokens: int
 ) -> list[Traffic]:
-    """Return every tensor-parallel collective of one micro-batch.
-
-    Args:
-        shape: Shape and family of the model.
-        settings: The plan.
-        tp_degree: Ranks T; at 1 there is nothing to send.
-        tokens: Tokens n of the micro-batch.
+    """Return every tensor-parallel collective of a micro-batch of n tokens on T ranks.
 
     Returns:
-        Rows for the embedding, every block, the head and the loss.
+        Rows for the embedding, every block, the head and the loss; none at T = 1.
     """
     if tp_degree == 1:
         return []

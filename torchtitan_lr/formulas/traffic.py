@@ -46,12 +46,6 @@ def of_pass(
 forward, backward = partial(of_pass, "forward"), partial(of_pass, "backward")
 
 
-def count(traffic: Iterable[Traffic], pass_: Pass) -> tuple[int, int]:
-    """Return calls and elements of one pass."""
-    rows = [row for row in traffic if row.pass_ == pass_]
-    return sum(row.calls for row in rows), sum(row.elements for row in rows)
-
-
 def merge(rows: Iterable[Traffic]) -> list[Traffic]:
     """Add up rows that differ only in calls and elements."""
     merged: dict[Traffic, Traffic] = {}

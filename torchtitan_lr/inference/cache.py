@@ -18,7 +18,6 @@ of its own: d_kv + G r numbers.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import cast
 
 import torch
@@ -152,7 +151,8 @@ class LayerCache:
             return up
         if self._up is None:
             self._up = up
-        return partial(leave_value_latent, up)
+        # q (b, s, d), k (b, s, d_kv), and the latent of v (b, s, r).
+        return lambda latents, linears: [*up(latents[:2], linears[:2]), latents[2]]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, wv: nn.Module) -> Tensor:
         """Store the keys and values of new tokens and attend to all tokens so far.
@@ -238,10 +238,3 @@ class LayerCache:
         mixed = (weights @ latents).reshape(batch, groups, -1, latents.shape[-1])
         rows = b.unflatten(0, (groups, width))  # (h_kv, head_dim, r)
         return (mixed @ rows.mT).reshape(batch, heads, new, width)
-
-
-def leave_value_latent(
-    up: nn.Module, latents: Sequence[Tensor], linears: Sequence[LowRankLinear]
-) -> list[Tensor]:
-    """Apply B to the latents of q and k; gives [q (b, s, d), k (b, s, d_kv), h (b, s, r)]."""
-    return [*up(latents[:2], linears[:2]), latents[2]]

@@ -72,14 +72,9 @@ def complete(
     settings: Settings,
     write: Callable[[str], Any] | None = None,
 ) -> Iterator[Completion]:
-    """Continue prompts in batches.
+    """Continue prompts in batches, with the whole model or a rank's part of it.
 
-    Args:
-        model: The model, whole on one device or a rank's part of it.
-        tokenizer: The model's tokenizer.
-        prompts: The texts to continue.
-        settings: How.
-        write: Receives the pieces of the continuation; for one prompt only.
+    ``write`` receives the pieces of the continuation; for one prompt only.
 
     Returns:
         An iterator over the completions, in the order of the prompts. All prompts are checked
@@ -112,7 +107,7 @@ def complete_batch(
 ) -> list[Completion]:
     """Continue rows ``(prompt, ids, limit, seed)`` together; ``write`` as for `complete`."""
     prompts, ids, limits, seeds = zip(*rows, strict=True)
-    stop_ids = {tokenizer.eos_id, *settings.stop_ids} - {None}
+    stop_ids = {tokenizer.eos_id, *settings.stop_ids} - {None}  # a tokenizer may have no EOS
     decoder = Decoder(
         model,
         ids,

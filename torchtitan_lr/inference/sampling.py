@@ -56,6 +56,7 @@ class Sampling:
         if self.temperature == 0:
             return logits.argmax(dim=-1)
         logits, ids = self.candidates(logits)
+        # The sum of a whole vocabulary would round the least likely tokens away in fp32.
         logits = logits.double()
         # The largest is subtracted first: a tiny temperature would make all of them infinite.
         logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature

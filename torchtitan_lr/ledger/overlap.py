@@ -63,12 +63,7 @@ class Overlap:
     ) -> None:
         """Record an operator that is no collective: a product, a wait, a read, or neither.
 
-        Args:
-            func: The operator's overload.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            result: Its result.
-            reducing: Whether FSDP2 runs it behind a reduction, where backward does not wait.
+        Backward does not wait for what FSDP2 runs behind a reduction (``reducing``).
         """
         packet = getattr(func, "overloadpacket", None)
         if packet is functional.wait_tensor:

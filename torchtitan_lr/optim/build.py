@@ -20,13 +20,7 @@ def build_optimizers(
     optimizer_config: OptimizerConfig,
     parallel_dims: ParallelDims,
 ) -> OptimizersContainer:
-    """Build a container of optimizers, one per model part: torchtitan's, or TSR-Adam's.
-
-    Args:
-        model_parts: The pipeline stages of this rank (one without pipelining).
-        optimizer_config: ``[optimizer]``.
-        parallel_dims: Degrees and meshes.
-    """
+    """Build a container of optimizers, one per pipeline stage: torchtitan's, or TSR-Adam's."""
     if optimizer_config.name == TSR:
         meshes = [parallel_dims.get_optional_mesh(name) for name in ("dp_replicate", "pp")]
         names = ("lr", "beta1", "beta2", "eps", "weight_decay")

@@ -29,10 +29,9 @@ def nonfinite_gradient(model_parts: Iterable[nn.Module]) -> str | None:
 
 
 def clip_factor(max_norm: float, norm: Tensor) -> Tensor:
-    """Return what scales a gradient down to ``max_norm``, as torch's ``clip_grad_norm_`` does.
+    """Return what scales a gradient down to ``max_norm``: ≤ 1, as in torch's ``clip_grad_norm_``.
 
-    Returns:
-        A scalar ≤ 1; 1 if the norm is not finite, so that the entry at fault can still be found.
+    It is 1 if the norm is not finite, so that the entry at fault can still be found.
     """
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     # `torch.where` would copy the number 1 to the device.

@@ -173,11 +173,7 @@ def plan_matrices(
 
 
 def split_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Split a list into consecutive buckets of at most ``limit`` elements, or one larger entry.
-
-    Args:
-        sizes: Elements of each entry.
-        limit: Elements of a bucket.
+    """Split entries into consecutive buckets of at most ``limit`` elements, or one larger entry.
 
     Returns:
         The indices of each bucket's entries.

@@ -2,6 +2,7 @@
 """torchtitan's trainer with checks of every step, clean interruption and a final summary."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -385,7 +386,9 @@ class Trainer(TitanTrainer):
             dist.all_reduce(since_last, group=pipeline.get_group())
         # A rank without valid tokens has no mean loss.
         own = loss / token_share if token_share else torch.full_like(loss, -math.inf)
-        counted = {} if self._ledger is None else self._ledger.bytes_by_mesh_dim()
+        counted: Counter[str] = Counter()
+        for row in [] if self._ledger is None else self._ledger.rows():
+            counted[row["mesh_dim"]] += row["bytes"]
         self.metrics_processor.log(
             self.step,
             dist_utils.dist_sum(loss, mesh),
@@ -397,7 +400,7 @@ class Trainer(TitanTrainer):
                 INTERVAL_LOSS: dist_utils.dist_sum(since_last, mesh),
                 "skipped_steps": self.skipped_steps,
                 **self._reader.metrics(),
-                **{f"comm_bytes/{dim}": size for dim, size in counted.items()},
+                **{f"comm_bytes/{dim}": size for dim, size in sorted(counted.items())},
                 **self._residuals.metrics(),
             },
         )

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from torchtitan_lr.compat.collectives import OPERATIONS
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.ledger.comparison import compare, differences
-from torchtitan_lr.ledger.ledger import CommLedger
-from torchtitan_lr.ledger.operations import OPERATIONS, identify
+from torchtitan_lr.ledger.ledger import CommLedger, identify
 
 functional = torch.ops._c10d_functional
 
@@ -154,7 +154,7 @@ def test_sizes(call: Any, op: str, elements: int) -> None:
 
 def test_every_collective_of_torch_is_known() -> None:
     """Whatever torch registers on a process group is either known or moves nothing."""
-    from torchtitan_lr.ledger.operations import GROUP_ARGUMENTS, NAMESPACES, NO_PAYLOAD
+    from torchtitan_lr.compat.collectives import GROUP_ARGUMENTS, NAMESPACES, NO_PAYLOAD
 
     unknown = set()
     for schema in torch._C._jit_get_all_schemas():

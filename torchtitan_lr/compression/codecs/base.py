@@ -81,6 +81,7 @@ def exchange(message: Message, group: dist.ProcessGroup) -> Steps[dict[str, Tens
         received[name] = torch.empty_like(tensor)
         works.append(dist.all_to_all_single(received[name], tensor, group=group, async_op=True))
     if message.summed:
+        # One call for the sketch and the dense entries: a second one would cost its latency.
         parts = list(message.summed.values())
         whole = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         own = whole.new_empty(whole.shape[1])

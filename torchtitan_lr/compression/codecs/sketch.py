@@ -197,7 +197,8 @@ def peel_remaining(
     content, load, cells, negative = _loaded(sketch, unknown, m, seed)
     values = sketch.new_zeros(unknown.shape)
     places = (unknown < m).nonzero().flatten()
-    cells, negative = _pick(places, cells, negative)
+    # `index_select` throughout: advanced indexing is several times slower.
+    cells, negative = (t.index_select(-1, places) for t in (cells, negative))
     for _ in range(rounds):
         if not len(places):
             break
@@ -205,14 +206,16 @@ def peel_remaining(
         alone = lone.any(0)
         # From the first cell in which an entry is alone, as in `peel`.
         first = torch.where(lone[0], 0, torch.where(lone[1], 1, 2)).unsqueeze(0)
-        taken, of, minus, first = _pick(alone.nonzero().flatten(), places, cells, negative, first)
+        tensors, ready = (places, cells, negative, first), alone.nonzero().flatten()
+        taken, of, minus, first = (t.index_select(-1, ready) for t in tensors)
         read = content.take(of.gather(0, first))
         read = torch.where(minus.gather(0, first), -read, read)[0]
         flat = of.flatten()
         content.scatter_add_(0, flat, torch.where(minus, read, -read).flatten())
         load.scatter_add_(0, flat, load.new_full(flat.shape, -1))
         values.index_copy_(0, taken, read)
-        places, cells, negative = _pick((~alone).nonzero().flatten(), places, cells, negative)
+        rest = (~alone).nonzero().flatten()
+        places, cells, negative = (t.index_select(-1, rest) for t in (places, cells, negative))
     remains = torch.zeros_like(unknown, dtype=torch.bool).index_fill_(0, places, True)
     return values, remains
 
@@ -230,8 +233,3 @@ def _loaded(
     load = torch.zeros(spare + 1, dtype=torch.int32, device=sketch.device)
     load.scatter_add_(0, cells.flatten(), (unknown < m).int().repeat(HASH_ROWS))
     return pad(sketch, (0, 1)), load, cells, negative
-
-
-def _pick(which: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Select entries along the last dimension; advanced indexing is several times slower."""
-    return tuple(tensor.index_select(-1, which) for tensor in tensors)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.optim.selection import BUCKET_ELEMENTS, TSRSettings, split_buckets
-from torchtitan_lr.optim.tsr.randomized_svd import SVD, Answer, Gather, Request, Steps, Sum
+from torchtitan_lr.optim.tsr.randomized_svd import SVD, Answer, Gather, Request, Steps, Sum, summed
 from torchtitan_lr.titan import logger
 
 if TYPE_CHECKING:
@@ -33,12 +33,7 @@ DENSE = -1
 
 @dataclass(frozen=True)
 class Layout:
-    """The mesh dimensions that split a matrix, by index in the run's common order.
-
-    Args:
-        rows: Those that split its rows.
-        columns: Those that split its columns.
-    """
+    """The mesh dimensions that split a matrix's rows and columns, by index in the run's order."""
 
     rows: tuple[int, ...] = ()
     columns: tuple[int, ...] = ()
@@ -117,11 +112,7 @@ class Synchronizer:
             stack.core = core.view(stack.average.shape)
 
     def begin(self, due: Sequence[Sequence[int]]) -> None:
-        """Zero the cores for a new step and plan its sums; the memory is reused.
-
-        Args:
-            due: The matrices that refresh in this step, by stack.
-        """
+        """Zero the cores for a new step, in which ``due`` refresh by stack, and plan its sums."""
         self.sums.wait()  # of a step that was abandoned
         self.all_cores.zero_()
         stacks = list(enumerate(self.stacks))
@@ -178,9 +169,6 @@ class Synchronizer:
         Matrices are decomposed in rounds whose sketches fit into one bucket. Those of one round
         make the same number of power iterations.
 
-        Args:
-            due: The matrices, by stack.
-
         Returns:
             Their bases and cores, equal on all replicas; not yet applied.
         """
@@ -215,10 +203,16 @@ class Synchronizer:
                     core = svd.values[..., None] * svd.right.mT
                     refreshes.append(Refresh(stack, indices, svd.left, None, core))
             if self.settings.moments == "rotate":
-                products = [_overlaps(refresh) for refresh in refreshes]
-                overlaps = solve_together(products, layouts, self.groups)
-                for refresh, of_both in zip(refreshes, overlaps, strict=True):
-                    refresh.overlaps = of_both
+                # U₊ᵀU and V₊ᵀV, summed over the shards of their rows. All matrices of a run, or
+                # none, are projected on both sides.
+                old = [(r, *r.stack.bases(r.indices)) for r in refreshes]
+                lefts = [summed(r.left.mT @ u, "rows", False) for r, u, _ in old]
+                both = [(r.right, v) for r, _, v in old if r.right is not None and v is not None]
+                rights = [summed(new.mT @ v, "columns", False) for new, v in both]
+                p = solve_together(lefts, layouts, self.groups)
+                q = solve_together(rights, layouts, self.groups) or [None] * len(p)
+                for refresh, *overlaps in zip(refreshes, p, q, strict=True):
+                    refresh.overlaps = overlaps[0], overlaps[1]
             found += refreshes
         return found
 
@@ -247,18 +241,6 @@ class Synchronizer:
             if group is not None:
                 dist.all_reduce(total, group=group)
         return total.sqrt()
-
-
-def _overlaps(new: Refresh) -> Steps[tuple[Tensor, Tensor | None]]:
-    """Compute U₊ᵀU and V₊ᵀV from row-sharded bases."""
-    old_left, old_right = new.stack.bases(new.indices)
-    left = yield Sum(new.left.mT @ old_left, "rows", replicas=False)
-    assert isinstance(left, Tensor)
-    if new.right is None or old_right is None:
-        return left, None
-    right = yield Sum(new.right.mT @ old_right, "columns", replicas=False)
-    assert isinstance(right, Tensor)
-    return left, right
 
 
 def whole_gradient(parameter: Tensor) -> Tensor:
@@ -349,15 +331,8 @@ def solve_together(
 ) -> list[Any]:
     """Run computations side by side and merge each round of their requests into collectives.
 
-    A round needs at most one call per kind of request and mesh dimension.
-
-    Args:
-        computations: In the same order on all ranks.
-        layouts: The layout of each computation's matrices.
-        groups: The process groups.
-
-    Returns:
-        Their results.
+    A round needs at most one call per kind of request and mesh dimension. The computations, each
+    with the layout of its matrices, have the same order on all ranks.
     """
     results: list[Any] = [None] * len(computations)
     answers: dict[int, Answer] = dict.fromkeys(range(len(computations)))
@@ -399,12 +374,8 @@ def repair_drift(
     """Detect differences between replicas in tensors that each computed itself, and repair them.
 
     One all-reduce of two checksums per batch detects a difference in any bit. The first replica's
-    tensors then replace the others'. Replicas on equal machines never differ, but one refresh with
-    other bases would let them part for good.
-
-    Args:
-        batches: Groups of tensors; corrected in place.
-        replicas: The replicas.
+    tensors then replace the others', in place. Replicas on equal machines never differ, but one
+    refresh with other bases would let them part for good.
 
     Returns:
         Indices of the batches that differed, the same on all replicas.
@@ -419,6 +390,7 @@ def repair_drift(
             bits = tensor.contiguous().view(-1).view(torch.int32).to(torch.int64)
             weights = torch.arange(bits.numel(), device=bits.device).remainder_(8191).add_(1)
             of_batch.append((bits * weights).sum())
+        # Below 2⁶², the checksum's negative is in int64's range too.
         sums.append(torch.stack(of_batch).sum().remainder(2**62))
     checksums = torch.stack(sums)
     extremes = torch.cat([checksums, -checksums])
@@ -433,11 +405,7 @@ def repair_drift(
 
 
 def mesh_groups(parameters: Iterable[Tensor]) -> dict[str, dist.ProcessGroup]:
-    """Return the parameters' mesh dimensions of more than one rank, with their groups.
-
-    Returns:
-        Process group by dimension name, in the mesh's order: the run's common order.
-    """
+    """Return the group of every mesh dimension of more than one rank, in the run's common order."""
     groups: dict[str, dist.ProcessGroup] = {}
     for parameter in parameters:
         if isinstance(parameter, DTensor):

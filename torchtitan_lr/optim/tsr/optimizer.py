@@ -80,6 +80,7 @@ class TSROptimizers(OptimizersContainer):
         groups = ReductionGroups(mesh_groups(parameters), replicas, stages)
         shapes: list[Any] = [{name: tuple(p.shape) for part in named for name, p in part}]
         if stages is not None:
+            # A stage sees its own part, and the refreshes are spread over the whole model's.
             own, shapes = shapes, [None] * stages.size()
             dist.all_gather_object(shapes, own[0], group=stages)
         plans = plan_matrices(dict(chain(*(part.items() for part in shapes))), settings)
@@ -180,8 +181,7 @@ class TSROptimizers(OptimizersContainer):
     def accumulate(self, last: bool) -> None:
         """Finish a micro-batch: accumulate the gradients that no hook has seen.
 
-        Args:
-            last: As given to `prepare`, which need not have been called.
+        `prepare` need not have been called.
         """
         if not self.in_microbatch:
             self.prepare(last)
@@ -255,19 +255,15 @@ class TSROptimizers(OptimizersContainer):
     @torch.no_grad()
     def undo_step_counters(self) -> None:
         """Reset the counters of the last step, which the device rejected."""
-        counters = (count for part in self for count in part.counters)
-        for count, before in zip(counters, self._counts_before, strict=True):
-            count.copy_(before)
+        counters = [count for part in self for count in part.counters]
+        torch._foreach_copy_(counters, self._counts_before)
 
     def nonfinite(self) -> str | None:
         """Return the first parameter of this rank whose gradient or core is not finite, or None."""
-        if (name := nonfinite_gradient(self.model_parts)) is not None:
-            return name
-        for stack in self.synchronizer.stacks:
-            for plan, core in zip(stack.plans, stack.core, strict=True):
-                if not torch.isfinite(core).all():
-                    return plan.name
-        return None
+        stacks = self.synchronizer.stacks
+        cores = ((s.plans[i].name, core) for s in stacks for i, core in enumerate(s.core))
+        spoilt = (name for name, core in cores if not torch.isfinite(core).all())
+        return nonfinite_gradient(self.model_parts) or next(spoilt, None)
 
 
 class TSRAdam(Optimizer):

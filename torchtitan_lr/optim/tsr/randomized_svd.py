@@ -104,21 +104,18 @@ def randomized_svd(
         replicas: Whether the gradients are partial sums over replicas.
         earlier: The previous bases U (b, m, r) and V (b, n, r), None for a side that is not to be
             aligned. Zeros, or random, before the first refresh.
-
-    Yields:
-        Requests for sums and blocks of other ranks.
     """
     # Y = GΩ, an (m, k) sketch of the range of G.
-    y = yield from _sum(_times(gradients, sketches), "columns", replicas)
+    y = yield from summed(_times(gradients, sketches), "columns", replicas)
     q, _ = yield from tsqr(y, "rows", mesh_dims)
     for _ in range(power_iterations):
         # Z = GᵀQ and Y = G·qr(Z): the sketch turns towards the leading directions.
-        z = yield from _sum(_times(gradients, q, transposed=True), "rows", replicas)
+        z = yield from summed(_times(gradients, q, transposed=True), "rows", replicas)
         z, _ = yield from tsqr(z, "columns", mesh_dims)
-        y = yield from _sum(_times(gradients, z), "columns", replicas)
+        y = yield from summed(_times(gradients, z), "columns", replicas)
         q, _ = yield from tsqr(y, "rows", mesh_dims)
     # B = QᵀG (k, n), kept as Bᵀ = Q_b·R_b; then B = R_bᵀ·Q_bᵀ, and its SVD is that of a k×k matrix.
-    b = yield from _sum(_times(gradients, q, transposed=True), "rows", replicas)
+    b = yield from summed(_times(gradients, q, transposed=True), "rows", replicas)
     q_b, r_b = yield from tsqr(b, "columns", mesh_dims)
     # A non-finite gradient makes R_b non-finite on every rank, and LAPACK would raise. Its singular
     # values become NaN instead, and so does the gradient's norm.
@@ -127,7 +124,7 @@ def randomized_svd(
     # U = QŨ and V = Ṽ, the first r columns.
     left = q @ small_left[..., :rank]
     right = q_b @ small_right[..., :rank]
-    sides = yield from _sum(sketches[..., :1].mT @ right, "columns", False)
+    sides = yield from summed(sketches[..., :1].mT @ right, "columns", False)
     # 1 for singular values above rounding error, else 0.
     smallest = values[:, :1] * values.shape[-1] * torch.finfo(values.dtype).eps
     present = (values[:, :rank] > smallest).to(values.dtype)
@@ -136,7 +133,7 @@ def randomized_svd(
     axes: tuple[Axis, Axis] = ("rows", "columns")
     for number, old in enumerate(earlier):
         if old is not None:
-            products = yield from _sum((bases[number] * old).sum(dim=-2), axes[number], False)
+            products = yield from summed((bases[number] * old).sum(dim=-2), axes[number], False)
             # Near zero the sign would be that of rounding noise, which layouts do not share.
             turn = _signs(products + torch.finfo(products.dtype).eps ** 0.5)
             values, bases[number] = values * turn, bases[number] * turn[:, None, :]
@@ -144,18 +141,12 @@ def randomized_svd(
 
 
 def _small_svd(square: Tensor) -> SVD:
-    """Decompose a batch of k×k matrices B; vectors of vanishing singular values are not unit.
+    """Decompose a batch of matrices B (b, k, k); vectors of vanishing values are not unit.
 
     In fp32, BᵀB = V·diag(σ²)·Vᵀ is formed and decomposed in fp64, and U = BV/σ: one batched
     symmetric decomposition, where a GPU computes the SVDs of a batch one after the other. Squares
     lose half of fp64's digits, which leaves σ exact to 1e-7 where it is above rounding error. Wider
     dtypes have no such room, and take the SVD itself.
-
-    Args:
-        square: B (b, k, k).
-
-    Returns:
-        U, σ and V, of B's dtype; σ in descending order.
     """
     if square.dtype != torch.float32:
         left, values, right = torch.linalg.svd(square)
@@ -180,9 +171,6 @@ def tsqr(tall: Tensor, axis: Axis, mesh_dims: int) -> Steps[tuple[Tensor, Tensor
         tall: This rank's rows (b, m, k); m may be less than k, or 0.
         axis: The axis of G that these rows belong to.
         mesh_dims: Number of mesh dimensions that may shard it.
-
-    Yields:
-        One `Gather` per mesh dimension.
 
     Returns:
         Q (b, m, k), sharded like the input, and R (b, k, k), equal on all ranks.
@@ -227,14 +215,11 @@ def draw_basis(key: str, size: tuple[int, int]) -> Tensor:
     """Draw an orthonormal basis that is the same in every bit on any machine and device.
 
     Rows are dealt to the columns in a random order and get a random sign. The columns do not
-    overlap, so they are orthogonal without a factorization, and every row belongs to one.
-
-    Args:
-        key: Selects the random stream.
-        size: m and r ≤ m.
+    overlap, so they are orthogonal without a factorization, and every row belongs to one. The key
+    selects the random stream.
 
     Returns:
-        (m, r) in fp64, on the CPU; each column has ⌊m/r⌋ or ⌈m/r⌉ entries of equal magnitude.
+        (m, r ≤ m) in fp64, on the CPU; each column has ⌊m/r⌋ or ⌈m/r⌉ entries of equal magnitude.
     """
     rows, rank = size
     generator = torch.Generator().manual_seed(_seed(key))
@@ -251,7 +236,8 @@ def _seed(key: str) -> int:
     return int.from_bytes(hashlib.sha256(f"0:{key}".encode()).digest()[:7], "big")
 
 
-def _sum(tensor: Tensor, axis: Axis, replicas: bool) -> Steps[Tensor]:
+def summed(tensor: Tensor, axis: Axis, replicas: bool) -> Steps[Tensor]:
+    """Return the `Sum` of a tensor."""
     answer = yield Sum(tensor, axis, replicas)
     assert isinstance(answer, Tensor)
     return answer
