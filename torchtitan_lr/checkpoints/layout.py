@@ -32,8 +32,7 @@ DISCARDED, ASIDE = "discarded-", "aside-"
 """How `rename_away` names a checkpoint that is being deleted (the next start deletes what a killed
 run left), and a complete one later than the step that a run resumed (the user may delete it)."""
 
-STEP_FOLDER = re.compile(r"step-(\d+)")
-"""The name of a checkpoint's folder."""
+_STEP_FOLDER = re.compile(r"step-(\d+)")
 
 
 def is_dcp(folder: str | Path) -> bool:
@@ -48,19 +47,15 @@ def is_complete(folder: str | Path) -> bool:
 
 
 def all_steps(folder: str | Path) -> list[int]:
-    """Return the steps that have a folder, complete or not, in order.
-
-    Args:
-        folder: The parent of ``step-1``, ``step-2`` and so on; it may not exist.
-    """
+    """Return the steps that have a ``step-N``, complete or not, in a folder that may not exist."""
     if not os.path.isdir(folder):
         return []
-    matches = map(STEP_FOLDER.fullmatch, os.listdir(folder))
+    matches = map(_STEP_FOLDER.fullmatch, os.listdir(folder))
     return sorted(int(match.group(1)) for match in matches if match)
 
 
 def complete_steps(folder: str | Path) -> list[int]:
-    """Return the steps of the complete checkpoints in a folder, in order; [] without the folder."""
+    """Return the steps of the complete checkpoints in a folder that may not exist, in order."""
     return [step for step in all_steps(folder) if is_complete(step_folder(folder, step))]
 
 

@@ -56,24 +56,19 @@ class Manifest:
 
 
 def read_manifest(step_dir: str | Path) -> Manifest | None:
-    """Read a checkpoint's manifest.
-
-    Returns:
-        The manifest; None for an old checkpoint without one.
+    """Read a checkpoint's manifest; None for an old checkpoint without one.
 
     Raises:
         DamagedError: The manifest cannot be read.
     """
     try:
-        text = (Path(step_dir) / MANIFEST).read_text()
+        manifest = Manifest(**json.loads((Path(step_dir) / MANIFEST).read_text()))
+        for size, checksum in manifest.files.values():
+            int(size), int(checksum)
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise DamagedError(MANIFEST, f"cannot be read ({describe(error)})") from error
-    try:
-        manifest = Manifest(**json.loads(text))
-        for size, checksum in manifest.files.values():
-            int(size), int(checksum)
     except (ValueError, TypeError, AttributeError) as error:
         raise DamagedError(MANIFEST, f"is damaged ({describe(error)})") from error
     return manifest
@@ -110,7 +105,7 @@ class ManifestWriter(FileSystemWriter):
         )
         finite = all_finite(tensor for tensor in weights if isinstance(tensor, Tensor))
         results = _Results(super().write_data(plan, planner).wait())
-        results.sums, results.finite = dict(self.fs.sums), finite
+        results.sums, results.finite = self.fs.sums.copy(), finite
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -206,11 +201,7 @@ def share_of(names: list[str], rank: int, ranks: int) -> list[str]:
 
 
 def damage_of(step_dir: str | Path) -> str | None:
-    """Verify a checkpoint; call it on every rank, each reads its share.
-
-    Returns:
-        The damaged file and its damage, None if the checkpoint is whole; the same on all ranks.
-    """
+    """As `find_damage` of the whole checkpoint; call it on every rank, each reads its share."""
     if not dist.is_initialized():
         return find_damage(step_dir)
     verdicts: list[str | None] = [None] * dist.get_world_size()
@@ -251,12 +242,7 @@ def _sum_of(path: Path) -> Sum:
 
 
 class _Results(list[WriteResult]):
-    """DCP's results that a rank sends to the first one.
-
-    Attributes:
-        sums: Sizes and checksums of its files.
-        finite: Whether the weights in them are finite.
-    """
+    """DCP's results that a rank sends to the first one, with what the manifest needs."""
 
     sums: dict[str, Sum]
     finite: bool

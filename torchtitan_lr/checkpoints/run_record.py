@@ -70,7 +70,7 @@ def changed(record: dict[str, Any], config: Any, ranks: int = 1) -> dict[str, li
         ``[recorded value, value now]`` by dotted key.
     """
     now = json.loads(json.dumps(config.to_dict()))  # tuples become lists, as in the record
-    pairs = {
+    pairs: dict[str, list[Any]] = {
         f"{section}.{key}": [record[section][key], value]
         for section in _SECTIONS
         for key, value in now.get(section, {}).items()
@@ -82,11 +82,7 @@ def changed(record: dict[str, Any], config: Any, ranks: int = 1) -> dict[str, li
     if given[0] == given[-1] > 0 or record.get(BATCH) == global_batch_size(config, ranks):
         pairs.pop("training.global_batch_size", None)
         pairs.pop("training.local_batch_size", None)
-    return {
-        key: values
-        for key, values in pairs.items()
-        if values[0] != values[1] and key not in _WITHOUT_EFFECT
-    }
+    return {k: v for k, v in pairs.items() if v[0] != v[1] and k not in _WITHOUT_EFFECT}
 
 
 def described(changes: dict[str, list[Any]]) -> str:
@@ -95,12 +91,7 @@ def described(changes: dict[str, list[Any]]) -> str:
 
 
 def write_record(config: Any, step: int, ranks: int = 1) -> dict[str, list[Any]]:
-    """Write the record of a run that starts or is resumed.
-
-    Args:
-        config: Its configuration.
-        step: The step that it resumes; 0 for a new run, whose record has no changes.
-        ranks: Of the run.
+    """Write the record of a run that resumes ``step``; 0 is a new run, which has no changes.
 
     Returns:
         What changed since the record before; empty for a new run.

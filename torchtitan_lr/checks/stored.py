@@ -8,7 +8,7 @@ any data are read, with the override that starts a new run; so is a run without 
 import itertools
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,22 @@ _NEVER_RESUMED = ("model.name", "low_rank.rank", "training.dataset")
 """Keys with which no run is resumed; 0, -1 and an empty text stand for another key's value."""
 
 
-def resumed_step(config: Any) -> int | None:
-    """Return the step whose checkpoint a run resumes, None if it resumes none."""
+def resumed(config: Any) -> tuple[int, str]:
+    """Return the step and the folder of the checkpoint that a run resumes; -1 and "" for none."""
     checkpoint = config.checkpoint
-    steps = complete_steps(Path(config.job.dump_folder) / checkpoint.folder)
+    folder = Path(config.job.dump_folder) / checkpoint.folder
+    steps = complete_steps(folder)
     if not checkpoint.enable or checkpoint.create_seed_checkpoint or not steps:
-        return None
+        return -1, ""
     step = steps[-1] if checkpoint.load_step == -1 else int(checkpoint.load_step)
-    return step if step in steps else None  # `check_checkpoint` refuses a missing one
+    # `check_checkpoint` refuses a missing one.
+    return (step, step_folder(folder, step)) if step in steps else (-1, "")
 
 
 def nothing_to_train(config: Any) -> str:
     """Return one line that says that the run in the dump folder has all its steps, else ""."""
-    step, steps = resumed_step(config), config.training.steps
-    if step is None or not 0 < steps <= step:
+    step, steps = resumed(config)[0], config.training.steps
+    if not 0 < steps <= step:
         return ""
     return (
         f"already at step {step} of {steps}: nothing to train; choose more training.steps, or "
@@ -52,12 +54,11 @@ def nothing_to_train(config: Any) -> str:
 
 def check_record(config: Any, world_size: int) -> None:
     """Compare with the record of the run that would be resumed; needs neither torch nor data."""
-    record, step = read_record(config), resumed_step(config)
-    if not record or not step:  # a seed checkpoint, of step 0, has trained nothing
+    record, (step, folder) = read_record(config), resumed(config)
+    if not record or step <= 0:  # a seed checkpoint, of step 0, has trained nothing
         return
-    checkpoints = Path(config.job.dump_folder) / config.checkpoint.folder
     with _cured(config):
-        _check_numbers(config, step_folder(checkpoints, step))
+        _check_numbers(config, folder)
     differences, line = changed(record, config, world_size), nothing_to_train(config)
     training = config.training
     for key, (there, here) in differences.items():
@@ -101,22 +102,18 @@ def check_stored_model(config: Any, world_size: int, device_type: str) -> None:
     from torchtitan_lr.checkpoints.manifest import read_manifest
     from torchtitan_lr.checkpoints.safe_metadata import DamagedError
 
-    checkpoint, step = config.checkpoint, resumed_step(config)
-    any_model = checkpoint.initial_load_in_hf or checkpoint.initial_load_other_model
-    path = None if any_model else checkpoint.initial_load_path
-    if step is not None:
-        path = step_folder(Path(config.job.dump_folder) / checkpoint.folder, step)
-    if not checkpoint.enable or path is None:
+    checkpoint, path = config.checkpoint, resumed(config)[1]
+    if not (path or checkpoint.initial_load_in_hf or checkpoint.initial_load_other_model):
+        path = checkpoint.initial_load_path
+    if not checkpoint.enable or not path:
         return
-    try:
-        manifest = read_manifest(path)
-    except DamagedError:  # the ranks look for an undamaged one
-        return
-    if manifest is not None:
-        here = model_fingerprint(configured_args(config))
-        here[TOKENIZER] = tokenizer_digest(config.model.hf_assets_path)
-        with _cured(config):
-            check_fingerprint(manifest.model, here, path)
+    # Of a damaged one the ranks look for an undamaged one.
+    with suppress(DamagedError):
+        if (manifest := read_manifest(path)) is not None:
+            here = model_fingerprint(configured_args(config))
+            here[TOKENIZER] = tokenizer_digest(config.model.hf_assets_path)
+            with _cured(config):
+                check_fingerprint(manifest.model, here, path)
 
 
 def check_stored_data(config: Any, world_size: int, device_type: str) -> None:
@@ -129,11 +126,10 @@ def check_stored_data(config: Any, world_size: int, device_type: str) -> None:
     from torchtitan_lr.checkpoints.safe_metadata import DamagedError, read_metadata
     from torchtitan_lr.data.dataloader import TrainingRows
 
-    step, replicas = resumed_step(config), config.fault_tolerance.enable  # theirs are several
+    (step, folder), replicas = resumed(config), config.fault_tolerance.enable  # theirs are several
     # Of a seed checkpoint, of step 0, only the model is loaded.
-    if not step or replicas or "dataloader" in config.checkpoint.exclude_from_loading:
+    if step <= 0 or replicas or "dataloader" in config.checkpoint.exclude_from_loading:
         return
-    folder = step_folder(Path(config.job.dump_folder) / config.checkpoint.folder, step)
     try:
         metadata = read_metadata(folder)
     except (DamagedError, CheckpointException):  # loading it reports them
@@ -151,7 +147,7 @@ def _cured(config: Any) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        if resumed_step(config) is None:
+        if not resumed(config)[1]:
             raise
         want = f"{error.want}; for a new run choose another folder, as in "
         raise ConfigError(error.key, error.got, want + _another_folder(config)) from error

@@ -10,15 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.checkpoints.layout import (
-    LANES,
-    RUN_CONFIG,
-    TRAINING_STATES,
-    complete_steps,
-    is_complete,
-    is_dcp,
-    step_folder,
-)
+from torchtitan_lr.checkpoints import layout
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.configured import configured_args
@@ -77,7 +69,7 @@ def check_dump_folder(config: Any, world_size: int, device_type: str) -> None:
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
         _check_folder(folder / user_path(value, key), key, value)
-    for name in (HISTORY_FILE, config.job.save_config_file or RUN_CONFIG):
+    for name in (HISTORY_FILE, config.job.save_config_file or layout.RUN_CONFIG):
         path = folder / name
         if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
             want = f"a folder in which {name} is a file to write to, which {path} is not"
@@ -88,19 +80,18 @@ def _check_folder(folder: Path, key: str, value: str) -> None:
     """Raise for a folder that cannot be created or written to."""
     user_path(str(folder), key)
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
-    ok = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
-    if not ok:
-        lets = "lets you make" if nearest.is_dir() else "does not block: it is a file"
-        raise ConfigError(key, value, f"a folder that {nearest} {lets}")
+    lets = "lets you make" if nearest.is_dir() else "does not block: it is a file"
+    fits = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    _require(fits, key, value, f"a folder that {nearest} {lets}")
 
 
 def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
     """Check what ``[checkpoint]`` saves, and its load paths."""
     checkpoint = config.checkpoint
-    if checkpoint.last_save_in_hf and not checkpoint.last_save_model_only:
-        want = "false, or checkpoint.last_save_model_only = true: safetensors hold only tensors"
-        raise ConfigError("checkpoint.last_save_in_hf", True, want)
-    parts = ("model", *(name for name in TRAINING_STATES if name != LANES))
+    fits = not checkpoint.last_save_in_hf or checkpoint.last_save_model_only
+    want = "false, or checkpoint.last_save_model_only = true: safetensors hold only tensors"
+    _require(fits, "checkpoint.last_save_in_hf", True, want)
+    parts = ("model", *(name for name in layout.TRAINING_STATES if name != layout.LANES))
     for name in checkpoint.exclude_from_loading:
         want = "some of " + ", ".join(parts)
         _require(name in parts, "checkpoint.exclude_from_loading", name, want)
@@ -112,22 +103,20 @@ def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
         return
     folder = Path(config.job.dump_folder) / checkpoint.folder
     step = checkpoint.load_step
-    if step != -1 and not is_complete(step_folder(folder, step)):
-        have = ", ".join(map(str, complete_steps(folder)))
+    if step != -1 and not layout.is_complete(layout.step_folder(folder, step)):
+        have = ", ".join(map(str, layout.complete_steps(folder)))
         want = f"one of {have}" if have else f"-1: {folder} has no checkpoint"
         raise ConfigError("checkpoint.load_step", step, want)
-    path = checkpoint.initial_load_path
-    in_hf = checkpoint.initial_load_in_hf
-    if path and not (os.path.exists(path) if in_hf else is_dcp(path)):
+    path, in_hf = checkpoint.initial_load_path, checkpoint.initial_load_in_hf
+    if path and not (os.path.exists(path) if in_hf else layout.is_dcp(path)):
         want = "the folder of one complete checkpoint such as outputs/checkpoint/step-100"
         for parent in (Path(path), Path(path).parent):
-            if steps := complete_steps(parent):
+            if steps := layout.complete_steps(parent):
                 want += f"; in {parent} are the steps {', '.join(map(str, steps))}"
                 break
         raise ConfigError("checkpoint.initial_load_path", path, want)
-    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
-        want = "false, or checkpoint.initial_load_model_only = true"
-        raise ConfigError("checkpoint.initial_load_in_hf", True, want)
+    fits, want = not in_hf or checkpoint.initial_load_model_only, "initial_load_model_only = true"
+    _require(fits, "checkpoint.initial_load_in_hf", True, f"false, or checkpoint.{want}")
 
 
 def check_model(config: Any, world_size: int, device_type: str) -> None:
@@ -149,14 +138,12 @@ def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
     """Check that the tokenizer exists and fits the vocabulary; call this after `check_model`."""
     from torchtitan_lr.data.tokenizer import check_tokenizer
 
-    model_args = configured_args(config)
-    tokens = check_tokenizer(config)
-    if tokens > model_args.vocab_size:
-        want = (
-            f"a tokenizer of at most {model_args.vocab_size} tokens for {config.model.name} "
-            f"{config.model.flavor}, or model.vocab_size = {tokens}: this one has {tokens}"
-        )
-        raise ConfigError("model.hf_assets_path", config.model.hf_assets_path, want)
+    model, rows, tokens = config.model, configured_args(config).vocab_size, check_tokenizer(config)
+    want = (
+        f"a tokenizer of at most {rows} tokens for {model.name} {model.flavor}, or "
+        f"model.vocab_size = {tokens}: this one has {tokens}"
+    )
+    _require(tokens <= rows, "model.hf_assets_path", model.hf_assets_path, want)
 
 
 def check_data(config: Any, world_size: int, device_type: str) -> None:

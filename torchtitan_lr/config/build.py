@@ -74,9 +74,7 @@ def config_of_record(record: dict[str, Any], argv: list[str]) -> Any:
     Raises:
         ConfigError: A value does not fit its key.
     """
-    overrides = split_arguments(argv)
-    module = _given(record, overrides).get(_MODULE_KEY)
-    return _fill(_known(record, config_class(_extension_name(module))), overrides)
+    return _fill(record, split_arguments(argv), of_record=True)
 
 
 def _known(table: dict[str, Any], section: Any) -> dict[str, Any]:
@@ -91,12 +89,19 @@ def _known(table: dict[str, Any], section: Any) -> dict[str, Any]:
     }
 
 
-def _fill(raw: dict[str, Any], overrides: list[Override]) -> Any:
-    """Check a table and its overrides, and return the configuration."""
-    given = _given(raw, overrides)
+def _fill(raw: dict[str, Any], overrides: list[Override], of_record: bool = False) -> Any:
+    """Check a table, of a record only its known keys, and overrides; return the configuration."""
+    given = {  # unchecked, by dotted key
+        f"{section}.{key}": value
+        for section, table in raw.items()
+        if isinstance(table, dict)
+        for key, value in table.items()
+    } | dict(overrides)
     config_cls = config_class(_extension_name(given.get(_MODULE_KEY)))
     from torchtitan_lr.titan.configuration import fill_job_config
 
+    if of_record:
+        raw = _known(raw, config_cls)
     names = [(given.get(key), known) for key, known in REGISTERED.items()]
     module = given.get(_IMPORT_KEY)
     if isinstance(module, str) and module:
@@ -139,13 +144,10 @@ def _extension_name(name: Any) -> str:
         ConfigError: It is neither the package's own nor an experiment's; records of checkpoints
             name one too, and must not make this process import just any module.
     """
-    name = name or CONFIG_MODULE
-    if name != CONFIG_MODULE:
-        want = f"{CONFIG_MODULE}, or a module of torchtitan_lr.experiments"
-        if not str(name).startswith("torchtitan_lr.experiments."):
-            raise ConfigError(_MODULE_KEY, name, want)
-        _importable(name, _MODULE_KEY, want)
-    return str(name)
+    name, want = name or CONFIG_MODULE, f"{CONFIG_MODULE}, or a module of torchtitan_lr.experiments"
+    if name != CONFIG_MODULE and not str(name).startswith("torchtitan_lr.experiments."):
+        raise ConfigError(_MODULE_KEY, name, want)
+    return _importable(name, _MODULE_KEY, want)
 
 
 @cache
@@ -156,16 +158,6 @@ def config_class(module: str = CONFIG_MODULE) -> Any:
     # Called late: it imports torch, which takes seconds; a wrong path is reported first.
     with collector_off():
         return merged_job_config(importlib.import_module(module).JobConfig)
-
-
-def _given(raw: dict[str, Any], overrides: list[Override]) -> dict[str, Any]:
-    """Return the values of a table and its overrides by dotted key, unchecked."""
-    return {
-        f"{section}.{key}": value
-        for section, table in raw.items()
-        if isinstance(table, dict)
-        for key, value in table.items()
-    } | {override.key: override.value for override in overrides}
 
 
 def _importable(module: Any, key: str, want: str) -> str:

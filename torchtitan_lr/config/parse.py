@@ -35,22 +35,16 @@ LARGEST_INTEGER = 2**63 - 1
 
 
 class Override(NamedTuple):
-    """One command-line argument: ``--key=value``, ``--key value`` or the flag ``--key``.
-
-    Args:
-        key: Dotted key with dashes turned into underscores, e.g. ``training.local_batch_size``.
-        value: The text after it; None for a flag.
-    """
+    """One command-line argument: ``--key=value``, ``--key value`` or the flag ``--key``."""
 
     key: str
+    """Dotted key with dashes turned into underscores, e.g. ``training.local_batch_size``."""
     value: str | None
+    """The text after it; None for a flag."""
 
 
 def split_arguments(argv: list[str]) -> list[Override]:
-    """Split a command line into overrides, without checking keys.
-
-    Returns:
-        The overrides in order; a later one wins over an earlier one.
+    """Split a command line into overrides, of which a later one wins, without checking keys.
 
     Raises:
         ConfigError: An argument that does not start with ``--``.

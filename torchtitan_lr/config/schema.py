@@ -68,24 +68,17 @@ class Model:
     """Model family: llama_full, llama_svd, llama_cola or llama_lax."""
 
     flavor: str = "debug"
-    """
-    Size: debug, tiny, 60M, 130M, 350M, 1B, 1B_boost, 3B, 7B, 8B, 13B or 30B; or the path of a
-    model_args.json, which torchtitan-lr import and torchtitan-lr export write.
-    """
+    """Size: debug, tiny, 60M, 130M, 350M, 1B, 1B_boost, 3B, 7B, 8B, 13B or 30B; or the path of a
+    model_args.json, which torchtitan-lr import and torchtitan-lr export write."""
 
     vocab_size: int = 0
-    """
-    Rows of the embedding and of the head, for a custom tokenizer; 0 uses the flavor's. The value is
-    rounded up to a multiple of 64, so that the model is the same at every tensor-parallel degree
-    that divides 64, and to a multiple of any other degree and of ``caat.lanes``.
-    """
+    """Rows of the embedding and of the head, for a custom tokenizer; 0 uses the flavor's. The value
+    is rounded up to a multiple of 64, so that the model is the same at every tensor-parallel degree
+    that divides 64, and to a multiple of any other degree and of ``caat.lanes``."""
 
     hf_assets_path: str = "torchtitan_lr/data/assets/bpe4k"
-    """
-    Folder with the tokenizer: a Hugging Face tokenizer.json, or a tiktoken rank file named
-    tokenizer.model (llama-3 format). Relative paths are looked up from the working directory,
-    then from the repository root.
-    """
+    """Folder with the tokenizer, a Hugging Face tokenizer.json. Relative paths are looked up from
+    the working directory, then from the repository root."""
 
 
 @dataclass
@@ -101,8 +94,7 @@ class Training:
     """Additions to torchtitan's ``[training]``."""
 
     dataset: str = "cpython"
-    """
-    The training corpus:
+    """The training corpus:
     - 'cpython': source files of one version's standard library, in the package: the same text on
       every machine
     - 'python_stdlib': the source files of the running interpreter's standard library
@@ -118,8 +110,7 @@ class Training:
     - 'prepared': the folder that ``dataset_path`` names, written by ``torchtitan-lr prepare``, by
       Megatron-LM or by NeMo Curator
 
-    All others are prepared before the first step, once for all runs: see ``token_folder``.
-    """
+    All others are prepared before the first step, once for all runs: see ``token_folder``."""
 
     text_column: str = "text"
     """Name of the text in the records of 'hf' and 'local'."""
@@ -134,23 +125,17 @@ class Training:
     """'hf': the split to validate on; empty holds out one document in 200 of ``hf_split``."""
 
     hf_streaming: bool = True
-    """
-    'hf': stream the dataset, and prepare as many tokens as the run reads. False downloads all of it
-    and prepares all of it.
-    """
+    """'hf': stream the dataset, and prepare as many tokens as the run reads. False downloads all of
+    it and prepares all of it."""
 
     hf_tokens: Annotated[int, NATURAL] = 0
-    """
-    'hf': tokens to prepare of a streamed dataset; 0 takes those that ``training.steps`` read.
-    Another number is another corpus, so set it where a run may get more steps later.
-    """
+    """'hf': tokens to prepare of a streamed dataset; 0 takes those that ``training.steps`` read.
+    Another number is another corpus, so set it where a run may get more steps later."""
 
     mixture: list[dict[str, str | float]] = field(default_factory=list)
-    """
-    Several corpora instead of ``dataset``: a table ``[[training.mixture]]`` for each, with the keys
-    ``dataset``, ``path``, ``weight`` (its share over the sum of all; 1 by default), ``name`` (in
-    the log; by default the dataset), ``text_column``, ``hf_name`` and ``hf_split``.
-    """
+    """Several corpora instead of ``dataset``: a table ``[[training.mixture]]`` for each, with the
+    keys ``dataset``, ``path``, ``weight`` (its share over the sum of all; 1 by default), ``name``
+    (in the log; by default the dataset), ``text_column``, ``hf_name`` and ``hf_split``."""
 
     dataloader: DataLoader = field(default_factory=DataLoader)
 
@@ -158,50 +143,37 @@ class Training:
     """Gradients are clipped to this global norm; inf disables clipping."""
 
     max_skipped_steps: Annotated[int, NATURAL] = 0
-    """
-    Number of steps with a non-finite loss or gradient that may be skipped in the whole run before
-    it stops. 0 stops at the first.
-    """
+    """Number of steps with a non-finite loss or gradient that may be skipped in the whole run
+    before it stops. 0 stops at the first."""
 
     max_bad_records: Annotated[int, NATURAL] = 0
-    """
-    Number of unreadable records (an invalid JSON line) that a preparation may leave out. With more
-    of them nothing is trained. A file that breaks off is never left out.
-    """
+    """Number of unreadable records (an invalid JSON line) that a preparation may leave out. With
+    more of them nothing is trained. A file that breaks off is never left out."""
 
     allow_changed_corpus: bool = False
-    """
-    Resume from a checkpoint of another corpus, order or ``seq_len``, or of a version whose loader
-    had positions in the text: weights, optimizer and step are loaded, and the data start anew.
-    """
+    """Resume from a checkpoint of another corpus, order or ``seq_len``, or of a version whose
+    loader had positions in the text: weights, optimizer and step are loaded, and the data start
+    anew."""
 
     mask_documents: bool = False
-    """
-    Keep the documents of a sequence apart: a token attends to its own document only, positions
-    restart, and the token after a document's last is not predicted. Also in validation.
-    """
+    """Keep the documents of a sequence apart: a token attends to its own document only, positions
+    restart, and the token after a document's last is not predicted. Also in validation."""
 
     shuffle: bool = True
-    """
-    Read the sequences of a corpus in a seeded order, another one in each epoch. False reads them
-    from its start to its end.
-    """
+    """Read the sequences of a corpus in a seeded order, another one in each epoch. False reads them
+    from its start to its end."""
 
     shuffle_seed: int | None = None
     """Seed of the reading order; None uses ``debug.seed``."""
 
     token_folder: str = ""
-    """
-    Folder of the prepared tokens of raw corpora, which all runs share; empty for
+    """Folder of the prepared tokens of raw corpora, which all runs share; empty for
     ``torchtitan_lr/tokens`` in the user's cache folder. Its folders may be deleted while no run
-    reads them.
-    """
+    reads them."""
 
     token_folder_gb: float = 100.0
-    """
-    Size of ``token_folder``: after a preparation the folders that no run has used for longest are
-    deleted, until the others fit.
-    """
+    """Size of ``token_folder``: after a preparation the folders that no run has used for longest
+    are deleted, until the others fit."""
 
 
 @dataclass
@@ -209,8 +181,7 @@ class Parallelism:
     """Additions to torchtitan's ``[parallelism]`` for tensor parallelism."""
 
     tp_plan: Annotated[str, TP_PLANS] = "auto"
-    """
-    The tensor-parallel plan:
+    """The tensor-parallel plan:
     - 'auto': 'btp' for the low-rank families, 'megatron' for llama_full, 'caat' if it has lanes
     - 'btp': bottleneck-aware (BOOST): sharded residual stream, one r-wide reduction per chunk
     - 'vanilla': every factor pair column- then row-parallel, heads sharded: the fair baseline
@@ -218,40 +189,29 @@ class Parallelism:
     - 'megatron': column- and row-parallel full-rank linears
     - 'caat': llama_full with ``[caat] lanes``: each rank has its own streams (CAAT-Net)
     - 'btp_caat': experimental, svd and cola with ``[caat] lanes``: 'btp' with partial reductions;
-      never chosen by 'auto'
-    """
+      never chosen by 'auto'"""
 
     tp_grouping: bool = True
-    """
-    btp, btp_caat: q, k, v (and gate, up) share one product and one reduction. vanilla: they share
-    the backward reduction of their input.
-    """
+    """btp, btp_caat: q, k, v (and gate, up) share one product and one reduction. vanilla: they
+    share the backward reduction of their input."""
 
     tp_norm: Literal["online", "sync"] = "online"
-    """
-    btp: how RMSNorm reduces the statistic of a sharded stream. 'online' divides after the
+    """btp: how RMSNorm reduces the statistic of a sharded stream. 'online' divides after the
     projection, so that the statistic is reduced together with the latents; 'sync' reduces it
-    before the projection.
-    """
+    before the projection."""
 
     tp_norm_stat: Literal["async", "column"] = "async"
-    """
-    btp with tp_norm = 'online': 'async' reduces the statistic in a separate fp32 all-reduce that
+    """btp with tp_norm = 'online': 'async' reduces the statistic in a separate fp32 all-reduce that
     starts before the projection; 'column' sends it as a column of the latents (fewest calls;
-    rounds it to bf16).
-    """
+    rounds it to bf16)."""
 
     tp_comm: Literal["all_reduce", "sequence"] = "all_reduce"
-    """
-    btp and megatron: after a reduction every rank has all tokens ('all_reduce'), or a shard of them
-    ('sequence': reduce-scatter, then all-gather before the next product).
-    """
+    """btp and megatron: after a reduction every rank has all tokens ('all_reduce'), or a shard of
+    them ('sequence': reduce-scatter, then all-gather before the next product)."""
 
     tp_head: Literal["plain", "scatter"] = "plain"
-    """
-    btp: the head's backward as an all-reduce of d-wide gradients, or as the cheaper
-    reduce-scatter, with the final norm applied to the logits.
-    """
+    """btp: the head's backward as an all-reduce of d-wide gradients, or as the cheaper
+    reduce-scatter, with the final norm applied to the logits."""
 
 
 @dataclass
@@ -268,21 +228,17 @@ class LowRank:
     """Rank of the gate, up and down projections; 0 uses ``rank``."""
 
     activation: Literal["flavor", "both", "lowrank", "reduced", "fullrank", "none"] = "flavor"
-    """
-    Positions of the nonlinearities (CoLA, Table 10):
+    """Positions of the nonlinearities (CoLA, Table 10):
     - 'flavor': the flavor's default ('both' up to 130M, 'lowrank' from 350M)
     - 'both': in every bottleneck, and the outer SiLU on the gate
     - 'lowrank': in every bottleneck only
     - 'reduced': in the gate's bottleneck only
     - 'fullrank': the outer SiLU only
-    - 'none': nowhere
-    """
+    - 'none': nowhere"""
 
     lax_gate: Literal["identity", "scalar"] = "identity"
-    """
-    How llama_lax scales the previous block's latents before adding them: not at all, or by one
-    learned number per projection.
-    """
+    """How llama_lax scales the previous block's latents before adding them: not at all, or by one
+    learned number per projection."""
 
 
 @dataclass
@@ -315,10 +271,8 @@ class Optimizer:
     tsr_vocabulary_power_iterations: Annotated[
         int, at_least(-1, "a number of iterations, or -1 for tsr_power_iterations")
     ] = -1
-    """
-    TSRAdam: power iterations of the embedding and of a compressed head, whose refreshes are the
-    largest messages; -1 for `tsr_power_iterations`.
-    """
+    """TSRAdam: power iterations of the embedding and of a compressed head, whose refreshes are the
+    largest messages; -1 for `tsr_power_iterations`."""
 
     tsr_scale: Annotated[float, positive("a positive number such as 0.75")] = 0.75
     """TSRAdam: factor α on the lifted update of compressed matrices (0.5 at 60M in the paper)."""
@@ -332,45 +286,34 @@ class Optimizer:
     """TSRAdam: steps between refreshes of the embedding's bases."""
 
     tsr_moments: Literal["keep", "rotate", "reset"] = "rotate"
-    """
-    TSRAdam: Adam's moments after a change of bases:
+    """TSRAdam: Adam's moments after a change of bases:
     - 'keep': unchanged (the published code); the new bases are given the signs of the old ones
     - 'rotate': expressed in the new bases (the paper's theory)
-    - 'reset': set to zero, and the bias correction restarts
-    """
+    - 'reset': set to zero, and the bias correction restarts"""
 
     tsr_refresh: Literal["auto", "sketch", "dense"] = "auto"
-    """
-    TSRAdam: data reduced over the replicas for a refresh: sketches, the dense gradient, or the
-    smaller of the two per matrix ('auto'). The new bases are the same.
-    """
+    """TSRAdam: data reduced over the replicas for a refresh: sketches, the dense gradient, or the
+    smaller of the two per matrix ('auto'). The new bases are the same."""
 
     tsr_stagger: bool = False
-    """
-    TSRAdam: spread the matrices' refreshes over the interval, such that the most expensive step
-    sends little; the first ones too with `tsr_start = "random"`.
-    """
+    """TSRAdam: spread the matrices' refreshes over the interval, such that the most expensive step
+    sends little; the first ones too with `tsr_start = "random"`."""
 
     tsr_start: Literal["gradient", "random"] = "gradient"
-    """
-    TSRAdam: bases before a matrix's first regular refresh: those of the first step's gradient, for
-    which all matrices refresh in the first step, or random ones without communication ('random').
-    """
+    """TSRAdam: bases before a matrix's first regular refresh: those of the first step's gradient,
+    for which all matrices refresh in the first step, or random ones without communication
+    ('random')."""
 
     tsr_projection: Literal["two_sided", "one_sided"] = "two_sided"
-    """
-    TSRAdam: project both sides (cores r×r), or only the shorter side as in GaLore (r×max(m, n)); a
-    square matrix is projected on the right.
-    """
+    """TSRAdam: project both sides (cores r×r), or only the shorter side as in GaLore (r×max(m, n));
+    a square matrix is projected on the right."""
 
     tsr_compress_head: bool = False
     """TSRAdam: compress the language-model head like a linear."""
 
     tsr_overlap_buckets: Annotated[int, at_least(1)] = 4
-    """
-    TSRAdam: number of all-reduces for the cores, and of those for dense gradients; each starts
-    during backward, once its gradients are there. With 1, both start after backward.
-    """
+    """TSRAdam: number of all-reduces for the cores, and of those for dense gradients; each starts
+    during backward, once its gradients are there. With 1, both start after backward."""
 
 
 @dataclass
@@ -382,22 +325,18 @@ class Caat:
     """
 
     lanes: int = 1
-    """
-    Number of residual streams ("lanes"); 1 is the ordinary model. The tensor-parallel degree may be
-    any divisor of it: each rank holds lanes / degree of them as a dimension of its activations. It
-    must divide the heads, d_ff and, for llama_full, the vocabulary. llama_svd and llama_cola have
-    lanes in their bottlenecks, with tp_plan = 'btp_caat' (experimental).
-    """
+    """Number of residual streams ("lanes"); 1 is the ordinary model. The tensor-parallel degree may
+    be any divisor of it: each rank holds lanes / degree of them as a dimension of its activations.
+    It must divide the heads, d_ff and, for llama_full, the vocabulary. llama_svd and llama_cola
+    have lanes in their bottlenecks, with tp_plan = 'btp_caat' (experimental)."""
 
     sync_fraction: float = 1.0
     """Fraction p of the channels that the lanes sum: the first int(p * width); 1 shares all."""
 
     backward_sum: Literal["float32", "activation"] = "float32"
-    """
-    How backward sums the lanes' bf16 gradients: 'float32' sums in fp32 and sends bf16 (an
+    """How backward sums the lanes' bf16 gradients: 'float32' sums in fp32 and sends bf16 (an
     all-to-all, a local sum and an all-gather); 'activation' is a plain bf16 all-reduce, for
-    comparison.
-    """
+    comparison."""
 
 
 @dataclass
@@ -405,22 +344,19 @@ class GradCompression:
     """The section ``[grad_compression]``: compressed gradients for slow networks (TAGC)."""
 
     codec: Literal["none", "sparse", "sketch"] = "none"
-    """
-    How gradients are reduced over FSDP's shards or, under HSDP, over its replicas:
+    """How gradients are reduced over FSDP's shards or, under HSDP, over its replicas:
     - 'none': by FSDP2
     - 'sparse': a bitmap and the largest values, 1 + 32(1 - theta) bits per parameter, exact
-    - 'sketch': an index and a count sketch, 1 + 32/c bits per parameter; needs a sparse union
-    Under HSDP the sums are sent back to all replicas, min(32, 1 + 32·replicas(1 - theta)) more
-    bits. Entries that are not sent are added to the next gradient; these residuals take the memory
-    of an unsharded fp32 gradient on every rank, twice if ``training.max_skipped_steps`` is above 0.
-    """
+    - 'sketch': an index and a count sketch, 1 + 32/c bits per parameter; needs a sparse union Under
+      HSDP the sums are sent back to all replicas, min(32, 1 + 32·replicas(1 - theta)) more bits.
+      Entries that are not sent are added to the next gradient; these residuals take the memory of
+      an unsharded fp32 gradient on every rank, twice if ``training.max_skipped_steps`` is above
+      0."""
 
     level: Literal["2x", "4x", "10x", "custom"] = "10x"
-    """
-    The published levels: c = 2, 4, 10 at theta = 0.8, 0.9, 0.9875. 'custom' uses ``c`` and
+    """The published levels: c = 2, 4, 10 at theta = 0.8, 0.9, 0.9875. 'custom' uses ``c`` and
     ``theta``. A sketch can be decoded if c(1 - theta^ranks) is at most 0.75; units that are too
-    small for a sketch are sent dense.
-    """
+    small for a sketch are sent dense."""
 
     c: Annotated[float, positive("a positive number such as 10")] = 10.0
     """'custom': entries per cell of the sketch."""
@@ -434,10 +370,8 @@ class GradCompression:
     """Raise theta to the smallest decodable value, instead of stopping with an error."""
 
     layers: Literal["all", "non_attention", "patterns"] = "all"
-    """
-    Tensors to compress: all; all except the query, key and value projections; or those whose names
-    match one of ``patterns``.
-    """
+    """Tensors to compress: all; all except the query, key and value projections; or those whose
+    names match one of ``patterns``."""
 
     patterns: list[str] = field(default_factory=list)
     """Shell patterns of parameter names, such as 'layers.*.feed_forward.*'."""
@@ -449,10 +383,8 @@ class GradCompression:
     """Dtype of the residuals; bfloat16 halves their memory and rounds them."""
 
     save_residuals: bool = True
-    """
-    Whether checkpoints hold the residuals of all ranks, which are larger than the model by the
-    number of ranks. Without, a run resumes with empty ones, and may have other ranks.
-    """
+    """Whether checkpoints hold the residuals of all ranks, which are larger than the model by the
+    number of ranks. Without, a run resumes with empty ones, and may have other ranks."""
 
 
 @dataclass
@@ -460,10 +392,9 @@ class ActivationCheckpoint:
     """Additions to torchtitan's ``[activation_checkpoint]``."""
 
     mode: Annotated[str, AC_MODES] = "none"
-    """
-    Activations to recompute in backward: torchtitan's modes, and 'low_rank', which saves the r-wide
-    latents and recomputes wider activations (CoLA-M; without communication under tp_plan = 'btp').
-    """
+    """Activations to recompute in backward: torchtitan's modes, and 'low_rank', which saves the
+    r-wide latents and recomputes wider activations (CoLA-M; without communication under tp_plan =
+    'btp')."""
 
     low_rank_save_attention: bool = True
     """'low_rank': also save attention's output and log-sum-exp, instead of recomputing them."""
@@ -477,15 +408,13 @@ class Validation:
     """Also validate after step 1, where the loss is that of an untrained model."""
 
     dataset: str = "training"
-    """
-    The validation corpus:
+    """The validation corpus:
     - 'training': the held-out part of the training corpus: one file in 20 of 'cpython', one
       document or pair in 200 of 'local' (chosen by hash, never trained on), the validation split of
       'c4'
     - 'cpython', 'python_stdlib', 'python_stdlib_docs': their held-out files
     - 'local': all files that ``dataset_path`` names; none of them may be a training file
-    - 'c4_validation': streamed from the Hugging Face hub
-    """
+    - 'c4_validation': streamed from the Hugging Face hub"""
 
 
 @dataclass
@@ -496,16 +425,12 @@ class Checkpoint:
     """Save only the model at the last step. Such a checkpoint cannot be resumed."""
 
     fall_back: bool = False
-    """
-    If the checkpoint to resume is damaged, resume from the newest whole one before it, instead of
-    stopping with an error. The damaged checkpoint is renamed.
-    """
+    """If the checkpoint to resume is damaged, resume from the newest whole one before it, instead
+    of stopping with an error. The damaged checkpoint is renamed."""
 
     initial_load_other_model: bool = False
-    """
-    Allow ``initial_load_path`` to be a checkpoint of another family, activation or tokenizer with
-    the same weight names and shapes. A run's own checkpoints must always match the model.
-    """
+    """Allow ``initial_load_path`` to be a checkpoint of another family, activation or tokenizer
+    with the same weight names and shapes. A run's own checkpoints must always match the model."""
 
 
 @dataclass
@@ -513,10 +438,8 @@ class Metrics:
     """Additions to torchtitan's ``[metrics]``."""
 
     verbose: bool = False
-    """
-    Show everything that is logged on the console, and not only in each rank's details.log: what
-    torchtitan, torch and other libraries report.
-    """
+    """Show everything that is logged on the console, and not only in each rank's details.log: what
+    torchtitan, torch and other libraries report."""
 
     wandb_project: str = "torchtitan_lr"
     """Weights & Biases project."""
@@ -534,10 +457,8 @@ class Metrics:
     """'auto' is online if credentials are found, else offline."""
 
     comm_ledger: bool = False
-    """
-    Count the collectives of every logged step and log bytes per step and mesh dimension. A counted
-    step is slower.
-    """
+    """Count the collectives of every logged step and log bytes per step and mesh dimension. A
+    counted step is slower."""
 
 
 @dataclass

@@ -44,11 +44,11 @@ COMPILES_ON_CPU = ("none", "low_rank")
 is recomputed."""
 
 _COMPILED_SAVES = {
-    False: partial(create_selective_checkpoint_contexts, [torch.ops.torchtitan_lr.keep.default]),
-    True: partial(
+    attention: partial(
         create_selective_checkpoint_contexts,
-        [torch.ops.torchtitan_lr.keep.default, *ATTENTION_OPERATORS],
-    ),
+        [torch.ops.torchtitan_lr.keep.default, *(ATTENTION_OPERATORS if attention else ())],
+    )
+    for attention in (False, True)
 }
 """What compiled blocks save, by whether that includes attention's results."""
 
@@ -156,15 +156,7 @@ def checkpoint_block(
     save_attention_compiled: bool,
     **kwargs: Any,
 ) -> Any:
-    """Run a block forward; its backward recomputes everything but what the block saves.
-
-    Args:
-        block: A decoder block.
-        *args: Its arguments.
-        save_attention: Whether to save the outputs of fused attention as well.
-        save_attention_compiled: The same in a compiled graph.
-        **kwargs: More of its arguments.
-    """
+    """Run a block forward; its backward recomputes everything but what the block saves."""
     if torch.compiler.is_compiling():
         # The compiler removes operators whose results are only used by saved tensors.
         return checkpoint(

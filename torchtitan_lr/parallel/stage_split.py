@@ -36,7 +36,7 @@ def modules_per_stage(job_config: Any, n_layers: int) -> list[list[str]]:
         ValueError: If there are too few blocks.
     """
     # Late: importing torchtitan takes seconds.
-    from torchtitan_lr.titan.pipeline import generate_llm_fqn_per_model_part
+    from torchtitan_lr.titan.specs import generate_llm_fqn_per_model_part
 
     section = job_config.parallelism
     if section.module_fqns_per_model_part is not None:

@@ -25,17 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from torchtitan_lr.checkpoints.layout import (
-    ASIDE,
-    DISCARDED,
-    MANIFEST,
-    RESIDUALS,
-    all_steps,
-    complete_steps,
-    is_complete,
-    is_dcp,
-    rename_away,
-)
+from torchtitan_lr.checkpoints import layout
 from torchtitan_lr.checkpoints.manifest import (
     ManifestWriter,
     damage_of,
@@ -51,7 +41,7 @@ from torchtitan_lr.checkpoints.safe_metadata import (
     read_metadata,
 )
 from torchtitan_lr.checkpoints.staging import BackgroundStager
-from torchtitan_lr.compression.residuals import warn_of_dropped_residuals
+from torchtitan_lr.compression.residuals import saved_residuals
 from torchtitan_lr.console.log import console
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.finite import finite_weights
@@ -138,7 +128,7 @@ class CheckpointManager(TitanCheckpointHooks):
         """Save with a manifest into an empty folder; arguments as for upstream's method."""
         self.before_save()
         # No rank writes before DCP has gathered the plans of all, and so after this renaming.
-        if self._first and (renamed := rename_away(checkpoint_id, DISCARDED)):
+        if self._first and (renamed := layout.rename_away(checkpoint_id, layout.DISCARDED)):
             self._deletions.submit(shutil.rmtree, renamed, True)
         self._last_saved = checkpoint_id
         if to_hf:  # at the end of a run, never in the background
@@ -153,17 +143,22 @@ class CheckpointManager(TitanCheckpointHooks):
             dcp.save(state_dict, storage_writer=writer)
         else:
             os.makedirs(writer.path, exist_ok=True)  # `_purge_stale_checkpoints` counts it
-            where: dict[str, Any] = {"storage_writer": writer, "process_group": self.pg}
-            in_threads = async_mode == AsyncMode.ASYNC
-            if in_threads:
+            way = AsyncCheckpointerType.THREAD
+            if async_mode == AsyncMode.ASYNC:
                 self.stager = self.stager or BackgroundStager()
             else:
                 # torch's stager, whose pinned memory a process can share, does not wait for the
                 # step itself.
                 torch.accelerator.current_stream().synchronize()
-                where["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
-            result = dcp.async_save(state_dict, **where, async_stager=self.stager)
-            if in_threads:
+                way = AsyncCheckpointerType.PROCESS
+            result = dcp.async_save(
+                state_dict,
+                storage_writer=writer,
+                process_group=self.pg,
+                async_checkpointer_type=way,
+                async_stager=self.stager,
+            )
+            if async_mode == AsyncMode.ASYNC:
                 assert isinstance(result, AsyncSaveResponse)
                 self.staging_future, self.staging = result.staging_completion, True
                 result = result.upload_completion
@@ -185,7 +180,7 @@ class CheckpointManager(TitanCheckpointHooks):
                 corpus, or it contains another model.
         """
         if from_hf:
-            has_manifest = from_first_rank((Path(checkpoint_id) / MANIFEST).is_file())
+            has_manifest = from_first_rank((Path(checkpoint_id) / layout.MANIFEST).is_file())
             if has_manifest and (damage := damage_of(checkpoint_id)):
                 raise _damaged(checkpoint_id, damage, None)
             return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
@@ -200,10 +195,10 @@ class CheckpointManager(TitanCheckpointHooks):
             has_data = state_dict.get(DATALOADER) is not None
             if has_data and not state_dict[DATALOADER].check_checkpoint(checkpoint_id, metadata):
                 del state_dict[DATALOADER]  # the data start anew
-            if RESIDUALS in state_dict:
-                state_dict[RESIDUALS].check_checkpoint(checkpoint_id, metadata)
-            elif has_data:
-                warn_of_dropped_residuals(checkpoint_id, metadata)
+            if layout.RESIDUALS in state_dict:
+                state_dict[layout.RESIDUALS].check_checkpoint(checkpoint_id, metadata)
+            elif has_data and saved_residuals(checkpoint_id, metadata):
+                logger.warning("The gradient residuals of %s are not loaded", checkpoint_id)
             load(state_dict, checkpoint_id, metadata=metadata)
         except DamagedError as error:
             raise ConfigError("checkpoint", checkpoint_id, f"a whole one ({error})") from error
@@ -233,11 +228,11 @@ class CheckpointManager(TitanCheckpointHooks):
         if not self.enable:
             return False
         if step == -1:
-            step = max(complete_steps(self.folder), default=-1)
+            step = max(layout.complete_steps(self.folder), default=-1)
         step = from_first_rank(step)
         if step != -1:
             folder = self.checkpoint_folder(step)
-            whole = from_first_rank(is_dcp(folder))
+            whole = from_first_rank(layout.is_dcp(folder))
             if damage := damage_of(folder) if whole else _MODEL_ALONE:
                 older = newest_whole_before(folder)
                 if older is None or not self._fall_back:
@@ -258,15 +253,17 @@ class CheckpointManager(TitanCheckpointHooks):
 
     def _tidy(self, step: int) -> None:
         """Rename the steps after ``step``; delete incomplete folders and unfinished deletions."""
-        for found in all_steps(self.folder):
+        for found in layout.all_steps(self.folder):
             folder = self.checkpoint_folder(found)
-            if not is_complete(folder):
-                rename_away(folder, DISCARDED)
+            if not layout.is_complete(folder):
+                layout.rename_away(folder, layout.DISCARDED)
             elif found > step:
                 logger.warning(
-                    "Checkpoint of step %d is renamed to %s", found, rename_away(folder, ASIDE)
+                    "Checkpoint of step %d is renamed to %s",
+                    found,
+                    layout.rename_away(folder, layout.ASIDE),
                 )
-        for leftover in glob.glob(os.path.join(glob.escape(self.folder), f"{DISCARDED}*")):
+        for leftover in glob.glob(os.path.join(glob.escape(self.folder), f"{layout.DISCARDED}*")):
             self._deletions.submit(shutil.rmtree, leftover, True)
 
     def save_interrupted(self, step: int) -> str | None:
@@ -299,7 +296,7 @@ class CheckpointManager(TitanCheckpointHooks):
         if not self.enable:
             return None
         self.wait_for_save()
-        for step in reversed(complete_steps(self.folder)):
+        for step in reversed(layout.complete_steps(self.folder)):
             folder = self.checkpoint_folder(step)
             with suppress(DamagedError):
                 if not finite or (manifest := read_manifest(folder)) is None or manifest.finite:
@@ -309,16 +306,12 @@ class CheckpointManager(TitanCheckpointHooks):
     def _purge_stale_checkpoints(self) -> None:
         if self.keep_latest_k <= 0 or not self._first:
             return
-        # Count the current save, complete or not, but no other incomplete folder: it must not
+        # The current save counts, complete or not, but no other incomplete folder: it must not
         # displace a complete one.
-        steps = [
-            step
-            for step in all_steps(self.folder)
-            if (folder := self.checkpoint_folder(step)) == self._last_saved or is_complete(folder)
-        ]
-        for step in steps[: -self.keep_latest_k]:
-            renamed = rename_away(self.checkpoint_folder(step), DISCARDED)
-            if renamed is not None:
+        folders = [self.checkpoint_folder(step) for step in layout.all_steps(self.folder)]
+        kept = [path for path in folders if path == self._last_saved or layout.is_complete(path)]
+        for folder in kept[: -self.keep_latest_k]:
+            if renamed := layout.rename_away(folder, layout.DISCARDED):
                 self.purge_queue.put(renamed)
 
 

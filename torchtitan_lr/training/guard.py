@@ -129,19 +129,16 @@ class StopSignal:
 
 @dataclass(frozen=True)
 class Findings:
-    """What the host reads of a `Verdict`, equal on all ranks but for ``loss_is_finite``.
-
-    Attributes:
-        norm: The norm of the full gradient.
-        bad_losses: Number of ranks whose own loss is not finite.
-        stop: Whether any rank received a stop signal.
-        loss_is_finite: Whether this rank's own loss is finite.
-    """
+    """What the host reads of a `Verdict`, equal on all ranks but for ``loss_is_finite``."""
 
     norm: float
+    """The norm of the full gradient."""
     bad_losses: int
+    """Number of ranks whose own loss is not finite."""
     stop: bool
+    """Whether any rank received a stop signal."""
     loss_is_finite: bool
+    """Whether this rank's own loss is finite."""
 
     @property
     def rejected(self) -> bool:
@@ -201,17 +198,14 @@ def first_rank_with(found: str | None) -> str | None:
     """
     everywhere: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, found)
-    for rank, name in enumerate(everywhere):
-        if name is not None:
-            return f"rank {rank}: {name}"
-    return None
+    named = (f"rank {rank}: {name}" for rank, name in enumerate(everywhere) if name is not None)
+    return next(named, None)
 
 
 def check_same_data(identity: str) -> None:
-    """Compare the prepared tokens of all ranks: machines without a shared folder have their own.
+    """Compare the prepared tokens (`TrainingRows.identity`) of all ranks.
 
-    Args:
-        identity: `TrainingRows.identity` of this rank.
+    Machines without a shared folder have their own.
 
     Raises:
         ConfigError: A rank reads other tokens; on every rank.

@@ -31,7 +31,7 @@ UNIGRAM_ENTROPY = "validation_metrics/unigram_entropy"
 SUMMARY_FILE = "summary.json"
 CURVE_FILE = "curve.png"
 
-_RAW, _SMOOTH, _VALIDATION, _RATE = "tab:blue", "tab:blue", "tab:orange", "tab:green"
+_TRAIN, _VALIDATION, _RATE = "tab:blue", "tab:orange", "tab:green"
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
@@ -73,8 +73,8 @@ def build_summary(
     val = [record for record in history if VALIDATION_LOSS in record]
     windows = train[1:] or train  # the first window includes warm-up and compilation
     val_loss = val[-1][VALIDATION_LOSS] if val else None
-    loss = train[-1][TRAIN_LOSS] if train else None
-    mean = train[-1].get(INTERVAL_LOSS) if train else None
+    last = train[-1] if train else {}
+    loss, mean = last.get(TRAIN_LOSS), last.get(INTERVAL_LOSS)
     if mean is not None and math.isfinite(mean):  # a skipped step has no loss
         loss = mean
 
@@ -83,21 +83,19 @@ def build_summary(
         return median(values) if values else None
 
     ppl = math.inf if val_loss is None else perplexity(val_loss)
-    return (
-        {
-            "steps": steps,
-            "train_loss": loss,
-            "val_loss": val_loss,
-            "val_ppl": ppl if math.isfinite(ppl) else None,  # JSON has no infinity
-            "unigram_entropy": val[-1][UNIGRAM_ENTROPY] if val else None,
-            "tokens_per_s": middle("throughput/tokens_per_s"),
-            "mfu": middle("mfu(%)"),
-            "peak_memory_gib": peak_memory_gib,
-            "checkpoint": checkpoint,
-            "curve": None,
-        }
-        | {name: share for name, share in (train[-1:] or [{}])[0].items() if "data_share/" in name}
-    )
+    return {
+        "steps": steps,
+        "train_loss": loss,
+        "val_loss": val_loss,
+        "val_ppl": ppl if math.isfinite(ppl) else None,  # JSON has no infinity
+        "unigram_entropy": val[-1][UNIGRAM_ENTROPY] if val else None,
+        "tokens_per_s": middle("throughput/tokens_per_s"),
+        "mfu": middle("mfu(%)"),
+        "peak_memory_gib": peak_memory_gib,
+        "checkpoint": checkpoint,
+        "curve": None,
+        **{name: share for name, share in last.items() if "data_share/" in name},
+    }
 
 
 def write_summary(
@@ -109,7 +107,7 @@ def write_summary(
         summary: Result of `build_summary`.
         history: Records of ``metrics.jsonl``.
         dump_folder: ``job.dump_folder``.
-        title: The curve's title.
+        title: Of the curve.
     """
     curve = dump_folder / CURVE_FILE
     draw_curve(history, curve, title)
@@ -121,19 +119,13 @@ def write_summary(
 
 
 def draw_curve(history: list[dict[str, Any]], path: Path, title: str = "") -> Any:
-    """Draw a run: losses, unigram entropy and learning rate over steps and tokens.
-
-    Args:
-        history: Records of ``metrics.jsonl``.
-        path: The PNG to write.
-        title: The picture's title.
-    """
+    """Draw losses, unigram entropy and learning rate over steps and tokens into a PNG."""
     figure = new_figure(6.6, 4.4)
     axes = figure.add_subplot()
     train, validation = series(history, TRAIN_LOSS), series(history, VALIDATION_LOSS)
-    axes.plot(*train, color=_RAW, linewidth=0.8, alpha=0.4, label="training loss")
+    axes.plot(*train, color=_TRAIN, linewidth=0.8, alpha=0.4, label="training loss")
     smooth = smoothed(train[1])
-    axes.plot(train[0], smooth, color=_SMOOTH, linewidth=1.6, label="training loss, smoothed")
+    axes.plot(train[0], smooth, color=_TRAIN, linewidth=1.6, label="training loss, smoothed")
     if validation[0]:
         style = {"color": _VALIDATION, "marker": "o", "markersize": 4}
         axes.plot(*validation, label="validation loss", **style)

@@ -20,7 +20,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed as dist
 
 from torchtitan_lr.checkpoints.run_record import global_batch_size
 from torchtitan_lr.console.lines import Pace, step_line, validation_line
@@ -61,10 +61,8 @@ class HistoryLogger(BaseLogger):
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Append one record; NaN and infinity become null, since JSON has neither."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        record: dict[str, Any] = {"step": step}
-        for key, value in metrics.items():
-            infinite = isinstance(value, float) and not math.isfinite(value)
-            record[key] = None if infinite else value
+        kept = {k: v for k, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
+        record = {"step": step} | dict.fromkeys(metrics) | kept
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -153,11 +151,8 @@ class RunWandb(WandBLogger):
         # A resumed run may have another configuration, such as more steps.
         self._run.config.update(config, allow_val_change=True)
         kept.write_text(run_id + "\n")
-        if self._run.offline:
-            where = f"offline; `wandb sync {Path(self._run.dir).parent}` uploads it"
-        else:
-            where = str(self._run.url)
-        console.info("wandb run %s: %s", run_id, where)
+        offline = f"offline; `wandb sync {Path(self._run.dir).parent}` uploads it"
+        console.info("wandb run %s: %s", run_id, offline if self._run.offline else self._run.url)
 
     def publish(self, summary: dict[str, Any], curve: Path) -> None:
         """Upload the summary's values and file, and the curve."""
@@ -290,7 +285,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
         self.opened: list[RunTensorBoard | RunWandb] = []
         self.history: HistoryLogger | None = None
         self.logger = LoggerContainer()
-        if torch.distributed.get_rank() == 0:
+        if dist.get_rank() == 0:
             self.history = HistoryLogger(Path(job_config.job.dump_folder) / HISTORY_FILE)
             self.logger.add_logger(self.history)
         self._paused_at: float | None = None
@@ -304,7 +299,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
         """Open the loggers for a run that starts after ``step``, the loaded checkpoint's step."""
         self._last_logged_step = step
         config = resolved_config(self.job_config, self.parallel_dims, self._model_args)
-        self.opened = open_loggers(self.job_config, step, config, torch.distributed.get_rank())
+        self.opened = open_loggers(self.job_config, step, config, dist.get_rank())
         for opened in self.opened:
             self.logger.add_logger(opened)
         if self.history is not None:
@@ -391,13 +386,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
     def log_validation(
         self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
     ) -> None:
-        """Log one validation.
-
-        Args:
-            loss: Token-weighted mean, nats per token.
-            step: The training step before it.
-            extra_metrics: Further scalars.
-        """
+        """Log a validation after ``step``: its token-weighted mean loss in nats, and more."""
         memory = self.device_memory_monitor.get_peak_stats()
         metrics = {
             "validation_metrics/loss": loss,

@@ -80,9 +80,9 @@ def sum_over_ranks(
         model.eval()
     loss_sum, num_tokens = sum_losses(batches, batch_loss, device_type())
     mesh = parallel_dims.get_optional_mesh("loss")
-    pipeline = parallel_dims.get_optional_mesh("pp")
-    if pipeline is not None:  # only the last stage has a loss; every stage has the labels
-        torch.distributed.all_reduce(loss_sum, group=pipeline.get_group())
+    # Only the last stage has a loss; every stage has the labels.
+    if (pipeline := parallel_dims.get_optional_mesh("pp")) is not None:
+        dist.all_reduce(loss_sum, group=pipeline.get_group())
     total = dist_utils.dist_sum(num_tokens, mesh)
     loss = dist_utils.dist_sum(loss_sum, mesh)
     for model in model_parts:
@@ -169,7 +169,7 @@ class Validator(BaseValidator):
         """Compute and log the validation loss and perplexity."""
         started = time.perf_counter()
         loss_of = partial(batch_loss, model_parts[0], self.loss_fn, self.pipeline)
-        first = torch.distributed.get_rank() == 0
+        first = dist.get_rank() == 0
         batches = progress(self.validation_set, "validation", len(self.validation_set), shown=first)
         with self.validation_context(), self.maybe_enable_amp:
             loss_sum, total = sum_over_ranks(model_parts, batches, loss_of, self.parallel_dims)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.compat.doors import changed
-from torchtitan_lr.titan.pipeline import stages_built_by
+from torchtitan_lr.titan.specs import stages_built_by
 
 
 def test_pipelining_the_arguments_of_a_stage():
@@ -49,5 +49,5 @@ def test_pipelining_a_known_stage_is_built(stage):
     ],
 )
 def test_pipelining_an_unknown_argument_is_refused(stage, args, named):
-    with pytest.raises(TypeError, match=r"PipelineStage .*torchtitan_lr\.titan\.pipeline"):
+    with pytest.raises(TypeError, match=r"PipelineStage .*torchtitan_lr\.titan\.specs"):
         stage(*args, **named)

@@ -25,24 +25,19 @@ class FaultTolerance:
     """Additions to torchtitan's ``[fault_tolerance]`` (experimental; docs/run_and_recover.md)."""
 
     group_size: int = 0
-    """
-    Largest number of replicas. The training data are split into as many parts, and
-    ``training.global_batch_size`` counts the rows of as many replicas.
-    """
+    """Largest number of replicas. The training data are split into as many parts, and
+    ``training.global_batch_size`` counts the rows of as many replicas."""
 
     lighthouse: str = "127.0.0.1:29510"
     """host:port of the quorum server, torchft's ``torchft_lighthouse``."""
 
     address: str = "127.0.0.1"
-    """
-    Address of this machine under which the other replicas reach it: loopback or private. Its ports
-    have no authentication: who reaches them can read the weights and stop the run.
-    """
+    """Address of this machine under which the other replicas reach it: loopback or private. Its
+    ports have no authentication: who reaches them can read the weights and stop the run."""
 
     quorum_timeout_s: int = 600
-    """
-    Seconds that a replica waits for ``min_replica_size`` replicas before it ends with an error.
-    """
+    """Seconds that a replica waits for ``min_replica_size`` replicas before it ends with an
+    error."""
 
     heal_timeout_s: int = 300
     """Seconds in which a newcomer must have fetched weights and optimizer state."""
