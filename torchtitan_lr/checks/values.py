@@ -6,6 +6,7 @@ Every check takes the configuration, the number of ranks of the whole run and th
 """
 
 import math
+import operator
 import os
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,7 @@ def check_dump_folder(config: Any, world_size: int, device_type: str) -> None:
         "comm.save_traces_folder": config.comm.trace_buf_size > 0,
     }
     for key in (key for key, used in written.items() if used):
-        section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name)
+        value = operator.attrgetter(key)(config)
         _check_folder(folder / user_path(value, key), key, value)
     for name in (HISTORY_FILE, config.job.save_config_file or layout.RUN_CONFIG):
         path = folder / name

@@ -62,17 +62,9 @@ def build_job_config(argv: list[str]) -> Any:
 
 
 def config_of_record(record: dict[str, Any], argv: list[str]) -> Any:
-    """Build the configuration of a run again from its saved record and command-line overrides.
+    """As `build_job_config`, from the saved record of a run instead of a TOML file.
 
-    Args:
-        record: Sections of the record; keys that this version does not have are ignored.
-        argv: Overrides, as for :func:`build_job_config`.
-
-    Returns:
-        The same as :func:`build_job_config`; what the record lacks has its default.
-
-    Raises:
-        ConfigError: A value does not fit its key.
+    Keys that this version does not have are ignored; what the record lacks has its default.
     """
     return _fill(record, split_arguments(argv), of_record=True)
 

@@ -66,15 +66,6 @@ class HistoryLogger(BaseLogger):
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
-    def rewind(self, step: int) -> None:
-        """Drop the records after ``step``; a run resumed from ``step`` writes them again."""
-        if not self.path.is_file():
-            return
-        kept = [record for record in read_history(self.path) if record["step"] <= step]
-        scratch = self.path.with_suffix(".tmp")
-        scratch.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        scratch.replace(self.path)
-
 
 class RunTensorBoard(TensorBoardLogger):
     """torchtitan's TensorBoard, which a resumed run continues.
@@ -169,14 +160,9 @@ class RunWandb(WandBLogger):
 def open_loggers(
     job_config: JobConfig, after: int, config: dict[str, Any], rank: int
 ) -> list[RunTensorBoard | RunWandb]:
-    """Open TensorBoard and wandb according to ``[metrics]``.
+    """Open TensorBoard and wandb by ``[metrics]``, for a run that starts after a step.
 
-    Args:
-        job_config: The run's configuration.
-        after: The step that was loaded, 0 for a new run.
-        config: The resolved configuration.
-        rank: This rank. wandb is written by rank 0, TensorBoard by the others too if
-            ``metrics.save_for_all_ranks``.
+    Rank 0 writes wandb. The others write TensorBoard too if ``metrics.save_for_all_ranks``.
     """
     metrics, dump_folder = job_config.metrics, Path(job_config.job.dump_folder)
     opened: list[RunTensorBoard | RunWandb] = []
@@ -222,14 +208,9 @@ def resolved_config(
 ) -> dict[str, Any]:
     """Return a run's configuration without ``-1`` and ``auto``.
 
-    Args:
-        job_config: The merged TOML file and command line.
-        dims: The parallel degrees.
-        model_args: The model's arguments, if they are known.
-
     Returns:
-        The sections of the TOML, and two more: ``model_args``, and ``environment`` with the number
-        of ranks and the versions of the packages.
+        The sections of the TOML, and two more: ``model_args`` (of a model of this package), and
+        ``environment`` with the number of ranks and the versions of the packages.
     """
     config: dict[str, Any] = job_config.to_dict()
     config["parallelism"] |= {
@@ -253,11 +234,6 @@ def resolved_config(
 
 class LowRankMetricsProcessor(MetricsProcessor):
     """torchtitan's processor with the model's own MFU, training-only throughput and a history file.
-
-    Args:
-        job_config: ``[metrics]`` selects the loggers.
-        parallel_dims: Parallel degrees.
-        model_args: The model's arguments, for the record of the configuration.
 
     Attributes:
         exit_status: The run's; wandb shows a run with another status than 0 as failed.
@@ -302,8 +278,12 @@ class LowRankMetricsProcessor(MetricsProcessor):
         self.opened = open_loggers(self.job_config, step, config, dist.get_rank())
         for opened in self.opened:
             self.logger.add_logger(opened)
-        if self.history is not None:
-            self.history.rewind(step)
+        if self.history is not None and (path := self.history.path).is_file():
+            # Later records are dropped: a run resumed from ``step`` writes them again.
+            kept = [record for record in read_history(path) if record["step"] <= step]
+            scratch = path.with_suffix(".tmp")
+            scratch.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            scratch.replace(path)
 
     def close(self) -> None:
         """Close the loggers; those that know failed runs get ``exit_status``."""
@@ -331,12 +311,12 @@ class LowRankMetricsProcessor(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """Log one training step.
+        """Log one training step, from 1.
 
         Args:
-            step: The step just finished, from 1.
-            global_avg_loss: Mean loss over all valid tokens of all ranks, nats per token.
-            global_max_loss: The largest mean loss of a rank, nats per token.
+            step: The step just finished.
+            global_avg_loss: Mean over all valid tokens of all ranks, nats per token.
+            global_max_loss: The largest mean of a rank.
             grad_norm: Norm of the full gradient before clipping.
             extra_metrics: Further scalars.
         """
