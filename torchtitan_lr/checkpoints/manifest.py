@@ -122,9 +122,9 @@ class ManifestWriter(FileSystemWriter):
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Return whether every tensor has a finite norm in fp32.
 
-    Weights whose squares overflow count as non-finite, because every norm over them is infinite.
     The tensors are this rank's parts, on one device.
     """
+    # Weights whose squares overflow count as non-finite: every norm over them is infinite.
     norms = [torch.linalg.vector_norm(tensor.float()) for tensor in tensors]
     return not norms or bool(torch.stack(norms).isfinite().all().item())
 
@@ -183,10 +183,10 @@ def find_damage(step_dir: str | Path, rank: int = 0, ranks: int = 1) -> str | No
 def share_of(names: list[str], rank: int, ranks: int) -> list[str]:
     """Return the files that a rank verifies; every file is in the share of one rank.
 
-    A rank verifies what the rank of its number wrote. With another number of ranks, consecutive
-    writers have the same verifier, as FSDP's shards have the same reader. The names are those of
-    all files, largest first.
+    The names are those of all files, largest first.
     """
+    # A rank verifies what the rank of its number wrote. With another number of ranks, consecutive
+    # writers have the same verifier, as FSDP's shards have the same reader.
     writers = {name: int(found[1]) for name in names if (found := _PART.fullmatch(name))}
     places = {writer: place for place, writer in enumerate(sorted(set(writers.values())))}
     mine = [name for name, w in writers.items() if places[w] * ranks // len(places) == rank]
@@ -220,7 +220,8 @@ def newest_whole_before(step_dir: str | Path) -> str | None:
 
 
 def from_first_rank(value: Any) -> Any:
-    """Broadcast the first rank's value, since hosts may see different states of a folder."""
+    """Broadcast the first rank's value."""
+    # Hosts may see different states of a folder.
     box = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(box)

@@ -32,11 +32,7 @@ class _Unpickler(pickle.Unpickler):
     """Knows DCP's classes, torch's dtypes and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Find one of the known classes.
-
-        Raises:
-            DamagedError: The pickle names anything else.
-        """
+        """Find one of the known classes, or raise a DamagedError."""
         if (module, name) in METADATA_CLASSES:
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):
@@ -48,11 +44,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _enum_member(enum: Any, name: str) -> Any:
-    """Return a member of an enumeration: Python 3.11.0 to 3.11.3 pickle it as a getattr.
-
-    Raises:
-        DamagedError: The pickle wants an attribute of something else.
-    """
+    """Return a member of an enumeration; raise a DamagedError for an attribute of anything else."""
+    # Python 3.11.0 to 3.11.3 pickle a member as a getattr.
     if not (isinstance(enum, type) and issubclass(enum, Enum) and name in enum.__members__):
         raise DamagedError(f"{METADATA} names builtins.getattr, which no checkpoint needs")
     return enum[name]

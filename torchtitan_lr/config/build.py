@@ -130,12 +130,8 @@ def extension_of(config: Any) -> Any | None:
 
 
 def _extension_name(name: Any) -> str:
-    """Return a valid ``job.custom_config_module``.
-
-    Raises:
-        ConfigError: It is neither the package's own nor an experiment's; records of checkpoints
-            name one too, and must not make this process import just any module.
-    """
+    """Return a valid ``job.custom_config_module``: the package's own or an experiment's."""
+    # Records of checkpoints name one too, and must not make this process import just any module.
     name, want = name or CONFIG_MODULE, f"{CONFIG_MODULE}, or a module of torchtitan_lr.experiments"
     if name != CONFIG_MODULE and not str(name).startswith("torchtitan_lr.experiments."):
         raise ConfigError(_MODULE_KEY, name, want)
@@ -153,11 +149,7 @@ def config_class(module: str = CONFIG_MODULE) -> Any:
 
 
 def _importable(module: Any, key: str, want: str) -> str:
-    """Return the name of a module that can be imported; it is not imported.
-
-    Raises:
-        ConfigError: It does not exist.
-    """
+    """Return the name of a module that can be imported; it is not imported."""
     try:
         found = importlib.util.find_spec(module)
     except (ImportError, ValueError, AttributeError):  # parent missing, or not a valid module name

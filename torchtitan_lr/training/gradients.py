@@ -89,16 +89,14 @@ then come `reduce_and_square_norm`, `clip` and, if the device has rejected the s
 def gradient_norm(gradients: Iterable[Tensor], fp64: bool | None = None) -> Tensor:
     """Return the joint 2-norm of this rank's parts of some gradients.
 
-    On a CPU torch sums the squares of a large fp32 tensor sequentially, with an error of 2e-5 for
-    a million entries that depends on the sharding. The squares of CPU gradients are therefore
-    summed in fp64.
-
     Args:
         gradients: Plain tensors or DTensors.
         fp64: Whether to sum in fp64, a plain scalar; by default if all gradients are on a CPU.
     """
     parts = [local_part(gradient) for gradient in gradients]
     if fp64 is None:
+        # On a CPU torch sums the squares of a large fp32 tensor sequentially, with an error of 2e-5
+        # for a million entries that depends on the sharding.
         fp64 = all(part.device.type == "cpu" for part in parts)
     if fp64:
         norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]

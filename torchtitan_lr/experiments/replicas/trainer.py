@@ -19,7 +19,6 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,9 +104,22 @@ class ReplicaTrainer(Trainer):
     dataloader: TokenDataLoader
 
     def __init__(self, job_config: JobConfig) -> None:
-        self._section = job_config.fault_tolerance
-        with _rows_of_replica(job_config):
+        section = self._section = job_config.fault_tolerance
+        importlib.import_module(job_config.experimental.custom_import)
+        table, name = registered_specs(), job_config.model.name
+        spec = table[name]
+
+        def build(*, dp_world_size: int, dp_rank: int, **rest: Any) -> Any:
+            ranks, rank = section.group_size * dp_world_size, section.replica_id * dp_world_size
+            return spec.build_dataloader_fn(dp_world_size=ranks, dp_rank=rank + dp_rank, **rest)
+
+        # The loader reads this replica's part of the data: its ranks are then some of the
+        # data-parallel ranks of ``group_size`` replicas.
+        table[name] = replace(spec, build_dataloader_fn=build)
+        try:
             super().__init__(job_config)
+        finally:
+            table[name] = spec
         self._batch_degree = 1  # the tokens of all ranks are counted
         loader, training = self.dataloader, job_config.training
         self.gradient_accumulation_steps = loader.microbatches
@@ -247,9 +259,20 @@ class ReplicaTrainer(Trainer):
             The sums over all ranks of the members, and the norm of the nominal loss's gradient.
         """
         assert self._members is not None
-        group, ranks = self._members.group, dist.get_world_size()
+        group, ranks, metrics = self._members.group, dist.get_world_size(), self.metrics_processor
+        step = self._positions.taken[self._section.replica_id]
         try:
-            data = self._next_data()
+            # A lost step's data are kept; their tokens count only once they are committed.
+            if self._pending is None or self._pending[0] != step:
+                if self.dataloader.rows != step * self._rows:
+                    self.dataloader.seek(step * self._rows)
+                counts = self.ntokens_seen, metrics.ntokens_since_last_log
+                data = self._reader.read(self._iterator, self.gradient_accumulation_steps)
+                self.ntokens_seen, metrics.ntokens_since_last_log = counts
+                if data.problem is not None:
+                    self._stop_for_data(data.problem)
+                self._pending = step, data
+            data = self._pending[1]
             self.optimizers.zero_grad()
             share = float(self._forward_backward(data.microbatches, self._nominal))
             self._stops = self._stop.name is not None
@@ -296,27 +319,6 @@ class ReplicaTrainer(Trainer):
         self._settle()
         return float(verdict.norm)
 
-    def _next_data(self) -> StepData:
-        """Read the first step of this part that is not committed; a lost one's data are kept.
-
-        Their tokens count only once they are committed.
-        """
-        part = self._section.replica_id
-        step = self._positions.taken[part]
-        row = step * self._rows
-        if self._pending is not None and self._pending[0] == step:
-            return self._pending[1]
-        if self.dataloader.rows != row:
-            self.dataloader.seek(row)
-        metrics = self.metrics_processor
-        seen, since = self.ntokens_seen, metrics.ntokens_since_last_log
-        data = self._reader.read(self._iterator, self.gradient_accumulation_steps)
-        self.ntokens_seen, metrics.ntokens_since_last_log = seen, since
-        if data.problem is not None:
-            self._stop_for_data(data.problem)
-        self._pending = step, data
-        return data
-
     def healing_state(self) -> dict[str, Any]:
         """Return what a newcomer takes over: everything as after the last committed step."""
         assert self._members is not None
@@ -342,24 +344,3 @@ class ReplicaTrainer(Trainer):
 
     def _make_up_for_validation(self) -> None:
         """Do not validate alone after a restart: the other replicas would wait."""
-
-
-@contextmanager
-def _rows_of_replica(config: JobConfig) -> Iterator[None]:
-    """Let the loader that is built meanwhile read this replica's part of the data.
-
-    Its ranks are then some of the data-parallel ranks of ``group_size`` replicas.
-    """
-    importlib.import_module(config.experimental.custom_import)
-    section, table, name = config.fault_tolerance, registered_specs(), config.model.name
-    spec = table[name]
-
-    def build(*, dp_world_size: int, dp_rank: int, **rest: Any) -> Any:
-        ranks, rank = section.group_size * dp_world_size, section.replica_id * dp_world_size
-        return spec.build_dataloader_fn(dp_world_size=ranks, dp_rank=rank + dp_rank, **rest)
-
-    table[name] = replace(spec, build_dataloader_fn=build)
-    try:
-        yield
-    finally:
-        table[name] = spec
