@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from importlib.metadata import distributions
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import torch.distributed as dist
@@ -89,20 +90,16 @@ class RunTensorBoard(TensorBoardLogger):
         self.tag = None
         purge = after + 1 if goes_on else None
         self.writer = SummaryWriter(str(place), max_queue=1000, purge_step=purge)
-        self._add_text("config", config, after)
+        # As a block of code in Markdown.
+        self.writer.add_text("config", indent(json.dumps(config, indent=1), " " * 4), after)
 
     def publish(self, summary: dict[str, Any], curve: Path) -> None:
         """Add the summary of a finished run as text, and its curve as an image."""
         from matplotlib.image import imread
 
         step = summary["steps"]
-        self._add_text("summary", summary, step)
+        self.writer.add_text("summary", indent(json.dumps(summary, indent=1), " " * 4), step)
         self.writer.add_image("curve", imread(curve)[..., :3], step, dataformats="HWC")
-
-    def _add_text(self, name: str, values: dict[str, Any], step: int) -> None:
-        """Add values as a block of code in Markdown."""
-        lines = json.dumps(values, indent=1).splitlines()
-        self.writer.add_text(name, "\n".join(f"    {line}" for line in lines), step)
 
 
 class RunWandb(WandBLogger):
@@ -155,28 +152,6 @@ class RunWandb(WandBLogger):
     def close(self) -> None:
         """End the wandb run, as failed if the run's exit status is not 0."""
         self._run.finish(exit_code=self.exit_status)
-
-
-def open_loggers(
-    job_config: JobConfig, after: int, config: dict[str, Any], rank: int
-) -> list[RunTensorBoard | RunWandb]:
-    """Open TensorBoard and wandb by ``[metrics]``, for a run that starts after a step.
-
-    Rank 0 writes wandb. The others write TensorBoard too if ``metrics.save_for_all_ranks``.
-    """
-    metrics, dump_folder = job_config.metrics, Path(job_config.job.dump_folder)
-    opened: list[RunTensorBoard | RunWandb] = []
-    if metrics.enable_wandb and rank == 0:
-        try:
-            opened.append(RunWandb(dump_folder, after, config))
-        except Exception as error:  # of the network, the account or the disk
-            logger.warning("wandb cannot be used, training goes on without it: %s", error)
-    if metrics.enable_tensorboard and (rank == 0 or metrics.save_for_all_ranks):
-        folder = dump_folder / metrics.save_tb_folder
-        if metrics.save_for_all_ranks:
-            folder /= f"rank_{rank}"
-        opened.append(RunTensorBoard(folder, after, config))
-    return opened
 
 
 def set_wandb_environment(job_config: JobConfig) -> None:
@@ -272,10 +247,24 @@ class LowRankMetricsProcessor(MetricsProcessor):
         return super().should_log(step) or step == self.job_config.training.steps
 
     def start_after(self, step: int) -> None:
-        """Open the loggers for a run that starts after ``step``, the loaded checkpoint's step."""
+        """Open the loggers for a run that starts after ``step``, the loaded checkpoint's step.
+
+        Rank 0 writes wandb. The others write TensorBoard too if ``metrics.save_for_all_ranks``.
+        """
         self._last_logged_step = step
         config = resolved_config(self.job_config, self.parallel_dims, self._model_args)
-        self.opened = open_loggers(self.job_config, step, config, dist.get_rank())
+        metrics, dump_folder = self.job_config.metrics, Path(self.job_config.job.dump_folder)
+        rank = dist.get_rank()
+        if metrics.enable_wandb and rank == 0:
+            try:
+                self.opened.append(RunWandb(dump_folder, step, config))
+            except Exception as error:  # of the network, the account or the disk
+                logger.warning("wandb cannot be used, training goes on without it: %s", error)
+        if metrics.enable_tensorboard and (rank == 0 or metrics.save_for_all_ranks):
+            folder = dump_folder / metrics.save_tb_folder
+            if metrics.save_for_all_ranks:
+                folder /= f"rank_{rank}"
+            self.opened.append(RunTensorBoard(folder, step, config))
         for opened in self.opened:
             self.logger.add_logger(opened)
         if self.history is not None and (path := self.history.path).is_file():
