@@ -46,7 +46,7 @@ def unit_parameters(module: FSDPModule) -> Iterator[tuple[Tensor, int]]:
 
     The order and the padding are those of the buffer that FSDP2 reduce-scatters. A codec needs
     them, because the buffer does not mark where a tensor begins. If upstream changes the order, the
-    sizes of a unit no longer match and `CompressedReduceScatter` raises in the first step.
+    sizes of a unit no longer match and `Compressor` raises in the first step.
     """
     for group in param_groups(module):
         for parameter in group.fsdp_params:
@@ -98,6 +98,7 @@ def wrap_unit_calls(
         calls = [(group, "unshard"), (group, "post_backward")]
         for name in ("_reduce_scatter_comm", "_all_reduce_hook"):
             communicator = getattr(group, name, None)
+            communicator = getattr(communicator, "__self__", communicator)  # a method's owner
             if hasattr(communicator, "resume"):
                 calls.append((communicator, "resume"))
         for owner, method in calls:

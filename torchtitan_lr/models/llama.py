@@ -342,7 +342,7 @@ class LlamaModel(ModelProtocol):
             table, options = table[positions], [{"mask": mask} for _ in self.layers]
         elif cache is not None:
             table = cache.begin(table, tokens.shape[1])
-            options = [{"cache": cache.layer(index)} for index in range(len(self.layers))]
+            options = [{"cache": layer} for layer in cache.layers]
         for block, option in zip(self.layers.values(), options, strict=True):
             x, latents = block(x, table, latents, **option)
         if cache is not None:
