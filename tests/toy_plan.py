@@ -5,12 +5,14 @@ Each rank stores 1/T of every factor, gathers it where it is applied, and repeat
 A run names this module by ``experimental.custom_import``.
 """
 
+from math import prod
+
 import torch.nn.functional as F
 from torch.distributed.tensor import Shard
 
 import torchtitan_lr.training.register  # noqa: F401  # the models, as the default module does
 from torchtitan_lr.collectives import Edge, gather_replicated, local
-from torchtitan_lr.formulas.data_parallel import ranked_sides
+from torchtitan_lr.formulas.data_parallel import named_parameters
 from torchtitan_lr.formulas.tensor_parallel import FORMULAS, PlanFormula
 from torchtitan_lr.formulas.traffic import forward
 from torchtitan_lr.models.ends import EmbedEdge
@@ -43,18 +45,14 @@ def gathered(args, settings):
     return blocks | plans.model_ends(embed, plans.model_head(settings))
 
 
-class GatheredFormula(PlanFormula):
-    shards_heads = False
-
-    def block(self, shape, settings, n, ranks, column_multiple):
-        sides = ranked_sides(shape)
-        return [forward("all_gather", [r * width for *widths, r in sides for width in widths])]
-
-    def factors(self, d_in, d_out, rank, t):
-        return [(rank // t, d_in), (d_out // t, rank)]
+def gathered_traffic(shape, settings, n, ranks):
+    factors = named_parameters(shape, settings, 1)["block 0"].values()
+    block = [forward("all_gather", [prod(size) for size in factors if len(size) == 2])]
+    ends = FORMULAS["vanilla"].traffic(shape, settings, n, ranks)
+    return ends | {"block": block}
 
 
 plans.register_plan(
     "gathered", plans.Plan(gathered, factors=(Shard(0), Shard(0)), shards_heads=False)
 )
-FORMULAS["gathered"] = GatheredFormula()
+FORMULAS["gathered"] = PlanFormula(gathered_traffic, shards_heads=False, factors=(0, 0))

@@ -40,9 +40,9 @@ from torchtitan_lr.commands.parser import OneLineParser, check_at_least, in_one_
 from torchtitan_lr.config.schema import BUILT_IN_PLANS
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.inference.decode import Choice, Decoder, compile_blocks, whole_vocabulary
+from torchtitan_lr.inference.decode import Choice, Decoder, compile_blocks
 from torchtitan_lr.inference.sampling import Sampling
-from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.generation import ShardedChoice, generation_settings
@@ -166,7 +166,7 @@ class Built:
 
     model: LlamaModel
     kind: str
-    choice: Choice = whole_vocabulary
+    choice: Choice | None = None
     settings: TPSettings | None = None
     mesh: DeviceMesh | None = None
 
@@ -229,7 +229,7 @@ def _traffic(built: Built, batch: int, options: argparse.Namespace) -> Row:
     """Count the bytes that a rank sends for the first token and for each later one, per row."""
     assert built.settings is not None and built.mesh is not None
     decoder = _decoder(built, batch, options)
-    ledger = CommLedger([built.model], mesh_dims_of({"tp": built.mesh}))
+    ledger = CommLedger([built.model], {"tp": built.mesh.get_group()})
     row: Row = {}
     for key, tokens in (("first", options.prompt_tokens), ("decode", 1)):
         ledger.clear()

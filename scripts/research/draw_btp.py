@@ -121,7 +121,7 @@ def draw_row(axes: Any, parts: tuple[Part, ...], title: str) -> None:
 def draw_volumes(axes: Any) -> None:
     """Draw the elements sent per token, in both passes, under every plan."""
     # Imported late, because torchtitan takes seconds to import and --help must be fast.
-    from torchtitan_lr.formulas.tensor_parallel import block_traffic
+    from torchtitan_lr.formulas.tensor_parallel import part_traffic
     from torchtitan_lr.formulas.traffic import count
     from torchtitan_lr.models.flavors import FLAVORS
     from torchtitan_lr.parallel.plans import PLANS, TPSettings
@@ -134,7 +134,7 @@ def draw_volumes(axes: Any) -> None:
     }
     for i, (plan, name) in enumerate(reversed(names.items())):
         args = FLAVORS["cola" if PLANS[plan].low_rank else "full"]["7B"]
-        rows = block_traffic(args, TPSettings(plan), tokens=1)
+        rows = part_traffic(args, TPSettings(plan), tokens=1)["block"]
         forward, backward = (count(rows, p)[1] for p in ("forward", "backward"))
         calls = [count(rows, p)[0] for p in ("forward", "backward")]
         axes.barh(i, forward, color="#7f8c8d", label="forward" if i == 0 else None)

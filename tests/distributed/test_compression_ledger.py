@@ -14,10 +14,10 @@ from tests.distributed.compression_cases import CASES, Case, layout
 from tests.oracle import compression as oracle
 from tests.support.rank_pool import RankPool
 from tests.unit.tiny import build_tiny
-from torchtitan_lr.compression.fsdp import apply_gradient_compression, compressor_of
+from torchtitan_lr.compression.fsdp import COMPRESSORS, apply_gradient_compression
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.ledger.comparison import compare, differences
-from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.data_parallel import sum_gradients, synchronize_gradients
 
@@ -33,7 +33,8 @@ def ledger_differences(case: Case, compressed: bool = True) -> tuple[list[Any], 
     name = "dp_replicate" if case.hsdp else "fsdp"
     if compressed:
         apply_gradient_compression(model, meshes[name], case.settings(), all_reduce=case.hsdp)
-    ledger = CommLedger([model], mesh_dims_of({n: meshes[n] for n in ("fsdp", "dp_replicate")}))
+    groups = {n: meshes[n].get_group() for n in ("fsdp", "dp_replicate")}
+    ledger = CommLedger([model], groups)
     with ledger:
         for micro in range(case.microbatches):
             synchronize_gradients([model], micro == case.microbatches - 1)
@@ -59,13 +60,13 @@ def ledger_differences(case: Case, compressed: bool = True) -> tuple[list[Any], 
     expected += predicted(model, case, "head")
     table = compare(rows, expected, {"gradient": "float32", "index": "uint8"})
     assert any(row["calls"] for row in table)
-    saved = sum(compressor_of(unit).bytes_saved() for unit in (*units.values(), model))
+    saved = sum(COMPRESSORS[unit].bytes_saved for unit in (*units.values(), model))
     return differences(table), sent, saved
 
 
 def predicted(unit: nn.Module, case: Case, scope: str) -> list[Traffic]:
     """What the oracle says of one FSDP unit, from the sizes of its tensors' shards."""
-    spans = compressor_of(unit).spans
+    spans = COMPRESSORS[unit].spans
     chosen = sum(span.size for span in spans if span.compressed)
     dense = sum(span.size for span in spans) - chosen
     return oracle.exchange_rows(case.codec, case.ranks, chosen, dense, scope, case.hsdp)

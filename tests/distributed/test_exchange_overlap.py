@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.compression_cases import CASES, Weighted, compress, layout, step_gradients
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.compat.collectives import second_group
-from torchtitan_lr.compression import fsdp as gradient_compression
+from torchtitan_lr.compression import compressor as gradient_compression
 from torchtitan_lr.compression.codecs.sketch import SketchCodec
 from torchtitan_lr.ledger.operations import identify
 from torchtitan_lr.parallel.data_parallel import sum_gradients

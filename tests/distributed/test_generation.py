@@ -25,7 +25,7 @@ from torchtitan_lr.inference.cache import LayerCache
 from torchtitan_lr.inference.completion import Settings, complete
 from torchtitan_lr.inference.decode import Decoder
 from torchtitan_lr.inference.sampling import Sampling
-from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.generation import ShardedChoice, generation_settings
 from torchtitan_lr.parallel.plans import apply_tensor_parallel
@@ -175,7 +175,7 @@ def bytes_on_rank(cases: list[Spoken]) -> list[list[tuple[int, int]]]:
         prompts = [[1, 2, 3, 4], [5, 6, 7]]
         choice = ShardedChoice(Ranks.of(mesh))
         decoder = Decoder(model, prompts, [3, 3], case.sampling, (0, 1), choice=choice)
-        ledger, passes = CommLedger([model], mesh_dims_of({"tp": mesh})), []
+        ledger, passes = CommLedger([model], {"tp": mesh.get_group()}), []
         for new in (4, 1):
             ledger.clear()
             with ledger:

@@ -20,7 +20,7 @@ from tests.distributed.compression_cases import (
     step_gradients,
 )
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.compression.fsdp import compressor_of, compressors_of
+from torchtitan_lr.compression.fsdp import COMPRESSORS, compressors_of
 
 
 def true_sum(name: str, case: Case, step: int) -> Tensor:
@@ -40,7 +40,7 @@ def owed_by_name(model: nn.Module, case: Case) -> dict[str, Tensor]:
     """
     owed = {}
     for index, unit in enumerate(model):
-        compressor = compressor_of(unit)
+        compressor = COMPRESSORS.get(unit)
         if case.hsdp:
             flat = compressor.residual.flatten()[: compressor.compressed_size]
             shards = [torch.zeros_like(flat) for _ in range(4)]

@@ -27,11 +27,11 @@ from tests.support.parity_cases import (
 )
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.collectives import reduce_over_ranks
-from torchtitan_lr.formulas.data_parallel import DataParallel, data_parallel_traffic
+from torchtitan_lr.formulas.data_parallel import data_parallel_traffic
 from torchtitan_lr.formulas.tensor_parallel import model_traffic
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.ledger.comparison import compare, differences
-from torchtitan_lr.ledger.ledger import COUNTS, CommLedger, mesh_dims_of
+from torchtitan_lr.ledger.ledger import COUNTS, CommLedger
 from torchtitan_lr.models import linears
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.data_parallel import sum_gradients
@@ -76,7 +76,8 @@ def count(model: Any, case: Case, split_recompute: bool = False) -> list[dict[st
     meshes = {"tp": tp_mesh(case.degree)}
     if case.degree < 4:
         meshes["fsdp"] = tp_mesh(case.degree)._get_root_mesh()["dp"]
-    ledger = CommLedger([model], mesh_dims_of(meshes))
+    groups = {name: mesh.get_group() for name, mesh in meshes.items()}
+    ledger = CommLedger([model], groups)
     with ledger:
         run(model)
     rows = ledger.rows(split_recompute=split_recompute)
@@ -206,8 +207,7 @@ def test_fsdp_belongs_to_its_parameters(plan: str, compiled: bool, four_ranks: R
     case = Case("cola", TPSettings(plan), degree=2, dtype=torch.float32)
     changes = ("compile_last", "fsdp") if compiled else ("fsdp",)
     rows = four_ranks.run(measure, case, *changes)[0]
-    layout = DataParallel(replicate=1, shard=2)
-    weights = data_parallel_traffic(model_args(case), case.settings, case.degree, layout)
+    weights = data_parallel_traffic(model_args(case), case.settings, case.degree, 1, 2)
     assert disagreements(rows, expected(case) + weights, case) == []
 
 

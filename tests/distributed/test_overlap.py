@@ -13,7 +13,7 @@ from tests.oracle.flops import layer_flops
 from tests.support.parity_cases import Case, model_args, shard_model, tp_mesh
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.collectives import wait
-from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models import linears
 from torchtitan_lr.models.configured import llama_args
 from torchtitan_lr.models.llama import LlamaModel
@@ -35,7 +35,7 @@ def rows_of_a_block(family: str, choices: dict[str, Any], hurried: bool) -> list
         start = linears.start_sum
         finished = lambda x, ranks, dim: wait(start(x, ranks, dim)).clone()  # noqa: E731
         fault = replaced(linears, "start_sum", finished)
-    with fault, CommLedger([model], mesh_dims_of({"tp": tp_mesh(2)})) as ledger:
+    with fault, CommLedger([model], {"tp": tp_mesh(2).get_group()}) as ledger:
         out = model(tokens)
         out = out.full_tensor() if hasattr(out, "full_tensor") else out
         out.square().sum().backward()

@@ -16,7 +16,7 @@ from tests.support.rank_pool import RankPool
 from tests.unit.tiny import build_tiny, tokens
 from torchtitan_lr.collectives import Ranks, gather_partial, gather_partial_wide
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.lanes import share_channels
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel, synchronize_gradients
@@ -55,7 +55,7 @@ def train_sharded(dtype: str, replicas: int) -> tuple[nn.Module, list[dict[str, 
     model = build_tiny("cola")
     apply_data_parallel(model, dims, config)
     names = ("dp_replicate", "fsdp") if replicas > 1 else ("fsdp",)
-    ledger = CommLedger([model], mesh_dims_of({name: dims.get_mesh(name) for name in names}))
+    ledger = CommLedger([model], {name: dims.get_mesh(name).get_group() for name in names})
     with ledger:
         for micro in range(MICROBATCHES):
             synchronize_gradients([model], micro == MICROBATCHES - 1)

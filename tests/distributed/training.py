@@ -140,6 +140,7 @@ def _trainer_with(fault: str, config: Any) -> Any:
     import torch.distributed as dist
 
     from torchtitan_lr.parallel.data_parallel import fsdp_modules
+    from torchtitan_lr.parallel.pipeline import Pipeline
     from torchtitan_lr.training.trainer import Trainer
 
     kind, _, at = fault.partition("@")
@@ -166,7 +167,8 @@ def _trainer_with(fault: str, config: Any) -> Any:
         for module in fsdp_modules(trainer.model_parts):
             module.set_gradient_divide_factor(float(dist.get_world_size()))
     if kind == "raw_loss":
-        setattr(trainer.pp_schedule, "normalize_by", lambda tokens: None)  # noqa: B010
+        ones = property(lambda pipeline: 1.0, lambda pipeline, tokens: None)
+        trainer.pp_schedule.__class__ = type("Raw", (Pipeline,), {"tokens": ones})
     if kind in ("reset_latents", "detach_latents"):
         for part in trainer.model_parts:
             part.register_forward_pre_hook(partial(_cut_latents, kind))

@@ -10,7 +10,7 @@ import torch
 from tests.distributed import tsr_cases
 from tests.distributed.tsr_cases import COLUMN, DEFAULTS, Case, build_model, place, take_step
 from torchtitan_lr.estimate.tsr_traffic import TSRMatrix, TSRMesh, tsr_traffic
-from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 
@@ -37,11 +37,9 @@ def measure(
             [model], settings, DEFAULTS, replicas=layout.replicas, stages=layout.stages
         )
         groups = dict(optimizer.synchronizer.groups.sharding)
-        names = {group.group_name: name for name, group in groups.items()}
         if layout.replicas is not None:
-            names[layout.replicas.group_name] = "dp_replicate"
-        names = mesh_dims_of({}) | names
-        ledger = CommLedger([], names)
+            groups["dp_replicate"] = layout.replicas
+        ledger = CommLedger([], groups)
         steps = []
         for step in range(STEPS):
             ledger.clear()

@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.compression.compressor import Compressor, Span
-from torchtitan_lr.compression.fsdp import CompressedAllReduce
 from torchtitan_lr.compression.sizes import CodecSizes, kept_entries
 
 SIZE = 2**22
@@ -24,9 +23,8 @@ def test_the_shards_memory_is_not_reused_before_the_sum_is_done(
     group, codec = dist.group.WORLD, CodecSizes("sparse", 1, 0.9)
     assert group is not None
     device = torch.device("cuda", torch.cuda.current_device())
-    hook = CompressedAllReduce(
-        Compressor("unit", codec, [Span(SIZE, compressed)], group, device, all_reduce=True)
-    )
+    spans = [Span(SIZE, compressed)]
+    hook = Compressor("unit", codec, spans, group, device, all_reduce=True).all_reduce
     scatters, reduces = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(scatters):
         shard = torch.ones(SIZE, device=device)

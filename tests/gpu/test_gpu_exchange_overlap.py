@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tests.unit.compression.test_overlap import backward
-from torchtitan_lr.compression.codecs.base import Steps
-from torchtitan_lr.compression.overlap import ExchangeOverlap, finish
+from torchtitan_lr.compression.codecs.base import Steps, complete
+from torchtitan_lr.compression.overlap import ExchangeOverlap
 
 CYCLES = 2**31
 """A second or so of a busy stream."""
@@ -28,7 +28,7 @@ def test_backward_goes_on_while_an_exchange_decodes(may_wait: bool) -> None:
         sums.copy_(2 * gradients)
 
     def unit() -> None:
-        queue.run(steps(), finish, [sums, gradients], may_wait)
+        queue.run(steps(), complete, [sums, gradients], may_wait)
 
     torch.cuda.synchronize()
     finished: list[bool] = []

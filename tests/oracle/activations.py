@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tests.oracle.flops import FORWARD_AND_BACKWARD, layer_flops
 from tests.oracle.parameters import attention_sides, feed_forward_sides
-from torchtitan_lr.formulas.tensor_parallel import UNSPLIT, PlanFormula, formula_of
+from torchtitan_lr.formulas.tensor_parallel import FORMULAS, PlanFormula
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.plans import TPSettings
 
@@ -25,7 +25,8 @@ class Split:
     @property
     def formula(self) -> PlanFormula:
         """The plan's formula."""
-        return UNSPLIT if self.settings is None else formula_of(self.settings, self.degree)
+        plan = "megatron" if self.settings is None or self.degree == 1 else self.settings.plan
+        return FORMULAS[plan]  # megatron's, as one rank does, splits neither stream nor latents
 
 
 def kept_bytes(

@@ -8,7 +8,7 @@ parts of the vocabulary, a score and an id each.
 
 from dataclasses import replace
 
-from torchtitan_lr.formulas.tensor_parallel import FORMULAS, block_traffic, head_traffic
+from torchtitan_lr.formulas.tensor_parallel import part_traffic
 from torchtitan_lr.formulas.traffic import Traffic, merge
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.plans import TPSettings
@@ -34,10 +34,11 @@ def pass_traffic(
     """
     if tp_degree == 1:
         return []
-    found = [*FORMULAS[settings.plan].embedding(shape, settings, rows * tokens)]
-    found += [*head_traffic(shape, settings, rows)]
+    parts = part_traffic(shape, settings, rows * tokens, tp_degree)
+    parts["head"] = part_traffic(shape, settings, rows, tp_degree)["head"]
+    found = [replace(row, scope=end) for end in ("embedding", "head") for row in parts[end]]
     for i in range(shape.n_layers):
-        block = block_traffic(shape, settings, rows * tokens, first_block=i == 0, ranks=tp_degree)
+        block = parts["block"] + (parts["gates"] if i else [])
         found += [replace(row, scope=f"block {i}") for row in block]
     return merge(row for row in found if row.pass_ == "forward")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_lr.data.corpus import PARTS, Corpus, ShardInfo, checksum, save_record
+from torchtitan_lr.data.corpus import PARTS, Corpus, save_record
 from torchtitan_lr.data.indexed import IndexedWriter
 
 Documents = Sequence[Sequence[int]]
@@ -28,18 +28,18 @@ def write_corpus(
         masks: Of pairs: 1 for each token of the train and the held-out shards that is a target.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    kind, infos = "text" if masks is None else "pairs", []
+    counts: list[list[list[int]]] = []
     for part, shards in zip(PARTS, (train, held_out), strict=True):
-        infos.append([])
+        counts.append([])
         for index, documents in enumerate(shards):
             prefix = str(folder / f"{part}-{index:05d}")
-            sizes = write_shard(prefix, np.uint16, documents)
+            tokens, size = write_shard(prefix, np.uint16, documents)
             if masks is not None:
                 first = len(train) if part == "held_out" else 0
                 write_shard(f"{prefix}.loss", np.uint8, masks[first + index])
-            infos[-1].append(ShardInfo(prefix, *sizes, checksum(prefix, kind)))
-    save_record(folder, kind, {"sha256": "", "bos": None, "eos": None}, infos)
-    return Corpus.open(folder)
+            counts[-1].append([size, tokens])
+    tokenizer = {"sha256": "", "bos": None, "eos": None}
+    return save_record(folder, "text" if masks is None else "pairs", tokenizer, counts)
 
 
 def write_shard(prefix: Any, dtype: Any, documents: Documents) -> tuple[int, int]:

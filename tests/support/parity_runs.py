@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.rank_pool import RankPool, new_folder
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.commands.train import make_seed_checkpoint
-from torchtitan_lr.compat.names import clean_name
+from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families import FAMILIES

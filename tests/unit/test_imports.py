@@ -23,7 +23,7 @@ def note(what, status=0):
 
 import torchtitan_lr.errors
 note("errors")
-import torchtitan_lr.data.bpe, torchtitan_lr.data.tokenize
+import torchtitan_lr.data.tokenize, torchtitan_lr.data.prepare
 note("corpora")
 from torchtitan_lr.launch import launcher as launch
 note("path", launch.main(["--job.config_file=nope.toml"]))

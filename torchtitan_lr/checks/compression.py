@@ -5,9 +5,7 @@ import math
 from typing import Any
 
 from torchtitan_lr.compression.settings import (
-    compresses,
     compression_settings,
-    exchanging_ranks,
     is_compressed,
 )
 from torchtitan_lr.errors import ConfigError, require
@@ -23,9 +21,9 @@ def check_grad_compression(config: Any, world_size: int, device_type: str) -> No
     fits = (section.layers == "patterns") == bool(section.patterns)
     want = "shell patterns such as ['layers.*.feed_forward.*'] with layers = 'patterns' only"
     require(fits, "grad_compression.patterns", section.patterns, want)
-    if not compresses(config):
+    if section.codec == "none":
         return
-    parallelism, ranks = config.parallelism, exchanging_ranks(config, world_size)
+    parallelism = config.parallelism
     replicate = parallelism.data_parallel_replicate_degree
     shard = world_size // parallelism.tensor_parallel_degree // replicate
     want = ""
@@ -36,6 +34,7 @@ def check_grad_compression(config: Any, world_size: int, device_type: str) -> No
     elif config.optimizer.name not in ("AdamW", "Adam"):
         want = f"'none' with optimizer.name = {config.optimizer.name!r}, which reduces by itself"
     require(not want, "grad_compression.codec", section.codec, want)
+    ranks = replicate if replicate > 1 else max(1, shard)
     settings = compression_settings(config, ranks)
     args = llama_args(config)
     if args is None:  # another package's model: the ranks check it

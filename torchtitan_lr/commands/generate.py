@@ -31,7 +31,7 @@ import sys
 from pathlib import Path
 
 from torchtitan_lr.commands.parser import OneLineParser
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, DataError
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -81,8 +81,6 @@ def run(args: argparse.Namespace) -> int:
     check_args(args)
     prompts = None
     if os.environ.get("RANK", "0") == "0":
-        from torchtitan_lr.inference.completion import read_prompts
-
         prompts = [args.prompt or ""] if args.prompts is None else read_prompts(args.prompts)
     write_texts(args, prompts)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -131,6 +129,42 @@ def check_args(args: argparse.Namespace) -> None:
         raise ConfigError("--out", str(args.out), "a file in a folder that exists")
 
 
+def read_prompts(source: Path) -> list[str]:
+    """Read prompts.
+
+    Args:
+        source: A ``.jsonl`` file with the key ``prompt`` in each line, or any other file with one
+            prompt per line; ``-`` is stdin, where a line that begins with ``{`` is JSON.
+
+    Raises:
+        ConfigError: The file cannot be read or has no prompts.
+        DataError: A line is not valid.
+    """
+    try:
+        piped = str(source) == "-"
+        text = sys.stdin.read() if piped else source.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("--prompts", str(source), f"a file in UTF-8 or - ({error})") from error
+    prompts = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        if source.suffix == ".jsonl" or (piped and line.startswith("{")):
+            try:
+                prompt = json.loads(line)["prompt"]
+            except (ValueError, TypeError, KeyError):
+                prompt = None
+            if not isinstance(prompt, str):
+                want = 'a line such as {"prompt": "text"}'
+                raise DataError("--prompts", f"{source}:{number}", want)
+            prompts.append(prompt)
+        else:
+            prompts.append(line.rstrip("\r"))
+    if not prompts:
+        raise ConfigError("--prompts", str(source), "at least one line that is not empty")
+    return prompts
+
+
 def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
     """Continue the prompts; rank 0 writes the results.
 
@@ -167,7 +201,7 @@ def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
     if args.compile:
         compile_blocks(model)
     if args.chat:
-        from torchtitan_lr.inference.chat import converse
+        from torchtitan_lr.commands.chat import converse
 
         converse(model, tokenizer, settings, _ask, _print)
         return

@@ -32,7 +32,7 @@ HUB = "hf:"
 def add_arguments(parser: OneLineParser) -> None:
     """Add the options."""
     parser.add_argument("sources", nargs="*", metavar="SOURCE", help="what to read, in order")
-    parser.add_argument("--tokenizer", help="folder of a tokenizer.json or tokenizer.model")
+    parser.add_argument("--tokenizer", help="folder of a tokenizer.json")
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     parser.add_argument("--tokens", type=float, help="tokens of each source after which it ends")
     parser.add_argument("--workers", type=int, help="processes; by default one per core")

@@ -11,11 +11,28 @@ The same text and the same version of ``tokenizers`` give the same files. To use
 """
 
 import argparse
+import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+MAX_VOCAB = 1_000_000
+
+BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+
+# llama-3's split of text before BPE: contractions, words with one leading non-letter, numbers of up
+# to three digits, punctuation, line ends, spaces.
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -33,8 +50,8 @@ def add_arguments(parser: OneLineParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train and write the tokenizer, and print its size; return the exit status."""
-    from torchtitan_lr.data.bpe import save_hf, train_bpe
     from torchtitan_lr.data.sources import Source, texts
+    from torchtitan_lr.data.tokenizer import HF_FILE
 
     _check_out(args.out)  # training may take minutes
     if (args.corpus == "local") != bool(args.path):
@@ -43,9 +60,51 @@ def run(args: argparse.Namespace) -> int:
     source = Source(args.corpus, (args.path,) if args.path else (), "--path")
     tokenizer = train_bpe(texts(source, held_out=False), args.vocab_size)
     args.out.mkdir(parents=True, exist_ok=True)
-    save_hf(tokenizer, args.out)
+    tokenizer.save(str(args.out / HF_FILE), pretty=False)
+    config = {"bos_token": BOS, "eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (args.out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     print(f"{args.vocab_size} tokens -> {args.out}")
     return 0
+
+
+def train_bpe(corpus: Iterable[str], vocab_size: int) -> "Tokenizer":
+    """Train a byte-level BPE tokenizer with llama-3's pre-tokenization.
+
+    Args:
+        corpus: The text.
+        vocab_size: Total number of ids: BOS (0), EOS (1), the 256 bytes, and merges.
+
+    Raises:
+        ConfigError: The vocabulary is too small for the bytes or is enormous, or the text has too
+            little variety.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from torchtitan_lr.console.progress import progress
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    smallest = len(alphabet) + 3
+    if not smallest <= vocab_size <= MAX_VOCAB:
+        bound = f"at least {smallest}" if vocab_size < smallest else f"at most {MAX_VOCAB}"
+        raise ConfigError("--vocab_size", vocab_size, bound)
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(LLAMA3_SPLIT), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    # All 256 bytes, seen or not, so that any text can be encoded.
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    documents = progress(corpus, "reading the corpus", unit="documents")
+    tokenizer.train_from_iterator(documents, trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        most = f"at most {tokenizer.get_vocab_size()} with so little text"
+        raise ConfigError("--vocab_size", vocab_size, most)
+    return tokenizer
 
 
 def _check_out(out: Path) -> None:

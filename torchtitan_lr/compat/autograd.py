@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Autograd node numbers, and the wrapper of checkpointed modules.
+"""Autograd node numbers, and the wrappers of modules.
 
 The ledger needs the part of the model whose backward is running. Torch has no public function for
 the running node, and module hooks miss compiled blocks and FSDP2's own nodes.
@@ -7,6 +7,7 @@ the running node, and module hooks miss compiled blocks and FSDP2's own nodes.
 Tested with torch 2.11 and 2.13.
 """
 
+import re
 from collections.abc import Callable
 
 import torch
@@ -57,11 +58,6 @@ def after_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-def in_backward() -> bool:
-    """Return whether this thread is inside a backward pass."""
-    return backward_number() is not None
-
-
 def running_node_number() -> int | None:
     """Return the number of the autograd node that is running.
 
@@ -97,3 +93,17 @@ def checkpointed_modules(module: nn.Module) -> list[nn.Module]:
         for name, part in module.named_modules()
         if isinstance(part, CheckpointWrapper) and "_orig_mod" not in name.split(".")
     ]
+
+
+_WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
+
+
+def clean_name(fqn: str) -> str:
+    """Return a parameter's name without the prefixes of module wrappers.
+
+    Torch's checkpoint wrapper, `torch.compile` and FSDP each insert a private name into the path of
+    every parameter below them. If upstream renames one, names differ between layouts:
+    initialization would draw other weights, and TSR-Adam and gradient compression would select
+    other tensors. A test wraps a module and compares its names.
+    """
+    return _WRAPPERS.sub("", fqn)

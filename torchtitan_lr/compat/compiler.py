@@ -4,6 +4,8 @@
 Tested with torch 2.13.
 """
 
+from typing import Any
+
 from torch._functorch import config as functorch_config
 
 
@@ -19,3 +21,19 @@ def remake_inputs_of_products(enabled: bool = True) -> None:
     """
     if hasattr(functorch_config, "ban_recompute_materialized_backward"):
         functorch_config.ban_recompute_materialized_backward = not enabled
+
+
+def lower_as_identity(operator: Any) -> None:
+    """Make Inductor compile an operator of one tensor to the identity.
+
+    Inductor has no public registry for this. Uses ``torch._inductor.lowering``, imported lazily
+    because the import takes seconds. If upstream changes the registry, compiling a block with
+    low-rank checkpointing fails, or calls the operator, which copies its argument.
+
+    Args:
+        operator: An overload; ignored if it is already registered.
+    """
+    from torch._inductor.lowering import lowerings, register_lowering
+
+    if operator not in lowerings:
+        register_lowering(operator, type_promotion_kind=None)(lambda x: x)

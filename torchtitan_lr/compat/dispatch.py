@@ -19,7 +19,6 @@ __all__ = [
     "ATTENTION_OPERATORS",
     "TorchDispatchMode",
     "changes_arguments",
-    "lower_as_identity",
     "schema_of",
     "storage_address",
     "tree_leaves",
@@ -66,19 +65,3 @@ def storage_address(x: Tensor | torch.UntypedStorage) -> int:
     """
     storage = x.untyped_storage() if isinstance(x, Tensor) else x
     return int(storage._cdata)
-
-
-def lower_as_identity(operator: Any) -> None:
-    """Make Inductor compile an operator of one tensor to the identity.
-
-    Inductor has no public registry for this. Uses ``torch._inductor.lowering``, imported lazily
-    because the import takes seconds. If upstream changes the registry, compiling a block with
-    low-rank checkpointing fails, or calls the operator, which copies its argument.
-
-    Args:
-        operator: An overload; ignored if it is already registered.
-    """
-    from torch._inductor.lowering import lowerings, register_lowering
-
-    if operator not in lowerings:
-        register_lowering(operator, type_promotion_kind=None)(lambda x: x)

@@ -56,48 +56,36 @@ def fake_process_group(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@contextmanager
-def while_finding_shapes(notify: Callable[[bool], None]) -> Iterator[None]:
-    """Call ``notify(True)`` before DTensor infers a shape, and ``notify(False)`` after it.
+class RehearsalMode(TorchDispatchMode):
+    """A dispatch mode that knows when DTensor infers shapes.
 
     DTensor infers shapes by running operators on global tensors (fake ones in a rehearsal), whose
     results are not memory of the run. There is no hook, so a private method is replaced:
     ``ShardingPropagator._propagate_tensor_meta_non_cached``. If DTensor infers shapes elsewhere,
     memory estimates are too large and the tests of the rehearsal fail.
-    """
-    infer_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def notifying(*args: Any) -> Any:
-        notify(True)
-        try:
-            return infer_shapes(*args)
-        finally:
-            notify(False)
-
-    with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", notifying):
-        yield
-
-
-class RehearsalMode(TorchDispatchMode):
-    """A dispatch mode that knows when DTensor infers shapes, see `while_finding_shapes`.
 
     Attributes:
         finding_shapes: Above 0 while DTensor infers shapes.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.finding_shapes = 0
+    finding_shapes = 0
 
     def __enter__(self) -> "Self":
-        self._notifications = while_finding_shapes(self._count)
-        self._notifications.__enter__()
+        infer_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def counting(*args: Any) -> Any:
+            self.finding_shapes += 1
+            try:
+                return infer_shapes(*args)
+            finally:
+                self.finding_shapes -= 1
+
+        name = "_propagate_tensor_meta_non_cached"
+        self._replacement = patch.object(ShardingPropagator, name, counting)
+        self._replacement.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._notifications.__exit__(*exception)
-
-    def _count(self, begins: bool) -> None:
-        self.finding_shapes += 1 if begins else -1
+        self._replacement.__exit__(*exception)

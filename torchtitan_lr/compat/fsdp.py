@@ -9,7 +9,9 @@ Tested with torch 2.11, 2.13 and 2.15, between which the fields of a parameter g
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor, nn
 
@@ -44,7 +46,7 @@ def unit_parameters(module: FSDPModule) -> Iterator[tuple[Tensor, int]]:
 
     The order and the padding are those of the buffer that FSDP2 reduce-scatters. A codec needs
     them, because the buffer does not mark where a tensor begins. If upstream changes the order, the
-    sizes of a unit no longer match and `CompressedReduceScatter` raises in the first step.
+    sizes of a unit no longer match and `Compressor` raises in the first step.
     """
     for group in param_groups(module):
         for parameter in group.fsdp_params:
@@ -91,23 +93,15 @@ def wrap_unit_calls(
     Returns:
         A function that undoes the replacement.
     """
-    replaced = []
+    replaced = ExitStack()
     for group in param_groups(module):
         calls = [(group, "unshard"), (group, "post_backward")]
         for name in ("_reduce_scatter_comm", "_all_reduce_hook"):
             communicator = getattr(group, name, None)
+            communicator = getattr(communicator, "__self__", communicator)  # a method's owner
             if hasattr(communicator, "resume"):
                 calls.append((communicator, "resume"))
         for owner, method in calls:
             # A ledger inside another's wraps what that one has put there.
-            replaced.append((owner, method, vars(owner).get(method)))
-            setattr(owner, method, wrap(getattr(owner, method)))
-
-    def undo() -> None:
-        for owner, method, before in replaced:
-            if before is None:
-                delattr(owner, method)
-            else:
-                setattr(owner, method, before)
-
-    return undo
+            replaced.enter_context(patch.object(owner, method, wrap(getattr(owner, method))))
+    return replaced.close

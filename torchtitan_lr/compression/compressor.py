@@ -7,25 +7,30 @@ an exchange writes a second residual, which replaces the first one when the step
 values sent in a skipped step were not applied.
 """
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 
+from torchtitan_lr.compat.collectives import reduce_scatter
+from torchtitan_lr.compat.fsdp import ReduceScatter, reads_sums_at_once
 from torchtitan_lr.compression.codecs import Codec, SketchCodec, SparseCodec
-from torchtitan_lr.compression.codecs.base import Steps, exchange, gather
+from torchtitan_lr.compression.codecs.base import Steps, Works, complete, exchange, gather
 from torchtitan_lr.compression.codecs.entries import left_over, pack, unpack
-from torchtitan_lr.compression.codecs.sketch import step_seed
+from torchtitan_lr.compression.overlap import ExchangeOverlap
 from torchtitan_lr.compression.sizes import (
     ROLE_BYTES,
     CodecSizes,
     Unit,
-    candidates,
+    returned_entries,
     sent_bytes,
-    spreads_packed,
 )
 
 COUNTS = ("sent", "unpeeled", "indexed")
@@ -40,8 +45,10 @@ class Span:
     compressed: bool
 
 
-class Compressor:
+class Compressor(ReduceScatter):
     """Reduces the gradients of one FSDP2 unit and keeps the residual.
+
+    It is FSDP2's reduce-scatter of the unit, or its method `all_reduce` is FSDP2's hook.
 
     Args:
         name: Name of the unit, unique in the model.
@@ -52,8 +59,12 @@ class Compressor:
         residual_dtype: fp32, or bf16 for half the memory, which loses the rounding errors.
         all_reduce: Whether every rank needs the whole sum.
         revocable: Whether exchanges take effect with `commit`, which needs a second residual.
+        overlap: The model's exchanges; None to end each one before the call returns.
+        module: The unit, whose sums may be written later; None likewise.
 
     Attributes:
+        resume: Ends an exchange; the ledger attributes its collectives to this unit.
+        bytes_saved: What this rank saves per exchange by compression.
         exchanges: Number of exchanges so far.
         measuring: Whether the next exchange also counts.
         counts: The last counts, fp64 (3,), see `COUNTS`; None without a measurement.
@@ -71,18 +82,25 @@ class Compressor:
         residual_dtype: torch.dtype = torch.float32,
         all_reduce: bool = False,
         revocable: bool = False,
+        overlap: ExchangeOverlap | None = None,
+        module: FSDPModule | None = None,
     ) -> None:
-        self.name, self.sizes, self.spans = name, sizes, tuple(spans)
-        self.group, self.device, self.all_reduce = group, device, all_reduce
+        self.name, self.spans = name, tuple(spans)
+        self.group, self.device, self.returns_all = group, device, all_reduce
         self.residual_dtype, self.revocable = residual_dtype, revocable
-        ranks = group.size()
+        ranks, entries = group.size(), sum(span.size for span in spans)
         self.compressed_size = sum(span.size for span in spans if span.compressed)
         owned = -(-self.compressed_size // ranks) if all_reduce else self.compressed_size
-        dense = sum(span.size for span in spans) - self.compressed_size
-        self.unit = Unit(ranks, owned, dense)
+        self.unit = Unit(ranks, owned, entries - self.compressed_size)
+        whole = ROLE_BYTES["gradient"] * entries * (1 if all_reduce else ranks)
+        self.bytes_saved = whole - sent_bytes(self.unit, sizes, all_reduce)
         self.codec: Codec = SparseCodec(sizes.theta)
         if sizes.name == "sketch":
             self.codec = SketchCodec(ranks, sizes.c, sizes.theta)
+        self.overlap = overlap or ExchangeOverlap(device)
+        # The table of compressors, by module, must not keep the modules alive.
+        self.module = None if module is None else ref(module)
+        self.resume: Callable[[Steps[None], Works], None] = complete
         self.exchanges = 0
         self.measuring = False
         self.counts: Tensor | None = None
@@ -115,11 +133,98 @@ class Compressor:
         else:
             torch.where(rejected > 0, self.residual, self._spare, out=self.residual)
 
-    def bytes_saved(self) -> int:
-        """Return the bytes that this rank saves per exchange by compression."""
-        entries = sum(span.size for span in self.spans)
-        whole = ROLE_BYTES["gradient"] * entries * (1 if self.all_reduce else self.unit.ranks)
-        return whole - sent_bytes(self.unit, self.sizes, self.all_reduce)
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a new buffer, as FSDP2's default does."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce-scatter the gradients of the unit (W·s,) into this rank's sums (s,).
+
+        Args:
+            output_tensor: The sums.
+            input_tensor: This rank's gradients, in which tensors are concatenated by rank.
+            group: The ranks of the shard dimension.
+            op: Must be a sum.
+            async_op: Must be false, as in FSDP2.
+
+        Raises:
+            RuntimeError: Other arguments, or a tensor of the unit without gradient.
+        """
+        if op != dist.ReduceOp.SUM or async_op:
+            raise RuntimeError(f"compressed gradients are summed, synchronously; asked for {op}")
+        if self.compressed_size:
+            self._start(output_tensor, input_tensor)
+        else:
+            reduce_scatter(output_tensor, input_tensor, group=group)
+        return None
+
+    def all_reduce(self, shard: Tensor) -> None:
+        """Sum the unit's shard (s,) over the replicas, in place.
+
+        Raises:
+            RuntimeError: A tensor of the unit has no gradient.
+        """
+        if shard.device.type != "cpu":
+            # FSDP2 allocates the shard on its reduce-scatter stream and calls the hook on its
+            # all-reduce stream. If gradients are stored in another dtype than they are summed in,
+            # it frees the shard when the cast is queued; it holds the shard only for its own
+            # all-reduce. The next unit's reduce-scatter could overwrite a shard that is still
+            # being summed.
+            shard.record_stream(torch.get_device_module(shard.device).current_stream())
+        self._start(shard, shard)
+
+    def _start(self, sums: Tensor, gradients: Tensor) -> None:
+        """Start an exchange that writes the sums; the gradients live until it has ended."""
+        expected = sum(span.size for span in self.spans)
+        if sums.numel() != expected:
+            raise RuntimeError(
+                f"{self.name}: {sums.numel()} gradients a rank instead of {expected}: "
+                "a tensor of this unit took no part in the step"
+            )
+        module = None if self.module is None else self.module()
+        later = module is not None and not reads_sums_at_once(module, sums)
+        self.overlap.run(self.reduce(sums, gradients), self.resume, [sums, gradients], later)
+
+    def reduce(self, sums: Tensor, gradients: Tensor) -> Steps[None]:
+        """Reduce-scatter the unit's gradients (W, s), or all-reduce its shard (s,).
+
+        Args:
+            sums: Where this rank's sums are written (s,); for an all-reduce, the shard itself.
+            gradients: (W·s,), in which tensors are concatenated by rank; or the shard.
+
+        Yields:
+            The collectives of `exchange_rows`, of `spread`, and of the dense entries.
+        """
+        if not self.compressed_size:
+            yield [dist.all_reduce(sums, group=self.group, async_op=True)]
+            return
+        parts = gradients.view(-1, sums.numel()).split([span.size for span in self.spans], dim=-1)
+        kinds: dict[bool, list[Tensor]] = {True: [parts[0][:, :0]], False: [parts[0][:, :0]]}
+        for part, span in zip(parts, self.spans, strict=True):
+            kinds[span.compressed].append(part)
+        rows, dense = (torch.cat(kind, dim=-1) for kind in kinds.values())
+        if self.returns_all:
+            size = self.unit.ranks * self.unit.compressed
+            padded = pad(rows[0], (0, size - self.compressed_size))
+            total, _ = yield from self.exchange_rows(padded.view(self.unit.ranks, -1))
+            total, others = (yield from self.spread(total)), dense[0]
+            if others.numel():
+                yield [dist.all_reduce(others, group=self.group, async_op=True)]
+        else:
+            total, others = yield from self.exchange_rows(rows, dense)
+        pieces, start = [], {True: 0, False: 0}
+        for span in self.spans:
+            source = total if span.compressed else others
+            pieces.append(source.narrow(0, start[span.compressed], span.size))
+            start[span.compressed] += span.size
+        torch.cat(pieces, out=sums)
 
     def exchange_rows(
         self, rows: Tensor, dense: Tensor | None = None
@@ -140,7 +245,9 @@ class Compressor:
         Returns:
             This rank's sums: (m,) and (e,).
         """
-        seed = step_seed(self.name, self.exchanges)
+        # Collisions differ between steps. The 0 was the seed that a run could set once: runs hash
+        # as before.
+        seed = zlib.crc32(f"0/{self.name}/{self.exchanges}".encode())
         self.exchanges += 1
         # That of the exchange before, committed or not.
         pending = self.residual if self._spare is None or not self._waits else self._spare
@@ -182,9 +289,9 @@ class Compressor:
             (W·m,), bitwise equal on every rank.
         """
         w, m = self.unit.ranks, self.unit.compressed
-        if not spreads_packed(self.unit, self.sizes.theta):
+        sent = returned_entries(self.unit, self.codec.theta)
+        if sent == m:
             return (yield from gather(total, self.group)).flatten()
-        sent = candidates(w, m, self.sizes.theta)
         marked = total != 0
         positions = marked.nonzero_static(size=sent, fill_value=m).flatten()
         index = yield from gather(pack(marked), self.group)
@@ -198,21 +305,3 @@ class Compressor:
         places = filled.flatten().nonzero_static(size=w * sent).view(w, sent) % (m + sent)
         whole = total.new_zeros(w, m + 1).scatter_(1, places.clamp(max=m), values)
         return whole[:, :m].flatten()
-
-
-def split_spans(flat: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
-    """Split (..., s) into copies of its compressed entries (..., a) and its others (..., b)."""
-    parts = flat.split([span.size for span in spans], dim=-1)
-    chosen = [part for part, span in zip(parts, spans, strict=True) if span.compressed]
-    others = [part for part, span in zip(parts, spans, strict=True) if not span.compressed]
-    empty = flat[..., :0]
-    return torch.cat([empty, *chosen], dim=-1), torch.cat([empty, *others], dim=-1)
-
-
-def join_spans(compressed: Tensor, others: Tensor, spans: Sequence[Span], out: Tensor) -> None:
-    """Write the two results of `split_spans` into ``out``."""
-    pieces = {
-        kind: iter(part.split([span.size for span in spans if span.compressed is kind], dim=-1))
-        for kind, part in ((True, compressed), (False, others))
-    }
-    torch.cat([next(pieces[span.compressed]) for span in spans], dim=-1, out=out)

@@ -8,142 +8,29 @@ reduce-scatter a hook sums the shards over the replicas. Both overlap with backw
 of a step communicates.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan_lr.compat.collectives import reduce_scatter, second_group
-from torchtitan_lr.compat.fsdp import ReduceScatter, reads_sums_at_once, unit_parameters
-from torchtitan_lr.compat.names import clean_name
-from torchtitan_lr.compression.codecs.base import Steps, Works
-from torchtitan_lr.compression.compressor import Compressor, Span, join_spans, split_spans
-from torchtitan_lr.compression.overlap import ExchangeOverlap, finish
+from torchtitan_lr.compat.autograd import clean_name
+from torchtitan_lr.compat.collectives import second_group
+from torchtitan_lr.compat.fsdp import unit_parameters
+from torchtitan_lr.compression.compressor import Compressor, Span
+from torchtitan_lr.compression.overlap import ExchangeOverlap
 from torchtitan_lr.compression.settings import CompressionSettings, is_compressed, merged
 from torchtitan_lr.compression.sizes import bits_per_entry, exchange_unit
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan import logger
 
-_COMPRESSORS: WeakKeyDictionary[object, Compressor] = WeakKeyDictionary()
+COMPRESSORS: WeakKeyDictionary[object, Compressor] = WeakKeyDictionary()
 """The compressor of every compressed unit.
 
 FSDP2 has it too, in private fields, which a run without compression must not read.
 """
-
-
-class UnitExchange:
-    """A unit's exchange of gradients, which may overlap with backward.
-
-    Args:
-        compressor: The unit's compressor.
-        overlap: The model's exchanges; None to end each one before the call returns.
-        unit: The unit, whose sums may be written later; None likewise.
-    """
-
-    def __init__(
-        self,
-        compressor: Compressor,
-        overlap: ExchangeOverlap | None = None,
-        unit: FSDPModule | None = None,
-    ) -> None:
-        self.compressor, self.unit = compressor, unit
-        self.overlap = overlap or ExchangeOverlap(compressor.device)
-
-    def run(self, steps: Steps[None], sums: Tensor, *inputs: Tensor) -> None:
-        """Run an exchange that writes `sums` (s,); the inputs live until it has ended.
-
-        Raises:
-            RuntimeError: A tensor of the unit has no gradient.
-        """
-        expected = sum(span.size for span in self.compressor.spans)
-        if sums.numel() != expected:
-            raise RuntimeError(
-                f"{self.compressor.name}: {sums.numel()} gradients a rank instead of {expected}: "
-                "a tensor of this unit took no part in the step"
-            )
-        later = self.unit is not None and not reads_sums_at_once(self.unit, sums)
-        self.overlap.run(steps, self.resume, [sums, *inputs], later)
-
-    def resume(self, steps: Steps[None], works: Works) -> None:
-        """End an exchange; the ledger attributes its collectives to this unit."""
-        finish(steps, works)
-
-
-class CompressedReduceScatter(UnitExchange, ReduceScatter):
-    """FSDP2's reduce-scatter of a unit's gradients (W, s), in which tensors are concatenated."""
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new buffer, as FSDP2's default does."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Reduce the gradients.
-
-        Args:
-            output_tensor: (s,), this rank's sums.
-            input_tensor: (W·s,), this rank's gradients.
-            group: The ranks of the shard dimension.
-            op: Must be a sum.
-            async_op: Must be false, as in FSDP2.
-
-        Raises:
-            RuntimeError: Other arguments, or a tensor of the unit without gradient.
-        """
-        if op != dist.ReduceOp.SUM or async_op:
-            raise RuntimeError(f"compressed gradients are summed, synchronously; asked for {op}")
-        if not self.compressor.compressed_size:
-            reduce_scatter(output_tensor, input_tensor, group=group)
-            return None
-        self.run(self._steps(output_tensor, input_tensor), output_tensor, input_tensor)
-        return None
-
-    def _steps(self, output: Tensor, gradients: Tensor) -> Steps[None]:
-        spans, ranks = self.compressor.spans, self.compressor.unit.ranks
-        rows, dense = split_spans(gradients.view(ranks, -1), spans)
-        sums = yield from self.compressor.exchange_rows(rows, dense)
-        join_spans(*sums, spans, output)
-
-
-class CompressedAllReduce(UnitExchange):
-    """FSDP2's all-reduce hook: sums a unit's shard over the replicas, in place."""
-
-    def __call__(self, shard: Tensor) -> None:
-        """Sum the shard (s,) over the replicas."""
-        if shard.device.type != "cpu":
-            # FSDP2 allocates the shard on its reduce-scatter stream and calls the hook on its
-            # all-reduce stream. If gradients are stored in another dtype than they are summed in,
-            # it frees the shard when the cast is queued; it holds the shard only for its own
-            # all-reduce. The next unit's reduce-scatter could overwrite a shard that is still
-            # being summed.
-            shard.record_stream(torch.get_device_module(shard.device).current_stream())
-        self.run(self._steps(shard), shard)
-
-    def _steps(self, shard: Tensor) -> Steps[None]:
-        compressor = self.compressor
-        if not compressor.compressed_size:
-            yield [dist.all_reduce(shard, group=compressor.group, async_op=True)]
-            return
-        flat, dense = split_spans(shard, compressor.spans)
-        ranks = compressor.unit.ranks
-        padded = nn.functional.pad(flat, (0, ranks * compressor.unit.compressed - len(flat)))
-        total, _ = yield from compressor.exchange_rows(padded.view(ranks, -1))
-        flat = yield from compressor.spread(total)
-        if dense.numel():
-            yield [dist.all_reduce(dense, group=compressor.group, async_op=True)]
-        # Behind the last entry is what filled up the last rank's part.
-        join_spans(flat[: compressor.compressed_size], dense, compressor.spans, shard)
 
 
 def apply_gradient_compression(
@@ -184,7 +71,7 @@ def apply_gradient_compression(
         if not exchange_unit(settings.codec, entries, 0, mesh.size(), all_reduce).compressed:
             too_small += [unit_name] if entries else []
             chosen -= parts.keys()
-        compressor = _COMPRESSORS[module] = Compressor(
+        compressor = COMPRESSORS[module] = Compressor(
             unit_name,
             settings.codec,
             [Span(size, name in chosen) for name, size in parts.items()],
@@ -193,22 +80,19 @@ def apply_gradient_compression(
             settings.residual_dtype,
             all_reduce,
             settings.revocable,
+            overlap,
+            module,
         )
         if all_reduce:
-            module.set_all_reduce_hook(CompressedAllReduce(compressor, overlap, module))
+            module.set_all_reduce_hook(compressor.all_reduce)
         else:
-            module.set_custom_reduce_scatter(CompressedReduceScatter(compressor, overlap, module))
+            module.set_custom_reduce_scatter(compressor)
     _log(settings, sizes, chosen, too_small, all_reduce)
-
-
-def compressor_of(module: object) -> Compressor | None:
-    """Return the compressor of an FSDP2 unit, None without compression."""
-    return _COMPRESSORS.get(module)
 
 
 def compressors_of(model_parts: Iterable[nn.Module]) -> list[Compressor]:
     """Return the compressors with a residual, in the order of the model."""
-    found = (compressor_of(module) for part in model_parts for module in part.modules())
+    found = (COMPRESSORS.get(module) for part in model_parts for module in part.modules())
     return [compressor for compressor in found if compressor and compressor.compressed_size]
 
 

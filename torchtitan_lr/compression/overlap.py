@@ -24,14 +24,7 @@ from torchtitan_lr.compat.autograd import after_backward, backward_number
 from torchtitan_lr.compression.codecs.base import Steps, Works, complete
 
 Resume = Callable[[Steps[None], Works], None]
-"""Waits for started collectives and runs the exchange to its end; see `finish`."""
-
-
-def finish(steps: Steps[None], works: Works) -> None:
-    """Wait for the collectives that an exchange has started, and run it to its end."""
-    for work in works:
-        work.wait()
-    complete(steps)
+"""Waits for started collectives and runs the exchange to its end, as `complete` does."""
 
 
 class ExchangeOverlap:
@@ -52,7 +45,7 @@ class ExchangeOverlap:
 
         Args:
             steps: The exchange, not yet started.
-            resume: Ends it; `finish`, or a method that calls it.
+            resume: Ends it.
             tensors: The tensors of other streams that it reads and writes.
             may_wait: Whether its results may be written until the end of backward.
         """

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -15,7 +14,6 @@ from torchtitan_lr.checkpoints.layout import RESIDUALS, is_dcp
 from torchtitan_lr.checkpoints.safe_metadata import read_metadata
 from torchtitan_lr.compression.compressor import COUNTS, Compressor
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.titan import logger
 
 
 class Residuals:
@@ -53,25 +51,10 @@ class Residuals:
             local = saved.to_local() if isinstance(saved, DTensor) else saved
             compressor.residual.copy_(local.reshape(compressor.residual.shape))
 
-    def commit(self, rejected: Tensor | None = None) -> None:
-        """Commit the residuals of the current step, unless the step is rejected.
-
-        Args:
-            rejected: Above 0 to keep the residuals of before the step, a scalar on the device; None
-                if the step is always taken.
-        """
-        for compressor in self.compressors:
-            compressor.commit(rejected)
-
-    def measure(self, enabled: bool) -> None:
-        """Enable or disable the counts of the next step."""
-        for compressor in self.compressors:
-            compressor.measuring = enabled
-
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the last measured step, over all ranks.
 
-        Call this on every rank, after `commit`.
+        Call this on every rank, after the step is committed.
 
         Returns:
             The achieved ``sparsity``, the ``unpeeled_share`` of sent entries that were not
@@ -94,7 +77,7 @@ class Residuals:
             "grad_compression/sparsity": 1 - sums["sent"] / (entries * dist.get_world_size()),
             "grad_compression/unpeeled_share": sums["unpeeled"] / max(1.0, sums["indexed"]),
             "grad_compression/residual_norm": sums["residual_square"] ** 0.5,
-            "grad_compression/bytes_saved": float(sum(c.bytes_saved() for c in self.compressors)),
+            "grad_compression/bytes_saved": float(sum(c.bytes_saved for c in self.compressors)),
         }
 
     def check_checkpoint(self, checkpoint_id: str, metadata: Metadata | None = None) -> None:
@@ -103,7 +86,7 @@ class Residuals:
         Raises:
             ConfigError: It has no residuals, or residuals of other ranks or tensors.
         """
-        saved = _saved_shapes(checkpoint_id, metadata)
+        saved = saved_residuals(checkpoint_id, metadata)
         skip = f"checkpoint.exclude_from_loading = ['{RESIDUALS}'] to start without residuals"
         if not saved:
             want = f"a checkpoint saved with gradient compression, or {skip}"
@@ -119,13 +102,9 @@ class Residuals:
             raise ConfigError("checkpoint", checkpoint_id, want)
 
 
-def warn_of_dropped_residuals(checkpoint_id: str, metadata: Metadata | None = None) -> None:
-    """Warn if a checkpoint has residuals, which are not loaded."""
-    if _saved_shapes(checkpoint_id, metadata):
-        logger.warning("The gradient residuals of %s are not loaded", checkpoint_id)
-
-
-def _saved_shapes(checkpoint_id: str, metadata: Metadata | None) -> dict[str, tuple[int, ...]]:
+def saved_residuals(
+    checkpoint_id: str, metadata: Metadata | None = None
+) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the residuals in a checkpoint; only its metadata is read."""
     if not is_dcp(checkpoint_id):
         return {}

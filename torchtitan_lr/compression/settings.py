@@ -44,20 +44,6 @@ class CompressionSettings:
     revocable: bool = False
 
 
-def compresses(config: Any) -> bool:
-    """Return whether the configuration enables gradient compression."""
-    return bool(config.grad_compression.codec != "none")
-
-
-def exchanging_ranks(config: Any, world_size: int) -> int:
-    """Return the ranks of the compressed dimension: HSDP's replicas, otherwise FSDP's shards."""
-    sections = config.parallelism
-    if sections.data_parallel_replicate_degree > 1:
-        return int(sections.data_parallel_replicate_degree)
-    others = sections.tensor_parallel_degree * sections.pipeline_parallel_degree
-    return int(max(1, world_size // others))
-
-
 def compression_settings(config: Any, ranks: int) -> CompressionSettings:
     """Resolve ``[grad_compression]``.
 

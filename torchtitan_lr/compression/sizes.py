@@ -72,6 +72,11 @@ def exchange_unit(
 ) -> Unit:
     """Return the exchange of a unit of the model; all of it is dense if it cannot be decoded.
 
+    An owner must decode all but a few percent of what W independent ranks send it. Whole entries
+    and cells count: each rank sends at least one of m entries, and a row of the sketch has at least
+    one cell. In a small sketch, entries form an undecodable loop at lower loads (finite-size
+    scaling of random hypergraphs, with exponent 2/3).
+
     Args:
         codec: The configured codec.
         compressed: Selected entries of a destination, or of the whole shard for `all_reduce`.
@@ -80,8 +85,12 @@ def exchange_unit(
         all_reduce: Whether every rank needs the whole sum; then each owns a W-th part of it.
     """
     m = -(-compressed // ranks) if all_reduce else compressed
-    if not can_be_decoded(codec, m, ranks):
-        return Unit(ranks, 0, dense + compressed)
+    if codec.name == "sketch" and m > 0 and ranks > 1:
+        row = sketch_row(m, codec.c)
+        unknown = m * (1 - (1 - kept_entries(m, codec.theta) / m) ** ranks)
+        limit = min(PEELING_LIMIT, SHARP_LIMIT - SMALL_SKETCH * row ** (-2 / 3))
+        if unknown / (HASH_ROWS * row) > limit + 1e-12:
+            return Unit(ranks, 0, dense + compressed)
     return Unit(ranks, m, dense)
 
 
@@ -89,11 +98,6 @@ def kept_entries(m: int, theta: float) -> int:
     """Return the number of sent entries of m: at most a share 1 − θ, at least one."""
     # The small number because 0.9·10 is slightly more than 9 in floating point.
     return max(1, m - math.ceil(theta * m - 1e-9 * m))
-
-
-def packed_bytes(m: int) -> int:
-    """Return the bytes of an index of m entries, one bit each."""
-    return -(-m // 8)
 
 
 def sketch_row(m: int, c: float) -> int:
@@ -111,10 +115,14 @@ def candidates(ranks: int, m: int, theta: float) -> int:
     return min(m, ranks * kept_entries(m, theta))
 
 
-def spreads_packed(unit: Unit, theta: float) -> bool:
-    """Return whether a sum is returned as bitmap and values: if that is less than all entries."""
+def returned_entries(unit: Unit, theta: float) -> int:
+    """Return the entries of each owner's sums that go back to all ranks.
+
+    These are the entries that can differ from zero, if with a bitmap they are less than all m.
+    """
     m, value = unit.compressed, ROLE_BYTES["gradient"]
-    return packed_bytes(m) + value * candidates(unit.ranks, m, theta) < value * m
+    sent = candidates(unit.ranks, m, theta)
+    return sent if -(-m // 8) + value * sent < value * m else m
 
 
 def exchange_traffic(
@@ -137,21 +145,20 @@ def exchange_traffic(
         return [(plain[0], "gradient", plain[1] * unit.dense)]
     # A reduce-scatter's dense entries travel in the call of the cells.
     beside = 0 if all_reduce else w * unit.dense
-    rows = [("all_to_all", "index", w * packed_bytes(m))]
+    rows = [("all_to_all", "index", w * -(-m // 8))]
     if codec.name == "sketch":
         blocks = -(-m // verdict_block(m))
         cells = w * HASH_ROWS * sketch_row(m, codec.c)
         rows.append(("reduce_scatter", "gradient", cells + beside))
-        rows.append(("all_gather", "index", w * packed_bytes(blocks)))
+        rows.append(("all_gather", "index", w * -(-blocks // 8)))
     else:
         rows.append(("all_to_all", "gradient", w * kept_entries(m, codec.theta)))
         rows += [("reduce_scatter", "gradient", beside)] if beside else []
     if not all_reduce:
         return rows
-    returned = m
-    if spreads_packed(unit, codec.theta):
-        returned = candidates(w, m, codec.theta)
-        rows.append(("all_gather", "index", w * packed_bytes(m)))
+    returned = returned_entries(unit, codec.theta)
+    if returned < m:
+        rows.append(("all_gather", "index", w * -(-m // 8)))
     rows.append(("all_gather", "gradient", w * returned))
     return [*rows, ("all_reduce", "gradient", unit.dense)] if unit.dense else rows
 
@@ -179,25 +186,10 @@ def bits_per_entry(codec: CodecSizes, replicas: int = 0) -> float:
 def peels(c: float, theta: float, ranks: int) -> bool:
     """Return whether a large sketch of compression c decodes: c·(1 − θ^W) ≤ 0.75.
 
-    1 − θ^W is the share of entries that any of W independent ranks sends. `can_be_decoded` decides
+    1 − θ^W is the share of entries that any of W independent ranks sends. `exchange_unit` decides
     for one unit, by its size.
     """
     return c * (1 - theta**ranks) <= PEELING_LIMIT + 1e-12
-
-
-def can_be_decoded(codec: CodecSizes, m: int, ranks: int) -> bool:
-    """Return whether an owner can decode all but a few percent of what W ranks send it.
-
-    It counts whole entries and cells: each of W independent ranks sends at least one of m entries,
-    and a row of the sketch has at least one cell. In a small sketch, entries form an undecodable
-    loop at lower loads (finite-size scaling of random hypergraphs, with exponent 2/3).
-    """
-    if codec.name != "sketch" or m == 0 or ranks == 1:
-        return True
-    row = sketch_row(m, codec.c)
-    unknown = m * (1 - (1 - kept_entries(m, codec.theta) / m) ** ranks)
-    limit = min(PEELING_LIMIT, SHARP_LIMIT - SMALL_SKETCH * row ** (-2 / 3))
-    return unknown / (HASH_ROWS * row) <= limit + 1e-12
 
 
 def smallest_theta(c: float, ranks: int) -> float:

@@ -78,9 +78,8 @@ class Model:
     that divides 64, and to a multiple of any other degree and of ``caat.lanes``."""
 
     hf_assets_path: str = "torchtitan_lr/data/assets/bpe4k"
-    """Folder with the tokenizer: a Hugging Face tokenizer.json, or a tiktoken rank file named
-    tokenizer.model (llama-3 format). Relative paths are looked up from the working directory,
-    then from the repository root."""
+    """Folder with the tokenizer, a Hugging Face tokenizer.json. Relative paths are looked up from
+    the working directory, then from the repository root."""
 
 
 @dataclass

@@ -14,8 +14,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,33 +30,21 @@ FORMAT = "torchtitan_lr tokens 1"
 
 Kind = Literal["text", "pairs"]
 
-OPEN_SHARDS = 24
-"""Pairs of files that stay open in a process, with two descriptors each."""
-
-CHECKED_BYTES = 256 << 20
-"""`Corpus.check` compares the checksums of shards up to this size in sum."""
+OPEN_SHARDS = 24  # stay open in a process: pairs of files, with two descriptors each
+CHECKED_BYTES = 256 << 20  # `Corpus.check` compares checksums of shards up to this size in sum
 
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One shard.
+    """One shard: its size, the checksum of its files, and their name without ``.bin`` and ``.idx``.
 
-    Attributes:
-        prefix: Path of its files without ``.bin`` and ``.idx``.
-        tokens: Number of its tokens.
-        documents: Number of its documents.
-        sha256: Checksum of its files' contents; empty for a folder without ``corpus.json``.
+    The checksum is empty in a folder without ``corpus.json``.
     """
 
-    prefix: str
     tokens: int
     documents: int
-    sha256: str = ""
-
-    @property
-    def name(self) -> str:
-        """The last part of the prefix."""
-        return Path(self.prefix).name
+    sha256: str
+    name: str
 
 
 @dataclass(frozen=True)
@@ -90,27 +80,20 @@ class Corpus:
             found = json.loads((place / RECORD).read_text(encoding="utf-8"))
             if found["format"] != FORMAT:
                 raise ValueError(f"format {found['format']!r}")
-            train, held_out = (
-                # The last part of the name: a record cannot lead out of its folder.
-                [
-                    ShardInfo(str(place / Path(name).name), **shard)
-                    for shard in found[part]
-                    if (name := shard.pop("name"))
-                ]
-                for part in PARTS
-            )
+            train, held_out = ([ShardInfo(**shard) for shard in found[part]] for part in PARTS)
             return Corpus(place, train, held_out, found["kind"], found["identity"], found)
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError) as error:
             want = f"a record of format {FORMAT!r} ({type(error).__name__}: {error})"
             raise DataError(key, str(place / RECORD), want) from error
-        names = sorted(path.with_suffix("") for path in place.glob("*.idx"))
-        if not names:
+        train = []
+        for path in sorted(place.glob("*.idx")):
+            shard = IndexedDataset(path.with_suffix(""), key)
+            train.append(ShardInfo(shard.num_tokens, shard.num_documents, "", path.stem))
+        if not train:
             want = f"a folder with {RECORD}, or with .bin and .idx files"
             raise ConfigError(key, str(place), want)
-        opened = [IndexedDataset(name, key) for name in names]
-        train = [ShardInfo(part.prefix, part.num_tokens, part.num_documents) for part in opened]
         return Corpus(place, train, [], "text", identity_of("text", "", [train, []]), {})
 
     def tokens(self, held_out: bool = False) -> int:
@@ -123,7 +106,9 @@ class Corpus:
         Raises:
             DataError: Its files are damaged, or not as many tokens as recorded.
         """
-        return _opened(info.prefix + (".loss" if loss else ""), info.tokens, info.documents)
+        # The last part of the name: a record cannot lead out of its folder.
+        prefix = str(self.folder / Path(info.name).name)
+        return _opened(prefix + (".loss" if loss else ""), info.tokens, info.documents)
 
     def check(self) -> None:
         """Check the files of every shard, before a run.
@@ -145,33 +130,50 @@ class Corpus:
     def check_shard(self, info: ShardInfo) -> None:
         """Read a whole shard and compare it with the record; errors as for :meth:`check`."""
         opened = self._pairs(info)
-        found = checksum(info.prefix, self.kind)
+        found = checksum(opened[0].prefix, self.kind)
         for shard in opened:
             shard.check()
         if info.sha256 and found != info.sha256:
             want = f"files with the checksum {info.sha256[:12]} of {RECORD}, not {found[:12]}"
-            raise DataError(KEY, info.prefix, f"{want}: they were changed; prepare them again")
+            want += ": they were changed; prepare them again"
+            raise DataError(KEY, opened[0].prefix, want)
 
     def _pairs(self, info: ShardInfo) -> list[IndexedDataset]:
         return [self.shard(info, loss) for loss in (False, True)[: 1 + (self.kind == "pairs")]]
 
 
 def save_record(
-    folder: Path, kind: Kind, tokenizer: dict[str, Any], parts: list[list[ShardInfo]], **more: Any
-) -> None:
+    folder: Path,
+    kind: Kind,
+    tokenizer: dict[str, Any],
+    counts: list[list[list[int]]],
+    more: dict[str, Any] | None = None,
+    apply: Callable[..., Iterable[str]] = map,
+) -> Corpus:
     """Write ``corpus.json``, the last file of a preparation: a folder that has it is whole.
 
-    ``parts`` are the shards to train on and the held-out ones; ``more`` is recorded as JSON.
+    Args:
+        folder: Has the shards.
+        kind: Whether they have loss masks.
+        tokenizer: Its hash (``sha256``), and what else is to be recorded of it.
+        counts: Documents and tokens of each shard, to train on and held out.
+        more: What else to record.
+        apply: As ``map``, for the checksums of the shards.
     """
-    shards = {
-        part: [asdict(info) | {"name": info.name} for info in infos]
-        for part, infos in zip(PARTS, parts, strict=True)
-    }
-    for info in (info for infos in shards.values() for info in infos):
-        del info["prefix"]
-    identity = identity_of(kind, tokenizer["sha256"], parts)
-    record = {"format": FORMAT, "kind": kind, "identity": identity, "tokenizer": tokenizer}
-    write_json(folder / RECORD, record | more | shards)
+    shards = []
+    for part, pairs in zip(PARTS, counts, strict=True):
+        names = [f"{part}-{index:05d}" for index in range(len(pairs))]
+        # Read again from the disk, so that the checksums are of what is there.
+        sums = apply(checksum, [str(folder / name) for name in names], repeat(kind))
+        found = zip(names, pairs, sums, strict=True)
+        shards.append([ShardInfo(pair[1], pair[0], digest, name) for name, pair, digest in found])
+    identity = identity_of(kind, tokenizer["sha256"], shards)
+    record: dict[str, Any] = {"format": FORMAT, "kind": kind, "identity": identity}
+    record |= {"tokenizer": tokenizer} | (more or {})
+    for part, infos in zip(PARTS, shards, strict=True):
+        record[part] = [asdict(info) for info in infos]
+    write_json(folder / RECORD, record)
+    return Corpus.open(folder)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -20,18 +20,18 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.console.log import say
 from torchtitan_lr.console.progress import Preparing
 from torchtitan_lr.data.corpus import RECORD, Corpus
 from torchtitan_lr.data.sources import LIBRARIES, Reader, Source, data_path
 from torchtitan_lr.data.tokenize import signature_of, tokenize
+from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,22 +40,27 @@ if TYPE_CHECKING:
 TRAINING = (*LIBRARIES, "local", "prepared", "c4", "c4_validation", "hf")
 VALIDATION = ("training", *LIBRARIES, "local", "c4_validation")
 
+PATHS = {
+    "local": "a file, folder or pattern of .txt, .jsonl or .parquet",
+    "hf": "a dataset of the Hub such as 'owner/name', or a folder of one",
+    "prepared": "a folder that `torchtitan-lr prepare` or Megatron-LM wrote",
+}
+"""What a dataset's path names, where there must be one."""
+
 C4 = "allenai/c4"
+C4_SPLITS = {"c4": ("en", "train", "validation"), "c4_validation": ("en", "validation", "")}
+"""Configuration, split, and the split to hold out."""
 
 OPTIONS = {"text_column": "column", "hf_name": "config", "hf_split": "split"}
 """Keys of an entry of ``training.mixture`` that replace the run's, and what they set."""
 
 KEYS: dict[str, Any] = {"dataset": str, "path": str, "weight": (int, float), "name": str}
 KEYS |= dict.fromkeys(OPTIONS, str)
-"""Keys of an entry of ``training.mixture``; ``weight`` is 1 by default."""
 
 PREPARED = "TORCHTITAN_LR_PREPARED"
 """Environment variable of the ranks: the folders that the launcher has prepared, as JSON."""
 
 KEY = "training.token_folder"
-
-SCRATCH = ".preparing-"
-"""In the name of a folder that is being prepared, before the machine's."""
 
 Section = Literal["training", "validation"]
 
@@ -91,28 +96,27 @@ def wanted(config: Any, section: Section = "training", world_size: int = 1) -> l
         ConfigError: An unknown corpus, or a path that is missing, unused or does not exist.
     """
     training, validation = config.training, config.validation
-    if section == "validation" and validation.dataset != "training":
-        _check_name(validation.dataset, validation.dataset_path, "validation")
-        name = validation.dataset
-        amount = _validation_tokens(config, world_size)
-        sources = _sources(name, validation.dataset_path, "validation", training, 0, amount)
-        if name in ("local", "c4_validation"):
-            sources = tuple(replace(source, part="held_out") for source in sources)
-        return [Wanted(name, 1.0, sources)]
-    if section == "validation" and validation.dataset_path:
-        want = "no path, or validation.dataset = 'local' with it"
-        raise ConfigError("validation.dataset_path", validation.dataset_path, want)
+    entries: list[dict[str, Any]] = []
+    tokens, key = 0, section
+    if section == "training" or validation.dataset == "training":
+        if section == "validation" and validation.dataset_path:
+            want = "no path, or validation.dataset = 'local' with it"
+            raise ConfigError("validation.dataset_path", validation.dataset_path, want)
+        entries, tokens, key = _entries(training), _training_tokens(config, world_size), "training"
+    else:
+        entries = [{"dataset": validation.dataset, "path": validation.dataset_path}]
+    held_out = _validation_tokens(config, world_size)
+    total = sum(float(entry.get("weight", 1)) for entry in entries)
     found = []
-    for name, path, label, weight, options in _entries(training):
-        _check_name(name, path, "training")
-        if name == "prepared":
-            folder = data_path(str(path), "training.dataset_path")
-            found.append(Wanted(label, weight, (), folder))
-            continue
-        amount = math.ceil(weight * _training_tokens(config, world_size))
-        held_out = _validation_tokens(config, world_size)
-        sources = _sources(name, path, "training", training, amount, held_out)
-        found.append(Wanted(label, weight, tuple(replace(s, **options) for s in sources)))
+    for entry in entries:
+        weight = float(entry.get("weight", 1)) / total
+        amount = math.ceil(weight * tokens)
+        name, path = entry["dataset"], entry.get("path")
+        sources = _sources(name, path, key, training, amount, held_out)
+        own = {option: entry[key] for key, option in OPTIONS.items() if key in entry}
+        folder = data_path(str(path), f"{key}.dataset_path") if name == "prepared" else None
+        sources = tuple(replace(source, **own) for source in sources)
+        found.append(Wanted(entry.get("name") or name, weight, sources, folder))
     return found
 
 
@@ -153,9 +157,10 @@ def prepare_for_ranks(config: Any, world_size: int) -> dict[str, str]:
     sections: list[Section] = ["training", "validation"]
     known: dict[str, list[str]] = {}
     for section in sections[: 1 + bool(config.validation.enable)]:
-        parts = wanted(config, section, world_size)
-        known[_digest(parts)] = [str(part.folder or _prepared(config, part)) for part in parts]
-    for folder in dict.fromkeys(folder for folders in known.values() for folder in folders):
+        parts = ensure_prepared(config, section, world_size)
+        digest = _digest(wanted(config, section, world_size))
+        known[digest] = [str(part.folder) for part in parts]
+    for folder in {folder for folders in known.values() for folder in folders}:
         Corpus.open(folder).check()
     return {PREPARED: json.dumps(known)}
 
@@ -164,94 +169,71 @@ def _digest(parts: list[Wanted]) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
 
 
-def _check_name(name: str, path: str | None, key: str) -> None:
-    """Raise if a corpus is unknown, or its path is missing or not supported."""
-    names, path_key = VALIDATION if key == "validation" else TRAINING, f"{key}.dataset_path"
-    if name not in names:
-        raise ConfigError(f"{key}.dataset", name, "one of " + ", ".join(names))
-    if name in LIBRARIES and path:
-        raise ConfigError(path_key, path, f"no path, or {key}.dataset = 'local'")
-    needs = {
-        "local": "a file, folder or pattern of .txt, .jsonl or .parquet",
-        "hf": "a dataset of the Hub such as 'owner/name', or a folder of one",
-        "prepared": "a folder that `torchtitan-lr prepare` or Megatron-LM wrote",
-    }
-    if name in needs and not path:
-        raise ConfigError(path_key, path, needs[name])
-    is_folder = name == "prepared" or (_is_hub(name) and path and path[0] in "/.~")
-    if is_folder and path and not data_path(path, path_key).exists():
-        raise ConfigError(path_key, path, f"a folder of {name} that exists")
-
-
-def _is_hub(name: str) -> bool:
-    return name == "hf" or name.startswith("c4")
-
-
 def _sources(
-    name: str, path: str | None, key: str, training: Any, tokens: int, held_out: int | None
+    name: str, path: str | None, section: str, training: Any, tokens: int, held_out: int | None
 ) -> tuple[Source, ...]:
-    """Return what is prepared for a corpus: of a dataset of the Hub up to so many tokens."""
-    paths = (path,) if path else ()
-    source = Source(name, paths, f"{key}.dataset_path", column=training.text_column)
-    if not _is_hub(name):
+    """Return what is prepared for a corpus: of a dataset of the Hub up to so many tokens.
+
+    Raises:
+        ConfigError: The corpus is unknown, or its path is missing, unused or does not exist.
+    """
+    key, names = f"{section}.dataset_path", VALIDATION if section == "validation" else TRAINING
+    is_hub = name == "hf" or name in C4_SPLITS
+    if name not in names:
+        raise ConfigError(f"{section}.dataset", name, "one of " + ", ".join(names))
+    if name in LIBRARIES and path:
+        raise ConfigError(key, path, f"no path, or {section}.dataset = 'local'")
+    if name in PATHS and not path:
+        raise ConfigError(key, path, PATHS[name])
+    is_folder = name == "prepared" or (is_hub and path and path[0] in "/.~")
+    if is_folder and path and not data_path(path, key).exists():
+        raise ConfigError(key, path, f"a folder of {name} that exists")
+    source = Source(name, (path,) if path else (), key, column=training.text_column)
+    if section == "validation" and name not in LIBRARIES:
+        source = replace(source, part="held_out")
+    if not is_hub:
         return (source,)
-    named = (training.hf_name, training.hf_split, training.hf_held_out)
-    if name != "hf":
-        source = replace(source, name="hf", paths=paths or (C4,))
-        named = {
-            "c4": ("en", "train", "validation"),
-            "c4_validation": ("en", "validation", ""),
-        }[name]
-    config, split, other = named
+    usual = (training.hf_name, training.hf_split, training.hf_held_out)
+    config, split, other = C4_SPLITS.get(name, usual)
     stream = training.hf_streaming
-    source = replace(source, config=config, split=split, streaming=stream)
-    first = replace(source, tokens=tokens or held_out if stream else None)
+    source = replace(source, name="hf", paths=(path or C4,), config=config, streaming=stream)
+    first = replace(source, split=split, tokens=tokens or held_out if stream else None)
     if not other:
         return (first,)
     second = replace(source, split=other, part="held_out", tokens=held_out if stream else None)
     return replace(first, part="train"), second
 
 
-def _entries(
-    training: Any,
-) -> Iterator[tuple[str, str | None, str, float, dict[str, Any]]]:
-    """Yield dataset, path, name, share and options of the corpora that are trained on.
+def _entries(training: Any) -> list[dict[str, Any]]:
+    """Return ``training.mixture``, or the one corpus as an entry of it.
 
     Raises:
-        ConfigError: An entry of ``training.mixture`` is not valid.
+        ConfigError: An entry is not valid.
     """
     given = getattr(training, "mixture", None) or []
     entries = [entry if isinstance(entry, dict) else vars(entry) for entry in given]
     if not entries:
-        yield training.dataset, training.dataset_path, training.dataset, 1.0, {}
-        return
+        return [{"dataset": training.dataset, "path": training.dataset_path}]
     if training.dataset_path:
         want = "no path beside [[training.mixture]], whose entries have their own"
         raise ConfigError("training.dataset_path", training.dataset_path, want)
     for index, entry in enumerate(entries):
-        _check_entry(entry, f"training.mixture[{index}]")
+        key = f"training.mixture[{index}]"
+        for name, value in entry.items():
+            if name not in KEYS:
+                raise ConfigError(f"{key}.{name}", value, "one of the keys " + ", ".join(KEYS))
+            if not isinstance(value, KEYS[name]) or isinstance(value, bool):
+                kind = "a number" if name == "weight" else "a string"
+                raise ConfigError(f"{key}.{name}", value, kind)
+        if "dataset" not in entry:
+            raise ConfigError(f"{key}.dataset", "", "a corpus such as 'local'")
+        if not 0 < float(entry.get("weight", 1)) < math.inf:
+            raise ConfigError(f"{key}.weight", entry["weight"], "a positive number such as 0.5")
     names = [entry.get("name") or entry["dataset"] for entry in entries]
     if len(set(names)) < len(names):
         want = "entries with different names; two of one dataset need name = '...'"
         raise ConfigError("training.mixture", names, want)
-    total = sum(float(entry.get("weight", 1)) for entry in entries)
-    for name, entry in zip(names, entries, strict=True):
-        own = {option: entry[key] for key, option in OPTIONS.items() if key in entry}
-        share = float(entry.get("weight", 1)) / total
-        yield entry["dataset"], entry.get("path"), name, share, own
-
-
-def _check_entry(entry: dict[str, Any], key: str) -> None:
-    for name, value in entry.items():
-        if name not in KEYS:
-            raise ConfigError(f"{key}.{name}", value, "one of the keys " + ", ".join(KEYS))
-        if not isinstance(value, KEYS[name]) or isinstance(value, bool):
-            kind = "a number" if name == "weight" else "a string"
-            raise ConfigError(f"{key}.{name}", value, kind)
-    if "dataset" not in entry:
-        raise ConfigError(f"{key}.dataset", "", "a corpus such as 'local'")
-    if not 0 < float(entry.get("weight", 1)) < math.inf:
-        raise ConfigError(f"{key}.weight", entry["weight"], "a positive number such as 0.5")
+    return entries
 
 
 def data_ranks(config: Any, world_size: int) -> int:
@@ -285,12 +267,12 @@ def _validation_tokens(config: Any, world_size: int) -> int | None:
 
 def _prepared(config: Any, part: Wanted) -> Path:
     """Return the folder of a part, locked until this process ends; prepare it if needed."""
-    from torchtitan_lr.data.tokenizer import build_tokenizer  # late: it imports torchtitan
-
     tokenizer = build_tokenizer(config)
     readers = [Reader(source) for source in part.sources]
     name = f"{part.sources[0].name}-{signature_of(readers, tokenizer)[:20]}"
-    store, most = token_folder(config), config.training.max_bad_records
+    training, cache = config.training, os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    default = os.path.join(cache, "torchtitan_lr", "tokens")
+    store, most = data_path(training.token_folder or default, KEY), training.max_bad_records
     folder = store / name
     is_new = not (folder / RECORD).is_file()
     if is_new:
@@ -303,7 +285,7 @@ def _prepared(config: Any, part: Wanted) -> Path:
     if is_new:
         for bad in lost[:20]:
             say(f"warning: left out {bad}")
-        limit = config.training.token_folder_gb
+        limit = training.token_folder_gb
         kept = free(store, limit * 1e9) / 1e9
         counts = f"{corpus.tokens():,} tokens to train on and {corpus.tokens(True):,} held out"
         say(f"prepared {counts}; {store} has {kept:,.2f} GB of at most {limit:g} GB")
@@ -340,33 +322,39 @@ def prepare_folder(
         ConfigError: The folder cannot be written, or was prepared from something else.
         DataError: As for :func:`tokenize`.
     """
-    shared = key == KEY
-    lock = _lock_path(folder) if shared else folder / ".lock"
-    scratch = Path(f"{folder}{SCRATCH}{socket.gethostname()}") if shared else folder
+    lock, scratch = folder / ".lock", folder
+    if key == KEY:
+        lock = folder.parent / "locks" / folder.name
+        scratch = Path(f"{folder}.preparing-{socket.gethostname()}")
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         file = _held.get(folder) or lock.open("ab")
     except OSError as error:
         want = f"a folder that can be written ({error.strerror})"
-        raise ConfigError(key, str(folder.parent if shared else folder), want) from error
+        raise ConfigError(key, str(lock.parent), want) from error
+    waits = False
     while folder not in _held:
-        _wait(file, fcntl.LOCK_SH, folder)
-        if (folder / RECORD).is_file():
+        ready = (folder / RECORD).is_file()
+        # A reader keeps its lock while it trains: whoever waits to prepare must look again.
+        if not _lock(file, fcntl.LOCK_SH if ready else fcntl.LOCK_EX):
+            if not waits:
+                say(f"waiting for another run, which prepares {folder}")
+            waits = True
+            time.sleep(0.2)
+        elif ready != (folder / RECORD).is_file():
+            continue  # it was prepared, or deleted, before this process had the lock
+        elif ready:
             os.utime(lock)  # the time of the last use
             _held[folder] = file
-            break
-        # Converting a lock gives it up for an instant: look again.
-        _wait(file, fcntl.LOCK_EX, folder)
-        if (folder / RECORD).is_file():
-            continue
-        options: dict[str, Any] = {"workers": workers, "max_bad_records": max_bad_records}
-        with closing(Preparing()) as shown:
-            tokenize(readers, tokenizer, scratch, key=key, report=shown, **options)
-        if shared:
-            try:
-                os.rename(scratch, folder)
-            except OSError:  # another machine was faster
-                shutil.rmtree(scratch)
+        else:
+            options: dict[str, Any] = {"workers": workers, "max_bad_records": max_bad_records}
+            with closing(Preparing()) as shown:
+                tokenize(readers, tokenizer, scratch, key=key, report=shown, **options)
+            if scratch != folder:
+                try:
+                    os.rename(scratch, folder)
+                except OSError:  # another machine was faster
+                    shutil.rmtree(scratch)
     corpus = Corpus.open(folder, key)
     if corpus.record["signature"] != signature_of(readers, tokenizer):
         want = "another folder: it was prepared from other sources, or with another tokenizer"
@@ -374,32 +362,15 @@ def prepare_folder(
     return corpus
 
 
-def token_folder(config: Any) -> Path:
-    """Return ``training.token_folder``, by default below the user's cache folder."""
-    given = config.training.token_folder
-    if given:
-        return data_path(given, KEY)
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return user_path(cache, KEY) / "torchtitan_lr" / "tokens"
-
-
-def _lock_path(folder: Path) -> Path:
-    return folder.parent / "locks" / folder.name.partition(SCRATCH)[0]
-
-
-def _wait(file: IO[bytes], kind: int, folder: Path) -> None:
-    """Lock a file; say once that it takes time, and go on where the file system has no locks."""
-    waiting = False
-    while True:
-        try:
-            return fcntl.flock(file, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not waiting:
-                say(f"waiting for another run, which prepares {folder}")
-            waiting = True
-            time.sleep(0.2)
-        except OSError:
-            return None
+def _lock(file: IO[bytes], kind: int) -> bool:
+    """Lock a file; return whether it is locked, or whether its file system has no locks."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def free(store: Path, limit: float) -> int:
@@ -411,22 +382,21 @@ def free(store: Path, limit: float) -> int:
     Returns:
         The bytes that are left.
     """
-    sizes = {
-        folder: sum(file.stat().st_size for file in folder.iterdir())
-        for folder in store.iterdir()
-        if folder.is_dir() and folder.name != "locks"
-    }
+    locks = sorted((store / "locks").iterdir(), key=lambda lock: lock.stat().st_mtime)
+    # The folder of each, and those of machines that prepare it.
+    folders = {lock: list(store.glob(f"{lock.name}*")) for lock in locks}
+    sizes = dict.fromkeys(locks, 0)
+    for lock in locks:
+        with suppress(FileNotFoundError):  # another run has just renamed or deleted its own
+            files = (file for folder in folders[lock] for file in folder.iterdir())
+            sizes[lock] = sum(file.stat().st_size for file in files)
     left = sum(sizes.values())
-
-    def last_use(folder: Path) -> float:
-        path = _lock_path(folder)
-        return path.stat().st_mtime if path.exists() else 0.0
-
-    for folder in sorted(sizes, key=last_use):
+    for lock in locks:
         if left <= limit:
             break
-        with suppress(OSError), _lock_path(folder).open("ab") as file:
+        with suppress(OSError), lock.open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder)
-            left -= sizes[folder]
+            for folder in folders[lock]:
+                shutil.rmtree(folder)
+            left -= sizes[lock]
     return left

@@ -25,11 +25,12 @@ import os
 import re
 import sysconfig
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import groupby, islice
+from itertools import accumulate, groupby, islice
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
@@ -41,40 +42,25 @@ CPYTHON, STDLIB, STDLIB_DOCS = "cpython", "python_stdlib", "python_stdlib_docs"
 LIBRARIES = (CPYTHON, STDLIB, STDLIB_DOCS)
 
 CPYTHON_FILE = Path(__file__).parent / "assets" / "cpython" / "stdlib.jsonl.zst"
-"""The files of ``cpython``: lines of ``{"path": ..., "text": ...}``."""
+EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+"""Folders of the library that are not read: installed packages and test suites."""
 
-SUFFIXES = (".txt", ".jsonl", ".parquet")
-MORE = " (.txt and .jsonl also with .gz or .zst)"
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # suffixes, and pyarrow's names of the codecs
+ENDINGS = (".txt", ".jsonl", ".parquet", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst")
 
-COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
-"""Suffixes of compressed files, with pyarrow's names of the codecs."""
+PIECE_BYTES = 1 << 20  # of text: some 0.2 seconds of work for a tokenizer
+PLACE_BYTES = 1 << 12  # of a .txt file, whose lines are held out together
+HEAD_BYTES = 1 << 16  # of a file, in which its encoding, and pairs, are looked for
 
-PIECE_BYTES = 1 << 20
-"""Text of a piece: some 0.2 seconds of work for a tokenizer."""
+ONE_IN = 200
+USUAL_LIMIT = (1 << 64) // ONE_IN  # a large corpus holds out the documents with lower hashes
+SMALL_BYTES = 8 << 20  # a corpus up to this size is read on opening, to find its lowest hashes
+ENOUGH_BYTES = 16 << 10  # of text that a small corpus holds out, but at most a tenth of it
 
-PLACE_BYTES = 1 << 12
-"""Bytes of a .txt file whose lines are held out together."""
-
-HEAD_BYTES = 1 << 16
-"""Bytes at the start of a file in which its encoding, and pairs, are looked for."""
-
-CUE = "\n\n# Summary:"
-"""What separates a function's source from the line to write about it."""
+CUE = "\n\n# Summary:"  # between a function's source and the line to write about it
 
 CALLER = "TORCHTITAN_LR_CALLER"
 """Environment variable: the folder where the user typed the command, for relative paths of data."""
-
-ONE_IN = 200
-"""A large corpus holds out one document in this many."""
-
-USUAL_LIMIT = (1 << 64) // ONE_IN
-"""Documents with a hash below this limit are held out, in a large corpus."""
-
-SMALL_BYTES = 8 << 20
-"""A corpus of at most this many bytes is read on opening, to find its lowest hashes."""
-
-ENOUGH_BYTES = 16 << 10
-"""Bytes of text that a small corpus holds out, but at most a tenth of it."""
 
 
 @dataclass(frozen=True)
@@ -114,24 +100,20 @@ class Piece(NamedTuple):
 
     Attributes:
         file: Its file, for errors.
-        form: ``jsonl`` and ``txt`` are whole lines in bytes; ``documents`` and ``modules`` are
-            lists of texts.
-        data: The text.
+        data: Whole lines in bytes, or a list of texts.
         position: Where to read on behind it (JSON).
-        start: Bytes of the file before it.
-        line: Number of its first line.
+        share: How much of the source is read then, of 1; None if unknown.
+        start: Bytes of the file before it; line: the number of its first line.
         held_out: The part of all its documents; None to choose by hash.
-        read: Bytes of the source's files that have been read, as they are on disk.
     """
 
     file: str
-    form: Literal["jsonl", "txt", "documents", "modules"]
     data: bytes | list[str]
     position: Any
+    share: float | None = None
     start: int = 0
     line: int = 1
     held_out: bool | None = None
-    read: int = 0
 
 
 class Bad(NamedTuple):
@@ -144,11 +126,8 @@ class Bad(NamedTuple):
 class Reader:
     """Reads a source.
 
-    Args:
-        source: The source.
-
     Attributes:
-        source: As given.
+        files: The files that it is read from, if they are on this machine.
         pairs: Whether its documents are canonical records of pairs.
         commit: Of a dataset of the Hub, the commit that is read; found when it is opened.
 
@@ -157,12 +136,13 @@ class Reader:
     """
 
     def __init__(self, source: Source) -> None:
-        self.source = source
+        self.source, self.pairs = source, source.name == STDLIB_DOCS
         self.files: list[Path] = []
         self.commit: str | None = None
         if source.name == "local":
             self.files = find_files(source.paths, source.key)
             self._root = Path(os.path.commonpath([file.parent for file in self.files]))
+            self.pairs = self._holds_pairs()
         elif source.name == CPYTHON:
             self.files = [CPYTHON_FILE]
         elif source.name in LIBRARIES:
@@ -171,41 +151,43 @@ class Reader:
         elif (place := data_path(source.paths[0], source.key)).exists():
             files = place.rglob("*") if place.is_dir() else [place]
             self.files = sorted(file for file in files if file.is_file())
-        self.pairs = source.name == STDLIB_DOCS or self._holds_pairs()
+
+    def _holds_pairs(self) -> bool:
+        """Return whether the first JSON object of the first .jsonl file is a pair or a chat."""
+        files = [file for file in self.files if kind_of(file) == ".jsonl"]
+        lines: list[bytes] = []
+        for file in files[:1]:
+            with suppress(OSError), file.open("rb") as raw:  # reading it later reports the error
+                lines = _decompressed(raw, file).read(HEAD_BYTES).split(b"\n")
+        records = (record for line in lines if isinstance(record := _from_json(line), dict))
+        if not is_pair(next(records, None)):
+            return False
+        if other := [file for file in self.files if file not in files]:
+            raise ConfigError(self.source.key, str(other[0]), "only .jsonl files of pairs")
+        return True
 
     def stamp(self) -> dict[str, Any]:
         """Return what identifies the text without reading it: place, size and time of files."""
-        stats = [(os.path.abspath(file), file.stat()) for file in self.files]
+        stats = ((os.path.abspath(file), file.stat()) for file in self.files)
         files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         named = asdict(replace(self.source, key="", paths=() if files else self.source.paths))
         return named | {"files": files}
 
     @cached_property
-    def size(self) -> int | None:
-        """Bytes of the files on disk; None for a dataset, which may read some of them."""
-        if self.source.name == "hf":
-            return None
-        return sum(file.stat().st_size for file in self.files)
-
-    @cached_property
     def limit(self) -> int:
         """The hash below which a document is held out; finding that of a small corpus reads it."""
         local = self.source.name == "local" and self.source.part == "both"
-        if not local or (self.size or 0) > SMALL_BYTES:
+        if not local or sum(file.stat().st_size for file in self.files) > SMALL_BYTES:
             return USUAL_LIMIT
-        sizes: dict[int, int] = {}
+        sizes: Counter[int] = Counter()
         for piece in self.pieces():
-            if piece.form == "txt":
-                found = [(document_hash(name), len(text)) for name, text in self._places(piece)]
-            else:  # no limit is known yet, and none is needed: a part is given
-                read = self.documents(piece._replace(held_out=False))
-                texts = [each[0] for each in read if not isinstance(each, Bad)]
-                found = [(self._hash(text), len(text.encode())) for text in texts]
-            for key, size in found:
-                sizes[key] = sizes.get(key, 0) + size
+            for found in self._records(piece):
+                if not isinstance(found, Bad):
+                    size = len(found[1].encode("utf-8", errors="surrogateescape"))
+                    sizes[document_hash(found[0])] += size
         if len(sizes) < 2:
             return 0
-        wanted, held = min(ENOUGH_BYTES, sum(sizes.values()) // 10), 0
+        wanted, held = min(ENOUGH_BYTES, sizes.total() // 10), 0
         *candidates, last = sorted(sizes)
         for key in candidates:
             if held and held >= wanted and key >= USUAL_LIMIT:
@@ -214,28 +196,34 @@ class Reader:
         return last  # the document with the highest hash is always left for training
 
     def pieces(self, position: Any = None) -> Iterator[Piece]:
-        """Read the source.
-
-        Args:
-            position: Where to read on, from a piece; None for the beginning.
+        """Read the source, from its beginning or from the ``position`` of a piece.
 
         Raises:
             DataError: A file is unreadable, or breaks off in the middle.
             ConfigError: A dataset cannot be opened.
         """
-        if self.source.name == "hf":
-            yield from self._dataset(position)
-        elif self.source.name in LIBRARIES:
-            yield from self._library(position or 0)
-        else:
-            index, rest = position or (0, None)
-            before = sum(file.stat().st_size for file in self.files[:index])
-            for number, file in enumerate(self.files[index:], index):
-                read = self._parquet if kind_of(file) == ".parquet" else self._lines
-                for piece in read(number, file, rest):
-                    yield piece._replace(read=before + piece.read)
-                rest = None
-                before += file.stat().st_size
+        kind, (first, rest) = self.source.name, position or (0, None)
+        units = self.files if kind == "local" else [Path(str(self.source))]
+        sizes = [unit.stat().st_size if kind == "local" else 1 for unit in units]
+        ends = list(accumulate(sizes))
+        for number in range(first, len(units)):
+            unit = units[number]
+            read = self._dataset if kind == "hf" else self._modules
+            if kind == "local":
+                read = self._rows if unit.suffix == ".parquet" else self._lines
+            try:
+                for piece in read(unit, rest):
+                    share = piece.share
+                    if share is not None:
+                        share = (ends[number] - sizes[number] * (1 - share)) / ends[-1]
+                    yield piece._replace(position=(number, piece.position), share=share)
+            except ConfigError:
+                raise
+            except Exception as error:  # pyarrow, datasets and its HTTP layer raise any type
+                why = f"{type(error).__name__}: {str(error)[:200]}"
+                want = f"a readable source that does not break off in the middle ({why})"
+                raise DataError(self.source.key, str(unit), want) from error
+            rest = None
 
     def documents(self, piece: Piece) -> Iterator[tuple[str, bool] | Bad]:
         """Decode a piece of :meth:`pieces`.
@@ -244,26 +232,19 @@ class Reader:
             A document (of pairs its canonical record) and whether it is held out; or a record that
             cannot be read. Empty documents are left out.
         """
-        if piece.form == "txt":
-            places = [(self._is_held_out(name, piece), text) for name, text in self._places(piece)]
-            for held_out, run in groupby(places, lambda place: place[0]):
-                text = b"".join(lines for _, lines in run)
-                yield text.decode("utf-8", errors="replace"), held_out
-        elif piece.form == "jsonl":
-            assert isinstance(piece.data, bytes)
-            for number, line in enumerate(piece.data.split(b"\n"), piece.line):
-                try:
-                    document = self._parse(line) if line.strip() else ""
-                except ValueError as error:
-                    yield Bad(f"{piece.file}:{number}", str(error))
-                    continue
-                if document:
-                    yield document, self._is_held_out(document, piece)
-        else:
-            texts = (str(text) for text in piece.data)
-            if self.source.name == STDLIB_DOCS:
-                texts = (pair for text in texts for pair in documented_functions(text))
-            yield from ((text, self._is_held_out(text, piece)) for text in texts if text)
+        given = {"train": False, "held_out": True}.get(self.source.part)
+        known = given if piece.held_out is None else piece.held_out
+
+        def part(found: tuple[str, str] | Bad) -> bool:
+            return document_hash(found[0]) < self.limit if known is None else known
+
+        if not _is_plain(piece):
+            for found in self._records(piece):
+                yield found if isinstance(found, Bad) else (found[1], part(found))
+            return
+        for held_out, run in groupby(self._records(piece), part):
+            text = "".join(lines for _, lines in run).encode("utf-8", errors="surrogateescape")
+            yield text.decode("utf-8", errors="replace"), held_out
 
     def texts(self, held_out: bool | None = None) -> Iterator[str]:
         """Yield the documents (of pairs the canonical records) of a part; None for both.
@@ -278,26 +259,35 @@ class Reader:
                 if held_out in (None, found[1]):
                     yield found[0]
 
-    def _is_held_out(self, document: str, piece: Piece) -> bool:
-        if piece.held_out is not None:
-            return piece.held_out
-        if self.source.part != "both":
-            return self.source.part == "held_out"
-        return self._hash(document) < self.limit
-
-    def _hash(self, document: str) -> int:
-        return document_hash(question_of(document) if self.pairs else document)
+    def _records(self, piece: Piece) -> Iterator[tuple[str, str] | Bad]:
+        """Yield what is hashed to choose the part of a text, and the text."""
+        if isinstance(piece.data, list):
+            texts: Iterator[str] = map(str, piece.data)
+            if self.source.name == STDLIB_DOCS:
+                texts = (pair for text in texts for pair in documented_functions(text))
+            yield from ((text, text) for text in texts if text)
+        elif _is_plain(piece):
+            # The lines that start in the same bytes have the name of their place.
+            name, start = Path(piece.file).relative_to(self._root).as_posix(), piece.start
+            found: dict[str, list[bytes]] = {}
+            for line in io.BytesIO(piece.data):
+                found.setdefault(f"{name}:{start // PLACE_BYTES}", []).append(line)
+                start += len(line)
+            for place, lines in found.items():
+                yield place, b"".join(lines).decode("utf-8", errors="surrogateescape")
+        else:
+            for number, line in enumerate(piece.data.split(b"\n"), piece.line):
+                try:
+                    document = self._parse(line) if line.strip() else ""
+                except ValueError as error:
+                    yield Bad(f"{piece.file}:{number}", str(error))
+                    continue
+                if document:
+                    yield question_of(document) if self.pairs else document, document
 
     def _parse(self, line: bytes) -> str:
-        """Return the document of a .jsonl line, "" for none.
-
-        Raises:
-            ValueError: The line is not valid; the message is what was expected.
-        """
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
+        """Return the document of a .jsonl line; a ValueError says what was expected."""
+        record = _from_json(line)
         if self.pairs:
             return parse_pair(record)
         text = record.get(self.source.column) if isinstance(record, dict) else None
@@ -306,127 +296,117 @@ class Reader:
         # JSON can encode a lone surrogate, which tokenizers reject.
         return text.encode("utf-8", errors="replace").decode("utf-8")
 
-    def _places(self, piece: Piece) -> list[tuple[str, bytes]]:
-        """Return the lines of a .txt file that start in the same bytes, and a name for each."""
-        assert isinstance(piece.data, bytes)
-        name = Path(piece.file).relative_to(self._root).as_posix()
-        found: dict[str, list[bytes]] = {}
-        start = piece.start
-        for line in io.BytesIO(piece.data):
-            found.setdefault(f"{name}:{start // PLACE_BYTES}", []).append(line)
-            start += len(line)
-        return [(name, b"".join(lines)) for name, lines in found.items()]
-
-    def _holds_pairs(self) -> bool:
-        """Return whether the first JSON object of the first .jsonl file is a pair or a chat."""
-        files = [file for file in self.files if kind_of(file) == ".jsonl"]
-        if not files or self.source.name != "local":
-            return False
-        head = b""
-        with suppress(OSError), files[0].open("rb") as raw:  # reading it later reports the error
-            head = _decompressed(raw, files[0]).read(HEAD_BYTES)
-        for line in head.split(b"\n"):
-            with suppress(ValueError, RecursionError):
-                if isinstance(record := json.loads(line), dict):
-                    break
-        else:
-            return False
-        if not is_pair(record):
-            return False
-        if other := [file for file in self.files if file not in files]:
-            raise ConfigError(self.source.key, str(other[0]), "only .jsonl files of pairs")
-        return True
-
-    def _lines(self, number: int, path: Path, rest: Any) -> Iterator[Piece]:
-        """Read a .txt or .jsonl file from ``rest``: the bytes and the lines before."""
+    def _lines(self, path: Path, rest: Any) -> Iterator[Piece]:
+        """Read a .txt or .jsonl file behind ``rest``: so many bytes, and the number of the line."""
         start, line = rest or (0, 1)
-        form: Any = kind_of(path)[1:]
-        try:
-            for data, read in _whole_lines(path, start):
-                head = data[:HEAD_BYTES].decode("utf-8", errors="replace")
+        with path.open("rb") as raw, _decompressed(raw, path) as file:
+            left = start
+            if file is raw:
+                left -= raw.seek(start)
+            while left:
+                left -= len(file.read(min(left, PIECE_BYTES)))
+            data, place, new = b"", start, b"first"
+            while new:
+                # Up to multiples of the size: what is resumed is cut as if it had not been stopped.
+                new = file.read(PIECE_BYTES - place % PIECE_BYTES)
+                data, place = data + new, place + len(new)
+                cut = data.rfind(b"\n") + 1 if new else len(data)  # a carriage return ends no line
+                head = data[:HEAD_BYTES].decode("utf-8", errors="replace") if not start else ""
                 # A few bad bytes are no other encoding.
-                if not start and ("\0" in head or head.count("\ufffd") * 10 > len(head)):
+                if "\0" in head or head.count("\ufffd") * 10 > len(head):
                     want = "text in UTF-8; this is UTF-16, in another encoding or binary"
                     raise DataError(self.source.key, str(path), want)
-                after = (start + len(data), line + data.count(b"\n"))
-                yield Piece(str(path), form, data, (number, after), start, line, read=read)
-                start, line = after
-        except OSError as error:
-            want = f"a readable file that does not break off ({error.strerror or error})"
-            raise DataError(self.source.key, str(path), want) from error
+                if cut:
+                    after = (start + cut, line + data.count(b"\n", 0, cut))
+                    share = raw.tell() / path.stat().st_size
+                    yield Piece(str(path), data[:cut], after, share, start, line)
+                    (start, line), data = after, data[cut:]
 
-    def _parquet(self, number: int, path: Path, rest: Any) -> Iterator[Piece]:
+    def _rows(self, path: Path, rest: Any) -> Iterator[Piece]:
         """Read a .parquet file behind its first ``rest`` rows."""
         # Imported late: text files do not need pyarrow.
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         done, column = rest or 0, self.source.column
-        try:
-            with pq.ParquetFile(path) as file:
-                kind = file.schema_arrow.field(column).type
-                if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-                    raise DataError(self.source.key, str(path), f"strings in column '{column}'")
-                batches = file.iter_batches(256, columns=[column], use_threads=False)
-                texts = (text for batch in batches for text in batch.column(0).to_pylist())
-                for some in _grouped(text or "" for text in islice(texts, done, None)):
-                    done += len(some)
-                    read = path.stat().st_size * done // file.metadata.num_rows
-                    yield Piece(str(path), "documents", some, (number, done), read=read)
-        # A damaged file can raise any of these; ValueError means text that is not UTF-8.
-        except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-            if isinstance(error, DataError):
-                raise
-            want = f"intact parquet with a column '{column}' ({type(error).__name__})"
-            raise DataError(self.source.key, str(path), want) from error
+        with pq.ParquetFile(path) as file:
+            kinds = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
+            if kinds.get(column) not in (pa.string(), pa.large_string()):
+                raise DataError(self.source.key, str(path), f"strings in column '{column}'")
+            batches = file.iter_batches(256, columns=[column], use_threads=False)
+            texts = (text or "" for batch in batches for text in batch.column(0).to_pylist())
+            for some in _grouped(islice(texts, done, None)):
+                done += len(some)
+                yield Piece(str(path), some, done, done / file.metadata.num_rows)
 
-    def _library(self, position: int) -> Iterator[Piece]:
-        """Read the library's files from the one at ``position``.
+    def _modules(self, path: Path, rest: Any) -> Iterator[Piece]:
+        """Read the library's files behind the first ``rest``.
 
         Those to train on come first, both parts in the order of their hashes. In the order of the
         names, one batch would be all asyncio and the next all character tables.
         """
-        found: list[tuple[int, str | Path]] = []
         if self.source.name == CPYTHON:
-            for data, _ in _whole_lines(CPYTHON_FILE, 0):
-                records = map(json.loads, data.splitlines())
-                found += [(_path_hash(record["path"]), record["text"]) for record in records]
+            with CPYTHON_FILE.open("rb") as raw, _decompressed(raw, CPYTHON_FILE) as file:
+                texts = {r["path"]: r["text"] for r in map(json.loads, file.read().splitlines())}
         else:
-            names = (path.relative_to(self._root).as_posix() for path in self.files)
-            found += zip(map(_path_hash, names), self.files, strict=True)
-        found.sort(key=lambda file: (file[0] % 20 == 0, file[0]))
+            texts = {
+                file.relative_to(self._root).as_posix(): file.read_bytes().decode(errors="replace")
+                for file in self.files
+            }
+        hashes = {name: int(hashlib.sha256(name.encode()).hexdigest(), 16) for name in texts}
+        names = sorted(texts, key=lambda name: (hashes[name] % 20 == 0, hashes[name]))
+        done = rest or 0
+        for held_out, group in groupby(names[done:], lambda name: hashes[name] % 20 == 0):
+            for some in _grouped(texts[name] for name in group):
+                done += len(some)
+                yield Piece(str(path), some, done, done / len(names), held_out=held_out)
 
-        def read(file: str | Path) -> str:
-            if isinstance(file, str):
-                return file
-            try:
-                return file.read_bytes().decode("utf-8", errors="replace")
-            except OSError as error:
-                want = f"a readable file ({error.strerror or error})"
-                raise DataError(self.source.key, str(file), want) from error
+    def _dataset(self, path: Path, rest: Any) -> Iterator[Piece]:
+        """Read a dataset from the state ``rest``."""
+        rows, column = self._open_dataset(), self.source.column
+        if rest is not None:
+            rows.load_state_dict(rest)
+        for some in _grouped(row.get(column) or "" for row in rows):
+            if not all(isinstance(text, str) for text in some):
+                raise ConfigError("training.text_column", column, "a column of text")
+            yield Piece(str(path), some, rows.state_dict())
 
-        for held_out, group in groupby(found[position:], lambda file: file[0] % 20 == 0):
-            for some in _grouped(read(file) for _, file in group):
-                position += len(some)
-                done = (self.size or 0) * position // len(found)
-                yield Piece(STDLIB, "modules", some, position, held_out=held_out, read=done)
+    def _open_dataset(self) -> Any:
+        """Open a dataset as an ``IterableDataset``; a folder that exists needs no network.
 
-    def _dataset(self, position: Any) -> Iterator[Piece]:
-        """Read a dataset from the state at ``position``."""
-        rows, column = load_dataset(self), self.source.column
-        if position is not None:
-            rows.load_state_dict(position)
+        Sets the commit, and reads this one if it is known: a name such as ``main`` moves.
+
+        Raises:
+            ConfigError: It cannot be opened, or has no such column.
+        """
+        import datasets  # imported late: it takes a second
+        import huggingface_hub as hub
+
+        source, (given,) = self.source, self.source.paths
+        place = data_path(given, source.key)
+        options: dict[str, Any] = {"split": source.split, "streaming": source.streaming}
         try:
-            for some in _grouped(row.get(column) or "" for row in rows):
-                if bad := next((text for text in some if not isinstance(text, str)), None):
-                    raise ConfigError("training.text_column", column, f"text, not {type(bad)}")
-                yield Piece(str(self.source), "documents", some, rows.state_dict())
-        except ConfigError:
-            raise
+            if any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
+                found = datasets.load_from_disk(str(place))
+                found = found[source.split] if isinstance(found, dict) else found
+            else:
+                path, _, revision = (str(place), "", "") if place.is_dir() else given.partition("@")
+                # One request first: without a network `datasets` tries for a minute per file.
+                if not (place.is_dir() or self.commit or hub.constants.HF_HUB_OFFLINE):
+                    about = hub.HfApi().dataset_info(path, revision=revision or None, timeout=10)
+                    self.commit = about.sha
+                options["revision"] = self.commit or revision or None
+                found = datasets.load_dataset(path, source.config, **options)
+            columns = found.column_names
         except Exception as error:  # datasets, its HTTP layer and its parsers raise any type
             why = f"{type(error).__name__}: {str(error)[:200]}"
-            want = f"a dataset that can be read on ({why})"
-            raise DataError(self.source.key, str(self.source), want) from error
+            advice = "without a network name a local copy here, or files with"
+            want = f"a dataset that opens ({why}); {advice} --training.dataset=local"
+            raise ConfigError(source.key, given, want) from error
+        if columns is not None and source.column not in columns:
+            want = f"one of the columns of {given!r}: {', '.join(columns)}"
+            raise ConfigError("training.text_column", source.column, want)
+        return found.to_iterable_dataset() if isinstance(found, datasets.Dataset) else found
 
 
 def texts(source: Source, held_out: bool | None = None) -> Iterator[str]:
@@ -435,8 +415,7 @@ def texts(source: Source, held_out: bool | None = None) -> Iterator[str]:
     Arguments and errors are those of :meth:`Reader.texts`.
     """
     reader = Reader(source)
-    for text in reader.texts(held_out):
-        yield text_of(text) if reader.pairs else text
+    yield from map(text_of, reader.texts(held_out)) if reader.pairs else reader.texts(held_out)
 
 
 def document_hash(document: str) -> int:
@@ -446,10 +425,9 @@ def document_hash(document: str) -> int:
 
 
 def data_path(path: str, key: str) -> Path:
-    """Return a path of data; relative to the folder where the user typed the command.
+    """Return a path of data, relative to the folder where the user typed the command.
 
-    Raises:
-        ConfigError: As for :func:`user_path`.
+    Errors are those of :func:`user_path`.
     """
     return Path(os.environ.get(CALLER, "")) / user_path(path, key)
 
@@ -460,43 +438,24 @@ def kind_of(path: Path) -> str:
 
 
 def find_files(paths: tuple[str, ...], key: str) -> list[Path]:
-    """Return the non-empty files with a supported suffix, sorted by path.
-
-    Args:
-        paths: Files, folders or glob patterns.
-        key: The TOML key to name in errors.
+    """Return the files of paths, folders and patterns that hold text, sorted by path.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is none; names ``key``.
     """
-    found: list[Path] = []
+    sizes: dict[Path, int] = {}
     for path in paths:
         target = data_path(path, key)
-        if target.is_dir():
-            found += [file for file in target.rglob("*") if file.is_file()]
-        elif target.is_file():
-            found.append(target)
-        elif names := glob.glob(str(target), recursive=True):
-            found += map(Path, names)
-        else:
+        found = [target] if target.is_file() else list(target.rglob("*"))
+        found = found or [Path(name) for name in glob.glob(str(target), recursive=True)]
+        if not found:
             raise ConfigError(key, path, "an existing file or folder, or a pattern that matches")
-    known = [
-        file
-        for file in found
-        if kind_of(file) in SUFFIXES
-        and file.is_file()
-        and (kind_of(file) != ".parquet" or file.suffix not in COMPRESSED)
-    ]
-    if not known:
-        raise ConfigError(key, ", ".join(paths), "files that end in " + ", ".join(SUFFIXES) + MORE)
-    filled = {Path(os.path.abspath(file)) for file in known if file.stat().st_size}
-    if not filled:
-        raise ConfigError(key, ", ".join(paths), "files that are not empty")
-    return sorted(filled, key=lambda file: file.as_posix())
-
-
-EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
-"""Folders of the library that are not read: installed packages and test suites."""
+        known = (file for file in found if file.name.endswith(ENDINGS) and file.is_file())
+        sizes |= {Path(os.path.abspath(file)): file.stat().st_size for file in known}
+    if not any(sizes.values()):
+        want = "that are not empty" if sizes else "that end in " + ", ".join(ENDINGS)
+        raise ConfigError(key, ", ".join(paths), f"files {want}")
+    return sorted((file for file, size in sizes.items() if size), key=Path.as_posix)
 
 
 def library_files(root: Path) -> list[Path]:
@@ -517,29 +476,16 @@ def library_files(root: Path) -> list[Path]:
     return found
 
 
-def _path_hash(relative_path: str) -> int:
-    return int(hashlib.sha256(relative_path.encode()).hexdigest(), 16)
+def _is_plain(piece: Piece) -> bool:
+    """Return whether a piece is of a .txt file, which has no documents."""
+    return isinstance(piece.data, bytes) and kind_of(Path(piece.file)) == ".txt"
 
 
-def _whole_lines(path: Path, begin: int) -> Iterator[tuple[bytes, int]]:
-    """Yield the text behind ``begin`` bytes, cut at ends of lines, and the bytes read on disk."""
-    with path.open("rb") as raw, _decompressed(raw, path) as file:
-        if file is raw:
-            raw.seek(begin)
-        left = 0 if file is raw else begin
-        while left:
-            left -= len(file.read(min(left, PIECE_BYTES)))
-        rest, place = b"", begin
-        # Up to multiples of the size: a resumed reading cuts where an uninterrupted one does.
-        while data := file.read(PIECE_BYTES - place % PIECE_BYTES):
-            place += len(data)
-            cut = data.rfind(b"\n") + 1  # a carriage return ends no line
-            if cut:
-                yield rest + data[:cut], raw.tell()
-                rest = b""
-            rest += data[cut:]
-        if rest:
-            yield rest, raw.tell()
+def _from_json(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _decompressed(raw: IO[bytes], path: Path) -> Any:
@@ -563,48 +509,6 @@ def _grouped(documents: Iterator[str]) -> Iterator[list[str]]:
             some, size = [], 0
     if some:
         yield some
-
-
-def load_dataset(reader: Reader) -> Any:
-    """Open a dataset as an ``IterableDataset``; a folder that exists needs no network.
-
-    Sets the reader's commit, and reads this one if it is known: a name such as ``main`` moves.
-
-    Raises:
-        ConfigError: It cannot be opened, or has no such column.
-    """
-    import datasets  # imported late: it takes a second
-    import huggingface_hub as hub
-
-    source, (given,) = reader.source, reader.source.paths
-    place = data_path(given, source.key)
-    options: dict[str, Any] = {"split": source.split, "streaming": source.streaming}
-    try:
-        if any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
-            found = datasets.load_from_disk(str(place))
-            found = found[source.split] if isinstance(found, dict) else found
-        elif place.is_dir():
-            found = datasets.load_dataset(str(place), name=source.config, **options)
-        else:
-            path, _, revision = given.partition("@")
-            # One request first: without a network `datasets` tries again for a minute per file.
-            if not reader.commit and not hub.constants.HF_HUB_OFFLINE:
-                about = hub.HfApi().dataset_info(path, revision=revision or None, timeout=10)
-                reader.commit = about.sha
-            options |= {"name": source.config, "revision": reader.commit or revision or None}
-            found = datasets.load_dataset(path, **options)
-        columns = found.column_names
-    except Exception as error:  # datasets, its HTTP layer and its parsers raise any type
-        why = " ".join(str(error).split())[:200]
-        want = (
-            f"a dataset that opens ({type(error).__name__}: {why}); "
-            "without a network name a local copy here, or files with --training.dataset=local"
-        )
-        raise ConfigError(source.key, given, want) from error
-    if columns is not None and source.column not in columns:
-        want = f"one of the columns of {given!r}: {', '.join(columns)}"
-        raise ConfigError("training.text_column", source.column, want)
-    return found.to_iterable_dataset() if isinstance(found, datasets.Dataset) else found
 
 
 def documented_functions(source: str) -> Iterator[str]:

@@ -1,29 +1,30 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The run's tokenizer: torchtitan's, from a ``tokenizer.json`` or a tiktoken rank file."""
+"""The run's tokenizer: torchtitan's, from a ``tokenizer.json``; and the ids of documents."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Sequence
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from torchtitan_lr.config.paths import user_path
-from torchtitan_lr.data.bpe import HF_FILE, TIKTOKEN_FILE, read_ranks, save_hf
+from torchtitan_lr.data.pairs import Tokens
 from torchtitan_lr.errors import ConfigError
 
-if TYPE_CHECKING:  # checks use this before torch is loaded
+if TYPE_CHECKING:
     from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
-SHIPPED = "torchtitan_lr/data/assets/bpe32k"
-"""The tokenizer of the papers' sizes, in the package."""
-
-HUB = "hf://"
-"""Begins the name of a tokenizer on the Hugging Face hub."""
+HF_FILE = "tokenizer.json"
+SHIPPED = "torchtitan_lr/data/assets/bpe32k"  # of the papers' sizes, in the package
+HUB = "hf://"  # begins the name of a tokenizer on the Hugging Face hub
 
 _HUB_FILES = ["tokenizer*", "special_tokens_map.json", "chat_template*"]
-
 _KEY = "model.hf_assets_path"
 
 
@@ -47,7 +48,7 @@ def resolve_assets_path(path: str) -> Path:
 
 @lru_cache(maxsize=4)  # the checks and the trainer share it
 def _from_hub(path: str) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download  # late: few runs need it
 
     repository = path.removeprefix(HUB)
     try:
@@ -57,54 +58,39 @@ def _from_hub(path: str) -> Path:
         folder = "assets/hf/" + repository.rpartition("/")[2]
         want = (
             f"a tokenizer of the hub that can be read here ({type(error).__name__}); on a machine"
-            f" with a network `hf download {repository} tokenizer.json tokenizer_config.json"
+            f" with a network `hf download {repository} {HF_FILE} tokenizer_config.json"
             f" --local-dir {folder}` writes a folder to name instead; or {SHIPPED}, in the package"
         )
         raise ConfigError(_KEY, path, want) from error
-
-
-def tokenizer_file(folder: Path) -> Path | None:
-    """Return a folder's tokenizer file, None if it has none."""
-    files = (folder / name for name in (HF_FILE, TIKTOKEN_FILE))
-    return next((file for file in files if file.is_file()), None)
 
 
 def build_tokenizer(job_config: Any) -> HuggingFaceTokenizer:
     """Build the tokenizer of the assets folder (a ``TrainSpec`` hook).
 
     The result is cached per process until a file of the folder changes; the checks and the trainer
-    share it. Of a rank file, names of special tokens in a text are text.
+    share it.
 
     Raises:
         ConfigError: The folder does not exist, or it has no readable tokenizer.
     """
     path = job_config.model.hf_assets_path
-    file = tokenizer_file(resolve_assets_path(path))
-    if file is None:
-        want = f"a folder that holds {HF_FILE} or {TIKTOKEN_FILE}, hf://OWNER/NAME or {SHIPPED}"
+    file = resolve_assets_path(path) / HF_FILE
+    if not file.is_file():
+        want = f"a folder that holds {HF_FILE}, hf://OWNER/NAME or {SHIPPED}"
         raise ConfigError(_KEY, path, want)
     try:
         stats = ((each.name, each.stat()) for each in sorted(file.parent.iterdir()))
-        return _read(file, tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
-    except ConfigError:
-        raise
+        versions = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+        return _read(str(file.parent), versions)
     except Exception as error:  # the tokenizers library raises bare Exception
         raise ConfigError(_KEY, str(file), f"a readable {file.name} ({error})") from error
 
 
 @lru_cache(maxsize=2)
-def _read(file: Path, versions: tuple[Any, ...]) -> HuggingFaceTokenizer:
-    from torchtitan_lr.titan.base import HuggingFaceTokenizer
+def _read(folder: str, versions: tuple[Any, ...]) -> HuggingFaceTokenizer:
+    from torchtitan_lr.titan.base import HuggingFaceTokenizer  # late: it imports torchtitan
 
-    if file.name == HF_FILE:
-        return HuggingFaceTokenizer(str(file.parent))
-    # torchtitan's class reads folders alone.
-    with TemporaryDirectory() as folder:
-        save_hf(read_ranks(file), Path(folder))
-        tokenizer = HuggingFaceTokenizer(folder)
-    tokenizer.tokenizer_path = str(file.parent)
-    tokenizer.tokenizer.encode_special_tokens = True
-    return tokenizer
+    return HuggingFaceTokenizer(folder)
 
 
 def check_tokenizer(job_config: Any) -> int:
@@ -113,10 +99,35 @@ def check_tokenizer(job_config: Any) -> int:
     Raises:
         ConfigError: As for :func:`build_tokenizer`, or it has no tokens.
     """
-    tokenizer = build_tokenizer(job_config)
-    # Ids can have gaps, so the number of tokens may be too small.
-    ids = tokenizer.get_vocab().values()
-    size = max(tokenizer.get_vocab_size(), 1 + max(ids, default=-1))
+    size = vocabulary(build_tokenizer(job_config))
     if size < 1:
         raise ConfigError(_KEY, job_config.model.hf_assets_path, "a tokenizer with some tokens")
     return size
+
+
+def vocabulary(tokenizer: HuggingFaceTokenizer) -> int:
+    """Return the largest id plus one, or the number of tokens: ids can have gaps."""
+    return max(tokenizer.get_vocab_size(), 1 + max(tokenizer.get_vocab().values(), default=-1))
+
+
+def encode_documents(tokenizer: HuggingFaceTokenizer, texts: Sequence[str]) -> list[Tokens]:
+    """Tokenise documents, on all cores and without Python's lock.
+
+    The ids are those of ``encode(text, add_bos=True, add_eos=True)``, which keeps the lock.
+    """
+    rust = tokenizer.tokenizer
+    # A tokenizer that pads would pad to the longest document of the batch.
+    batches = [[text] for text in texts] if rust.padding else [list(texts)]
+    # The fast call omits the offsets of the tokens in the text.
+    found = (each.ids for batch in batches for each in rust.encode_batch_fast(batch))
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    begin = [] if tokenizer.hf_adds_bos or bos is None else [bos]
+    end = [] if tokenizer.hf_adds_eos or eos is None else [eos]
+    return [np.array([*begin, *ids, *end], dtype=np.int32) for ids in found]
+
+
+def tokenizer_identity(tokenizer: HuggingFaceTokenizer) -> str:
+    """Return a digest of all that determines a tokenizer's ids, its library's version included."""
+    ends = [tokenizer.bos_id, tokenizer.eos_id, tokenizer.hf_adds_bos, tokenizer.hf_adds_eos]
+    parts = [version("tokenizers"), repr(ends), tokenizer.tokenizer.to_str()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()

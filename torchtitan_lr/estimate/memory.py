@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Memory of a rank of a run, part by part."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from torchtitan_lr.estimate.rehearsal import Rehearsal, Workload, fake_ranks, re
 from torchtitan_lr.estimate.run import Run, blocks_of
 from torchtitan_lr.estimate.schedule import most_in_flight, pipeline_order
 from torchtitan_lr.estimate.traffic import boundaries_of, exchanged_units, repeated_row
-from torchtitan_lr.formulas.memory import core_elements, gathered_bytes, sharded, static_memory
+from torchtitan_lr.formulas.memory import gathered_bytes, sharded, static_memory
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.parallel.plans import TPSettings
 from torchtitan_lr.parallel.recompute import (
@@ -40,7 +40,7 @@ def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
         {name: shape for unit in run.stages[stage].values() for name, shape in unit.items()}
         for stage in run.stages_of(pp_rank)
     ]
-    parts = asdict(static_memory(stages, run.shard, run.precision, plans))
+    parts = static_memory(stages, run.shard, run.precision, plans)
     parts["activations"] = in_flight(run, pp_rank, rehearsal)[0]
     parts["working"] = rehearsal.working
     parts["buffers"] = buffer_bytes(run, pp_rank)
@@ -172,7 +172,8 @@ def buffer_bytes(run: Run, pp_rank: int) -> int:
     for name, plan in run.tsr_plans.items():
         for unit in units.values():
             if name in unit:
-                total += 4 * core_elements(sharded(unit[name], run.shard), plan)
+                shape = sharded(unit[name], run.shard)
+                total += 4 * plan.core_elements(shape[0 if plan.transposed else 1])
     if run.pp > 1:
         # Torch's buffers: one for every micro-batch, boundary and direction that is received.
         boundaries = boundaries_of(run)
@@ -193,7 +194,7 @@ def checkpoint_bytes(run: Run) -> dict[str, int]:
     """
     plans = None if run.tsr is None else run.tsr_plans
     static = static_memory([run.global_shapes], 1, run.precision, plans)
-    parts = {"weights": static.weights, "optimizer": static.optimizer}
+    parts = {part: static[part] for part in ("weights", "optimizer")}
     if run.compresses and run.config.grad_compression.save_residuals:
         # Each pipeline rank has the residuals of its own stages.
         parts["residuals"] = _residual_bytes(run) * (run.world // run.pp)

@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchtitan_lr.compat.dispatch import storage_address, tree_leaves
 from torchtitan_lr.compat.fake import FakeTensorMode, RehearsalMode, fake_process_group
-from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.plans import TPSettings, apply_tensor_parallel
@@ -161,8 +161,8 @@ def run_once(workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | Non
         outside = {_address(p) for p in model.parameters()}
         outside |= {_address(model.freqs_cis), _address(tokens)}
         living = LivingStorages(outside)
-        names = {} if mesh is None else mesh_dims_of({"tp": mesh})
-        with CommLedger([model], names) as ledger, living:
+        groups = {} if mesh is None else {"tp": mesh.get_group()}
+        with CommLedger([model], groups) as ledger, living:
             loss = model(tokens, targets=tokens)
             kept = living.bytes() - _storage(loss).nbytes()
             loss.backward()

@@ -7,7 +7,6 @@ from typing import Any
 
 from torchtitan_lr.compression.settings import (
     CompressionSettings,
-    compresses,
     compression_settings,
 )
 from torchtitan_lr.config.schema import TSR
@@ -148,7 +147,7 @@ class Run:
     def compresses(self) -> bool:
         """Whether gradients are compressed."""
         sharded = self.shard > 1 or self.replicas > 1
-        return not self.baseline and sharded and compresses(self.config)
+        return not self.baseline and sharded and self.config.grad_compression.codec != "none"
 
     @cached_property
     def compression(self) -> CompressionSettings:

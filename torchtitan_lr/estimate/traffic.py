@@ -18,11 +18,10 @@ from torchtitan_lr.compression.sizes import Unit, exchange_traffic, exchange_uni
 from torchtitan_lr.estimate.rehearsal import Rehearsal
 from torchtitan_lr.estimate.run import Run, blocks_of
 from torchtitan_lr.estimate.tsr_traffic import TSRMatrix, TSRMesh, tsr_traffic
-from torchtitan_lr.formulas.data_parallel import DataParallel, data_parallel_traffic
+from torchtitan_lr.formulas.data_parallel import data_parallel_traffic
 from torchtitan_lr.formulas.memory import sharded
-from torchtitan_lr.formulas.pipeline import pipeline_traffic
 from torchtitan_lr.formulas.tensor_parallel import model_traffic
-from torchtitan_lr.formulas.traffic import Traffic, merge
+from torchtitan_lr.formulas.traffic import Traffic, merge, pipeline_traffic
 from torchtitan_lr.parallel.pipeline import stage_boundaries
 
 
@@ -97,14 +96,16 @@ def boundaries_of(run: Run) -> list[int]:
 
 def _data(run: Run, pp_rank: int) -> list[Traffic]:
     replicas = 1 if run.tsr is not None else run.replicas
-    layout = DataParallel(
+    uncompressed = data_parallel_traffic(
+        run.args,
+        run.settings,
+        run.tp,
         replicas,
         run.shard,
         run.reshards,
         run.config.parallelism.fsdp_reshard_after_forward == "always",
         run.accumulation,
     )
-    uncompressed = data_parallel_traffic(run.args, run.settings, run.tp, layout)
     if not run.compresses:
         return _here(run, pp_rank, uncompressed)
     # The gradients' rows become the codec's, sent only in the last micro-batch.

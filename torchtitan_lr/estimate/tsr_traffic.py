@@ -84,7 +84,7 @@ def tsr_traffic(
     plain = [m for i, m in enumerate(matrices) if i not in refreshing]
     fresh = [matrices[i] for i in sorted(refreshing)]
     # Cores, r×r or r×n, are summed over every dimension that a projection contracts.
-    sizes = [m.plan.rank * (m.plan.rank if m.plan.two_sided else mesh.block(m)[1]) for m in plain]
+    sizes = [m.plan.core_elements(mesh.block(m)[1]) for m in plain]
     contracted = [m.rows + (m.columns if m.plan.two_sided else ()) for m in plain]
     rows: list[Traffic] = []
     for bucket in split_buckets(sizes, ceil(sum(sizes) / settings.overlap_buckets)):

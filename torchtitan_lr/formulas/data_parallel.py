@@ -9,12 +9,11 @@ norm), each padded to the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from torchtitan_lr.formulas.tensor_parallel import formula_of
+from torchtitan_lr.formulas.tensor_parallel import FORMULAS
 from torchtitan_lr.formulas.traffic import Traffic, merge
 
 if TYPE_CHECKING:
@@ -22,27 +21,15 @@ if TYPE_CHECKING:
     from torchtitan_lr.parallel.plans import TPSettings
 
 
-@dataclass(frozen=True)
-class DataParallel:
-    """Degrees and policy.
-
-    Args:
-        replicate: Number of replicas.
-        shard: Ranks that shard each parameter.
-        reshard_after_forward: Whether weights are gathered again for backward.
-        reshard_last: The same for the head, the first unit in backward.
-        microbatches: Forward and backward passes per optimizer step.
-    """
-
-    replicate: int
-    shard: int
-    reshard_after_forward: bool = True
-    reshard_last: bool = False
-    microbatches: int = 1
-
-
 def data_parallel_traffic(
-    shape: LlamaArgs, settings: TPSettings, tp_degree: int, layout: DataParallel
+    shape: LlamaArgs,
+    settings: TPSettings,
+    tp_degree: int,
+    replicate: int,
+    shard: int,
+    reshard_after_forward: bool = True,
+    reshard_last: bool = False,
+    microbatches: int = 1,
 ) -> list[Traffic]:
     """Return every data-parallel collective of one optimizer step.
 
@@ -53,29 +40,34 @@ def data_parallel_traffic(
         shape: Shape and family of the model.
         settings: The tensor-parallel plan; ignored when T is 1.
         tp_degree: Tensor-parallel ranks T.
-        layout: Degrees and policy.
+        replicate: Number of replicas.
+        shard: Ranks that shard each parameter.
+        reshard_after_forward: Whether weights are gathered again for backward.
+        reshard_last: The same for the head, the first unit in backward.
+        microbatches: Forward and backward passes per optimizer step.
 
     Returns:
         Rows for the embedding, every block and the head (with the final norm). Elements include
         FSDP's padding.
     """
     rows: list[Traffic] = []
+    k = microbatches
     for unit, parameters in named_parameters(shape, settings, tp_degree).items():
         scope = "head" if unit == "root" else unit
-        if layout.shard > 1:
-            last = unit == "head"
-            reshards = layout.reshard_last if last else layout.reshard_after_forward
-            elements = padded(parameters.values(), layout.shard)
-            k = layout.microbatches
+        if shard > 1:
+            reshards = reshard_last if unit == "head" else reshard_after_forward
+            # FSDP2 splits every parameter along its first dimension, padded to the ranks.
+            sides = ((-(-size[0] // shard), prod(size[1:])) for size in parameters.values())
+            elements = shard * sum(length * width for length, width in sides)
             gather = Traffic(scope, "forward", "all_gather", "parameter", k, k * elements, "fsdp")
             rows += [gather, replace(gather, pass_="backward")] if reshards else [gather]
             rows.append(
                 Traffic(scope, "backward", "reduce_scatter", "gradient", k, k * elements, "fsdp")
             )
-            whole = elements // layout.shard
+            whole = elements // shard
         else:
             whole = sum(prod(parameter) for parameter in parameters.values())
-        if layout.replicate > 1:
+        if replicate > 1:
             # A rank's shard, or everything: FSDP has summed the rest.
             rows.append(
                 Traffic(scope, "backward", "all_reduce", "gradient", 1, whole, "dp_replicate")
@@ -97,19 +89,28 @@ def named_parameters(
         Shapes by name and by unit: ``embedding``, ``block 0`` ..., ``head``, ``root``.
     """
     t, d, vocabulary = tp_degree, shape.dim, shape.vocab_size
-    formula = formula_of(settings, t)
+    # A single rank splits nothing, whatever the plan: ``auto`` may not be resolved there.
+    formula = FORMULAS[settings.plan if t > 1 else "megatron"]
     norm = (d // t if formula.shards_stream else d,)
     final_norm = norm if settings.head == "scatter" else (d,)
     linears = [f"attention.w{name}" for name in "qkvo"]
     linears += [f"feed_forward.w{name}" for name in "132"]
+    d_kv, f = shape.kv_dim, shape.ffn_dim
+    widths = zip([d] * 6 + [f], [d, d_kv, d_kv, d, f, f, d], strict=True)
     block: dict[str, tuple[int, ...]] = {}
-    for name, (d_in, d_out, rank) in zip(linears, ranked_sides(shape), strict=True):
-        if rank is not None:
-            a, b = formula.factors(d_in, d_out, rank, t)
-            block |= {f"{name}.A.weight": a, f"{name}.B.weight": b}
-        else:
-            row_parallel = name in ("attention.wo", "feed_forward.w2")
-            block[f"{name}.weight"] = (d_out, d_in // t) if row_parallel else (d_out // t, d_in)
+    for name, (d_in, d_out) in zip(linears, widths, strict=True):
+        rank = shape.rank_attention if name.startswith("attention") else shape.rank_ffn
+        weights = [(f"{name}.weight", (d_out, d_in), 0)]
+        if shape.family != "full":
+            a, b = formula.factors
+            weights = [
+                (f"{name}.A.weight", (rank, d_in), a),
+                (f"{name}.B.weight", (d_out, rank), b),
+            ]
+        elif name in ("attention.wo", "feed_forward.w2"):  # row-parallel
+            weights = [(f"{name}.weight", (d_out, d_in), 1)]
+        for key, (rows, columns), dim in weights:
+            block[key] = (rows // t, columns) if dim == 0 else (rows, columns // t)
     block |= {"attention_norm.weight": norm, "ffn_norm.weight": norm}
     gated = shape.family == "lax" and shape.lax_gate == "scalar"
     gates = dict.fromkeys((f"{name}.gate" for name in linears), (1,)) if gated else {}
@@ -122,22 +123,3 @@ def named_parameters(
         units[f"block {i}"] = {f"layers.{i}.{name}": size for name, size in mine.items()}
     units["head"] = {"output.weight": (vocabulary // t, d)}
     return units | {"root": {"norm.weight": final_norm}}
-
-
-def ranked_sides(shape: LlamaArgs) -> list[tuple[int, int, int | None]]:
-    """Return (d_in, d_out, rank) of q, k, v, o, gate, up and down; no rank for a full matrix."""
-    d, d_kv, f = shape.dim, shape.kv_dim, shape.ffn_dim
-    attention, ffn = shape.rank_attention, shape.rank_ffn
-    ranks = [None] * 7 if shape.family == "full" else [attention] * 4 + [ffn] * 3
-    ins, outs = [d] * 6 + [f], [d, d_kv, d_kv, d, f, f, d]
-    return list(zip(ins, outs, ranks, strict=True))
-
-
-def padded(parameters: Iterable[tuple[int, ...]], ranks: int) -> int:
-    """Return the elements of parameters that FSDP2 shards on dim 0, each padded to the ranks.
-
-    Args:
-        parameters: Shapes.
-        ranks: Ranks of the shard dimension.
-    """
-    return sum(-(-shape[0] // ranks) * ranks * prod(shape[1:]) for shape in parameters)

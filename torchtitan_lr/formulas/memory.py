@@ -44,29 +44,18 @@ class Precision:
     reduce: int = 4
 
 
-@dataclass(frozen=True)
-class StaticMemory:
-    """Bytes that a rank holds during the whole run.
-
-    Args:
-        weights: Its shards of the parameters.
-        gradients: Gradients of the same shapes.
-        optimizer: Moments, step counters, and TSR-Adam's bases.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-
-
 def static_memory(
     parameters: Iterable[NamedShapes],
     shard: int,
     precision: Precision,
     tsr: Mapping[str, MatrixPlan] | None = None,
     shard_rank: int = 0,
-) -> StaticMemory:
-    """Return a rank's memory without activations and buffers.
+) -> dict[str, int]:
+    """Return the bytes that a rank holds during the whole run, without buffers.
+
+    A matrix that TSR-Adam compresses has U (m, r) and V (n, r), sharded like its rows and columns,
+    and two moments (r, r). With one-sided projection it has U and two moments (r, n). All other
+    parameters have AdamW's moments, which are fp32 or wider under TSR-Adam.
 
     Args:
         parameters: Shapes on this tensor-parallel rank by name, for each model part of the rank.
@@ -74,56 +63,33 @@ def static_memory(
         precision: Bytes per element.
         tsr: TSR-Adam's compressed matrices by name; None for AdamW.
         shard_rank: FSDP rank; the first holds the most.
+
+    Returns:
+        ``weights``: its shards of the parameters; ``gradients`` of the same shapes; ``optimizer``:
+        moments, step counters, and TSR-Adam's bases.
     """
     elements = optimizer = 0
+    size = precision.parameter if tsr is None else max(4, precision.parameter)
     for part in parameters:
         local = {name: sharded(shape, shard, shard_rank) for name, shape in part.items()}
         elements += sum(map(prod, local.values()))
-        if tsr is None:
-            moments = ADAM_MOMENTS * precision.parameter * sum(map(prod, local.values()))
-            optimizer += moments + STEP_BYTES * len(local)
-        else:
-            optimizer += tsr_bytes(local, tsr, precision.parameter)
+        optimizer += STEP_BYTES * (len(local) if tsr is None else 1)
+        for name, shape in local.items():
+            plan = None if tsr is None else tsr.get(name)
+            moments = prod(shape)
+            if plan is not None:
+                m, n = reversed(shape) if plan.transposed else shape
+                moments = plan.core_elements(n)
+                optimizer += 2 * COUNTER_BYTES + size * plan.rank * (m + n * plan.two_sided)
+            optimizer += ADAM_MOMENTS * size * moments
     weights = precision.parameter * elements
-    return StaticMemory(weights, weights, optimizer)
+    return {"weights": weights, "gradients": weights, "optimizer": optimizer}
 
 
 def sharded(shape: Shape, ranks: int, rank: int = 0) -> Shape:
     """Return the shape of an FSDP rank's piece of a tensor."""
     rows = -(-shape[0] // ranks)
     return (max(0, min(rows, shape[0] - rank * rows)), *shape[1:])
-
-
-def tsr_bytes(shapes: NamedShapes, plans: Mapping[str, MatrixPlan], element_size: int) -> int:
-    """Return the bytes of TSR-Adam's state of one model part, in fp32 or wider.
-
-    A compressed matrix has U (m, r) and V (n, r), sharded like its rows and columns, and two
-    moments (r, r). With one-sided projection it has U and two moments (r, n). All other parameters
-    have AdamW's moments.
-
-    Args:
-        shapes: Shapes on this rank, by name.
-        plans: The compressed matrices.
-        element_size: Bytes per parameter element.
-    """
-    size = max(4, element_size)
-    total = STEP_BYTES
-    for name, shape in shapes.items():
-        plan = plans.get(name)
-        if plan is None:
-            total += ADAM_MOMENTS * size * prod(shape)
-            continue
-        m, n = reversed(shape) if plan.transposed else shape
-        total += 2 * COUNTER_BYTES + size * plan.rank * m
-        total += size * plan.rank * n if plan.two_sided else 0
-        total += ADAM_MOMENTS * size * core_elements(shape, plan)
-    return total
-
-
-def core_elements(shape: Shape, plan: MatrixPlan) -> int:
-    """Return the elements of a core: r·r, or r·n if one side is projected."""
-    long_side = shape[0] if plan.transposed else shape[1]
-    return plan.rank * (plan.rank if plan.two_sided else long_side)
 
 
 def gathered_bytes(
@@ -142,13 +108,13 @@ def gathered_bytes(
         reshards: Whether weights are freed between forward and backward.
         precision: Bytes per element.
     """
-    sizes = sorted((_elements(unit) for unit in units), reverse=True)
+    sizes = sorted((sum(map(prod, unit.values())) for unit in units), reverse=True)
     if not sizes:
         return 0
     if not reshards:
         whole = precision.compute * sum(sizes)
         return whole + (precision.compute + precision.reduce) * sizes[0]
-    last = _elements(head) if head else 0
+    last = sum(map(prod, head.values())) if head else 0
     others = list(sizes)
     if head:
         others.remove(last)
@@ -157,7 +123,3 @@ def gathered_bytes(
     in_head = precision.compute * (last + block) + gradient * last
     in_block = precision.compute * 2 * block + gradient * block + precision.reduce * last
     return max(in_head, in_block)
-
-
-def _elements(unit: NamedShapes) -> int:
-    return sum(map(prod, unit.values()))

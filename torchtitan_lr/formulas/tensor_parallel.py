@@ -15,8 +15,8 @@ n is the number of tokens b·s in a micro-batch on one rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torchtitan_lr.formulas.traffic import Traffic, backward, forward, merge
@@ -29,239 +29,147 @@ COLUMN_MULTIPLE = 8
 """A payload with the norm's statistic as a column is padded to a multiple of this width."""
 
 
+Parts = dict[str, list[Traffic]]
+"""Collectives by part of the model: ``embedding``, ``block`` and ``head``."""
+
+
+@dataclass(frozen=True)
 class PlanFormula:
     """One plan on paper. The defaults hold for a residual stream that every rank has whole.
 
-    Attributes:
+    Args:
+        traffic: Takes the model's arguments, the plan's settings, n and T > 1. Returns the
+            collectives of the embedding, of one decoder block, and of final norm and head without
+            the gather of logits; none of a learned gate.
         shards_stream: Whether a rank holds d/T features of the residual stream. Its norms then
             exchange a statistic per token.
         shards_latents: Whether a rank holds r/T features of each latent.
         shards_heads: Whether a rank attends with its share of the heads, and not with all of them.
+        factors: Which dimension of A (r, d_in) and of B (d_out, r) the ranks split. A rank
+            multiplies with what it stores: these are also the shapes of its products.
     """
 
+    traffic: Callable[[LlamaArgs, TPSettings, int, int], Parts]
     shards_stream: bool = False
     shards_latents: bool = False
     shards_heads: bool = True
-
-    def block(
-        self, shape: LlamaArgs, settings: TPSettings, n: int, ranks: int, column_multiple: int
-    ) -> list[Traffic]:
-        """Return the collectives of one decoder block, without a learned gate's (T > 1).
-
-        Args:
-            shape: Shape and family of the model.
-            settings: The plan's settings.
-            n: Tokens of the micro-batch.
-            ranks: T.
-            column_multiple: Padding of a payload with a statistic column; 1 for none.
-        """
-        raise NotImplementedError
-
-    def embedding(self, shape: LlamaArgs, settings: TPSettings, n: int) -> list[Traffic]:
-        """Return the collectives of the embedding, sharded along d; arguments as of `block`."""
-        return [forward("all_gather", [n * shape.dim], scope="embedding")]
-
-    def head(self, shape: LlamaArgs, settings: TPSettings, n: int) -> list[Traffic]:
-        """Return the collectives of final norm and head, without the gather of logits."""
-        return [backward("all_reduce", [n * shape.dim])]
-
-    def factors(self, d_in: int, d_out: int, rank: int, t: int) -> list[tuple[int, ...]]:
-        """Shapes of A and B, (d_in, d_out) wide and of a rank, on one of t ranks.
-
-        A rank multiplies with what it stores: these are also the shapes of its products.
-        """
-        if self.shards_stream:
-            return [(rank, d_in // t), (d_out // t, rank)]
-        return [(rank // t, d_in), (d_out, rank // t)]
-
-
-class BTPFormula(PlanFormula):
-    """Bottleneck-aware, r-wide payloads: 7bsr per pass, two norms' statistics (BOOST, Eq. 3)."""
-
-    shards_stream = True
-
-    def block(
-        self, shape: LlamaArgs, settings: TPSettings, n: int, ranks: int, column_multiple: int
-    ) -> list[Traffic]:
-        """As `PlanFormula.block`."""
-        sequence, online = settings.comm == "sequence", settings.norm == "online"
-        reduce = "reduce_scatter" if sequence else "all_reduce"
-        rows: list[Traffic] = []
-        for widths, has_norm in chunk_groups(shape):
-            payloads = [sum(widths)] if settings.grouping else widths
-            column = has_norm and online and settings.norm_stat == "column"
-            sent = list(payloads)
-            if column:
-                sent[0] = _round_up(payloads[0] + 1, column_multiple)
-            rows.append(forward(reduce, [n * width for width in sent]))
-            # Backward, of the copies that the column-parallel B's were given.
-            rows.append(backward(reduce, [n * width for width in payloads]))
-            if sequence:
-                rows.append(forward("all_gather", [n * width for width in payloads]))
-                rows.append(backward("all_gather", [n * width for width in payloads]))
-            if has_norm and not online:
-                rows.append(forward("all_reduce", [n], "statistic"))
-                rows.append(backward("all_reduce", [n], "statistic"))
-            elif has_norm:
-                if not column:
-                    rows.append(forward(reduce, [n], "statistic"))
-                if sequence:  # each rank knows dS of its own tokens only
-                    rows.append(backward("all_gather", [n], "statistic"))
-        return rows
-
-    def embedding(self, shape: LlamaArgs, settings: TPSettings, n: int) -> list[Traffic]:
-        """Nothing: the stream is sharded as the embedding is."""
-        return []
-
-    def head(self, shape: LlamaArgs, settings: TPSettings, n: int) -> list[Traffic]:
-        """``plain`` gathers the stream, and all-reduces its gradient: bsd each way.
-
-        An all-reduce is worth two. ``scatter`` gathers γ ⊙ x and scales the logits, so a
-        reduce-scatter is enough.
-        """
-        stream, statistic = [n * shape.dim], [n]
-        if settings.head == "scatter":
-            return [
-                forward("all_gather", stream),
-                forward("all_reduce", statistic, "statistic"),
-                backward("reduce_scatter", stream),
-                backward("all_reduce", statistic, "statistic"),
-            ]
-        return [forward("all_gather", stream), backward("all_reduce", stream)]
-
-
-class VanillaFormula(PlanFormula):
-    """The fair form of BOOST's Eq. 2: heads sharded by reduce-scatter and all-gather."""
-
-    shards_latents = True
-
-    def block(
-        self, shape: LlamaArgs, settings: TPSettings, n: int, ranks: int, column_multiple: int
-    ) -> list[Traffic]:
-        """As `PlanFormula.block`."""
-        d, f = shape.dim, shape.ffn_dim
-        rows = [forward("all_reduce", [n * d, n * f, n * f, n * d])]  # o, gate, up, down
-        rows += self.heads([n * d, n * shape.kv_dim, n * shape.kv_dim])
-        # Gradients of the inputs of A_q,k,v and A_gate,up (d wide), and of A_down (f wide).
-        copies = 2 if settings.grouping else 5
-        return [*rows, backward("all_reduce", [*[n * d] * copies, n * f])]
-
-    def heads(self, qkv: list[int]) -> list[Traffic]:
-        """Return the traffic before and after attention, whose output is as wide as q."""
-        return [
-            forward("reduce_scatter", qkv),
-            backward("all_gather", qkv),
-            forward("all_gather", qkv[:1]),
-            backward("reduce_scatter", qkv[:1]),
-        ]
-
-
-class VanillaReplicatedFormula(VanillaFormula):
-    """The form that BOOST measures against: every rank attends with every head."""
-
-    shards_heads = False
-
-    def heads(self, qkv: list[int]) -> list[Traffic]:
-        """All of q, k and v on every rank; backward, the gradient of A_o's input."""
-        return [forward("all_reduce", qkv), backward("all_reduce", qkv[:1])]
-
-
-class MegatronFormula(PlanFormula):
-    """2bsd in each pass (BOOST, Table 6); token shards split each sum in two halves."""
-
-    def block(
-        self, shape: LlamaArgs, settings: TPSettings, n: int, ranks: int, column_multiple: int
-    ) -> list[Traffic]:
-        """As `PlanFormula.block`."""
-        payloads = [n * shape.dim] * 2
-        if settings.comm == "all_reduce":
-            return [forward("all_reduce", payloads), backward("all_reduce", payloads)]
-        both = ("all_gather", "reduce_scatter")
-        halves = [make(op, payloads) for make in (forward, backward) for op in both]
-        # The norms see a shard of the tokens, so their weights' gradients are summed.
-        return [*halves, backward("all_reduce", [shape.dim] * 2)]
-
-    def embedding(self, shape: LlamaArgs, settings: TPSettings, n: int) -> list[Traffic]:
-        """Token shards of the stream give shards of its gradient, which are gathered."""
-        rows = super().embedding(shape, settings, n)
-        if settings.comm == "sequence":
-            rows.append(backward("all_gather", [n * shape.dim], scope="embedding"))
-        return rows
-
-    def head(self, shape: LlamaArgs, settings: TPSettings, n: int) -> list[Traffic]:
-        """As `PlanFormula.head`; token shards are gathered in front of the output."""
-        if settings.comm == "all_reduce":
-            return super().head(shape, settings, n)
-        stream = [n * shape.dim]
-        norm_weight = backward("all_reduce", [shape.dim])
-        return [forward("all_gather", stream), backward("reduce_scatter", stream), norm_weight]
-
-
-class CaatFormula(PlanFormula):
-    """CAAT-Net: p times Megatron's payloads, 2·p·bsd in each pass, and two norms' weights."""
-
-    def block(
-        self, shape: LlamaArgs, settings: TPSettings, n: int, ranks: int, column_multiple: int
-    ) -> list[Traffic]:
-        """As `PlanFormula.block`."""
-        shared = n * int(shape.sync_fraction * shape.dim)
-        rows = _partial_reductions([shared] * 2, settings, ranks)
-        return [*rows, backward("all_reduce", [shape.dim] * 2)]
-
-    def embedding(self, shape: LlamaArgs, settings: TPSettings, n: int) -> list[Traffic]:
-        """Return a gather whose backward sums the gradients of all lanes."""
-        op = "all_to_all" if settings.wide_sums else "reduce_scatter"
-        gradient = backward(op, [n * shape.dim], scope="embedding")
-        return [*super().embedding(shape, settings, n), gradient]
-
-    def head(self, shape: LlamaArgs, settings: TPSettings, n: int) -> list[Traffic]:
-        """Return the sum of the norm weight's gradient; the lanes' streams stay on their ranks."""
-        return [backward("all_reduce", [shape.dim])]
-
-
-class BTPCaatFormula(BTPFormula):
-    """BTP's payloads, p times as wide, and its synchronized statistic (experimental)."""
-
-    def block(
-        self, shape: LlamaArgs, settings: TPSettings, n: int, ranks: int, column_multiple: int
-    ) -> list[Traffic]:
-        """As `PlanFormula.block`."""
-        payloads: list[int] = []
-        for widths, _ in chunk_groups(shape):
-            shared = [n * int(shape.sync_fraction * width) for width in widths]
-            payloads += [sum(shared)] if settings.grouping else shared
-        statistics = [make("all_reduce", [n] * 2, "statistic") for make in (forward, backward)]
-        return [*_partial_reductions(payloads, settings, ranks), *statistics]
-
-
-FORMULAS: dict[str, PlanFormula] = {
-    "btp": BTPFormula(),
-    "vanilla": VanillaFormula(),
-    "vanilla_replicated": VanillaReplicatedFormula(),
-    "megatron": MegatronFormula(),
-    "caat": CaatFormula(),
-    "btp_caat": BTPCaatFormula(),
-}
-"""Formulas by the name of their plan; a plan from outside the package adds its own."""
-
-UNSPLIT = PlanFormula()
-"""What holds on a single rank, whatever the plan."""
-
-
-def formula_of(settings: TPSettings, tp_degree: int) -> PlanFormula:
-    """Return the formula of a plan; on a single rank that of none.
-
-    Args:
-        settings: With the plan named (not ``auto``) where T > 1.
-        tp_degree: Tensor-parallel ranks T.
-    """
-    return UNSPLIT if tp_degree == 1 else FORMULAS[settings.plan]
+    factors: tuple[int, int] = (0, 1)
 
 
 def chunk_groups(shape: LlamaArgs) -> list[tuple[list[int], bool]]:
     """Ranks of q, k, v; o; gate, up; down, and whether a norm stands in front of the group."""
     attention, ffn = shape.rank_attention, shape.rank_ffn
     return [([attention] * 3, True), ([attention], False), ([ffn] * 2, True), ([ffn], False)]
+
+
+def btp(shape: LlamaArgs, settings: TPSettings, n: int, ranks: int) -> Parts:
+    """Bottleneck-aware, r-wide payloads: 7bsr per pass, two norms' statistics (BOOST, Eq. 3).
+
+    The embedding sends nothing: the stream is sharded as it is. The head ``plain`` gathers the
+    stream, and all-reduces its gradient: bsd each way. An all-reduce is worth two. ``scatter``
+    gathers γ ⊙ x and scales the logits, so a reduce-scatter is enough.
+    """
+    sequence, online = settings.comm == "sequence", settings.norm == "online"
+    reduce = "reduce_scatter" if sequence else "all_reduce"
+    rows: list[Traffic] = []
+    for widths, has_norm in chunk_groups(shape):
+        payloads = [sum(widths)] if settings.grouping else widths
+        column = has_norm and online and settings.norm_stat == "column"
+        sent = list(payloads)
+        if column:
+            sent[0] = -(-(payloads[0] + 1) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+        rows.append(forward(reduce, [n * width for width in sent]))
+        # Backward, of the copies that the column-parallel B's were given.
+        rows.append(backward(reduce, [n * width for width in payloads]))
+        if sequence:
+            rows.append(forward("all_gather", [n * width for width in payloads]))
+            rows.append(backward("all_gather", [n * width for width in payloads]))
+        if has_norm and not online:
+            rows.append(forward("all_reduce", [n], "statistic"))
+            rows.append(backward("all_reduce", [n], "statistic"))
+        elif has_norm:
+            if not column:
+                rows.append(forward(reduce, [n], "statistic"))
+            if sequence:  # each rank knows dS of its own tokens only
+                rows.append(backward("all_gather", [n], "statistic"))
+    stream = [n * shape.dim]
+    head = [forward("all_gather", stream)]
+    if settings.head == "scatter":
+        head.append(forward("all_reduce", [n], "statistic"))
+        head.append(backward("reduce_scatter", stream))
+        head.append(backward("all_reduce", [n], "statistic"))
+    else:
+        head.append(backward("all_reduce", stream))
+    return {"embedding": [], "block": rows, "head": head}
+
+
+def vanilla(shape: LlamaArgs, settings: TPSettings, n: int, ranks: int) -> Parts:
+    """BOOST's Eq. 2: its fair form, and the form with every head on every rank that it measures."""
+    d, f = n * shape.dim, n * shape.ffn_dim
+    qkv = [d, n * shape.kv_dim, n * shape.kv_dim]
+    rows = [forward("all_reduce", [d, f, f, d])]  # o, gate, up, down
+    if settings.plan == "vanilla_replicated":
+        # All of q, k and v on every rank; backward, the gradient of A_o's input.
+        rows += [forward("all_reduce", qkv), backward("all_reduce", qkv[:1])]
+    else:
+        # Heads are sharded before attention, and gathered after it: its output is as wide as q.
+        rows += [forward("reduce_scatter", qkv), backward("all_gather", qkv)]
+        rows += [forward("all_gather", qkv[:1]), backward("reduce_scatter", qkv[:1])]
+    # Gradients of the inputs of A_q,k,v and A_gate,up (d wide), and of A_down (f wide).
+    rows.append(backward("all_reduce", [*[d] * (2 if settings.grouping else 5), f]))
+    ends = {"embedding": [forward("all_gather", [d])], "head": [backward("all_reduce", [d])]}
+    return {**ends, "block": rows}
+
+
+def megatron(shape: LlamaArgs, settings: TPSettings, n: int, ranks: int) -> Parts:
+    """2bsd in each pass (BOOST, Table 6); token shards split each sum in two halves.
+
+    Token shards of the stream give shards of the embedding's gradient, which are gathered, and are
+    gathered themselves in front of the output.
+    """
+    stream = [n * shape.dim]
+    embedding = [forward("all_gather", stream)]
+    if settings.comm == "all_reduce":
+        block = [make("all_reduce", stream * 2) for make in (forward, backward)]
+        return {"embedding": embedding, "block": block, "head": [backward("all_reduce", stream)]}
+    halves = ("all_gather", "reduce_scatter")
+    block = [make(op, stream * 2) for make in (forward, backward) for op in halves]
+    # The norms see a shard of the tokens, so their weights' gradients are summed.
+    block.append(backward("all_reduce", [shape.dim] * 2))
+    head = [forward("all_gather", stream), backward("reduce_scatter", stream)]
+    head.append(backward("all_reduce", [shape.dim]))
+    embedding.append(backward("all_gather", stream))
+    return {"embedding": embedding, "block": block, "head": head}
+
+
+def caat(shape: LlamaArgs, settings: TPSettings, n: int, ranks: int) -> Parts:
+    """CAAT-Net: p times Megatron's payloads, 2·p·bsd in each pass, and the norms' weights.
+
+    The embedding's backward sums the gradients of all lanes. The lanes' streams stay on their ranks
+    in front of the head.
+    """
+    shared = n * int(shape.sync_fraction * shape.dim)
+    summed = "all_to_all" if settings.wide_sums else "reduce_scatter"
+    stream = [n * shape.dim]
+    return {
+        "embedding": [forward("all_gather", stream), backward(summed, stream)],
+        "block": [
+            *_partial_reductions([shared] * 2, settings, ranks),
+            backward("all_reduce", [shape.dim] * 2),
+        ],
+        "head": [backward("all_reduce", [shape.dim])],
+    }
+
+
+def btp_caat(shape: LlamaArgs, settings: TPSettings, n: int, ranks: int) -> Parts:
+    """BTP's payloads, p times as wide, and its synchronized statistic (experimental)."""
+    payloads: list[int] = []
+    for widths, _ in chunk_groups(shape):
+        shared = [n * int(shape.sync_fraction * width) for width in widths]
+        payloads += [sum(shared)] if settings.grouping else shared
+    statistics = [make("all_reduce", [n] * 2, "statistic") for make in (forward, backward)]
+    block = [*_partial_reductions(payloads, settings, ranks), *statistics]
+    return btp(shape, settings, n, ranks) | {"block": block}
 
 
 def _partial_reductions(payloads: Sequence[int], settings: TPSettings, ranks: int) -> list[Traffic]:
@@ -272,12 +180,19 @@ def _partial_reductions(payloads: Sequence[int], settings: TPSettings, ranks: in
     rows = [forward("all_reduce", payloads)]
     if not settings.wide_sums:
         return [*rows, backward("all_reduce", payloads)]
-    padded = [_round_up(payload, ranks) for payload in payloads]
+    padded = [-(-payload // ranks) * ranks for payload in payloads]
     return [*rows, backward("all_to_all", padded), backward("all_gather", padded)]
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+FORMULAS: dict[str, PlanFormula] = {
+    "btp": PlanFormula(btp, shards_stream=True, factors=(1, 0)),
+    "vanilla": PlanFormula(vanilla, shards_latents=True),
+    "vanilla_replicated": PlanFormula(vanilla, shards_latents=True, shards_heads=False),
+    "megatron": PlanFormula(megatron),
+    "caat": PlanFormula(caat),
+    "btp_caat": PlanFormula(btp_caat, shards_stream=True, factors=(1, 0)),
+}
+"""Formulas by the name of their plan; a plan from outside the package adds its own."""
 
 
 def model_traffic(
@@ -296,11 +211,13 @@ def model_traffic(
     """
     if tp_degree == 1:
         return []
-    rows = FORMULAS[settings.plan].embedding(shape, settings, tokens)
+    parts = part_traffic(shape, settings, tokens, tp_degree)
+    rows = [replace(row, scope="embedding") for row in parts["embedding"]]
     for i in range(shape.n_layers):
-        block = block_traffic(shape, settings, tokens, first_block=i == 0, ranks=tp_degree)
+        # The first block receives no latents, so it has nothing to gate.
+        block = parts["block"] + (parts["gates"] if i else [])
         rows += [replace(row, scope=f"block {i}") for row in block]
-    rows += head_traffic(shape, settings, tokens)
+    rows += [replace(row, scope="head") for row in parts["head"]]
     if settings.loss_parallel:
         # The log-sum-exp of every token is gathered from the ranks, in one call per chunk of
         # tokens, and the loss is summed. A chunk is an eighth of the tokens, from 512 to 4096; all
@@ -314,36 +231,25 @@ def model_traffic(
     return merge(rows)
 
 
-def block_traffic(
-    shape: LlamaArgs,
-    settings: TPSettings,
-    tokens: int,
-    first_block: bool = False,
-    column_multiple: int = COLUMN_MULTIPLE,
-    ranks: int = 1,
-) -> list[Traffic]:
-    """Return the collectives of one decoder block (T > 1).
+def part_traffic(shape: LlamaArgs, settings: TPSettings, tokens: int, ranks: int = 1) -> Parts:
+    """Return the collectives of each part of the model (T > 1), all with the scope ``block``.
 
     Args:
         shape: Shape and family of the model.
         settings: The plan.
         tokens: Tokens n of the micro-batch.
-        first_block: Whether it is the first block, which mixes no latents.
-        column_multiple: Padding of a payload with a statistic column; 1 for none.
         ranks: T; an fp32 sum's payload is padded to a multiple of it; 1 for no padding.
+
+    Returns:
+        ``embedding``, ``block``, ``gates`` (of a block that mixes latents, so of no first one), and
+        ``head`` with the final norm, and without the loss.
     """
     formula = FORMULAS[settings.plan]
-    rows = [*formula.block(shape, settings, tokens, ranks, column_multiple)]
+    parts = formula.traffic(shape, settings, tokens, ranks) | {"gates": []}
     # A learned gate on latent shards: its gradient is summed over the ranks, once per group.
     shards = formula.shards_latents or settings.comm == "sequence"
-    if shape.family == "lax" and shape.lax_gate == "scalar" and shards and not first_block:
-        rows.append(backward("all_reduce", [3, 1, 2, 1]))
-    return merge(rows)
-
-
-def head_traffic(shape: LlamaArgs, settings: TPSettings, tokens: int) -> list[Traffic]:
-    """Return the collectives of the final norm and the vocabulary-parallel head (T > 1)."""
-    rows = FORMULAS[settings.plan].head(shape, settings, tokens)
+    if shape.family == "lax" and shape.lax_gate == "scalar" and shards:
+        parts["gates"].append(backward("all_reduce", [3, 1, 2, 1]))
     if not settings.loss_parallel:
-        rows = [*rows, forward("all_gather", [tokens * shape.vocab_size])]
-    return merge(replace(row, scope="head") for row in rows)
+        parts["head"].append(forward("all_gather", [tokens * shape.vocab_size]))
+    return {part: merge(rows) for part, rows in parts.items()}

@@ -4,8 +4,9 @@
 Elements are those of the logical tensor (input of a reduction, output of a gather), once per call.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 Pass = Literal["forward", "backward", "optimizer"]
@@ -35,18 +36,14 @@ class Traffic:
     mesh_dim: str = "tp"
 
 
-def forward(
-    op: str, payloads: Sequence[int], role: str = "activation", scope: str = "block"
+def of_pass(
+    pass_: Pass, op: str, payloads: Sequence[int], role: str = "activation", scope: str = "block"
 ) -> Traffic:
-    """Return the row of one forward collective per payload, of so many elements each."""
-    return Traffic(scope, "forward", op, role, len(payloads), sum(payloads))
+    """Return the row of one collective per payload, of so many elements each."""
+    return Traffic(scope, pass_, op, role, len(payloads), sum(payloads))
 
 
-def backward(
-    op: str, payloads: Sequence[int], role: str = "activation", scope: str = "block"
-) -> Traffic:
-    """Return the row of one backward collective per payload, of so many elements each."""
-    return Traffic(scope, "backward", op, role, len(payloads), sum(payloads))
+forward, backward = partial(of_pass, "forward"), partial(of_pass, "backward")
 
 
 def count(traffic: Iterable[Traffic], pass_: Pass) -> tuple[int, int]:
@@ -65,3 +62,33 @@ def merge(rows: Iterable[Traffic]) -> list[Traffic]:
             old, calls=old.calls + row.calls, elements=old.elements + row.elements
         )
     return list(merged.values())
+
+
+def pipeline_traffic(
+    boundaries: Sequence[int], local_stages: Collection[int], batch: int, microbatches: int
+) -> list[Traffic]:
+    """Return a rank's messages per pass: one per boundary, micro-batch and direction.
+
+    Args:
+        boundaries: Elements per sequence; boundary i lies between the stages i and i + 1.
+        local_stages: The rank's stages. Neighbouring stages on one rank (the turn of a V-shaped
+            schedule) send no message.
+        batch: Sequences of a micro-batch.
+        microbatches: Micro-batches of the pass.
+
+    Returns:
+        Rows with the scope ``boundary i`` on the mesh dimension ``pp``.
+    """
+    rows = []
+    for index, of_a_sequence in enumerate(boundaries):
+        sends = index in local_stages
+        if sends == (index + 1 in local_stages):
+            continue
+        elements = microbatches * batch * of_a_sequence
+        there, back = ("send", "recv") if sends else ("recv", "send")
+        scope = f"boundary {index}"
+        rows += [
+            Traffic(scope, "forward", there, "activation", microbatches, elements, "pp"),
+            Traffic(scope, "backward", back, "activation", microbatches, elements, "pp"),
+        ]
+    return rows

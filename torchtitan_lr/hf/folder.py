@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from torchtitan_lr.data.tokenizer import (
+    HF_FILE,
     build_tokenizer,
     check_tokenizer,
     resolve_assets_path,
-    tokenizer_file,
 )
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.card import write_card
@@ -35,7 +35,7 @@ def find_tokenizer(config: Any, args: LlamaArgs) -> str:
         ConfigError: The tokenizer is damaged, or has more tokens than the model.
     """
     path: str = config.model.hf_assets_path
-    if tokenizer_file(resolve_assets_path(path)) is None:
+    if not (resolve_assets_path(path) / HF_FILE).is_file():
         return ""
     if check_tokenizer(config) > args.vocab_size:
         want = f"a tokenizer within the model's vocabulary of {args.vocab_size}"

@@ -17,7 +17,7 @@ from torchtitan_lr.config.parse import apply_overrides, split_arguments
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.loading import load_for_inference, read_for_inference
 from torchtitan_lr.hf.ranks import open_on_ranks
-from torchtitan_lr.inference.decode import Choice, whole_vocabulary
+from torchtitan_lr.inference.decode import Choice
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.generation import ShardedChoice, generation_settings
@@ -83,11 +83,11 @@ def load_on_ranks(
     device: str,
     cache: str,
     overrides: Sequence[str],
-) -> tuple[LlamaModel, Any, Choice]:
+) -> tuple[LlamaModel, Any, Choice | None]:
     """Load this rank's part of a model; the process group is started if there are several ranks.
 
     Returns:
-        The model, the tokenizer, and what draws its tokens.
+        The model, the tokenizer, and what draws its tokens, if ranks hold parts of the logits.
 
     Raises:
         ConfigError: The checkpoint, tokenizer, cache, device or layout cannot be used.
@@ -97,7 +97,7 @@ def load_on_ranks(
     settings = generation_settings(read_parallelism(config, overrides, world), args, world, cache)
     if world == 1:
         model, tokenizer = load_for_inference(step_dir, config_file, device)
-        return model, tokenizer, whole_vocabulary
+        return model, tokenizer, None
     mesh = _start(device)
     model = _load_part(step_dir, config, args, mesh, settings)
     return model, tokenizer, ShardedChoice(Ranks.of(mesh))

@@ -24,10 +24,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.loading import load_for_inference
-from torchtitan_lr.inference.decode import Decoder
+from torchtitan_lr.hf.scoring import Pair, score_continuations
+from torchtitan_lr.inference.completion import Settings, complete_batch
 from torchtitan_lr.inference.sampling import Sampling
-from torchtitan_lr.inference.scoring import Pair, score_continuations
-from torchtitan_lr.inference.text import TextStream
 from torchtitan_lr.models.llama import LlamaModel
 
 MAX_NEW_TOKENS = 256
@@ -99,11 +98,10 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         pairs = [Pair(context, continuation) for _, context, continuation in requests]
         scores = score_continuations(self.model, pairs, self.batch_size)
-        found = [(score.log_likelihood, score.greedy) for score in scores]
-        for (texts, *_), result in zip(requests, found, strict=True):
+        for (texts, *_), result in zip(requests, scores, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, result)
-        return found
+        return scores
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = True
@@ -123,7 +121,7 @@ class HarnessModel(TemplateLM):
             )
             pairs = [Pair(*make_disjoint_window(window)) for window in windows]
             scores = score_continuations(self.model, pairs, self.batch_size)
-            found.append(sum(score.log_likelihood for score in scores))
+            found.append(sum(log_likelihood for log_likelihood, _ in scores))
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), found[-1])
         return found
 
@@ -158,22 +156,9 @@ class HarnessModel(TemplateLM):
         prompts = [self.tok_encode(context)[-room:] for context in contexts]
         until = options.get("until") or []
         stops = [text for text in ([until] if isinstance(until, str) else until) if text]
-        ends = {self.eot_token_id}
-        seeds, limits = list(range(len(prompts))), [limit] * len(prompts)
-        decoder = Decoder(self.model, prompts, limits, _sampling(options), seeds, ends)
-        streams = [TextStream(self._encoder, prompt, stops) for prompt in prompts]
-        texts = [""] * len(prompts)
-        while any(decoder.running):
-            for row, token in enumerate(decoder.step()):
-                if token is None:
-                    continue
-                if token not in ends:
-                    texts[row] += streams[row].push(token)
-                if not decoder.running[row]:
-                    texts[row] += streams[row].finish()
-                if streams[row].stopped:
-                    decoder.stop(row)
-        return texts
+        settings = Settings(sampling=_sampling(options), stops=stops, stop_ids=[self.eot_token_id])
+        rows = [("", prompt, limit, seed) for seed, prompt in enumerate(prompts)]
+        return [done.text for done in complete_batch(self.model, self._encoder, rows, settings)]
 
 
 def _limit(options: dict[str, Any]) -> int:

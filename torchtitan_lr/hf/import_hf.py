@@ -47,7 +47,6 @@ _TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-_RANK_FILE = "tokenizer.model"
 _WINDOWS = 8
 """Windows of the calibration text that are computed together."""
 
@@ -136,8 +135,6 @@ def _take_tokenizer(
     """
     folder = resolve_assets_path(str(folder))
     names = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
-    if _TOKENIZER_FILES[0] not in names and (folder / _RANK_FILE).is_file():
-        names.append(_RANK_FILE)
     config = SimpleNamespace(model=SimpleNamespace(hf_assets_path=str(folder)))
     try:
         tokenizer = build_tokenizer(config)

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, processors
 
-from torchtitan_lr.data.bpe import HF_FILE
+from torchtitan_lr.data.tokenizer import HF_FILE
 from torchtitan_lr.hf.shards import write_json
 from torchtitan_lr.titan.base import BaseTokenizer, HuggingFaceTokenizer
 
@@ -36,8 +36,6 @@ def export_tokenizer(tokenizer: BaseTokenizer, folder: Path, out_dir: Path, leng
     backend = Tokenizer.from_str(tokenizer.tokenizer.to_str())  # its own is in use
     given: dict[str, Any] = tokenizer.config or {}
     config = {name: value for name, value in given.items() if name not in _REPLACED}
-    if tokenizer.tokenizer.encode_special_tokens:
-        config["split_special_tokens"] = True
     ids = {}  # of bos, eos and pad, as far as there are any
     for name in ("bos_token", "eos_token", "pad_token"):
         token = config.get(name)

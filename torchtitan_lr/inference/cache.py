@@ -16,8 +16,9 @@ token. Keys stay d_kv wide: the rotation stands between q and B. With lanes ever
 of its own: d_kv + G r numbers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -64,6 +65,9 @@ class KeyValueCache:
         device: Device of the model.
         static: Whether attention reads all columns, the empty ones masked, from the second forward
             pass on. No shape then changes from step to step, as a compiled step needs it.
+
+    Attributes:
+        layers: The cache of each block.
     """
 
     def __init__(
@@ -83,8 +87,7 @@ class KeyValueCache:
         self._padding: Tensor | None = None
         if min(lengths) < width:
             self._padding = torch.tensor([[width - length] for length in lengths], device=device)
-        layer = {"full": LayerCache, "latent": LatentLayerCache}[kind]
-        self._layers = [layer(self._columns) for _ in range(n_layers)]
+        self.layers = [LayerCache(self._columns, kind == "latent") for _ in range(n_layers)]
 
     def begin(self, table: Tensor, new: int) -> Tensor:
         """Move on by ``new`` columns and return the rotations of their positions.
@@ -122,28 +125,34 @@ class KeyValueCache:
         positions = (columns - self._padding).clamp(0, len(table) - 1)
         return table[positions]
 
-    def layer(self, index: int) -> "LayerCache":
-        """Return the cache of one block."""
-        return self._layers[index]
-
     @property
     def bytes(self) -> int:
         """Bytes of the allocated buffers of all blocks."""
-        buffers = (t for layer in self._layers for t in (layer.keys, layer.values))
+        buffers = (t for layer in self.layers for t in (layer.keys, layer.values))
         return sum(t.nbytes for t in buffers if t is not None)
 
 
 class LayerCache:
-    """Keys and values of one block, each (b, h_kv, capacity, head_dim)."""
+    """Keys of one block (b, h_kv, capacity, head_dim), and its values or their latents.
 
-    def __init__(self, columns: Columns) -> None:
-        self.columns = columns
+    Args:
+        columns: Those of the present forward pass.
+        latent: Whether latents (b, G, capacity, r) stand in for values, which are like the keys.
+    """
+
+    def __init__(self, columns: Columns, latent: bool) -> None:
+        self.columns, self.latent = columns, latent
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
+        self._up: nn.Module | None = None
 
-    def up_edge(self, up: nn.Module) -> nn.Module:
-        """Return the block's own edge: values are stored as they are."""
-        return up
+    def up_edge(self, up: nn.Module) -> Callable[..., list[Tensor]]:
+        """Return the block's up edge of q, k and v, or one that leaves v's latent as it is."""
+        if not self.latent:
+            return up
+        if self._up is None:
+            self._up = up
+        return partial(leave_value_latent, up)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, wv: nn.Module) -> Tensor:
         """Store the keys and values of new tokens and attend to all tokens so far.
@@ -157,8 +166,19 @@ class LayerCache:
         Returns:
             Tensor (b, h, s, head_dim).
         """
-        keys, values = self.store(k, v.unflatten(-1, (-1, k.shape[-1])).transpose(1, 2))
-        return self.attention(q, keys, values)
+        if not self.latent:
+            keys, values = self.store(k, v.unflatten(-1, (-1, k.shape[-1])).transpose(1, 2))
+            return self.attention(q, keys, values)
+        wv = cast(LowRankLinear, wv)
+        latents = v if v.dim() == 4 else v.unsqueeze(2)  # (b, s, G, r)
+        keys, stored = self.store(k, latents.transpose(1, 2))
+        if self.columns.first and self._up is not None:
+            # All latents are here: expanded once, they take the training kernel.
+            (values,) = self._up([v], [wv])
+            return self.attention(q, keys, values.unflatten(-1, (-1, k.shape[-1])).transpose(1, 2))
+        rows = wv.B.weight
+        # A rank's rows of B are those of its heads.
+        return self._mix(q, keys, stored, rows.to_local() if isinstance(rows, DTensor) else rows)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with values, q (b, h, s, head_dim), k and v (b, h_kv, t, head_dim)."""
@@ -196,45 +216,6 @@ class LayerCache:
         self.values[:, :, now.start : now.end] = v
         return self.keys[:, :, : now.end], self.values[:, :, : now.end]
 
-
-class ValueLatentEdge(nn.Module):
-    """The up edge of q, k and v that leaves v's latent as it is."""
-
-    def __init__(self, up: nn.Module) -> None:
-        super().__init__()
-        self.up = up
-
-    def forward(self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear]) -> list[Tensor]:
-        """Apply B to the latents of q and k; gives [q (b, s, d), k (b, s, d_kv), h (b, s, r)]."""
-        return [*self.up(latents[:2], linears[:2]), latents[2]]
-
-
-class LatentLayerCache(LayerCache):
-    """Keys (b, h_kv, capacity, head_dim) and latents of values (b, G, capacity, r) of one block."""
-
-    def __init__(self, columns: Columns) -> None:
-        super().__init__(columns)
-        self._edge: ValueLatentEdge | None = None
-
-    def up_edge(self, up: nn.Module) -> nn.Module:
-        """Return an edge that leaves v's latent as it is."""
-        if self._edge is None:
-            self._edge = ValueLatentEdge(up)
-        return self._edge
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, wv: nn.Module) -> Tensor:
-        """As in `LayerCache`, with latents in place of values."""
-        wv = cast(LowRankLinear, wv)
-        latents = v if v.dim() == 4 else v.unsqueeze(2)  # (b, s, G, r)
-        keys, stored = self.store(k, latents.transpose(1, 2))
-        if self.columns.first and self._edge is not None:
-            # All latents are here: expanded once, they take the training kernel.
-            (values,) = self._edge.up([v], [wv])
-            return self.attention(q, keys, values.unflatten(-1, (-1, k.shape[-1])).transpose(1, 2))
-        rows = wv.B.weight
-        # A rank's rows of B are those of its heads.
-        return self._mix(q, keys, stored, rows.to_local() if isinstance(rows, DTensor) else rows)
-
     def _mix(self, q: Tensor, k: Tensor, latents: Tensor, b: Tensor) -> Tensor:
         """Attend in rank space; the order of products keeps the sum over tokens r wide.
 
@@ -257,3 +238,10 @@ class LatentLayerCache(LayerCache):
         mixed = (weights @ latents).reshape(batch, groups, -1, latents.shape[-1])
         rows = b.unflatten(0, (groups, width))  # (h_kv, head_dim, r)
         return (mixed @ rows.mT).reshape(batch, heads, new, width)
+
+
+def leave_value_latent(
+    up: nn.Module, latents: Sequence[Tensor], linears: Sequence[LowRankLinear]
+) -> list[Tensor]:
+    """Apply B to the latents of q and k; gives [q (b, s, d), k (b, s, d_kv), h (b, s, r)]."""
+    return [*up(latents[:2], linears[:2]), latents[2]]

@@ -1,20 +1,15 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Continue texts with a model: prompts from a file in batches, results in the prompts' order."""
+"""Continue texts with a model: in batches, results in the prompts' order."""
 
-import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.errors import ConfigError, DataError
 from torchtitan_lr.inference.decode import (
     Choice,
     Decoder,
     max_new_tokens,
-    whole_vocabulary,
 )
 from torchtitan_lr.inference.sampling import Sampling
 from torchtitan_lr.inference.text import TextStream
@@ -50,7 +45,7 @@ class Settings:
     batch_size: int = 16
     cache: str = "full"
     compiled: bool = False
-    choice: Choice = whole_vocabulary
+    choice: Choice | None = None
 
 
 @dataclass
@@ -68,42 +63,6 @@ class Completion:
     text: str
     new_tokens: int = 0
     end: str = "length"
-
-
-def read_prompts(source: Path) -> list[str]:
-    """Read prompts.
-
-    Args:
-        source: A ``.jsonl`` file with the key ``prompt`` in each line, or any other file with one
-            prompt per line; ``-`` is stdin, where a line that begins with ``{`` is JSON.
-
-    Raises:
-        ConfigError: The file cannot be read or has no prompts.
-        DataError: A line is not valid.
-    """
-    try:
-        piped = str(source) == "-"
-        text = sys.stdin.read() if piped else source.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("--prompts", str(source), f"a file in UTF-8 or - ({error})") from error
-    prompts = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        if source.suffix == ".jsonl" or (piped and line.startswith("{")):
-            try:
-                prompt = json.loads(line)["prompt"]
-            except (ValueError, TypeError, KeyError):
-                prompt = None
-            if not isinstance(prompt, str):
-                want = 'a line such as {"prompt": "text"}'
-                raise DataError("--prompts", f"{source}:{number}", want)
-            prompts.append(prompt)
-        else:
-            prompts.append(line.rstrip("\r"))
-    if not prompts:
-        raise ConfigError("--prompts", str(source), "at least one line that is not empty")
-    return prompts
 
 
 def complete(
@@ -149,7 +108,7 @@ def complete_batch(
     tokenizer: Any,
     rows: list[tuple[str, list[int], int, int]],
     settings: Settings,
-    write: Callable[[str], Any] | None,
+    write: Callable[[str], Any] | None = None,
 ) -> list[Completion]:
     """Continue rows ``(prompt, ids, limit, seed)`` together; ``write`` as for `complete`."""
     prompts, ids, limits, seeds = zip(*rows, strict=True)
@@ -168,24 +127,23 @@ def complete_batch(
     streams = [TextStream(tokenizer, row, settings.stops) for row in ids]
     done = [Completion(prompt, prompt) for prompt in prompts]
 
-    def add(index: int, piece: str) -> None:
-        done[index].text += piece
-        if write is not None and piece:
-            write(piece)
-
     while any(decoder.running):
         for index, token in enumerate(decoder.step()):
             if token is None:
                 continue
+            piece = ""
             if token in stop_ids:
                 done[index].end = "stop_token"
             else:
-                add(index, streams[index].push(token))
+                piece = streams[index].push(token)
             if not decoder.running[index]:
-                add(index, streams[index].finish())
+                piece += streams[index].push(None)
             if streams[index].stopped:
                 done[index].end = "stop_string"
-                decoder.stop(index)
+                decoder.running[index] = False
+            done[index].text += piece
+            if write is not None and piece:
+                write(piece)
     for completion, count in zip(done, decoder.new_tokens, strict=True):
         completion.new_tokens = count
     return done

@@ -19,11 +19,6 @@ Choice: TypeAlias = Callable[[Sampling, Tensor, Tensor], Tensor]
 """Draws the next tokens (b,), given the sampling, logits (b, 1, V) and random numbers (b,)."""
 
 
-def whole_vocabulary(sampling: Sampling, logits: Tensor, uniform: Tensor) -> Tensor:
-    """Draw from logits (b, 1, V) with all tokens on this device; a `Choice`."""
-    return sampling.choose(logits[:, -1], uniform)
-
-
 def max_new_tokens(
     args: LlamaArgs, prompt: int, key: str = "--prompt", wanted: int | None = None
 ) -> int:
@@ -81,11 +76,11 @@ class Decoder:
         cache: Kind of the cache, ``full`` or ``latent``.
         compiled: Whether the model went through `compile_blocks`. The prompts are read without
             compilation: every length would be compiled anew.
-        choice: Draws from the model's logits; ranks need one that knows of the others.
+        choice: Draws from the model's logits, if ranks hold parts of them.
 
     Attributes:
         cache: The cache.
-        running: Which rows have not ended.
+        running: Which rows have not ended; a caller ends one after a stop string.
         new_tokens: Number of new tokens of each row, the stop token included.
 
     Raises:
@@ -102,7 +97,7 @@ class Decoder:
         stop_ids: Collection[int] = (),
         cache: str = "full",
         compiled: bool = False,
-        choice: Choice = whole_vocabulary,
+        choice: Choice | None = None,
     ) -> None:
         args = model.model_args
         check_cache(args, cache)
@@ -137,7 +132,10 @@ class Decoder:
         with torch.compiler.set_stance("force_eager") if eager else nullcontext():
             logits = self._model(self._next, cache=self.cache)
         uniform = self._draws[:, self._steps] if self._draws.shape[1] else self._draws
-        chosen = self._choice(self._sampling, logits, uniform)
+        if self._choice is None:
+            chosen = self._sampling.choose(logits[:, -1], uniform)
+        else:
+            chosen = self._choice(self._sampling, logits, uniform)
         self._next = chosen[:, None]
         self._steps += 1
         tokens: list[int | None] = chosen.tolist()
@@ -149,10 +147,6 @@ class Decoder:
             ends = token in self._stop_ids or self.new_tokens[row] >= self._limits[row]
             self.running[row] = not ends
         return tokens
-
-    def stop(self, row: int) -> None:
-        """End a row, for instance after a stop string."""
-        self.running[row] = False
 
 
 def compile_blocks(model: LlamaModel, backend: str | Callable[..., Any] = "inductor") -> None:

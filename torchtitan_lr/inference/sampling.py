@@ -42,7 +42,9 @@ class Sampling:
         return logits, None
 
     def choose(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Draw one token per row.
+        """Draw one token per row by inverting the cumulative distribution.
+
+        A row's draw depends on its own number alone, so that it does not change with the batch.
 
         Args:
             logits: Scores (b, V).
@@ -53,21 +55,7 @@ class Sampling:
         """
         if self.temperature == 0:
             return logits.argmax(dim=-1)
-        return self.draw(*self.candidates(logits), uniform)
-
-    def draw(self, logits: Tensor, ids: Tensor | None, uniform: Tensor) -> Tensor:
-        """Draw one of the candidates per row by inverting the cumulative distribution.
-
-        A row's draw depends on its own number alone, so that it does not change with the batch.
-
-        Args:
-            logits: Scores (b, n), see `candidates`.
-            ids: Their tokens (b, n); None if the place of a score is the token.
-            uniform: One random number in [0, 1) per row (b,), fp64.
-
-        Returns:
-            Token ids (b,).
-        """
+        logits, ids = self.candidates(logits)
         logits = logits.double()
         # The largest is subtracted first: a tiny temperature would make all of them infinite.
         logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature

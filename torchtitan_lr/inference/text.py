@@ -34,41 +34,27 @@ class TextStream:
         self._held = ""
         self.stopped = False
 
-    def push(self, token: int) -> str:
-        """Append a token and return the text that is now certain."""
-        self._ids.append(token)
-        return self._give_out(self._new_text())
-
-    def finish(self) -> str:
-        """Return the rest of the text: there will be no more tokens."""
+    def push(self, token: int | None) -> str:
+        """Append a token, or None after the last one; return the text that is now certain."""
         if self.stopped:
             return ""
-        text = self._give_out(self._new_text(last=True))
-        if not self.stopped:
-            text, self._held = text + self._held, ""
-        return text
-
-    def _new_text(self, last: bool = False) -> str:
-        """Return the text of the tokens that are not text yet, if its last character is whole."""
+        self._ids += [] if token is None else [token]
         ids = (self._ids[: self._decoded], self._ids)
         known, text = (self._tokenizer.decode(part, skip_special_tokens=True) for part in ids)
-        if text.endswith(_UNKNOWN) and not last:
-            return ""
-        # The tokens of this piece are the context of the next one.
-        self._ids = self._ids[self._decoded :] or self._ids
-        self._decoded = len(self._ids)
-        return str(text[len(known) :])
-
-    def _give_out(self, text: str) -> str:
-        """Return the text up to a stop string, or without the beginning of one at its end."""
-        if self.stopped:
-            return ""
-        text = self._held + text
+        if text.endswith(_UNKNOWN) and token is not None:
+            text = self._held  # the last character is not whole
+        else:
+            # The tokens of this piece are the context of the next one.
+            self._ids = self._ids[self._decoded :] or self._ids
+            self._decoded = len(self._ids)
+            text = self._held + text[len(known) :]
         places = [place for place in map(text.find, self._stops) if place >= 0]
         if places:
-            self.stopped, self._held = True, ""
-            return text[: min(places)]
+            self.stopped = True
+            return str(text[: min(places)])
+        # The end of the text may be the beginning of a stop string, unless nothing follows.
         begins = (stop[:n] for stop in self._stops for n in range(1, len(stop)))
         held = max((len(begin) for begin in begins if text.endswith(begin)), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        end = len(text) - held * (token is not None)
+        self._held = text[end:]
+        return str(text[:end])

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torchtitan_lr.formulas.traffic import Traffic
-from torchtitan_lr.ledger.ledger import COUNTS, in_reading_order
+from torchtitan_lr.ledger.ledger import COUNTS, reading_order
 
 IDENTITY = ("scope", "pass", "op", "mesh_dim", "dtype")
 """The keys that identify a row."""
@@ -44,7 +44,7 @@ def compare(
         known = identity[0] not in unknown_scopes
         calls, elements = wanted.get(identity, [0, 0]) if known else (None, None)
         table.append(row | {"expected_calls": calls, "expected_elements": elements})
-    return in_reading_order(table)
+    return sorted(table, key=reading_order)
 
 
 def differences(table: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -56,40 +56,44 @@ class CommLedger(TorchDispatchMode):
 
     Args:
         model_parts: The model, or this rank's pipeline stages.
-        mesh_dims: Name of the mesh dimension by process-group name, see `mesh_dims_of`. An unknown
-            group is reported under its own name.
+        groups: Process group by the name of its mesh dimension. If two names share a group, the
+            first one counts, but a combined dimension's last. The group of all ranks is ``world``
+            if no dimension has it, and any other group is reported under its own name.
         step_dims: Mesh dimensions whose collectives all belong to the optimizer, also those that it
             starts during backward.
     """
 
     supports_higher_order_operators = True  # compiled code uses one to recompute random operators
+    # Compiled code stays compiled; its collectives pass through the dispatcher too.
+    ignore_compile_internals = classmethod(lambda cls: True)
 
     def __init__(
         self,
         model_parts: Sequence[nn.Module],
-        mesh_dims: Mapping[str, str],
+        groups: Mapping[str, dist.ProcessGroup],
         step_dims: Collection[str] = (),
     ) -> None:
         super().__init__()
-        self._mesh_dims, self._step_dims = dict(mesh_dims), frozenset(step_dims)
-        self._tracker = ScopeTracker(model_parts)
+        self._model_parts, self._step_dims = model_parts, frozenset(step_dims)
+        self._mesh_dims: dict[str, str] = {}
+        names = sorted(groups, key=lambda name: name in COMBINED_DIMS)
+        named = [(name, groups[name]) for name in names]
+        if dist.is_initialized() and dist.group.WORLD is not None:
+            named.append(("world", dist.group.WORLD))
+        for name, group in named:
+            self._mesh_dims.setdefault(group.group_name, name)
         self._calls: Counter[Entry] = Counter()
         self._elements: Counter[Entry] = Counter()
         self._overlap = Overlap()
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Keep compiled code compiled; its collectives pass through the dispatcher too."""
-        return True
-
     def __enter__(self) -> "CommLedger":
-        self._tracker.attach()
+        self._tracker = ScopeTracker(self._model_parts)
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._tracker.detach()
+        self._tracker.hooks.close()
 
     def __torch_dispatch__(
         self,
@@ -162,7 +166,7 @@ class CommLedger(TorchDispatchMode):
             row["elements"] += self._elements[entry]
             row["bytes"] += self._elements[entry] * entry.dtype.itemsize
             row["overlapped_flops"] += self._overlap.flops[entry]
-        return in_reading_order(merged.values())
+        return sorted(merged.values(), key=reading_order)
 
     def bytes_by_mesh_dim(self) -> dict[str, int]:
         """Return the bytes of every mesh dimension, for the metrics."""
@@ -172,45 +176,10 @@ class CommLedger(TorchDispatchMode):
         return dict(sorted(total.items()))
 
 
-def ledger_for(
-    parallel_dims: Any, model_parts: Sequence[nn.Module], step_dims: Collection[str] = ()
-) -> CommLedger:
-    """Build the ledger of a torchtitan run.
-
-    Args:
-        parallel_dims: torchtitan's ParallelDims, for the names of the process groups.
-        model_parts: The model, or this rank's pipeline stages.
-        step_dims: As for `CommLedger`.
-    """
-    meshes = parallel_dims.get_all_one_dimensional_meshes()
-    names = sorted(meshes, key=lambda name: name in COMBINED_DIMS)
-    dims = mesh_dims_of({name: meshes[name] for name in names})
-    return CommLedger(model_parts, dims, step_dims)
-
-
-def mesh_dims_of(meshes: Mapping[str, Any]) -> dict[str, str]:
-    """Return the name of the mesh dimension by process-group name.
-
-    Args:
-        meshes: One-dimensional DeviceMeshes by the name of their dimension. The group of all ranks
-            is added as ``world``. If two names share a group, the first name is used.
-    """
-    names: dict[str, str] = {}
-    for name, mesh in meshes.items():
-        names.setdefault(mesh.get_group().group_name, name)
-    if dist.is_initialized() and dist.group.WORLD is not None:
-        names.setdefault(dist.group.WORLD.group_name, "world")
-    return names
-
-
-def in_reading_order(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sort rows by their position in the model, then by pass and operation."""
+def reading_order(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the place of a row: its position in the model, then its pass and operation."""
     scopes = ("embedding", "block", "boundary", "head", "loss", "step")
     passes = ("forward", "backward", "optimizer")
-
-    def place(row: dict[str, Any]) -> tuple[Any, ...]:
-        name, _, index = row["scope"].partition(" ")
-        rest = (row["op"], row["mesh_dim"], row["dtype"], row.get("recompute", False))
-        return (scopes.index(name), int(index or 0), passes.index(row["pass"]), *rest)
-
-    return sorted(rows, key=place)
+    name, _, index = row["scope"].partition(" ")
+    rest = (row["op"], row["mesh_dim"], row["dtype"], row.get("recompute", False))
+    return (scopes.index(name), int(index or 0), passes.index(row["pass"]), *rest)

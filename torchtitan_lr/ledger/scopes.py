@@ -9,14 +9,15 @@ owner, not to the running part.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
 
 from torch import Tensor, nn
 
 from torchtitan_lr.compat.autograd import (
+    backward_number,
     checkpointed_modules,
-    in_backward,
     next_node_number,
     running_node_number,
 )
@@ -31,53 +32,41 @@ LOSS = "loss"
 
 
 class ScopeTracker:
-    """Follows a model through forward and backward while attached.
+    """Follows a model through forward and backward, until its hooks are closed.
 
     Args:
         model_parts: Modules with ``tok_embeddings``, ``layers`` (by number) and ``output``, as in
             torchtitan's models; a pipeline stage may lack the first and the last.
 
     Attributes:
+        hooks: All hooks, which ``close`` removes.
         reducing: Whether FSDP2 is reducing a unit's gradients, on streams of its own if there are
             any.
     """
 
     def __init__(self, model_parts: Sequence[nn.Module]) -> None:
-        self._model_parts = list(model_parts)
-        self._undo: list[Callable[[], None]] = []
+        self.hooks = ExitStack()
+        self.reducing = False
         self._stack: list[str] = []
         self._ranges: list[tuple[int, int, str]] = []
         self._model_ends: list[int] = []
         self._owner: str | None = None
-        self.reducing = False
         self._last = STEP
         self._in_loss = False
         self._recomputing = 0
-
-    def attach(self) -> None:
-        """Register the hooks."""
-        for part in self._model_parts:
+        for part in model_parts:
             # The root before its children: the loss is between the end of the root's forward and
-            # its backward.
-            self._follow_root(part)
+            # its backward. The root's own parameter is the final norm's.
+            self.hooks.callback(part.register_forward_hook(self._end_model).remove)
+            self._own_unit(part, "head")
             self._follow("embedding", getattr(part, "tok_embeddings", None))
             for name, block in part.get_submodule("layers").named_children():
                 self._follow(f"block {name}", block)
             self._follow("head", getattr(part, "output", None))
 
-    def detach(self) -> None:
-        """Remove all hooks and reset the state."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-        self._stack.clear()
-        self._ranges.clear()
-        self._model_ends.clear()
-        self._owner, self._last, self._in_loss, self._recomputing = None, STEP, False, 0
-
     def here(self) -> tuple[str, str, bool]:
         """Return scope, pass (forward, backward, optimizer), and whether it is a recomputation."""
-        if in_backward():
+        if backward_number() is not None:
             number = running_node_number()
             if self._owner is None and number is not None:
                 # The last range first: a later micro-batch's numbers are larger.
@@ -89,18 +78,13 @@ class ScopeTracker:
             return self._owner or self._stack[-1], "forward", False
         return (LOSS, "forward", False) if self._in_loss else (STEP, "optimizer", False)
 
-    def _follow_root(self, root: nn.Module) -> None:
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            self._in_loss = True
-            self._model_ends.append(next_node_number())
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leave = leaf.register_hook(lambda _: setattr(self, "_in_loss", False))
-                    self._undo.append(leave.remove)
-
-        self._undo.append(root.register_forward_hook(after).remove)
-        # The root's own parameters: the final norm.
-        self._own_unit(root, "head")
+    def _end_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._in_loss = True
+        self._model_ends.append(next_node_number())
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leave = leaf.register_hook(lambda _: setattr(self, "_in_loss", False))
+                self.hooks.callback(leave.remove)
 
     def _follow(self, scope: str, module: nn.Module | None) -> None:
         if module is None:
@@ -118,30 +102,28 @@ class ScopeTracker:
 
         # Before FSDP's hook, which creates the node that reduces the gradients.
         handle = module.register_forward_pre_hook(before, prepend=True)
-        self._undo.append(handle.remove)
-        self._undo.append(module.register_forward_hook(after).remove)
+        self.hooks.callback(handle.remove)
+        self.hooks.callback(module.register_forward_hook(after).remove)
         self._own_unit(module, scope)
 
         def recompute(change: int, *_: Any) -> None:
-            self._recomputing += change * in_backward()
+            # The first forward pass runs the inner module too.
+            self._recomputing += change * (backward_number() is not None)
 
+        begin, end = partial(recompute, 1), partial(recompute, -1)
         for inner in checkpointed_modules(module):
-            begin, end = partial(recompute, 1), partial(recompute, -1)
-            self._undo.append(inner.register_forward_pre_hook(begin).remove)
+            self.hooks.callback(inner.register_forward_pre_hook(begin).remove)
             # Recomputation may stop early with an exception.
-            self._undo.append(inner.register_forward_hook(end, always_call=True).remove)
+            self.hooks.callback(inner.register_forward_hook(end, always_call=True).remove)
 
     def _own_unit(self, module: nn.Module, scope: str) -> None:
-        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-            @wraps(original)
-            def owned(*args: Any, **kwargs: Any) -> Any:
-                outer = self._owner, self.reducing
-                self._owner, self.reducing = scope, original.__name__ == "post_backward"
-                try:
-                    return original(*args, **kwargs)
-                finally:
-                    self._owner, self.reducing = outer
+        def owned(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            outer = self._owner, self.reducing
+            self._owner, self.reducing = scope, original.__name__ == "post_backward"
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._owner, self.reducing = outer
 
-            return owned
-
-        self._undo.append(wrap_unit_calls(module, wrap))
+        wrap = lambda original: wraps(original)(partial(owned, original))  # noqa: E731
+        self.hooks.callback(wrap_unit_calls(module, wrap))

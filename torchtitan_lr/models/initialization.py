@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_slice
-from torchtitan_lr.compat.names import clean_name
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.linears import LowRankLinear
 

@@ -12,8 +12,8 @@ and a split backward needs two. A `Recomputation` therefore saves the results of
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -21,12 +21,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchtitan_lr.compat.autograd import version_of
-from torchtitan_lr.compat.dispatch import (
-    ATTENTION_OPERATORS,
-    TorchDispatchMode,
-    lower_as_identity,
-    tree_map_only,
-)
+from torchtitan_lr.compat.compiler import lower_as_identity
+from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS, TorchDispatchMode, tree_map_only
 
 T = TypeVar("T", bound=tuple[Any, ...])
 
@@ -48,14 +44,31 @@ def save(compute: Callable[[], T]) -> T:
         compute: Returns a tuple of tensors. Its other effects happen in forward only.
 
     Returns:
-        The tensors. In a compiled graph they are behind an operator ``torchtitan_lr::keep``, which
-        costs nothing: there the compiler drops what only leads to saved tensors.
+        The tensors; in a compiled graph behind `keep`, which costs nothing: there the compiler
+        drops what only leads to saved tensors.
+
+    Raises:
+        RuntimeError: In backward, a saved tensor was changed in place since.
     """
     if torch.compiler.is_compiling():
-        made = compute()
-        return tuple(torch.ops.torchtitan_lr.keep(x) for x in made) if _marks_in_graphs else made  # type: ignore[return-value]
+        made: Any = compute()
+        if _marks_in_graphs:
+            made = tuple(torch.ops.torchtitan_lr.keep(x) for x in made)
+        return made
     running: Recomputation | None = getattr(_thread, "running", None)
-    return compute() if running is None else running.result_of(compute)
+    if running is None:
+        return compute()
+    if running.kept_next is None:
+        made = compute()
+        versions = [version_of(x) for x in made if isinstance(x, Tensor)]
+        # Aliases: autograd writes into the tensors that a Function returns.
+        running.kept.append((tree_map_only(Tensor, Tensor.detach, made), versions))
+        return made
+    saved, versions = running.kept[running.kept_next]
+    if [version_of(x) for x in saved if isinstance(x, Tensor)] != versions:
+        raise RuntimeError("a tensor that low-rank checkpointing saves was changed in place")
+    running.kept_next += 1
+    return tree_map_only(Tensor, Tensor.detach, saved)
 
 
 def mark_in_graphs() -> None:
@@ -90,6 +103,10 @@ class Recomputation:
         args: Its positional arguments, which are kept.
         kwargs: Its keyword arguments.
         save_attention: Whether the results of fused attention are saved too.
+
+    Attributes:
+        kept: The results that `save` keeps, and how often each had been changed in place.
+        kept_next: In backward, the next of them; None in forward.
     """
 
     def __init__(
@@ -100,13 +117,13 @@ class Recomputation:
         save_attention: bool = False,
     ) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
+        self.kept: list[tuple[Any, list[int]]] = []
+        self.kept_next: int | None = None
         self._attention: AbstractContextManager[Any] = (
             _SavedAttention() if save_attention else nullcontext()
         )
-        self._results: list[tuple[Any, list[int]]] = []
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
         self._found: dict[int, Tensor] = {}
-        self._next: int | None = None
 
     def forward(self) -> Any:
         """Run the function; autograd gets numbers in place of the tensors that it saves."""
@@ -115,26 +132,17 @@ class Recomputation:
             self._shapes.append((x.shape, x.dtype))
             return len(self._shapes) - 1
 
-        with saved_tensors_hooks(pack, self._unpack), self._running(None):
-            return self.function(*self.args, **self.kwargs)
+        with saved_tensors_hooks(pack, self._unpack):
+            return self._run(None, self.args, self.kwargs)
 
-    def result_of(self, compute: Callable[[], T]) -> T:
-        """Compute and keep, in forward; return what was kept, in a recomputation.
-
-        Raises:
-            RuntimeError: A kept tensor was changed in place since.
-        """
-        if self._next is None:
-            made: Any = compute()
-            versions = [version_of(x) for x in made if isinstance(x, Tensor)]
-            # Aliases: autograd writes into the tensors that a Function returns.
-            self._results.append((tree_map_only(Tensor, Tensor.detach, made), versions))
-            return made
-        saved, versions = self._results[self._next]
-        if [version_of(x) for x in saved if isinstance(x, Tensor)] != versions:
-            raise RuntimeError("a tensor that low-rank checkpointing saves was changed in place")
-        self._next += 1
-        return tree_map_only(Tensor, Tensor.detach, saved)
+    def _run(self, kept_next: int | None, args: Any, kwargs: Any) -> Any:
+        outer = getattr(_thread, "running", None)
+        self.kept_next, _thread.running = kept_next, self
+        try:
+            with self._attention:
+                return self.function(*args, **kwargs)
+        finally:
+            _thread.running = outer
 
     def _unpack(self, number: int) -> Tensor:
         """Return a tensor that autograd saved, after a recomputation if it is the first one.
@@ -159,9 +167,8 @@ class Recomputation:
                 lambda x: x.detach().requires_grad_().view_as(x) if x.requires_grad else x,
                 (self.args, self.kwargs),
             )
-            hooks = saved_tensors_hooks(collect, lambda x: x)
-            with hooks, self._running(0), suppress(_AllFound):
-                self.function(*args, **kwargs)
+            with saved_tensors_hooks(collect, lambda x: x), suppress(_AllFound):
+                self._run(0, args, kwargs)
         if [(x.shape, x.dtype) for x in found] != self._shapes:
             raise RuntimeError(
                 "low-rank checkpointing: the recomputation took another path than the forward "
@@ -172,14 +179,3 @@ class Recomputation:
         # call leaves would stay until the last.
         self._found = dict(enumerate(found))
         return self._found.pop(number)
-
-    @contextmanager
-    def _running(self, first: int | None) -> Iterator[None]:
-        """Let `save` use this: keep results (None), or return the kept ones from the first on."""
-        outer = getattr(_thread, "running", None)
-        self._next, _thread.running = first, self
-        try:
-            with self._attention:
-                yield
-        finally:
-            _thread.running = outer

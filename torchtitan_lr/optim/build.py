@@ -38,7 +38,8 @@ def build_optimizers(
         )
     optimizers = titan_build_optimizers(model_parts, optimizer_config, parallel_dims)
     for optimizer in optimizers:
-        step_on_shards(optimizer)
+        # Other optimizers than Adam and AdamW are left alone.
+        optimizer.__class__ = ON_SHARDS.get(type(optimizer), type(optimizer))
     return optimizers
 
 
@@ -61,7 +62,5 @@ class ShardAdamW(ShardAdam, torch.optim.AdamW):
     """`torch.optim.AdamW` that updates local shards."""
 
 
-def step_on_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Turn torch's Adam or AdamW into its shard-local subclass; leave other optimizers alone."""
-    on_shards = {torch.optim.Adam: ShardAdam, torch.optim.AdamW: ShardAdamW}
-    optimizer.__class__ = on_shards.get(type(optimizer), type(optimizer))
+ON_SHARDS = {torch.optim.Adam: ShardAdam, torch.optim.AdamW: ShardAdamW}
+"""The shard-local subclass of each of torch's optimizers."""

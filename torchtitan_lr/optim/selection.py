@@ -89,6 +89,10 @@ class MatrixPlan:
         has_bases = self.waits or refreshes > 0
         return not has_bases or step % self.interval == self.offset
 
+    def core_elements(self, columns: int) -> int:
+        """Return the elements of a core, r·r; r·n of a one-sided one, for a block of n columns."""
+        return self.rank * (self.rank if self.two_sided else columns)
+
     def sends(self, rows: int, columns: int) -> tuple[bool, int]:
         """Return whether a refresh sums dense gradients over the replicas, and its elements.
 
@@ -98,10 +102,8 @@ class MatrixPlan:
             rows: m of a rank's largest block, with padding: all ranks must decide alike.
             columns: n of that block.
         """
-        dense, sketches = (
-            rows * columns,
-            (1 + self.power_iterations) * (rows + columns) * self.width,
-        )
+        dense = rows * columns
+        sketches = (1 + self.power_iterations) * (rows + columns) * self.width
         if self.refresh == "dense" or (self.refresh == "auto" and dense <= sketches):
             return True, dense
         return False, sketches
@@ -133,7 +135,31 @@ def plan_matrices(
         raise ConfigError("optimizer.tsr_embedding_rank", settings.embedding_rank, want)
     # The embedding first: its rank and interval are its own.
     names = sorted(chosen, key=lambda name: (name != EMBEDDING, name))
-    plans = {name: _plan(name, shapes[name], settings) for name in names}
+    plans = {}
+    for name in names:
+        shape, prefix = shapes[name], "embedding_" if name == EMBEDDING else ""
+        rank = getattr(settings, f"{prefix}rank")
+        if rank > min(shape):
+            want = f"at most {min(shape)}, the shorter side of {name} {tuple(shape)}"
+            raise ConfigError(f"optimizer.tsr_{prefix}rank", rank, want)
+        two_sided = settings.projection == "two_sided"
+        transposed = not two_sided and shape[0] >= shape[1]
+        rows, columns = reversed(shape) if transposed else shape
+        own = settings.vocabulary_power_iterations
+        plans[name] = MatrixPlan(
+            name,
+            rows,
+            columns,
+            rank,
+            min(rank + settings.oversampling, rows, columns),
+            own if own >= 0 and name in (EMBEDDING, HEAD) else settings.power_iterations,
+            getattr(settings, f"{prefix}refresh_interval"),
+            offset=0,
+            two_sided=two_sided,
+            transposed=transposed,
+            waits=settings.start == "random",
+            refresh=settings.refresh,
+        )
     if not settings.stagger:
         return plans
     loads = {plan.interval: [0] * plan.interval for plan in plans.values()}
@@ -144,32 +170,6 @@ def plan_matrices(
         load[offset] += costs[name]
         plans[name] = replace(plans[name], offset=offset)
     return plans
-
-
-def _plan(name: str, shape: Sequence[int], settings: TSRSettings) -> MatrixPlan:
-    prefix = "embedding_" if name == EMBEDDING else ""
-    rank = getattr(settings, f"{prefix}rank")
-    if rank > min(shape):
-        want = f"at most {min(shape)}, the shorter side of {name} {tuple(shape)}"
-        raise ConfigError(f"optimizer.tsr_{prefix}rank", rank, want)
-    two_sided = settings.projection == "two_sided"
-    transposed = not two_sided and shape[0] >= shape[1]
-    rows, columns = reversed(shape) if transposed else shape
-    own = settings.vocabulary_power_iterations
-    return MatrixPlan(
-        name,
-        rows,
-        columns,
-        rank,
-        min(rank + settings.oversampling, rows, columns),
-        own if own >= 0 and name in (EMBEDDING, HEAD) else settings.power_iterations,
-        getattr(settings, f"{prefix}refresh_interval"),
-        offset=0,
-        two_sided=two_sided,
-        transposed=transposed,
-        waits=settings.start == "random",
-        refresh=settings.refresh,
-    )
 
 
 def split_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:

@@ -22,8 +22,8 @@ from torch.distributed.fsdp import (
 )
 
 from torchtitan_lr.compat.fsdp import ReplicateModule, replicate
-from torchtitan_lr.compression.fsdp import apply_gradient_compression, compressor_of
-from torchtitan_lr.compression.settings import compresses, compression_settings
+from torchtitan_lr.compression.fsdp import COMPRESSORS, apply_gradient_compression
+from torchtitan_lr.compression.settings import compression_settings
 from torchtitan_lr.config.schema import TSR
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig, ParallelDims, mesh_of
@@ -48,10 +48,11 @@ def apply_data_parallel(
     policy, training = mixed_precision_policy(job_config), job_config.training
     mixed = not parallel_dims.dp_enabled and training.mixed_precision_param != training.dtype
     # FSDP2 must not sum over the replicas if an optimizer or a compressor does.
-    owned = optimizer_owns_replicas(job_config) and parallel_dims.dp_replicate_enabled
+    owned = job_config.optimizer.name == TSR and parallel_dims.dp_replicate_enabled
+    compresses = job_config.grad_compression.codec != "none"
     if parallel_dims.fsdp_enabled or owned:
         names = ["fsdp"]
-        if parallel_dims.dp_replicate_enabled and not (owned or compresses(job_config)):
+        if parallel_dims.dp_replicate_enabled and not (owned or compresses):
             names = ["dp_replicate", "fsdp"]
         mesh = mesh_of(parallel_dims, "fsdp") if owned else parallel_dims.get_mesh(names)
         offload = {}
@@ -88,19 +89,14 @@ def apply_data_parallel(
         _apply_by_block(model, wrap, wrap)
         logger.info("Applied replication over %d ranks to the model", mesh.size())
     sum_gradients(model)
-    if compresses(job_config) and parallel_dims.fsdp_enabled:
+    if compresses and parallel_dims.fsdp_enabled:
         # Over the slower links only: those between hosts, if there are any.
         crosses_hosts = parallel_dims.dp_replicate_enabled
         mesh = parallel_dims.get_mesh("dp_replicate" if crosses_hosts else "fsdp")
         settings = compression_settings(job_config, mesh.size())
         apply_gradient_compression(model, mesh, settings, all_reduce=crosses_hosts)
-    elif compresses(job_config):
+    elif compresses:
         logger.info("Gradient compression: nothing to exchange without FSDP")
-
-
-def optimizer_owns_replicas(job_config: JobConfig) -> bool:
-    """Return whether the optimizer, not the wrapper, sums gradients over the replicas."""
-    return bool(job_config.optimizer.name == TSR)
 
 
 def mixed_precision_policy(job_config: JobConfig) -> MixedPrecisionPolicy:
@@ -136,7 +132,7 @@ def synchronize_gradients(model_parts: Sequence[nn.Module], enabled: bool) -> No
     # unsharded gradients would cost the memory that sharding saves. With gradient compression it
     # keeps them: a compressed exchange costs time, and its residual has the same size.
     for module in fsdp_modules(model_parts):
-        if isinstance(module, ReplicateModule) or compressor_of(module) is not None:
+        if isinstance(module, ReplicateModule) or module in COMPRESSORS:
             module.set_requires_gradient_sync(enabled, recurse=False)
         else:
             module.set_requires_all_reduce(enabled, recurse=False)

@@ -36,36 +36,18 @@ def parallelize_llama(
     return model
 
 
-def parallelize_llama_full(
-    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
-) -> nn.Module:
-    """Split dense linears by the plan ``megatron``, with lanes by ``caat``."""
-    return parallelize_llama(model, parallel_dims, job_config)
+parallelize_llama_full = parallelize_llama
+"""Splits dense linears by the plan ``megatron``, with lanes by ``caat``."""
 
+parallelize_llama_svd = parallelize_llama
+"""Splits B A x by ``btp`` or ``vanilla``, with lanes by ``btp_caat``."""
 
-def parallelize_llama_svd(
-    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
-) -> nn.Module:
-    """Split B A x by ``btp`` or ``vanilla``, with lanes by ``btp_caat``."""
-    return parallelize_llama(model, parallel_dims, job_config)
+parallelize_llama_cola = parallelize_llama
+"""Splits B σ(A x) as B A x: σ acts on complete sums A x, so it needs no communication."""
 
-
-def parallelize_llama_cola(
-    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
-) -> nn.Module:
-    """Split B σ(A x) as B A x: σ acts on complete sums A x, so it needs no communication."""
-    return parallelize_llama(model, parallel_dims, job_config)
-
-
-def parallelize_llama_lax(
-    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
-) -> nn.Module:
-    """Split B σ(A x + g · A' x') by ``btp`` or ``vanilla``.
-
-    The plans' edge ``mix`` adds the latents A' x' of the previous block, which also cross pipeline
-    stages.
-    """
-    return parallelize_llama(model, parallel_dims, job_config)
+parallelize_llama_lax = parallelize_llama
+"""Splits B σ(A x + g · A' x') by ``btp`` or ``vanilla``; the plans' edge ``mix`` adds the latents
+A' x' of the previous block, which also cross pipeline stages."""
 
 
 def apply_compile(model: nn.Module, backend: str) -> None:

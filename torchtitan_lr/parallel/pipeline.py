@@ -8,7 +8,8 @@ The shapes at a boundary follow from the plan. LaX's stream and latents are sent
 ledger reads which boundary a message crosses from an attribute of its tensor.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -101,54 +102,6 @@ class Stage(PipelineStage):
     get_bwd_send_ops = _marked("get_bwd_send_ops", -1, "backward")
 
 
-def build_stage(
-    part: nn.Module,
-    index: int,
-    boundaries: Sequence[Boundary],
-    batch: int,
-    seq_len: int,
-    *,
-    vocab_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    group: Any,
-    head_loss: bool = False,
-) -> Stage:
-    """Build a stage with static shapes.
-
-    Args:
-        part: The stage's part of the model.
-        index: Index of the stage, from 0.
-        boundaries: All boundaries of the pipeline; boundary i lies between the stages i and i + 1.
-        batch: Sequences b of a micro-batch.
-        seq_len: Their length s.
-        vocab_size: Width V of the logits.
-        dtype: Of the activations.
-        device: Of this rank.
-        group: Process group of the pipeline.
-        head_loss: Whether the last stage returns the loss instead of logits.
-    """
-    # Without shapes torch runs the model once to infer them, with tensor-parallel collectives, FSDP
-    # and compilation, before the first step.
-    empty = partial(torch.empty, device="meta")
-    messages = [
-        empty((batch, *boundary.shape), dtype=dtype, requires_grad=True) for boundary in boundaries
-    ]
-    tokens = empty((batch, seq_len), dtype=torch.int64)
-    output = empty((batch, seq_len, vocab_size), dtype=dtype)
-    if head_loss:
-        output = empty((), dtype=torch.promote_types(dtype, torch.float32))
-    return Stage(
-        part,
-        index,
-        len(messages) + 1,
-        device,
-        input_args=[tokens, *messages][index],
-        output_args=[*messages, output][index],
-        group=group,
-    )
-
-
 def pack_messages(part: nn.Module, before: Boundary | None, after: Boundary | None) -> None:
     """Add hooks to a model part so that it receives and sends one tensor per boundary, in place.
 
@@ -204,19 +157,38 @@ def unpack(message: Tensor, boundary: Boundary) -> tuple[Tensor, ...]:
     return stream.reshape(batch, rows * boundary.tokens_per_row, *features), *latents
 
 
-class NormalizedLoss:
-    """A micro-batch's share of the loss: its token sum divided by the global batch's tokens.
+@dataclass
+class Pipeline:
+    """This rank's stages and the schedules that run batches through them.
+
+    Every rank of the pipeline calls the same methods with the same batches.
 
     Attributes:
-        tokens: The divisor; set before each step.
+        job_config: The run's configuration.
+        args: The model's arguments.
+        device: Of this rank.
+        group: Process group of the pipeline.
+        loss_fn: Returns the sum over tokens.
+        tokens: The divisor of the training loss, the valid tokens of the global batch; set before
+            each step.
+        parts: This rank's parts of the model, by stage.
+        schedule: The training schedule, which calls ``loss``.
+        step: Its method: forward and backward of a batch.
     """
 
-    def __init__(self, loss_fn: LossFunction) -> None:
-        self.loss_fn = loss_fn
-        self.tokens: float | Tensor = 1.0
+    job_config: JobConfig
+    args: LlamaArgs
+    device: torch.device
+    group: Any
+    loss_fn: LossFunction
+    tokens: float | Tensor = 1.0
+    parts: dict[int, nn.Module] = field(default_factory=dict)
+    schedule: PipelineSchedule = field(init=False)
+    step: Callable[..., Any] = field(init=False)
+    _evaluations: dict[tuple[int, ...], PipelineSchedule] = field(default_factory=dict)
 
-    def __call__(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Return the micro-batch's share of the loss.
+    def loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        """Return a micro-batch's share of the loss: its token sum divided by ``tokens``.
 
         Args:
             prediction: Output of the last stage: logits (b, s, V), or the loss.
@@ -225,43 +197,29 @@ class NormalizedLoss:
         loss: Tensor = self.loss_fn(prediction, labels) / self.tokens
         return loss
 
-
-class Pipeline:
-    """This rank's stages and the schedules that run batches through them.
-
-    Every rank of the pipeline calls the same methods with the same batches. ``step`` is the
-    schedule's: forward and backward of a batch.
-
-    Args:
-        schedule: The training schedule, which calls ``loss``.
-        loss: The training loss.
-        parts: This rank's parts of the model, by stage.
-        boundaries: Maps a sequence length to the boundaries.
-        build: Builds a stage from its part, its index, the boundaries, the micro-batch size and the
-            sequence length.
-        microbatch_size: Sequences of a micro-batch.
-    """
-
-    def __init__(
-        self,
-        schedule: PipelineSchedule,
-        loss: NormalizedLoss,
-        parts: dict[int, nn.Module],
-        boundaries: Callable[[int], list[Boundary]],
-        build: Callable[..., Any],
-        microbatch_size: int,
-    ) -> None:
-        self.schedule, self.step = schedule, schedule.step
-        self.loss = loss
-        self.parts = parts
-        self._boundaries = boundaries
-        self._build = build
-        self._microbatch_size = microbatch_size
-        self._evaluations: dict[tuple[int, ...], PipelineSchedule] = {}
-
-    def normalize_by(self, tokens: float | Tensor) -> None:
-        """Set the divisor of the loss: the valid tokens of the global batch."""
-        self.loss.tokens = tokens
+    def build_stage(self, part: nn.Module, index: int, batch: int, seq_len: int) -> Stage:
+        """Build a stage with static shapes, for micro-batches (batch, seq_len)."""
+        # Without shapes torch runs the model once to infer them, with tensor-parallel collectives,
+        # FSDP and compilation, before the first step.
+        empty = partial(torch.empty, device="meta")
+        dtype = TORCH_DTYPE_MAP[self.job_config.training.mixed_precision_param]
+        messages = [
+            empty((batch, *boundary.shape), dtype=dtype, requires_grad=True)
+            for boundary in stage_boundaries(self.job_config, self.args, seq_len)
+        ]
+        tokens = empty((batch, seq_len), dtype=torch.int64)
+        output = empty((batch, seq_len, self.args.vocab_size), dtype=dtype)
+        if head_computes_loss(self.job_config):
+            output = empty((), dtype=torch.promote_types(dtype, torch.float32))
+        return Stage(
+            part,
+            index,
+            len(messages) + 1,
+            self.device,
+            input_args=[tokens, *messages][index],
+            output_args=[*messages, output][index],
+            group=self.group,
+        )
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **arguments: Tensor) -> Tensor:
         """Return the summed loss of a batch of any size, without gradients.
@@ -276,8 +234,9 @@ class Pipeline:
         """
         batch, seq_len = tokens.shape
         # The last batch of a validation set may be short.
-        size = 1 if batch % self._microbatch_size else self._microbatch_size
-        key, boundaries = (batch // size, size, seq_len), self._boundaries(seq_len)
+        size = self.job_config.parallelism.pipeline_parallel_microbatch_size
+        size = 1 if batch % size else size
+        key = batch // size, size, seq_len
         if key not in self._evaluations:
             # Of a kind for any number of micro-batches, with the same stages per rank.
             kind: Callable[..., PipelineSchedule] = ScheduleLoopedBFS
@@ -286,18 +245,15 @@ class Pipeline:
             elif isinstance(self.schedule, ScheduleZBVZeroBubble):
                 kind = ScheduleZBVZeroBubble
             # With stages of its own, because their receive buffers differ in size.
-            stages = [
-                self._build(part, index, boundaries, size, seq_len)
-                for index, part in self.parts.items()
-            ]
+            stages = [self.build_stage(part, i, size, seq_len) for i, part in self.parts.items()]
             schedule = kind(
                 stages if len(stages) > 1 else stages[0],
                 n_microbatches=batch // size,
-                loss_fn=self.loss.loss_fn,
+                loss_fn=self.loss_fn,
                 scale_grads=False,
             )
             self._evaluations[key] = forward_only(schedule)
-        last = len(boundaries) in self.parts
+        last = len(stage_boundaries(self.job_config, self.args, seq_len)) in self.parts
         losses: list[Tensor] = []
         self._evaluations[key].eval(
             *((tokens,) if 0 in self.parts else ()),
@@ -333,37 +289,26 @@ def pipeline_llama(
         The pipeline, this rank's parts of the model, and whether they include the first and the
         last stage.
     """
-    args = cast(LlamaArgs, model_args)
-    section = job_config.parallelism
-    boundaries = partial(stage_boundaries, job_config, args)
-    group = parallel_dims.get_mesh("pp").get_group()
-    build = partial(
-        build_stage,
-        vocab_size=args.vocab_size,
-        dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
-        device=device,
-        group=group,
-        head_loss=head_computes_loss(job_config),
-    )
+    args, group = cast(LlamaArgs, model_args), parallel_dims.get_mesh("pp").get_group()
+    pipeline = Pipeline(job_config, args, device, group, loss_fn)
+    size = job_config.parallelism.pipeline_parallel_microbatch_size
     seq_len = job_config.training.seq_len
-    of_training = boundaries(seq_len)
-    size = section.pipeline_parallel_microbatch_size
-    parts: dict[int, nn.Module] = {}
+    indices: list[int] = []
 
-    def build_static(part: nn.Module, index: int) -> Any:
-        parts[index] = part
-        return build(part, index, of_training, size, seq_len)
+    def build(part: nn.Module, index: int) -> Stage:
+        indices.append(index)
+        return pipeline.build_stage(part, index, size, seq_len)
 
-    loss = NormalizedLoss(loss_fn)
-    with stages_built_by(build_static, len(of_training) + 1, device, group):
+    boundaries = stage_boundaries(job_config, args, seq_len)
+    with stages_built_by(build, len(boundaries) + 1, device, group):
         schedule, model_parts, has_first, has_last = pipeline_llm(
-            model, parallel_dims, job_config, device, model_args, parallelize_fn, loss
+            model, parallel_dims, job_config, device, model_args, parallelize_fn, pipeline.loss
         )
-    parts = dict(zip(parts, model_parts, strict=True))
-    for index, part in parts.items():
-        before = of_training[index - 1] if index > 0 else None
-        pack_messages(part, before, of_training[index] if index < len(of_training) else None)
-    pipeline = Pipeline(schedule, loss, parts, boundaries, build, size)
+    pipeline.schedule, pipeline.step = schedule, schedule.step
+    for index, part in zip(indices, model_parts, strict=True):
+        pipeline.parts[index] = part
+        before = boundaries[index - 1] if index > 0 else None
+        pack_messages(part, before, boundaries[index] if index < len(boundaries) else None)
     return pipeline, model_parts, has_first, has_last
 
 

@@ -44,11 +44,11 @@ COMPILES_ON_CPU = ("none", "low_rank")
 is recomputed."""
 
 _COMPILED_SAVES = {
-    False: partial(create_selective_checkpoint_contexts, [torch.ops.torchtitan_lr.keep.default]),
-    True: partial(
+    attention: partial(
         create_selective_checkpoint_contexts,
-        [torch.ops.torchtitan_lr.keep.default, *ATTENTION_OPERATORS],
-    ),
+        [torch.ops.torchtitan_lr.keep.default, *(ATTENTION_OPERATORS if attention else ())],
+    )
+    for attention in (False, True)
 }
 """What compiled blocks save, by whether that includes attention's results."""
 
@@ -64,14 +64,9 @@ def check_mode(config: Any) -> None:
     if section.mode == "low_rank" and family is not None and not family.low_rank:
         want = f"another mode for {family.model_name}, which has no low-rank activations"
         raise ConfigError(key, section.mode, want)
-    if section.mode in EAGER_MODES:
-        return
-    if not compiles_model(config):
+    if section.mode not in EAGER_MODES and not compiles_model(config):
         want = "'selective', 'full' or 'none' unless compile.enable with the component 'model'"
         raise ConfigError(key, section.mode, want)
-    if not 0 <= section.memory_budget <= 1:
-        want = "a number from 0 to 1"
-        raise ConfigError("activation_checkpoint.memory_budget", section.memory_budget, want)
 
 
 def wrapping_period(section: Any, mode: str) -> int:
@@ -156,15 +151,7 @@ def checkpoint_block(
     save_attention_compiled: bool,
     **kwargs: Any,
 ) -> Any:
-    """Run a block forward; its backward recomputes everything but what the block saves.
-
-    Args:
-        block: A decoder block.
-        *args: Its arguments.
-        save_attention: Whether to save the outputs of fused attention as well.
-        save_attention_compiled: The same in a compiled graph.
-        **kwargs: More of its arguments.
-    """
+    """Run a block forward; its backward recomputes everything but what the block saves."""
     if torch.compiler.is_compiling():
         # The compiler removes operators whose results are only used by saved tensors.
         return checkpoint(

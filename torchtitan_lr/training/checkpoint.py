@@ -41,7 +41,7 @@ from torchtitan_lr.checkpoints.safe_metadata import (
     read_metadata,
 )
 from torchtitan_lr.checkpoints.staging import BackgroundStager
-from torchtitan_lr.compression.residuals import warn_of_dropped_residuals
+from torchtitan_lr.compression.residuals import saved_residuals
 from torchtitan_lr.console.log import console
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.finite import finite_weights
@@ -197,8 +197,8 @@ class CheckpointManager(TitanCheckpointHooks):
                 del state_dict[DATALOADER]  # the data start anew
             if layout.RESIDUALS in state_dict:
                 state_dict[layout.RESIDUALS].check_checkpoint(checkpoint_id, metadata)
-            elif has_data:
-                warn_of_dropped_residuals(checkpoint_id, metadata)
+            elif has_data and saved_residuals(checkpoint_id, metadata):
+                logger.warning("The gradient residuals of %s are not loaded", checkpoint_id)
             load(state_dict, checkpoint_id, metadata=metadata)
         except DamagedError as error:
             raise ConfigError("checkpoint", checkpoint_id, f"a whole one ({error})") from error

@@ -11,7 +11,7 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lr.data.tokenizer import resolve_assets_path, tokenizer_file
+from torchtitan_lr.data.tokenizer import HF_FILE, resolve_assets_path
 from torchtitan_lr.errors import ConfigError
 
 if TYPE_CHECKING:  # checks use this before torch is loaded
@@ -41,9 +41,14 @@ def model_fingerprint(args: "LlamaArgs") -> dict[str, Any]:
 
 
 def tokenizer_digest(assets_path: str) -> str:
-    """Return ``sha256:`` and 16 hexadecimal digits of the tokenizer's file; "" without a file."""
-    file = tokenizer_file(resolve_assets_path(assets_path))
-    return "" if file is None else f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}"
+    """Return a digest of the contents of the tokenizer's file.
+
+    Returns:
+        ``sha256:`` and the first 16 hexadecimal digits; "" if there is no tokenizer file.
+    """
+    file = resolve_assets_path(assets_path) / HF_FILE
+    digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+    return digest and f"sha256:{digest[:16]}"
 
 
 def check_fingerprint(

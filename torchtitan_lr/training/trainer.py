@@ -16,16 +16,16 @@ from torchtitan_lr.checkpoints.run_record import described, global_batch_size, w
 from torchtitan_lr.compat.collectives import set_timeouts
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
+from torchtitan_lr.config.schema import TSR
 from torchtitan_lr.console.log import console
 from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.data.rows import Batch
-from torchtitan_lr.ledger.ledger import CommLedger, ledger_for
+from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.finite import step_unless
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.parallel.data_parallel import (
-    optimizer_owns_replicas,
     synchronize_gradients,
 )
 from torchtitan_lr.parallel.pipeline import Pipeline
@@ -185,7 +185,8 @@ class Trainer(TitanTrainer):
         global_tokens = data.global_tokens
 
         logs = self.metrics_processor.should_log(self.step)
-        self._residuals.measure(logs)
+        for compressor in self._residuals.compressors:
+            compressor.measuring = logs
         counted: AbstractContextManager[object] = nullcontext()
         if logs and self.job_config.metrics.comm_ledger:
             counted = self._ledger = self._ledger or self.new_ledger()
@@ -199,7 +200,8 @@ class Trainer(TitanTrainer):
             self.checkpointer.maybe_wait_for_staging()
             step_unless(verdict.rejected, self.optimizers)
             may_skip = self.job_config.training.max_skipped_steps > 0
-            self._residuals.commit(verdict.rejected if may_skip else None)
+            for compressor in self._residuals.compressors:
+                compressor.commit(verdict.rejected if may_skip else None)
         self._unread = self.step, verdict, global_tokens
         self.lr_schedulers.step()
         # Logging, saving and validating need the verdict now.
@@ -215,8 +217,10 @@ class Trainer(TitanTrainer):
 
     def new_ledger(self) -> CommLedger:
         """Build a ledger of this run's collectives."""
-        replicas = ("dp_replicate",) if optimizer_owns_replicas(self.job_config) else ()
-        return ledger_for(self.parallel_dims, self.model_parts, replicas)
+        replicas = ("dp_replicate",) if self.job_config.optimizer.name == TSR else ()
+        meshes = self.parallel_dims.get_all_one_dimensional_meshes()
+        groups = {name: mesh.get_group() for name, mesh in meshes.items()}
+        return CommLedger(self.model_parts, groups, replicas)
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
@@ -243,7 +247,7 @@ class Trainer(TitanTrainer):
         whole = global_valid_tokens
         if self.parallel_dims.pp_enabled:
             # Upstream divides the reported loss, but not the loss that the pipeline backpropagates.
-            self.pp_schedule.normalize_by(global_valid_tokens)
+            self.pp_schedule.tokens = global_valid_tokens
             whole = torch.ones_like(global_valid_tokens)
         loss = super().forward_backward_step(
             input_dict=input_dict, labels=labels, global_valid_tokens=whole

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as Format
 
 from tests.unit.tiny import build_tiny, tiny_args
 from torchtitan_lr.checkpoints.safe_metadata import DamagedError, load, read_metadata
-from torchtitan_lr.compression.residuals import warn_of_dropped_residuals
+from torchtitan_lr.compression.residuals import saved_residuals
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.loading import load_model
 
@@ -72,7 +72,7 @@ def test_upstream_would_run_it(evil: Path, tmp_path: Path) -> None:
 WAYS_IN: dict[str, Callable[[Path], Any]] = {
     "itself": read_metadata,
     "load": lambda step: load({"half": torch.zeros(2, 3)}, step, no_dist=True),
-    "residuals": lambda step: warn_of_dropped_residuals(str(step)),
+    "residuals": lambda step: saved_residuals(str(step)),
     "scripts": lambda step: load_model(step, tiny_args("cola")),
 }
 

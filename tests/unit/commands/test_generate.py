@@ -11,9 +11,9 @@ from tests.support.decoding import generate
 from tests.unit.hf.test_export import run_record, write_run
 from tests.unit.tiny import FAMILIES, build_tiny, tokens
 from torchtitan_lr.checkpoints.manifest import write_manifest
+from torchtitan_lr.commands.chat import converse
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.loading import find_step, load_for_inference
-from torchtitan_lr.inference.chat import converse
 from torchtitan_lr.inference.completion import Settings
 from torchtitan_lr.inference.sampling import Sampling
 

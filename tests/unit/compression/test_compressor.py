@@ -27,7 +27,7 @@ def test_bytes_saved_count_what_returns_to_the_replicas(all_reduce, bits):
     sizes = CodecSizes("sketch", 10, 0.9875)
     own = Compressor("u", sizes, [Span(size, True)], group, device, all_reduce=all_reduce)
     exchanged = size if all_reduce else 2 * size  # a reduce-scatter's input has a row for each rank
-    assert 8 * own.bytes_saved() / exchanged == pytest.approx(32 - bits, abs=2e-3)
+    assert 8 * own.bytes_saved / exchanged == pytest.approx(32 - bits, abs=2e-3)
 
 
 @pytest.fixture

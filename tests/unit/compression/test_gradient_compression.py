@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lr.compression.compressor import Compressor, Span
-from torchtitan_lr.compression.fsdp import CompressedAllReduce
 from torchtitan_lr.compression.sizes import CodecSizes
 
 
@@ -17,7 +16,8 @@ def hook(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     group, device = dist.group.WORLD, torch.device("cpu")
     sizes, spans = CodecSizes("sparse"), [Span(100, False)]
-    yield CompressedAllReduce(Compressor("u", sizes, spans, group, device, all_reduce=True))
+    compressor = Compressor("u", sizes, spans, group, device, all_reduce=True)
+    yield compressor.all_reduce
     dist.destroy_process_group()
 
 

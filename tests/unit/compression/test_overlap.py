@@ -4,7 +4,8 @@
 import pytest
 import torch
 
-from torchtitan_lr.compression.overlap import ExchangeOverlap, finish
+from torchtitan_lr.compression.codecs.base import complete
+from torchtitan_lr.compression.overlap import ExchangeOverlap
 
 CPU = torch.device("cpu")
 
@@ -46,7 +47,7 @@ def backward(*calls):
 
 
 def run(queue, log, name, may_wait=True, tensors=()):
-    return lambda: queue.run(exchange(log, name), finish, tensors, may_wait)
+    return lambda: queue.run(exchange(log, name), complete, tensors, may_wait)
 
 
 def test_an_exchange_ends_when_the_next_starts_or_backward_ends():

@@ -42,7 +42,9 @@ def test_a_shard_stays_in_its_folder(tmp_path):
     record = json.loads(path.read_text())
     record["train"][0]["name"] = "../../etc/passwd"
     path.write_text(json.dumps(record))
-    assert Corpus.open(tmp_path / "a").train[0].prefix == str(tmp_path / "a" / "passwd")
+    corpus = Corpus.open(tmp_path / "a")
+    with pytest.raises(DataError, match=f"{tmp_path}/a/passwd.idx"):
+        corpus.shard(corpus.train[0])
 
 
 def test_faults_are_found_before_a_run(tmp_path):

@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import os
 import time
-from pathlib import Path
 
 import pytest
 
@@ -52,7 +51,7 @@ def test_a_run_prepares_once_and_its_ranks_find_it(tmp_path, config, monkeypatch
     before = corpus.train[0].sha256, os.stat(part.folder / "corpus.json").st_ino
     # A rank neither lists the files nor opens the tokenizer.
     monkeypatch.setattr(prepare, "Reader", None)
-    monkeypatch.setattr("torchtitan_lr.data.tokenizer.build_tokenizer", None)
+    monkeypatch.setattr(prepare, "build_tokenizer", None)
     monkeypatch.setenv(prepare.PREPARED, variables[prepare.PREPARED])
     assert ensure_prepared(job) == [part]
     assert ensure_prepared(job, "validation") == [part]
@@ -142,7 +141,7 @@ def test_a_prepared_folder_of_the_user(tmp_path, config):
     folder = ensure_prepared(config())[0].folder
     job = config("--training.dataset=prepared", f"--training.dataset_path={folder}", path=None)
     assert ensure_prepared(job)[0].folder == folder
-    shard = Path(Corpus.open(folder).train[0].prefix).with_suffix(".bin")
+    shard = folder / "train-00000.bin"
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(DataError, match="it was cut"):
         prepare_for_ranks(job, 1)

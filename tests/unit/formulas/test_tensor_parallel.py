@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from tests.oracle.parameters import count_parameters
-from torchtitan_lr.formulas.tensor_parallel import (
-    block_traffic,
-)
+from torchtitan_lr.formulas import tensor_parallel
+from torchtitan_lr.formulas.tensor_parallel import part_traffic
 from torchtitan_lr.formulas.traffic import count
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
@@ -71,10 +70,12 @@ TABLE = {
 
 
 @pytest.mark.parametrize("row", TABLE)
-def test_table(row: str) -> None:
+def test_table(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, *numbers = TABLE[row]
     family = "full" if settings.plan == "megatron" else "cola"
-    traffic = block_traffic(shape(family), settings, BS, column_multiple=1)
+    # The table counts no padding.
+    monkeypatch.setattr(tensor_parallel, "COLUMN_MULTIPLE", 1)
+    traffic = part_traffic(shape(family), settings, BS)["block"]
     assert [*count(traffic, "forward"), *count(traffic, "backward")] == numbers
 
 
@@ -84,7 +85,7 @@ def test_table(row: str) -> None:
 def test_published_volumes_of_7b(plan: str, gib: float) -> None:
     """BOOST, Figure 8 (left): 7B, b = 4, s = 4096, bf16, GiB per block and forward pass."""
     family = "full" if plan == "megatron" else "cola"
-    traffic = block_traffic(FLAVORS[family]["7B"], TPSettings(plan), 4 * 4096)
+    traffic = part_traffic(FLAVORS[family]["7B"], TPSettings(plan), 4 * 4096)["block"]
     elements = sum(r.elements for r in traffic if r.pass_ == "forward" and r.role == "activation")
     assert round(elements * 2 / 2**30, 3) == gib
 

@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What goes along with exported weights: the tokenizer, the ids, the model card."""
 
-import base64
 import json
 from types import SimpleNamespace
 
@@ -12,7 +11,6 @@ from tokenizers import Tokenizer, processors
 from tests.commands import ROOT, Command
 from tests.unit.hf.test_export import write_run
 from torchtitan_lr.config.build import build_job_config, config_of_record
-from torchtitan_lr.data.bpe import byte_alphabet
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.hf.tokenizer import export_tokenizer
 
@@ -79,21 +77,6 @@ def test_bos_is_neither_doubled_nor_invented(tmp_path, kind):
     wanted = same_ids(ours, theirs)
     assert [ids.count(0) for ids in wanted] == [int(kind == "adds_it_itself")] * len(TEXTS)
     assert theirs.chat_template == "{{ 1 }}"
-
-
-def test_a_rank_file_becomes_a_tokenizer_of_the_same_ids(tmp_path):
-    folder = tmp_path / "in"
-    folder.mkdir()
-    byte_of = {char: byte for byte, char in byte_alphabet().items()}
-    vocab = json.loads((ASSETS / "tokenizer.json").read_text())["model"]["vocab"]
-    tokens = [t for t, _ in sorted(vocab.items(), key=lambda item: item[1]) if "<|" not in t]
-    ranked = enumerate(bytes(byte_of[char] for char in token) for token in tokens)
-    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in ranked]
-    (folder / "tokenizer.model").write_text("".join(lines))
-    ours, theirs = roundtrip(folder, tmp_path / "out")
-    wanted = same_ids(ours, theirs)
-    assert ours.eos_id not in wanted[-1]  # its name in a text is text
-    assert [theirs.bos_token_id, theirs.eos_token_id] == [ours.bos_id, ours.eos_id]
 
 
 def run_with_history(folder):

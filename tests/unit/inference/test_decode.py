@@ -141,7 +141,7 @@ def test_a_stopped_row_leaves_the_others_alone():
     decoder = Decoder(model, prompts, [10] * 3, GREEDY, [0] * 3)
     for _ in range(4):
         decoder.step()
-    decoder.stop(1)
+    decoder.running[1] = False
     assert decoder.step()[1] is None
     while any(decoder.running):
         last = decoder.step()

@@ -23,7 +23,7 @@ def pieces(tokenizer, text, stops=()):
 
 def test_pieces_make_up_the_text(tokenizer):
     found, stream = pieces(tokenizer, TEXT)
-    assert "".join(found) + stream.finish() == TEXT
+    assert "".join(found) + stream.push(None) == TEXT
     assert not any("\ufffd" in piece for piece in found)
     # The control: a character of several tokens is whole, though its tokens alone are not.
     alone = [tokenizer.decode([t]) for t in tokenizer.encode(TEXT, add_bos=False, add_eos=False)]
@@ -35,7 +35,7 @@ def test_an_incomplete_character_is_given_out_at_the_end(tokenizer):
     ids = tokenizer.encode("a🚀", add_bos=False, add_eos=False)
     stream = TextStream(tokenizer, [], ())
     assert "".join(stream.push(token) for token in ids[:-1]) == "a"
-    assert stream.finish() == "\ufffd"
+    assert stream.push(None) == "\ufffd"
 
 
 @pytest.mark.parametrize("stop", ["\n\n", "café", "🚀", "in na", "\treturn 一二"])
@@ -43,10 +43,10 @@ def test_text_ends_before_a_stop_string(tokenizer, stop):
     found, stream = pieces(tokenizer, TEXT, ["never", stop])
     assert stream.stopped
     assert "".join(found) == TEXT[: TEXT.index(stop)]
-    assert stream.finish() == ""
+    assert stream.push(None) == ""
 
 
 def test_a_prompt_does_not_hold_a_stop_string(tokenizer):
     """A stop string that begins in the prompt is none."""
     found, stream = pieces(tokenizer, "\nx", ["\n\n"])
-    assert "".join(found) + stream.finish() == "\nx" and not stream.stopped
+    assert "".join(found) + stream.push(None) == "\nx" and not stream.stopped

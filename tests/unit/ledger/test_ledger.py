@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.ledger.comparison import compare, differences
-from torchtitan_lr.ledger.ledger import CommLedger, mesh_dims_of
+from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.ledger.operations import OPERATIONS, identify
 
 functional = torch.ops._c10d_functional
@@ -74,7 +74,7 @@ def step(model: nn.Module, ledger: CommLedger) -> None:
 
 
 def new_ledger(model: nn.Module) -> CommLedger:
-    return CommLedger([model], mesh_dims_of({}))
+    return CommLedger([model], {})
 
 
 def test_scopes_and_passes() -> None:
@@ -185,7 +185,7 @@ def test_comparison() -> None:
 def test_products_until_a_result_is_read() -> None:
     """Other bytes of the same buffer and views of the result end nothing."""
     x, a = torch.zeros(64), torch.ones(4, 5)
-    with CommLedger([], mesh_dims_of({})) as ledger:
+    with CommLedger([], {}) as ledger:
         dist.all_reduce(x[:8], async_op=True)
         x[32:].add_(1)
         a @ a.t()

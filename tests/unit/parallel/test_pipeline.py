@@ -10,7 +10,7 @@ import torch
 from tests.oracle.pipeline import boundary_elements
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.models.loss import cross_entropy_sum
-from torchtitan_lr.parallel.pipeline import NormalizedLoss, stage_boundaries
+from torchtitan_lr.parallel.pipeline import Pipeline, stage_boundaries
 from torchtitan_lr.parallel.plans import Boundary, TPSettings, stage_boundary
 from torchtitan_lr.parallel.stage_split import layers_before_boundaries
 
@@ -62,9 +62,8 @@ def test_latents_cross_between_blocks_only():
 def test_the_loss_is_divided_before_backward():
     logits = torch.randn(2, 5, 7, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(7, (2, 5))
-    loss = NormalizedLoss(cross_entropy_sum)
-    loss.tokens = torch.tensor(10.0)
-    loss(logits, labels).backward()
+    pipeline = Pipeline(None, None, None, None, cross_entropy_sum, torch.tensor(10.0))
+    pipeline.loss(logits, labels).backward()
     divided = logits.grad.clone()
     logits.grad = None
     cross_entropy_sum(logits, labels).backward()

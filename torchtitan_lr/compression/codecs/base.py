@@ -63,15 +63,15 @@ Steps = Generator[Works, None, Result]
 """A computation that starts collectives, yields them, and is resumed when they are done."""
 
 
-def complete(steps: Steps[Result]) -> Result:
-    """Run such a computation to its end, and wait where it yields."""
+def complete(steps: Steps[Result], works: Works | None = None) -> Result:
+    """Run such a computation to its end, after the collectives that it has started already."""
     while True:
+        for work in works or ():
+            work.wait()
         try:
             works = next(steps)
         except StopIteration as end:
             return cast(Result, end.value)
-        for work in works:
-            work.wait()
 
 
 def exchange(message: Message, group: dist.ProcessGroup) -> Steps[dict[str, Tensor]]:

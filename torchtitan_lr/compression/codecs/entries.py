@@ -21,12 +21,9 @@ def fused(function: F) -> F:
     Args:
         function: Its first argument is a tensor; of Python values it takes integers only.
     """
-
-    @cache
-    def compiled() -> Callable[..., Any]:
-        # Sizes and integers stay symbolic: seeds differ in every step and must not cause
-        # recompilation.
-        return torch.compile(function, dynamic=True)
+    # Sizes and integers stay symbolic: seeds differ in every step and must not cause recompilation.
+    # At the first call, since `torch.compile` imports the compiler, which takes seconds.
+    compiled = cache(lambda: torch.compile(function, dynamic=True))
 
     @wraps(function)
     def call(*args: Any) -> Any:
@@ -61,12 +58,6 @@ def union(packed: Tensor) -> Tensor:
         joined = packed[:half] | packed[half : 2 * half]
         packed = joined if len(packed) % 2 == 0 else torch.cat([joined, packed[-1:]])
     return packed[0]
-
-
-def mark(positions: Tensor, m: int, marked: Tensor) -> Tensor:
-    """Return a mask (W, m) in which distinct entries (W, k) are set where ``marked`` (W, k) is."""
-    mask = torch.zeros(positions.shape[0], m, dtype=torch.bool, device=positions.device)
-    return mask.scatter_(1, positions, marked)
 
 
 def largest(rows: Tensor, theta: float) -> tuple[Tensor, Tensor]:

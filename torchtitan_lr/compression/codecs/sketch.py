@@ -13,13 +13,14 @@ bitmaps and the owner combines them by OR.
 
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from torchtitan_lr.compression.codecs.base import Decoded, Message
-from torchtitan_lr.compression.codecs.entries import fused, largest, mark, pack, union, unpack
+from torchtitan_lr.compression.codecs.entries import fused, largest, pack, union, unpack
 from torchtitan_lr.compression.sizes import HASH_ROWS, candidates, sketch_row, verdict_block
 
 ROUNDS = 24
@@ -31,6 +32,7 @@ ROUNDS_PER_GRAPH = 8
 _MASK = 0xFFFFFFFF
 
 
+@dataclass(frozen=True)
 class SketchCodec:
     """Count sketch with an index: 1 + 32/c bits per parameter.
 
@@ -44,8 +46,10 @@ class SketchCodec:
         rounds: Rounds of peeling.
     """
 
-    def __init__(self, ranks: int, c: float, theta: float, rounds: int = ROUNDS) -> None:
-        self.ranks, self.c, self.theta, self.rounds = ranks, c, theta, rounds
+    ranks: int
+    c: float
+    theta: float
+    rounds: int = ROUNDS
 
     def encode(self, rows: Tensor, seed: int) -> Message:
         """Choose the entries to send: the index, and a sketch for each owner (W, 3·row).
@@ -57,9 +61,9 @@ class SketchCodec:
         m = rows.shape[1]
         positions, values = largest(rows, self.theta)
         # Zeros are not in the index: with fewer unknowns, peeling is more reliable.
-        index = pack(mark(positions, m, values != 0))
+        marked = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, positions, values != 0)
         cells = insert(positions, values, sketch_row(m, self.c), seed)
-        return Message(positions, values, {"index": index}, {"sketch": cells})
+        return Message(positions, values, {"index": pack(marked)}, {"sketch": cells})
 
     def decode(self, received: Mapping[str, Tensor], m: int, seed: int) -> Decoded:
         """Peel the summed sketch; the counts are ``unpeeled`` and ``indexed`` entries.
@@ -70,21 +74,20 @@ class SketchCodec:
             seed: As in `encode`.
         """
         marked = unpack(union(received["index"]), m)
-        unknown = marked.nonzero_static(size=candidates(self.ranks, m, self.theta), fill_value=m)
-        unknown = unknown.flatten()
+        sent = candidates(self.ranks, m, self.theta)
+        unknown = marked.nonzero_static(size=sent, fill_value=m).flatten()
         # On an accelerator, the number of remaining entries would need a host synchronisation.
         solve = peel_remaining if unknown.device.type == "cpu" else peel
         values, stuck = solve(received["sketch"], unknown, m, seed, self.rounds)
         total = values.new_zeros(m + 1).index_copy_(0, unknown.clamp(max=m), values)[:m]
-        failed, verdict = _judge(unknown, stuck, m)
-        counts = {"unpeeled": stuck.sum(), "indexed": marked.sum()}
-        return Decoded(total.masked_fill(failed, 0), verdict, counts)
-
-
-def step_seed(unit: str, step: int) -> int:
-    """Return a 32-bit seed for one exchange, so that collisions differ between steps."""
-    # The 0 was the seed that a run could set once: runs hash as before.
-    return zlib.crc32(f"0/{unit}/{step}".encode())
+        # A block fails if one of its entries is stuck; padding falls behind the last block.
+        block = verdict_block(m)
+        blocks = -(-m // block)
+        failed = torch.zeros(blocks + 1, dtype=torch.int32, device=unknown.device)
+        failed.scatter_add_(0, (unknown // block).clamp(max=blocks), stuck.int())
+        failed = failed[:blocks] > 0
+        total = total.masked_fill(failed.repeat_interleave(block)[:m], 0)
+        return Decoded(total, pack(failed), {"unpeeled": stuck.sum(), "indexed": marked.sum()})
 
 
 def cells_and_signs(positions: Tensor, row: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -105,18 +108,16 @@ def cells_and_signs(positions: Tensor, row: int, seed: int) -> tuple[Tensor, Ten
 
 @fused
 def _hash_rows(x: Tensor, row: int, salt_0: int, salt_1: int, salt_2: int) -> tuple[Tensor, Tensor]:
-    mixed = [_mix(x, salt) for salt in (salt_0, salt_1, salt_2)]
+    mixed = []
+    for salt in (salt_0, salt_1, salt_2):
+        # MurmurHash3's finalizer scrambles 32-bit integers: multiply and shift, twice.
+        h = (x * 0x9E3779B1 + salt) & _MASK
+        h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _MASK
+        h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _MASK
+        mixed.append(h ^ (h >> 16))
     # The high bits choose the cell without a division; the lowest bit is the sign.
     cells = torch.stack([((h * row) >> 32) + r * row for r, h in enumerate(mixed)])
     return cells, torch.stack([(h & 1).bool() for h in mixed])
-
-
-def _mix(x: Tensor, salt: int) -> Tensor:
-    """Scramble 32-bit integers: multiply and shift, twice (MurmurHash3's finalizer)."""
-    x = (x * 0x9E3779B1 + salt) & _MASK
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
-    return x ^ (x >> 16)
 
 
 def insert(positions: Tensor, values: Tensor, row: int, seed: int) -> Tensor:
@@ -234,13 +235,3 @@ def _loaded(
 def _pick(which: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Select entries along the last dimension; advanced indexing is several times slower."""
     return tuple(tensor.index_select(-1, which) for tensor in tensors)
-
-
-def _judge(unknown: Tensor, stuck: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """Return a mask of the entries in failed blocks (m,), and the packed verdict."""
-    block = verdict_block(m)
-    blocks = -(-m // block)
-    failed = torch.zeros(blocks + 1, dtype=torch.int32, device=unknown.device)
-    failed.scatter_add_(0, (unknown // block).clamp(max=blocks), stuck.int())
-    failed = failed[:blocks] > 0
-    return failed.repeat_interleave(block)[:m], pack(failed)

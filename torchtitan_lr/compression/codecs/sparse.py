@@ -2,15 +2,17 @@
 """The largest entries as a bitmap and values: exact for any number of ranks."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from torchtitan_lr.compression.codecs.base import Decoded, Message
-from torchtitan_lr.compression.codecs.entries import largest, mark, pack, unpack
+from torchtitan_lr.compression.codecs.entries import largest, pack, unpack
 from torchtitan_lr.compression.sizes import kept_entries
 
 
+@dataclass(frozen=True)
 class SparseCodec:
     """Exactly k entries for each destination: 1 + 32(1 − θ) bits per parameter.
 
@@ -18,13 +20,12 @@ class SparseCodec:
         theta: Share of unsent entries, in [0, 1).
     """
 
-    def __init__(self, theta: float) -> None:
-        self.theta = theta
+    theta: float
 
     def encode(self, rows: Tensor, seed: int) -> Message:
         """Send bitmaps, and values in the order of their bits; see `SketchCodec.encode`."""
         chosen, _ = largest(rows, self.theta)
-        marked = mark(chosen, rows.shape[1], torch.ones_like(chosen, dtype=torch.bool))
+        marked = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, chosen, True)
         positions = _positions(marked, chosen.shape[1])
         values = rows.gather(1, positions)
         return Message(positions, values, {"index": pack(marked), "values": values})

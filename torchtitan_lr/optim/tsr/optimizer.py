@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part, own_part, shard_dims, wrap_like
-from torchtitan_lr.compat.names import clean_name
 from torchtitan_lr.optim.finite import clip_factor, nonfinite_gradient
 from torchtitan_lr.optim.selection import MatrixPlan, TSRSettings, plan_matrices
 from torchtitan_lr.optim.tsr.communication import (
@@ -98,13 +98,9 @@ class TSROptimizers(OptimizersContainer):
         # A hook that kept the optimizers alive would make a cycle, and torchtitan collects none.
         reference = weakref.ref(self)
         for parameter, ref in refs.items():
-
-            def hook(_: Tensor, ref: ParamRef = ref) -> None:
-                owner = reference()
-                if owner is not None and owner.in_microbatch:
-                    owner.gradient_arrived(ref)
-
-            parameter.register_post_accumulate_grad_hook(hook)
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, ref=ref: (owner := reference()) and owner.gradient_arrived(ref)
+            )
         self._counts_before: list[Tensor] = []
         self._forget_step()
         init_optimizer_container(self, parameters, defaults)
@@ -151,7 +147,7 @@ class TSROptimizers(OptimizersContainer):
 
     @torch.no_grad()
     def gradient_arrived(self, ref: ParamRef) -> None:
-        """Use a gradient that backward has produced in this micro-batch.
+        """Use a gradient that backward has produced in a micro-batch, if one is running.
 
         A matrix that keeps its bases is projected, C ← C + UᵀGV, and G is freed: the core is linear
         in G. A matrix that refreshes keeps its gradient until all micro-batches are accumulated,
@@ -160,6 +156,8 @@ class TSROptimizers(OptimizersContainer):
         Raises:
             RuntimeError: The sum that the gradient belongs to has already started.
         """
+        if not self.in_microbatch:
+            return
         sums, (number, index) = self.synchronizer.sums, ref
         parameter = self.synchronizer.parameter(ref)
         if parameter.grad is not None:

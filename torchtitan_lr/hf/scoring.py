@@ -2,7 +2,7 @@
 """Log-likelihoods of continuations, as tasks with several choices compare them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -10,21 +10,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.llama import LlamaModel
 
 
-@dataclass(frozen=True)
-class Score:
-    """The score of a continuation.
-
-    Attributes:
-        log_likelihood: Sum of log p over its tokens, in nats.
-        greedy: Whether every token of it is the most likely one.
-    """
-
-    log_likelihood: float
-    greedy: bool
-
-
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Token ids of a context, at least one, and of a continuation, at least one."""
 
     context: Sequence[int]
@@ -34,7 +20,7 @@ class Pair:
 @torch.inference_mode()
 def score_continuations(
     model: LlamaModel, pairs: Sequence[Pair], batch_size: int = 8
-) -> list[Score]:
+) -> list[tuple[float, bool]]:
     """Score continuations in batches of similar lengths.
 
     What is longer than the trained window loses its beginning: the context slides.
@@ -45,7 +31,9 @@ def score_continuations(
         batch_size: Pairs that are read together.
 
     Returns:
-        The scores, in the order of the pairs. They do not depend on the batch, but for rounding.
+        The sum of log p over a continuation's tokens, in nats, and whether every token of it is the
+        most likely one, in the order of the pairs. They do not depend on the batch, but for
+        rounding.
 
     Raises:
         ConfigError: A continuation does not fit the window, or a pair lacks a part.
@@ -59,7 +47,7 @@ def score_continuations(
     # The tokens to read and the last one, which is only predicted.
     rows = [[*pair.context, *pair.continuation][-(window + 1) :] for pair in pairs]
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
-    scores: dict[int, Score] = {}
+    scores: dict[int, tuple[float, bool]] = {}
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
         # Padding on the right: no position attends to what follows it.
@@ -72,5 +60,5 @@ def score_continuations(
             kept = logits[len(row) - 1 - length : len(row) - 1]
             kept = kept.to(torch.promote_types(kept.dtype, torch.float32)).log_softmax(-1)
             chosen = kept.gather(-1, wanted[:, None]).double().sum()
-            scores[index] = Score(chosen.item(), torch.equal(kept.argmax(-1), wanted))
+            scores[index] = chosen.item(), torch.equal(kept.argmax(-1), wanted)
     return [scores[index] for index in range(len(rows))]

@@ -7,7 +7,7 @@ import torch
 from tests.reference.validation_loss import token_losses
 from tests.unit.tiny import FAMILIES, build_tiny, tokens
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.inference.scoring import Pair, score_continuations
+from torchtitan_lr.hf.scoring import Pair, score_continuations
 
 LENGTHS = [(5, 3), (1, 1), (20, 12), (21, 12), (40, 7), (2, 31), (9, 3)]
 WINDOW = 32
@@ -36,8 +36,7 @@ def test_scores_by_hand(family, batch_size):
     assert len(found) == len(pairs)
     for pair, score in zip(pairs, found, strict=True):
         expected, greedy = by_hand(model, pair)
-        assert score.log_likelihood == pytest.approx(expected, rel=1e-12)
-        assert score.greedy == greedy
+        assert score == (pytest.approx(expected, rel=1e-12), greedy)
 
 
 def test_the_greedy_continuation_is_known_as_such():
@@ -49,8 +48,8 @@ def test_the_greedy_continuation_is_known_as_such():
     context, best = text[0, :6].tolist(), text[0, 6:].tolist()
     other = [*best[:-1], (best[-1] + 1) % model.model_args.vocab_size]
     scores = score_continuations(model, [Pair(context, best), Pair(context, other)])
-    assert [score.greedy for score in scores] == [True, False]
-    assert scores[0].log_likelihood > scores[1].log_likelihood
+    (first, is_greedy), (second, other_is) = scores
+    assert (is_greedy, other_is) == (True, False) and first > second
 
 
 @pytest.mark.parametrize(("context", "continuation"), [(1, 33), (0, 3), (4, 0)])

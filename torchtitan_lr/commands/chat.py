@@ -11,7 +11,6 @@ import numpy as np
 from torchtitan_lr.data.pairs import MESSAGES, PairEncoder
 from torchtitan_lr.inference.completion import SEEDS, USUAL_NEW_TOKENS, Settings, complete_batch
 from torchtitan_lr.inference.decode import max_new_tokens
-from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
 
 Message = dict[str, str]
@@ -57,26 +56,20 @@ def converse(
     messages: list[Message] = []
     while (question := ask()) is not None:
         messages.append({"role": "user", "content": question})
-        ids, limit = _fit(encoder, model.model_args, messages, settings.max_new_tokens)
+        limit = settings.max_new_tokens or USUAL_NEW_TOKENS
+        while True:
+            record = {MESSAGES: [*messages, {"role": "assistant", "content": _PROBE}]}
+            tokens = encoder.encode(json.dumps(record), answered=False)
+            ids = np.maximum(tokens, ~tokens).tolist()  # complements are no labels
+            if len(ids) + limit <= model.model_args.max_seq_len:
+                break
+            if len(messages) == 1:  # nothing to forget: a shorter answer, or none
+                limit = min(limit, max_new_tokens(model.model_args, len(ids), "message"))
+                break
+            del messages[:2]
         row = ("", ids, limit, settings.seed % SEEDS)
         (answer,) = complete_batch(model, tokenizer, [row], settings, write)
         write("\n")
         messages.append({"role": "assistant", "content": answer.text})
         settings = replace(settings, seed=settings.seed + 1)
     return messages
-
-
-def _fit(
-    encoder: PairEncoder, args: LlamaArgs, messages: list[Message], wanted: int | None
-) -> tuple[list[int], int]:
-    """Forget what leaves no room for an answer; return the prompt and the answer's limit."""
-    limit = wanted or USUAL_NEW_TOKENS
-    while True:
-        record = {MESSAGES: [*messages, {"role": "assistant", "content": _PROBE}]}
-        tokens = encoder.encode(json.dumps(record), answered=False)
-        ids = np.maximum(tokens, ~tokens).tolist()  # complements are no labels
-        if len(ids) + limit <= args.max_seq_len:
-            return ids, limit
-        if len(messages) == 1:  # nothing to forget: a shorter answer, or none
-            return ids, min(limit, max_new_tokens(args, len(ids), "message"))
-        del messages[:2]
