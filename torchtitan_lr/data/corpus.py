@@ -106,9 +106,7 @@ class Corpus:
         Raises:
             DataError: Its files are damaged, or not as many tokens as recorded.
         """
-        # The last part of the name: a record cannot lead out of its folder.
-        prefix = str(self.folder / Path(info.name).name)
-        return _opened(prefix + (".loss" if loss else ""), info.tokens, info.documents)
+        return _opened(self.folder, info.name, loss, info.tokens, info.documents)
 
     def check(self) -> None:
         """Check the files of every shard, before a run.
@@ -205,7 +203,10 @@ def identity_of(kind: str, tokenizer: str, parts: list[list[ShardInfo]]) -> str:
 
 
 @lru_cache(OPEN_SHARDS)
-def _opened(prefix: str, tokens: int, documents: int) -> IndexedDataset:
+def _opened(folder: Path, name: str, loss: bool, tokens: int, documents: int) -> IndexedDataset:
+    # The last part of the name: a record cannot lead out of its folder. Joined here and not for
+    # every row: a path costs as much as reading one.
+    prefix = str(folder / Path(name).name) + (".loss" if loss else "")
     shard = IndexedDataset(prefix)
     if (shard.num_tokens, shard.num_documents) != (tokens, documents):
         want = f"{tokens} tokens in {documents} documents as recorded, not {shard.num_tokens}"

@@ -119,7 +119,8 @@ class Rows:
                 if self.apart:
                     begins[row, shard.starts(*inside) + (offset - start)] = True
                 place, index = end, index + 1
-            begins[row, stop - start :][:1] = True  # the padding, if any
+            if stop - start < self._size:
+                begins[row, stop - start] = True  # the padding
         return labelled(tokens, targets if self.pairs else None, begins if self.apart else None)
 
     def _packed(self) -> tuple[Indices, Indices]:
