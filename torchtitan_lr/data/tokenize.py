@@ -189,7 +189,7 @@ class _Preparation:
             listed = self._folder / BAD_RECORDS
             listed.write_text("".join(f"{where}: expected {want}\n" for where, want in journal.bad))
             where, want = journal.bad[0]
-            want += f" ({count} such records, listed in {listed}; --max_bad_records or"
+            want += f" ({count} records, listed in {listed}; --max_bad_records or"
             want += f" training.max_bad_records = {count} leaves them out)"
             raise DataError(self._readers[0].source.key, where, want)
 

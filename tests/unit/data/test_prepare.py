@@ -148,32 +148,31 @@ def test_a_prepared_folder_of_the_user(tmp_path, config):
 
 
 def test_two_runs_prepare_a_folder_once(tmp_path, config):
-    log = tmp_path / "log"
+    """Each holds the folder while it trains, and no other waits for its end."""
+    log, context = tmp_path / "log", multiprocessing.get_context("fork")
+    trains = context.Barrier(3)
 
     def run():
-        real = prepare.tokenize
-
         def slow(*args, **options):
             with log.open("a") as file:
                 file.write("prepares\n")
             time.sleep(0.5)
-            return real(*args, **options)
+            return tokenize(*args, **options)
 
-        prepare.tokenize = slow
+        tokenize, prepare.tokenize = prepare.tokenize, slow
         folder = ensure_prepared(config())[0].folder
         with log.open("a") as file:
             file.write(f"{Corpus.open(folder).identity}\n")
+        trains.wait(60)
 
-    children = [multiprocessing.get_context("fork").Process(target=run) for _ in range(3)]
+    children = [context.Process(target=run) for _ in range(3)]
     for child in children:
         child.start()
     for child in children:
         child.join()
         assert child.exitcode == 0
     lines = log.read_text().splitlines()
-    assert lines.count("prepares") == 1
-    assert len(lines) == 4
-    assert len(set(lines)) == 2
+    assert (lines.count("prepares"), len(lines), len(set(lines))) == (1, 4, 2)
 
 
 def test_the_oldest_unused_folders_go(tmp_path, config):
