@@ -97,6 +97,7 @@ OF_TORCHTITAN: dict[str, Range] = {
     "parallelism.pipeline_parallel_layers_per_stage": Range(
         lambda n: n is None or n > 0, "a positive number"
     ),
+    "activation_checkpoint.memory_budget": _SHARE,
     "activation_checkpoint.selective_ac_option": Range(
         lambda text: text == "op" or (text.isdecimal() and int(text) > 0),
         "'op', or every how many blocks, as text, such as '2'",

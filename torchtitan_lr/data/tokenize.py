@@ -32,7 +32,7 @@ import numpy.typing as npt
 from torchtitan_lr.compat.interpreter import end_with
 from torchtitan_lr.data.corpus import PARTS, Corpus, Kind, save_record, write_json
 from torchtitan_lr.data.indexed import IndexedWriter
-from torchtitan_lr.data.pairs import ChatTemplate, PairEncoder
+from torchtitan_lr.data.pairs import PairEncoder
 from torchtitan_lr.data.sources import ONE_IN, Bad, Piece, Reader, Source
 from torchtitan_lr.data.tokenizer import encode_documents, tokenizer_identity, vocabulary
 from torchtitan_lr.errors import ConfigError, DataError
@@ -81,7 +81,7 @@ class Journal:
 def signature_of(readers: Sequence[Reader], tokenizer: HuggingFaceTokenizer) -> str:
     """Return a hash of all that determines a prepared folder."""
     sources = [reader.stamp() for reader in readers]
-    template = ChatTemplate(tokenizer).digest if readers[0].pairs else ""
+    template = PairEncoder(tokenizer).digest if readers[0].pairs else ""
     text = json.dumps([1, ONE_IN, sources, tokenizer_identity(tokenizer), template])
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -117,11 +117,9 @@ class HeadEdge(Edge):
 class TokenEmbedding(nn.Embedding):
     """Token embedding whose look-up is an edge."""
 
-    def __init__(self, vocab_size: int, dim: int, embed: nn.Module) -> None:
-        super().__init__(vocab_size, dim)
-        # A child of this module, not of the model: a pipeline split keeps both on one stage, and
-        # FSDP's hooks run before the edge.
-        self.embed = embed
+    # A child of this module, not of the model: a pipeline split keeps both on one stage, and FSDP's
+    # hooks run before the edge.
+    embed: Edge
 
     def forward(self, input: Tensor) -> Tensor:
         """Embed tokens (b, s) as (b, s, d); with lanes at full rank as (b, s, G, d)."""
@@ -132,9 +130,7 @@ class TokenEmbedding(nn.Embedding):
 class OutputProjection(nn.Linear):
     """Output projection that applies the final norm too, through one edge."""
 
-    def __init__(self, dim: int, vocab_size: int, head: nn.Module) -> None:
-        super().__init__(dim, vocab_size, bias=False)
-        self.head = head
+    head: Edge
 
     def forward(  # type: ignore[override]
         self, input: Tensor, norm: nn.RMSNorm, targets: Tensor | None = None

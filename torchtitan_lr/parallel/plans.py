@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from torchtitan_lr.collectives import Edge, Ranks
+from torchtitan_lr.collectives import FEATURES, TOKENS, Edge, Ranks
 from torchtitan_lr.config.schema import TP_PLANS
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
@@ -34,7 +34,6 @@ from torchtitan_lr.models.lanes import (
     LatentUpEdge,
 )
 from torchtitan_lr.models.linears import ColumnEdge, DownEdge, MixEdge, RowEdge, UpEdge
-from torchtitan_lr.parallel.vanilla import VanillaDownEdge, VanillaUpEdge
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig
 
@@ -92,16 +91,24 @@ def btp(args: LlamaArgs, settings: TPSettings) -> Splits:
 
 
 def vanilla(args: LlamaArgs, settings: TPSettings) -> Splits:
-    """Each pair of factors split as Megatron splits an MLP, see `parallel.vanilla`."""
-    heads, grouped = PLANS[settings.plan].shards_heads, settings.grouping
+    """Split each pair of factors as Megatron splits an MLP: the baseline of BTP.
+
+    A is column-parallel and B row-parallel, so messages are as wide as a linear's output. The
+    residual stream and other d- or f-wide activations are replicated; only the latents are sharded,
+    along r. The fair form reduce-scatters q, k and v over the heads, so that each rank computes its
+    own heads, and gathers attention's output before A_o. In BOOST's baseline
+    (`vanilla_replicated`), which all-reduces q, k and v, every rank computes all heads.
+    """
+    grouped = settings.grouping
+    heads = FEATURES if PLANS[settings.plan].shards_heads else None
     blocks = low_rank_blocks(
         args,
         settings,
-        on_ranks(VanillaDownEdge, grouped=grouped),
-        on_ranks(VanillaUpEdge),
+        on_ranks(ColumnEdge, grouped=grouped),
+        on_ranks(RowEdge),
         on_ranks(MixEdge, sharded=True),
-        down_o=on_ranks(VanillaDownEdge, grouped=grouped, sharded_input=heads),
-        up_qkv=on_ranks(VanillaUpEdge, sharded_output=heads),
+        down_o=on_ranks(ColumnEdge, grouped=grouped, dim=heads),
+        up_qkv=on_ranks(RowEdge, dim=heads),
     )
     return blocks | model_ends(on_ranks(EmbedEdge, gather=True), model_head(settings))
 
@@ -113,9 +120,8 @@ def megatron(args: LlamaArgs, settings: TPSettings) -> Splits:
     the tokens (Korthikanti et al., section 4.2.2), where the norms run on token shards too.
     """
     sequence = settings.comm == "sequence"
-    blocks = dense_blocks(
-        on_ranks(ColumnEdge, sequence=sequence), on_ranks(RowEdge, sequence=sequence)
-    )
+    dim = TOKENS if sequence else None
+    blocks = dense_blocks(on_ranks(ColumnEdge, dim=dim), on_ranks(RowEdge, dim=dim))
     head = model_head(settings, "tokens" if sequence else "replicated")
     return blocks | model_ends(on_ranks(EmbedEdge, gather=True, sequence=sequence), head)
 
