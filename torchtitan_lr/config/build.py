@@ -38,9 +38,8 @@ def build_job_config(argv: list[str]) -> Any:
     """Build the configuration from ``--job.config_file`` and command-line overrides.
 
     Args:
-        argv: Arguments without the program's name, e.g.
-            ``["--job.config_file", "train_configs/debug_cola.toml", "--training.steps=10"]``.
-            The name of a shipped file, ``debug_cola``, is as good as its path.
+        argv: Arguments such as ``["--job.config_file", "debug_cola", "--training.steps=10"]``,
+            with the name of a shipped file or a path.
 
     Returns:
         torchtitan's JobConfig with the sections of ``torchtitan_lr.config.schema`` merged in.

@@ -66,12 +66,9 @@ def split_arguments(argv: list[str]) -> list[Override]:
 def load_toml(path: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
     """Read a TOML file, over the file that its key ``include`` names.
 
-    The included file may include another one. Tables are merged key by key; a value of the file,
-    arrays included, replaces that of the included file. ``${config_dir}`` is a file's own folder.
-
-    Args:
-        path: The file.
-        above: Files whose inclusion led to this one.
+    The included file may include another one; ``above`` are the files that led to this one. Tables
+    are merged key by key; a value of the file, arrays included, replaces that of the included file.
+    ``${config_dir}`` is a file's own folder.
 
     Raises:
         ConfigError: A file is missing, unreadable or not TOML, or includes itself; a syntax error
@@ -165,12 +162,8 @@ def apply_overrides(
     """Convert command-line overrides to their types and write them over checked TOML values.
 
     Set a boolean with ``--a.b``, ``--a.no_b`` or ``--a.b=true``. Write None as ``None`` and a list
-    with commas.
-
-    Args:
-        values: The result of :func:`check_toml`; changed in place.
-        overrides: The result of :func:`split_arguments`.
-        config_cls: The dataclass whose fields are the allowed keys.
+    with commas. The result of `check_toml` is changed in place; the allowed keys are the fields of
+    ``config_cls``.
 
     Raises:
         ConfigError: An unknown key, a missing value or a wrong type.

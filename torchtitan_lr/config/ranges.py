@@ -13,15 +13,12 @@ from torchtitan_lr.errors import ConfigError
 
 
 class Range(NamedTuple):
-    """The values of a key.
-
-    Args:
-        holds: Whether a value is one of them; NaN must fail.
-        want: They in words, for the refusal.
-    """
+    """The values of a key."""
 
     holds: Callable[[Any], bool]
+    """Whether a value is one of them; NaN must fail."""
     want: str
+    """They in words, for the refusal."""
 
 
 def at_least(least: int, want: str = "") -> Range:
@@ -110,12 +107,7 @@ OF_TORCHTITAN: dict[str, Range] = {
 
 
 def check_ranges(values: dict[str, Any], config_cls: Any) -> None:
-    """Raise for a value out of its key's range.
-
-    Args:
-        values: Values of the right types, by section and key.
-        config_cls: The whole configuration's dataclass.
-    """
+    """Raise for a value, of the right type and by section and key, out of its key's range."""
     tsr = values.get("optimizer", {}).get("name") == "TSRAdam"
     sections: dict[str, Any] = {section.name: section.type for section in fields(config_cls)}
     for section, table in values.items():
