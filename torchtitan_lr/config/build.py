@@ -6,6 +6,7 @@ This needs no process group: the launcher does it before any rank starts, and ev
 
 import importlib
 import importlib.util
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
@@ -22,7 +23,7 @@ from torchtitan_lr.config.parse import (
 from torchtitan_lr.config.paths import find_config, user_path
 from torchtitan_lr.config.ranges import check_ranges
 from torchtitan_lr.config.schema import AC_MODES, CONFIG_MODULE, MODELS, TP_PLANS
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, require
 
 _MODULE_KEY, _IMPORT_KEY = "job.custom_config_module", "experimental.custom_import"
 
@@ -55,8 +56,8 @@ def build_job_config(argv: list[str]) -> Any:
     if path == "":
         raise ConfigError(CONFIG_FILE_KEY, "", "a TOML file such as train_configs/debug_cola.toml")
     raw = load_toml(path) if path else {}
-    if path and not raw:
-        raise ConfigError(CONFIG_FILE_KEY, path, "a TOML file with settings; it has none")
+    want = "a TOML file with settings; it has none"
+    require(raw or not path, CONFIG_FILE_KEY, path, want)
     return _fill(raw, overrides)
 
 
@@ -149,10 +150,8 @@ def config_class(module: str = CONFIG_MODULE) -> Any:
 
 def _importable(module: Any, key: str, want: str) -> str:
     """Return the name of a module that can be imported; it is not imported."""
-    try:
+    found = None
+    with suppress(ImportError, ValueError, AttributeError):  # no parent, or no module's name
         found = importlib.util.find_spec(module)
-    except (ImportError, ValueError, AttributeError):  # parent missing, or not a valid module name
-        found = None
-    if found is None:
-        raise ConfigError(key, module, want)
+    require(found, key, module, want)
     return str(module)

@@ -126,11 +126,8 @@ def check_toml(
 ) -> dict[str, Any]:
     """Check a TOML table against a dataclass, section by section.
 
-    Args:
-        values: The table.
-        config_cls: The whole configuration's dataclass.
-        section: That of this table, whose dotted name with a trailing dot is ``prefix``.
-        prefix: Empty at the top, where ``section`` is ``config_cls``.
+    Below the top, ``section`` is the table's own dataclass, and ``prefix`` its dotted name with a
+    trailing dot.
 
     Returns:
         A copy with integers converted to floats where a float is declared.

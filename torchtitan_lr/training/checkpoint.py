@@ -88,12 +88,9 @@ class CheckpointManager(TitanCheckpointHooks):
         super().save(curr_step, last_step)
         if due:
             in_background = self.async_mode != AsyncMode.DISABLED and not last_step
-            console.info(
-                "checkpoint %s %s in %.1f s",
-                self.checkpoint_folder(curr_step),
-                "started in the background" if in_background else "saved",
-                time.perf_counter() - started,
-            )
+            how = "started in the background" if in_background else "saved"
+            folder, seconds = self.checkpoint_folder(curr_step), time.perf_counter() - started
+            console.info("checkpoint %s %s in %.1f s", folder, how, seconds)
         if last_step and self.enable and not self.load_only:
             self._purge_stale_checkpoints()
 

@@ -293,12 +293,8 @@ class LowRankMetricsProcessor(MetricsProcessor):
     ) -> None:
         """Log one training step, from 1.
 
-        Args:
-            step: The step just finished.
-            global_avg_loss: Mean over all valid tokens of all ranks, nats per token.
-            global_max_loss: The largest mean of a rank.
-            grad_norm: Norm of the full gradient before clipping.
-            extra_metrics: Further scalars.
+        The losses are nats per token: the mean over all valid tokens of all ranks, and the largest
+        mean of a rank. The norm is the full gradient's before clipping.
         """
         seconds = time.perf_counter() - self.time_last_log
         steps = step - self._last_logged_step

@@ -392,8 +392,7 @@ class Trainer(TitanTrainer):
         processor, job_config = self.metrics_processor, self.job_config
         memory = processor.device_memory_monitor.get_peak_stats().max_reserved_gib
         peak = torch.tensor(memory, dtype=torch.float64, device=self.device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         if processor.history is None:
             return
         folder = Path(job_config.job.dump_folder)
