@@ -1,9 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Build the configuration of a run from a TOML file and the command line.
+"""Build the configuration of a run from a TOML file and the command line."""
 
-This needs no process group: the launcher does it before any rank starts, and every rank again.
-"""
-
+# This needs no process group: the launcher does it before any rank starts, and every rank again.
 import importlib
 import importlib.util
 from contextlib import suppress

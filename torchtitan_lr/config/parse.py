@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Strict typing of a TOML file and of command-line overrides against a dataclass tree.
 
-torchtitan only warns about a wrong type in a TOML file, and prints a page of usage for a wrong
-command line. Here both raise one :class:`ConfigError` with the key, the value and what works. This
-file does not import torch, so that a wrong path or a typo is reported at once.
+Both raise one :class:`ConfigError` with the key, the value and what works.
 """
 
+# torchtitan only warns about a wrong type in a TOML file, and prints a page of usage for a wrong
+# command line. This file does not import torch, so that a wrong path or a typo is reported at once.
 # Not pydantic 2: its strict mode could replace `_match` and `_parse_text`, 45 lines. But it keeps
 # 2 an int where `float | int` is declared, and limits no int; of texts it takes "1.0" and " 5 "
 # for an int and "yes" for true, but neither "a,b" for a list nor "None" for None. Most of this
@@ -30,8 +30,8 @@ CONFIG_FILE_KEY = "job.config_file"
 CONFIG_DIR = "${config_dir}"
 """In a string of a file: the file's own folder, so that both can be moved together."""
 
-LARGEST_INTEGER = 2**63 - 1
-"""The largest integer that torch and every file format here can store."""
+# No larger integer fits into torch or any file format here.
+_LARGEST_INTEGER = 2**63 - 1
 
 
 class Override(NamedTuple):
@@ -256,7 +256,7 @@ def _match(value: Any, annotation: Any) -> Any:
         elif kind is float and type(value) in (int, float):
             with suppress(OverflowError):
                 return float(value)
-        elif type(value) is kind and not (kind is int and abs(value) > LARGEST_INTEGER):
+        elif type(value) is kind and not (kind is int and abs(value) > _LARGEST_INTEGER):
             return value
     return MISSING
 
@@ -306,5 +306,5 @@ def _misfit(key: str, value: Any, option: Field[Any]) -> ConfigError:
     limit = ""
     with suppress(ValueError, TypeError):
         number = value if isinstance(value, int) else float(value)
-        limit = " of at most 2**63 - 1" if int in kinds and abs(number) > LARGEST_INTEGER else ""
+        limit = " of at most 2**63 - 1" if int in kinds and abs(number) > _LARGEST_INTEGER else ""
     return ConfigError(key, value, " or ".join(wants) + limit)
