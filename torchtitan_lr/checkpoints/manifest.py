@@ -68,9 +68,9 @@ def read_manifest(step_dir: str | Path) -> Manifest | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise DamagedError(MANIFEST, f"cannot be read ({describe(error)})") from error
+        raise DamagedError(f"{MANIFEST} cannot be read ({describe(error)})") from error
     except (ValueError, TypeError, AttributeError) as error:
-        raise DamagedError(MANIFEST, f"is damaged ({describe(error)})") from error
+        raise DamagedError(f"{MANIFEST} is damaged ({describe(error)})") from error
     return manifest
 
 
@@ -122,11 +122,9 @@ class ManifestWriter(FileSystemWriter):
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Return whether every tensor has a finite norm in fp32.
 
-    Weights whose squares overflow count as non-finite, because every norm over them is infinite.
-
-    Args:
-        tensors: This rank's parts of the weights, on one device.
+    The tensors are this rank's parts, on one device.
     """
+    # Weights whose squares overflow count as non-finite: every norm over them is infinite.
     norms = [torch.linalg.vector_norm(tensor.float()) for tensor in tensors]
     return not norms or bool(torch.stack(norms).isfinite().all().item())
 
@@ -168,13 +166,13 @@ def find_damage(step_dir: str | Path, rank: int = 0, ranks: int = 1) -> str | No
                 found = path.stat().st_size
                 # The table of contents does not know what follows a file's last tensor.
                 if found < size or (found > size and checksum):
-                    raise DamagedError(path.name, f"has {found} bytes instead of {size}")
+                    raise DamagedError(f"{path.name} has {found} bytes instead of {size}")
                 if checksum and _sum_of(path) != [size, *checksum]:
-                    raise DamagedError(path.name, "has another checksum than when it was saved")
+                    raise DamagedError(f"{path.name} has another checksum than when it was saved")
             except FileNotFoundError as error:
-                raise DamagedError(path.name, "is missing") from error
+                raise DamagedError(f"{path.name} is missing") from error
             except OSError as error:
-                raise DamagedError(path.name, f"cannot be read ({describe(error)})") from error
+                raise DamagedError(f"{path.name} cannot be read ({describe(error)})") from error
         if rank == 0 and METADATA in files:
             read_metadata(step_dir)
     except DamagedError as error:
@@ -185,14 +183,10 @@ def find_damage(step_dir: str | Path, rank: int = 0, ranks: int = 1) -> str | No
 def share_of(names: list[str], rank: int, ranks: int) -> list[str]:
     """Return the files that a rank verifies; every file is in the share of one rank.
 
-    A rank verifies what the rank of its number wrote. With another number of ranks, consecutive
-    writers have the same verifier, as FSDP's shards have the same reader.
-
-    Args:
-        names: Names of the files, largest first.
-        rank: The verifying rank.
-        ranks: Number of verifying ranks.
+    The names are those of all files, largest first.
     """
+    # A rank verifies what the rank of its number wrote. With another number of ranks, consecutive
+    # writers have the same verifier, as FSDP's shards have the same reader.
     writers = {name: int(found[1]) for name in names if (found := _PART.fullmatch(name))}
     places = {writer: place for place, writer in enumerate(sorted(set(writers.values())))}
     mine = [name for name, w in writers.items() if places[w] * ranks // len(places) == rank]
@@ -226,7 +220,8 @@ def newest_whole_before(step_dir: str | Path) -> str | None:
 
 
 def from_first_rank(value: Any) -> Any:
-    """Broadcast the first rank's value, since hosts may see different states of a folder."""
+    """Broadcast the first rank's value."""
+    # Hosts may see different states of a folder.
     box = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(box)

@@ -62,17 +62,9 @@ def build_job_config(argv: list[str]) -> Any:
 
 
 def config_of_record(record: dict[str, Any], argv: list[str]) -> Any:
-    """Build the configuration of a run again from its saved record and command-line overrides.
+    """As `build_job_config`, from the saved record of a run instead of a TOML file.
 
-    Args:
-        record: Sections of the record; keys that this version does not have are ignored.
-        argv: Overrides, as for :func:`build_job_config`.
-
-    Returns:
-        The same as :func:`build_job_config`; what the record lacks has its default.
-
-    Raises:
-        ConfigError: A value does not fit its key.
+    Keys that this version does not have are ignored; what the record lacks has its default.
     """
     return _fill(record, split_arguments(argv), of_record=True)
 
@@ -138,12 +130,8 @@ def extension_of(config: Any) -> Any | None:
 
 
 def _extension_name(name: Any) -> str:
-    """Return a valid ``job.custom_config_module``.
-
-    Raises:
-        ConfigError: It is neither the package's own nor an experiment's; records of checkpoints
-            name one too, and must not make this process import just any module.
-    """
+    """Return a valid ``job.custom_config_module``: the package's own or an experiment's."""
+    # Records of checkpoints name one too, and must not make this process import just any module.
     name, want = name or CONFIG_MODULE, f"{CONFIG_MODULE}, or a module of torchtitan_lr.experiments"
     if name != CONFIG_MODULE and not str(name).startswith("torchtitan_lr.experiments."):
         raise ConfigError(_MODULE_KEY, name, want)
@@ -161,11 +149,7 @@ def config_class(module: str = CONFIG_MODULE) -> Any:
 
 
 def _importable(module: Any, key: str, want: str) -> str:
-    """Return the name of a module that can be imported; it is not imported.
-
-    Raises:
-        ConfigError: It does not exist.
-    """
+    """Return the name of a module that can be imported; it is not imported."""
     try:
         found = importlib.util.find_spec(module)
     except (ImportError, ValueError, AttributeError):  # parent missing, or not a valid module name

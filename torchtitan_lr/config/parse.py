@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import tomli
 
 from torchtitan_lr.config.paths import near_configs
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, require
 
 CONFIG_FILE_KEY = "job.config_file"
 
@@ -52,9 +52,9 @@ def split_arguments(argv: list[str]) -> list[Override]:
     overrides, rest = [], list(reversed(argv))
     while rest:
         argument = rest.pop()
-        if not argument.startswith("--") or argument == "--":
-            want = "--section.key=value such as --training.steps=100"
-            raise ConfigError("command line", argument, want)
+        fits = argument.startswith("--") and argument != "--"
+        want = "--section.key=value such as --training.steps=100"
+        require(fits, "command line", argument, want)
         key, equals, text = argument[2:].partition("=")
         value: str | None = text if equals else None
         if not equals and rest and not rest[-1].startswith("--"):
@@ -100,13 +100,12 @@ def load_toml(path: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
         return values
     base = values.pop("include")
     where, chain = f"include of {path}", (*above, os.path.realpath(path))
-    if not isinstance(base, str) or not base:
-        raise ConfigError(where, base, 'one file, such as include = "base.toml"')
+    named = isinstance(base, str) and base
+    require(named, where, base, 'one file, such as include = "base.toml"')
     file = Path(path).parent / base
-    if not file.is_file():
-        raise ConfigError(where, base, f"a TOML file, relative to {Path(path).parent}")
-    if os.path.realpath(file) in chain:
-        raise ConfigError(where, base, "a file that does not lead back to this one")
+    require(file.is_file(), where, base, f"a TOML file, relative to {Path(path).parent}")
+    new = os.path.realpath(file) not in chain
+    require(new, where, base, "a file that does not lead back to this one")
     return _merge(load_toml(str(file), chain), values)
 
 
@@ -133,8 +132,8 @@ def check_toml(
     Args:
         values: The table.
         config_cls: The whole configuration's dataclass.
-        section: The dataclass of this table; ``config_cls`` itself at the top.
-        prefix: Dotted name of this table with a trailing dot; empty at the top.
+        section: That of this table, whose dotted name with a trailing dot is ``prefix``.
+        prefix: Empty at the top, where ``section`` is ``config_cls``.
 
     Returns:
         A copy with integers converted to floats where a float is declared.

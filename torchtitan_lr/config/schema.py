@@ -2,10 +2,11 @@
 """The TOML keys that this package adds to torchtitan's, and the defaults that it changes.
 
 This file contains only differences from ``torchtitan.config.JobConfig``; torchtitan's
-``ConfigManager`` merges the two class trees field by field. It merges a section only if the
-annotation is a class, so this file must not use ``from __future__ import annotations``.
+``ConfigManager`` merges the two class trees field by field.
 """
 
+# It merges a section only if the annotation is a class, so this file must not use
+# ``from __future__ import annotations``.
 import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal

@@ -38,12 +38,8 @@ def init_optimizer_container(
 
     The constructor builds one torch optimizer per model part; TSR-Adam has its own, so the
     constructor is skipped. Calls ``_post_init``, which initializes torch's Optimizer (scheduler
-    hooks). If upstream renames it, building TSR-Adam fails with an AttributeError.
-
-    Args:
-        container: A subclass of OptimizersContainer with ``model_parts`` and ``optimizers`` set.
-        parameters: Of all parts.
-        defaults: Of the optimizer, by name.
+    hooks) of a container with ``model_parts`` and ``optimizers``. If upstream renames it, building
+    TSR-Adam fails with an AttributeError.
     """
     container._post_init(parameters, defaults)
 

@@ -213,14 +213,11 @@ class CheckpointManager(TitanCheckpointHooks):
             self.states[MODEL].load_state_dict(state_dict)
 
     def load(self, step: int = -1) -> bool:
-        """Load step ``step`` or the newest complete step, then rename all later steps.
+        """Load step ``step``, or at -1 the newest complete one, then rename all later steps.
 
         A run that resumes an earlier step saves the later ones again. A folder without a complete
         step (a killed first save) is treated as missing, so that ``initial_load_path`` still takes
         effect. Nothing changes on disk before the load has succeeded.
-
-        Args:
-            step: The step, -1 for the newest.
 
         Raises:
             ConfigError: As for `dcp_load`.
@@ -267,7 +264,7 @@ class CheckpointManager(TitanCheckpointHooks):
             self._deletions.submit(shutil.rmtree, leftover, True)
 
     def save_interrupted(self, step: int) -> str | None:
-        """Save a full checkpoint of ``step``, even if the last save should hold the model only.
+        """Save all of ``step``, even if the last save should hold the model only.
 
         Returns:
             The checkpoint's folder, None if checkpointing is off.
@@ -284,14 +281,10 @@ class CheckpointManager(TitanCheckpointHooks):
         return folder
 
     def newest(self, finite: bool = False) -> str | None:
-        """Wait for a background save, and return the newest complete checkpoint's folder.
+        """Wait for a background save, and return the newest complete checkpoint's folder, if any.
 
-        Args:
-            finite: Whether its weights must be finite: a step with a finite loss and gradient may
-                still make them non-finite.
-
-        Returns:
-            None if there is none, or checkpointing is off.
+        With ``finite``, its weights must be: a step with a finite loss and gradient may still make
+        them non-finite.
         """
         if not self.enable:
             return None

@@ -166,14 +166,11 @@ class Trainer(TitanTrainer):
         """Run one optimizer step over all micro-batches of this rank.
 
         The loss of each micro-batch is its summed token loss divided by the valid tokens of the
-        global batch, so the gradients sum to those of one process with the same batch.
-
-        Args:
-            data_iterator: Yields ``({"input": (b, s)}, labels (b, s))``.
+        global batch, so the gradients sum to those of one process with the same batch. The
+        iterator yields ``({"input": (b, s)}, labels (b, s))``.
 
         Raises:
-            NonFiniteError: If the loss or gradient is not finite and
-                ``training.max_skipped_steps`` is used up.
+            NonFiniteError: As for `_settle`.
             BadDataError: If any rank cannot read its data; raised on all of them.
         """
         self.metrics_processor.resume()
@@ -242,12 +239,7 @@ class Trainer(TitanTrainer):
         labels: torch.Tensor,
         global_valid_tokens: torch.Tensor,
     ) -> torch.Tensor:
-        """Run one micro-batch of accumulation, through the pipeline if there is one.
-
-        Args:
-            input_dict: ``{"input": (b, s)}`` and the model's further arguments.
-            labels: (b, s).
-            global_valid_tokens: Valid tokens of the global batch.
+        """Run a micro-batch ``{"input": (b, s), ...}``, labels (b, s), through a pipeline if any.
 
         Returns:
             This rank's share of the loss, a scalar; 0 without the last pipeline stage.
@@ -303,11 +295,7 @@ class Trainer(TitanTrainer):
         console.info(f"Training starts at step {self.step + 1}")
 
     def _stop_for_data(self, why: str) -> None:
-        """Save the state before this step, and raise on every rank.
-
-        Raises:
-            BadDataError: Always.
-        """
+        """Save the state before this step, and raise a BadDataError on every rank."""
         failed = self.step
         self.step -= 1
         self.dataloader.seek(self.dataloader.mark)
@@ -415,11 +403,7 @@ class Trainer(TitanTrainer):
             self.validator.validate(self.model_parts, self.step)
 
     def write_summary(self, checkpoint: str | None) -> None:
-        """Write the summary and the curve on the rank that has the history.
-
-        Args:
-            checkpoint: Folder of the newest one.
-        """
+        """Write the summary, which names the newest checkpoint, and the curve, on rank 0."""
         processor, job_config = self.metrics_processor, self.job_config
         memory = processor.device_memory_monitor.get_peak_stats().max_reserved_gib
         peak = torch.tensor(memory, dtype=torch.float64, device=self.device)

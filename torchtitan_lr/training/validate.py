@@ -65,13 +65,7 @@ def sum_over_ranks(
     batch_loss: Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor],
     parallel_dims: ParallelDims,
 ) -> tuple[float, float]:
-    """Sum the loss over all valid tokens of all ranks; every rank calls this.
-
-    Args:
-        model_parts: This rank's model, or its pipeline stages.
-        batches: This rank's share, with equally many batches on all ranks; see `sum_losses`.
-        batch_loss: Returns the summed loss of one batch, a scalar.
-        parallel_dims: Degrees and meshes.
+    """As `sum_losses`, over all ranks, each with its model parts and equally many batches.
 
     Returns:
         The sum in nats and the number of tokens, the same on every rank.
