@@ -6,8 +6,8 @@ The shipped tokenizer was created with::
     torchtitan-lr tokenizer --corpus python_stdlib --vocab_size 4096 \
         --out torchtitan_lr/data/assets/bpe4k
 
-The same text and the same version of ``tokenizers`` give the same files. ``--ranks FILE`` converts a
-rank file instead. To use the tokenizer, set ``model.hf_assets_path`` to the folder.
+The same text and the same version of ``tokenizers`` give the same files. ``--ranks FILE`` converts
+a rank file instead. To use the tokenizer, set ``model.hf_assets_path`` to the folder.
 """
 
 import argparse
