@@ -178,10 +178,9 @@ def read_parts(parts: Sequence[Rows], chosen: Indices, numbers: Indices) -> Batc
     """
     import torch
 
+    if len(parts) == 1:
+        return parts[0].read(numbers)
     apart = any(part.apart for part in parts)
-    first = int(chosen[0])
-    if (chosen == first).all() and parts[first].apart == apart:
-        return parts[first].read(numbers)
     labels = torch.zeros(len(chosen), parts[0].seq_len, dtype=torch.int64)
     inputs = {name: torch.zeros_like(labels) for name in ["input", *[DOCUMENTS] * apart]}
     for index in np.unique(chosen).tolist():
