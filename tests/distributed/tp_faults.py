@@ -154,7 +154,7 @@ def reduced_in_front_of_norms() -> Iterator[None]:
 
 def own_embedding_gradient() -> AbstractContextManager[None]:
     """Each rank's lanes alone move the embedding."""
-    return replaced(lanes, "gather_partial", gather_replicated)
+    return replaced(ends, "gather_partial", gather_replicated)
 
 
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

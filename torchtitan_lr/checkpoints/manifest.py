@@ -81,7 +81,7 @@ class ManifestWriter(FileSystemWriter):
         step_dir: The checkpoint's folder.
         model: The model's fingerprint.
         finite: Whether the weights are finite, as far as the caller knows.
-        weights: Names of the tensors that each rank checks as well, for what it writes.
+        weights: Names of the tensors whose part each rank checks as well.
     """
 
     def __init__(
@@ -147,10 +147,7 @@ def find_damage(step_dir: str | Path, rank: int = 0, ranks: int = 1) -> str | No
     """Compare one rank's share of a checkpoint's files with its manifest.
 
     A checkpoint without a manifest is compared with DCP's table of contents, which detects missing
-    and truncated files.
-
-    Returns:
-        The damaged file and its damage, None if this share is whole.
+    and truncated files. Returned are the damaged file and its damage, None if this share is whole.
     """
     try:
         manifest = read_manifest(step_dir)
@@ -204,11 +201,7 @@ def damage_of(step_dir: str | Path) -> str | None:
 
 
 def newest_whole_before(step_dir: str | Path) -> str | None:
-    """Find the newest whole checkpoint before a damaged one; call it on every rank.
-
-    Returns:
-        The folder of the newest older step beside it that is whole, None if there is none.
-    """
+    """Return the folder of the newest whole step before a damaged one; call it on every rank."""
     folder, name = os.path.split(os.path.normpath(step_dir))
     number = name.removeprefix("step-")
     steps = complete_steps(folder or ".") if number.isdecimal() else []

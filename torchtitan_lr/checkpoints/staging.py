@@ -37,11 +37,7 @@ class BackgroundStager(AsyncStager):
         self._stream: torch.Stream | None = None
 
     def stage(self, state_dict: dict[str, Any], **_: Any) -> Future[dict[str, Any]]:
-        """Start a copy.
-
-        Returns:
-            The copy on the host, with the same structure; DTensors keep their placements.
-        """
+        """Start a copy to the host, with the same structure; DTensors keep their placements."""
         copies: Copies = []
         before, self._buffers = self._buffers, {}
         staged = self._planned(state_dict, (), before, copies)

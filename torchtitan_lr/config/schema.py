@@ -37,9 +37,9 @@ MODELS = ("llama_full", "llama_svd", "llama_cola", "llama_lax")
 AC_MODES = ["selective", "full", "memory_budget", "none", "low_rank"]
 """Values of ``activation_checkpoint.mode``."""
 
+# A vocabulary that followed the tensor-parallel degree alone would be another model, with other
+# losses, at every degree.
 _VOCABULARY_UNIT = 64
-"""A vocabulary that followed the tensor-parallel degree alone would be another model, with other
-losses, at every degree."""
 
 
 def vocabulary_rows(wanted: int, tp_degree: int, lanes: int) -> int:

@@ -36,36 +36,24 @@ CHECKED_BYTES = 256 << 20  # `Corpus.check` compares checksums of shards up to t
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One shard: its size, the checksum of its files, and their name without ``.bin`` and ``.idx``.
-
-    The checksum is empty in a folder without ``corpus.json``.
-    """
+    """One shard."""
 
     tokens: int
     documents: int
-    sha256: str
-    name: str
+    sha256: str  # of its files; empty in a folder without `corpus.json`
+    name: str  # of its files without .bin and .idx
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared folder.
-
-    Attributes:
-        folder: Its path.
-        train: Shards that are trained on.
-        held_out: Shards for validation.
-        kind: ``pairs`` for shards with a loss mask.
-        identity: Digest of the content; the same for equal tokens, wherever they are.
-        record: All of ``corpus.json``.
-    """
+    """A prepared folder."""
 
     folder: Path
     train: list[ShardInfo]
     held_out: list[ShardInfo]
-    kind: Kind
-    identity: str
-    record: dict[str, Any] = field(repr=False, compare=False)
+    kind: Kind  # pairs have a loss mask
+    identity: str  # digest of the content; the same for equal tokens, wherever they are
+    record: dict[str, Any] = field(repr=False, compare=False)  # all of `corpus.json`
 
     @staticmethod
     def open(folder: str | Path, key: str = KEY) -> Corpus:
@@ -150,13 +138,8 @@ def save_record(
 ) -> Corpus:
     """Write ``corpus.json``, the last file of a preparation: a folder that has it is whole.
 
-    Args:
-        folder: Has the shards.
-        kind: Whether they have loss masks.
-        tokenizer: Its hash (``sha256``), and what else is to be recorded of it.
-        counts: Documents and tokens of each shard, to train on and held out.
-        more: What else to record.
-        apply: As ``map``, for the checksums of the shards.
+    ``tokenizer`` has its hash (``sha256``). ``counts`` are documents and tokens of each shard, to
+    train on and held out. ``apply`` maps the checksum over them.
     """
     shards = []
     for part, pairs in zip(PARTS, counts, strict=True):

@@ -102,8 +102,7 @@ class _GatedLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, Tensor]:
         gate, up, weight = ctx.saved_tensors
         active = F.silu(gate) if ctx.silu else gate
-        product = active if up is None else active * up
-        dweight = gradient.flatten(0, -2).T @ product.flatten(0, -2)
+        dweight = gradient.flatten(0, -2).T @ (active if up is None else active * up).flatten(0, -2)
         dgate, dup = gradient @ weight, None
         if up is not None:
             dup = dgate * active
@@ -170,11 +169,14 @@ class _SharedLinear(torch.autograd.Function):
         # runs while the gradients of the weights are computed.
         whole, *weights = ctx.saved_tensors
         shared = ctx.shared
-        if shared.separate:
-            dx = _input_gradient(gradients, weights).view_as(whole)
-        else:
-            dx = summed_products(gradients[0], weights)
-        summed = start_sum(dx, shared.ranks, shared.dim)
+        # No name for the term itself: it would outlive the reduction.
+        summed = start_sum(
+            _input_gradient(gradients, weights).view_as(whole)
+            if shared.separate
+            else summed_products(gradients[0], weights),
+            shared.ranks,
+            shared.dim,
+        )
         dweights: list[Tensor] = []
         if not shared.separate:
             dw = gradients[0].flatten(0, 1).T @ whole.flatten(0, 1)

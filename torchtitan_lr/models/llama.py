@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.ends import EmbedEdge, HeadEdge, OutputProjection, TokenEmbedding
 from torchtitan_lr.models.initialization import init_parameters
-from torchtitan_lr.models.lanes import LaneEmbedEdge, edges_of
+from torchtitan_lr.models.lanes import edges_of
 from torchtitan_lr.models.linears import DownEdge, Gated, UpEdge
 from torchtitan_lr.models.rope import apply_rope, build_freqs_cis
 from torchtitan_lr.titan.base import ModelProtocol
@@ -288,7 +288,7 @@ class LlamaModel(ModelProtocol):
         # The low-rank families have lanes in their latents, and one stream.
         lanes = model_args.lanes if not model_args.low_rank else 1
         embedding = TokenEmbedding(vocab_size, dim)
-        embedding.embed = EmbedEdge() if lanes == 1 else LaneEmbedEdge(lanes=lanes)
+        embedding.embed = EmbedEdge(lanes=lanes)
         output = OutputProjection(dim, vocab_size, bias=False)
         output.head = HeadEdge(stream="replicated" if lanes == 1 else "lanes")
         self.tok_embeddings: nn.Module | None = embedding

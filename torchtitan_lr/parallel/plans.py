@@ -28,7 +28,6 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.ends import EmbedEdge, HeadEdge, Stream
 from torchtitan_lr.models.lanes import (
     LaneColumnEdge,
-    LaneEmbedEdge,
     LaneRowEdge,
     LatentDownEdge,
     LatentUpEdge,
@@ -76,7 +75,7 @@ def btp(args: LlamaArgs, settings: TPSettings) -> Splits:
     latents, is replicated: backward communicates only the r-wide gradient of the latents. Attention
     heads, SwiGLU and residual additions work on shards.
     """
-    sequence, scatter = settings.comm == "sequence", settings.head == "scatter"
+    sequence = settings.comm == "sequence"
     down = on_ranks(
         DownEdge,
         grouped=settings.grouping,
@@ -86,8 +85,9 @@ def btp(args: LlamaArgs, settings: TPSettings) -> Splits:
     )
     up = on_ranks(UpEdge, grouped=settings.grouping, sequence=sequence)
     blocks = low_rank_blocks(args, settings, down, up, on_ranks(MixEdge, sharded=sequence))
-    head = model_head(settings, "scatter" if scatter else "features")
-    return blocks | model_ends(on_ranks(EmbedEdge), head, Shard(0) if scatter else Replicate())
+    if settings.head == "scatter":
+        return blocks | model_ends(settings, on_ranks(EmbedEdge), "scatter", Shard(0))
+    return blocks | model_ends(settings, on_ranks(EmbedEdge), "features")
 
 
 def vanilla(args: LlamaArgs, settings: TPSettings) -> Splits:
@@ -110,7 +110,7 @@ def vanilla(args: LlamaArgs, settings: TPSettings) -> Splits:
         down_o=on_ranks(ColumnEdge, grouped=grouped, dim=heads),
         up_qkv=on_ranks(RowEdge, dim=heads),
     )
-    return blocks | model_ends(on_ranks(EmbedEdge, gather=True), model_head(settings))
+    return blocks | model_ends(settings, on_ranks(EmbedEdge, gather=True))
 
 
 def megatron(args: LlamaArgs, settings: TPSettings) -> Splits:
@@ -122,16 +122,16 @@ def megatron(args: LlamaArgs, settings: TPSettings) -> Splits:
     sequence = settings.comm == "sequence"
     dim = TOKENS if sequence else None
     blocks = dense_blocks(on_ranks(ColumnEdge, dim=dim), on_ranks(RowEdge, dim=dim))
-    head = model_head(settings, "tokens" if sequence else "replicated")
-    return blocks | model_ends(on_ranks(EmbedEdge, gather=True, sequence=sequence), head)
+    embed = on_ranks(EmbedEdge, gather=True, sequence=sequence)
+    return blocks | model_ends(settings, embed, "tokens" if sequence else "replicated")
 
 
 def caat(args: LlamaArgs, settings: TPSettings) -> Splits:
     """CAAT-Net: Megatron's placements, with a residual stream for every lane (`models.lanes`)."""
     row = on_ranks(LaneRowEdge, args=args, wide=settings.wide_sums)
-    embed = on_ranks(LaneEmbedEdge, lanes=args.lanes, wide=settings.wide_sums)
+    embed = on_ranks(EmbedEdge, lanes=args.lanes, wide=settings.wide_sums)
     blocks = dense_blocks(on_ranks(LaneColumnEdge), row)
-    return blocks | model_ends(embed, model_head(settings, "lanes"))
+    return blocks | model_ends(settings, embed, "lanes")
 
 
 def btp_caat(args: LlamaArgs, settings: TPSettings) -> Splits:
@@ -139,7 +139,7 @@ def btp_caat(args: LlamaArgs, settings: TPSettings) -> Splits:
     wide, grouped = settings.wide_sums, settings.grouping
     down = on_ranks(LatentDownEdge, args=args, wide=wide, grouped=grouped)
     blocks = low_rank_blocks(args, settings, down, on_ranks(LatentUpEdge))
-    return blocks | model_ends(on_ranks(EmbedEdge), model_head(settings, "features"))
+    return blocks | model_ends(settings, on_ranks(EmbedEdge), "features")
 
 
 @dataclass(frozen=True)
@@ -223,12 +223,6 @@ def on_ranks(edge: type[Edge], **options: Any) -> EdgeFactory:
     return lambda mesh: edge(Ranks.of(mesh), **options)
 
 
-def model_head(settings: TPSettings, stream: Stream = "replicated") -> EdgeFactory:
-    """Return a factory of the head's edge for a layout of the residual stream."""
-    parallel = settings.loss_parallel
-    return lambda mesh: HeadEdge(Ranks.of(mesh), stream=stream, loss_parallel=parallel, mesh=mesh)
-
-
 def low_rank_blocks(
     args: LlamaArgs,
     settings: TPSettings,
@@ -296,17 +290,20 @@ def _blocks(
 
 
 def model_ends(
+    settings: TPSettings,
     embed: EdgeFactory,
-    head: EdgeFactory,
+    stream: Stream = "replicated",
     norm: Placement = Replicate(),  # noqa: B008
 ) -> Splits:
     """Return both ends of the model: the embedding sharded along d, the head along V.
 
     Args:
+        settings: The settings.
         embed: The embedding's edge.
-        head: The head's edge, which applies the final norm.
+        stream: Layout of the residual stream in front of the head.
         norm: Placement of the final norm's weight.
     """
+    head = on_ranks(HeadEdge, stream=stream, loss_parallel=settings.loss_parallel)
     return {
         "tok_embeddings": ({"weight": Shard(1)}, {"embed": embed}),
         "norm": ({"weight": norm}, {}),

@@ -55,7 +55,3 @@ class TitanCheckpointHooks(CheckpointManager):
     wait_for_save = CheckpointManager._async_wait  # until an asynchronous save is on disk
     # All states, with the model's at the top level.
     flattened_states = CheckpointManager._flattened_model_states_sd
-
-    def as_if_without_folder(self) -> AbstractContextManager[Any]:
-        """Make ``load`` use ``initial_load_path``, which it does only if no folder exists."""
-        return patch.object(self, "folder", "")

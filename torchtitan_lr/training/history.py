@@ -73,10 +73,10 @@ def build_summary(
     if mean is not None and math.isfinite(mean):  # a skipped step has no loss
         loss = mean
 
-    def middle(key: str) -> float | None:
-        values = [record[key] for record in windows if record.get(key) is not None]
-        return median(values) if values else None
-
+    speeds, mfus = (
+        [record[key] for record in windows if record.get(key) is not None]
+        for key in ("throughput/tokens_per_s", "mfu(%)")
+    )
     ppl = math.inf if val_loss is None else perplexity(val_loss)
     return {
         "steps": steps,
@@ -84,8 +84,8 @@ def build_summary(
         "val_loss": val_loss,
         "val_ppl": ppl if math.isfinite(ppl) else None,  # JSON has no infinity
         "unigram_entropy": val[-1][UNIGRAM_ENTROPY] if val else None,
-        "tokens_per_s": middle("throughput/tokens_per_s"),
-        "mfu": middle("mfu(%)"),
+        "tokens_per_s": median(speeds) if speeds else None,
+        "mfu": median(mfus) if mfus else None,
         "peak_memory_gib": peak_memory_gib,
         "checkpoint": checkpoint,
         "curve": None,

@@ -69,13 +69,10 @@ class HistoryLogger(BaseLogger):
 
 
 class RunTensorBoard(TensorBoardLogger):
-    """torchtitan's TensorBoard, which a resumed run continues.
+    """torchtitan's TensorBoard, with the resolved configuration as text.
 
-    Args:
-        folder: The folder of all starts of this run, e.g. ``tb``; each new run gets a folder in it.
-        after: The step that was loaded; a run that starts after step 0 continues the newest
-            folder, and TensorBoard drops the later steps there.
-        config: The resolved configuration.
+    A run that starts ``after`` step 0 continues the newest folder in ``folder``, and TensorBoard
+    drops the later steps there. A new run gets a new one.
     """
 
     exit_status = 0
@@ -103,15 +100,9 @@ class RunTensorBoard(TensorBoardLogger):
 
 
 class RunWandb(WandBLogger):
-    """torchtitan's wandb, online or into files (``metrics.wandb_mode``), which a run continues.
+    """torchtitan's wandb, online or into files (``metrics.wandb_mode``).
 
-    Args:
-        dump_folder: ``job.dump_folder``; keeps the run's id.
-        after: The step that was loaded; a run that starts after step 0 continues its wandb run.
-        config: The resolved configuration.
-
-    Attributes:
-        exit_status: The run's.
+    A run that starts ``after`` step 0 continues its wandb run, whose id is in the dump folder.
     """
 
     exit_status = 0
@@ -302,12 +293,8 @@ class LowRankMetricsProcessor(MetricsProcessor):
     ) -> None:
         """Log one training step, from 1.
 
-        Args:
-            step: The step just finished.
-            global_avg_loss: Mean over all valid tokens of all ranks, nats per token.
-            global_max_loss: The largest mean of a rank.
-            grad_norm: Norm of the full gradient before clipping.
-            extra_metrics: Further scalars.
+        The losses are nats per token: the mean over all valid tokens of all ranks, and the largest
+        mean of a rank. The norm is the full gradient's before clipping.
         """
         seconds = time.perf_counter() - self.time_last_log
         steps = step - self._last_logged_step

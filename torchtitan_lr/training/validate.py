@@ -45,7 +45,7 @@ def sum_losses(
     Args:
         batches: ``({"input": (b, s)}, labels (b, s))``; ignored labels do not count.
         batch_loss: Returns the summed loss of one batch, a scalar.
-        device: Where the sums are.
+        device: Of the sums.
 
     Returns:
         The sum in nats and the number of tokens, fp64 scalars.
@@ -99,8 +99,8 @@ def batch_loss(
         model: The model; with a pipeline a part of it, which is not called.
         loss_fn: Returns the sum over tokens.
         pipeline: Runs the batch if the model is split into stages.
-        inputs: Tokens (b, s) and the model's further arguments, on any device.
-        labels: (b, s), likewise.
+        inputs: Tokens (b, s) and the model's further arguments, on any device as the labels.
+        labels: (b, s).
     """
     tokens, labels, arguments = moved((inputs, labels), device_type())
     arguments |= loss_arguments(model, labels)
