@@ -42,7 +42,7 @@ def gathered(args, settings):
     down, up = plans.on_ranks(GatheredDownEdge), plans.on_ranks(GatheredUpEdge)
     blocks = plans.low_rank_blocks(args, settings, down, up, plans.on_ranks(MixEdge))
     embed = plans.on_ranks(EmbedEdge, gather=True)
-    return blocks | plans.model_ends(embed, plans.model_head(settings))
+    return blocks | plans.model_ends(settings, embed)
 
 
 def gathered_traffic(shape, settings, n, ranks):

@@ -25,6 +25,12 @@ class ConfigError(ValueError):
         return type(self), (self.key, self.got, self.want)
 
 
+def require(ok: object, key: str, got: object, want: str) -> None:
+    """Raise a ConfigError unless ``ok``."""
+    if not ok:
+        raise ConfigError(key, got, want)
+
+
 class DataError(ConfigError):
     """Unreadable training text; ``got`` is the file, with the line number for line formats."""
 

@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -45,7 +46,7 @@ from torchtitan_lr.inference.sampling import Sampling
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.generation import ShardedChoice, generation_settings
+from torchtitan_lr.parallel.generation import generation_settings, sharded_choice
 from torchtitan_lr.parallel.plans import PLANS as PLAN_TABLE
 from torchtitan_lr.parallel.plans import TPSettings, apply_tensor_parallel
 from torchtitan_lr.titan.device import keep_freed_memory
@@ -217,7 +218,11 @@ def _build(name: str, options: argparse.Namespace, ranks: int) -> Built:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
         settings = generation_settings(SimpleNamespace(tp_plan=plan), args, ranks, kind)
         apply_tensor_parallel(model, mesh, settings)
-        extra = {"choice": ShardedChoice(Ranks.of(mesh)), "settings": settings, "mesh": mesh}
+        extra = {
+            "choice": partial(sharded_choice, Ranks.of(mesh)),
+            "settings": settings,
+            "mesh": mesh,
+        }
     model.to_empty(device=options.device)
     model.init_weights()
     if options.compile:

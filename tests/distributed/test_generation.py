@@ -5,6 +5,7 @@ import json
 import shutil
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from torchtitan_lr.inference.decode import Decoder
 from torchtitan_lr.inference.sampling import Sampling
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.generation import ShardedChoice, generation_settings
+from torchtitan_lr.parallel.generation import generation_settings, sharded_choice
 from torchtitan_lr.parallel.plans import apply_tensor_parallel
 
 GREEDY, TOP, NUCLEUS = Sampling(0), Sampling(1.0, top_k=7, top_p=0.9), Sampling(1.3, top_p=0.8)
@@ -110,7 +111,7 @@ def on_rank(cases: list[Spoken], fault: str = "") -> list[tuple[list[list[int]],
         caches: list[Any] = []
         begin = patch.object(LlamaModel, "forward", _noting(caches))
         with mistake, begin:
-            rows = decode(model, case, seeds, choice=ShardedChoice(Ranks.of(mesh)))
+            rows = decode(model, case, seeds, choice=partial(sharded_choice, Ranks.of(mesh)))
         found.append((rows, caches[0].bytes))
     return found
 
@@ -173,7 +174,7 @@ def bytes_on_rank(cases: list[Spoken]) -> list[list[tuple[int, int]]]:
         settings = generation_settings(section, model.model_args, case.degree, case.cache)
         apply_tensor_parallel(model, mesh, settings)
         prompts = [[1, 2, 3, 4], [5, 6, 7]]
-        choice = ShardedChoice(Ranks.of(mesh))
+        choice = partial(sharded_choice, Ranks.of(mesh))
         decoder = Decoder(model, prompts, [3, 3], case.sampling, (0, 1), choice=choice)
         ledger, passes = CommLedger([model], {"tp": mesh.get_group()}), []
         for new in (4, 1):

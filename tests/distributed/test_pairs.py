@@ -60,7 +60,7 @@ def train_on(corpus: str, arguments: list[str], average: bool = False) -> dict[s
     path = f"--training.dataset_path={corpus}"
     with (
         patch.object(dataloader, "read_parts", without_some_labels),
-        patch("torchtitan_lr.training.trainer.StepReader", Reader),
+        patch("torchtitan_lr.training.guard.StepReader", Reader),
     ):
         return train([*OPTIONS, path, *arguments], everywhere=True) | {"seen": seen}
 

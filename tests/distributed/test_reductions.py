@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.reference.rms_norm import half_units
@@ -22,7 +22,7 @@ from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel, synchronize_gradients
 from torchtitan_lr.titan.base import ParallelDims
 from torchtitan_lr.titan.device import bind_device
-from torchtitan_lr.training.gradients import gradient_norm, square_share
+from torchtitan_lr.training.gradients import StoredGradients, gradient_norm
 
 MICROBATCHES = 3
 UNITS = 6
@@ -142,9 +142,9 @@ def stage_norms() -> dict[str, float]:
     for parameter, value in zip(stage, (1.0, 2.0), strict=True):
         parameter.grad = torch.full_like(parameter, value * (rank + 1))
     pipeline = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
-    found["stages"] = summed(stage, pipeline.size())
+    found["stages"] = summed(stage, pipeline)
     found["alone"] = gradient_norm(p.grad for p in stage if p.grad is not None).item()
-    found["copies"] = summed(stage, 1)
+    found["copies"] = summed(stage)
 
     meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
     linear = nn.Linear(6, 5, bias=False)
@@ -152,14 +152,13 @@ def stage_norms() -> dict[str, float]:
     fully_shard(linear, mesh=meshes["fsdp"])
     weight = linear.weight * (1 + meshes["pp"].get_local_rank())
     linear.weight.grad = weight.detach()
-    found["sharded stages"] = summed(linear, 2)
+    found["sharded stages"] = summed(linear, meshes["pp"])
     return found
 
 
-def summed(module: nn.Module, stages: int) -> float:
+def summed(module: nn.Module, pipeline: DeviceMesh | None = None) -> float:
     """The root of all ranks' shares."""
-    gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    total = square_share(gradients, stages)
+    total = StoredGradients([module], pipeline).reduce_and_square_norm()
     dist.all_reduce(total)
     return total.sqrt().item()
 

@@ -20,7 +20,6 @@ from torchtitan_lr.collectives import (
 from torchtitan_lr.models import ends, lanes, linears, norms
 from torchtitan_lr.models.lanes import lane_sum, spread
 from torchtitan_lr.models.norms import Reduction
-from torchtitan_lr.parallel import vanilla
 
 
 @contextmanager
@@ -155,7 +154,7 @@ def reduced_in_front_of_norms() -> Iterator[None]:
 
 def own_embedding_gradient() -> AbstractContextManager[None]:
     """Each rank's lanes alone move the embedding."""
-    return replaced(lanes, "gather_partial", gather_replicated)
+    return replaced(ends, "gather_partial", gather_replicated)
 
 
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -175,5 +174,5 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "reduced_in_front_of_norms": reduced_in_front_of_norms,
     "unsummed_norm_gradient": lambda: unsummed_copy(norms),
     "own_embedding_gradient": own_embedding_gradient,
-    "slice_the_sum": lambda: replaced(vanilla, "scatter_sum", slice_the_sum),
+    "slice_the_sum": lambda: replaced(linears, "scatter_sum", slice_the_sum),
 }

@@ -10,9 +10,8 @@ from torch import Tensor
 from tests.gpu.trainers import IGNORED, micro_batches, trainer_on
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.training import trainer as trainer_module
+from torchtitan_lr.training import guard
 from torchtitan_lr.training.gradients import gradient_norm
-from torchtitan_lr.training.guard import Verdict
 from torchtitan_lr.training.trainer import Batch, Trainer
 
 MAX_NORM = 0.1
@@ -51,12 +50,12 @@ def by_trainer(
 ) -> dict[str, Tensor]:
     found = {}
 
-    class Remembered(Verdict):
+    class Remembered(guard.Verdict):
         def __init__(self, loss: Tensor, share: Tensor, stop: bool) -> None:
             super().__init__(loss, share, stop)
             found.update(loss=loss.cpu(), norm=self.norm.cpu())
 
-    monkeypatch.setattr(trainer_module, "Verdict", Remembered)
+    monkeypatch.setattr(guard, "Verdict", Remembered)
     trainer.step = 2  # the first is logged
     trainer.train_step(iter(batches))
     (model,) = trainer.model_parts

@@ -125,7 +125,8 @@ def _check_step(trainer: Trainer, device: torch.device, monkeypatch: pytest.Monk
 
     gradients = ("accumulate", "reduce_and_square_norm", "clip")
     owners = ((trainer, ("forward_backward_step",)), (trainer._gradients, gradients))
-    for owner, names in (*owners, (trainer_module, ("Verdict", "step_unless"))):
+    modules = ((guard, ("Verdict",)), (trainer_module, ("step_unless",)))
+    for owner, names in (*owners, *modules):
         for name in names:
             monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
     trainer.step = 3

@@ -65,11 +65,7 @@ def step_folder(folder: str | Path, step: int) -> str:
 
 
 def rename_away(folder: str, prefix: str) -> str | None:
-    """Rename a checkpoint's folder atomically, so that no resume finds it.
-
-    Args:
-        folder: ``.../step-4``.
-        prefix: One of `DISCARDED` and `ASIDE`.
+    """Rename a checkpoint's folder atomically with `DISCARDED` or `ASIDE`: no resume finds it.
 
     Returns:
         The new path; None if there is no such folder.

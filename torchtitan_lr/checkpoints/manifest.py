@@ -68,9 +68,9 @@ def read_manifest(step_dir: str | Path) -> Manifest | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise DamagedError(MANIFEST, f"cannot be read ({describe(error)})") from error
+        raise DamagedError(f"{MANIFEST} cannot be read ({describe(error)})") from error
     except (ValueError, TypeError, AttributeError) as error:
-        raise DamagedError(MANIFEST, f"is damaged ({describe(error)})") from error
+        raise DamagedError(f"{MANIFEST} is damaged ({describe(error)})") from error
     return manifest
 
 
@@ -81,7 +81,7 @@ class ManifestWriter(FileSystemWriter):
         step_dir: The checkpoint's folder.
         model: The model's fingerprint.
         finite: Whether the weights are finite, as far as the caller knows.
-        weights: Names of the tensors that each rank checks as well, for what it writes.
+        weights: Names of the tensors whose part each rank checks as well.
     """
 
     def __init__(
@@ -122,11 +122,9 @@ class ManifestWriter(FileSystemWriter):
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Return whether every tensor has a finite norm in fp32.
 
-    Weights whose squares overflow count as non-finite, because every norm over them is infinite.
-
-    Args:
-        tensors: This rank's parts of the weights, on one device.
+    The tensors are this rank's parts, on one device.
     """
+    # Weights whose squares overflow count as non-finite: every norm over them is infinite.
     norms = [torch.linalg.vector_norm(tensor.float()) for tensor in tensors]
     return not norms or bool(torch.stack(norms).isfinite().all().item())
 
@@ -149,10 +147,7 @@ def find_damage(step_dir: str | Path, rank: int = 0, ranks: int = 1) -> str | No
     """Compare one rank's share of a checkpoint's files with its manifest.
 
     A checkpoint without a manifest is compared with DCP's table of contents, which detects missing
-    and truncated files.
-
-    Returns:
-        The damaged file and its damage, None if this share is whole.
+    and truncated files. Returned are the damaged file and its damage, None if this share is whole.
     """
     try:
         manifest = read_manifest(step_dir)
@@ -168,13 +163,13 @@ def find_damage(step_dir: str | Path, rank: int = 0, ranks: int = 1) -> str | No
                 found = path.stat().st_size
                 # The table of contents does not know what follows a file's last tensor.
                 if found < size or (found > size and checksum):
-                    raise DamagedError(path.name, f"has {found} bytes instead of {size}")
+                    raise DamagedError(f"{path.name} has {found} bytes instead of {size}")
                 if checksum and _sum_of(path) != [size, *checksum]:
-                    raise DamagedError(path.name, "has another checksum than when it was saved")
+                    raise DamagedError(f"{path.name} has another checksum than when it was saved")
             except FileNotFoundError as error:
-                raise DamagedError(path.name, "is missing") from error
+                raise DamagedError(f"{path.name} is missing") from error
             except OSError as error:
-                raise DamagedError(path.name, f"cannot be read ({describe(error)})") from error
+                raise DamagedError(f"{path.name} cannot be read ({describe(error)})") from error
         if rank == 0 and METADATA in files:
             read_metadata(step_dir)
     except DamagedError as error:
@@ -185,14 +180,10 @@ def find_damage(step_dir: str | Path, rank: int = 0, ranks: int = 1) -> str | No
 def share_of(names: list[str], rank: int, ranks: int) -> list[str]:
     """Return the files that a rank verifies; every file is in the share of one rank.
 
-    A rank verifies what the rank of its number wrote. With another number of ranks, consecutive
-    writers have the same verifier, as FSDP's shards have the same reader.
-
-    Args:
-        names: Names of the files, largest first.
-        rank: The verifying rank.
-        ranks: Number of verifying ranks.
+    The names are those of all files, largest first.
     """
+    # A rank verifies what the rank of its number wrote. With another number of ranks, consecutive
+    # writers have the same verifier, as FSDP's shards have the same reader.
     writers = {name: int(found[1]) for name in names if (found := _PART.fullmatch(name))}
     places = {writer: place for place, writer in enumerate(sorted(set(writers.values())))}
     mine = [name for name, w in writers.items() if places[w] * ranks // len(places) == rank]
@@ -210,11 +201,7 @@ def damage_of(step_dir: str | Path) -> str | None:
 
 
 def newest_whole_before(step_dir: str | Path) -> str | None:
-    """Find the newest whole checkpoint before a damaged one; call it on every rank.
-
-    Returns:
-        The folder of the newest older step beside it that is whole, None if there is none.
-    """
+    """Return the folder of the newest whole step before a damaged one; call it on every rank."""
     folder, name = os.path.split(os.path.normpath(step_dir))
     number = name.removeprefix("step-")
     steps = complete_steps(folder or ".") if number.isdecimal() else []
@@ -226,7 +213,8 @@ def newest_whole_before(step_dir: str | Path) -> str | None:
 
 
 def from_first_rank(value: Any) -> Any:
-    """Broadcast the first rank's value, since hosts may see different states of a folder."""
+    """Broadcast the first rank's value."""
+    # Hosts may see different states of a folder.
     box = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(box)

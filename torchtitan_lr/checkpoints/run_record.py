@@ -61,13 +61,9 @@ def global_batch_size(config: Any, ranks: int) -> int:
 def changed(record: dict[str, Any], config: Any, ranks: int = 1) -> dict[str, list[Any]]:
     """Return the keys that change what a resumed run computes.
 
-    Args:
-        record: Result of `read_record`; keys that only one of the two has are left out.
-        config: The configuration that would continue the run.
-        ranks: Of that run.
-
     Returns:
-        ``[recorded value, value now]`` by dotted key.
+        ``[recorded value, value now]`` by dotted key; keys that only one of the two has are left
+        out.
     """
     now = json.loads(json.dumps(config.to_dict()))  # tuples become lists, as in the record
     pairs: dict[str, list[Any]] = {

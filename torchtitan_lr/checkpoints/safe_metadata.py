@@ -25,26 +25,14 @@ from torchtitan_lr.compat.checkpointing import METADATA_CLASSES, set_element
 
 
 class DamagedError(Exception):
-    """A file of a checkpoint is not what was saved.
-
-    Args:
-        file: Its name within the checkpoint's folder.
-        why: What is wrong with it, as the end of a sentence that begins with its name.
-    """
-
-    def __str__(self) -> str:
-        return " ".join(self.args)
+    """A file of a checkpoint is not what was saved; the message names it within its folder."""
 
 
 class _Unpickler(pickle.Unpickler):
     """Knows DCP's classes, torch's dtypes and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Find one of the known classes.
-
-        Raises:
-            DamagedError: The pickle names anything else.
-        """
+        """Find one of the known classes, or raise a DamagedError."""
         if (module, name) in METADATA_CLASSES:
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):
@@ -52,17 +40,14 @@ class _Unpickler(pickle.Unpickler):
         value = getattr(torch, name, None) if module == "torch" else None
         if isinstance(value, torch.dtype | torch.layout):
             return value
-        raise DamagedError(METADATA, f"names {module}.{name}, which no checkpoint needs")
+        raise DamagedError(f"{METADATA} names {module}.{name}, which no checkpoint needs")
 
 
 def _enum_member(enum: Any, name: str) -> Any:
-    """Return a member of an enumeration: Python 3.11.0 to 3.11.3 pickle it as a getattr.
-
-    Raises:
-        DamagedError: The pickle wants an attribute of something else.
-    """
+    """Return a member of an enumeration; raise a DamagedError for an attribute of anything else."""
+    # Python 3.11.0 to 3.11.3 pickle a member as a getattr.
     if not (isinstance(enum, type) and issubclass(enum, Enum) and name in enum.__members__):
-        raise DamagedError(METADATA, "names builtins.getattr, which no checkpoint needs")
+        raise DamagedError(f"{METADATA} names builtins.getattr, which no checkpoint needs")
     return enum[name]
 
 
@@ -76,18 +61,18 @@ def read_metadata(step_dir: str | Path) -> Metadata:
         with open(Path(step_dir) / METADATA, "rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata) or not metadata.storage_data:
-            raise DamagedError(METADATA, "is no table of contents")
+            raise DamagedError(f"{METADATA} is no table of contents")
         names = {info.relative_path for info in metadata.storage_data.values()}
     except DamagedError:
         raise
     except FileNotFoundError as error:
-        raise DamagedError(METADATA, "is missing") from error
+        raise DamagedError(f"{METADATA} is missing") from error
     # A damaged pickle fails with whatever its reader stumbles over.
     except Exception as error:
-        raise DamagedError(METADATA, f"cannot be read ({describe(error)})") from error
+        raise DamagedError(f"{METADATA} cannot be read ({describe(error)})") from error
     for name in names:
         if not isinstance(name, str) or PurePath(name).name != name:
-            raise DamagedError(METADATA, f"names a file outside its folder: {name!r}")
+            raise DamagedError(f"{METADATA} names a file outside its folder: {name!r}")
     return metadata
 
 
@@ -103,7 +88,7 @@ def load(
         state_dict: What to load; values are replaced or filled.
         step_dir: The checkpoint's folder.
         no_dist: Whether this process reads alone, without any collective.
-        metadata: The folder's table of contents, where it has been read already.
+        metadata: Its table of contents, where it has been read already.
 
     Raises:
         CheckpointException: It cannot be read, or does not hold these states.

@@ -1,12 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The copy of a background save, made beside the next step's forward and backward pass.
+"""The copy of a background save, made beside the next step's forward and backward pass."""
 
-torch has a stager with a thread of its own, `DefaultStager`. Its copy of a storage holds the
-interpreter's lock, so that it stops the training thread all the same (measured: no other Python
-code runs while a storage is copied). It does not wait for the device to finish the step that is
-saved. And its thread reads plain values, such as a data position, when they may have changed.
-"""
-
+# torch has a stager with a thread of its own, `DefaultStager`. Its copy of a storage holds the
+# interpreter's lock, so that it stops the training thread all the same (measured: no other Python
+# code runs while a storage is copied). It does not wait for the device to finish the step that is
+# saved. And its thread reads plain values, such as a data position, when they may have changed.
 import copy
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -39,11 +37,7 @@ class BackgroundStager(AsyncStager):
         self._stream: torch.Stream | None = None
 
     def stage(self, state_dict: dict[str, Any], **_: Any) -> Future[dict[str, Any]]:
-        """Start a copy.
-
-        Returns:
-            The copy on the host, with the same structure; DTensors keep their placements.
-        """
+        """Start a copy to the host, with the same structure; DTensors keep their placements."""
         copies: Copies = []
         before, self._buffers = self._buffers, {}
         staged = self._planned(state_dict, (), before, copies)

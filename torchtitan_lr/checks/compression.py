@@ -8,7 +8,7 @@ from torchtitan_lr.compression.settings import (
     compression_settings,
     is_compressed,
 )
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import llama_args, model_shapes
 
 
@@ -18,9 +18,9 @@ def check_grad_compression(config: Any, world_size: int, device_type: str) -> No
     Call this after the checks of the model and of the parallel degrees.
     """
     section = config.grad_compression
-    if (section.layers == "patterns") != bool(section.patterns):
-        want = "shell patterns such as ['layers.*.feed_forward.*'] with layers = 'patterns' only"
-        raise ConfigError("grad_compression.patterns", section.patterns, want)
+    fits = (section.layers == "patterns") == bool(section.patterns)
+    want = "shell patterns such as ['layers.*.feed_forward.*'] with layers = 'patterns' only"
+    require(fits, "grad_compression.patterns", section.patterns, want)
     if section.codec == "none":
         return
     parallelism = config.parallelism
@@ -33,8 +33,7 @@ def check_grad_compression(config: Any, world_size: int, device_type: str) -> No
         want = "'none' unless FSDP shards: parallelism.data_parallel_shard_degree is 1 here"
     elif config.optimizer.name not in ("AdamW", "Adam"):
         want = f"'none' with optimizer.name = {config.optimizer.name!r}, which reduces by itself"
-    if want:
-        raise ConfigError("grad_compression.codec", section.codec, want)
+    require(not want, "grad_compression.codec", section.codec, want)
     ranks = replicate if replicate > 1 else max(1, shard)
     settings = compression_settings(config, ranks)
     args = llama_args(config)
@@ -53,6 +52,7 @@ def check_grad_compression(config: Any, world_size: int, device_type: str) -> No
         from torchtitan_lr.estimate.run import read_run
         from torchtitan_lr.estimate.traffic import exchanged_units
 
-        if not any(unit.compressed for _, unit in exchanged_units(read_run(config, world_size))):
-            small = "every unit of this selection is too small for a sketch to peel"
-            raise ConfigError("grad_compression.codec", "sketch", f"'sparse' or 'none': {small}")
+        units = exchanged_units(read_run(config, world_size))
+        want = "'sparse' or 'none': every unit of this selection is too small for a sketch to peel"
+        fits = any(unit.compressed for _, unit in units)
+        require(fits, "grad_compression.codec", "sketch", want)

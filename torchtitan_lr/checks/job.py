@@ -45,16 +45,13 @@ _OF_FILES = {
 def check_job_config(
     config: Any, world_size: int, device_type: str, on_paper: bool = False
 ) -> None:
-    """Raise for a configuration that cannot run.
+    """Raise a ConfigError for the first key with which a configuration cannot run.
 
     Args:
         config: The result of :func:`build_job_config`.
         world_size: Number of ranks of the whole run.
         device_type: ``cpu``, ``cuda`` or ``xpu``: the device of the ranks.
         on_paper: Whether to skip the checks of files on this machine, for an estimate.
-
-    Raises:
-        ConfigError: With the first invalid key.
     """
     if not on_paper:
         check_record(config, world_size)  # first, since it takes no time

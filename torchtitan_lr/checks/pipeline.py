@@ -1,9 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Checks of pipelines: schedule, split of the model, micro-batches."""
 
+import operator
 from typing import Any
 
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import configured_args
 from torchtitan_lr.parallel.stage_split import (
     SCHEDULES,
@@ -18,9 +19,8 @@ def check_pipeline(config: Any, world_size: int, device_type: str) -> None:
     if section.pipeline_parallel_degree == 1:
         return
     schedule = section.pipeline_parallel_schedule
-    if schedule not in SCHEDULES:
-        want = f"one of {', '.join(SCHEDULES)}"
-        raise ConfigError("parallelism.pipeline_parallel_schedule", schedule, want)
+    want = f"one of {', '.join(SCHEDULES)}"
+    require(schedule in SCHEDULES, "parallelism.pipeline_parallel_schedule", schedule, want)
     recomputation = config.activation_checkpoint
     compiled = config.compile.enable and "model" in config.compile.components
     always = section.fsdp_reshard_after_forward == "always"
@@ -44,9 +44,8 @@ def check_pipeline(config: Any, world_size: int, device_type: str) -> None:
             want = f"a number of blocks, as text, {of}: torch repeats once only"
             refused.append(("activation_checkpoint.selective_ac_option", want))
     for key, want in refused:
-        name, _, option = key.partition(".")
-        if value := getattr(getattr(config, name), option):
-            raise ConfigError(key, value, want)
+        value = operator.attrgetter(key)(config)
+        require(not value, key, value, want)
     stages, batch = len(_check_stages(config)), config.training.local_batch_size
     key = "parallelism.pipeline_parallel_microbatch_size"
     size = section.pipeline_parallel_microbatch_size
@@ -59,8 +58,7 @@ def check_pipeline(config: Any, world_size: int, device_type: str) -> None:
         want = f"one that makes at least {stages} micro-batches, one a stage, of {batch} sequences"
     elif schedule == "Interleaved1F1B" and microbatches % rounds:
         want = f"one that makes a multiple of {rounds} micro-batches of {batch} sequences"
-    if want:
-        raise ConfigError(key, size, want)
+    require(not want, key, size, want)
 
 
 def _check_stages(config: Any) -> list[list[str]]:
@@ -91,10 +89,10 @@ def _check_stages(config: Any) -> list[list[str]]:
     ordered = flat == ["tok_embeddings", *blocks, "norm", "output"]
     filled = all(name in blocks for stage in stages[1:-1] for name in stage[:1])
     ends = stages[-1][-2:] == ["norm", "output"] and all(stages)
-    if len(stages) != wanted or not (ordered and filled and ends):
-        want = (
-            f"{wanted} stages which list tok_embeddings, layers.0 to layers.{args.n_layers - 1}, "
-            "norm and output once each and in this order, norm beside output"
-        )
-        raise ConfigError("parallelism.module_fqns_per_model_part", stages, want)
+    want = (
+        f"{wanted} stages which list tok_embeddings, layers.0 to layers.{args.n_layers - 1}, "
+        "norm and output once each and in this order, norm beside output"
+    )
+    fits = len(stages) == wanted and ordered and filled and ends
+    require(fits, "parallelism.module_fqns_per_model_part", stages, want)
     return stages

@@ -25,8 +25,8 @@ from torchtitan_lr.training.fingerprint import (
     tokenizer_digest,
 )
 
+# Keys with which no run is resumed; 0, -1 and an empty text stand for another key's value.
 _NEVER_RESUMED = ("model.name", "low_rank.rank", "training.dataset")
-"""Keys with which no run is resumed; 0, -1 and an empty text stand for another key's value."""
 
 
 def resumed(config: Any) -> tuple[int, str]:

@@ -2,12 +2,13 @@
 """Checks of degrees, plans and features against the ranks, the model and the device."""
 
 import math
+import operator
 import os
 import shutil
 from typing import Any
 
 from torchtitan_lr.config.schema import TSR
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import llama_args, model_shapes
 
 
@@ -26,15 +27,12 @@ def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
         rest //= degree
         others.append(f"{name}_degree ({degree})")
     shard = sections.data_parallel_shard_degree
-    if shard not in (-1, rest):
-        want = (
-            f"-1 or {rest}, so that {', '.join(reversed(others))} and it multiply to the "
-            f"{world_size} ranks"
-        )
-        raise ConfigError("parallelism.data_parallel_shard_degree", shard, want)
-    if config.training.enable_cpu_offload and rest < 2 and device_type != "cpu":
-        want = "false unless FSDP shards: parallelism.data_parallel_shard_degree is 1 here"
-        raise ConfigError("training.enable_cpu_offload", True, want)
+    known = f"{', '.join(reversed(others))} and it multiply to the {world_size} ranks"
+    want = f"-1 or {rest}, so that {known}"
+    require(shard in (-1, rest), "parallelism.data_parallel_shard_degree", shard, want)
+    fits = not config.training.enable_cpu_offload or rest > 1 or device_type == "cpu"
+    want = "false unless FSDP shards: parallelism.data_parallel_shard_degree is 1 here"
+    require(fits, "training.enable_cpu_offload", True, want)
 
 
 def check_tensor_parallel(config: Any, world_size: int, device_type: str) -> None:
@@ -53,21 +51,20 @@ def check_compile(config: Any, world_size: int, device_type: str) -> None:
     mode, section = config.activation_checkpoint.mode, config.compile
     check_mode(config)
     for component in section.components:
-        if component not in ("model", "loss"):
-            raise ConfigError("compile.components", component, "'model' and/or 'loss'")
+        known = component in ("model", "loss")
+        require(known, "compile.components", component, "'model' and/or 'loss'")
     if not section.enable:
         return
     import torch
 
     backends = torch.compiler.list_backends(exclude_tags=())
-    if section.backend not in backends:
-        raise ConfigError("compile.backend", section.backend, f"one of {', '.join(backends)}")
+    want = f"one of {', '.join(backends)}"
+    require(section.backend in backends, "compile.backend", section.backend, want)
     if device_type != "cpu":
         return
     compiler = os.environ.get("CXX", "g++").split()[0]
-    if section.backend == "inductor" and shutil.which(compiler) is None:
-        want = f"false on a CPU without the C++ compiler {compiler} (CXX names another)"
-        raise ConfigError("compile.enable", True, want)
+    want = f"false on a CPU without the C++ compiler {compiler} (CXX names another)"
+    require(section.backend != "inductor" or shutil.which(compiler), "compile.enable", True, want)
     # torch 2.13 cannot compile tensor-parallel blocks on a CPU if they recompute attention.
     tensor_parallel = config.parallelism.tensor_parallel_degree > 1
     if tensor_parallel and compiles_model(config) and mode not in COMPILES_ON_CPU:
@@ -86,17 +83,16 @@ def check_cpu(config: Any, world_size: int, device_type: str) -> None:
         ("checkpoint.async_mode", "async_with_pinned_mem", "'disabled' or 'async'"),
         ("training.enable_cpu_offload", True, "false"),
     ):
-        section, _, name = key.partition(".")
-        if getattr(getattr(config, section), name) == refused:
-            raise ConfigError(key, refused, f"{want} on a CPU")
+        found = operator.attrgetter(key)(config)
+        require(found != refused, key, refused, f"{want} on a CPU")
 
 
 def check_tsr(config: Any, world_size: int, device_type: str) -> None:
     """Check TSR-Adam's ranks against the model's shapes."""
     if config.optimizer.name != TSR:
         return
-    if config.training.enable_cpu_offload:
-        raise ConfigError("training.enable_cpu_offload", True, "false with TSRAdam")
+    offload = config.training.enable_cpu_offload
+    require(not offload, "training.enable_cpu_offload", True, "false with TSRAdam")
 
     from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
 

@@ -6,20 +6,16 @@ Every check takes the configuration, the number of ranks of the whole run and th
 """
 
 import math
+import operator
 import os
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.checkpoints import layout
 from torchtitan_lr.config.paths import user_path
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import configured_args
 from torchtitan_lr.training.history import HISTORY_FILE
-
-
-def _require(ok: bool, key: str, got: object, want: str) -> None:
-    if not ok:
-        raise ConfigError(key, got, want)
 
 
 def check_training(config: Any, world_size: int, device_type: str) -> None:
@@ -41,16 +37,16 @@ def check_training(config: Any, world_size: int, device_type: str) -> None:
     # torchtitan shortens the warm-up with a warning.
     total = config.lr_scheduler.total_steps
     want = f"at least training.steps ({training.steps}): the schedule ends there"
-    _require(total is None or total >= training.steps, "lr_scheduler.total_steps", total, want)
+    require(total is None or total >= training.steps, "lr_scheduler.total_steps", total, want)
     validation = config.validation
     want = f"at most training.seq_len ({training.seq_len}): there are no rotary positions beyond it"
     fits = not validation.enable or validation.seq_len <= training.seq_len
-    _require(fits, "validation.seq_len", validation.seq_len, want)
+    require(fits, "validation.seq_len", validation.seq_len, want)
     profiling = config.profiling
     least = profiling.profiler_active + profiling.profiler_warmup
     fits = not profiling.enable_profiling or profiling.profile_freq >= max(1, least)
     want = f"at least profiler_active + profiler_warmup ({least})"
-    _require(fits, "profiling.profile_freq", profiling.profile_freq, want)
+    require(fits, "profiling.profile_freq", profiling.profile_freq, want)
 
 
 def check_dump_folder(config: Any, world_size: int, device_type: str) -> None:
@@ -66,8 +62,7 @@ def check_dump_folder(config: Any, world_size: int, device_type: str) -> None:
         "comm.save_traces_folder": config.comm.trace_buf_size > 0,
     }
     for key in (key for key, used in written.items() if used):
-        section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name)
+        value = operator.attrgetter(key)(config)
         _check_folder(folder / user_path(value, key), key, value)
     for name in (HISTORY_FILE, config.job.save_config_file or layout.RUN_CONFIG):
         path = folder / name
@@ -82,7 +77,7 @@ def _check_folder(folder: Path, key: str, value: str) -> None:
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     lets = "lets you make" if nearest.is_dir() else "does not block: it is a file"
     fits = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
-    _require(fits, key, value, f"a folder that {nearest} {lets}")
+    require(fits, key, value, f"a folder that {nearest} {lets}")
 
 
 def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
@@ -90,15 +85,15 @@ def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
     checkpoint = config.checkpoint
     fits = not checkpoint.last_save_in_hf or checkpoint.last_save_model_only
     want = "false, or checkpoint.last_save_model_only = true: safetensors hold only tensors"
-    _require(fits, "checkpoint.last_save_in_hf", True, want)
+    require(fits, "checkpoint.last_save_in_hf", True, want)
     parts = ("model", *(name for name in layout.TRAINING_STATES if name != layout.LANES))
     for name in checkpoint.exclude_from_loading:
         want = "some of " + ", ".join(parts)
-        _require(name in parts, "checkpoint.exclude_from_loading", name, want)
+        require(name in parts, "checkpoint.exclude_from_loading", name, want)
     if checkpoint.create_seed_checkpoint:
         key = "checkpoint.create_seed_checkpoint"
-        _require(checkpoint.enable, key, True, "checkpoint.enable = true with it")
-        _require(world_size == 1, key, True, f"one rank (NGPU=1), not {world_size}")
+        require(checkpoint.enable, key, True, "checkpoint.enable = true with it")
+        require(world_size == 1, key, True, f"one rank (NGPU=1), not {world_size}")
     if not checkpoint.enable:
         return
     folder = Path(config.job.dump_folder) / checkpoint.folder
@@ -116,7 +111,7 @@ def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
                 break
         raise ConfigError("checkpoint.initial_load_path", path, want)
     fits, want = not in_hf or checkpoint.initial_load_model_only, "initial_load_model_only = true"
-    _require(fits, "checkpoint.initial_load_in_hf", True, f"false, or checkpoint.{want}")
+    require(fits, "checkpoint.initial_load_in_hf", True, f"false, or checkpoint.{want}")
 
 
 def check_model(config: Any, world_size: int, device_type: str) -> None:
@@ -126,12 +121,12 @@ def check_model(config: Any, world_size: int, device_type: str) -> None:
 
     names = sorted(registered_specs())
     name, flavor = config.model.name, config.model.flavor
-    _require(name in names, "model.name", name, "one of " + ", ".join(names))
+    require(name in names, "model.name", name, "one of " + ", ".join(names))
     flavors = get_train_spec(name).model_args
-    _require(flavor in flavors, "model.flavor", flavor, "one of " + ", ".join(flavors))
+    require(flavor in flavors, "model.flavor", flavor, "one of " + ", ".join(flavors))
     configured_args(config)
     rank = config.low_rank.rank  # unused if both groups have a rank of their own
-    _require(rank >= 0, "low_rank.rank", rank, "0 (the flavor's) or a positive integer")
+    require(rank >= 0, "low_rank.rank", rank, "0 (the flavor's) or a positive integer")
 
 
 def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
@@ -143,7 +138,7 @@ def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
         f"a tokenizer of at most {rows} tokens for {model.name} {model.flavor}, or "
         f"model.vocab_size = {tokens}: this one has {tokens}"
     )
-    _require(tokens <= rows, "model.hf_assets_path", model.hf_assets_path, want)
+    require(tokens <= rows, "model.hf_assets_path", model.hf_assets_path, want)
 
 
 def check_data(config: Any, world_size: int, device_type: str) -> None:
@@ -151,5 +146,5 @@ def check_data(config: Any, world_size: int, device_type: str) -> None:
     from torchtitan_lr.data.rows import check_corpora
 
     workers, key = config.training.dataloader.num_workers, "training.dataloader.num_workers"
-    _require(workers >= 0, key, workers, "0 or the worker processes of each rank")
+    require(workers >= 0, key, workers, "0 or the worker processes of each rank")
     check_corpora(config, world_size)

@@ -1,16 +1,17 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-r"""Train a byte-level BPE tokenizer on local files or on Python's standard library.
+r"""Train a byte-level BPE tokenizer on text, or convert llama-3's tiktoken rank file.
 
 The shipped tokenizer was created with::
 
     torchtitan-lr tokenizer --corpus python_stdlib --vocab_size 4096 \
         --out torchtitan_lr/data/assets/bpe4k
 
-The same text and the same version of ``tokenizers`` give the same files. To use the tokenizer, set
-``model.hf_assets_path`` to the folder.
+The same text and the same version of ``tokenizers`` give the same files. ``--ranks FILE`` converts
+a rank file instead. To use the tokenizer, set ``model.hf_assets_path`` to the folder.
 """
 
 import argparse
+import hashlib
 import json
 import os
 from collections.abc import Iterable
@@ -21,7 +22,7 @@ from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer, models
 
 MAX_VOCAB = 1_000_000
 
@@ -34,6 +35,18 @@ LLAMA3_SPLIT = (
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+# The named ones of llama-3.1's 256 special tokens, by position; all others are reserved.
+_NAMED_SPECIALS = {
+    0: BOS,
+    1: EOS,
+    4: "<|finetune_right_pad_id|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    8: "<|eom_id|>",
+    9: "<|eot_id|>",
+    10: "<|python_tag|>",
+}
+
 
 def add_arguments(parser: OneLineParser) -> None:
     """Add the options."""
@@ -44,12 +57,13 @@ def add_arguments(parser: OneLineParser) -> None:
         help="the text",
     )
     parser.add_argument("--path", help="file, folder or pattern of .txt, .jsonl or .parquet")
+    parser.add_argument("--ranks", type=Path, help="tiktoken rank file to convert; needs no text")
     parser.add_argument("--vocab_size", type=int, default=4096, help="special tokens included")
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train and write the tokenizer, and print its size; return the exit status."""
+    """Train or convert and write the tokenizer, and print its size; return the exit status."""
     from torchtitan_lr.data.sources import Source, texts
     from torchtitan_lr.data.tokenizer import HF_FILE
 
@@ -57,13 +71,16 @@ def run(args: argparse.Namespace) -> int:
     if (args.corpus == "local") != bool(args.path):
         want = "a file, folder or pattern with --corpus local, and no path without"
         raise ConfigError("--path", args.path, want)
-    source = Source(args.corpus, (args.path,) if args.path else (), "--path")
-    tokenizer = train_bpe(texts(source, held_out=False), args.vocab_size)
+    if args.ranks is not None:
+        tokenizer = read_ranks(args.ranks)
+    else:
+        source = Source(args.corpus, (args.path,) if args.path else (), "--path")
+        tokenizer = train_bpe(texts(source, held_out=False), args.vocab_size)
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(args.out / HF_FILE), pretty=False)
     config = {"bos_token": BOS, "eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"}
     (args.out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    print(f"{args.vocab_size} tokens -> {args.out}")
+    print(f"{tokenizer.get_vocab_size()} tokens -> {args.out}")
     return 0
 
 
@@ -78,7 +95,7 @@ def train_bpe(corpus: Iterable[str], vocab_size: int) -> "Tokenizer":
         ConfigError: The vocabulary is too small for the bytes or is enormous, or the text has too
             little variety.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import models, pre_tokenizers, trainers
 
     from torchtitan_lr.console.progress import progress
 
@@ -87,11 +104,7 @@ def train_bpe(corpus: Iterable[str], vocab_size: int) -> "Tokenizer":
     if not smallest <= vocab_size <= MAX_VOCAB:
         bound = f"at least {smallest}" if vocab_size < smallest else f"at most {MAX_VOCAB}"
         raise ConfigError("--vocab_size", vocab_size, bound)
-    tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(LLAMA3_SPLIT), behavior="isolated")
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = _byte_level(models.BPE())
     # All 256 bytes, seen or not, so that any text can be encoded.
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -104,6 +117,56 @@ def train_bpe(corpus: Iterable[str], vocab_size: int) -> "Tokenizer":
     if tokenizer.get_vocab_size() != vocab_size:
         most = f"at most {tokenizer.get_vocab_size()} with so little text"
         raise ConfigError("--vocab_size", vocab_size, most)
+    return tokenizer
+
+
+def read_ranks(path: Path) -> "Tokenizer":
+    """Read llama-3's rank file, a base64 token and its rank on each line, as a tokenizer.
+
+    The ids are those of tiktoken with llama-3's split and its 256 special tokens behind the ranks:
+    every pair of tokens that makes a third one is a merge, in the order of the third one's rank.
+
+    Raises:
+        ConfigError: It is not a rank file (SentencePiece models have the same name).
+    """
+    from tiktoken.load import load_tiktoken_bpe
+    from tokenizers import AddedToken, models
+
+    try:
+        # With the file's hash, tiktoken does not take its copy of an earlier version.
+        ranks = load_tiktoken_bpe(str(path), hashlib.sha256(path.read_bytes()).hexdigest())
+    except (OSError, ValueError):
+        ranks = {}
+    covers_bytes = all(bytes([byte]) in ranks for byte in range(256))
+    if sorted(ranks.values()) != list(range(len(ranks))) or not covers_bytes:
+        want = "a tiktoken rank file (base64 token and rank per line)"
+        raise ConfigError("--ranks", str(path), want)
+    # The characters of bytes in a byte-level vocabulary: printable Latin-1 stays as it is.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    chars = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+    vocab = {"".join(chars[byte] for byte in token): rank for token, rank in ranks.items()}
+    merges = []
+    for token, _ in sorted(vocab.items(), key=lambda item: item[1]):
+        splits = [(token[:i], token[i:]) for i in range(1, len(token))]
+        known = [(a, b) for a, b in splits if a in vocab and b in vocab]
+        merges += sorted(known, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+    # tiktoken takes a whole piece that is a token as it is, whatever merges would make of it.
+    tokenizer = _byte_level(models.BPE(vocab, merges, ignore_merges=True))
+    reserved = (f"<|reserved_special_token_{i}|>" for i in range(256))
+    names = [_NAMED_SPECIALS.get(i) or next(reserved) for i in range(256)]
+    tokenizer.add_special_tokens([AddedToken(n, special=True, normalized=False) for n in names])
+    return tokenizer
+
+
+def _byte_level(model: "models.BPE") -> "Tokenizer":
+    from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+
+    tokenizer = Tokenizer(model)
+    split = pre_tokenizers.Split(Regex(LLAMA3_SPLIT), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 

@@ -28,41 +28,42 @@ def version_of(x: torch.Tensor) -> int:
 def backward_may_repeat() -> bool:
     """Return whether the running backward pass keeps its graph, so that a node may run again.
 
-    A node of another pass may overwrite what it saved. Calls
-    ``torch._C._autograd._get_current_graph_task_keep_graph``. If it is gone, every pass counts as
-    one that keeps its graph, and the head's loss takes memory for one more gradient.
+    A node of another pass may overwrite what it saved.
     """
+    # If the function is gone, every pass counts as one that keeps its graph, and the head's loss
+    # takes memory for one more gradient.
     keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return keeps is None or bool(keeps())
 
 
 def backward_number() -> int | None:
-    """Return the number of the backward pass that this thread is in, None outside of one.
-
-    ``torch._C._current_graph_task_id`` is -1 outside. If upstream changes the -1, the ledger counts
-    every collective as backward.
-    """
+    """Return the number of the backward pass that this thread is in, None outside of one."""
+    # If upstream changes the -1, the ledger counts every collective as backward.
     number = int(torch._C._current_graph_task_id())
     return None if number == -1 else number
 
 
-def after_backward(function: Callable[[], None]) -> None:
-    """Call a function when the running backward pass ends, before ``backward()`` returns.
+after_backward: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+"""Calls a function when the running backward pass ends, before ``backward()`` returns.
 
-    Functions run in the order of these calls; FSDP2 itself registers one when backward reaches its
-    root. Uses ``Variable._execution_engine.queue_callback``, as FSDP2 does.
+Functions run in the order of these calls; FSDP2 itself registers one when backward reaches its
+root. Raises a RuntimeError if no backward pass is running.
+"""
 
-    Raises:
-        RuntimeError: No backward pass is running.
-    """
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""Returns the number of the next autograd node of this thread.
+
+If upstream numbers nodes differently, the nodes of a module are no longer a range and the ledger
+attributes backward collectives to the wrong module.
+"""
 
 
 def running_node_number() -> int | None:
     """Return the number of the autograd node that is running.
 
-    None in a callback, and in a node that no forward pass created (``AccumulateGrad``). Reads
-    ``torch._C._current_autograd_node`` and ``Node._sequence_nr``.
+    None in a callback, and in a node that no forward pass created (``AccumulateGrad``).
     """
     node = torch._C._current_autograd_node()
     if node is None or type(node).__name__ == "AccumulateGrad":
@@ -70,24 +71,13 @@ def running_node_number() -> int | None:
     return int(node._sequence_nr())
 
 
-def next_node_number() -> int:
-    """Return the number of the next autograd node of this thread.
-
-    Reads ``torch._C._autograd._get_sequence_nr``. If upstream numbers nodes differently, the nodes
-    of a module are no longer a range and the ledger attributes backward collectives to the wrong
-    module.
-    """
-    return int(torch._C._autograd._get_sequence_nr())
-
-
 def checkpointed_modules(module: nn.Module) -> list[nn.Module]:
     """Return the modules inside the checkpoint wrappers of a module, itself included.
 
     Recomputation calls the inner module and not its wrapper, so hooks must be there. Compiled parts
-    are left out: what they repeat is inside their backward. Reads ``_checkpoint_wrapped_module``
-    and skips what lies below ``_orig_mod``; if upstream renames it, hooks get into compiled blocks.
-    `clean_name` must follow both: they are part of parameters' names.
+    are left out: what they repeat is inside their backward.
     """
+    # If upstream renames `_orig_mod`, hooks get into compiled blocks. `clean_name` must follow.
     return [
         part._checkpoint_wrapped_module
         for name, part in module.named_modules()

@@ -117,11 +117,9 @@ def set_timeouts(timeout: timedelta, *others: dist.ProcessGroup | None) -> None:
 
 
 def group_name_of(group: Any) -> str:
-    """Return the name of a dispatched collective's group; of a `second_group` that of the first.
-
-    A functional operator takes the name itself. A ``c10d`` operator takes a boxed object, which the
-    undocumented ``ProcessGroup.unbox`` unwraps.
-    """
+    """Return the name of a dispatched collective's group; of a `second_group` that of the first."""
+    # A functional operator takes the name itself. A ``c10d`` operator takes a boxed object, which
+    # the undocumented ``ProcessGroup.unbox`` unwraps.
     if not isinstance(group, str):
         unbox: Callable[[Any], Any] = getattr(dist.ProcessGroup, "unbox")  # noqa: B009
         group = group if isinstance(group, dist.ProcessGroup) else unbox(group)

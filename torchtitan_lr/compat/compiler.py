@@ -15,10 +15,8 @@ def remake_inputs_of_products(enabled: bool = True) -> None:
     By default the partitioner of forward and backward keeps whatever a product of backward reads:
     σ(h) beside h, SwiGLU's product beside its factors, the normalized stream beside the stream.
     Applies to what this process compiles from now on.
-
-    Sets ``ban_recompute_materialized_backward`` of ``torch._functorch.config``. If it is gone, the
-    results are the same and compiled blocks keep more for backward.
     """
+    # If the setting is gone, the results are the same and compiled blocks keep more for backward.
     if hasattr(functorch_config, "ban_recompute_materialized_backward"):
         functorch_config.ban_recompute_materialized_backward = not enabled
 
@@ -26,13 +24,12 @@ def remake_inputs_of_products(enabled: bool = True) -> None:
 def lower_as_identity(operator: Any) -> None:
     """Make Inductor compile an operator of one tensor to the identity.
 
-    Inductor has no public registry for this. Uses ``torch._inductor.lowering``, imported lazily
-    because the import takes seconds. If upstream changes the registry, compiling a block with
-    low-rank checkpointing fails, or calls the operator, which copies its argument.
-
     Args:
         operator: An overload; ignored if it is already registered.
     """
+    # Inductor has no public registry for this. If upstream changes the private one, compiling with
+    # low-rank checkpointing fails, or calls the operator, which copies its argument. Late: the
+    # import takes seconds.
     from torch._inductor.lowering import lowerings, register_lowering
 
     if operator not in lowerings:

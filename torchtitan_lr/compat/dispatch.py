@@ -50,18 +50,14 @@ def schema_of(func: Any) -> tuple[str, list[str]]:
 
 
 def changes_arguments(func: Any) -> bool:
-    """Return whether an operator writes to an argument; False for a callable without a schema.
-
-    Reads ``OpOverload._schema.is_mutable``. If upstream renames it, the ledger and the estimate
-    take operators that write for views; this function's test fails first.
-    """
+    """Return whether an operator writes to an argument; False for a callable without a schema."""
+    # If upstream renames these, the ledger and the estimate take operators that write for views;
+    # this function's test fails first.
     return bool(getattr(getattr(func, "_schema", None), "is_mutable", False))
 
 
 def storage_address(x: Tensor | torch.UntypedStorage) -> int:
-    """Return an id of a storage that is unique while it exists; fake ones have no data pointer.
-
-    Reads ``UntypedStorage._cdata``. An address can be reused after its storage is freed.
-    """
+    """Return an id of a storage that is unique while it exists, and may be reused after it."""
+    # Fake tensors have storages, but no data pointers.
     storage = x.untyped_storage() if isinstance(x, Tensor) else x
     return int(storage._cdata)

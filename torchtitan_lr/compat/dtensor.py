@@ -22,19 +22,14 @@ StridedShard = _StridedShard
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, the same object on each call; a plain tensor unchanged.
-
-    The public `DTensor.to_local` adds a node to the autograd graph, or waits and returns a view, so
-    its result is a new object. Optimizers write to the part itself.
-    """
+    """Return this rank's part of a tensor, always the same object; a plain tensor unchanged."""
+    # The public `DTensor.to_local` adds a node to the autograd graph, or waits and returns a view,
+    # so its result is a new object. Optimizers write to the part itself.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def with_local_part(tensor: Tensor, part: Tensor) -> Tensor:
     """Return a tensor like another one, with another local part; ``part`` for a plain tensor.
-
-    The public `DTensor.from_local` moves the part to the mesh's device, and a copy on the host must
-    stay there.
 
     Args:
         tensor: A DTensor or a plain tensor.
@@ -42,6 +37,8 @@ def with_local_part(tensor: Tensor, part: Tensor) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return part
+    # The public `DTensor.from_local` moves the part to the mesh's device, and a copy on the host
+    # must stay there.
     return DTensor(part, tensor._spec, requires_grad=False)
 
 

@@ -81,12 +81,8 @@ def wrap_unit_calls(
 ) -> Callable[[], None]:
     """Wrap the methods in which a unit communicates: ``unshard`` and ``post_backward``.
 
-    A compressed exchange continues later, in the method ``resume`` of its communicator (a custom
-    reduce-scatter or an all-reduce hook, ``_reduce_scatter_comm`` and ``_all_reduce_hook``), which
-    is wrapped too. Were these renamed, such calls would be attributed to another unit.
-
-    FSDP2 prefetches weights, so the unit's module hooks do not enclose its communication; the
-    ledger replaces these two methods on the parameter group itself.
+    A compressed exchange continues later, in the method ``resume`` of its communicator, which is
+    wrapped too.
 
     Args:
         module: An FSDP2 unit; any other module is left unchanged.
@@ -97,7 +93,9 @@ def wrap_unit_calls(
     """
     replaced = ExitStack()
     for group in param_groups(module):
+        # FSDP2 prefetches weights, so the unit's module hooks do not enclose its communication.
         calls = [(group, "unshard"), (group, "post_backward")]
+        # Were these renamed, a compressed exchange would be attributed to another unit.
         for name in ("_reduce_scatter_comm", "_all_reduce_hook"):
             communicator = getattr(group, name, None)
             communicator = getattr(communicator, "__self__", communicator)  # a method's owner

@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -32,26 +32,24 @@ def collector_off() -> Iterator[None]:
             gc.enable()
 
 
-def run_exit_functions() -> None:
-    """Run the registered `atexit` functions now, so that none is left at the end of the process.
+run_exit_functions: Callable[[], None] = atexit._run_exitfuncs
+"""Runs the registered `atexit` functions now, so that none is left at the end of the process.
 
-    A finished rank exits without interpreter shutdown, because a background thread of torch (seen
-    in torch 2.11 and 2.13) may crash during shutdown. Python has no public name for
-    ``atexit._run_exitfuncs`` (seen in Python 3.10 to 3.13).
-    """
-    atexit._run_exitfuncs()
+A finished rank exits without interpreter shutdown, because a background thread of torch (seen in
+torch 2.11 and 2.13) may crash during shutdown. Python has no public name for this (seen in Python
+3.10 to 3.13).
+"""
 
 
 def end_with(parent: int) -> None:
     """Make the kernel kill this process when its parent dies (Linux only).
-
-    The kernel tracks the parent thread that forked this process: that thread must not end earlier.
 
     Args:
         parent: Process id. If that process has already ended, this one exits at once.
     """
     if sys.platform != "linux":
         return
+    # The kernel tracks the thread that forked this process: that thread must not end earlier.
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -1,11 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Build the configuration of a run from a TOML file and the command line.
+"""Build the configuration of a run from a TOML file and the command line."""
 
-This needs no process group: the launcher does it before any rank starts, and every rank again.
-"""
-
+# This needs no process group: the launcher does it before any rank starts, and every rank again.
 import importlib
 import importlib.util
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
@@ -22,7 +21,7 @@ from torchtitan_lr.config.parse import (
 from torchtitan_lr.config.paths import find_config, user_path
 from torchtitan_lr.config.ranges import check_ranges
 from torchtitan_lr.config.schema import AC_MODES, CONFIG_MODULE, MODELS, TP_PLANS
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, require
 
 _MODULE_KEY, _IMPORT_KEY = "job.custom_config_module", "experimental.custom_import"
 
@@ -38,9 +37,8 @@ def build_job_config(argv: list[str]) -> Any:
     """Build the configuration from ``--job.config_file`` and command-line overrides.
 
     Args:
-        argv: Arguments without the program's name, e.g.
-            ``["--job.config_file", "train_configs/debug_cola.toml", "--training.steps=10"]``.
-            The name of a shipped file, ``debug_cola``, is as good as its path.
+        argv: Arguments such as ``["--job.config_file", "debug_cola", "--training.steps=10"]``,
+            with the name of a shipped file or a path.
 
     Returns:
         torchtitan's JobConfig with the sections of ``torchtitan_lr.config.schema`` merged in.
@@ -56,23 +54,15 @@ def build_job_config(argv: list[str]) -> Any:
     if path == "":
         raise ConfigError(CONFIG_FILE_KEY, "", "a TOML file such as train_configs/debug_cola.toml")
     raw = load_toml(path) if path else {}
-    if path and not raw:
-        raise ConfigError(CONFIG_FILE_KEY, path, "a TOML file with settings; it has none")
+    want = "a TOML file with settings; it has none"
+    require(raw or not path, CONFIG_FILE_KEY, path, want)
     return _fill(raw, overrides)
 
 
 def config_of_record(record: dict[str, Any], argv: list[str]) -> Any:
-    """Build the configuration of a run again from its saved record and command-line overrides.
+    """As `build_job_config`, from the saved record of a run instead of a TOML file.
 
-    Args:
-        record: Sections of the record; keys that this version does not have are ignored.
-        argv: Overrides, as for :func:`build_job_config`.
-
-    Returns:
-        The same as :func:`build_job_config`; what the record lacks has its default.
-
-    Raises:
-        ConfigError: A value does not fit its key.
+    Keys that this version does not have are ignored; what the record lacks has its default.
     """
     return _fill(record, split_arguments(argv), of_record=True)
 
@@ -138,12 +128,8 @@ def extension_of(config: Any) -> Any | None:
 
 
 def _extension_name(name: Any) -> str:
-    """Return a valid ``job.custom_config_module``.
-
-    Raises:
-        ConfigError: It is neither the package's own nor an experiment's; records of checkpoints
-            name one too, and must not make this process import just any module.
-    """
+    """Return a valid ``job.custom_config_module``: the package's own or an experiment's."""
+    # Records of checkpoints name one too, and must not make this process import just any module.
     name, want = name or CONFIG_MODULE, f"{CONFIG_MODULE}, or a module of torchtitan_lr.experiments"
     if name != CONFIG_MODULE and not str(name).startswith("torchtitan_lr.experiments."):
         raise ConfigError(_MODULE_KEY, name, want)
@@ -161,15 +147,9 @@ def config_class(module: str = CONFIG_MODULE) -> Any:
 
 
 def _importable(module: Any, key: str, want: str) -> str:
-    """Return the name of a module that can be imported; it is not imported.
-
-    Raises:
-        ConfigError: It does not exist.
-    """
-    try:
+    """Return the name of a module that can be imported; it is not imported."""
+    found = None
+    with suppress(ImportError, ValueError, AttributeError):  # no parent, or no module's name
         found = importlib.util.find_spec(module)
-    except (ImportError, ValueError, AttributeError):  # parent missing, or not a valid module name
-        found = None
-    if found is None:
-        raise ConfigError(key, module, want)
+    require(found, key, module, want)
     return str(module)

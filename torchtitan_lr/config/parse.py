@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Strict typing of a TOML file and of command-line overrides against a dataclass tree.
 
-torchtitan only warns about a wrong type in a TOML file, and prints a page of usage for a wrong
-command line. Here both raise one :class:`ConfigError` with the key, the value and what works. This
-file does not import torch, so that a wrong path or a typo is reported at once.
+Both raise one :class:`ConfigError` with the key, the value and what works.
 """
 
+# torchtitan only warns about a wrong type in a TOML file, and prints a page of usage for a wrong
+# command line. This file does not import torch, so that a wrong path or a typo is reported at once.
 # Not pydantic 2: its strict mode could replace `_match` and `_parse_text`, 45 lines. But it keeps
 # 2 an int where `float | int` is declared, and limits no int; of texts it takes "1.0" and " 5 "
 # for an int and "yes" for true, but neither "a,b" for a list nor "None" for None. Most of this
@@ -23,15 +23,15 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import tomli
 
 from torchtitan_lr.config.paths import near_configs
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, require
 
 CONFIG_FILE_KEY = "job.config_file"
 
 CONFIG_DIR = "${config_dir}"
 """In a string of a file: the file's own folder, so that both can be moved together."""
 
-LARGEST_INTEGER = 2**63 - 1
-"""The largest integer that torch and every file format here can store."""
+# No larger integer fits into torch or any file format here.
+_LARGEST_INTEGER = 2**63 - 1
 
 
 class Override(NamedTuple):
@@ -52,9 +52,9 @@ def split_arguments(argv: list[str]) -> list[Override]:
     overrides, rest = [], list(reversed(argv))
     while rest:
         argument = rest.pop()
-        if not argument.startswith("--") or argument == "--":
-            want = "--section.key=value such as --training.steps=100"
-            raise ConfigError("command line", argument, want)
+        fits = argument.startswith("--") and argument != "--"
+        want = "--section.key=value such as --training.steps=100"
+        require(fits, "command line", argument, want)
         key, equals, text = argument[2:].partition("=")
         value: str | None = text if equals else None
         if not equals and rest and not rest[-1].startswith("--"):
@@ -66,12 +66,9 @@ def split_arguments(argv: list[str]) -> list[Override]:
 def load_toml(path: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
     """Read a TOML file, over the file that its key ``include`` names.
 
-    The included file may include another one. Tables are merged key by key; a value of the file,
-    arrays included, replaces that of the included file. ``${config_dir}`` is a file's own folder.
-
-    Args:
-        path: The file.
-        above: Files whose inclusion led to this one.
+    The included file may include another one; ``above`` are the files that led to this one. Tables
+    are merged key by key; a value of the file, arrays included, replaces that of the included file.
+    ``${config_dir}`` is a file's own folder.
 
     Raises:
         ConfigError: A file is missing, unreadable or not TOML, or includes itself; a syntax error
@@ -100,13 +97,12 @@ def load_toml(path: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
         return values
     base = values.pop("include")
     where, chain = f"include of {path}", (*above, os.path.realpath(path))
-    if not isinstance(base, str) or not base:
-        raise ConfigError(where, base, 'one file, such as include = "base.toml"')
+    named = isinstance(base, str) and base
+    require(named, where, base, 'one file, such as include = "base.toml"')
     file = Path(path).parent / base
-    if not file.is_file():
-        raise ConfigError(where, base, f"a TOML file, relative to {Path(path).parent}")
-    if os.path.realpath(file) in chain:
-        raise ConfigError(where, base, "a file that does not lead back to this one")
+    require(file.is_file(), where, base, f"a TOML file, relative to {Path(path).parent}")
+    new = os.path.realpath(file) not in chain
+    require(new, where, base, "a file that does not lead back to this one")
     return _merge(load_toml(str(file), chain), values)
 
 
@@ -130,11 +126,8 @@ def check_toml(
 ) -> dict[str, Any]:
     """Check a TOML table against a dataclass, section by section.
 
-    Args:
-        values: The table.
-        config_cls: The whole configuration's dataclass.
-        section: The dataclass of this table; ``config_cls`` itself at the top.
-        prefix: Dotted name of this table with a trailing dot; empty at the top.
+    Below the top, ``section`` is the table's own dataclass, and ``prefix`` its dotted name with a
+    trailing dot.
 
     Returns:
         A copy with integers converted to floats where a float is declared.
@@ -166,12 +159,8 @@ def apply_overrides(
     """Convert command-line overrides to their types and write them over checked TOML values.
 
     Set a boolean with ``--a.b``, ``--a.no_b`` or ``--a.b=true``. Write None as ``None`` and a list
-    with commas.
-
-    Args:
-        values: The result of :func:`check_toml`; changed in place.
-        overrides: The result of :func:`split_arguments`.
-        config_cls: The dataclass whose fields are the allowed keys.
+    with commas. The result of `check_toml` is changed in place; the allowed keys are the fields of
+    ``config_cls``.
 
     Raises:
         ConfigError: An unknown key, a missing value or a wrong type.
@@ -267,7 +256,7 @@ def _match(value: Any, annotation: Any) -> Any:
         elif kind is float and type(value) in (int, float):
             with suppress(OverflowError):
                 return float(value)
-        elif type(value) is kind and not (kind is int and abs(value) > LARGEST_INTEGER):
+        elif type(value) is kind and not (kind is int and abs(value) > _LARGEST_INTEGER):
             return value
     return MISSING
 
@@ -317,5 +306,5 @@ def _misfit(key: str, value: Any, option: Field[Any]) -> ConfigError:
     limit = ""
     with suppress(ValueError, TypeError):
         number = value if isinstance(value, int) else float(value)
-        limit = " of at most 2**63 - 1" if int in kinds and abs(number) > LARGEST_INTEGER else ""
+        limit = " of at most 2**63 - 1" if int in kinds and abs(number) > _LARGEST_INTEGER else ""
     return ConfigError(key, value, " or ".join(wants) + limit)

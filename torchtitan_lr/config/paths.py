@@ -39,14 +39,10 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def find_config(text: str) -> str:
-    """Find a TOML file: the path itself, else the shipped file of that name.
+    """Return the path of a TOML file, of the shipped file of that name, or ``text`` without any.
 
-    Args:
-        text: A path, or the name of a shipped file: ``debug_cola``, ``debug_cola.toml`` or
-            ``train_configs/debug_cola.toml``.
-
-    Returns:
-        The path of the file; ``text`` if there is none.
+    A shipped file's name is ``debug_cola``, ``debug_cola.toml`` or
+    ``train_configs/debug_cola.toml``.
     """
     if os.path.isfile(text):
         return text

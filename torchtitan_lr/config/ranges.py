@@ -7,31 +7,24 @@ What depends on another key, on the model or on the ranks is checked in ``torcht
 import math
 from collections.abc import Callable
 from dataclasses import fields
+from operator import not_
 from typing import Annotated, Any, NamedTuple, get_origin
 
 from torchtitan_lr.errors import ConfigError
 
 
 class Range(NamedTuple):
-    """The values of a key.
-
-    Args:
-        holds: Whether a value is one of them; NaN must fail.
-        want: They in words, for the refusal.
-    """
+    """The values of a key."""
 
     holds: Callable[[Any], bool]
+    """Whether a value is one of them; NaN must fail."""
     want: str
+    """They in words, for the refusal."""
 
 
 def at_least(least: int, want: str = "") -> Range:
     """Return the integers from ``least`` on."""
     return Range(lambda n: n >= least, want or f"an integer of at least {least}")
-
-
-def unset(want: str) -> Range:
-    """Return false, None and the empty list and text."""
-    return Range(lambda value: not value, want)
 
 
 def positive(want: str) -> Range:
@@ -75,15 +68,15 @@ OF_TORCHTITAN: dict[str, Range] = {
     ),
     "checkpoint.load_step": at_least(-1, "a step, or -1 for the newest"),
     # What is not supported has one value.
-    "checkpoint.initial_load_in_hf_quantized": unset("false: not supported"),
+    "checkpoint.initial_load_in_hf_quantized": Range(not_, "false: not supported"),
     "comm.mode": Range(lambda mode: mode != "local_tensor", "'default' or 'fake_backend'"),
-    "experimental.custom_args_module": unset("nothing: leave it out"),
-    "memory_estimation.enable": unset("false: not supported"),
-    "model.converters": unset("an empty list: no float8 or MX here"),
-    "model.tokenizer_path": unset("nothing: use model.hf_assets_path"),
-    "optimizer.early_step_in_backward": unset("false"),
-    "parallelism.enable_async_tensor_parallel": unset(
-        "false: the plans are untested with it (it fuses products and collectives on CUDA)"
+    "experimental.custom_args_module": Range(not_, "nothing: leave it out"),
+    "memory_estimation.enable": Range(not_, "false: not supported"),
+    "model.converters": Range(not_, "an empty list: no float8 or MX here"),
+    "model.tokenizer_path": Range(not_, "nothing: use model.hf_assets_path"),
+    "optimizer.early_step_in_backward": Range(not_, "false"),
+    "parallelism.enable_async_tensor_parallel": Range(
+        not_, "false: the plans are untested with it (it fuses products and collectives on CUDA)"
     ),
     **dict.fromkeys(
         [f"parallelism.{name}_parallel_degree" for name in ("context", "expert", "expert_tensor")],
@@ -97,6 +90,7 @@ OF_TORCHTITAN: dict[str, Range] = {
     "parallelism.pipeline_parallel_layers_per_stage": Range(
         lambda n: n is None or n > 0, "a positive number"
     ),
+    "activation_checkpoint.memory_budget": _SHARE,
     "activation_checkpoint.selective_ac_option": Range(
         lambda text: text == "op" or (text.isdecimal() and int(text) > 0),
         "'op', or every how many blocks, as text, such as '2'",
@@ -109,12 +103,7 @@ OF_TORCHTITAN: dict[str, Range] = {
 
 
 def check_ranges(values: dict[str, Any], config_cls: Any) -> None:
-    """Raise for a value out of its key's range.
-
-    Args:
-        values: Values of the right types, by section and key.
-        config_cls: The whole configuration's dataclass.
-    """
+    """Raise for a value, of the right type and by section and key, out of its key's range."""
     tsr = values.get("optimizer", {}).get("name") == "TSRAdam"
     sections: dict[str, Any] = {section.name: section.type for section in fields(config_cls)}
     for section, table in values.items():

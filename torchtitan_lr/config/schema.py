@@ -2,10 +2,11 @@
 """The TOML keys that this package adds to torchtitan's, and the defaults that it changes.
 
 This file contains only differences from ``torchtitan.config.JobConfig``; torchtitan's
-``ConfigManager`` merges the two class trees field by field. It merges a section only if the
-annotation is a class, so this file must not use ``from __future__ import annotations``.
+``ConfigManager`` merges the two class trees field by field.
 """
 
+# It merges a section only if the annotation is a class, so this file must not use
+# ``from __future__ import annotations``.
 import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -36,9 +37,9 @@ MODELS = ("llama_full", "llama_svd", "llama_cola", "llama_lax")
 AC_MODES = ["selective", "full", "memory_budget", "none", "low_rank"]
 """Values of ``activation_checkpoint.mode``."""
 
+# A vocabulary that followed the tensor-parallel degree alone would be another model, with other
+# losses, at every degree.
 _VOCABULARY_UNIT = 64
-"""A vocabulary that followed the tensor-parallel degree alone would be another model, with other
-losses, at every degree."""
 
 
 def vocabulary_rows(wanted: int, tp_degree: int, lanes: int) -> int:

@@ -36,36 +36,24 @@ CHECKED_BYTES = 256 << 20  # `Corpus.check` compares checksums of shards up to t
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One shard: its size, the checksum of its files, and their name without ``.bin`` and ``.idx``.
-
-    The checksum is empty in a folder without ``corpus.json``.
-    """
+    """One shard."""
 
     tokens: int
     documents: int
-    sha256: str
-    name: str
+    sha256: str  # of its files; empty in a folder without `corpus.json`
+    name: str  # of its files without .bin and .idx
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared folder.
-
-    Attributes:
-        folder: Its path.
-        train: Shards that are trained on.
-        held_out: Shards for validation.
-        kind: ``pairs`` for shards with a loss mask.
-        identity: Digest of the content; the same for equal tokens, wherever they are.
-        record: All of ``corpus.json``.
-    """
+    """A prepared folder."""
 
     folder: Path
     train: list[ShardInfo]
     held_out: list[ShardInfo]
-    kind: Kind
-    identity: str
-    record: dict[str, Any] = field(repr=False, compare=False)
+    kind: Kind  # pairs have a loss mask
+    identity: str  # digest of the content; the same for equal tokens, wherever they are
+    record: dict[str, Any] = field(repr=False, compare=False)  # all of `corpus.json`
 
     @staticmethod
     def open(folder: str | Path, key: str = KEY) -> Corpus:
@@ -106,9 +94,7 @@ class Corpus:
         Raises:
             DataError: Its files are damaged, or not as many tokens as recorded.
         """
-        # The last part of the name: a record cannot lead out of its folder.
-        prefix = str(self.folder / Path(info.name).name)
-        return _opened(prefix + (".loss" if loss else ""), info.tokens, info.documents)
+        return _opened(self.folder, info.name, loss, info.tokens, info.documents)
 
     def check(self) -> None:
         """Check the files of every shard, before a run.
@@ -152,13 +138,8 @@ def save_record(
 ) -> Corpus:
     """Write ``corpus.json``, the last file of a preparation: a folder that has it is whole.
 
-    Args:
-        folder: Has the shards.
-        kind: Whether they have loss masks.
-        tokenizer: Its hash (``sha256``), and what else is to be recorded of it.
-        counts: Documents and tokens of each shard, to train on and held out.
-        more: What else to record.
-        apply: As ``map``, for the checksums of the shards.
+    ``tokenizer`` has its hash (``sha256``). ``counts`` are documents and tokens of each shard, to
+    train on and held out. ``apply`` maps the checksum over them.
     """
     shards = []
     for part, pairs in zip(PARTS, counts, strict=True):
@@ -205,7 +186,10 @@ def identity_of(kind: str, tokenizer: str, parts: list[list[ShardInfo]]) -> str:
 
 
 @lru_cache(OPEN_SHARDS)
-def _opened(prefix: str, tokens: int, documents: int) -> IndexedDataset:
+def _opened(folder: Path, name: str, loss: bool, tokens: int, documents: int) -> IndexedDataset:
+    # The last part of the name: a record cannot lead out of its folder. Joined here and not for
+    # every row: a path costs as much as reading one.
+    prefix = str(folder / Path(name).name) + (".loss" if loss else "")
     shard = IndexedDataset(prefix)
     if (shard.num_tokens, shard.num_documents) != (tokens, documents):
         want = f"{tokens} tokens in {documents} documents as recorded, not {shard.num_tokens}"

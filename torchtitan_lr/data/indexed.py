@@ -137,13 +137,8 @@ class IndexedWriter:
     """Writes one pair of files; what a killed process has written can be gone on with.
 
     The lengths of the documents so far are in ``X.lengths`` beside the tokens, until whoever made
-    the writer deletes it. The index comes last, by a rename: a pair with an index is whole.
-
-    Args:
-        prefix: Path of the two files without ``.bin`` and ``.idx``.
-        dtype: The tokens' type.
-        documents: Documents to keep of files that exist.
-        tokens: Tokens of them.
+    the writer deletes it. The index comes last, by a rename: a pair with an index is whole. Of
+    files that exist the first ``documents`` are kept, which have so many ``tokens``.
     """
 
     def __init__(
@@ -185,9 +180,9 @@ class IndexedWriter:
         sizes = lengths * np.int64(self._dtype.itemsize)
         scratch = f"{self._prefix}.idx.tmp"
         with open(scratch, "wb") as file:
-            file.write(_HEADER.pack(_MAGIC, 1, code, count, count + 1))
-            for values in (lengths, np.cumsum(sizes) - sizes, np.arange(count + 1)):
-                file.write(values.astype("<i4" if values is lengths else "<i8").data)
+            file.write(_HEADER.pack(_MAGIC, 1, code, count, count + 1) + lengths.tobytes())
+            for values in (np.cumsum(sizes) - sizes, np.arange(count + 1)):
+                file.write(values.astype("<i8").data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(scratch, f"{self._prefix}.idx")

@@ -117,81 +117,6 @@ def _plain(messages: Sequence[dict[str, str]]) -> list[Segment]:
     return parts
 
 
-class ChatTemplate:
-    """Renders the messages of a chat by the template of a tokenizer's folder.
-
-    Attributes:
-        digest: Identity of the template; empty for the plain form.
-        bos: Text of BOS, with which a rendered chat may begin.
-
-    Raises:
-        ConfigError: The template is unreadable, has no text or is not valid.
-    """
-
-    def __init__(self, tokenizer: BaseTokenizer) -> None:
-        self.digest, self.bos = "", ""
-        folder, config = (getattr(tokenizer, name, None) for name in ("tokenizer_path", "config"))
-        if folder is None:
-            return
-        path, config, key = (
-            Path(folder, "chat_template.jinja"),
-            config or {},
-            "model.hf_assets_path",
-        )
-        try:
-            if path.is_file():
-                source = path.read_text(encoding="utf-8")
-            elif "chat_template" in config:
-                path, source = Path(folder, "tokenizer_config.json"), config["chat_template"]
-                if isinstance(source, list):  # several by name
-                    source = {each["name"]: each["template"] for each in source}["default"]
-            else:
-                return
-            if not source.strip():
-                raise ValueError("it has no text")
-            self._template = _compiled(source)
-        except Exception as error:  # unreadable, of another type, or a feature that is not there
-            want = f"a chat template in Jinja, or none at all ({error})"
-            raise ConfigError(key, str(path), want) from error
-        self._where = key, str(path)
-        self.digest = hashlib.sha256(source.encode()).hexdigest()[:8]
-        self._special = {
-            name: token["content"] if isinstance(token, dict) else token
-            for name, token in config.items()
-            if name.endswith("_token") and token
-        }
-        self.bos = self._special.get("bos_token", "")
-
-    def segments(self, messages: Sequence[dict[str, str]]) -> list[Segment]:
-        """Render a chat, messages of ``role`` and ``content``, of which the last is an answer.
-
-        Returns:
-            The parts in order; an answer has the end mark that the template writes behind it.
-
-        Raises:
-            ConfigError: The template cannot render it, or a part changes with the messages after.
-        """
-        if not self.digest:
-            return _plain(messages)
-        parts, text = [], ""
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        try:
-            for count, opened in ((i + after, not after) for i in answers for after in (0, 1)):
-                given = {"messages": list(messages[:count]), "add_generation_prompt": opened}
-                longer = str(self._template.render(given, **self._special))
-                if not longer.startswith(text):
-                    raise ValueError("it needs text that only grows from one message to the next")
-                if longer == text and not opened:
-                    raise ValueError("it needs some text for every answer")
-                parts.append(Segment(longer[len(text) :], answer=not opened))
-                text = longer
-        except Exception as error:  # a template can raise anything
-            start = json.dumps(list(messages), ensure_ascii=False)[:80]
-            want = f"a template that renders every chat ({error}); the chat begins with {start}"
-            raise ConfigError(*self._where, want) from error
-        return parts
-
-
 def _compiled(source: str) -> Any:
     # Imported late: few runs have a template. torch itself requires jinja2. transformers would
     # also give a template the date: the tokens of a corpus would depend on the day.
@@ -222,21 +147,78 @@ def _compiled(source: str) -> Any:
 
 
 class PairEncoder:
-    """Pairs to tokens.
+    """Pairs to tokens; chats by the template of the tokenizer's folder.
 
     The tokens of a prompt are those of the prompt alone, as generation gives them to the model. The
     tokens of an answer are what the tokenizer appends to them for the whole text. Where it would
     merge tokens across the border, the answer is encoded alone.
 
     Attributes:
-        template: Renders chats. Texts of ``prompt`` and ``completion`` are taken as they are.
+        digest: Identity of the chat template; empty for the plain form.
 
     Raises:
-        ConfigError: As for `ChatTemplate`.
+        ConfigError: The template is unreadable, has no text or is not valid.
     """
 
     def __init__(self, tokenizer: BaseTokenizer) -> None:
-        self._tokenizer, self.template = tokenizer, ChatTemplate(tokenizer)
+        self._tokenizer, self.digest, self._bos = tokenizer, "", ""
+        folder, config = (getattr(tokenizer, name, None) for name in ("tokenizer_path", "config"))
+        if folder is None:
+            return
+        path, key = Path(folder, "chat_template.jinja"), "model.hf_assets_path"
+        config = config or {}
+        try:
+            if path.is_file():
+                source = path.read_text(encoding="utf-8")
+            elif "chat_template" in config:
+                path, source = Path(folder, "tokenizer_config.json"), config["chat_template"]
+                if isinstance(source, list):  # several by name
+                    source = {each["name"]: each["template"] for each in source}["default"]
+            else:
+                return
+            if not source.strip():
+                raise ValueError("it has no text")
+            self._template = _compiled(source)
+        except Exception as error:  # unreadable, of another type, or a feature that is not there
+            want = f"a chat template in Jinja, or none at all ({error})"
+            raise ConfigError(key, str(path), want) from error
+        self._where = key, str(path)
+        self.digest = hashlib.sha256(source.encode()).hexdigest()[:8]
+        self._special = {
+            name: token["content"] if isinstance(token, dict) else token
+            for name, token in config.items()
+            if name.endswith("_token") and token
+        }
+        self._bos = self._special.get("bos_token", "")
+
+    def segments(self, messages: Sequence[dict[str, str]]) -> list[Segment]:
+        """Render a chat, messages of ``role`` and ``content``, of which the last is an answer.
+
+        Returns:
+            The parts in order; an answer has the end mark that the template writes behind it.
+
+        Raises:
+            ConfigError: The template cannot render it, or a part changes with the messages after.
+        """
+        if not self.digest:
+            return _plain(messages)
+        parts, text = [], ""
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        try:
+            for count, opened in ((i + after, not after) for i in answers for after in (0, 1)):
+                given = {"messages": list(messages[:count]), "add_generation_prompt": opened}
+                longer = str(self._template.render(given, **self._special))
+                if not longer.startswith(text):
+                    raise ValueError("it needs text that only grows from one message to the next")
+                if longer == text and not opened:
+                    raise ValueError("it needs some text for every answer")
+                parts.append(Segment(longer[len(text) :], answer=not opened))
+                text = longer
+        except Exception as error:  # a template can raise anything
+            start = json.dumps(list(messages), ensure_ascii=False)[:80]
+            want = f"a template that renders every chat ({error}); the chat begins with {start}"
+            raise ConfigError(*self._where, want) from error
+        return parts
 
     def encode(self, document: str, answered: bool = True) -> Tokens:
         """Encode a pair.
@@ -253,11 +235,10 @@ class PairEncoder:
         if MESSAGES not in record:
             parts = [Segment(record[PROMPT], False), Segment(record[COMPLETION], True, True)]
         else:
-            parts = self.template.segments(record[MESSAGES])
-            mark, first = self.template.bos, parts[0].text
-            if self.template.digest:
-                bos = bool(mark) and first.startswith(mark)
-                parts[0] = Segment(first.removeprefix(mark) if bos else first, answer=False)
+            parts = self.segments(record[MESSAGES])
+            if self.digest:
+                bos = bool(self._bos) and parts[0].text.startswith(self._bos)
+                parts[0] = Segment(parts[0].text.removeprefix(self._bos), answer=False)
         text, known = "", self._ids("", bos)  # since the beginning or the last EOS
         found = [~token for token in known]
         for segment in parts if answered else parts[:-1]:

@@ -40,20 +40,17 @@ if TYPE_CHECKING:
 TRAINING = (*LIBRARIES, "local", "prepared", "c4", "c4_validation", "hf")
 VALIDATION = ("training", *LIBRARIES, "local", "c4_validation")
 
-PATHS = {
+PATHS = {  # what must be named
     "local": "a file, folder or pattern of .txt, .jsonl or .parquet",
     "hf": "a dataset of the Hub such as 'owner/name', or a folder of one",
     "prepared": "a folder that `torchtitan-lr prepare` or Megatron-LM wrote",
 }
-"""What a dataset's path names, where there must be one."""
 
 C4 = "allenai/c4"
 C4_SPLITS = {"c4": ("en", "train", "validation"), "c4_validation": ("en", "validation", "")}
-"""Configuration, split, and the split to hold out."""
 
+# Keys of an entry of `training.mixture`: those that replace the run's, and all with their types.
 OPTIONS = {"text_column": "column", "hf_name": "config", "hf_split": "split"}
-"""Keys of an entry of ``training.mixture`` that replace the run's, and what they set."""
-
 KEYS: dict[str, Any] = {"dataset": str, "path": str, "weight": (int, float), "name": str}
 KEYS |= dict.fromkeys(OPTIONS, str)
 
@@ -85,12 +82,9 @@ class Wanted:
 
 
 def wanted(config: Any, section: Section = "training", world_size: int = 1) -> list[Wanted]:
-    """Return what a run reads.
+    """Return what a section of a run's ``JobConfig`` or record reads.
 
-    Args:
-        config: The run's ``JobConfig``, or its saved record.
-        section: Training, or validation, which by default is the held-out part of the same folder.
-        world_size: Ranks of the run, which determine how much of a dataset of the Hub is prepared.
+    Of a dataset of the Hub the ranks of the run determine how much is prepared.
 
     Raises:
         ConfigError: An unknown corpus, or a path that is missing, unused or does not exist.
@@ -126,16 +120,8 @@ def ensure_prepared(
     """Return the prepared folders of a run, after preparing those that are missing.
 
     In a rank of the launcher they are known. Elsewhere the first process prepares them and others
-    wait. The folders stay locked until the process ends.
-
-    Args:
-        config: The run's ``JobConfig``.
-        section: As for :func:`wanted`.
-        world_size: As for :func:`wanted`; that of the environment by default.
-
-    Raises:
-        ConfigError: As for :func:`wanted` and :func:`tokenize`.
-        DataError: As for :func:`tokenize`.
+    wait. The folders stay locked until the process ends. Errors are those of :func:`wanted` and
+    :func:`tokenize`; ``world_size`` is that of the environment by default.
     """
     parts = wanted(config, section, world_size or int(os.environ.get("WORLD_SIZE", "1")))
     known = json.loads(os.environ.get(PREPARED, "{}")).get(_digest(parts))
@@ -145,10 +131,7 @@ def ensure_prepared(
 
 
 def prepare_for_ranks(config: Any, world_size: int) -> dict[str, str]:
-    """Prepare and check all folders of a run, before any rank starts.
-
-    Returns:
-        Environment variables for the ranks.
+    """Prepare and check all folders of a run, and return environment variables for its ranks.
 
     Raises:
         ConfigError: As for :func:`ensure_prepared`.
@@ -172,11 +155,7 @@ def _digest(parts: list[Wanted]) -> str:
 def _sources(
     name: str, path: str | None, section: str, training: Any, tokens: int, held_out: int | None
 ) -> tuple[Source, ...]:
-    """Return what is prepared for a corpus: of a dataset of the Hub up to so many tokens.
-
-    Raises:
-        ConfigError: The corpus is unknown, or its path is missing, unused or does not exist.
-    """
+    """Return what is prepared for a corpus: of a dataset of the Hub up to so many tokens."""
     key, names = f"{section}.dataset_path", VALIDATION if section == "validation" else TRAINING
     is_hub = name == "hf" or name in C4_SPLITS
     if name not in names:
@@ -205,11 +184,7 @@ def _sources(
 
 
 def _entries(training: Any) -> list[dict[str, Any]]:
-    """Return ``training.mixture``, or the one corpus as an entry of it.
-
-    Raises:
-        ConfigError: An entry is not valid.
-    """
+    """Return ``training.mixture`` after checks, or the one corpus as an entry of it."""
     given = getattr(training, "mixture", None) or []
     entries = [entry if isinstance(entry, dict) else vars(entry) for entry in given]
     if not entries:
@@ -292,8 +267,7 @@ def _prepared(config: Any, part: Wanted) -> Path:
     return folder
 
 
-_held: dict[Path, IO[bytes]] = {}
-"""The locks of this process, by folder."""
+_held: dict[Path, IO[bytes]] = {}  # the locks of this process, by folder
 
 
 def prepare_folder(
@@ -307,16 +281,9 @@ def prepare_folder(
 ) -> Corpus:
     """Prepare a folder unless it is prepared, and lock it until this process ends.
 
-    A second process waits for the first. In the shared store each machine writes into a folder of
-    its own, which is renamed.
-
-    Args:
-        readers: The sources.
-        tokenizer: Encodes their documents.
-        folder: Where to write; one that is prepared is left as it is.
-        key: The key that set the folder, to name in errors; :data:`KEY` in the shared store.
-        workers: As for :func:`tokenize`.
-        max_bad_records: As for :func:`tokenize`.
+    A second process waits for the first. In the shared store, whose ``key`` is :data:`KEY`, each
+    machine writes into a folder of its own, which is renamed. Arguments are those of
+    :func:`tokenize`.
 
     Raises:
         ConfigError: The folder cannot be written, or was prepared from something else.
@@ -377,10 +344,7 @@ def free(store: Path, limit: float) -> int:
     """Delete the folders that were not used for longest, until the others fit a limit in bytes.
 
     A folder that a run reads or prepares is kept, and so is every folder where the file system has
-    no locks.
-
-    Returns:
-        The bytes that are left.
+    no locks. Returns the bytes that are left.
     """
     locks = sorted((store / "locks").iterdir(), key=lambda lock: lock.stat().st_mtime)
     # The folder of each, and those of machines that prepare it.

@@ -48,13 +48,12 @@ class Rows:
         seq_len: Tokens of an input, ``s``.
         held_out: Whether to read the held-out shards; no others are opened.
         mask_documents: Whether documents are kept apart. Pairs always are.
-        name: In logs.
-        weight: Of the share in a mixture.
+        name: Its name in logs, and ``weight``, its share in a mixture.
 
     Attributes:
         pairs: Whether answers alone are labels.
-        cut: Pairs that are longer than a row; ``left_out``: those of them without a label.
         apart: Whether documents are kept apart.
+        cut: Pairs that are longer than a row; ``left_out``: those of them without a label.
 
     Raises:
         ConfigError: There is no whole row.
@@ -120,7 +119,8 @@ class Rows:
                 if self.apart:
                     begins[row, shard.starts(*inside) + (offset - start)] = True
                 place, index = end, index + 1
-            begins[row, stop - start :][:1] = True  # the padding, if any
+            if stop - start < self._size:
+                begins[row, stop - start] = True  # the padding
         return labelled(tokens, targets if self.pairs else None, begins if self.apart else None)
 
     def _packed(self) -> tuple[Indices, Indices]:
@@ -154,15 +154,10 @@ def labelled(
     targets: npt.NDArray[np.bool_] | None = None,
     begins: npt.NDArray[np.bool_] | None = None,
 ) -> Batch:
-    """Make inputs and labels of rows.
+    """Make inputs and labels of rows (b, s + 1).
 
-    A label is ignored if it is no target, or the first token of a document that is kept apart.
-
-    Args:
-        tokens: (b, s + 1).
-        targets: Which tokens count in the loss (b, s + 1); None if all do.
-        begins: Which tokens are the first of a document, or of the padding behind the last one,
-            where documents are kept apart (b, s + 1).
+    A label is ignored if it is no target (without ``targets`` all are), or begins a document that
+    is kept apart, or the padding behind the last one.
     """
     import torch  # imported late: the launcher checks the lengths of corpora without it
 
@@ -184,10 +179,9 @@ def read_parts(parts: Sequence[Rows], chosen: Indices, numbers: Indices) -> Batc
     """
     import torch
 
+    if len(parts) == 1:
+        return parts[0].read(numbers)
     apart = any(part.apart for part in parts)
-    first = int(chosen[0])
-    if (chosen == first).all() and parts[first].apart == apart:
-        return parts[first].read(numbers)
     labels = torch.zeros(len(chosen), parts[0].seq_len, dtype=torch.int64)
     inputs = {name: torch.zeros_like(labels) for name in ["input", *[DOCUMENTS] * apart]}
     for index in np.unique(chosen).tolist():
@@ -223,13 +217,13 @@ class ValidationSet:
     ) -> None:
         self._parts, self._batch_size = list(parts), batch_size
         counts = [len(part) for part in parts]
-        chosen = np.repeat(np.arange(len(counts)), counts)
         numbers = np.concatenate([np.arange(count) for count in counts])
+        rows = np.stack([np.repeat(np.arange(len(counts)), counts), numbers])
         most = steps * batch_size * dp_world_size if steps > 0 else len(numbers)
         in_turn = np.argsort(numbers, kind="stable")[:most]
-        own = in_turn[dp_rank::dp_world_size]
-        self._chosen, self._numbers = chosen[own], numbers[own]
         self._num_batches = math.ceil(math.ceil(len(in_turn) / dp_world_size) / batch_size)
+        # The part of each sequence, and its number there (2, n).
+        self._rows = rows[:, in_turn[dp_rank::dp_world_size]]
 
     def __len__(self) -> int:
         """Return the number of batches, the same on every rank."""
@@ -239,12 +233,12 @@ class ValidationSet:
         """Yield batches of ``b`` rows; the labels of padded rows are ignored."""
         size = self._batch_size
         for start in range(0, self._num_batches * size, size):
-            here = slice(start, start + size)
-            missing = (0, size - len(self._numbers[here]))
+            rows = self._rows[:, start : start + size]
+            count = rows.shape[1]
             # A rank without a sequence for this batch reads the first one, and ignores it.
-            chosen, numbers = (np.pad(x[here], missing) for x in (self._chosen, self._numbers))
+            chosen, numbers = np.pad(rows, ((0, 0), (0, size - count)))
             inputs, labels = read_parts(self._parts, chosen, numbers)
-            inputs["input"][size - missing[1] :], labels[size - missing[1] :] = 0, IGNORE_INDEX
+            inputs["input"][count:], labels[count:] = 0, IGNORE_INDEX
             yield inputs, labels
 
 

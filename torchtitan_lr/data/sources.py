@@ -67,28 +67,19 @@ CALLER = "TORCHTITAN_LR_CALLER"
 class Source:
     """What to read, and for what.
 
-    Attributes:
-        name: ``cpython``, ``python_stdlib``, ``python_stdlib_docs``, ``local`` or ``hf``.
-        paths: Files, folders or patterns (``local``); the dataset's name, as ``owner/name`` or
-            ``owner/name@revision``, or its folder (``hf``).
-        key: The TOML key of the paths, to name in errors.
-        part: ``train`` and ``held_out`` put all documents there; ``both`` chooses by hash.
-        column: Name of the text in a record.
-        config: The dataset's configuration, such as ``en``; None for its only one.
-        split: The dataset's split.
-        streaming: Whether to stream the dataset up to ``tokens``, and not to download it first.
-        tokens: Where to stop, counted in tokens of ``part`` (of ``both``: to train on).
+    ``paths`` are files, folders or patterns (``local``), or the dataset's name (``owner/name`` or
+    ``owner/name@revision``) or folder (``hf``).
     """
 
-    name: str
+    name: str  # one of `LIBRARIES`, "local" or "hf"
     paths: tuple[str, ...] = ()
-    key: str = "training.dataset_path"
-    part: Literal["train", "held_out", "both"] = "both"
+    key: str = "training.dataset_path"  # of the paths, to name in errors
+    part: Literal["train", "held_out", "both"] = "both"  # of all documents; "both": by their hashes
     column: str = "text"
-    config: str | None = None
+    config: str | None = None  # such as "en"; None for a dataset's only one
     split: str = "train"
-    streaming: bool = True
-    tokens: int | None = None
+    streaming: bool = True  # and not to download the dataset first
+    tokens: int | None = None  # where to stop, counted in `part` (of "both": to train on)
 
     def __str__(self) -> str:
         """Return what the user named."""
@@ -96,24 +87,15 @@ class Source:
 
 
 class Piece(NamedTuple):
-    """Some text as it was read.
+    """Some text as it was read."""
 
-    Attributes:
-        file: Its file, for errors.
-        data: Whole lines in bytes, or a list of texts.
-        position: Where to read on behind it (JSON).
-        share: How much of the source is read then, of 1; None if unknown.
-        start: Bytes of the file before it; line: the number of its first line.
-        held_out: The part of all its documents; None to choose by hash.
-    """
-
-    file: str
-    data: bytes | list[str]
-    position: Any
-    share: float | None = None
-    start: int = 0
-    line: int = 1
-    held_out: bool | None = None
+    file: str  # for errors
+    data: bytes | list[str]  # whole lines, or texts
+    position: Any  # where to read on behind it (JSON)
+    share: float | None = None  # of the source that is read then; None if unknown
+    start: int = 0  # bytes of the file before it
+    line: int = 1  # the number of its first one
+    held_out: bool | None = None  # the part of all its documents; None to choose by hash
 
 
 class Bad(NamedTuple):
@@ -126,19 +108,15 @@ class Bad(NamedTuple):
 class Reader:
     """Reads a source.
 
-    Attributes:
-        files: The files that it is read from, if they are on this machine.
-        pairs: Whether its documents are canonical records of pairs.
-        commit: Of a dataset of the Hub, the commit that is read; found when it is opened.
-
     Raises:
         ConfigError: There is no such source.
     """
 
     def __init__(self, source: Source) -> None:
-        self.source, self.pairs = source, source.name == STDLIB_DOCS
-        self.files: list[Path] = []
-        self.commit: str | None = None
+        self.source = source
+        self.files: list[Path] = []  # that it is read from, if they are on this machine
+        self.commit: str | None = None  # of a dataset of the Hub; found when it is opened
+        self.pairs = source.name == STDLIB_DOCS  # or a .jsonl file of them
         if source.name == "local":
             self.files = find_files(source.paths, source.key)
             self._root = Path(os.path.commonpath([file.parent for file in self.files]))
@@ -410,10 +388,7 @@ class Reader:
 
 
 def texts(source: Source, held_out: bool | None = None) -> Iterator[str]:
-    """Yield every document as plain text, for what has no use for tokens or labels.
-
-    Arguments and errors are those of :meth:`Reader.texts`.
-    """
+    """Yield documents as :meth:`Reader.texts` does, pairs as plain text."""
     reader = Reader(source)
     yield from map(text_of, reader.texts(held_out)) if reader.pairs else reader.texts(held_out)
 
@@ -425,10 +400,7 @@ def document_hash(document: str) -> int:
 
 
 def data_path(path: str, key: str) -> Path:
-    """Return a path of data, relative to the folder where the user typed the command.
-
-    Errors are those of :func:`user_path`.
-    """
+    """Return a path of data, relative to the folder where the user typed the command."""
     return Path(os.environ.get(CALLER, "")) / user_path(path, key)
 
 
@@ -438,11 +410,7 @@ def kind_of(path: Path) -> str:
 
 
 def find_files(paths: tuple[str, ...], key: str) -> list[Path]:
-    """Return the files of paths, folders and patterns that hold text, sorted by path.
-
-    Raises:
-        ConfigError: There is none; names ``key``.
-    """
+    """Return the files of paths, folders and patterns that hold text, sorted by path."""
     sizes: dict[Path, int] = {}
     for path in paths:
         target = data_path(path, key)
@@ -459,11 +427,7 @@ def find_files(paths: tuple[str, ...], key: str) -> list[Path]:
 
 
 def library_files(root: Path) -> list[Path]:
-    """Return the non-empty .py files of a library.
-
-    Raises:
-        ConfigError: The interpreter has no library sources (some builds omit them).
-    """
+    """Return the non-empty .py files of a library; some builds of Python omit them."""
     found = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in EXCLUDED]
@@ -515,10 +479,7 @@ def documented_functions(source: str) -> Iterator[str]:
     """Yield the pairs of a module: a function's source, and the first line of its docstring.
 
     The prompt has neither docstring nor decorators. Functions without other statements are left
-    out.
-
-    Args:
-        source: The module's text; one that this interpreter cannot parse has no pairs.
+    out, and modules that this interpreter cannot parse.
     """
     try:
         tree = ast.parse(source)

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from torchtitan_lr.compat.interpreter import end_with
 from torchtitan_lr.data.corpus import PARTS, Corpus, Kind, save_record, write_json
 from torchtitan_lr.data.indexed import IndexedWriter
-from torchtitan_lr.data.pairs import ChatTemplate, PairEncoder
+from torchtitan_lr.data.pairs import PairEncoder
 from torchtitan_lr.data.sources import ONE_IN, Bad, Piece, Reader, Source
 from torchtitan_lr.data.tokenizer import encode_documents, tokenizer_identity, vocabulary
 from torchtitan_lr.errors import ConfigError, DataError
@@ -81,7 +81,7 @@ class Journal:
 def signature_of(readers: Sequence[Reader], tokenizer: HuggingFaceTokenizer) -> str:
     """Return a hash of all that determines a prepared folder."""
     sources = [reader.stamp() for reader in readers]
-    template = ChatTemplate(tokenizer).digest if readers[0].pairs else ""
+    template = PairEncoder(tokenizer).digest if readers[0].pairs else ""
     text = json.dumps([1, ONE_IN, sources, tokenizer_identity(tokenizer), template])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -152,7 +152,7 @@ class _Preparation:
         kinds = [("", dtype)] + [(".loss", np.uint8)] * readers[0].pairs
         most = shard_bytes // np.dtype(dtype).itemsize
         self._parts = [
-            _Shards(folder / part, kinds, counts, most)
+            _Shards(folder / part, kinds, most, counts)
             for part, counts in zip(PARTS, self._journal.shards, strict=True)
         ]
         for reader, commit in zip(readers, self._journal.commits, strict=False):
@@ -189,7 +189,7 @@ class _Preparation:
             listed = self._folder / BAD_RECORDS
             listed.write_text("".join(f"{where}: expected {want}\n" for where, want in journal.bad))
             where, want = journal.bad[0]
-            want += f" ({count} such records, listed in {listed}; --max_bad_records or"
+            want += f" ({count} records, listed in {listed}; --max_bad_records or"
             want += f" training.max_bad_records = {count} leaves them out)"
             raise DataError(self._readers[0].source.key, where, want)
 
@@ -252,40 +252,34 @@ class _Preparation:
                 writer.close()
 
 
+@dataclass
 class _Shards:
-    """The shards of a part, written one after another.
+    """The shards of a part, written one after another."""
 
-    Args:
-        prefix: Path of all of them, without the number.
-        kinds: Suffix and type of the files of each.
-        counts: Documents and tokens of each so far; kept up to date.
-        most: Tokens after which one ends.
-    """
-
-    def __init__(
-        self, prefix: Path, kinds: list[tuple[str, Any]], counts: list[list[int]], most: int
-    ) -> None:
-        self._prefix, self._kinds, self._counts, self._most = prefix, kinds, counts, most
-        self.open: list[IndexedWriter] = []
+    prefix: Path  # of all of them, without the number
+    kinds: list[tuple[str, Any]]  # suffix and type of the files of each
+    most: int  # tokens after which one ends
+    counts: list[list[int]]  # documents and tokens of each so far; kept up to date
+    open: list[IndexedWriter] = field(default_factory=list)  # of the last one
 
     def append(self, arrays: Arrays) -> None:
         """Append documents."""
         tokens, lengths, *mask = arrays
         if not len(lengths):
             return
-        if not self._counts or self._counts[-1][1] >= self._most:
+        if not self.counts or self.counts[-1][1] >= self.most:
             self.finish()
-            self._counts.append([0, 0])
+            self.counts.append([0, 0])
         for writer, values in zip(self._writers(), [tokens, *mask], strict=True):
             writer.append(values, lengths)
-        documents, written = self._counts[-1]
-        self._counts[-1] = [documents + len(lengths), written + len(tokens)]
+        documents, written = self.counts[-1]
+        self.counts[-1] = [documents + len(lengths), written + len(tokens)]
 
     def _writers(self) -> list[IndexedWriter]:
         """Open the last shard if it is not open, behind what it has."""
-        if not self.open and self._counts:
-            prefix, counts = f"{self._prefix}-{len(self._counts) - 1:05d}", self._counts[-1]
-            self.open = [IndexedWriter(prefix + end, kind, *counts) for end, kind in self._kinds]
+        if not self.open and self.counts:
+            prefix, counts = f"{self.prefix}-{len(self.counts) - 1:05d}", self.counts[-1]
+            self.open = [IndexedWriter(prefix + end, kind, *counts) for end, kind in self.kinds]
         return self.open
 
     def finish(self) -> None:

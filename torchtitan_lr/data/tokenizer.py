@@ -77,6 +77,8 @@ def build_tokenizer(job_config: Any) -> HuggingFaceTokenizer:
     file = resolve_assets_path(path) / HF_FILE
     if not file.is_file():
         want = f"a folder that holds {HF_FILE}, hf://OWNER/NAME or {SHIPPED}"
+        if (file.parent / "tokenizer.model").is_file():
+            want += "; torchtitan-lr tokenizer --ranks converts llama-3's tokenizer.model"
         raise ConfigError(_KEY, path, want)
     try:
         stats = ((each.name, each.stat()) for each in sorted(file.parent.iterdir()))

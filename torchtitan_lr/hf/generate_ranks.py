@@ -3,6 +3,7 @@
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from torchtitan_lr.hf.ranks import open_on_ranks
 from torchtitan_lr.inference.decode import Choice
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.generation import ShardedChoice, generation_settings
+from torchtitan_lr.parallel.generation import generation_settings, sharded_choice
 from torchtitan_lr.parallel.plans import TPSettings, apply_tensor_parallel
 from torchtitan_lr.titan.device import keep_freed_memory
 
@@ -100,7 +101,7 @@ def load_on_ranks(
         return model, tokenizer, None
     mesh = _start(device)
     model = _load_part(step_dir, config, args, mesh, settings)
-    return model, tokenizer, ShardedChoice(Ranks.of(mesh))
+    return model, tokenizer, partial(sharded_choice, Ranks.of(mesh))
 
 
 def _start(device: str) -> DeviceMesh:

@@ -25,6 +25,13 @@ BACKWARD_SUMS: tuple[BackwardSum, ...] = ("float32", "activation")
 class LlamaArgs(BaseModelArgs):
     """Shape and kind of a LLaMA, full-rank or factorised: one code path, four families.
 
+    Attributes:
+        low_rank: Whether the linears are factorised.
+        head_dim: Width of one attention head.
+        kv_heads: Number of key/value heads, with None resolved.
+        kv_dim: Output width of wk and wv.
+        outer_silu: Whether SwiGLU keeps its own SiLU on the gate.
+
     Raises:
         ConfigError: On creation and on ``update_from_config``, when the values do not fit together.
     """
@@ -96,31 +103,6 @@ class LlamaArgs(BaseModelArgs):
         """What a linear becomes in this family, and what follows from it."""
         return FAMILIES[self.family]
 
-    @property
-    def low_rank(self) -> bool:
-        """Whether the linears are factorised."""
-        return self.model_family.low_rank
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.dim // self.n_heads
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of key/value heads, with None resolved."""
-        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
-
-    @property
-    def kv_dim(self) -> int:
-        """Output width of wk and wv."""
-        return self.kv_heads * self.head_dim
-
-    @property
-    def outer_silu(self) -> bool:
-        """Whether SwiGLU keeps its own SiLU on the gate."""
-        return not self.low_rank or self.activation in ("both", "fullrank")
-
     def latent_silu(self, projection: str) -> bool:
         """Whether σ acts in the bottleneck of ``projection`` (one of q k v o gate up down)."""
         if self.activation == "reduced":
@@ -132,7 +114,7 @@ class LlamaArgs(BaseModelArgs):
         return int(self.sync_fraction * width)
 
     def check(self) -> None:
-        """Check every value alone and against the others.
+        """Check every value alone and against the others, and derive what follows.
 
         Raises:
             ConfigError: With the first value that cannot work.
@@ -145,6 +127,12 @@ class LlamaArgs(BaseModelArgs):
         ):
             if value not in choices:
                 raise ConfigError(key, value, "one of " + ", ".join(choices))
+        # No fields, since they follow from the fields, and files hold those alone.
+        self.low_rank = self.model_family.low_rank
+        self.head_dim = self.dim // max(1, self.n_heads)  # whether it divides is checked below
+        self.kv_heads = self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+        self.kv_dim = self.kv_heads * self.head_dim
+        self.outer_silu = not self.low_rank or self.activation in ("both", "fullrank")
         self.model_family.check(self)
         for name in ("dim", "n_layers", "n_heads", "kv_heads", "ffn_dim", "vocab_size"):
             if getattr(self, name) <= 0:

@@ -5,11 +5,10 @@ On several ranks the embedding is sharded along d, and the head along the vocabu
 head would all-reduce logits and is not supported.
 """
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan_lr.collectives import (
@@ -18,6 +17,7 @@ from torchtitan_lr.collectives import (
     Edge,
     copy_to_ranks,
     gather_partial,
+    gather_partial_wide,
     gather_replicated,
     local,
     split_replicated,
@@ -41,14 +41,25 @@ class EmbedEdge(Edge):
     sequence: bool = False
     """Whether each rank then keeps only its shard of the tokens."""
 
+    lanes: int = 1
+    """CAAT-Net's lanes G of the model, all of which start with the same vectors."""
+
+    wide: bool = True
+    """As in `LaneRowEdge`."""
+
     def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
         """Look tokens (b, s) up in weight (V, d/T), Shard(1).
 
         Returns:
             Tensor (b, s, d/T), Shard(-1); with `gather` (b, s, d), replicated, or (b, s/T, d),
-            Shard(1), for `sequence`.
+            Shard(1), for `sequence`; with lanes (b, s, g, d), those of this rank.
         """
         x = F.embedding(tokens, local(embedding.weight))
+        if self.lanes > 1:
+            # The gradient is a sum over all lanes, the only reduction of the embedding. A rank owns
+            # d/T of the embedding, so a reduce-scatter is enough.
+            x = (gather_partial_wide if self.wide else gather_partial)(x, self.ranks)
+            return x.unsqueeze(2).expand(-1, -1, self.lanes // self.ranks.size, -1)
         if self.gather:
             x = gather_replicated(x, self.ranks, FEATURES)
         return split_replicated(x, self.ranks, TOKENS) if self.sequence else x
@@ -63,9 +74,6 @@ class HeadEdge(Edge):
     loss_parallel: bool = True
     """Whether logits stay sharded, as a DTensor for torch's ``loss_parallel`` context, or are
     gathered."""
-
-    mesh: DeviceMesh | None = None
-    """The mesh of the ranks; None for one rank."""
 
     def forward(
         self, x: Tensor, norm: nn.RMSNorm, output: nn.Linear, targets: Tensor | None = None
@@ -90,10 +98,9 @@ class HeadEdge(Edge):
         if targets is not None and (self.loss_parallel or ranks.size == 1):
             return linear_loss(x, weight, targets, ranks)
         logits = lane_linear(x, weight) if self.stream == "lanes" else F.linear(x, weight)
-        if self.mesh is None:
-            return logits
-        if self.loss_parallel:
-            return DTensor.from_local(logits, self.mesh, [Shard(-1)], run_check=False)
+        if ranks.size > 1 and self.loss_parallel:
+            mesh = cast(DTensor, output.weight).device_mesh
+            return DTensor.from_local(logits, mesh, [Shard(-1)], run_check=False)
         return gather_replicated(logits, ranks, FEATURES)
 
     def normalized(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
@@ -117,11 +124,9 @@ class HeadEdge(Edge):
 class TokenEmbedding(nn.Embedding):
     """Token embedding whose look-up is an edge."""
 
-    def __init__(self, vocab_size: int, dim: int, embed: nn.Module) -> None:
-        super().__init__(vocab_size, dim)
-        # A child of this module, not of the model: a pipeline split keeps both on one stage, and
-        # FSDP's hooks run before the edge.
-        self.embed = embed
+    # A child of this module, not of the model: a pipeline split keeps both on one stage, and FSDP's
+    # hooks run before the edge.
+    embed: Edge
 
     def forward(self, input: Tensor) -> Tensor:
         """Embed tokens (b, s) as (b, s, d); with lanes at full rank as (b, s, G, d)."""
@@ -132,9 +137,7 @@ class TokenEmbedding(nn.Embedding):
 class OutputProjection(nn.Linear):
     """Output projection that applies the final norm too, through one edge."""
 
-    def __init__(self, dim: int, vocab_size: int, head: nn.Module) -> None:
-        super().__init__(dim, vocab_size, bias=False)
-        self.head = head
+    head: Edge
 
     def forward(  # type: ignore[override]
         self, input: Tensor, norm: nn.RMSNorm, targets: Tensor | None = None

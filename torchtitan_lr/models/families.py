@@ -114,7 +114,7 @@ class ModelFamily:
         return LowRankLinear(d_in, d_out, rank, gated)
 
     def build_mix(self) -> nn.Module | None:
-        """Build the edge between A and σ, see `models.linears.low_rank_group`; None without one.
+        """Build the edge between A and σ, see `models.llama.Sublayer`; None without one.
 
         Plans put their own edge in place of LaX's. They may hold a latent in shards along r:
         without carried latents the edge must therefore act on each element by itself.

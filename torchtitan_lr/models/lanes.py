@@ -31,8 +31,6 @@ from torchtitan_lr.collectives import (
     SINGLE,
     Edge,
     Ranks,
-    gather_partial,
-    gather_partial_wide,
     local,
     reduce,
 )
@@ -271,24 +269,6 @@ class LatentUpEdge(Edge):
         """
         pairs = zip(latents, linears, strict=True)
         return [lane_linear(latent, local(linear.B.weight)) for latent, linear in pairs]
-
-
-class LaneEmbedEdge(Edge):
-    """Look up this rank's features and gather all: every lane starts with the same vectors."""
-
-    lanes: int = 1
-    """Lanes G of the model."""
-
-    wide: bool = True
-    """As in `LaneRowEdge`."""
-
-    def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
-        """Look tokens (b, s) up in weight (V, d/T), Shard(1); gives (b, s, g, d)."""
-        x = F.embedding(tokens, local(embedding.weight))
-        # The gradient is a sum over all lanes, the only reduction of the embedding. A rank owns d/T
-        # of the embedding, so a reduce-scatter is enough.
-        x = (gather_partial_wide if self.wide else gather_partial)(x, self.ranks)
-        return x.unsqueeze(2).expand(-1, -1, self.lanes // self.ranks.size, -1)
 
 
 def edges_of(args: LlamaArgs) -> tuple[Edge, Edge]:

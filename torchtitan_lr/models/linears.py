@@ -17,8 +17,9 @@ elementwise pass each. In compiled blocks the compiler decides what is kept (`co
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -101,8 +102,7 @@ class _GatedLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, Tensor]:
         gate, up, weight = ctx.saved_tensors
         active = F.silu(gate) if ctx.silu else gate
-        product = active if up is None else active * up
-        dweight = gradient.flatten(0, -2).T @ product.flatten(0, -2)
+        dweight = gradient.flatten(0, -2).T @ (active if up is None else active * up).flatten(0, -2)
         dgate, dup = gradient @ weight, None
         if up is not None:
             dup = dgate * active
@@ -130,15 +130,14 @@ class SharedInput:
         ranks: The tensor-parallel ranks.
         dim: The sharded dimension, which forward gathers and backward reduce-scatters; None for a
             replicated input, whose gradient is all-reduced.
-        saved: What low-rank checkpointing saves: the gathered ``input``, the ``output``, or
-            nothing.
+        saved: What low-rank checkpointing saves: the gathered ``input`` or the ``output``.
         separate: Whether each linear has its own part of the input's features. Otherwise all
             linears have the same input.
     """
 
     ranks: Ranks
     dim: int | None = None
-    saved: str = ""
+    saved: Literal["input", "output"] = "output"
     separate: bool = False
 
 
@@ -161,9 +160,8 @@ class _SharedLinear(torch.autograd.Function):
                 for part, run in _parts(whole, weights)
             )
         rows = weights[0] if len(weights) == 1 else torch.cat(weights)
-        if shared.saved == "output":
-            return save(lambda: (F.linear(whole, rows),))
-        return (F.linear(whole, rows),)
+        compute = lambda: (F.linear(whole, rows),)  # noqa: E731
+        return save(compute) if shared.saved == "output" else compute()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -171,11 +169,14 @@ class _SharedLinear(torch.autograd.Function):
         # runs while the gradients of the weights are computed.
         whole, *weights = ctx.saved_tensors
         shared = ctx.shared
-        if shared.separate:
-            dx = _input_gradient(gradients, weights).view_as(whole)
-        else:
-            dx = summed_products(gradients[0], weights)
-        summed = start_sum(dx, shared.ranks, shared.dim)
+        # No name for the term itself: it would outlive the reduction.
+        summed = start_sum(
+            _input_gradient(gradients, weights).view_as(whole)
+            if shared.separate
+            else summed_products(gradients[0], weights),
+            shared.ranks,
+            shared.dim,
+        )
         dweights: list[Tensor] = []
         if not shared.separate:
             dw = gradients[0].flatten(0, 1).T @ whole.flatten(0, 1)
@@ -251,53 +252,68 @@ def shared_linears(x: Tensor, weights: Sequence[Tensor], shared: SharedInput) ->
 
 
 class ColumnEdge(Edge):
-    """Start of a full-rank pair: the norm, then the column-parallel linears of a group."""
+    """Start of a Megatron pair: the norm, if any, then the column-parallel linears of a group.
 
-    sequence: bool = False
-    """Whether the stream is sharded along the tokens."""
+    A pair is two dense linears, or the factors A and B of one (vanilla tensor parallelism).
+    """
 
-    def forward(self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.RMSNorm) -> list[Tensor]:
+    dim: int | None = None
+    """The dimension along which the input is sharded: `TOKENS`, `FEATURES`, or None."""
+
+    grouped: bool = True
+    """Whether the group's linears share one backward all-reduce of their input."""
+
+    def forward(
+        self, x: Tensor, linears: Sequence[nn.Module], norm: nn.RMSNorm | None = None
+    ) -> list[Tensor]:
         """Apply the group.
 
         Args:
-            x: Residual stream (b, s, d), replicated; (b, s/T, d), Shard(1), for `sequence`.
-            linears: The group; weight (d_out/T, d) is Shard(0).
-            norm: Norm before them; weight (d,), Replicate.
+            x: Input (b, s, d_in), replicated, or sharded along ``dim``.
+            linears: The group; the weight (d_out/T, d_in), or A (r/T, d_in), is Shard(0).
+            norm: Norm before them; weight (d_in,), Replicate.
 
         Returns:
-            One output (b, s, d_out/T), Shard(-1), per linear.
+            One output (b, s, d_out/T), or latent (b, s, r/T), Shard(-1), per linear.
         """
         if self.ranks.size == 1:
-            x = norm(x)
+            x = x if norm is None else norm(x)
             return [linear(x) for linear in linears]
-        x = normalize(x, norm, self.ranks if self.sequence else SINGLE)
-        weights = [local(linear.weight) for linear in linears]
-        return shared_linears(
-            x, weights, SharedInput(self.ranks, TOKENS if self.sequence else None)
-        )
+        if norm is not None:
+            x = normalize(x, norm, self.ranks if self.dim == TOKENS else SINGLE)
+        factors: list[Any] = [getattr(linear, "A", linear) for linear in linears]
+        weights = [local(factor.weight) for factor in factors]
+        shared = SharedInput(self.ranks, self.dim)
+        if self.grouped:
+            return shared_linears(x, weights, shared)
+        return [shared_linears(x, [weight], shared)[0] for weight in weights]
 
 
 class RowEdge(Edge):
-    """End of a full-rank pair: a row-parallel linear and the sum over the ranks."""
+    """End of a Megatron pair: row-parallel linears and the sum over the ranks."""
 
-    sequence: bool = False
-    """Whether each rank keeps a shard of the tokens."""
+    dim: int | None = None
+    """The dimension of which each rank keeps a shard: `TOKENS`, `FEATURES` (the heads of q, k and
+    v), or None for the whole sum."""
 
-    def forward(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
+    def forward(self, x: Tensor | Sequence[Tensor], linears: Sequence[nn.Module]) -> list[Tensor]:
         """Apply the linears.
 
         Args:
-            x: Input (b, s, d_in/T), Shard(-1).
-            linears: One linear; weight (d_out, d_in/T) is Shard(1).
+            x: Input (b, s, d_in/T), Shard(-1), of one linear, or one latent (b, s, r/T) per linear.
+            linears: The linears; the weight (d_out, d_in/T), or B (d_out, r/T), is Shard(1).
 
         Returns:
-            One output per linear: (b, s, d_out), replicated, or (b, s/T, d_out), Shard(1), for
-            `sequence`.
+            One output per linear: (b, s, d_out), replicated, or its shard along ``dim``.
         """
-        products = [F.linear(x, local(linear.weight)) for linear in linears]
-        if self.sequence:
-            return [scatter_sum(product, self.ranks, TOKENS) for product in products]
-        return [reduce_over_ranks(product, self.ranks) for product in products]
+        # Not an all-reduce and a slice: the same forward, but it loses gradients.
+        total = reduce_over_ranks if self.dim is None else partial(scatter_sum, dim=self.dim)
+        inputs = [x] if isinstance(x, Tensor) else x
+        factors: list[Any] = [getattr(linear, "B", linear) for linear in linears]
+        weights = [local(factor.weight) for factor in factors]
+        # Each product is reduced before the next one exists: only one of them has its full width.
+        pairs = zip(inputs, weights, strict=True)
+        return [total(F.linear(part, weight), self.ranks) for part, weight in pairs]
 
 
 class DownEdge(Edge):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.ends import EmbedEdge, HeadEdge, OutputProjection, TokenEmbedding
 from torchtitan_lr.models.initialization import init_parameters
-from torchtitan_lr.models.lanes import LaneEmbedEdge, edges_of
+from torchtitan_lr.models.lanes import edges_of
 from torchtitan_lr.models.linears import DownEdge, Gated, UpEdge
 from torchtitan_lr.models.rope import apply_rope, build_freqs_cis
 from torchtitan_lr.titan.base import ModelProtocol
@@ -287,14 +287,16 @@ class LlamaModel(ModelProtocol):
         dim, vocab_size = model_args.dim, model_args.vocab_size
         # The low-rank families have lanes in their latents, and one stream.
         lanes = model_args.lanes if not model_args.low_rank else 1
-        embed = EmbedEdge() if lanes == 1 else LaneEmbedEdge(lanes=lanes)
-        head = HeadEdge(stream="replicated" if lanes == 1 else "lanes")
-        self.tok_embeddings: nn.Module | None = TokenEmbedding(vocab_size, dim, embed)
+        embedding = TokenEmbedding(vocab_size, dim)
+        embedding.embed = EmbedEdge(lanes=lanes)
+        output = OutputProjection(dim, vocab_size, bias=False)
+        output.head = HeadEdge(stream="replicated" if lanes == 1 else "lanes")
+        self.tok_embeddings: nn.Module | None = embedding
         self.layers = nn.ModuleDict(
             {str(i): TransformerBlock(i, model_args) for i in range(model_args.n_layers)}
         )
         self.norm: nn.Module | None = nn.RMSNorm(dim, eps=model_args.norm_eps)
-        self.output: nn.Module | None = OutputProjection(dim, vocab_size, head)
+        self.output: nn.Module | None = output
         self.register_buffer("freqs_cis", self._build_freqs_cis(), persistent=False)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:

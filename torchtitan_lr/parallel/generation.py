@@ -10,7 +10,7 @@ candidates only: one per row for greedy tokens, k for top-k. Every rank then dra
 numbers with the same seed, so that all of them read the same token next.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,34 +55,28 @@ def generation_settings(section: Any, args: LlamaArgs, degree: int, cache: str) 
     return replace(settings, comm="all_reduce")
 
 
-@dataclass(frozen=True)
-class ShardedChoice:
-    """Draws tokens from logits that are sharded along the vocabulary; a `decode.Choice`.
+def sharded_choice(ranks: Ranks, sampling: Sampling, logits: Tensor, uniform: Tensor) -> Tensor:
+    """Draw one token per row, the same on every rank; given the ranks, a `decode.Choice`.
 
     The exchange per row is a score and an id of each candidate, T of them for greedy tokens and
     k · T for top-k. Without top-k, whole rows of logits are gathered.
+
+    Args:
+        ranks: The ranks that share the vocabulary.
+        sampling: How tokens are drawn.
+        logits: Scores (b, 1, V), a DTensor with Shard(-1).
+        uniform: One random number per row (b,), equal on all ranks.
+
+    Returns:
+        Token ids (b,).
     """
-
-    ranks: Ranks
-
-    def __call__(self, sampling: Sampling, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Draw one token per row, the same on every rank.
-
-        Args:
-            sampling: How tokens are drawn.
-            logits: Scores (b, 1, V), a DTensor with Shard(-1).
-            uniform: One random number per row (b,), equal on all ranks.
-
-        Returns:
-            Token ids (b,).
-        """
-        own = local(logits)[:, -1]  # (b, V/T)
-        scores, ids = sampling.candidates(own)
-        if ids is None:
-            return sampling.choose(all_gather([scores], self.ranks, FEATURES)[0], uniform)
-        ids = ids + self.ranks.rank * own.shape[-1]
-        # fp64 holds every score and every id exactly: one message instead of two.
-        message = torch.stack((scores.double(), ids.double()), dim=1)
-        scores, found = all_gather([message], self.ranks, FEATURES)[0].unbind(1)
-        place = sampling.choose(scores, uniform)
-        return found.gather(-1, place[:, None]).squeeze(-1).long()
+    own = local(logits)[:, -1]  # (b, V/T)
+    scores, ids = sampling.candidates(own)
+    if ids is None:
+        return sampling.choose(all_gather([scores], ranks, FEATURES)[0], uniform)
+    ids = ids + ranks.rank * own.shape[-1]
+    # fp64 holds every score and every id exactly: one message instead of two.
+    message = torch.stack((scores.double(), ids.double()), dim=1)
+    scores, found = all_gather([message], ranks, FEATURES)[0].unbind(1)
+    place = sampling.choose(scores, uniform)
+    return found.gather(-1, place[:, None]).squeeze(-1).long()

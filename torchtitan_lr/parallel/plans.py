@@ -21,20 +21,18 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from torchtitan_lr.collectives import Edge, Ranks
+from torchtitan_lr.collectives import FEATURES, TOKENS, Edge, Ranks
 from torchtitan_lr.config.schema import TP_PLANS
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.ends import EmbedEdge, HeadEdge, Stream
 from torchtitan_lr.models.lanes import (
     LaneColumnEdge,
-    LaneEmbedEdge,
     LaneRowEdge,
     LatentDownEdge,
     LatentUpEdge,
 )
 from torchtitan_lr.models.linears import ColumnEdge, DownEdge, MixEdge, RowEdge, UpEdge
-from torchtitan_lr.parallel.vanilla import VanillaDownEdge, VanillaUpEdge
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig
 
@@ -77,7 +75,7 @@ def btp(args: LlamaArgs, settings: TPSettings) -> Splits:
     latents, is replicated: backward communicates only the r-wide gradient of the latents. Attention
     heads, SwiGLU and residual additions work on shards.
     """
-    sequence, scatter = settings.comm == "sequence", settings.head == "scatter"
+    sequence = settings.comm == "sequence"
     down = on_ranks(
         DownEdge,
         grouped=settings.grouping,
@@ -87,23 +85,32 @@ def btp(args: LlamaArgs, settings: TPSettings) -> Splits:
     )
     up = on_ranks(UpEdge, grouped=settings.grouping, sequence=sequence)
     blocks = low_rank_blocks(args, settings, down, up, on_ranks(MixEdge, sharded=sequence))
-    head = model_head(settings, "scatter" if scatter else "features")
-    return blocks | model_ends(on_ranks(EmbedEdge), head, Shard(0) if scatter else Replicate())
+    if settings.head == "scatter":
+        return blocks | model_ends(settings, on_ranks(EmbedEdge), "scatter", Shard(0))
+    return blocks | model_ends(settings, on_ranks(EmbedEdge), "features")
 
 
 def vanilla(args: LlamaArgs, settings: TPSettings) -> Splits:
-    """Each pair of factors split as Megatron splits an MLP, see `parallel.vanilla`."""
-    heads, grouped = PLANS[settings.plan].shards_heads, settings.grouping
+    """Split each pair of factors as Megatron splits an MLP: the baseline of BTP.
+
+    A is column-parallel and B row-parallel, so messages are as wide as a linear's output. The
+    residual stream and other d- or f-wide activations are replicated; only the latents are sharded,
+    along r. The fair form reduce-scatters q, k and v over the heads, so that each rank computes its
+    own heads, and gathers attention's output before A_o. In BOOST's baseline
+    (`vanilla_replicated`), which all-reduces q, k and v, every rank computes all heads.
+    """
+    grouped = settings.grouping
+    heads = FEATURES if PLANS[settings.plan].shards_heads else None
     blocks = low_rank_blocks(
         args,
         settings,
-        on_ranks(VanillaDownEdge, grouped=grouped),
-        on_ranks(VanillaUpEdge),
+        on_ranks(ColumnEdge, grouped=grouped),
+        on_ranks(RowEdge),
         on_ranks(MixEdge, sharded=True),
-        down_o=on_ranks(VanillaDownEdge, grouped=grouped, sharded_input=heads),
-        up_qkv=on_ranks(VanillaUpEdge, sharded_output=heads),
+        down_o=on_ranks(ColumnEdge, grouped=grouped, dim=heads),
+        up_qkv=on_ranks(RowEdge, dim=heads),
     )
-    return blocks | model_ends(on_ranks(EmbedEdge, gather=True), model_head(settings))
+    return blocks | model_ends(settings, on_ranks(EmbedEdge, gather=True))
 
 
 def megatron(args: LlamaArgs, settings: TPSettings) -> Splits:
@@ -113,19 +120,18 @@ def megatron(args: LlamaArgs, settings: TPSettings) -> Splits:
     the tokens (Korthikanti et al., section 4.2.2), where the norms run on token shards too.
     """
     sequence = settings.comm == "sequence"
-    blocks = dense_blocks(
-        on_ranks(ColumnEdge, sequence=sequence), on_ranks(RowEdge, sequence=sequence)
-    )
-    head = model_head(settings, "tokens" if sequence else "replicated")
-    return blocks | model_ends(on_ranks(EmbedEdge, gather=True, sequence=sequence), head)
+    dim = TOKENS if sequence else None
+    blocks = dense_blocks(on_ranks(ColumnEdge, dim=dim), on_ranks(RowEdge, dim=dim))
+    embed = on_ranks(EmbedEdge, gather=True, sequence=sequence)
+    return blocks | model_ends(settings, embed, "tokens" if sequence else "replicated")
 
 
 def caat(args: LlamaArgs, settings: TPSettings) -> Splits:
     """CAAT-Net: Megatron's placements, with a residual stream for every lane (`models.lanes`)."""
     row = on_ranks(LaneRowEdge, args=args, wide=settings.wide_sums)
-    embed = on_ranks(LaneEmbedEdge, lanes=args.lanes, wide=settings.wide_sums)
+    embed = on_ranks(EmbedEdge, lanes=args.lanes, wide=settings.wide_sums)
     blocks = dense_blocks(on_ranks(LaneColumnEdge), row)
-    return blocks | model_ends(embed, model_head(settings, "lanes"))
+    return blocks | model_ends(settings, embed, "lanes")
 
 
 def btp_caat(args: LlamaArgs, settings: TPSettings) -> Splits:
@@ -133,7 +139,7 @@ def btp_caat(args: LlamaArgs, settings: TPSettings) -> Splits:
     wide, grouped = settings.wide_sums, settings.grouping
     down = on_ranks(LatentDownEdge, args=args, wide=wide, grouped=grouped)
     blocks = low_rank_blocks(args, settings, down, on_ranks(LatentUpEdge))
-    return blocks | model_ends(on_ranks(EmbedEdge), model_head(settings, "features"))
+    return blocks | model_ends(settings, on_ranks(EmbedEdge), "features")
 
 
 @dataclass(frozen=True)
@@ -217,12 +223,6 @@ def on_ranks(edge: type[Edge], **options: Any) -> EdgeFactory:
     return lambda mesh: edge(Ranks.of(mesh), **options)
 
 
-def model_head(settings: TPSettings, stream: Stream = "replicated") -> EdgeFactory:
-    """Return a factory of the head's edge for a layout of the residual stream."""
-    parallel = settings.loss_parallel
-    return lambda mesh: HeadEdge(Ranks.of(mesh), stream=stream, loss_parallel=parallel, mesh=mesh)
-
-
 def low_rank_blocks(
     args: LlamaArgs,
     settings: TPSettings,
@@ -290,17 +290,20 @@ def _blocks(
 
 
 def model_ends(
+    settings: TPSettings,
     embed: EdgeFactory,
-    head: EdgeFactory,
+    stream: Stream = "replicated",
     norm: Placement = Replicate(),  # noqa: B008
 ) -> Splits:
     """Return both ends of the model: the embedding sharded along d, the head along V.
 
     Args:
+        settings: The settings.
         embed: The embedding's edge.
-        head: The head's edge, which applies the final norm.
+        stream: Layout of the residual stream in front of the head.
         norm: Placement of the final norm's weight.
     """
+    head = on_ranks(HeadEdge, stream=stream, loss_parallel=settings.loss_parallel)
     return {
         "tok_embeddings": ({"weight": Shard(1)}, {"embed": embed}),
         "norm": ({"weight": norm}, {}),

@@ -64,14 +64,9 @@ def check_mode(config: Any) -> None:
     if section.mode == "low_rank" and family is not None and not family.low_rank:
         want = f"another mode for {family.model_name}, which has no low-rank activations"
         raise ConfigError(key, section.mode, want)
-    if section.mode in EAGER_MODES:
-        return
-    if not compiles_model(config):
+    if section.mode not in EAGER_MODES and not compiles_model(config):
         want = "'selective', 'full' or 'none' unless compile.enable with the component 'model'"
         raise ConfigError(key, section.mode, want)
-    if not 0 <= section.memory_budget <= 1:
-        want = "a number from 0 to 1"
-        raise ConfigError("activation_checkpoint.memory_budget", section.memory_budget, want)
 
 
 def wrapping_period(section: Any, mode: str) -> int:

@@ -3,18 +3,18 @@
 
 A contract of import-linter forbids ``import torchtitan`` elsewhere in the package. The modules are
 split by what importing them loads: this one neither torch nor torchtitan, `configuration` torch,
-`base` what ``import torchtitan`` loads anyway, `specs` the ``datasets`` package too.
-Private names of torchtitan and patches of its modules are here as well; each function says what
-fails if upstream changes, and ``tests/unit/titan`` and ``tests/unit/compat`` test them.
-
-Tested with torchtitan 0.2.2, the last release with TOML files and TrainSpec, which pyproject.toml
-pins. In 0.3.0 these names are gone (read from its wheel): in `base` JobConfig, Optimizer,
-ActivationCheckpoint, apply_ac, BaseModelArgs, ModelProtocol and ``_layer_sac_count``; in
-`components` build_optimizers, build_lr_schedulers and ``_async_wait``; in `specs` RoPEScalingArgs,
-Llama3StateDictAdapter, TrainSpec, ParallelizeFunction, get_train_spec, register_train_spec and the
-table behind them and generate_llm_fqn_per_model_part; in `trainer` maybe_enable_amp.
+`base` what ``import torchtitan`` loads anyway, `specs` the ``datasets`` package too. Private names
+of torchtitan and patches of its modules are here as well; each function says what fails if upstream
+changes, and ``tests/unit/titan`` and ``tests/unit/compat`` test them.
 """
 
+# Tested with torchtitan 0.2.2, the last release with TOML files and TrainSpec, which pyproject.toml
+# pins. In 0.3.0 these names are gone (read from its wheel): in `base` JobConfig, Optimizer,
+# ActivationCheckpoint, apply_ac, BaseModelArgs, ModelProtocol and ``_layer_sac_count``; in
+# `components` build_optimizers, build_lr_schedulers and ``_async_wait``; in `specs`
+# RoPEScalingArgs, Llama3StateDictAdapter, TrainSpec, ParallelizeFunction, get_train_spec,
+# register_train_spec, the table behind them and generate_llm_fqn_per_model_part; in `trainer`
+# maybe_enable_amp.
 import logging
 
 __all__ = ["IGNORE_INDEX", "logger"]

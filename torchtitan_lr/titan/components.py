@@ -38,12 +38,8 @@ def init_optimizer_container(
 
     The constructor builds one torch optimizer per model part; TSR-Adam has its own, so the
     constructor is skipped. Calls ``_post_init``, which initializes torch's Optimizer (scheduler
-    hooks). If upstream renames it, building TSR-Adam fails with an AttributeError.
-
-    Args:
-        container: A subclass of OptimizersContainer with ``model_parts`` and ``optimizers`` set.
-        parameters: Of all parts.
-        defaults: Of the optimizer, by name.
+    hooks) of a container with ``model_parts`` and ``optimizers``. If upstream renames it, building
+    TSR-Adam fails with an AttributeError.
     """
     container._post_init(parameters, defaults)
 
@@ -59,7 +55,3 @@ class TitanCheckpointHooks(CheckpointManager):
     wait_for_save = CheckpointManager._async_wait  # until an asynchronous save is on disk
     # All states, with the model's at the top level.
     flattened_states = CheckpointManager._flattened_model_states_sd
-
-    def as_if_without_folder(self) -> AbstractContextManager[Any]:
-        """Make ``load`` use ``initial_load_path``, which it does only if no folder exists."""
-        return patch.object(self, "folder", "")

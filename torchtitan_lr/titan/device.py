@@ -39,18 +39,15 @@ UNKNOWN_PEAK = 312e12
 known_peak_flops: Callable[[str], float] = titan_utils.get_peak_flops
 """torchtitan's own function, saved before `bind_device` replaces it."""
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-"""Parameters of glibc's ``mallopt``, by malloc.h."""
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # parameters of glibc's ``mallopt``, by malloc.h
 
+# A user who sets one of these decides about malloc.
 _MALLOC_VARIABLES = {"GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_"}
-"""A user who sets one of these decides about malloc."""
 
 
 def _cpu_memory_stats(_: object = None) -> dict[str, int]:
-    """Return the peak resident set size of this process in bytes, under torchtitan's keys.
-
-    The kernel keeps one peak per process lifetime, so nothing can reset it.
-    """
+    """Return the peak resident set size of this process in bytes, under torchtitan's keys."""
+    # The kernel keeps one peak per process lifetime, so nothing can reset it.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peak_bytes = peak if sys.platform == "darwin" else peak * 1024
     same = dict.fromkeys(("active_bytes.all.peak", "reserved_bytes.all.peak"), peak_bytes)
@@ -78,13 +75,10 @@ def has_accelerator() -> bool:
 
 
 def peak_flops(device_name: str) -> float:
-    """Return the peak bf16 FLOP/s of a device, NaN if it is unknown.
-
-    torchtitan returns an A100's peak for every unknown device, which would give a wrong but
-    plausible MFU.
-    """
+    """Return the peak bf16 FLOP/s of a device, NaN if it is unknown."""
     if not has_accelerator():
         return math.nan
+    # torchtitan returns an A100's peak for every unknown device: a wrong but plausible MFU.
     known = known_peak_flops(device_name)
     return math.nan if known == UNKNOWN_PEAK and "A100" not in device_name else known
 
@@ -92,10 +86,11 @@ def peak_flops(device_name: str) -> float:
 def keep_freed_memory() -> None:
     """Let malloc keep freed memory for the next step; do nothing where the C library is not glibc.
 
-    By default it returns large tensors to the kernel, which gives empty pages, one fault per 4 KiB,
-    to the tensors of the next step. In a virtual machine the faults can take most of a step
-    (docs/results.md). The peak stays; what a step frees is no longer free for other processes.
+    The peak stays; what a step frees is no longer free for other processes.
     """
+    # By default it returns large tensors to the kernel, which gives empty pages, one fault per
+    # 4 KiB, to the tensors of the next step. In a virtual machine the faults can take most of a
+    # step (docs/results.md).
     if platform.libc_ver()[0] != "glibc" or not _MALLOC_VARIABLES.isdisjoint(os.environ):
         return
     libc = ctypes.CDLL(None)

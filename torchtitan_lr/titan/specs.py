@@ -45,13 +45,8 @@ def stages_built_by(
 
     Upstream has no argument for the shapes at a stage's boundaries, and without them torch runs the
     model to infer them. So ``PipelineStage`` in torchtitan's module is replaced. Its call is
-    ``PipelineStage(part, index, stages, device, group=group)`` in torchtitan 0.2.2.
-
-    Args:
-        build: Builds a stage from its part of the model and its index.
-        stages: Number of stages in the pipeline.
-        device: Of this rank.
-        group: Process group of the pipeline.
+    ``PipelineStage(part, index, stages, device, group=group)`` in torchtitan 0.2.2; ``build`` gets
+    the part of the model and the index.
 
     Raises:
         TypeError: Upstream passes an unknown argument, which ``build`` would ignore.

@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from torchtitan_lr.checkpoints import layout
+from torchtitan_lr.checkpoints import layout, safe_metadata
 from torchtitan_lr.checkpoints.manifest import (
     ManifestWriter,
     damage_of,
@@ -33,12 +33,6 @@ from torchtitan_lr.checkpoints.manifest import (
     newest_whole_before,
     read_manifest,
     write_manifest,
-)
-from torchtitan_lr.checkpoints.safe_metadata import (
-    DamagedError,
-    describe,
-    load,
-    read_metadata,
 )
 from torchtitan_lr.checkpoints.staging import BackgroundStager
 from torchtitan_lr.compression.residuals import saved_residuals
@@ -94,12 +88,9 @@ class CheckpointManager(TitanCheckpointHooks):
         super().save(curr_step, last_step)
         if due:
             in_background = self.async_mode != AsyncMode.DISABLED and not last_step
-            console.info(
-                "checkpoint %s %s in %.1f s",
-                self.checkpoint_folder(curr_step),
-                "started in the background" if in_background else "saved",
-                time.perf_counter() - started,
-            )
+            how = "started in the background" if in_background else "saved"
+            folder, seconds = self.checkpoint_folder(curr_step), time.perf_counter() - started
+            console.info("checkpoint %s %s in %.1f s", folder, how, seconds)
         if last_step and self.enable and not self.load_only:
             self._purge_stale_checkpoints()
 
@@ -191,7 +182,7 @@ class CheckpointManager(TitanCheckpointHooks):
             if manifest is not None:
                 may_differ = self._other_model and checkpoint_id == self.initial_load_path
                 check_fingerprint(manifest.model, self.fingerprint, checkpoint_id, may_differ)
-            metadata = read_metadata(checkpoint_id)
+            metadata = safe_metadata.read_metadata(checkpoint_id)
             has_data = state_dict.get(DATALOADER) is not None
             if has_data and not state_dict[DATALOADER].check_checkpoint(checkpoint_id, metadata):
                 del state_dict[DATALOADER]  # the data start anew
@@ -199,11 +190,11 @@ class CheckpointManager(TitanCheckpointHooks):
                 state_dict[layout.RESIDUALS].check_checkpoint(checkpoint_id, metadata)
             elif has_data and saved_residuals(checkpoint_id, metadata):
                 logger.warning("The gradient residuals of %s are not loaded", checkpoint_id)
-            load(state_dict, checkpoint_id, metadata=metadata)
-        except DamagedError as error:
+            safe_metadata.load(state_dict, checkpoint_id, metadata=metadata)
+        except safe_metadata.DamagedError as error:
             raise ConfigError("checkpoint", checkpoint_id, f"a whole one ({error})") from error
         except CheckpointException as error:  # derives from BaseException
-            cause = describe(next(iter(error.failures.values()))[0])
+            cause = safe_metadata.describe(next(iter(error.failures.values()))[0])
             want = f"a complete checkpoint of this model ({cause})"
             raise ConfigError("checkpoint", checkpoint_id, want) from error
         if manifest is None and self._first:
@@ -213,14 +204,11 @@ class CheckpointManager(TitanCheckpointHooks):
             self.states[MODEL].load_state_dict(state_dict)
 
     def load(self, step: int = -1) -> bool:
-        """Load step ``step`` or the newest complete step, then rename all later steps.
+        """Load step ``step``, or at -1 the newest complete one, then rename all later steps.
 
         A run that resumes an earlier step saves the later ones again. A folder without a complete
         step (a killed first save) is treated as missing, so that ``initial_load_path`` still takes
         effect. Nothing changes on disk before the load has succeeded.
-
-        Args:
-            step: The step, -1 for the newest.
 
         Raises:
             ConfigError: As for `dcp_load`.
@@ -241,8 +229,13 @@ class CheckpointManager(TitanCheckpointHooks):
                     logger.warning("%s is damaged (%s): resuming from %s", folder, damage, older)
                 step = int(older.rpartition("-")[2])
             self._verified = self.checkpoint_folder(step)
-        with self.as_if_without_folder() if step == -1 else nullcontext():
+        parent: str = self.folder
+        try:
+            # Upstream uses ``initial_load_path`` only if there is no folder.
+            self.folder: str = "" if step == -1 else parent
             loaded = super().load(step)
+        finally:
+            self.folder = parent
         if loaded:
             source = self.initial_load_path if step == -1 else self.checkpoint_folder(step)
             console.info("Loaded %s.", source)
@@ -267,7 +260,7 @@ class CheckpointManager(TitanCheckpointHooks):
             self._deletions.submit(shutil.rmtree, leftover, True)
 
     def save_interrupted(self, step: int) -> str | None:
-        """Save a full checkpoint of ``step``, even if the last save should hold the model only.
+        """Save all of ``step``, even if the last save should hold the model only.
 
         Returns:
             The checkpoint's folder, None if checkpointing is off.
@@ -284,21 +277,17 @@ class CheckpointManager(TitanCheckpointHooks):
         return folder
 
     def newest(self, finite: bool = False) -> str | None:
-        """Wait for a background save, and return the newest complete checkpoint's folder.
+        """Wait for a background save, and return the newest complete checkpoint's folder, if any.
 
-        Args:
-            finite: Whether its weights must be finite: a step with a finite loss and gradient may
-                still make them non-finite.
-
-        Returns:
-            None if there is none, or checkpointing is off.
+        With ``finite``, its weights must be: a step with a finite loss and gradient may still make
+        them non-finite.
         """
         if not self.enable:
             return None
         self.wait_for_save()
         for step in reversed(layout.complete_steps(self.folder)):
             folder = self.checkpoint_folder(step)
-            with suppress(DamagedError):
+            with suppress(safe_metadata.DamagedError):
                 if not finite or (manifest := read_manifest(folder)) is None or manifest.finite:
                     return folder
         return None

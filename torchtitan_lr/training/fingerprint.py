@@ -57,8 +57,8 @@ def check_fingerprint(
     """Raise for a checkpoint of another model; call this before loading its weights.
 
     Args:
-        stored: The checkpoint's fingerprint; empty if it has none.
-        here: The current model's fingerprint. Only keys of both fingerprints are compared.
+        stored: The checkpoint's fingerprint. Only keys of both fingerprints are compared.
+        here: The current model's.
         step_dir: The checkpoint's folder.
         other_model: Whether the checkpoint may hold another model; its lanes are compared anyway.
 

@@ -42,9 +42,25 @@ class StoredGradients:
     # Of a rejected step the fused Adam counts nothing on the host either.
     accumulate = undo_step_counters = prepare
 
+    @torch.no_grad()
     def reduce_and_square_norm(self) -> Tensor:
-        """Return this rank's share of the squared norm; the gradients are already reduced."""
-        return square_share(self._gradients(), self.pp_mesh.size() if self.pp_mesh else 1)
+        """Return this rank's share of the full gradient's squared norm, a plain fp64 scalar.
+
+        The gradients are already reduced. The shares of all ranks add up to the square: a part of
+        which several ranks hold a copy is divided by their number. The sum over ranks can thus
+        travel with other sums in one collective.
+        """
+        stages = self.pp_mesh.size() if self.pp_mesh else 1  # each has parameters of its own
+        ranks = dist.get_world_size() // stages if dist.is_initialized() else 1
+        alike: dict[int, list[Tensor]] = defaultdict(list)
+        for gradient in self._gradients():
+            splits = 1
+            if isinstance(gradient, DTensor):
+                sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+                splits = math.prod(n for n, part in sizes if isinstance(part, Shard | StridedShard))
+            alike[ranks // splits].append(gradient)
+        shares = [gradient_norm(same).double().square() / n for n, same in alike.items()]
+        return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm: Tensor) -> None:
@@ -73,47 +89,16 @@ then come `reduce_and_square_norm`, `clip` and, if the device has rejected the s
 def gradient_norm(gradients: Iterable[Tensor], fp64: bool | None = None) -> Tensor:
     """Return the joint 2-norm of this rank's parts of some gradients.
 
-    On a CPU torch sums the squares of a large fp32 tensor sequentially, with an error of 2e-5 for
-    a million entries that depends on the sharding. The squares of CPU gradients are therefore
-    summed in fp64.
-
     Args:
         gradients: Plain tensors or DTensors.
-        fp64: Whether to sum the squares in fp64; by default only if all gradients are on a CPU.
-
-    Returns:
-        A plain scalar.
+        fp64: Whether to sum in fp64, a plain scalar; by default if all gradients are on a CPU.
     """
     parts = [local_part(gradient) for gradient in gradients]
     if fp64 is None:
+        # On a CPU torch sums the squares of a large fp32 tensor sequentially, with an error of 2e-5
+        # for a million entries that depends on the sharding.
         fp64 = all(part.device.type == "cpu" for part in parts)
     if fp64:
         norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
         return torch.linalg.vector_norm(torch.stack(norms))
     return get_total_norm(parts, foreach=True)
-
-
-@torch.no_grad()
-def square_share(gradients: Iterable[Tensor], stages: int = 1) -> Tensor:
-    """Return this rank's share of the squared norm of the full gradient.
-
-    The shares of all ranks add up to it: a part of which several ranks hold a copy is divided by
-    their number. The sum over ranks can thus travel with other sums in one collective.
-
-    Args:
-        gradients: Of all parameters of this rank, reduced; plain tensors or DTensors.
-        stages: Pipeline stages; each has parameters of its own.
-
-    Returns:
-        A plain fp64 scalar.
-    """
-    ranks = dist.get_world_size() // stages if dist.is_initialized() else 1
-    alike: dict[int, list[Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        splits = 1
-        if isinstance(gradient, DTensor):
-            sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
-            splits = math.prod(n for n, part in sizes if isinstance(part, Shard | StridedShard))
-        alike[ranks // splits].append(gradient)
-    shares = [gradient_norm(same).double().square() / n for n, same in alike.items()]
-    return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)

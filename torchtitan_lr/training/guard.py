@@ -55,12 +55,9 @@ class StepData:
 
 
 class StepReader:
-    """Reads micro-batches and combines the read failures of all ranks.
+    """Reads a loader's micro-batches, and combines the read failures of all ranks.
 
-    Args:
-        loader: The rank's loader; its position is stored before every step.
-        device: The training device.
-        copies: Ranks that read the same rows: tensor-parallel ranks times pipeline stages.
+    Of the ranks ``copies`` read the same rows: tensor-parallel ranks times pipeline stages.
 
     Attributes:
         host_group: The group of the counts, where the default one is not the host's.

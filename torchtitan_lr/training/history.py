@@ -50,21 +50,16 @@ def read_history(path: Path) -> list[dict[str, Any]]:
 def build_summary(
     history: list[dict[str, Any]], steps: int, peak_memory_gib: float, checkpoint: str | None
 ) -> dict[str, Any]:
-    """Summarise a run's history.
-
-    Args:
-        history: Records of ``metrics.jsonl``.
-        steps: Number of finished training steps.
-        peak_memory_gib: Largest rank's peak, GiB.
-        checkpoint: Folder of the newest checkpoint.
+    """Summarise the records of a run's ``metrics.jsonl``.
 
     Returns:
         ``steps, train_loss, val_loss, val_ppl, unigram_entropy`` (losses in nats per token; that
         of training is the mean of the steps since the last record but one),
         ``tokens_per_s`` (all ranks together, the median over logged windows without the first),
-        ``mfu`` (percent; None if the device's peak is unknown), ``peak_memory_gib,
-        checkpoint`` and ``curve`` (filled in by `write_summary`); of a mixture also
-        ``data_share/<name>``, the share of each corpus in what was read.
+        ``mfu`` (percent; None if the device's peak is unknown), ``peak_memory_gib`` (of the largest
+        rank), ``checkpoint`` (the newest one's folder) and ``curve`` (filled in by
+        `write_summary`); of a mixture also ``data_share/<name>``, the share of each corpus in what
+        was read.
     """
     # Imported late: the launcher reads a summary without torch.
     from torchtitan_lr.models.loss import perplexity
@@ -78,10 +73,10 @@ def build_summary(
     if mean is not None and math.isfinite(mean):  # a skipped step has no loss
         loss = mean
 
-    def middle(key: str) -> float | None:
-        values = [record[key] for record in windows if record.get(key) is not None]
-        return median(values) if values else None
-
+    speeds, mfus = (
+        [record[key] for record in windows if record.get(key) is not None]
+        for key in ("throughput/tokens_per_s", "mfu(%)")
+    )
     ppl = math.inf if val_loss is None else perplexity(val_loss)
     return {
         "steps": steps,
@@ -89,8 +84,8 @@ def build_summary(
         "val_loss": val_loss,
         "val_ppl": ppl if math.isfinite(ppl) else None,  # JSON has no infinity
         "unigram_entropy": val[-1][UNIGRAM_ENTROPY] if val else None,
-        "tokens_per_s": middle("throughput/tokens_per_s"),
-        "mfu": middle("mfu(%)"),
+        "tokens_per_s": median(speeds) if speeds else None,
+        "mfu": median(mfus) if mfus else None,
         "peak_memory_gib": peak_memory_gib,
         "checkpoint": checkpoint,
         "curve": None,
@@ -101,14 +96,7 @@ def build_summary(
 def write_summary(
     summary: dict[str, Any], history: list[dict[str, Any]], dump_folder: Path, title: str = ""
 ) -> Path:
-    """Write ``summary.json`` and ``curve.png`` into the dump folder; return the former.
-
-    Args:
-        summary: Result of `build_summary`.
-        history: Records of ``metrics.jsonl``.
-        dump_folder: ``job.dump_folder``.
-        title: Of the curve.
-    """
+    """Write a `build_summary` and the curve into the dump folder; return the former's file."""
     curve = dump_folder / CURVE_FILE
     draw_curve(history, curve, title)
     path = dump_folder / SUMMARY_FILE

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from importlib.metadata import distributions
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import torch.distributed as dist
@@ -66,24 +67,12 @@ class HistoryLogger(BaseLogger):
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
-    def rewind(self, step: int) -> None:
-        """Drop the records after ``step``; a run resumed from ``step`` writes them again."""
-        if not self.path.is_file():
-            return
-        kept = [record for record in read_history(self.path) if record["step"] <= step]
-        scratch = self.path.with_suffix(".tmp")
-        scratch.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        scratch.replace(self.path)
-
 
 class RunTensorBoard(TensorBoardLogger):
-    """torchtitan's TensorBoard, which a resumed run continues.
+    """torchtitan's TensorBoard, with the resolved configuration as text.
 
-    Args:
-        folder: The folder of all starts of this run, e.g. ``tb``; each new run gets a folder in it.
-        after: The step that was loaded; a run that starts after step 0 continues the newest
-            folder, and TensorBoard drops the later steps there.
-        config: The resolved configuration.
+    A run that starts ``after`` step 0 continues the newest folder in ``folder``, and TensorBoard
+    drops the later steps there. A new run gets a new one.
     """
 
     exit_status = 0
@@ -98,32 +87,22 @@ class RunTensorBoard(TensorBoardLogger):
         self.tag = None
         purge = after + 1 if goes_on else None
         self.writer = SummaryWriter(str(place), max_queue=1000, purge_step=purge)
-        self._add_text("config", config, after)
+        # As a block of code in Markdown.
+        self.writer.add_text("config", indent(json.dumps(config, indent=1), " " * 4), after)
 
     def publish(self, summary: dict[str, Any], curve: Path) -> None:
         """Add the summary of a finished run as text, and its curve as an image."""
         from matplotlib.image import imread
 
         step = summary["steps"]
-        self._add_text("summary", summary, step)
+        self.writer.add_text("summary", indent(json.dumps(summary, indent=1), " " * 4), step)
         self.writer.add_image("curve", imread(curve)[..., :3], step, dataformats="HWC")
-
-    def _add_text(self, name: str, values: dict[str, Any], step: int) -> None:
-        """Add values as a block of code in Markdown."""
-        lines = json.dumps(values, indent=1).splitlines()
-        self.writer.add_text(name, "\n".join(f"    {line}" for line in lines), step)
 
 
 class RunWandb(WandBLogger):
-    """torchtitan's wandb, online or into files (``metrics.wandb_mode``), which a run continues.
+    """torchtitan's wandb, online or into files (``metrics.wandb_mode``).
 
-    Args:
-        dump_folder: ``job.dump_folder``; keeps the run's id.
-        after: The step that was loaded; a run that starts after step 0 continues its wandb run.
-        config: The resolved configuration.
-
-    Attributes:
-        exit_status: The run's.
+    A run that starts ``after`` step 0 continues its wandb run, whose id is in the dump folder.
     """
 
     exit_status = 0
@@ -166,33 +145,6 @@ class RunWandb(WandBLogger):
         self._run.finish(exit_code=self.exit_status)
 
 
-def open_loggers(
-    job_config: JobConfig, after: int, config: dict[str, Any], rank: int
-) -> list[RunTensorBoard | RunWandb]:
-    """Open TensorBoard and wandb according to ``[metrics]``.
-
-    Args:
-        job_config: The run's configuration.
-        after: The step that was loaded, 0 for a new run.
-        config: The resolved configuration.
-        rank: This rank. wandb is written by rank 0, TensorBoard by the others too if
-            ``metrics.save_for_all_ranks``.
-    """
-    metrics, dump_folder = job_config.metrics, Path(job_config.job.dump_folder)
-    opened: list[RunTensorBoard | RunWandb] = []
-    if metrics.enable_wandb and rank == 0:
-        try:
-            opened.append(RunWandb(dump_folder, after, config))
-        except Exception as error:  # of the network, the account or the disk
-            logger.warning("wandb cannot be used, training goes on without it: %s", error)
-    if metrics.enable_tensorboard and (rank == 0 or metrics.save_for_all_ranks):
-        folder = dump_folder / metrics.save_tb_folder
-        if metrics.save_for_all_ranks:
-            folder /= f"rank_{rank}"
-        opened.append(RunTensorBoard(folder, after, config))
-    return opened
-
-
 def set_wandb_environment(job_config: JobConfig) -> None:
     """Set wandb's environment variables from ``[metrics] wandb_*``.
 
@@ -222,14 +174,9 @@ def resolved_config(
 ) -> dict[str, Any]:
     """Return a run's configuration without ``-1`` and ``auto``.
 
-    Args:
-        job_config: The merged TOML file and command line.
-        dims: The parallel degrees.
-        model_args: The model's arguments, if they are known.
-
     Returns:
-        The sections of the TOML, and two more: ``model_args``, and ``environment`` with the number
-        of ranks and the versions of the packages.
+        The sections of the TOML, and two more: ``model_args`` (of a model of this package), and
+        ``environment`` with the number of ranks and the versions of the packages.
     """
     config: dict[str, Any] = job_config.to_dict()
     config["parallelism"] |= {
@@ -253,11 +200,6 @@ def resolved_config(
 
 class LowRankMetricsProcessor(MetricsProcessor):
     """torchtitan's processor with the model's own MFU, training-only throughput and a history file.
-
-    Args:
-        job_config: ``[metrics]`` selects the loggers.
-        parallel_dims: Parallel degrees.
-        model_args: The model's arguments, for the record of the configuration.
 
     Attributes:
         exit_status: The run's; wandb shows a run with another status than 0 as failed.
@@ -296,14 +238,32 @@ class LowRankMetricsProcessor(MetricsProcessor):
         return super().should_log(step) or step == self.job_config.training.steps
 
     def start_after(self, step: int) -> None:
-        """Open the loggers for a run that starts after ``step``, the loaded checkpoint's step."""
+        """Open the loggers for a run that starts after ``step``, the loaded checkpoint's step.
+
+        Rank 0 writes wandb. The others write TensorBoard too if ``metrics.save_for_all_ranks``.
+        """
         self._last_logged_step = step
         config = resolved_config(self.job_config, self.parallel_dims, self._model_args)
-        self.opened = open_loggers(self.job_config, step, config, dist.get_rank())
+        metrics, dump_folder = self.job_config.metrics, Path(self.job_config.job.dump_folder)
+        rank = dist.get_rank()
+        if metrics.enable_wandb and rank == 0:
+            try:
+                self.opened.append(RunWandb(dump_folder, step, config))
+            except Exception as error:  # of the network, the account or the disk
+                logger.warning("wandb cannot be used, training goes on without it: %s", error)
+        if metrics.enable_tensorboard and (rank == 0 or metrics.save_for_all_ranks):
+            folder = dump_folder / metrics.save_tb_folder
+            if metrics.save_for_all_ranks:
+                folder /= f"rank_{rank}"
+            self.opened.append(RunTensorBoard(folder, step, config))
         for opened in self.opened:
             self.logger.add_logger(opened)
-        if self.history is not None:
-            self.history.rewind(step)
+        if self.history is not None and (path := self.history.path).is_file():
+            # Later records are dropped: a run resumed from ``step`` writes them again.
+            kept = [record for record in read_history(path) if record["step"] <= step]
+            scratch = path.with_suffix(".tmp")
+            scratch.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            scratch.replace(path)
 
     def close(self) -> None:
         """Close the loggers; those that know failed runs get ``exit_status``."""
@@ -331,14 +291,10 @@ class LowRankMetricsProcessor(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """Log one training step.
+        """Log one training step, from 1.
 
-        Args:
-            step: The step just finished, from 1.
-            global_avg_loss: Mean loss over all valid tokens of all ranks, nats per token.
-            global_max_loss: The largest mean loss of a rank, nats per token.
-            grad_norm: Norm of the full gradient before clipping.
-            extra_metrics: Further scalars.
+        The losses are nats per token: the mean over all valid tokens of all ranks, and the largest
+        mean of a rank. The norm is the full gradient's before clipping.
         """
         seconds = time.perf_counter() - self.time_last_log
         steps = step - self._last_logged_step

@@ -35,26 +35,10 @@ from torchtitan_lr.titan.base import JobConfig, ParallelDims, dist_utils
 from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.titan.trainer import Trainer as TitanTrainer
 from torchtitan_lr.titan.trainer import trainer_parts
+from torchtitan_lr.training import guard, history
 from torchtitan_lr.training.checkpoint import CheckpointManager
 from torchtitan_lr.training.fingerprint import TOKENIZER, model_fingerprint, tokenizer_digest
 from torchtitan_lr.training.gradients import Gradients, StoredGradients
-from torchtitan_lr.training.guard import (
-    BadDataError,
-    NonFiniteError,
-    StepReader,
-    StopSignal,
-    Verdict,
-    check_same_data,
-    first_rank_with,
-)
-from torchtitan_lr.training.history import (
-    CURVE_FILE,
-    INTERVAL_LOSS,
-    VALIDATION_LOSS,
-    build_summary,
-    read_history,
-    write_summary,
-)
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
 from torchtitan_lr.training.validate import Validator
 
@@ -81,9 +65,9 @@ class Trainer(TitanTrainer):
         self.before_start: Callable[[], None] = lambda: None
         self.skipped_steps = 0
         self.interrupted = False
-        self._stop = StopSignal()
+        self._stop = guard.StopSignal()
         # Number, verdict and valid tokens of the last step, until the host has read the verdict.
-        self._unread: tuple[int, Verdict, float] | None = None
+        self._unread: tuple[int, guard.Verdict, float] | None = None
         self._losses: list[torch.Tensor] = []  # of the steps since the last logged one
         self._started = False
         self._first_step = 0
@@ -96,9 +80,9 @@ class Trainer(TitanTrainer):
         with trainer_parts(self.checkpoint_manager):
             super().__init__(job_config)
         job_config.job.save_config_file = record or RUN_CONFIG
-        check_same_data(self.dataloader.dataset.identity)
+        guard.check_same_data(self.dataloader.dataset.identity)
         dims = self.parallel_dims
-        self._reader = StepReader(self.dataloader, self.device, dims.non_data_parallel_size)
+        self._reader = guard.StepReader(self.dataloader, self.device, dims.non_data_parallel_size)
         self._batch_degree = dims.dp_replicate * dims.dp_shard
         stages = dims.get_optional_mesh("pp")
         self._gradients: Gradients = StoredGradients(self.model_parts, stages)
@@ -167,14 +151,11 @@ class Trainer(TitanTrainer):
         """Run one optimizer step over all micro-batches of this rank.
 
         The loss of each micro-batch is its summed token loss divided by the valid tokens of the
-        global batch, so the gradients sum to those of one process with the same batch.
-
-        Args:
-            data_iterator: Yields ``({"input": (b, s)}, labels (b, s))``.
+        global batch, so the gradients sum to those of one process with the same batch. The
+        iterator yields ``({"input": (b, s)}, labels (b, s))``.
 
         Raises:
-            NonFiniteError: If the loss or gradient is not finite and
-                ``training.max_skipped_steps`` is used up.
+            NonFiniteError: As for `_settle`.
             BadDataError: If any rank cannot read its data; raised on all of them.
         """
         self.metrics_processor.resume()
@@ -199,7 +180,7 @@ class Trainer(TitanTrainer):
             loss = self._forward_backward(data.microbatches, global_tokens)
             self._losses.append(loss.clone())  # on the device: the host does not wait for them
             share = self._gradients.reduce_and_square_norm()
-            verdict = Verdict(loss, share, self._stop.name is not None)
+            verdict = guard.Verdict(loss, share, self._stop.name is not None)
             self._gradients.clip(self.job_config.training.max_norm, verdict.norm)
             self.checkpointer.maybe_wait_for_staging()
             step_unless(verdict.rejected, self.optimizers)
@@ -243,12 +224,7 @@ class Trainer(TitanTrainer):
         labels: torch.Tensor,
         global_valid_tokens: torch.Tensor,
     ) -> torch.Tensor:
-        """Run one micro-batch of accumulation, through the pipeline if there is one.
-
-        Args:
-            input_dict: ``{"input": (b, s)}`` and the model's further arguments.
-            labels: (b, s).
-            global_valid_tokens: Valid tokens of the global batch.
+        """Run a micro-batch ``{"input": (b, s), ...}``, labels (b, s), through a pipeline if any.
 
         Returns:
             This rank's share of the loss, a scalar; 0 without the last pipeline stage.
@@ -304,11 +280,7 @@ class Trainer(TitanTrainer):
         console.info(f"Training starts at step {self.step + 1}")
 
     def _stop_for_data(self, why: str) -> None:
-        """Save the state before this step, and raise on every rank.
-
-        Raises:
-            BadDataError: Always.
-        """
+        """Save the state before this step, and raise a BadDataError on every rank."""
         failed = self.step
         self.step -= 1
         self.dataloader.seek(self.dataloader.mark)
@@ -316,7 +288,8 @@ class Trainer(TitanTrainer):
         if self.step > self._first_step:
             saved = self.checkpointer.save_interrupted(self.step)
         how = f"saved as {saved}" if saved else "nothing was saved"
-        raise BadDataError(f"step {failed}: {why}; {how}: repair it and run the same command again")
+        how += ": repair it and run the same command again"
+        raise guard.BadDataError(f"step {failed}: {why}; {how}")
 
     def _forward_backward(self, microbatches: list[Batch], global_tokens: float) -> torch.Tensor:
         """Accumulate gradients; return this rank's share of the loss (detached scalar)."""
@@ -359,14 +332,14 @@ class Trainer(TitanTrainer):
         if not global_tokens:  # 0/0: the weights are not the cause
             what = "the global batch has no valid label (all are ignored)"
         elif findings.bad_losses:
-            at = first_rank_with(None if findings.loss_is_finite else "") or ""
+            at = guard.first_rank_with(None if findings.loss_is_finite else "") or ""
             what = f"loss of {at.rstrip(': ')} is not finite"
         else:
-            at = first_rank_with(self._gradients.nonfinite()) or ""
+            at = guard.first_rank_with(self._gradients.nonfinite()) or ""
             at = at or "every entry is finite, but the squares overflow"
             what = f"gradient norm is {findings.norm} ({at})"
         if self.skipped_steps >= self.job_config.training.max_skipped_steps:
-            raise NonFiniteError(
+            raise guard.NonFiniteError(
                 f"step {step}: {what}; last good checkpoint: "
                 f"{self.checkpointer.newest(finite=True) or 'none'}"
             )
@@ -397,7 +370,7 @@ class Trainer(TitanTrainer):
             extra_metrics={
                 "n_tokens_seen": self.ntokens_seen * self._batch_degree,
                 "lr": lr,
-                INTERVAL_LOSS: dist_utils.dist_sum(since_last, mesh),
+                history.INTERVAL_LOSS: dist_utils.dist_sum(since_last, mesh),
                 "skipped_steps": self.skipped_steps,
                 **self._reader.metrics(),
                 **{f"comm_bytes/{dim}": size for dim, size in sorted(counted.items())},
@@ -411,32 +384,28 @@ class Trainer(TitanTrainer):
         if not enabled or not self.validator.should_validate(self.step):
             return
         known = False
-        if (history := self.metrics_processor.history) is not None:
-            records = read_history(history.path)
-            known = any(r["step"] == self.step and VALIDATION_LOSS in r for r in records)
-        if first_rank_with("" if known else None) is None:
+        if (log := self.metrics_processor.history) is not None:
+            records = history.read_history(log.path)
+            known = any(r["step"] == self.step and history.VALIDATION_LOSS in r for r in records)
+        if guard.first_rank_with("" if known else None) is None:
             self.validator.validate(self.model_parts, self.step)
 
     def write_summary(self, checkpoint: str | None) -> None:
-        """Write the summary and the curve on the rank that has the history.
-
-        Args:
-            checkpoint: Folder of the newest one.
-        """
+        """Write the summary, which names the newest checkpoint, and the curve, on rank 0."""
         processor, job_config = self.metrics_processor, self.job_config
         memory = processor.device_memory_monitor.get_peak_stats().max_reserved_gib
         peak = torch.tensor(memory, dtype=torch.float64, device=self.device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         if processor.history is None:
             return
-        history, folder = read_history(processor.history.path), Path(job_config.job.dump_folder)
-        summary = build_summary(history, self.step, peak.item(), checkpoint)
+        folder = Path(job_config.job.dump_folder)
+        records = history.read_history(processor.history.path)
+        summary = history.build_summary(records, self.step, peak.item(), checkpoint)
         what = job_config.job.description or f"{job_config.model.name} {job_config.model.flavor}"
         title = f"{what}, {layout(self.parallel_dims)}"
-        logger.info("Summary written to %s", write_summary(summary, history, folder, title))
+        logger.info("Summary written to %s", history.write_summary(summary, records, folder, title))
         for opened in processor.opened:
-            opened.publish(summary, folder / CURVE_FILE)
+            opened.publish(summary, folder / history.CURVE_FILE)
 
 
 def layout(dims: ParallelDims) -> str:

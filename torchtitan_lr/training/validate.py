@@ -45,7 +45,7 @@ def sum_losses(
     Args:
         batches: ``({"input": (b, s)}, labels (b, s))``; ignored labels do not count.
         batch_loss: Returns the summed loss of one batch, a scalar.
-        device: Where the sums are.
+        device: Of the sums.
 
     Returns:
         The sum in nats and the number of tokens, fp64 scalars.
@@ -65,13 +65,7 @@ def sum_over_ranks(
     batch_loss: Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor],
     parallel_dims: ParallelDims,
 ) -> tuple[float, float]:
-    """Sum the loss over all valid tokens of all ranks; every rank calls this.
-
-    Args:
-        model_parts: This rank's model, or its pipeline stages.
-        batches: This rank's share, with equally many batches on all ranks; see `sum_losses`.
-        batch_loss: Returns the summed loss of one batch, a scalar.
-        parallel_dims: Degrees and meshes.
+    """As `sum_losses`, over all ranks, each with its model parts and equally many batches.
 
     Returns:
         The sum in nats and the number of tokens, the same on every rank.
@@ -105,8 +99,8 @@ def batch_loss(
         model: The model; with a pipeline a part of it, which is not called.
         loss_fn: Returns the sum over tokens.
         pipeline: Runs the batch if the model is split into stages.
-        inputs: Tokens (b, s) and the model's further arguments, on any device.
-        labels: (b, s), likewise.
+        inputs: Tokens (b, s) and the model's further arguments, on any device as the labels.
+        labels: (b, s).
     """
     tokens, labels, arguments = moved((inputs, labels), device_type())
     arguments |= loss_arguments(model, labels)

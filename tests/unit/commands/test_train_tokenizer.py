@@ -1,10 +1,17 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The tokenizer script: the size asked for, what is refused."""
+"""The tokenizer script: the size asked for, rank files against tiktoken, what is refused."""
+
+import base64
+import json
 
 import pytest
+import tiktoken
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.commands import Command
+from torchtitan_lr.commands.tokenizer import LLAMA3_SPLIT
 from torchtitan_lr.data.tokenizer import build_tokenizer
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan.base import JobConfig
 
 WORDS = "the low rank model reads what it is given, and writes what it has read; "
@@ -59,3 +66,37 @@ def test_wrong_arguments_are_told_in_one_line(text, tmp_path, capsys):
     assert info.value.code == 2
     message = capsys.readouterr().err
     assert "--vocab_size" in message and message.count("\n") == 1
+
+
+def test_a_rank_file_has_the_ids_of_tiktoken(text, tmp_path):
+    assert train(text, tmp_path / "trained", "--vocab_size", "602") == 0
+    byte_of = {char: byte for byte, char in bytes_to_unicode().items()}
+    vocab = json.loads((tmp_path / "trained/tokenizer.json").read_text())["model"]["vocab"]
+    order = sorted(vocab, key=vocab.get)[2:]  # without the two special tokens
+    ranks = {bytes(byte_of[char] for char in token): i for i, token in enumerate(order)}
+    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items()]
+    (tmp_path / "tokenizer.model").write_text("".join(lines))
+    convert = ["--ranks", str(tmp_path / "tokenizer.model"), "--out", str(tmp_path / "out")]
+    assert Command("tokenizer").main(convert) == 0
+    tokenizer = load(tmp_path / "out")
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (600, 601)
+    # Llama 3.1's published ids, less its 128,000 ranks.
+    places = {"reserved_special_token_0": 2, "start_header_id": 6, "eot_id": 9}
+    for name, place in (places | {"python_tag": 10, "reserved_special_token_247": 255}).items():
+        assert tokenizer.token_to_id(f"<|{name}|>") == 600 + place
+    theirs = tiktoken.Encoding("x", pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens={})
+    for line in (WORDS, "caf\u00e9 \U0001f680\r\n  12345 it's", text.read_text()):
+        ids = tokenizer.encode(line, add_bos=True, add_eos=True)
+        assert ids == [600, *theirs.encode(line), 601]
+
+
+@pytest.mark.parametrize(
+    "content", [b"no base64 here\n", b"\x0a\x0e\x0a\x05<unk>\x15", b"YQ== 0\nYg== 2\n"]
+)
+def test_what_is_no_rank_file(tmp_path, capsys, content):
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    options = ["--ranks", str(tmp_path / "tokenizer.model"), "--out", str(tmp_path / "out")]
+    assert Command("tokenizer").main(options) == 2
+    assert "expected a tiktoken rank file" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="tokenizer --ranks converts"):
+        load(tmp_path)

@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The record of a prepared folder, and the faults that it finds."""
 
-import json
 import os
 import shutil
 
@@ -31,19 +30,17 @@ def test_a_prepared_folder(tmp_path, loss):
         assert found.shard(found.train[0], loss=True).read().tolist() == [n % 2 for n in range(25)]
     found.check()
     # The place does not matter to the identity, the content does.
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "a").rename(tmp_path / "b")
     assert Corpus.open(tmp_path / "b").identity == found.identity
     assert build(tmp_path / "c", loss, start=1).identity != found.identity
 
 
 def test_a_shard_stays_in_its_folder(tmp_path):
-    build(tmp_path / "a")
-    path = tmp_path / "a" / "corpus.json"
-    record = json.loads(path.read_text())
-    record["train"][0]["name"] = "../../etc/passwd"
-    path.write_text(json.dumps(record))
-    corpus = Corpus.open(tmp_path / "a")
-    with pytest.raises(DataError, match=f"{tmp_path}/a/passwd.idx"):
+    build(tmp_path)
+    path = tmp_path / "corpus.json"
+    path.write_text(path.read_text().replace("train-00000", "../../etc/passwd"))
+    corpus = Corpus.open(tmp_path)
+    with pytest.raises(DataError, match=f"{tmp_path}/passwd.idx"):
         corpus.shard(corpus.train[0])
 
 

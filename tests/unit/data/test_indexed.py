@@ -21,6 +21,11 @@ def write(prefix, dtype=np.uint16, documents=DOCUMENTS):
     return IndexedDataset(prefix)
 
 
+def assert_same_files(first, second):
+    for suffix in (".bin", ".idx"):
+        assert first.with_suffix(suffix).read_bytes() == second.with_suffix(suffix).read_bytes()
+
+
 def test_tokens_lengths_and_ends_of_a_file_of_ours(tmp_path):
     found = write(tmp_path / "a")
     assert found.read().tolist() == [5, 6, 7, 1, 9, 9, 40_000, 3]
@@ -46,30 +51,18 @@ def test_megatron_reads_ours_and_we_read_megatrons(tmp_path, dtype):
         builder.add_item(torch.tensor(document))
         builder.end_document()
     builder.finalize(str(tmp_path / "theirs.idx"))
-    for suffix in (".bin", ".idx"):
-        ours, written = (tmp_path / (name + suffix) for name in ("ours", "theirs"))
-        assert ours.read_bytes() == written.read_bytes()
+    assert_same_files(tmp_path / "ours", tmp_path / "theirs")
 
 
 def test_a_writer_goes_on_behind_what_it_keeps(tmp_path):
-    whole = write(tmp_path / "whole")
+    write(tmp_path / "whole")
     first = IndexedWriter(tmp_path / "cut", np.uint16)
     first.append(np.array([5, 6, 7, 1, 2, 2]), np.array([3, 1, 2]))
     first.close()
     second = IndexedWriter(tmp_path / "cut", np.uint16, documents=2, tokens=4)
     second.append(np.array(DOCUMENTS[3]), np.array([0, 4]))
     second.finish()
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"cut{suffix}").read_bytes() == (
-            tmp_path / f"whole{suffix}"
-        ).read_bytes()
-    assert whole.num_tokens == 8
-
-
-def edit(path, offset, data):
-    content = bytearray(path.read_bytes())
-    content[offset : offset + len(data)] = data
-    path.write_bytes(content)
+    assert_same_files(tmp_path / "cut", tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +87,9 @@ def edit(path, offset, data):
 )
 def test_a_hostile_index_is_refused(tmp_path, offset, data, why):
     write(tmp_path / "a")
-    edit(tmp_path / "a.idx", offset, data)
+    with (tmp_path / "a.idx").open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
     with pytest.raises(DataError, match=why) as found:
         IndexedDataset(tmp_path / "a").check()
     assert "\n" not in str(found.value)
@@ -104,12 +99,11 @@ def test_cut_and_foreign_files_are_refused(tmp_path):
     write(tmp_path / "a")
     write(tmp_path / "b", documents=[[1], [2, 3]])
     for name, size in (("a.bin", 15), ("a.bin", 14), ("a.idx", 60), ("a.idx", 20)):
-        path = tmp_path / name
-        content = path.read_bytes()
-        path.write_bytes(content[:size])
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(content[:size])
         with pytest.raises(DataError):
             IndexedDataset(tmp_path / "a")
-        path.write_bytes(content)
+        (tmp_path / name).write_bytes(content)
     (tmp_path / "a.idx").write_bytes((tmp_path / "b.idx").read_bytes())
     with pytest.raises(DataError, match="index is of another"):
         IndexedDataset(tmp_path / "a")

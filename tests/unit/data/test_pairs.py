@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.commands import ROOT
-from torchtitan_lr.data.pairs import ChatTemplate, PairEncoder, parse_pair
+from torchtitan_lr.data.pairs import PairEncoder, parse_pair
 from torchtitan_lr.data.sources import CUE, documented_functions
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan.base import HuggingFaceTokenizer
@@ -132,10 +132,10 @@ def test_tokens_and_labels_are_those_of_transformers(tmp_path, bos):
 
 
 def test_the_config_can_hold_the_template_too(tmp_path):
-    digest = ChatTemplate(folder_with(tmp_path / "file", MARKED)).digest
+    digest = PairEncoder(folder_with(tmp_path / "file", MARKED)).digest
     named = [{"name": "tools", "template": "x"}, {"name": "default", "template": MARKED}]
     for i, given in enumerate((MARKED, named)):
-        found = ChatTemplate(folder_with(tmp_path / str(i), in_config=given))
+        found = PairEncoder(folder_with(tmp_path / str(i), in_config=given))
         assert found.segments(MESSAGES)[0].text.endswith("What is mai<|stop|><|start|>assistant\n")
         assert found.digest == digest != ""
 

@@ -3,19 +3,18 @@
 
 import os
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchtitan.components.loss import IGNORE_INDEX
 
 from tests.support.corpora import write_corpus
 from torchtitan_lr.data.corpus import Corpus
 from torchtitan_lr.data.rows import DOCUMENTS, Rows
 from torchtitan_lr.errors import ConfigError, DataError
+from torchtitan_lr.titan import IGNORE_INDEX
 
 S = 7
 """Tokens of an input."""
@@ -34,6 +33,14 @@ def same_document(documents):
     return [[[a == b for b in row] for a in row] for row in documents]
 
 
+def apart(tokens, owners, targets=None):
+    """Labels and documents of rows of s + 1 tokens whose documents, the owners, are kept apart."""
+    tokens, owners = np.array(tokens), np.array(owners)
+    wanted = (owners[:, 1:] == owners[:, :-1]) & (True if targets is None else targets[:, 1:] > 0)
+    labels = np.where(wanted, tokens[:, 1:], IGNORE_INDEX)
+    return labels.tolist(), same_document(owners[:, :-1].tolist())
+
+
 def documents_of(lengths):
     """Documents whose tokens are all different."""
     tokens = iter(range(1, 60000))
@@ -43,39 +50,31 @@ def documents_of(lengths):
 LENGTHS = st.lists(st.lists(st.integers(0, 2 * S), min_size=1, max_size=8), min_size=1, max_size=3)
 
 
-@given(lengths=LENGTHS, held_out=st.booleans())
-@settings(max_examples=25, deadline=None)
+@given(lengths=LENGTHS, held_out=st.booleans(), masked=st.booleans())
+@settings(max_examples=50, deadline=None)
 def test_text_is_cut_and_its_documents_are_those_of_a_slow_reference(
-    lengths, held_out, tmp_path_factory
+    lengths, held_out, masked, tmp_path_factory
 ):
     shards = [documents_of(shard) for shard in lengths]
-    other = [documents_of([3])]
-    parts = (other, shards) if held_out else (shards, other)
+    parts = ([documents_of([3])], shards) if held_out else (shards, [documents_of([3])])
     corpus = write_corpus(tmp_path_factory.mktemp("corpus"), *parts)
     flat = [token for shard in shards for document in shard for token in document]
-    owner = [(i, j) for i, shard in enumerate(shards) for j, doc in enumerate(shard) for _ in doc]
-    windows = [slice(k, k + S + 1) for k in range(0, len(flat) - S, S + 1)]
-    part = "validation" if held_out else "training"
+    lengths = [len(document) for shard in shards for document in shard]
+    owner = np.repeat(range(len(lengths)), lengths).tolist()
+    starts = range(0, len(flat) - S, S + 1)
+    windows, owners = ([values[k : k + S + 1] for k in starts] for values in (flat, owner))
     if not windows:
+        part = "validation" if held_out else "training"
         with pytest.raises(ConfigError, match=rf"^{part}\.seq_len: got 7, expected at most"):
             Rows(corpus, S, held_out)
         return
-    tokens, labels, documents = read(Rows(corpus, S, held_out))
-    assert documents is None
-    assert tokens == [flat[w][:-1] for w in windows]
-    assert labels == [flat[w][1:] for w in windows]
-
-    tokens, labels, documents = read(Rows(corpus, S, held_out, mask_documents=True))
-    assert tokens == [flat[w][:-1] for w in windows]
-    for window, found, here in zip(windows, labels, documents, strict=True):
-        owners = owner[window]
-        expected = [
-            token if owners[i] == owners[i + 1] else IGNORE_INDEX
-            for i, token in enumerate(flat[window][1:])
-        ]
-        assert found == expected
-        assert same_document([here]) == [[[a == b for b in owners[:-1]] for a in owners[:-1]]]
-        assert here == sorted(here)
+    tokens, labels, documents = read(Rows(corpus, S, held_out, masked))
+    assert tokens == [window[:-1] for window in windows]
+    if masked:
+        assert (labels, same_document(documents)) == apart(windows, owners)
+        assert all(here == sorted(here) for here in documents)
+    else:
+        assert documents is None and labels == [window[1:] for window in windows]
 
 
 PAIRS = st.lists(
@@ -90,35 +89,26 @@ def test_pairs_are_never_split_and_their_answers_alone_are_labels(first, second,
     masks = [[[0] * p + [1] * a for p, a in shard] for shard in (first, second)]
     corpus = write_corpus(tmp_path_factory.mktemp("pairs"), shards, masks=masks)
     # The slow reference: pairs in their order, each cut to a row, into the open row if it has room.
-    rows: list[list[tuple[list[int], list[int]]]] = []
+    rows: list[list[tuple[int, int, int]]] = []  # a token, whether it is a target, its pair
     for shard, shard_masks in zip(shards, masks, strict=True):
         open_row = False
-        for pair, mask in zip(shard, shard_masks, strict=True):
-            pair, mask = pair[: S + 1], mask[: S + 1]
-            if not any(mask[1:]):
-                open_row = False
-                continue
-            if not open_row or sum(len(tokens) for tokens, _ in rows[-1]) + len(pair) > S + 1:
+        for owner, (pair, mask) in enumerate(zip(shard, shard_masks, strict=True)):
+            some = [(t, m, owner) for t, m in zip(pair[: S + 1], mask, strict=False)]
+            usable = any(mask[1 : S + 1])
+            if usable and not (open_row and len(rows[-1]) + len(some) <= S + 1):
                 rows.append([])
-            rows[-1].append((pair, mask))
-            open_row = True
+            if usable:
+                rows[-1] += some
+            open_row = usable
     if not rows:
         with pytest.raises(ConfigError, match="no answer has room behind its prompt"):
             Rows(corpus, S)
         return
+    filled = [row + [(0, 0, -1)] * (S + 1 - len(row)) for row in rows]
+    wanted, targets, owners = np.moveaxis(np.array(filled), 2, 0)
     tokens, labels, documents = read(Rows(corpus, S))
-    assert len(tokens) == len(rows)
-    for row, inputs, found, here in zip(rows, tokens, labels, documents, strict=True):
-        flat = [token for pair, _ in row for token in pair]
-        owners = [i for i, (pair, _) in enumerate(row) for _ in pair]
-        padding = S + 1 - len(flat)
-        assert inputs == (flat + [0] * padding)[:-1]
-        owners += [-1] * padding
-        targets = [m if i else 0 for _, mask in row for i, m in enumerate(mask)] + [0] * padding
-        assert found == [
-            (flat + [0] * padding)[i] if targets[i] else IGNORE_INDEX for i in range(1, S + 1)
-        ]
-        assert same_document([here]) == [[[a == b for b in owners[:-1]] for a in owners[:-1]]]
+    assert tokens == wanted[:, :-1].tolist()
+    assert (labels, same_document(documents)) == apart(wanted, owners, targets)
 
 
 def test_a_document_of_several_sequences_is_one(tmp_path):
@@ -131,16 +121,9 @@ def test_a_document_of_several_sequences_is_one(tmp_path):
     (tmp_path / "a.bin").write_bytes(tokens.tobytes())
     (tmp_path / "a.idx").write_bytes(head + b"".join(part.tobytes() for part in parts))
     inputs, labels, documents = read(Rows(Corpus.open(tmp_path), 9, mask_documents=True))
-    assert inputs == [list(range(100, 109)), list(range(110, 119))]
-    owners = [0] * 7 + [1] * 5 + [2] * 8
-    assert same_document(documents) == same_document([owners[:9], owners[10:19]])
-    ignored = [
-        i
-        for row, shift in zip(labels, (1, 11), strict=True)
-        for i, t in enumerate(row)
-        if t == IGNORE_INDEX and owners[i + shift] != owners[i + shift - 1]
-    ]
-    assert ignored == [6, 1] and sum(row.count(IGNORE_INDEX) for row in labels) == 2
+    windows, owners = tokens.reshape(2, 10).tolist(), [[0] * 7 + [1] * 3, [1] * 2 + [2] * 8]
+    assert inputs == [window[:-1] for window in windows]
+    assert (labels, same_document(documents)) == apart(windows, owners)
 
 
 def test_only_the_part_that_is_read_is_opened(tmp_path):
@@ -158,10 +141,3 @@ def test_open_files_do_not_grow_with_the_shards(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     assert rows.read(np.arange(60))[0]["input"].tolist() == [list(range(1, S + 1))] * 60
     assert len(os.listdir("/proc/self/fd")) - before < 50  # with all of them open it is 120
-
-
-def test_another_index_is_refused_before_its_tokens_are_read(tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path, [documents_of([40]), documents_of([9, 30])])
-    (tmp_path / "train-00000.idx").write_bytes((tmp_path / "train-00001.idx").read_bytes())
-    with pytest.raises(DataError, match=r"train-00000"):
-        Rows(corpus, S).read(np.arange(1))

@@ -8,8 +8,12 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import replace
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 from types import SimpleNamespace
 
 import datasets
@@ -18,9 +22,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.commands import ROOT
 from torchtitan_lr.data import sources
 from torchtitan_lr.data.corpus import Corpus
 from torchtitan_lr.data.pairs import PairEncoder, parse_pair
+from torchtitan_lr.data.rows import Rows
 from torchtitan_lr.data.sources import USUAL_LIMIT, Reader, Source, document_hash
 from torchtitan_lr.data.tokenize import tokenize
 from torchtitan_lr.data.tokenizer import build_tokenizer
@@ -60,23 +66,19 @@ def write_zst(path, texts):
         file.write("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
 
 
-def write_parquet(path, texts):
-    pq.write_table(pa.table({"text": texts}), path, row_group_size=64)
+WRITERS = {
+    "a.jsonl": write_jsonl,
+    "a.jsonl.gz": partial(write_jsonl, opener=gzip.open),
+    "a.jsonl.zst": write_zst,
+    "a.parquet": lambda path, texts: pq.write_table(pa.table({"text": texts}), path, 64),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "write"),
-    [
-        ("a.jsonl", write_jsonl),
-        ("a.jsonl.gz", lambda path, texts: write_jsonl(path, texts, gzip.open)),
-        ("a.jsonl.zst", write_zst),
-        ("a.parquet", write_parquet),
-    ],
-)
-def test_every_document_is_in_its_part_and_in_order(tmp_path, monkeypatch, name, write):
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_document_is_in_its_part_and_in_order(tmp_path, monkeypatch, name):
     monkeypatch.setattr(sources, "PIECE_BYTES", 1000)
     monkeypatch.setattr(sources, "SMALL_BYTES", 0)
-    write(tmp_path / name, TEXTS)
+    WRITERS[name](tmp_path / name, TEXTS)
     corpus = prepare(tmp_path / name, tmp_path / "out", shard_bytes=4000)
     held = [text for text in TEXTS if document_hash(text) < USUAL_LIMIT]
     assert held  # else one part is empty
@@ -84,10 +86,9 @@ def test_every_document_is_in_its_part_and_in_order(tmp_path, monkeypatch, name,
     assert documents(corpus) == encoded([text for text in TEXTS if text not in held])
     assert len(corpus.train) > 3
     corpus.check()
-    assert sorted(os.listdir(tmp_path / "out")) == sorted(
-        ["corpus.json"]
-        + [info.name + end for info in corpus.train + corpus.held_out for end in (".bin", ".idx")]
-    )
+    shards = [info.name for info in corpus.train + corpus.held_out]
+    files = {name + end for name in shards for end in (".bin", ".idx")}
+    assert {*os.listdir(tmp_path / "out")} == files | {"corpus.json"}
 
 
 def test_a_small_corpus_holds_out_some(tmp_path):
@@ -185,7 +186,7 @@ def test_every_bad_line_is_listed(tmp_path, monkeypatch):
     lines = path.read_bytes().splitlines(keepends=True)
     bad = {7: b"{broken\n", 200: b'{"text": 3}\n', 399: b'{"text": "\xff"}\n'}
     path.write_bytes(b"".join(bad.get(i, line) for i, line in enumerate(lines)))
-    with pytest.raises(DataError, match=r"a\.jsonl:8'.*3 such records") as error:
+    with pytest.raises(DataError, match=r"a\.jsonl:8'.*3 records") as error:
         prepare(path, tmp_path / "out", max_bad_records=2)
     assert "\n" not in str(error.value)
     listed = (tmp_path / "out" / "bad_records.txt").read_text().splitlines()
@@ -198,15 +199,13 @@ def test_every_bad_line_is_listed(tmp_path, monkeypatch):
 
 
 def test_a_file_that_breaks_off_stops_it(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl.gz", TEXTS, gzip.open)
-    write_zst(tmp_path / "b.jsonl.zst", TEXTS)
-    write_parquet(tmp_path / "c.parquet", TEXTS)
-    for path in sorted(tmp_path.iterdir()):
+    for name in ("a.jsonl.gz", "a.jsonl.zst", "a.parquet"):
+        path, out = tmp_path / name, tmp_path / f"{name}.out"
+        WRITERS[name](path, TEXTS)
         path.write_bytes(path.read_bytes()[:-20])
-        with pytest.raises(DataError, match=r"break off|intact parquet") as error:
-            prepare(path, tmp_path / f"{path.name}.out", max_bad_records=1000)
-        assert str(path) in str(error.value)
-        assert not (tmp_path / f"{path.name}.out" / "corpus.json").exists()
+        with pytest.raises(DataError, match="does not break off") as error:
+            prepare(path, out, max_bad_records=1000)
+        assert str(path) in str(error.value) and not (out / "corpus.json").exists()
 
 
 def test_files_that_are_not_text(tmp_path):
@@ -220,23 +219,11 @@ def test_files_that_are_not_text(tmp_path):
         prepare(tmp_path / "missing.txt", tmp_path / "out")
 
 
-def prepare_in_child(path, out, pieces=None):
-    """Prepare in a session of its own; SIGKILL it after so many pieces. Return its exit code."""
-
-    def run():
-        os.setsid()
-
-        def report(documents, tokens, share):
-            nonlocal pieces
-            if pieces is not None:
-                pieces -= 1
-                if pieces < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        report(0, 0, 0)
-        prepare(path, out, shard_bytes=30_000, report=report)
-
-    child = multiprocessing.get_context("fork").Process(target=run)
+def in_child(function, *arguments):
+    """Call a function in a session of its own. Return its exit code."""
+    child = multiprocessing.get_context("fork").Process(
+        target=lambda: (os.setsid(), function(*arguments))
+    )
     child.start()
     child.join()
     for _ in range(100):  # no process outlives a killed preparation
@@ -246,26 +233,39 @@ def prepare_in_child(path, out, pieces=None):
     raise AssertionError(f"processes of session {child.pid} live on")
 
 
+def prepare_until_killed(path, out, pieces=None):
+    """SIGKILL this process after so many pieces."""
+
+    def report(documents, tokens, share):
+        nonlocal pieces
+        if pieces is not None:
+            pieces -= 1
+            if pieces < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    report(0, 0, 0)
+    prepare(path, out, shard_bytes=30_000, report=report)
+
+
 def content(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "corpus.json"}
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_a_killed_preparation_goes_on_and_gives_the_same_files(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "PIECE_BYTES", 2000)
     monkeypatch.setattr("torchtitan_lr.data.tokenize.SYNC_SECONDS", 0.0)
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS * 3)
-    assert prepare_in_child(path, tmp_path / "whole") == 0
+    assert in_child(prepare_until_killed, path, tmp_path / "whole") == 0
     positions = []
     for pieces in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9):
-        assert prepare_in_child(path, tmp_path / "killed", pieces) == -signal.SIGKILL
+        code = in_child(prepare_until_killed, path, tmp_path / "killed", pieces)
+        assert code == -signal.SIGKILL
         assert not (tmp_path / "killed" / "corpus.json").exists()
         journal = tmp_path / "killed" / "preparing.json"
         positions.append(json.loads(journal.read_text())["position"] if pieces > 1 else None)
     assert len({str(position) for position in positions}) == 9  # it had got somewhere each time
-    assert prepare_in_child(path, tmp_path / "killed") == 0
+    assert in_child(prepare_until_killed, path, tmp_path / "killed") == 0
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
-    found = [Corpus.open(tmp_path / name).identity for name in ("whole", "killed")]
-    assert found[0] == found[1]
 
 
 def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path):
@@ -282,3 +282,74 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path):
     assert "\n" not in str(error.value)
     found = prepare(path, tmp_path / "out")
     assert found.identity == prepare(path, tmp_path / "other").identity
+
+
+def test_few_descriptors_suffice_for_many_files_and_shards(tmp_path):
+    """``ulimit -n 128``: 200 files are prepared as 200 shards, and their rows are read."""
+    texts = [text * 20 for text in TEXTS[:200]]
+    for index, text in enumerate(texts):
+        write_jsonl(tmp_path / f"{index:03d}.jsonl", [text])
+
+    def run():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+        source = Source("local", (str(tmp_path),), part="train")
+        corpus = prepare(None, tmp_path / "out", source=source, shard_bytes=2)
+        assert len(corpus.train) == 200
+        corpus.check()
+        rows = Rows(corpus, 15)
+        inputs = rows.read(np.arange(len(rows)))[0]["input"]
+        wanted = np.concatenate(encoded(texts))[: len(rows) * 16].reshape(-1, 16)
+        assert np.array_equal(inputs, wanted[:, :-1])
+
+    assert in_child(run) == 0
+
+
+COMMIT, ASKED = "0123456789" * 4, set()
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Serves one dataset, whose branch ``main`` is at a commit once, and then at another."""
+
+    text = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+
+    def do_GET(self):
+        body = ""
+        if "/revision/" in self.path:
+            name = self.path.rpartition("/")[2]
+            sha = name if name != "main" else "f" * 40 if self.path in ASKED else COMMIT
+            about = {"id": "owner/name", "sha": sha, "siblings": [{"rfilename": "a.jsonl"}]}
+            body = json.dumps(about)
+        elif "/tree/" in self.path:
+            size = len(self.text.encode())
+            body = json.dumps([{"type": "file", "path": "a.jsonl", "size": size, "oid": "0"}])
+        elif self.path.endswith("/a.jsonl"):
+            body = self.text
+        ASKED.add(self.path)
+        self.send_response(200 if body else 404)
+        self.send_header("ETag" if body else "X-Error-Code", "EntryNotFound")
+        self.send_header("Content-Length", str(len(body.encode())))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body.encode())
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.nightly
+def test_the_record_has_the_commit_of_the_hub_that_was_read(tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=server.serve_forever, daemon=True).start()
+    own = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "torchtitan_lr", "prepare", "hf:owner/name@main"]
+    command += ["--tokenizer=torchtitan_lr/data/assets/bpe4k", f"--out={tmp_path}/out"]
+    subprocess.run(command, cwd=ROOT, env=os.environ | own, check=True)
+    server.shutdown()
+    corpus = Corpus.open(tmp_path / "out")
+    assert [source["commit"] for source in corpus.record["sources"]] == [COMMIT]
+    found = documents(corpus) + documents(corpus, held_out=True)
+    assert sorted(found) == sorted(encoded(TEXTS))
+    read = {path for path in ASKED if path.endswith("/a.jsonl")}
+    assert read == {f"/datasets/owner/name/resolve/{COMMIT}/a.jsonl"}

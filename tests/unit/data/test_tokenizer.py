@@ -3,9 +3,9 @@
 
 import shutil
 
-import huggingface_hub
 import pytest
 import tokenizers
+from huggingface_hub import constants
 
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data.tokenizer import (
@@ -91,8 +91,8 @@ def test_a_missing_or_broken_tokenizer_is_refused_in_one_line(tmp_path, name):
 
 def test_a_tokenizer_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
     """The layout of the cache, written by hand: a reference and the snapshot that it names."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigError) as error:
         build_tokenizer(config("hf://someone/no-such-tokenizer"))
     text = str(error.value)

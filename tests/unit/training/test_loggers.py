@@ -3,7 +3,6 @@
 
 import json
 import time
-from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -17,7 +16,6 @@ from torchtitan_lr.training.metrics import (
     WANDB_ID_FILE,
     RunTensorBoard,
     RunWandb,
-    open_loggers,
     resolved_config,
 )
 from torchtitan_lr.training.trainer import layout
@@ -109,19 +107,6 @@ def test_tensorboard_continues_its_folder(tmp_path, curve):
     next(folder.iterdir()).rename(folder / "20200101-000000")
     RunTensorBoard(folder, 0, {}).close()
     assert len(list(folder.iterdir())) == 2
-
-
-def test_training_goes_on_without_wandb(tmp_path, monkeypatch, caplog):
-    def fail(**_):
-        raise ConnectionError("no route to host")
-
-    monkeypatch.setattr("wandb.init", fail)
-    metrics = SimpleNamespace(enable_wandb=True, enable_tensorboard=False)
-    job = SimpleNamespace(metrics=metrics, job=SimpleNamespace(dump_folder=str(tmp_path)))
-    assert open_loggers(job, 0, {}, rank=0) == []
-    assert "training goes on without it" in caplog.text
-    caplog.clear()
-    assert open_loggers(job, 0, {}, rank=1) == [] and not caplog.text
 
 
 def test_the_resolved_configuration():

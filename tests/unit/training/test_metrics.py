@@ -1,5 +1,4 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-import json
 import math
 import os
 from pathlib import Path
@@ -45,16 +44,6 @@ def test_history_survives_non_finite_values_and_a_torn_line(tmp_path: Path) -> N
         {"step": 2, "loss": None},
     ]
     assert all("NaN" not in line for line in log.path.read_text().splitlines())
-
-
-def test_rewinding_drops_what_a_resumed_run_writes_again(tmp_path: Path) -> None:
-    log = HistoryLogger(tmp_path / "metrics.jsonl")
-    for step in range(1, 6):
-        log.log({"loss": float(step)}, step)
-    log.rewind(3)
-    assert [record["step"] for record in read_history(log.path)] == [1, 2, 3]
-    log.log({"loss": 9.0}, 4)
-    assert json.loads(log.path.read_text().splitlines()[-1]) == {"step": 4, "loss": 9.0}
 
 
 @pytest.mark.usefixtures("clean_environment")

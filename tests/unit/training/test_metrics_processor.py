@@ -147,6 +147,19 @@ def test_a_resumed_run_counts_its_own_steps(processor_of, clock, tmp_path):
     assert steps == [1, 4, 8]  # the 8 of the run before is gone
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_training_goes_on_without_wandb(rank, processor_of, monkeypatch, caplog):
+    def fail(**_):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr("wandb.init", fail)
+    processor = processor_of(rank)
+    processor.job_config.metrics.enable_wandb = True
+    processor.start_after(0)
+    assert processor.opened == []
+    assert ("training goes on without it" in caplog.text) == (rank == 0)
+
+
 def test_validation_record(processor_of):
     processor = processor_of()
     processor.log_validation(2.0, 3, {"validation_metrics/tokens": 12.0})

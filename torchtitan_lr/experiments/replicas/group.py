@@ -79,15 +79,8 @@ class ReplicaGroup(ProcessGroupGloo):
     ) -> None:
         """Connect the members of a new quorum; torchft's manager calls this.
 
-        Args:
-            store_addr: host:port and prefix of their store.
-            replica_id: This replica's name.
-            rank: This replica's rank.
-            world_size: Number of members.
-            quorum_id: Number of the quorum.
-            group_rank: This rank in its replica.
-            group_world_size: Ranks of a replica.
-            global_ranks: Replica id x ``group_world_size`` + ``group_rank`` of all members.
+        Of its arguments ``store_addr`` is host:port and prefix of the members' store, the ranks of
+        ``group_*`` are those of this replica, and the global ranks number all ranks of all members.
         """
         self.failure, self.cards = None, []
         self.place, self.generation = rank, quorum_id or 0
@@ -101,11 +94,7 @@ class ReplicaGroup(ProcessGroupGloo):
         self.cards = self.exchange("card", {"listens": sorted(self._listens), **self._card()})
 
     def exchange(self, name: str, value: Any) -> list[Any]:
-        """Return the members' values, by the store of this quorum.
-
-        Args:
-            name: Of the value, used once per quorum.
-            value: This member's; JSON.
+        """Return all members' JSON values of a name, which is used once per quorum.
 
         Raises:
             LostReplicaError: A member has left, or did not give its value in time.
@@ -158,22 +147,19 @@ class GuardedWork:
         self._group, self._work = group, None
         if group.failure is None:
             group.bytes_sent += sum(tensor.nbytes for tensor in tensors)
-            with self._losing():
+            try:
                 self._work = start(tensors, opts)
+            except Exception as error:
+                group.lose(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end; the group's ``failure`` says whether there is a result."""
-        with self._losing():
+        try:
             if self._work is not None:
                 self._work.wait()
-        return True
-
-    @contextlib.contextmanager
-    def _losing(self) -> Iterator[None]:
-        try:
-            yield
         except Exception as error:
             self._group.lose(error)
+        return True
 
 
 def gloo_group(
@@ -185,15 +171,8 @@ def gloo_group(
     ``ProcessGroupGloo._Options``, ``ProcessGroup._set_default_backend`` and ``_register_backend``
     are used; if one is renamed, this raises an AttributeError.
 
-    Args:
-        store: By which the ranks meet.
-        rank: This one.
-        ranks: Their number.
-        timeout: Of a collective.
-        address: Of this machine.
-
     Returns:
-        The group, and where it listens.
+        The group, whose ranks meet by ``store``, and where it listens.
     """
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs know no options
     options = gloo._Options()

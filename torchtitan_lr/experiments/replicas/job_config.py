@@ -17,7 +17,7 @@ from typing import Any
 from torchtitan_lr.checkpoints.layout import RUN_CONFIG
 from torchtitan_lr.config import schema
 from torchtitan_lr.config.schema import TSR
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, require
 
 
 @dataclass
@@ -77,11 +77,7 @@ def trainer_class(config: Any) -> Any:
 
 
 def check(config: Any, world_size: int, device_type: str) -> None:
-    """Check what replicas that come and go need, before any rank starts.
-
-    Raises:
-        ConfigError: The first key that does not fit.
-    """
+    """Raise a ConfigError for the first key with which replicas cannot come and go."""
     section = config.fault_tolerance
     if not section.enable:
         return
@@ -103,52 +99,44 @@ def check(config: Any, world_size: int, device_type: str) -> None:
         if (got > want) if isinstance(want, int) else (got != want):
             shown = want if isinstance(want, int) or key == "NNODES" else repr(want)
             raise ConfigError(key, got, f"{shown} {on}: {why}")
-    if config.checkpoint.create_seed_checkpoint:
-        want = f"false {on}: make it with --fault_tolerance.no_enable"
-        raise ConfigError("checkpoint.create_seed_checkpoint", True, want)
-    if device_type != "cpu":
-        want = f"false on {device_type}: only CPU replicas were tested"
-        raise ConfigError("fault_tolerance.enable", True, want)
+    want = f"false {on}: make it with --fault_tolerance.no_enable"
+    seed = config.checkpoint.create_seed_checkpoint
+    require(not seed, "checkpoint.create_seed_checkpoint", True, want)
+    want = f"false on {device_type}: only CPU replicas were tested"
+    require(device_type == "cpu", "fault_tolerance.enable", True, want)
     _check_numbers(config, world_size)
     _check_address(section.address, "fault_tolerance.address")
     host, colon, port = section.lighthouse.rpartition(":")
-    if not colon or not port.isdecimal() or not 0 < int(port) < 2**16:
-        want = "host:port such as 127.0.0.1:29510"
-        raise ConfigError("fault_tolerance.lighthouse", section.lighthouse, want)
-    _check_address(host, "fault_tolerance.lighthouse")
-    if importlib.util.find_spec("torchft") is None:
-        want = "false, or torchft (pip install 'torchtitan_lr[ft]')"
-        raise ConfigError("fault_tolerance.enable", True, want)
+    fits, key = colon and port.isdecimal() and 0 < int(port) < 2**16, "fault_tolerance.lighthouse"
+    require(fits, key, section.lighthouse, "host:port such as 127.0.0.1:29510")
+    _check_address(host, key)
+    want = "false, or torchft (pip install 'torchtitan_lr[ft]')"
+    require(importlib.util.find_spec("torchft"), "fault_tolerance.enable", True, want)
 
 
 def _check_numbers(config: Any, world_size: int) -> None:
     """Check the number of replicas, their times, and the rows of a step."""
     section = config.fault_tolerance
-    size, least = section.group_size, section.min_replica_size
-    if size < 1:
-        want = "the largest number of replicas, such as 3"
-        raise ConfigError("fault_tolerance.group_size", size, want)
-    if not 0 <= section.replica_id < size:
-        want = f"a number from 0 to {size - 1}, another for every replica"
-        raise ConfigError("fault_tolerance.replica_id", section.replica_id, want)
+    size, least, number = section.group_size, section.min_replica_size, section.replica_id
+    want = "the largest number of replicas, such as 3"
+    require(size >= 1, "fault_tolerance.group_size", size, want)
+    want = f"a number from 0 to {size - 1}, another for every replica"
+    require(0 <= number < size, "fault_tolerance.replica_id", number, want)
     majority = size // 2 + 1
-    if not majority <= least <= size:
-        want = (
-            f"{majority} to {size}, a majority of group_size: with fewer, two halves of a cut "
-            "network would train on"
-        )
-        raise ConfigError("fault_tolerance.min_replica_size", least, want)
+    want = (
+        f"{majority} to {size}, a majority of group_size: with fewer, two halves of a cut "
+        "network would train on"
+    )
+    require(majority <= least <= size, "fault_tolerance.min_replica_size", least, want)
     for name in ("process_group_timeout_ms", "quorum_timeout_s", "heal_timeout_s"):
-        if getattr(section, name) < 1:
-            got = getattr(section, name)
-            raise ConfigError(f"fault_tolerance.{name}", got, "a positive integer")
+        got = getattr(section, name)
+        require(got >= 1, f"fault_tolerance.{name}", got, "a positive integer")
     ranks = max(1, world_size // max(1, config.parallelism.tensor_parallel_degree))
     unit = config.training.local_batch_size * size * ranks
     batch = config.training.global_batch_size
-    if batch != -1 and batch % unit:
-        each = "" if ranks == 1 else f" x {ranks} data-parallel ranks of a replica"
-        want = f"a multiple of {unit} (local_batch_size x fault_tolerance.group_size{each}), or -1"
-        raise ConfigError("training.global_batch_size", batch, want)
+    each = "" if ranks == 1 else f" x {ranks} data-parallel ranks of a replica"
+    want = f"a multiple of {unit} (local_batch_size x fault_tolerance.group_size{each}), or -1"
+    require(batch == -1 or batch % unit == 0, "training.global_batch_size", batch, want)
 
 
 def _check_address(text: str, key: str) -> None:
@@ -158,7 +146,6 @@ def _check_address(text: str, key: str) -> None:
         address = ipaddress.IPv4Address(text)
     except ValueError:
         raise ConfigError(key, text, want) from None
-    if address.is_unspecified:
-        raise ConfigError(key, text, f"{want}, not all interfaces")
-    if not (address.is_loopback or address.is_private):
-        raise ConfigError(key, text, f"{want}: the ports are not protected")
+    require(not address.is_unspecified, key, text, f"{want}, not all interfaces")
+    private = address.is_loopback or address.is_private
+    require(private, key, text, f"{want}: the ports are not protected")

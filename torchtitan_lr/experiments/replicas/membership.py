@@ -7,10 +7,9 @@ asynchronous quorum, torchft's default, would let a stale step send collectives 
 
 import io
 import logging
-from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,9 @@ from torchtitan_lr.console.native import NativeLines
 from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.experiments.replicas.group import LostReplicaError, ReplicaGroup
 from torchtitan_lr.titan import logger
+
+if TYPE_CHECKING:
+    from torchtitan_lr.experiments.replicas.trainer import ReplicaTrainer
 
 _HEARTBEAT = timedelta(milliseconds=100)
 _CONNECT = timedelta(seconds=30)
@@ -54,13 +56,8 @@ def run_fingerprint(
     """Return the settings that determine the sums, the schedule and the batches of a run, by key.
 
     Replicas compare them before any number is exchanged: another rank, schedule or batch gives
-    collectives of other sizes, which gloo answers by ending the process.
-
-    Args:
-        config: The run's configuration.
-        model: The model's fingerprint, with its tokenizer.
-        corpus: The corpus' fingerprint.
-        ranks: Ranks of a replica; equal ones send to one another.
+    collectives of other sizes, which gloo answers by ending the process. ``model`` and ``corpus``
+    are the fingerprints of model with tokenizer and of the data; ``ranks`` are those of a replica.
     """
     found = {
         f"{section}.{key}": value
@@ -120,13 +117,7 @@ class HealTransport:
                 self._group.send([message], place, 0).wait()
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        """Receive a state, on the CPU.
-
-        Args:
-            src_rank: The member that sends it.
-            metadata: Its `metadata`.
-            step: The step of the state.
-            timeout: Of its first message: the sender copies the state before.
+        """Receive a state on the CPU; the sender copies it before its first message.
 
         Raises:
             ConfigError: That run has another configuration; also kept in ``refusal``.
@@ -161,29 +152,16 @@ class Membership:
     from the rank of its number. The constructor opens the ports and starts the heartbeat, for which
     the other replicas then wait: build it on all ranks, when the next thing is a step.
 
-    Args:
-        section: ``[fault_tolerance]``.
-        fingerprint: Of this replica's run.
-        step: The last committed step that this replica has.
-        state: Returns the state that a newcomer takes over.
-        load: Loads such a state.
-        state_digest: Returns the digest of the weights and the optimizer state.
-
     Attributes:
         group: The process group of the members.
         transport: What sends and receives states.
     """
 
-    def __init__(
-        self,
-        section: Any,
-        fingerprint: dict[str, Any],
-        step: int,
-        state: Callable[[], Any],
-        load: Callable[[Any], None],
-        state_digest: Callable[[], str],
-    ) -> None:
-        self._section, self._digest = section, state_digest
+    def __init__(self, trainer: "ReplicaTrainer") -> None:
+        config, model = trainer.job_config, trainer.checkpointer.fingerprint
+        section, rank, ranks = config.fault_tolerance, dist.get_rank(), dist.get_world_size()
+        run = run_fingerprint(config, model, trainer.dataloader.dataset.identity, ranks)
+        self._section, self._digest = section, trainer.digest
         # It warns at every start that NCCL has no flight recorder here.
         logging.getLogger("torchft.manager").setLevel(logging.ERROR)
         self._relay = NativeLines(b" [INFO] [torchft::")
@@ -192,11 +170,11 @@ class Membership:
         self.group = ReplicaGroup(
             timeout,
             section.address,
-            lambda: {"id": section.replica_id, "commits": self._commits, "run": fingerprint},
+            lambda: {"id": section.replica_id, "commits": self._commits, "run": run},
         )
         self.transport = HealTransport(self.group)
         # The other replicas connect to this store, so it is not the ranks' own.
-        rank, port = dist.get_rank(), None
+        port = None
         if rank == 0:
             self._store = dist.TCPStore(
                 section.address, 0, is_master=True, wait_for_workers=False, use_libuv=True
@@ -204,15 +182,15 @@ class Membership:
             port = self._store.port
         self._manager = Manager(
             pg=self.group,
-            load_state_dict=load,
-            state_dict=state,
+            load_state_dict=trainer.heal,
+            state_dict=trainer.healing_state,
             min_replica_size=section.min_replica_size,
             use_async_quorum=False,
             timeout=timedelta(seconds=section.heal_timeout_s),
             quorum_timeout=timedelta(seconds=section.quorum_timeout_s),
             connect_timeout=_CONNECT,
             rank=rank,
-            world_size=dist.get_world_size(),
+            world_size=ranks,
             store_addr=section.address,
             store_port=from_first_rank(port),
             lighthouse_addr=f"http://{section.lighthouse}",
@@ -223,7 +201,7 @@ class Membership:
             checkpoint_transport=self.transport,
             quorum_retries=_RETRIES,
         )
-        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+        self._manager.load_state_dict({"step": trainer.step, "batches_committed": 0})
 
     @property
     def committed(self) -> int:
@@ -240,17 +218,6 @@ class Membership:
             QuorumError: There was no quorum in time.
             ConfigError: The other replicas have another configuration, or this one's id.
         """
-        least = torch.tensor([self._join_alone(), self.committed], dtype=torch.int64)
-        dist.all_reduce(least, op=dist.ReduceOp.MIN)
-        joined, step = least.tolist()
-        if step != self.committed:  # another rank could not heal: all heal again
-            self._manager.load_state_dict({"step": step, "batches_committed": 0})
-        if not joined:
-            self.group.lose(LostReplicaError("another rank of this replica has not joined"))
-        return bool(joined)
-
-    def _join_alone(self) -> bool:
-        """As `join`, for this rank."""
         before = list(self.group.replicas)
         try:
             self._manager.start_quorum()
@@ -263,18 +230,23 @@ class Membership:
         if self.transport.refusal is not None:
             raise self.transport.refusal
         problem = self._manager.errored()
-        if problem is not None:
-            self.group.lose(problem)  # the other members would wait for the timeout
-            return False
-        if before and before != self.group.replicas:
+        if problem is None and before and before != self.group.replicas:
             logger.info("Replicas after step %d: %s", self.committed, self.group.replicas)
         try:
-            if self._compared != self.group.generation:
+            if problem is None and self._compared != self.group.generation:
                 self._compare()
         except LostReplicaError as error:
-            self.group.lose(error)
-            return False
-        return True
+            problem = error
+        if problem is not None:
+            self.group.lose(problem)  # the other members would wait for the timeout
+        least = torch.tensor([problem is None, self.committed], dtype=torch.int64)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        joined, step = least.tolist()
+        if step != self.committed:  # another rank could not heal: all heal again
+            self._manager.load_state_dict({"step": step, "batches_committed": 0})
+        if not joined:
+            self.group.lose(LostReplicaError("another rank of this replica has not joined"))
+        return bool(joined)
 
     def _compare(self) -> None:
         """Compare all members with the one that has committed most steps since it started.

@@ -19,17 +19,22 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.data.rows import Batch
-from torchtitan_lr.experiments.replicas.checkpoints import DataPositions, ReplicaCheckpoints
-from torchtitan_lr.experiments.replicas.state import digest, load_training_state, training_state
+from torchtitan_lr.experiments.replicas.state import (
+    DataPositions,
+    ReplicaCheckpoints,
+    digest,
+    load_training_state,
+    training_state,
+)
 from torchtitan_lr.optim.finite import step_unless
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.titan import logger
@@ -80,8 +85,7 @@ def step_numbers(
         section: ``[fault_tolerance]``.
         is_copy: Whether another rank of the replica counts the same tokens (tensor parallelism).
     """
-    finite = math.isfinite(loss)
-    means = [0.0] * section.group_size
+    finite, means = math.isfinite(loss), [0.0] * section.group_size
     if is_copy:
         return [0.0, 0.0, 0.0, float(not finite), 0.0, *means]
     if finite and data.global_tokens:  # of this replica's ranks
@@ -100,16 +104,30 @@ class ReplicaTrainer(Trainer):
     dataloader: TokenDataLoader
 
     def __init__(self, job_config: JobConfig) -> None:
-        self._section = job_config.fault_tolerance
-        with _rows_of_replica(job_config):
+        section = self._section = job_config.fault_tolerance
+        importlib.import_module(job_config.experimental.custom_import)
+        table, name = registered_specs(), job_config.model.name
+        spec = table[name]
+
+        def build(*, dp_world_size: int, dp_rank: int, **rest: Any) -> Any:
+            ranks, rank = section.group_size * dp_world_size, section.replica_id * dp_world_size
+            return spec.build_dataloader_fn(dp_world_size=ranks, dp_rank=rank + dp_rank, **rest)
+
+        # The loader reads this replica's part of the data: its ranks are then some of the
+        # data-parallel ranks of ``group_size`` replicas.
+        table[name] = replace(spec, build_dataloader_fn=build)
+        try:
             super().__init__(job_config)
+        finally:
+            table[name] = spec
         self._batch_degree = 1  # the tokens of all ranks are counted
         loader, training = self.dataloader, job_config.training
         self.gradient_accumulation_steps = loader.microbatches
         self._data_ranks = self.parallel_dims.dp_shard  # of this replica; they read other data
         rows = len(loader.own) * self._data_ranks
-        split = (loader.stride * loader.microbatches, rows)
-        self._positions = DataPositions(self._section.group_size, split, loader)
+        # Of all parts and of one, in a step.
+        self._rows = loader.stride * loader.microbatches
+        self._positions = DataPositions(self._section.group_size, (self._rows, rows), loader)
         self.checkpointer.states["dataloader"] = self._positions
         # The micro-batches of the step that is tried, and the number of its part's step.
         self._pending: tuple[int, StepData] | None = None
@@ -158,9 +176,9 @@ class ReplicaTrainer(Trainer):
         self._discarded += lost
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         sums, norm = attempt[0], self._apply(*attempt)
-        digests = [""] * torch.distributed.get_world_size()
+        digests = [""] * dist.get_world_size()
         if self._section.digests:
-            torch.distributed.all_gather_object(digests, self._digest())
+            dist.all_gather_object(digests, self.digest())
         record = {
             "step": self.step,
             "time": time.time(),
@@ -175,7 +193,7 @@ class ReplicaTrainer(Trainer):
             "digest": "-".join(digests) if self._section.digests else None,
             "ranks": self._data_ranks,
         }
-        if torch.distributed.get_rank() == 0:
+        if dist.get_rank() == 0:
             folder = Path(self.job_config.job.dump_folder)
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / COMMITS_FILE).open("a") as file:
@@ -193,7 +211,6 @@ class ReplicaTrainer(Trainer):
             self.metrics_processor.log(
                 self.step, sums.loss, sums.largest, norm, extra_metrics=extra
             )
-        self._maybe_stop()
         self.metrics_processor.pause()
 
     def write_record(self) -> None:
@@ -211,13 +228,7 @@ class ReplicaTrainer(Trainer):
         """Open the ports and start the heartbeat."""
         from torchtitan_lr.experiments.replicas import membership  # late: it needs torchft
 
-        corpus, ranks = self.dataloader.dataset.identity, torch.distributed.get_world_size()
-        run = membership.run_fingerprint(
-            self.job_config, self.checkpointer.fingerprint, corpus, ranks
-        )
-        return membership.Membership(
-            self._section, run, self.step, self._healing_state, self._heal, self._digest
-        )
+        return membership.Membership(self)
 
     def _join(self) -> bool:
         """Return whether the members of the next step are there; choose the one that writes."""
@@ -248,23 +259,34 @@ class ReplicaTrainer(Trainer):
             The sums over all ranks of the members, and the norm of the nominal loss's gradient.
         """
         assert self._members is not None
-        group, ranks = self._members.group, torch.distributed.get_world_size()
+        group, ranks, metrics = self._members.group, dist.get_world_size(), self.metrics_processor
+        step = self._positions.taken[self._section.replica_id]
         try:
-            data = self._next_data()
+            # A lost step's data are kept; their tokens count only once they are committed.
+            if self._pending is None or self._pending[0] != step:
+                if self.dataloader.rows != step * self._rows:
+                    self.dataloader.seek(step * self._rows)
+                counts = self.ntokens_seen, metrics.ntokens_since_last_log
+                data = self._reader.read(self._iterator, self.gradient_accumulation_steps)
+                self.ntokens_seen, metrics.ntokens_since_last_log = counts
+                if data.problem is not None:
+                    self._stop_for_data(data.problem)
+                self._pending = step, data
+            data = self._pending[1]
             self.optimizers.zero_grad()
             share = float(self._forward_backward(data.microbatches, self._nominal))
             self._stops = self._stop.name is not None
-            stops = self._stops and torch.distributed.get_rank() == 0
+            stops = self._stops and dist.get_rank() == 0
             mesh = self.parallel_dims.get_optional_mesh("tp")
             is_copy = mesh is not None and mesh.get_local_rank() > 0
             own = step_numbers(data, share, stops, self._nominal, self._section, is_copy)
             numbers = torch.tensor(own, dtype=torch.float64)
             # It travels with the gradients' last sums, so that it costs no round trip of its own.
-            work: Any = torch.distributed.all_reduce(numbers, group=group, async_op=True)
+            work: Any = dist.all_reduce(numbers, group=group, async_op=True)
             norm = self.optimizers.synchronize()
             work.wait()
             if ranks > 1:
-                torch.distributed.all_reduce(numbers)
+                dist.all_reduce(numbers)
             sums = Sums(numbers.tolist(), self._nominal)
         except Exception:
             # Undefined sums may be such as no decomposition takes. The other ranks of this replica
@@ -277,7 +299,7 @@ class ReplicaTrainer(Trainer):
     def _apply(self, sums: Sums, norm: torch.Tensor) -> float:
         """Take a committed step; return the gradient's norm."""
         assert self._members is not None
-        replicas, ranks = self._members.group.replicas, torch.distributed.get_world_size()
+        replicas, ranks = self._members.group.replicas, dist.get_world_size()
         factor = torch.tensor(self._nominal / sums.tokens if sums.tokens else math.nan)
         self.optimizers.scale(factor)
         self.checkpointer.run_ends = len(replicas) - sums.stopping < self._section.min_replica_size
@@ -297,71 +319,28 @@ class ReplicaTrainer(Trainer):
         self._settle()
         return float(verdict.norm)
 
-    def _next_data(self) -> StepData:
-        """Read the first step of this part that is not committed; a lost one's data are kept.
-
-        Their tokens count only once they are committed.
-        """
-        part = self._section.replica_id
-        step, row = self._positions.taken[part], self._positions.row_of(part)
-        if self._pending is not None and self._pending[0] == step:
-            return self._pending[1]
-        if self.dataloader.rows != row:
-            self.dataloader.seek(row)
-        metrics = self.metrics_processor
-        seen, since = self.ntokens_seen, metrics.ntokens_since_last_log
-        data = self._reader.read(self._iterator, self.gradient_accumulation_steps)
-        self.ntokens_seen, metrics.ntokens_since_last_log = seen, since
-        if data.problem is not None:
-            self._stop_for_data(data.problem)
-        self._pending = step, data
-        return data
-
-    def _healing_state(self) -> dict[str, Any]:
+    def healing_state(self) -> dict[str, Any]:
         """Return what a newcomer takes over: everything as after the last committed step."""
         assert self._members is not None
         return {
             "train": self.state_dict() | {"step": self._members.committed},
             "positions": self._positions.state_dict(),
-            "training": training_state(self.model_parts, self.optimizers, self.lr_schedulers),
+            "training": training_state(self),
         }
 
-    def _heal(self, state: dict[str, Any]) -> None:
+    def heal(self, state: dict[str, Any]) -> None:
         """Take over the state of a replica that is ahead."""
         self.checkpointer.maybe_wait_for_staging()
-        load_training_state(
-            state["training"], self.model_parts, self.optimizers, self.lr_schedulers
-        )
+        load_training_state(self, state["training"])
         self._positions.load_state_dict(state["positions"])
         self.load_state_dict(state["train"])
         assert self._members is not None
         size = self._members.transport.bytes_received
         logger.info("Healed to step %d; %d bytes received so far", self.step, size)
 
-    def _digest(self) -> str:
-        state = training_state(self.model_parts, self.optimizers, self.lr_schedulers)
-        return digest([state, self._positions.taken])
+    def digest(self) -> str:
+        """Return the digest of weights, optimizer state and data positions."""
+        return digest([training_state(self), self._positions.taken])
 
     def _make_up_for_validation(self) -> None:
         """Do not validate alone after a restart: the other replicas would wait."""
-
-
-@contextmanager
-def _rows_of_replica(config: JobConfig) -> Iterator[None]:
-    """Let the loader that is built meanwhile read this replica's part of the data.
-
-    Its ranks are then some of the data-parallel ranks of ``group_size`` replicas.
-    """
-    importlib.import_module(config.experimental.custom_import)
-    section, table, name = config.fault_tolerance, registered_specs(), config.model.name
-    spec = table[name]
-
-    def build(*, dp_world_size: int, dp_rank: int, **rest: Any) -> Any:
-        ranks, rank = section.group_size * dp_world_size, section.replica_id * dp_world_size
-        return spec.build_dataloader_fn(dp_world_size=ranks, dp_rank=rank + dp_rank, **rest)
-
-    table[name] = replace(spec, build_dataloader_fn=build)
-    try:
-        yield
-    finally:
-        table[name] = spec
