@@ -147,29 +147,24 @@ def test_torchtitan_is_imported_without_the_collector(registered):
 
 
 @pytest.mark.parametrize(
-    ("override", "key", "there"),
+    ("key", "value", "there"),
     [
-        ("low_rank.rank=16", "low_rank.rank_attention", "32"),
-        ("model.vocab_size=8000", "model.vocab_size", "4096"),
-        ("model.hf_assets_path=torchtitan_lr/data/assets/bpe32k", None, "'sha256:5eed'"),
+        ("low_rank.rank_ffn", "16", "32"),
+        ("model.vocab_size", "8000", "4096"),
+        ("model.hf_assets_path", "torchtitan_lr/data/assets/bpe32k", "'sha256:5eed'"),
     ],
 )
-def test_another_model_in_a_folder_is_refused_before_torchtitan_loads(
-    tmp_path, override, key, there
-):
+def test_another_model_in_a_folder_is_refused_before_torchtitan_loads(tmp_path, key, value, there):
     """Its compiler takes seconds; the configuration alone loads torch."""
     step = tmp_path / "checkpoint/step-4"
     step.mkdir(parents=True)
     for name in (".metadata", "../../job_config.json"):
         (step / name).write_text('{"model": {"flavor": "debug"}}')
-    model = {"model.flavor": {"vocab_size": 4096}, "model.hf_assets_path": "sha256:5eed"}
-    model |= {"low_rank.rank_attention": 32, "low_rank.rank_ffn": 32}
-    if key is not None:
-        del model["model.hf_assets_path"]
+    model = {"model.flavor": {"vocab_size": 4096}, "low_rank.rank_ffn": 32}
+    model |= {key: "sha256:5eed"} if key == "model.hf_assets_path" else {}
     (step / "manifest.json").write_text(json.dumps({"model": model}))
-    folder = f"--job.dump_folder={tmp_path}"
-    found, said = python(RESUMED, "debug_cola", folder, f"--{override}")
+    found, said = python(RESUMED, "debug_cola", f"--job.dump_folder={tmp_path}", f"--{key}={value}")
     assert found == [2, ["torch"]]
-    assert said.startswith(f"error: {key or 'model.hf_assets_path'}: got ")
+    assert said.startswith(f"error: {key}: got ")
     assert f", expected {there} as in the checkpoint {step}" in said
     assert f"--job.dump_folder={tmp_path}-2" in said

@@ -46,7 +46,6 @@ def chat(*turns):
 BAD = [
     (None, "a JSON object with strings"),
     ({"prompt": "a"}, 'strings "prompt" and "completion"'),
-    ({"prompt": 1, "completion": "b"}, 'strings "prompt" and "completion"'),
     ({"prompt": "a", "completion": "  "}, '"completion" that is not empty'),
     (chat(), "a list of messages"),
     (chat(("user", "a")), "an answer of the assistant as the last"),
@@ -54,7 +53,6 @@ BAD = [
     (chat(("tool", "a")), "in message 1, not 'tool'"),
     (chat(("user", "")), '"content" that is not empty in message 1'),
     (chat(("user", "a"), ("user", "b")), "assistant in message 2, not 'user'"),
-    ({"text": "plain"}, 'strings "prompt" and "completion"'),
 ]
 
 
