@@ -15,15 +15,8 @@ from typing import Any
 from torchtitan_lr.checkpoints.layout import MANIFEST, complete_steps, step_folder
 from torchtitan_lr.checkpoints.run_record import changed, described, read_record, record_path
 from torchtitan_lr.config.schema import vocabulary_rows
-from torchtitan_lr.data.tokenizer import HUB
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.configured import configured_args
-from torchtitan_lr.training.fingerprint import (
-    TOKENIZER,
-    check_fingerprint,
-    model_fingerprint,
-    tokenizer_digest,
-)
 
 # Keys with which no run is resumed; 0, -1 and an empty text stand for another key's value.
 _NEVER_RESUMED = ("model.name", "low_rank.rank", "training.dataset")
@@ -77,8 +70,12 @@ def check_record(config: Any, world_size: int) -> None:
 def _check_numbers(config: Any, folder: str) -> None:
     """Compare the family, ranks, vocabulary and tokenizer that keys set with a checkpoint's.
 
-    `check_stored_model` compares the whole model, but loads torch for it, which takes seconds.
+    `check_stored_model` compares the whole model, but loads torchtitan for it, which takes seconds.
     """
+    # Late, as below: `--help` imports this module, and waits for no numpy.
+    from torchtitan_lr.data.tokenizer import HUB
+    from torchtitan_lr.training.fingerprint import TOKENIZER, check_fingerprint, tokenizer_digest
+
     try:
         stored = json.loads((Path(folder) / MANIFEST).read_text())["model"]
         stored["model.vocab_size"] = stored.pop("model.flavor")["vocab_size"]
@@ -101,6 +98,12 @@ def check_stored_model(config: Any, world_size: int, device_type: str) -> None:
     """Check that the checkpoint to load holds this model; reads its manifest only."""
     from torchtitan_lr.checkpoints.manifest import read_manifest
     from torchtitan_lr.checkpoints.safe_metadata import DamagedError
+    from torchtitan_lr.training.fingerprint import (
+        TOKENIZER,
+        check_fingerprint,
+        model_fingerprint,
+        tokenizer_digest,
+    )
 
     checkpoint, path = config.checkpoint, resumed(config)[1]
     if not (path or checkpoint.initial_load_in_hf or checkpoint.initial_load_other_model):

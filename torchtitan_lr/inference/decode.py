@@ -157,5 +157,5 @@ def compile_blocks(model: LlamaModel, backend: str | Callable[..., Any] = "induc
     for block in model.layers.values():
         block.compile(backend=backend, fullgraph=True)
     output = model.output
-    if output is not None and cast(HeadEdge, output.head).mesh is None:
+    if output is not None and cast(HeadEdge, output.head).ranks.size == 1:
         output.compile(backend=backend, fullgraph=True)
