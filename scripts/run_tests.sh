@@ -47,15 +47,15 @@ style() {
 # Everything, in two parallel jobs: ranks often wait for each other, and then leave the cores to the
 # background job. Its output is printed when both have ended.
 everything() {
-    echo "Style, unit tests and training runs run in the background; their output comes at the end."
+    echo "Unit tests and training runs run in the background; their output comes at the end."
     set -m # gives the background job its own process group, so that this script can end it
     {
-        style
         stage "units" pytest tests/unit tests/gpu -n auto --dist worksteal "$@"
         stage "whole runs" pytest tests/integration --durations=10 "$@"
     } >"$results/background" 2>&1 &
     background=$!
     set +m
+    style
     stage "ranks" pytest tests/distributed --durations=15 "$@"
     wait "$background"
     background=
