@@ -169,11 +169,15 @@ class Verdict:
         self._numbers = torch.cat([sums, bad.view(1)])
         self._copied: torch.Event | None = None
         if loss.device.type != "cpu":
-            # Into pinned memory, else the host would wait for the device here.
-            host = torch.empty_like(self._numbers, device="cpu", pin_memory=True)
-            self._numbers = host.copy_(self._numbers, non_blocking=True)
-            self._copied = torch.get_device_module(loss.device).Event()
-            self._copied.record()
+            self._start_copy()
+
+    def _start_copy(self) -> None:
+        # Into pinned memory, else the host would wait for the device here.
+        host = torch.empty_like(self._numbers, device="cpu", pin_memory=True)
+        device = torch.get_device_module(self._numbers.device)
+        self._numbers = host.copy_(self._numbers, non_blocking=True)
+        self._copied = device.Event()
+        self._copied.record()
 
     def read(self) -> Findings:
         """Return the verdict on the host; waits for the all-reduce, not for the optimizer."""
