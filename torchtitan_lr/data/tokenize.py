@@ -48,7 +48,6 @@ MOST_LISTED = 1000  # bad records beyond those that may be lost, before a prepar
 SYNC_SECONDS = 2.0
 
 Arrays = list[npt.NDArray[Any]]
-
 """Tokens, lengths of documents, and of pairs the loss mask."""
 
 Encoded = tuple[tuple[Arrays, Arrays], list[Bad]]
