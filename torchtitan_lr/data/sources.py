@@ -156,8 +156,10 @@ class Reader:
         if not local or sum(file.stat().st_size for file in self.files) > SMALL_BYTES:
             return USUAL_LIMIT
         sizes: Counter[int] = Counter()
-        for key, text in (found for piece in self.pieces() for found in self._records(piece, [])):
-            sizes[document_hash(key)] += len(text if isinstance(text, bytes) else text.encode())
+        for piece in self.pieces():
+            for hashed, text in self._records(piece, []):
+                size = len(text if isinstance(text, bytes) else text.encode())
+                sizes[document_hash(hashed)] += size
         if len(sizes) < 2:
             return 0
         wanted, held = min(ENOUGH_BYTES, sizes.total() // 10), 0
