@@ -63,7 +63,8 @@ def add_arguments(parser: OneLineParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train or convert and write the tokenizer, and print its size; return the exit status."""
-    from torchtitan_lr.data.sources import Source, texts
+    from torchtitan_lr.data.pairs import text_of
+    from torchtitan_lr.data.sources import Reader, Source
     from torchtitan_lr.data.tokenizer import HF_FILE, RANKS_DIGEST
 
     _check_out(args.out)  # training may take minutes
@@ -81,9 +82,10 @@ def run(args: argparse.Namespace) -> int:
         digest = hashlib.sha256(args.ranks.read_bytes()).hexdigest()
         config |= {RANKS_DIGEST: digest, "split_special_tokens": True}
     else:
-        source = Source(corpus, (args.path,) if args.path else (), "--path")
+        reader = Reader(Source(corpus, (args.path,) if args.path else (), "--path"))
+        texts = reader.texts(held_out=False)
         vocab_size = 4096 if args.vocab_size is None else args.vocab_size
-        tokenizer = train_bpe(texts(source, held_out=False), vocab_size)
+        tokenizer = train_bpe(map(text_of, texts) if reader.pairs else texts, vocab_size)
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(args.out / HF_FILE), pretty=False)
     (args.out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
