@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops import flex_attention, inductor_compiled_code
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "ATTENTION_OPERATORS",
+    "FLEX_ATTENTION",
     "TorchDispatchMode",
     "changes_arguments",
     "schema_of",
@@ -40,6 +42,12 @@ The unfused one (``SDPBackend.MATH``) needs the s × s probabilities and is alwa
 has no public list of the kernels, and torchtitan's list omits the CPU kernel. If a kernel is
 renamed, the import fails. The output of a new kernel would not be kept, and attention would
 silently run twice; a test compares this list with all operators of torch.
+"""
+
+FLEX_ATTENTION = frozenset({flex_attention, inductor_compiled_code})
+"""What dispatch modes see of ``flex_attention``: in the graph of a compiled block the operator, and
+elsewhere torchtitan's compiled function of it, whose forward is the only one of a block that torch
+wraps in ``inductor_compiled_code``. If upstream renames them, the import fails.
 """
 
 
