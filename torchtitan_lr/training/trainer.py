@@ -88,6 +88,13 @@ class Trainer(TitanTrainer):
         self._gradients: Gradients = StoredGradients(self.model_parts, stages)
         if isinstance(self.optimizers, TSROptimizers):  # it reduces them itself
             self._gradients = self.optimizers
+            if (
+                self.device.type == "cuda"
+                and job_config.training.mixed_precision_param != "float32"
+            ):
+                # TSR-Adam's are the only fp32 products of such a run. In TF32 they are faster, with
+                # errors below those that bf16 leaves in the gradients (docs/numerics.md).
+                torch.set_float32_matmul_precision("high")
         args = self.model_parts[0].model_args
         if isinstance(args, LlamaArgs):
             tokenizer = tokenizer_digest(job_config.model.hf_assets_path)
