@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 __all__ = [
     "ATTENTION_OPERATORS",
     "FLEX_ATTENTION",
+    "FLEX_ATTENTION_CALL",
     "TorchDispatchMode",
     "changes_arguments",
     "schema_of",
@@ -44,11 +45,12 @@ renamed, the import fails. The output of a new kernel would not be kept, and att
 silently run twice; a test compares this list with all operators of torch.
 """
 
-FLEX_ATTENTION = frozenset({flex_attention, inductor_compiled_code})
-"""What dispatch modes see of ``flex_attention``: in the graph of a compiled block the operator, and
-elsewhere torchtitan's compiled function of it, whose forward is the only one of a block that torch
-wraps in ``inductor_compiled_code``. If upstream renames them, the import fails.
-"""
+FLEX_ATTENTION = flex_attention
+"""The operator of ``flex_attention``, in the graph of a compiled block."""
+
+FLEX_ATTENTION_CALL = inductor_compiled_code
+"""What dispatch modes see of it outside of compiled blocks: a call of torchtitan's compiled
+function, the only one of a block that torch wraps so. If upstream renames it, the import fails."""
 
 
 def schema_of(func: Any) -> tuple[str, list[str]]:

@@ -25,6 +25,7 @@ from torchtitan_lr.compat.compiler import lower_as_identity
 from torchtitan_lr.compat.dispatch import (
     ATTENTION_OPERATORS,
     FLEX_ATTENTION,
+    FLEX_ATTENTION_CALL,
     TorchDispatchMode,
     tree_map_only,
 )
@@ -93,7 +94,7 @@ class _SavedAttention(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in ATTENTION_OPERATORS or func in FLEX_ATTENTION:
+        if func in (*ATTENTION_OPERATORS, FLEX_ATTENTION, FLEX_ATTENTION_CALL):
             return save(lambda: func(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 

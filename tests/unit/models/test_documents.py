@@ -9,7 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.documents import masks_of_blocks
 from tests.unit.tiny import FAMILIES, build_tiny
-from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS, FLEX_ATTENTION
+from torchtitan_lr.compat.dispatch import (
+    ATTENTION_OPERATORS,
+    FLEX_ATTENTION,
+    FLEX_ATTENTION_CALL,
+)
 from torchtitan_lr.data.rows import labelled
 from torchtitan_lr.estimate.memory import mask_bytes
 from torchtitan_lr.models.llama import separate
@@ -112,7 +116,7 @@ class Runs(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in ATTENTION_OPERATORS | FLEX_ATTENTION
+        self.count += func in (*ATTENTION_OPERATORS, FLEX_ATTENTION, FLEX_ATTENTION_CALL)
         return func(*args, **(kwargs or {}))
 
 
@@ -151,9 +155,12 @@ def test_compiled_attention_in_blocks_that_are_not():
             assert runs.count == len(model.layers) * (times + 1)
 
 
-def test_compiled_blocks(mask):
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_compiled_blocks(checkpointed, mask):
     model = build_tiny("cola", torch.float64, n_layers=1)
     expected = together(model)
+    if checkpointed:
+        apply_low_rank_checkpoint(model, save_attention=True)
     for block in model.layers.values():
         block.compile(fullgraph=True, backend="aot_eager")
     assert difference(together(model), expected) < 1e-12
