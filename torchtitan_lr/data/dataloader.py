@@ -123,7 +123,7 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
 
     Micro-batch m of a step holds the global rows ``m D b + r b + i`` with D data-parallel ranks,
     this rank r, b rows per micro-batch (``local_batch_size``) and ``0 <= i < b``. The position is
-    the one behind the last micro-batch that was yielded, whatever was read ahead.
+    that of the steps that were taken, whatever was read ahead: who takes a step sets it.
 
     Args:
         dataset: The rows.
@@ -134,8 +134,7 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
         stride: Rows of a micro-batch over all ranks, ``D b``.
         own: This rank's among them.
         microbatches: Micro-batches per step of this rank.
-        rows: The position: rows that all ranks together have read.
-        mark: The position before the step: one whose data are unreadable can be undone.
+        rows: The position: rows of all ranks in the steps that were taken.
         check_checkpoint: That of the rows, for the checkpoint manager.
 
     Raises:
@@ -161,7 +160,7 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
             raise ConfigError("training.global_batch_size", global_batch_size, want)
         self.microbatches = global_batch_size // self.stride
         self.own = range(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
-        self.rows = self.mark = 0
+        self.rows = 0
         self.check_checkpoint = dataset.check_checkpoint
         self._batches: Iterator[Batch] | None = None
         self._reader, self._ahead = ThreadPoolExecutor(1), Future[Batch]()
@@ -182,8 +181,6 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
             batch = self._ahead.result()
             # The next batch is read while the step computes.
             self._ahead = self._reader.submit(next, self._batches)
-            # Before the yield: checkpoints are saved while the generator is suspended.
-            self.rows += self.stride
             yield batch
 
     def close(self) -> None:
