@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -135,7 +134,7 @@ class StepReader:
         except (ConfigError, RuntimeError) as error:  # a worker process raises the latter
             data.problem = str(error)
         arrays = (labels.numpy() for _, labels in data.microbatches)
-        data.tokens = sum(np.count_nonzero(labels != IGNORE_INDEX) for labels in arrays)
+        data.tokens = sum(int((labels != IGNORE_INDEX).sum()) for labels in arrays)
         return data
 
     def metrics(self) -> dict[str, float]:

@@ -30,7 +30,7 @@ MESSAGES = [{"role": role, "content": content} for role, content in CHAT]
 RECORD = parse_pair({"messages": MESSAGES})
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def plain():
     return HuggingFaceTokenizer(str(ASSETS))
 
@@ -62,25 +62,18 @@ def test_a_bad_record_is_named_with_what_was_expected(record, want):
         parse_pair(record)
 
 
-def test_labels_are_the_answer_and_the_end(plain):
-    tokens = PairEncoder(plain).encode(pair("def f(x):", " return 1\n"))
-    prompt = plain.encode("def f(x):", add_bos=True, add_eos=False)
-    assert (~tokens[: len(prompt)]).tolist() == prompt
-    answer = tokens[len(prompt) :].tolist()
-    assert answer[-1] == plain.eos_id and plain.decode(answer) == " return 1\n"
-    assert prompt + answer == plain.encode("def f(x): return 1\n", add_bos=True, add_eos=True)
-
-
-def test_a_prompt_keeps_its_tokens_where_the_text_would_merge_them(plain):
-    """Generation never sees the answer, so training must not let it change the prompt's end."""
-    prompt, answer = "def mai", "n(x)"
+@pytest.mark.parametrize(("prompt", "answer"), [("def f(x):", " return 1\n"), ("def mai", "n(x)")])
+def test_labels_are_the_answer_and_the_end(plain, prompt, answer):
+    """Generation never sees the answer: it must not change the prompt's tokens."""
     alone = plain.encode(prompt, add_bos=True, add_eos=False)
-    merged = plain.encode(prompt + answer, add_bos=True, add_eos=False)
-    assert merged[: len(alone)] != alone  # otherwise this shows nothing
+    together = plain.encode(prompt + answer, add_bos=True, add_eos=True)
     encoder, record = PairEncoder(plain), pair(prompt, answer)
     tokens = encoder.encode(record)
+    labels = [t for t in tokens if t >= 0]
     assert [~t for t in tokens if t < 0] == alone == (~encoder.encode(record, False)).tolist()
-    assert plain.decode([t for t in tokens if t >= 0]) == answer
+    assert labels[-1] == plain.eos_id and plain.decode(labels) == answer
+    # The second pair shows something: the text's tokens are others.
+    assert (alone + labels == together) == (prompt != "def mai")
 
 
 def test_every_answer_of_a_chat_is_a_label(plain):
@@ -88,9 +81,9 @@ def test_every_answer_of_a_chat_is_a_label(plain):
     tokens = PairEncoder(plain).encode(parse_pair(chat(*turns, ("assistant", "d"))))
     labels = [t for t in tokens if t >= 0]
     assert labels.count(plain.eos_id) == 2 and plain.decode(labels) == "bd"
-    text = plain.decode([t if t >= 0 else ~t for t in tokens])
-    expected = "### System:\nrule\n\n### User:\na\n\n### Assistant:\nb"
-    assert text == expected + "\n\n### User:\nc\n\n### Assistant:\nd"
+    text = "### System:\nrule\n\n### User:\na\n\n### Assistant:\nb"
+    text += "\n\n### User:\nc\n\n### Assistant:\nd"
+    assert plain.decode([t if t >= 0 else ~t for t in tokens]) == text
 
 
 def folder_with(place, template=None, in_config=None):
@@ -134,7 +127,7 @@ def test_the_config_can_hold_the_template_too(tmp_path):
     named = [{"name": "tools", "template": "x"}, {"name": "default", "template": MARKED}]
     for i, given in enumerate((MARKED, named)):
         found = PairEncoder(folder_with(tmp_path / str(i), in_config=given))
-        assert found.segments(MESSAGES)[0].text.endswith("What is mai<|stop|><|start|>assistant\n")
+        assert found.segments(MESSAGES)[0][0].endswith("What is mai<|stop|><|start|>assistant\n")
         assert found.digest == digest != ""
 
 
