@@ -60,11 +60,8 @@ class TrainingRows(Dataset[Batch]):
         training, seed = job_config.training, job_config.training.shuffle_seed
         if seed is None:
             seed = job_config.debug.seed or 0
-        parts, seed = (
-            open_rows(job_config, "training", world_size),
-            seed if training.shuffle else None,
-        )
-        return TrainingRows(parts, seed, training.allow_changed_corpus)
+        rows = open_rows(job_config, "training", world_size)
+        return TrainingRows(rows, seed if training.shuffle else None, training.allow_changed_corpus)
 
     def __getitems__(self, rows: list[int]) -> Batch:
         """Read rows by their numbers, from 0 without end; PyTorch's fetcher calls this."""
