@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Pairs and chats: which tokens are labels, which records and templates are refused."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -86,31 +87,33 @@ def test_every_answer_of_a_chat_is_a_label(plain):
     assert plain.decode([t if t >= 0 else ~t for t in tokens]) == text
 
 
-def folder_with(place, template=None, in_config=None):
-    """A tokenizer's folder with a template in its own file, in the configuration, or in none."""
+def folder_with(place, template, where="file"):
+    """A tokenizer's folder with a template in its own file or in the configuration."""
     shutil.copytree(ASSETS, place, dirs_exist_ok=True)
     config = json.loads((place / "tokenizer_config.json").read_text())
-    marks = ("<|start|>", "<|stop|>")
-    config["added_tokens_decoder"] = {
-        str(4096 + i): {"content": text, "special": True} for i, text in enumerate(marks)
-    }
-    config |= {} if in_config is None else {"chat_template": in_config}
-    (place / "tokenizer_config.json").write_text(json.dumps(config))
-    if template is not None:
+    marks = enumerate(("<|start|>", "<|stop|>"), 4096)
+    config["added_tokens_decoder"] = {str(i): {"content": t, "special": True} for i, t in marks}
+    if where == "file":
         (place / "chat_template.jinja").write_text(template)
+    else:
+        named = [{"name": "tools", "template": "x"}, {"name": "default", "template": template}]
+        config["chat_template"] = template if where == "config" else named
+    (place / "tokenizer_config.json").write_text(json.dumps(config))
     return HuggingFaceTokenizer(str(place))
 
 
+@pytest.mark.parametrize("where", ["file", "config", "names"])
 @pytest.mark.parametrize("bos", [True, False])
-def test_tokens_and_labels_are_those_of_transformers(tmp_path, bos):
+def test_tokens_and_labels_are_those_of_transformers(tmp_path, bos, where):
     template = MARKED if bos else MARKED.removeprefix("{{- bos_token }}")
-    tokenizer = folder_with(tmp_path, template)
+    tokenizer = folder_with(tmp_path, template, where)
     options = {"bos_token": tokenizer.bos_token, "chat_template": template}
     reference = PreTrainedTokenizerFast(tokenizer_object=tokenizer.tokenizer, **options)
     expected = reference.apply_chat_template(
         MESSAGES, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     encoder = PairEncoder(tokenizer)
+    assert encoder.digest == hashlib.sha256(template.encode()).hexdigest()[:8]
     tokens = encoder.encode(RECORD).tolist()
     assert [t if t >= 0 else ~t for t in tokens] == list(expected["input_ids"])
     assert [int(t >= 0) for t in tokens] == list(expected["assistant_masks"])
@@ -120,15 +123,6 @@ def test_tokens_and_labels_are_those_of_transformers(tmp_path, bos):
     # Pairs take no template.
     plain = encoder.encode(pair("a", "b")).tolist()
     assert plain == [~0, *(~t for t in tokenizer.encode("a")), *tokenizer.encode("b"), 1]
-
-
-def test_the_config_can_hold_the_template_too(tmp_path):
-    digest = PairEncoder(folder_with(tmp_path / "file", MARKED)).digest
-    named = [{"name": "tools", "template": "x"}, {"name": "default", "template": MARKED}]
-    for i, given in enumerate((MARKED, named)):
-        found = PairEncoder(folder_with(tmp_path / str(i), in_config=given))
-        assert found.segments(MESSAGES)[0][0].endswith("What is mai<|stop|><|start|>assistant\n")
-        assert found.digest == digest != ""
 
 
 @pytest.mark.parametrize(
