@@ -132,9 +132,10 @@ def check_model(config: Any, world_size: int, device_type: str) -> None:
 
 def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
     """Check that the tokenizer exists and fits the vocabulary; call this after `check_model`."""
-    from torchtitan_lr.data.tokenizer import check_tokenizer
+    from torchtitan_lr.data.tokenizer import build_tokenizer, vocabulary
 
-    model, rows, tokens = config.model, configured_args(config).vocab_size, check_tokenizer(config)
+    model, rows = config.model, configured_args(config).vocab_size
+    tokens = vocabulary(build_tokenizer(config))
     want = (
         f"a tokenizer of at most {rows} tokens for {model.name} {model.flavor}, or "
         f"model.vocab_size = {tokens}: this one has {tokens}"

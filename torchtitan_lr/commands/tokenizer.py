@@ -64,7 +64,8 @@ def add_arguments(parser: OneLineParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train or convert and write the tokenizer, and print its size; return the exit status."""
-    from torchtitan_lr.data.sources import Source, texts
+    from torchtitan_lr.data.pairs import text_of
+    from torchtitan_lr.data.sources import Reader, Source
     from torchtitan_lr.data.tokenizer import HF_FILE
 
     _check_out(args.out)  # training may take minutes
@@ -74,8 +75,9 @@ def run(args: argparse.Namespace) -> int:
     if args.ranks is not None:
         tokenizer = read_ranks(args.ranks)
     else:
-        source = Source(args.corpus, (args.path,) if args.path else (), "--path")
-        tokenizer = train_bpe(texts(source, held_out=False), args.vocab_size)
+        reader = Reader(Source(args.corpus, (args.path,) if args.path else (), "--path"))
+        texts = reader.texts(held_out=False)
+        tokenizer = train_bpe(map(text_of, texts) if reader.pairs else texts, args.vocab_size)
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(args.out / HF_FILE), pretty=False)
     config = {"bos_token": BOS, "eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"}

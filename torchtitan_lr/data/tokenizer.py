@@ -71,7 +71,7 @@ def build_tokenizer(job_config: Any) -> HuggingFaceTokenizer:
     share it.
 
     Raises:
-        ConfigError: The folder does not exist, or it has no readable tokenizer.
+        ConfigError: The folder does not exist, or it has no readable tokenizer with some tokens.
     """
     path = job_config.model.hf_assets_path
     file = resolve_assets_path(path) / HF_FILE
@@ -92,23 +92,14 @@ def build_tokenizer(job_config: Any) -> HuggingFaceTokenizer:
 def _read(folder: str, versions: tuple[Any, ...]) -> HuggingFaceTokenizer:
     from torchtitan_lr.titan.base import HuggingFaceTokenizer  # late: it imports torchtitan
 
-    return HuggingFaceTokenizer(folder)
-
-
-def check_tokenizer(job_config: Any) -> int:
-    """Return the smallest vocabulary that a model needs for the tokenizer.
-
-    Raises:
-        ConfigError: As for :func:`build_tokenizer`, or it has no tokens.
-    """
-    size = vocabulary(build_tokenizer(job_config))
-    if size < 1:
-        raise ConfigError(_KEY, job_config.model.hf_assets_path, "a tokenizer with some tokens")
-    return size
+    tokenizer = HuggingFaceTokenizer(folder)
+    if not vocabulary(tokenizer):
+        raise ValueError("it has no tokens")
+    return tokenizer
 
 
 def vocabulary(tokenizer: HuggingFaceTokenizer) -> int:
-    """Return the largest id plus one, or the number of tokens: ids can have gaps."""
+    """Return the smallest vocabulary that a model needs for a tokenizer: ids can have gaps."""
     return max(tokenizer.get_vocab_size(), 1 + max(tokenizer.get_vocab().values(), default=-1))
 
 

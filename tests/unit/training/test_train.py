@@ -14,7 +14,7 @@ import torch
 
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
 from tests.unit.tiny_trainer import history, tiny_trainer
-from torchtitan_lr.data.sources import Source, texts
+from torchtitan_lr.data.sources import Reader, Source
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.titan.components import DataloaderExhaustedError
 from torchtitan_lr.training.guard import NonFiniteError
@@ -303,7 +303,7 @@ def test_validation_by_hand(tmp_path):
         trainer.validator.validate(trainer.model_parts, 1)
         encode = partial(trainer.tokenizer.encode, add_bos=False, add_eos=False)
         begin, end = trainer.tokenizer.bos_id, trainer.tokenizer.eos_id
-        held_out = islice(texts(Source("python_stdlib"), held_out=True), 2)
+        held_out = islice(Reader(Source("python_stdlib")).texts(held_out=True), 2)
         sequences = windows([[begin, *encode(text), end] for text in held_out], 8)[:6]
         expected = sequence_losses(on_cpu(trainer.model_parts[0]), sequences).mean().item()
         assert trainer.validator.last_loss == pytest.approx(expected, rel=EXACT)
