@@ -148,7 +148,7 @@ class Verdict:
 
     Args:
         loss: This rank's loss of the step, a scalar on the process group's device.
-        share: This rank's share of the squared gradient norm, a scalar; see `square_share`.
+        share: This rank's share of the squared gradient norm, a scalar.
         stop: Whether this rank received a stop signal.
 
     Attributes:
