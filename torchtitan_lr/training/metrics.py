@@ -27,7 +27,7 @@ from torchtitan_lr.checkpoints.run_record import global_batch_size
 from torchtitan_lr.console.lines import Pace, step_line, validation_line
 from torchtitan_lr.console.log import console
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.loss import perplexity
+from torchtitan_lr.models.ends import perplexity
 from torchtitan_lr.parallel.plans import tp_settings
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import BaseModelArgs, JobConfig, ParallelDims, drop_marker
@@ -165,7 +165,7 @@ def set_wandb_environment(job_config: JobConfig) -> None:
         known = netrc.is_file() and "wandb" in netrc.read_text()
         mode = "online" if known or os.environ.get("WANDB_API_KEY") else "offline"
     os.environ.setdefault("WANDB_MODE", mode)
-    # Its own lines and warnings; the run's address is on the console (`WandbLogger`).
+    # Its own lines and warnings; the run's address is on the console (`RunWandb`).
     os.environ.setdefault("WANDB_SILENT", "true")
 
 
