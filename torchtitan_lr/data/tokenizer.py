@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
 HF_FILE = "tokenizer.json"
+RANKS_DIGEST = "ranks_sha256"  # key of tokenizer_config.json: of the rank file it was made from
 SHIPPED = "torchtitan_lr/data/assets/bpe32k"  # of the papers' sizes, in the package
 HUB = "hf://"  # begins the name of a tokenizer on the Hugging Face hub
 
@@ -95,6 +96,9 @@ def _read(folder: str, versions: tuple[Any, ...]) -> HuggingFaceTokenizer:
     tokenizer = HuggingFaceTokenizer(folder)
     if not vocabulary(tokenizer):
         raise ValueError("it has no tokens")
+    # The name of a special token in a text is then text: no document can forge the end of one.
+    split = (tokenizer.config or {}).get("split_special_tokens", False)
+    tokenizer.tokenizer.encode_special_tokens = bool(split)
     return tokenizer
 
 
@@ -122,5 +126,7 @@ def encode_documents(tokenizer: HuggingFaceTokenizer, texts: Sequence[str]) -> l
 def tokenizer_identity(tokenizer: HuggingFaceTokenizer) -> str:
     """Return a digest of all that determines a tokenizer's ids, its library's version included."""
     ends = [tokenizer.bos_id, tokenizer.eos_id, tokenizer.hf_adds_bos, tokenizer.hf_adds_eos]
+    if tokenizer.tokenizer.encode_special_tokens:  # is no part of its JSON
+        ends.append(True)
     parts = [version("tokenizers"), repr(ends), tokenizer.tokenizer.to_str()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

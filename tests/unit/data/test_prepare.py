@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_lr.checks.values import check_data
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data import prepare
 from torchtitan_lr.data.corpus import Corpus
 from torchtitan_lr.data.prepare import ensure_prepared, free, prepare_for_ranks, wanted
-from torchtitan_lr.data.rows import check_corpora
 from torchtitan_lr.errors import ConfigError, DataError
 
 LINES = [json.dumps({"text": f"Line {i} of {i * i} words. " * 3}) + "\n" for i in range(200)]
@@ -203,9 +203,9 @@ def test_validation_on_files_that_are_trained_on_is_refused(tmp_path, config, pa
     (tmp_path / "other.jsonl").write_text("".join(LINES[:9]))
     named = "--validation.enable --validation.dataset=local --validation.dataset_path="
     with pytest.raises(ConfigError, match=r"^validation\.dataset_path: got .*not trained on .*;"):
-        check_corpora(config(f"{named}{tmp_path}/corpus/{pattern}"), 1)
+        check_data(config(f"{named}{tmp_path}/corpus/{pattern}"), 1, "cpu")
     job = config(f"{named}{tmp_path}/other.jsonl", "--validation.seq_len=16")
-    check_corpora(job, 1)
+    check_data(job, 1, "cpu")
     corpus = Corpus.open(ensure_prepared(job, "validation")[0].folder)
     assert (corpus.tokens(), corpus.tokens(held_out=True) > 100) == (0, True)
 
@@ -217,23 +217,23 @@ USUAL = "--validation.enable --training.seq_len=16 --validation.seq_len=16"
 def test_a_part_without_one_sequence_is_refused(config, section):
     (part,) = ensure_prepared(config(USUAL))
     tokens = Corpus.open(part.folder).tokens(held_out=section == "validation")
-    check_corpora(config(USUAL, f"--{section}.seq_len={tokens - 1}"), 1)
+    check_data(config(USUAL, f"--{section}.seq_len={tokens - 1}"), 1, "cpu")
     want = (
         f"^{section}.seq_len: got {tokens}, expected at most {tokens - 1}: .*has {tokens} tokens$"
     )
     with pytest.raises(ConfigError, match=want):
-        check_corpora(config(USUAL, f"--{section}.seq_len={tokens}"), 1)
+        check_data(config(USUAL, f"--{section}.seq_len={tokens}"), 1, "cpu")
 
 
 def test_warnings_of_a_small_held_out_part_and_of_pairs_that_are_cut(tmp_path, config, caplog):
-    check_corpora(config(USUAL, "--validation.local_batch_size=2"), 1)
+    check_data(config(USUAL, "--validation.local_batch_size=2"), 1, "cpu")
     assert not caplog.text
-    check_corpora(config(USUAL, "--validation.local_batch_size=400"), 1)
+    check_data(config(USUAL, "--validation.local_batch_size=400"), 1, "cpu")
     assert "fewer than a validation batch of 400" in caplog.text
     records = [{"prompt": f"a{i}", "completion": " b" * 20 * (i % 2) + "c"} for i in range(60)]
     records += [{"prompt": "long " * 40, "completion": f"b{i}"} for i in range(7)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    check_corpora(config("--training.seq_len=16"), 1)
+    check_data(config("--training.seq_len=16"), 1, "cpu")
     assert "are longer than training.seq_len = 16 and are cut" in caplog.text
     with pytest.raises(ConfigError, match=r"^training.seq_len: got 1, expected more tokens: in"):
-        check_corpora(config("--training.seq_len=1"), 1)
+        check_data(config("--training.seq_len=1"), 1, "cpu")

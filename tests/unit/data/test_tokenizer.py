@@ -58,10 +58,11 @@ def test_documents_together_have_the_tokens_of_each_alone(add):
 
 def test_identity_follows_all_that_determines_the_ids():
     assert len({tokenizer_identity(HuggingFaceTokenizer(SHIPPED)) for _ in range(2)}) == 1
-    changed = [HuggingFaceTokenizer(SHIPPED) for _ in range(3)]
+    changed = [HuggingFaceTokenizer(SHIPPED) for _ in range(4)]
     changed[1].eos_id = 7
     changed[2].tokenizer.add_tokens(["return x"])
-    assert len({*map(tokenizer_identity, changed)}) == 3
+    changed[3].tokenizer.encode_special_tokens = True
+    assert len({*map(tokenizer_identity, changed)}) == 4
 
 
 REFUSED = {
