@@ -15,7 +15,8 @@ with the collective behind them, and the norms' statistics. Without low-rank che
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -175,9 +176,7 @@ def own_slice(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
     return part if part.is_contiguous() else part.contiguous()
 
 
-recomputing = threading.local()
-"""Its ``running`` is the `Recomputation` whose forward or backward this thread runs, if any."""
-
+_thread = threading.local()
 _marks_in_graphs = False
 
 _library = torch.library.Library("torchtitan_lr", "FRAGMENT")
@@ -206,8 +205,18 @@ def save(compute: Callable[[], T]) -> T:
         if _marks_in_graphs:
             made = tuple(torch.ops.torchtitan_lr.keep(x) for x in made)
         return made
-    running = getattr(recomputing, "running", None)
+    running = getattr(_thread, "running", None)
     return compute() if running is None else running.save(compute)
+
+
+@contextmanager
+def saved_by(recomputation: Any) -> Iterator[None]:
+    """Let `save` of this thread call a `Recomputation`'s own ``save``."""
+    outer, _thread.running = getattr(_thread, "running", None), recomputation
+    try:
+        yield
+    finally:
+        _thread.running = outer
 
 
 def mark_in_graphs() -> None:

@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from torchtitan_lr.collectives import mark_in_graphs, recomputing, save
+from torchtitan_lr.collectives import mark_in_graphs, save, saved_by
 from torchtitan_lr.compat.autograd import checkpoint_wrapper, version_of
 from torchtitan_lr.compat.dispatch import (
     ATTENTION_OPERATORS,
@@ -271,13 +271,9 @@ class Recomputation:
         return kept
 
     def _run(self, kept_next: int | None, args: Any, kwargs: Any) -> Any:
-        outer = getattr(recomputing, "running", None)
-        self.kept_next, recomputing.running = kept_next, self
-        try:
-            with self._attention:
-                return self.function(*args, **kwargs)
-        finally:
-            recomputing.running = outer
+        self.kept_next = kept_next
+        with saved_by(self), self._attention:
+            return self.function(*args, **kwargs)
 
     def _unpack(self, number: int) -> Tensor:
         """Return a tensor that autograd saved, after a recomputation if it is the first one.
