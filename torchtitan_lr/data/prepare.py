@@ -214,10 +214,8 @@ def _prepared(config: Any, part: Part) -> str:
     """Return the folder of a part, locked until this process ends; prepare it if needed."""
     training, most = config.training, config.training.max_bad_records
     tokenizer, readers = build_tokenizer(config), [Reader(source) for source in part.sources]
-    default = os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "torchtitan_lr", "tokens"
-    )
-    store = data_path(training.token_folder or default, KEY)
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    store = data_path(training.token_folder or f"{cache}/torchtitan_lr/tokens", KEY)
     folder = store / f"{part.sources[0].name}-{signature_of(readers, tokenizer)[:20]}"
     if folder not in _held:
         _held[folder] = _locked(store / "locks" / folder.name, fcntl.LOCK_SH, KEY)
@@ -245,7 +243,6 @@ def prepare_folder(
     readers: Sequence[Reader],
     tokenizer: HuggingFaceTokenizer,
     folder: Path,
-    *,
     key: str,
     **options: Any,
 ) -> Corpus:
@@ -273,8 +270,7 @@ def prepare_folder(
                         shutil.rmtree(scratch)
     corpus = Corpus.open(folder, key)
     want = "another folder: it was prepared from other sources, or with another tokenizer"
-    is_same = corpus.record["signature"] == signature_of(readers, tokenizer)
-    require(is_same, key, str(folder), want)
+    require(corpus.record["signature"] == signature_of(readers, tokenizer), key, str(folder), want)
     return corpus
 
 
