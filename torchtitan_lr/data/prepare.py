@@ -168,7 +168,7 @@ def _sources(
     require(not (path and is_library), key, path, f"no path, or {section}.dataset = 'local'")
     require(path or name not in PATHS, key, path, PATHS.get(name, ""))
     if path and (name == "prepared" or (is_hub and path[0] in "/.~")):
-        require(data_path(path, key).exists(), key, path, f"a folder of {name} that exists")
+        require(data_path(path, key).is_dir(), key, path, f"a folder of {name} that exists")
     options = vars(training) | C4.get(name, {}) | entry
     source = Source(name, (path,) if path else (), key, column=options["text_column"])
     if section == "validation" and not is_library:
@@ -310,7 +310,7 @@ def _locked(path: Path, kind: int, key: str) -> IO[bytes]:
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"waiting for another run, which prepares {path.name}")
+            say(f"waiting for another run, which has locked {path} to prepare the same tokens")
             fcntl.flock(file, kind)
     return file
 
