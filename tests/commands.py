@@ -2,6 +2,7 @@
 """Subcommands of ``torchtitan-lr``, called in this process."""
 
 from pathlib import Path
+from typing import Any
 
 from torchtitan_lr.commands.main import main
 
@@ -16,3 +17,11 @@ class Command:
 
     def main(self, argv: list[str]) -> int:
         return main([self.name, *argv])
+
+    def ask(self, capsys: Any, *argv: Any) -> tuple[Any, str, str]:
+        """Run it on the text of each argument; return its status, stdout and stderr."""
+        try:
+            status: Any = self.main([str(part) for part in argv])
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()

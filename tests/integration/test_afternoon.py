@@ -92,16 +92,6 @@ def test_own_text_own_tokenizer_and_a_stop_in_between(afternoon):
     assert len({record.get("loss_metrics/global_avg_loss") for record in there}) > 9
 
 
-def test_its_loss_on_a_text(afternoon):
-    (afternoon.folder / "unseen.txt").write_text("The 3rd sample is 8. The 5th sample is 9.\n" * 20)
-    (afternoon.folder / "other.txt").write_text("zyx QWV #~ jjj\n" * 20)
-    losses = []
-    for name in ("unseen.txt", "other.txt"):
-        words = ("evaluate", "outputs/own", "--corpus", "local", "--path", name, "--json")
-        losses.append(json.loads(afternoon.do(*words))["loss"])
-    assert losses[0] < losses[1]  # it has learnt what its text is like
-
-
 def test_the_export_is_the_model_for_transformers(afternoon):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -120,23 +120,6 @@ def test_a_killed_sweep_skips_what_is_finished_and_goes_on(cut_off):
     assert old and [r for r in after if r["step"] <= 4] == old
 
 
-@LINUX
-def test_a_sweep_is_summed_up(cut_off):
-    work, _, again, *_ = cut_off
-    rows = json.loads((work / "sweep.json").read_text())
-    assert [row["low_rank.rank"] for row in rows] == ["8", "16"]
-    for row in rows:
-        summary = json.loads((work / row["point"] / "summary.json").read_text())
-        assert row["status"] == "finished" and row["steps"] == STEPS
-        losses = [r[LOSS] for r in runs.history(work / row["point"]) if LOSS in r]
-        assert row["train_loss"] == summary["train_loss"] == losses[-1] < losses[0]
-        record = json.loads((work / row["point"] / "job_config.json").read_text())
-        assert record["metrics"]["wandb_group"] == "ranks"
-        assert record["metrics"]["wandb_run_name"] == row["point"]
-    assert rows[0]["parameters"] < rows[1]["parameters"]
-    assert again.out.strip() == (work / "sweep.md").read_text().strip()
-
-
 EXPERIMENT = """
 name = "toy"
 config = "{config}"

@@ -10,8 +10,6 @@ from tests.integration import runs
 
 REFUSED = {
     "unknown_key": (["--training.stpes=5"], "training.stpes: got '5', expected "),
-    "wrong_type": (["--training.steps=ten"], "training.steps: got 'ten', expected an integer"),
-    "bad_choice": (["--low_rank.activation=tanh"], "low_rank.activation: got 'tanh', expected "),
     "no_tokenizer": (["--model.hf_assets_path=/nowhere"], "model.hf_assets_path: got '/nowhere'"),
     "degree": (["--parallelism.data_parallel_shard_degree=3"], "parallelism."),
 }

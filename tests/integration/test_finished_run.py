@@ -10,8 +10,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.integration import runs
 from tests.wandb_file import parts, values_of
-from torchtitan_lr.commands.runs import describe
-from torchtitan_lr.launch.run_state import read_state
 
 LOSS = "loss_metrics/global_avg_loss"
 VAL_LOSS = "validation_metrics/loss"
@@ -62,13 +60,7 @@ def test_console_ends_with_the_summary(finished, summary):
     assert values["steps"] == "6"
     assert values["train loss"] == f"{summary['train_loss']:.4f} nats/token"
     assert values["validation loss"] == f"{summary['val_loss']:.4f} nats/token"
-    assert values["validation perplexity"] == f"{summary['val_ppl']:.2f}"
-    assert values["unigram entropy"].startswith(f"{summary['unigram_entropy']:.4f} nats")
-    assert values["MFU"] == "unknown peak"
-    for name in ("checkpoint", "curve"):
-        assert values[name] == summary[name]
-    assert values["summary"] == str(finished.folder / "summary.json")
-    assert values["logs"].startswith(str(finished.folder / "logs"))
+    assert values["checkpoint"] == summary["checkpoint"]
     assert finished.done.out.splitlines()[-12:] == said[-12:]  # nothing comes after it
 
 
@@ -118,12 +110,6 @@ def test_console_has_a_line_per_step_and_nothing_else(finished, records):
         assert "\x1b" not in line and "MFU" not in line  # no terminal, no known peak
     (details,) = finished.folder.glob("logs/*/*/attempt_0/0/details.log")
     assert "[GC]" in details.read_text() and "step 6/6" in details.read_text()
-
-
-def test_state_of_the_run(finished):
-    assert read_state(finished.folder)["state"] == "finished"
-    run = describe(finished.folder)
-    assert (run.state, run.step, run.steps, run.why) == ("finished", 6, 6, "")
 
 
 def test_tensorboard(finished, records):

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -139,29 +138,6 @@ def test_a_rank_that_cannot_save_is_no_success(tmp_path):
     assert "Traceback" not in done.err
 
 
-def test_a_second_signal_kills(tmp_path):
-    run = Launch(tmp_path, "stubborn")
-    pids = run.wait_for_ranks()
-    run.send(signal.SIGINT)
-    run.wait_for("asked")  # it waits for the ranks to save
-    run.send(signal.SIGINT)
-    done = run.finish()
-    assert done.status == 130
-    assert run.saved() == []
-    runs.wait_until_gone(pids)
-    assert done.err.splitlines()[-1].startswith("error: killed by SIGINT; logs: ")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
-def test_a_killed_launcher_leaves_no_ranks(tmp_path):
-    run = Launch(tmp_path, "deaf")
-    pids = run.wait_for_ranks()
-    assert all(runs.process_state(pid) not in ("", "Z") for pid in pids)
-    run.send(signal.SIGKILL)
-    run.finish()
-    runs.wait_until_gone(pids)
-
-
 def test_two_jobs_in_one_folder(tmp_path):
     first = Launch(tmp_path, "wait")
     first.wait_for_ranks()
@@ -240,13 +216,3 @@ def test_a_refusal_is_shown_once_whoever_fails_first(tmp_path, order, shown):
     teller = shown if shown in order else order
     told = [line for line in done.err.splitlines() if "some.key" in line]
     assert told == [f"[rank{teller}]:error: some.key: got 1, expected 2"]
-
-
-def test_refusal_comes_before_any_rank(tmp_path):
-    done = Launch(tmp_path, "end", CONFIG_FILE=str(tmp_path / "none.toml")).finish()
-    assert done.status == 2
-    assert done.out == ""
-    assert len(done.err.splitlines()) == 1
-    assert done.err.startswith("error: job.config_file: got ")
-    assert not list(tmp_path.glob("pid*"))
-    assert not (tmp_path / "logs").exists()

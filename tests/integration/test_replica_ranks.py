@@ -4,16 +4,13 @@
 import importlib.util
 import os
 import signal
-import socket
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from tests.integration.runs import LAUNCH, ROOT, Process, history, write_config
-from tests.support.lighthouse import JOIN_SECONDS
-from tests.support.lighthouse import lighthouse as quorum_server
+from tests.support.lighthouse import lighthouse
 from torchtitan_lr.training.history import read_history
 
 if importlib.util.find_spec("torchft") is None:
@@ -47,16 +44,6 @@ OPTIONS = (
 )
 
 
-@contextmanager
-def lighthouse(replicas):
-    """Yields the quorum server's host:port."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        end = f"127.0.0.1:{found.getsockname()[1]}"
-    with quorum_server(end, replicas, JOIN_SECONDS, heartbeat_seconds=1.0):
-        yield end
-
-
 def start(config, end, replica, *options, ranks=2):
     """Starts a replica."""
     own = [f"--fault_tolerance.replica_id={replica}", f"--fault_tolerance.lighthouse={end}"]
@@ -82,7 +69,8 @@ def test_a_rank_dies_and_all_is_as_in_one_process(layout, tmp_path):
     rows, split = LAYOUTS[layout]
     folder = tmp_path / "run"
     config = write_config(folder, "llama_cola", steps=STEPS, extra=TSR)
-    with lighthouse(2) as end:
+    with lighthouse("127.0.0.1:0", 2, join_seconds=60.0, heartbeat_seconds=1.0) as address:
+        end = f"127.0.0.1:{address.rpartition(':')[2].strip('/')}"
         first, second = (start(config, end, replica, *split) for replica in (0, 1))
         second.wait_until(lambda: len(commits(folder, 1)) >= 4)
         # The second rank dies, and with it the replica; the other one waits.

@@ -36,7 +36,6 @@ def scripts(steps, tmp_path_factory):
         "cola": [*EXPORT, steps["cola"], base / "cola"],
         "svd_hf": [*EXPORT, steps["svd"], base / "svd_hf", "--format", "hf"],
         "seed_1": [*GENERATE, *PROMPT, steps["cola"], "--seed=1"],
-        "no_checkpoint": [*GENERATE, *PROMPT, base / "a" / "b" / "step-1"],
     }
     return base, runs.run_all({name: (command, {}) for name, command in commands.items()})
 
@@ -96,30 +95,3 @@ def test_generate_continues_the_prompt(scripts, steps, capsys):
     for seed, same in ((1, True), (2, False)):
         assert call("generate", *PROMPT, steps["cola"], f"--seed={seed}") == 0
         assert (capsys.readouterr().out == text) is same
-
-
-def test_a_refusal_of_generate(scripts):
-    _, done = scripts
-    assert done["no_checkpoint"].status == 2, done["no_checkpoint"].everything
-    assert done["no_checkpoint"].out == ""
-    (line,) = done["no_checkpoint"].err.splitlines()
-    assert line.startswith("error: CHECKPOINT: got ") and ", expected " in line
-
-
-@pytest.mark.parametrize(
-    ("script", "arguments", "expected"),
-    [
-        ("export", ["--keep_factors"], "--keep_factors: got 'factored', expected --format hf"),
-        ("generate", [*PROMPT, "--temperature=-1"], "--temperature: got -1.0, expected "),
-    ],
-)
-def test_refusals(steps, tmp_path, capsys, script, arguments, expected):
-    where = [steps["cola"], tmp_path / "out"]
-    if script == "generate":
-        where = [steps["cola"]]
-    assert call(script, *where, *arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    (line,) = err.splitlines()
-    assert line.startswith(f"error: {expected}")
-    assert not (tmp_path / "out").exists()

@@ -3,7 +3,6 @@
 
 from dataclasses import dataclass
 
-from tests.oracle.flops import FORWARD_AND_BACKWARD, layer_flops
 from tests.oracle.parameters import attention_sides, feed_forward_sides
 from torchtitan_lr.formulas.tensor_parallel import FORMULAS, PlanFormula
 from torchtitan_lr.models.args import LlamaArgs
@@ -96,11 +95,3 @@ def recompute_flops(
     if not save_attention:
         flops += 4 * seq_len * seq_len * shape.dim
     return flops // tp_degree
-
-
-def layer_recompute_flops(shape: LlamaArgs, seq_len: int, tp_degree: int = 1) -> int:
-    """Return the FLOPs of recomputing a whole block's forward pass (full checkpointing).
-
-    (22 + 6·d_ff/d)·ndr + 4n²d with equal ranks and multi-head attention.
-    """
-    return layer_flops(shape, seq_len).total // FORWARD_AND_BACKWARD // tp_degree

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Bytes and memory of TSR-Adam, with everything counted.
+"""Bytes that TSR-Adam sends, with everything counted.
 
 Every element sent between replicas: the head, oversampling p and power iterations q, but no core in
 a refresh step, whose SVD yields it.
@@ -8,11 +8,7 @@ a refresh step, whose SVD yields it.
 from dataclasses import dataclass
 from typing import Literal
 
-from tests.oracle.parameters import (
-    attention_sides,
-    count_parameters,
-    feed_forward_sides,
-)
+from tests.oracle.parameters import attention_sides, feed_forward_sides
 from torchtitan_lr.models.args import LlamaArgs
 
 Side = tuple[int, int]
@@ -24,42 +20,23 @@ BYTES = 4
 
 @dataclass(frozen=True)
 class TSRShape:
-    """Ranks and intervals of a TSR run.
+    """Ranks and interval of a TSR run; the head is not compressed.
 
     Args:
         rank: r of the linears.
+        embedding_rank: r_e.
         interval: K, steps between refreshes.
-        embedding_rank: r_e; 0 leaves the embedding dense.
-        embedding_interval: K_e.
         oversampling: p, additional columns of a sketch.
         power_iterations: q.
-        compress_head: Whether the head is compressed like the linears.
         refresh: What a refresh sends: ``sketch``, ``dense``, or the cheaper per matrix (``auto``).
     """
 
     rank: int
-    interval: int = 100
-    embedding_rank: int = 0
-    embedding_interval: int = 2
+    embedding_rank: int
+    interval: int
     oversampling: int = 5
     power_iterations: int = 1
-    compress_head: bool = False
     refresh: Literal["auto", "sketch", "dense"] = "sketch"
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Bytes of a run.
-
-    Args:
-        average: Sent per step, averaged over a run.
-        peak: Sent in the most expensive step, when all matrices refresh.
-        memory: Weights and optimizer state.
-    """
-
-    average: float
-    peak: float
-    memory: float
 
 
 def linear_sides(shape: LlamaArgs) -> list[Side]:
@@ -68,32 +45,26 @@ def linear_sides(shape: LlamaArgs) -> list[Side]:
     return attention_sides(shape) * layers + feed_forward_sides(shape) * layers
 
 
-def honest_tsr(shape: LlamaArgs, tsr: TSRShape) -> Cost:
-    """Return TSR-Adam's cost with everything counted; weights, moments and bases in fp32.
+def honest_tsr(shape: LlamaArgs, tsr: TSRShape) -> tuple[float, float]:
+    """Return the bytes that TSR-Adam sends per step, with everything counted.
 
     Args:
         shape: A full-rank model.
-        tsr: Ranks, intervals and refresh settings.
+        tsr: Ranks, interval and refresh settings.
+
+    Returns:
+        The average over a run, and the most expensive step, when all matrices refresh.
     """
-    groups = [(side, tsr.rank, tsr.interval) for side in linear_sides(shape)]
-    dense = _vectors(shape)
     table = (shape.vocab_size, shape.dim)
-    if tsr.compress_head:
-        groups.append((table, tsr.rank, tsr.interval))
-    else:
-        dense += shape.vocab_size * shape.dim
-    if tsr.embedding_rank:
-        groups.append((table, tsr.embedding_rank, tsr.embedding_interval))
-    else:
-        dense += shape.vocab_size * shape.dim
+    groups = [(side, tsr.rank) for side in linear_sides(shape)] + [(table, tsr.embedding_rank)]
+    # The vectors of all norms, and the head.
+    dense = (2 * shape.n_layers + 1) * shape.dim + shape.vocab_size * shape.dim
     average, peak = float(dense), dense
-    state = 2 * dense
-    for side, rank, interval in groups:
+    for side, rank in groups:
         refresh = refresh_elements(side, rank, tsr)
-        average += (rank * rank * (interval - 1) + refresh) / interval
+        average += (rank * rank * (tsr.interval - 1) + refresh) / tsr.interval
         peak += refresh
-        state += 2 * rank * rank + sum(side) * rank
-    return Cost(BYTES * average, BYTES * peak, BYTES * (_parameters(shape) + state))
+    return BYTES * average, BYTES * peak
 
 
 def refresh_elements(side: Side, rank: int, tsr: TSRShape) -> int:
@@ -111,11 +82,3 @@ def refresh_elements(side: Side, rank: int, tsr: TSRShape) -> int:
     width = min(rank + tsr.oversampling, m, n)
     sketch = (1 + tsr.power_iterations) * (m + n) * width
     return {"sketch": sketch, "dense": m * n, "auto": min(sketch, m * n)}[tsr.refresh]
-
-
-def _vectors(shape: LlamaArgs) -> int:
-    return (2 * shape.n_layers + 1) * shape.dim
-
-
-def _parameters(shape: LlamaArgs) -> int:
-    return count_parameters(shape).total

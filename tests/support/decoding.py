@@ -16,7 +16,6 @@ def generate(
     temperature: float = 1.0,
     top_k: int = 0,
     seed: int = 0,
-    stop_id: int | None = None,
 ) -> Tensor:
     """Continue one sequence.
 
@@ -27,7 +26,6 @@ def generate(
         temperature: Divides the logits; 0 takes the most likely token.
         top_k: Sample among that many most likely tokens; 0 among all.
         seed: Seed of the draws.
-        stop_id: A token that ends the text.
 
     Returns:
         The prompt with its continuation (1, s + n).
@@ -36,9 +34,8 @@ def generate(
         ConfigError: The result would be longer than the window that the model was trained on.
     """
     prompt = tokens[0].tolist()
-    stops = () if stop_id is None else (stop_id,)
     sampling = Sampling(temperature, top_k)
-    decoder = Decoder(model, [prompt], [max_new_tokens], sampling, [seed], stops)
+    decoder = Decoder(model, [prompt], [max_new_tokens], sampling, [seed])
     while decoder.running[0]:
         prompt += [token for token in decoder.step() if token is not None]
     return torch.tensor([prompt], device=tokens.device)

@@ -1,27 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The quorum server of replicas that come and go: torchft's, with times that cannot livelock."""
+"""The quorum server of replicas that come and go: torchft's, an extra."""
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torchtitan_lr.console.native import NativeLines
-from torchtitan_lr.errors import ConfigError
-
-JOIN_SECONDS = 60.0
-"""
-How long a quorum waits for a replica that is alive and has not asked for it: one that heals, saves
-or validates. A shorter time than a heal takes would leave the newcomer behind forever.
-"""
-
-HEARTBEAT_SECONDS = 2.0
-"""After this time without a heartbeat a replica counts as dead, and nothing waits for it."""
-
-
-def check_torchft() -> None:
-    """Raise a `ConfigError` if torchft, which is an extra, is not installed."""
-    if importlib.util.find_spec("torchft") is None:
-        raise ConfigError("torchft", None, "torchft (pip install 'torchtitan_lr[ft]')")
 
 
 @contextmanager
@@ -33,29 +16,25 @@ def lighthouse(
     Args:
         bind: host:port to listen on.
         min_replicas: Smallest number of replicas of a quorum.
-        join_seconds: See `JOIN_SECONDS`.
-        heartbeat_seconds: See `HEARTBEAT_SECONDS`.
+        join_seconds: How long a quorum waits for a replica that is alive and has not asked for it:
+            one that heals, saves or validates. A shorter time than a heal takes would leave the
+            newcomer behind forever.
+        heartbeat_seconds: After this time without a heartbeat a replica counts as dead, and nothing
+            waits for it.
 
     Yields:
         Its address.
-
-    Raises:
-        ConfigError: torchft is not installed, or the port is taken.
     """
-    check_torchft()
     from torchft.coordination import LighthouseServer
 
     relay = NativeLines(b" [INFO] [torchft::")  # it writes several lines per step
-    try:
-        server = LighthouseServer(
-            bind=bind,
-            min_replicas=min_replicas,
-            join_timeout_ms=int(1000 * join_seconds),
-            quorum_tick_ms=50,
-            heartbeat_timeout_ms=int(1000 * heartbeat_seconds),
-        )
-    except RuntimeError as error:
-        raise ConfigError("--bind", bind, f"a free port of this machine ({error})") from error
+    server = LighthouseServer(
+        bind=bind,
+        min_replicas=min_replicas,
+        join_timeout_ms=int(1000 * join_seconds),
+        quorum_tick_ms=50,
+        heartbeat_timeout_ms=int(1000 * heartbeat_seconds),
+    )
     try:
         yield str(server.address())
     finally:

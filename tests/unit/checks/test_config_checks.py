@@ -41,7 +41,6 @@ REFUSALS = [
     # option, value as told, what would work
     ("training.seq_len=0", "0", "a positive"),
     ("training.steps=0", "0", "a positive"),
-    ("training.steps=-5", "-5", "a positive"),
     ("training.local_batch_size=0", "0", "a positive"),
     ("training.gc_freq=0", "0", "a positive"),
     ("comm.init_timeout_seconds=9999999999", "9999999999", "at most 10**9 seconds"),
@@ -51,7 +50,6 @@ REFUSALS = [
     ("training.max_skipped_steps=-1", "-1", "0 or a positive integer"),
     ("training.global_batch_size=33", "33", "a multiple of 16 (training.local_batch_size 8 x 2"),
     ("training.global_batch_size=0", "0", "such as 16, or -1"),
-    ("training.global_batch_size=8", "8", "such as 16, or -1"),
     ("training.max_bad_records=-1", "-1", "0 or a positive integer"),
     ("training.dtype=float16", "'float16'", "one of 'bfloat16', 'float32'"),
     ("training.dataset=wikipedia", "'wikipedia'", "one of cpython"),
@@ -59,13 +57,11 @@ REFUSALS = [
     ("training.dataloader.num_workers=-1", "-1", "0 or the worker"),
     ("validation.dataset=nothing", "'nothing'", "one of training, cpython"),
     ("validation.steps=0", "0", "a positive integer, or -1"),
-    ("validation.steps=-2", "-2", "a positive integer, or -1"),
     ("validation.freq=0", "0", "a positive"),
     ("validation.local_batch_size=0", "0", "a positive"),
     ("validation.seq_len=512", "512", "at most training.seq_len (128)"),
     ("optimizer.name=SGD", "'SGD'", "'AdamW', 'Adam' or 'TSRAdam'"),
     ("optimizer.lr=0", "0.0", "a positive number"),
-    ("optimizer.lr=-1", "-1.0", "a positive number"),
     ("optimizer.lr=nan", "nan", "a positive number"),
     ("optimizer.lr=inf", "inf", "a positive number"),
     ("optimizer.beta1=1", "1.0", "a number in [0, 1)"),
@@ -87,7 +83,6 @@ REFUSALS = [
     ("debug.seed=None", "'None'", "an integer such as 0"),
     ("checkpoint.interval=0", "0", "a positive"),
     ("checkpoint.keep_latest_k=1", "1", "0 (keep all) or at least 2"),
-    ("checkpoint.keep_latest_k=-1", "-1", "0 (keep all) or at least 2"),
     ("checkpoint.async_mode=later", "'later'", "one of 'disabled', 'async'"),
     ("checkpoint.load_step=-2", "-2", "a step, or -1"),
     ("checkpoint.load_step=7", "7", "-1: "),
@@ -108,9 +103,7 @@ REFUSALS = [
     ("parallelism.enable_async_tensor_parallel", "True", "false"),
     ("parallelism.context_parallel_load_balancer=", "''", "'headtail'"),
     ("parallelism.data_parallel_replicate_degree=3", "3", "a divisor of the 2 ranks: 1, 2"),
-    ("parallelism.data_parallel_replicate_degree=0", "0", "a divisor of the 2 ranks: 1, 2"),
     ("parallelism.data_parallel_shard_degree=4", "4", "-1 or 2"),
-    ("parallelism.data_parallel_shard_degree=0", "0", "-1 or 2"),
     ("activation_checkpoint.mode=memory_budget", "'memory_budget'", "unless compile.enable"),
     ("activation_checkpoint.mode=some", "'some'", "one of 'selective', 'full'"),
     ("activation_checkpoint.selective_ac_option=0", "'0'", "'op', or every how many"),
@@ -127,10 +120,8 @@ REFUSALS = [
     ("model.name=", "''", "one of llama_cola"),
     ("model.flavor=", "''", "one of debug"),
     ("model.hf_assets_path=~nosuchuser/x", "'~nosuchuser/x'", "a path to use here"),
-    ("experimental.custom_import=nosuch", "'nosuch'", "a module that can be imported"),
     ("experimental.custom_import=nosuch.sub", "'nosuch.sub'", "a module that can be imported"),
     ("experimental.custom_import=.", "'.'", "a module that can be imported"),
-    ("low_rank.rank_ffn=-1", "-1", "a rank from 1 to 128"),
     ("low_rank.rank_attention=129", "129", "a rank from 1 to 128"),
     ("low_rank.rank_ffn=129", "129", "a rank from 1 to 128"),
     ("low_rank.activation=relu", "'relu'", "one of 'flavor', 'both'"),
@@ -141,17 +132,17 @@ REFUSALS = [
     ("caat.sync_fraction=0.5", "0.5", "1 unless caat.lanes is more than 1"),
     ("caat.backward_sum=fp8", "'fp8'", "one of 'float32', 'activation'"),
     ("parallelism.tp_plan=caat", "'caat'", "caat.lanes of more than 1"),
-    ("parallelism.tp_plan=btp_caat", "'btp_caat'", "caat.lanes of more than 1"),
     ("memory_estimation.enable", "True", "not supported"),
     ("job.custom_config_module=other", "'other'", "torchtitan_lr.config.schema"),
     ("experimental.custom_args_module=other", "'other'", "leave it out"),
-    # What has no meaning on a CPU.
+]
+
+GPU_ONLY = [
     ("profiling.enable_profiling", "True", "false on a CPU"),
     ("profiling.enable_memory_snapshot", "True", "false on a CPU"),
     ("checkpoint.async_mode=async_with_pinned_mem", "'async_with_pinned_mem'", "on a CPU"),
     ("training.enable_cpu_offload", "True", "false on a CPU"),
 ]
-
 
 REPEATING_ATTENTION = ("full", "selective", "memory_budget")
 COMPILED = ("--compile.enable", "--parallelism.tensor_parallel_degree=2")
@@ -176,7 +167,7 @@ def test_compiled_tensor_parallel_blocks_that_keep_attention_are_accepted(mode, 
     check(*COMPILED, f"--activation_checkpoint.mode={mode}")
 
 
-@pytest.mark.parametrize(("option", "got", "want"), REFUSALS)
+@pytest.mark.parametrize(("option", "got", "want"), REFUSALS + GPU_ONLY)
 def test_refusals_name_key_value_and_what_works(option, got, want, tmp_path):
     text = refusal(f"--{option}", f"--job.dump_folder={tmp_path}")
     key = option.partition("=")[0]
@@ -187,24 +178,15 @@ def test_refusals_name_key_value_and_what_works(option, got, want, tmp_path):
 
 ACCEPTED = [
     ["--training.max_norm=inf"],
-    ["--training.max_norm=1"],
     ["--training.global_batch_size=32"],
-    ["--training.global_batch_size=64"],
     ["--training.global_batch_size=-1"],
-    ["--training.dtype=bfloat16"],
-    ["--training.max_skipped_steps=3"],
-    ["--training.steps=30"],
     ["--training.steps=5", "--comm.mode=fake_backend"],
     ["--lr_scheduler.warmup_steps=0"],
     ["--lr_scheduler.total_steps=100000"],
-    ["--lr_scheduler.decay_ratio=0.5"],
     ["--validation.steps=-1"],
     ["--validation.no_enable", "--validation.seq_len=4096"],
-    ["--optimizer.name=Adam"],
     ["--optimizer.beta1=0"],
     ["--checkpoint.keep_latest_k=0"],
-    ["--checkpoint.keep_latest_k=2"],
-    ["--checkpoint.async_mode=async"],
     ["--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only"],
     ["--checkpoint.exclude_from_loading=optimizer,lr_scheduler"],
     ["--checkpoint.no_enable", "--checkpoint.load_step=7"],
@@ -220,11 +202,8 @@ ACCEPTED = [
         "--parallelism.data_parallel_shard_degree=2",
     ],
     ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],
-    ["--activation_checkpoint.mode=full"],
-    ["--low_rank.rank=64"],
     ["--low_rank.rank_attention=1", "--low_rank.rank_ffn=128"],
     ["--model.name=llama_lax", "--low_rank.lax_gate=scalar"],
-    ["--model.name=llama_full"],
     ["--debug.seed=9223372036854775807"],
 ]
 
@@ -234,17 +213,9 @@ def test_no_false_refusals(argv, tmp_path):
     check(*argv, f"--job.dump_folder={tmp_path}")
 
 
-GPU_ONLY = [
-    ["--profiling.enable_profiling"],
-    ["--profiling.enable_memory_snapshot"],
-    ["--checkpoint.async_mode=async_with_pinned_mem"],
-    ["--training.enable_cpu_offload"],
-]
-
-
-@pytest.mark.parametrize("argv", GPU_ONLY, ids=" ".join)
-def test_what_a_cpu_refuses_a_gpu_takes(argv, tmp_path):
-    check(*argv, f"--job.dump_folder={tmp_path}", device="cuda")
+@pytest.mark.parametrize("option", [case[0] for case in GPU_ONLY])
+def test_what_a_cpu_refuses_a_gpu_takes(option, tmp_path):
+    check(f"--{option}", f"--job.dump_folder={tmp_path}", device="cuda")
 
 
 def test_vocabulary_smaller_than_the_tokenizers(tmp_path):

@@ -33,10 +33,8 @@ REFUSALS = [
     (["layers=linear"], "layers: got 'linear'", "'all', 'non_attention', 'patterns'"),
     (["residual_dtype=float16"], "residual_dtype: got 'float16'", "'float32', 'bfloat16'"),
     (["theta=1"], "theta: got 1.0", "[0, 1)"),
-    (["theta=-0.1"], "theta: got -0.1", "[0, 1)"),
     (["theta=nan"], "theta: got nan", "[0, 1)"),
     (["c=0"], "c: got 0.0", "a positive number"),
-    (["c=inf"], "c: got inf", "a positive number"),
     (["min_size=0"], "min_size: got 0", "a positive integer"),
     (["min_size=99999999"], "min_size: got 99999999", "the size of some tensor"),
     (["layers=patterns"], "patterns: got []", "shell patterns"),
@@ -86,11 +84,9 @@ def test_a_sketch_that_would_not_peel_names_the_smallest_theta(world, options, l
     ("world", "options"),
     [
         (2, ["level=2x"]),
-        (2, ["level=10x"]),
         (4, ["level=10x"]),
         (8, ["codec=sparse", "level=2x"]),
         (4, ["level=custom", "c=0.5", "theta=0"]),
-        (4, ["layers=non_attention"]),
         (4, ["layers=patterns", "patterns=layers.*.feed_forward.*,output.*"]),
         # The head is large enough, and the sparse codec needs no size.
         (4, ["layers=patterns", "patterns=layers.*.ffn_norm.*,output.*", "min_size=1"]),

@@ -33,7 +33,6 @@ def check(*arguments, ranks=4):
     ("arguments", "key", "want"),
     [
         (["--parallelism.pipeline_parallel_degree=3"], "pipeline_parallel_degree", "a divisor of"),
-        (["--parallelism.pipeline_parallel_degree=0"], "pipeline_parallel_degree", "a divisor of"),
         (
             ["--parallelism.tensor_parallel_degree=4"],
             "pipeline_parallel_degree",
@@ -61,17 +60,12 @@ def check(*arguments, ranks=4):
             "fsdp_reshard_after_forward",
             "'default' or 'never'",
         ),
-        (
-            [ZBV, *SELECTIVE],
-            "selective_ac_option",
-            "a number of blocks",
-        ),
+        ([ZBV, *SELECTIVE], "selective_ac_option", "a number of blocks"),
         (
             ["--parallelism.pipeline_parallel_microbatch_size=3"],
             "pipeline_parallel_microbatch_size",
             "a divisor of training.local_batch_size (8)",
         ),
-        (["--parallelism.pipeline_parallel_microbatch_size=0"], "microbatch_size", "a divisor of"),
         (
             ["--parallelism.pipeline_parallel_microbatch_size=8"],
             "pipeline_parallel_microbatch_size",
@@ -139,7 +133,6 @@ def test_splits_that_are_given(names):
         [ZBV],
         [LOOPED],
         ["--parallelism.tensor_parallel_degree=2"],
-        ["--parallelism.pipeline_parallel_degree=4"],
         [ZBV, "--activation_checkpoint.mode=low_rank"],
         [LOOPED, "--parallelism.pipeline_parallel_layers_per_stage=1"],
     ],

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.commands import ROOT
 from tests.integration.test_sockets import listening
 from tests.unit.test_imports import HEAVY
-from torchtitan_lr.commands.main import COMMANDS, main, parser_of
+from torchtitan_lr.commands.main import COMMANDS, main
 from torchtitan_lr.commands.train import make_seed_checkpoint
 from torchtitan_lr.config.paths import shipped_configs
 
@@ -26,8 +26,6 @@ heavy = [name for name in {[*HEAVY, "numpy", "scipy"]!r} if name in sys.modules]
 used = resource.getrusage(resource.RUSAGE_SELF)
 print(json.dumps([shown.getvalue(), heavy, used.ru_utime + used.ru_stime]))
 """
-OVERRIDES = {"estimate", "compare", "sweep", "scaling", "measure-comm", "config"}
-OVERRIDES |= {"generate", "evaluate"}
 
 
 def ask(*arguments):
@@ -56,10 +54,6 @@ def test_help_lists_the_commands_with_their_summaries():
 def test_the_version():
     text, heavy, _ = ask("--version")
     assert text.startswith("torchtitan_lr ") and ", torch 2." in text and heavy == []
-
-
-def test_commands_that_take_overrides():
-    assert {name for name in COMMANDS if parser_of(name).takes_overrides} == OVERRIDES
 
 
 @pytest.mark.parametrize(

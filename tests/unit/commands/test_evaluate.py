@@ -17,19 +17,11 @@ from torchtitan_lr.hf.loading import load_for_inference
 from torchtitan_lr.hf.text import Document, EvaluationSet
 from torchtitan_lr.titan import IGNORE_INDEX
 
-script = Command("evaluate")
+command = Command("evaluate").ask
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 TEXTS = ["import os\n\n\ndef café(x):\n    return x + 1\n" * 9, "x = 1\n", "", "class A:\n" * 40]
-
-
-def command(capsys, *argv):
-    try:
-        status = script.main([str(a) for a in argv])
-    except SystemExit as end:
-        status = end.code
-    return status, *capsys.readouterr()
 
 
 @pytest.fixture

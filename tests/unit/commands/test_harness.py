@@ -14,18 +14,10 @@ from tests.reference.validation_loss import token_losses
 from tests.unit.hf.test_export import export, write_run
 from torchtitan_lr.hf.loading import load_for_inference
 
-script = Command("evaluate")
+command = Command("evaluate").ask
 WINDOW = 128
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def command(capsys, *argv):
-    try:
-        status = script.main([str(part) for part in argv])
-    except SystemExit as end:
-        status = end.code
-    return status, *capsys.readouterr()
 
 
 @pytest.mark.parametrize(

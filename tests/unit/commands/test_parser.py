@@ -10,7 +10,6 @@ from torchtitan_lr.commands.parser import (
     check_toml,
     in_one_line,
 )
-from torchtitan_lr.console.tables import markdown_table, text_table
 from torchtitan_lr.errors import ConfigError, RunFailedError
 
 
@@ -29,12 +28,6 @@ def test_files(tmp_path):
     for path in ("no.toml", str(tmp_path)):
         with pytest.raises(ConfigError, match=r"CONFIG: got .*, expected a TOML file"):
             check_toml(path)
-
-
-def test_tables():
-    rows = [["a", "1"], ["bbb", "22"]]
-    assert text_table(["name", "n"], rows) == "name   n\na      1\nbbb   22"
-    assert markdown_table(["name", "n"], rows).splitlines()[1:3] == ["| --- | --- |", "| a | 1 |"]
 
 
 def test_overrides_stand_among_the_arguments(capsys):

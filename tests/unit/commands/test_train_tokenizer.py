@@ -68,14 +68,6 @@ def test_a_rank_file_needs_no_text(tmp_path, capsys):
     assert "--vocab_size: got 300, expected no such option" in capsys.readouterr().err
 
 
-def test_wrong_arguments_are_told_in_one_line(text, tmp_path, capsys):
-    with pytest.raises(SystemExit) as info:
-        train(text, tmp_path / "out", "--vocab_size", "many")
-    assert info.value.code == 2
-    message = capsys.readouterr().err
-    assert "--vocab_size" in message and message.count("\n") == 1
-
-
 def test_a_rank_file_has_the_ids_of_tiktoken(text, tmp_path):
     assert train(text, tmp_path / "trained", "--vocab_size", "602") == 0
     byte_of = {char: byte for byte, char in bytes_to_unicode().items()}

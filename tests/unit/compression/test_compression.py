@@ -54,25 +54,6 @@ def test_sizes_are_those_of_the_second_statement(name, level, ranks, all_reduce)
             assert sent_bytes(unit, codec, all_reduce) == total
 
 
-@pytest.mark.parametrize(
-    ("ranks", "level", "holds"),
-    [
-        (2, "2x", True),
-        (2, "4x", False),  # 0.76
-        (2, "10x", True),
-        (4, "2x", False),
-        (4, "4x", False),
-        (4, "10x", True),
-        (8, "2x", False),
-        (8, "4x", False),
-        (8, "10x", False),
-    ],
-)
-def test_where_the_published_levels_peel(ranks, level, holds):
-    c, theta = LEVELS[level]
-    assert peels(c, theta, ranks) is holds
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 64, 512])
 @pytest.mark.parametrize("c", [0.5, 0.75, 0.76, 1, 2, 4, 10, 100])
 def test_the_smallest_theta_passes_and_none_below_it(c, ranks):

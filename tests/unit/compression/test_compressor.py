@@ -12,13 +12,6 @@ from torchtitan_lr.compression.compressor import (
 )
 from torchtitan_lr.compression.sizes import CodecSizes
 
-SPANS = [Span(3, True), Span(2, False), Span(4, True), Span(1, False)]
-
-
-def compressor(sizes, ranks=4, **options):
-    group = SimpleNamespace(size=lambda: ranks)
-    return Compressor("unit", sizes, SPANS, group, torch.device("cpu"), **options)
-
 
 @pytest.mark.parametrize(("all_reduce", "bits"), [(False, 4.2), (True, 6.0)])
 def test_bytes_saved_count_what_returns_to_the_replicas(all_reduce, bits):

@@ -59,13 +59,8 @@ def write_run(folder, family, dtype=torch.float32, vocab_size=None, **low_rank):
 
 def refusal(capsys, *argv):
     """The one line on stderr that a refused command prints."""
-    try:
-        status = export.main([str(a) for a in argv])
-    except SystemExit as end:
-        status = end.code
-    out, err = capsys.readouterr()
-    assert status == 2
-    assert out == ""
+    status, out, err = export.ask(capsys, *argv)
+    assert (status, out) == (2, "")
     assert err.count("\n") == 1, err
     return err
 

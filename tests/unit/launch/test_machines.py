@@ -48,12 +48,6 @@ def test_every_number_of_machines_must_fit(config):
     machines.check_machines(config(f"{BATCH}=8"), replace(TWO_TO_FOUR, min_nodes=4), "cpu")
 
 
-def test_fixed_degrees_allow_no_other_number(config):
-    fixed = config(f"{BATCH}=12", "--parallelism.data_parallel_shard_degree=4")
-    with pytest.raises(ConfigError, match=r"^NNODES: got '2:4'.*3 of 1 ranks: parallelism"):
-        machines.check_machines(fixed, TWO_TO_FOUR, "cpu")
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

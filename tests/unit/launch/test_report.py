@@ -58,19 +58,6 @@ def test_a_rank_that_a_signal_ended_is_found(code, found, tmp_path):
     assert killed_rank(tmp_path) == found
 
 
-def test_a_killed_rank_is_the_cause_not_those_that_missed_it(tmp_path):
-    (tmp_path / "launcher.log").write_text(REPORT.format(code="-9 (pid: 1)  (SIGKILL)"))
-    folder = tmp_path / "run/attempt_0/1"
-    folder.mkdir(parents=True)
-    other = tmp_path / "run/attempt_0/0"
-    other.mkdir()
-    message = {"message": "RuntimeError: Connection closed", "extraInfo": {"timestamp": "1"}}
-    (other / "error.json").write_text(json.dumps({"message": message}))
-    told = describe_failure(tmp_path, 1)
-    assert told.startswith("rank 1 was ended by SIGKILL (the kernel also")
-    assert told.endswith(f"its output: {folder}")
-
-
 STACK = """Traceback (most recent call last):
   File "/site/torchtitan/train.py", line 600, in train
     self.train_step(data_iterator)

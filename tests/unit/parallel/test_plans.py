@@ -49,52 +49,43 @@ def test_auto_is_the_plan_of_the_family() -> None:
         assert resolve_settings(TPSettings(), tiny(family), 4, 16).plan == plan
 
 
-@pytest.mark.parametrize(
-    ("settings", "family", "key"),
-    [
-        (TPSettings("megatron"), "cola", "tp_plan"),
-        (TPSettings("btp"), "full", "tp_plan"),
-        (TPSettings("vanilla"), "full", "tp_plan"),
-        (TPSettings("vanilla", norm="sync"), "cola", "tp_norm"),
-        (TPSettings("vanilla", norm_stat="column"), "cola", "tp_norm_stat"),
-        (TPSettings("vanilla_replicated", head="scatter"), "cola", "tp_head"),
-        (TPSettings("megatron", head="scatter"), "full", "tp_head"),
-        (TPSettings("vanilla", comm="sequence"), "cola", "tp_comm"),
-        (TPSettings("vanilla_replicated", comm="sequence"), "cola", "tp_comm"),
-        (TPSettings("btp", norm="sync", norm_stat="column"), "cola", "tp_norm_stat"),
-        (TPSettings("megatron", grouping=False), "full", "tp_grouping"),
-    ],
-)
-@pytest.mark.parametrize("degree", [1, 2])
-def test_settings_without_effect_are_refused(
-    settings: TPSettings, family: str, key: str, degree: int
-) -> None:
-    with pytest.raises(ConfigError, match=rf"^parallelism\.{key}: ") as error:
-        resolve_settings(settings, tiny(family), degree, 16)
-    assert "\n" not in str(error.value)
+LANES = {"lanes": 4, "sync_fraction": 0.5}
 
 
 @pytest.mark.parametrize(
-    ("settings", "family", "key"),
+    ("settings", "family", "changes", "key"),
     [
-        (TPSettings("megatron"), "full", "tp_plan"),
-        (TPSettings("btp_caat"), "full", "tp_plan"),
-        (TPSettings("btp"), "cola", "tp_plan"),
-        (TPSettings("caat"), "cola", "tp_plan"),
-        (TPSettings(), "cola", "tp_plan"),  # the experimental plan is never chosen by itself
-        (TPSettings("caat", comm="sequence"), "full", "tp_comm"),
-        (TPSettings("btp_caat", comm="sequence"), "cola", "tp_comm"),
-        (TPSettings("caat", grouping=False), "full", "tp_grouping"),
-        (TPSettings("caat", head="scatter"), "full", "tp_head"),
-        (TPSettings("btp_caat", norm="sync"), "cola", "tp_norm"),
+        # Without effect.
+        (TPSettings("megatron"), "cola", {}, "tp_plan"),
+        (TPSettings("btp"), "full", {}, "tp_plan"),
+        (TPSettings("vanilla"), "full", {}, "tp_plan"),
+        (TPSettings("vanilla", norm="sync"), "cola", {}, "tp_norm"),
+        (TPSettings("vanilla", norm_stat="column"), "cola", {}, "tp_norm_stat"),
+        (TPSettings("vanilla_replicated", head="scatter"), "cola", {}, "tp_head"),
+        (TPSettings("megatron", head="scatter"), "full", {}, "tp_head"),
+        (TPSettings("vanilla", comm="sequence"), "cola", {}, "tp_comm"),
+        (TPSettings("vanilla_replicated", comm="sequence"), "cola", {}, "tp_comm"),
+        (TPSettings("btp", norm="sync", norm_stat="column"), "cola", {}, "tp_norm_stat"),
+        (TPSettings("megatron", grouping=False), "full", {}, "tp_grouping"),
+        # Not with lanes.
+        (TPSettings("megatron"), "full", LANES, "tp_plan"),
+        (TPSettings("btp_caat"), "full", LANES, "tp_plan"),
+        (TPSettings("btp"), "cola", LANES, "tp_plan"),
+        (TPSettings("caat"), "cola", LANES, "tp_plan"),
+        (TPSettings(), "cola", LANES, "tp_plan"),  # the experimental plan is never chosen by itself
+        (TPSettings("caat", comm="sequence"), "full", LANES, "tp_comm"),
+        (TPSettings("btp_caat", comm="sequence"), "cola", LANES, "tp_comm"),
+        (TPSettings("caat", grouping=False), "full", LANES, "tp_grouping"),
+        (TPSettings("caat", head="scatter"), "full", LANES, "tp_head"),
+        (TPSettings("btp_caat", norm="sync"), "cola", LANES, "tp_norm"),
     ],
 )
 @pytest.mark.parametrize("degree", [1, 2])
-def test_settings_that_do_not_fit_lanes_are_refused(
-    settings: TPSettings, family: str, key: str, degree: int
+def test_settings_that_do_not_fit_are_refused(
+    settings: TPSettings, family: str, changes: dict[str, Any], key: str, degree: int
 ) -> None:
     with pytest.raises(ConfigError, match=rf"^parallelism\.{key}: ") as error:
-        resolve_settings(settings, tiny(family, lanes=4, sync_fraction=0.5), degree, 16)
+        resolve_settings(settings, tiny(family, **changes), degree, 16)
     assert "\n" not in str(error.value)
 
 
