@@ -3,6 +3,7 @@
 
 import gc
 import hashlib
+import sys
 
 import pytest
 
@@ -40,3 +41,16 @@ def small_library(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sysconfig.get_path", lambda name: str(root))
         yield root
+
+
+@pytest.fixture(scope="module")
+def code_cache(tmp_path_factory):
+    """Where transformers copies the code of models to, else below the home folder."""
+    import transformers.dynamic_module_utils as utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        patch.syspath_prepend(utils.HF_MODULES_CACHE)
+        for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+            patch.delitem(sys.modules, name)  # another file's copies
+        yield

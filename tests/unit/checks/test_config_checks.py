@@ -3,7 +3,6 @@
 
 import ctypes
 import json
-import math
 import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -278,27 +277,6 @@ def test_cpu_offload_needs_shards(tmp_path):
     argv.append("--parallelism.data_parallel_replicate_degree=2")
     text = refusal(*argv, device="cuda")
     assert text.startswith("training.enable_cpu_offload: got True, expected false unless")
-
-
-class Divided(int):
-    """A number that counts how often it is divided."""
-
-    divisions = 0
-
-    def __mod__(self, other):
-        Divided.divisions += 1
-        assert Divided.divisions < 2 * math.isqrt(self), "tries more than up to the square root"
-        return int(self) % other
-
-
-def test_many_ranks_are_checked_at_once(tmp_path):
-    argv = [f"--job.dump_folder={tmp_path}", "--parallelism.tensor_parallel_degree=3"]
-    text = refusal(*argv, world=Divided(10**12))
-    assert text.startswith("parallelism.tensor_parallel_degree: got 3, expected a divisor")
-    assert text.endswith(", 500000000000, 1000000000000")
-    assert Divided.divisions >= 10**6  # this is where the divisors came from
-    text = refusal(*argv, world=8)
-    assert text.endswith("a divisor of the 8 ranks: 1, 2, 4, 8")
 
 
 def test_seed_checkpoint(tmp_path):

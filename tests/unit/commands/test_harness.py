@@ -3,7 +3,6 @@
 
 import importlib.util
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -119,15 +118,10 @@ def test_texts_by_hand(harness, step):
         assert answer == tokenizer.decode(ids[start:]).split("\n")[0]
 
 
-def test_it_scores_as_the_harness_own_model_does(harness, step, tmp_path, monkeypatch, capsys):
+def test_it_scores_as_the_harness_own_model_does(harness, step, code_cache, tmp_path, capsys):
     pytest.importorskip("accelerate", reason="the harness' model hf needs accelerate")
     import lm_eval
-    import transformers.dynamic_module_utils as utils
 
-    monkeypatch.setattr(utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
-        monkeypatch.delitem(sys.modules, name)  # another test's copies
     out = tmp_path / "out"
     assert export.main(["--format", "hf", str(step), str(out)]) == 0
     capsys.readouterr()

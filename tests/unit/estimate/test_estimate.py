@@ -193,13 +193,10 @@ def test_wrong_hardware(text, message, tmp_path, script, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing.toml"], "missing.toml"),
         ([DEBUG, "--hardware=b300"], "one of a100_80g_nvlink"),
         ([DEBUG, "--world=3", "--parallelism.tensor_parallel_degree=2"], "a divisor of the 3"),
         ([DEBUG, "--world=0"], "--world: got 0, expected at least 1"),
         ([DEBUG, "--training.sequence=3"], "training.sequence"),
-        ([DEBUG, "--training.seq_len=many"], "training.seq_len"),
-        ([DEBUG, "--model.flavor=huge"], "model.flavor"),
         ([DEBUG, "--checkpointing=btp"], "--checkpointing: got 'btp', expected COLUMN=MODE"),
         ([DEBUG, "--checkpointing=lax=full"], "of full, vanilla, btp and selective, full"),
         ([DEBUG, "--checkpointing=full=low_rank"], "--checkpointing: got 'full=low_rank'"),

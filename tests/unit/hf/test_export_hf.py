@@ -52,19 +52,8 @@ def load(folder, dtype=torch.float64):
     return loaded.eval()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def code_cache(tmp_path_factory):
-    """Where transformers copies the code of models to, else below the home folder."""
-    import transformers.dynamic_module_utils as utils
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
-        patch.syspath_prepend(utils.HF_MODULES_CACHE)
-        yield
-
-
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory):
+def exported(code_cache, tmp_path_factory):
     """Export a case once: our model, and the one that transformers loads."""
     done = {}
 

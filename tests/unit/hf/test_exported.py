@@ -3,7 +3,6 @@
 
 import json
 import shutil
-import sys
 
 import pytest
 import torch
@@ -14,7 +13,10 @@ from torchtitan_lr.hf.exported import export_dtype
 
 evaluate, generate = Command("evaluate"), Command("generate")
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.usefixtures("code_cache"),
+]
 
 TEXTS = ["import os\n\n\ndef café(x):\n    return x + 1\n" * 7, "x = 1\n", "class A:\n" * 40]
 SEQ_LEN = 48
@@ -26,17 +28,6 @@ def texts(tmp_path):
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     return path
-
-
-@pytest.fixture(autouse=True)
-def code_cache(tmp_path, monkeypatch):
-    """Where transformers copies the code of models to, else below the home folder."""
-    import transformers.dynamic_module_utils as utils
-
-    monkeypatch.setattr(utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
-        monkeypatch.delitem(sys.modules, name)  # another test's copies
 
 
 def judge(capsys, model, texts, *options):
@@ -98,7 +89,6 @@ def test_exports_are_evaluated_and_continued(family, form, tmp_path, texts, caps
     [
         ([], "--corpus: got None, expected a corpus: an export has no record"),
         (["--as_validated"], "--corpus: got None, expected a corpus: an export has no record"),
-        (["--corpus", "python_stdlib", "--seq_len", "65"], "--seq_len: got 65, expected at most"),
     ],
 )
 def test_refusals_of_exports(tmp_path, capsys, options, line):
