@@ -404,6 +404,7 @@ class Trainer(TitanTrainer):
         enabled = self.step and self.job_config.validation.enable
         if not enabled or not self.validator.should_validate(self.step):
             return
+        # Rank 0 alone has a history: all ranks ask whether any of them knows the loss.
         known = False
         if (log := self.metrics_processor.history) is not None:
             records = history.read_history(log.path)

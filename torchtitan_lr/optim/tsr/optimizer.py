@@ -133,6 +133,7 @@ class TSROptimizers(OptimizersContainer):
         after its reduce-scatter. Where no hook runs (a pipeline schedule that splits backward),
         `accumulate` finds the gradients.
         """
+        # Once per step: what it depends on changes in `step` alone.
         if self._due is None:
             self._due = self.due()
             self.synchronizer.begin(self._due)
