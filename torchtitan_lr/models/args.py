@@ -161,7 +161,8 @@ class LlamaArgs(BaseModelArgs):
             if width % lanes:
                 raise ConfigError("caat.lanes", lanes, f"a divisor of the model's {name} = {width}")
 
-    __post_init__ = check
+    def __post_init__(self) -> None:
+        self.check()
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
         """Apply the job's settings of the model; called once by the trainer.
