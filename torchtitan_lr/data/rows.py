@@ -243,9 +243,7 @@ def moved(batch: Batch, device: torch.device | str) -> tuple[Tensor, Tensor, dic
     return inputs.pop("input"), batch[1].to(device), inputs
 
 
-def open_rows(
-    config: Any, section: Section = "training", world_size: int | None = None
-) -> list[Rows]:
+def open_rows(config: Any, section: Section, world_size: int | None = None) -> list[Rows]:
     """Open the corpora of a run: what it trains on, or the held-out part that it validates on.
 
     Arguments are those of `ensure_prepared`, which prepares what is missing.
