@@ -124,9 +124,8 @@ class Reader:
         elif source.name in LIBRARIES:
             self._root = Path(sysconfig.get_path("stdlib"))
             self.files = library_files(self._root)
-        elif (place := data_path(source.paths[0], source.key)).exists():
-            files = place.rglob("*") if place.is_dir() else [place]
-            self.files = sorted(file for file in files if file.is_file())
+        elif (place := data_path(source.paths[0], source.key)).is_dir():
+            self.files = sorted(file for file in place.rglob("*") if file.is_file())
 
     def _holds_pairs(self) -> bool:
         """Return whether the first JSON object of the first .jsonl file is a pair or a chat."""

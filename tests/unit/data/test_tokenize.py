@@ -27,9 +27,8 @@ import pytest
 from tests.commands import ROOT
 from torchtitan_lr.data import sources
 from torchtitan_lr.data import tokenize as tokenizing
-from torchtitan_lr.data.corpus import Corpus
+from torchtitan_lr.data.corpus import Corpus, Rows
 from torchtitan_lr.data.pairs import PairEncoder, parse_pair
-from torchtitan_lr.data.rows import Rows
 from torchtitan_lr.data.sources import USUAL_LIMIT, Reader, Source, document_hash
 from torchtitan_lr.data.tokenize import tokenize
 from torchtitan_lr.data.tokenizer import build_tokenizer
