@@ -18,6 +18,35 @@ from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.titan.components import OptimizersContainer
 
 
+class HostCopy:
+    """Numbers of the device that the host reads later, without waiting for what follows them.
+
+    Args:
+        numbers: The numbers; they are copied when the device has them.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers
+        self._copied: torch.Event | None = None
+        if numbers.device.type != "cpu":
+            self._start()
+
+    def _start(self) -> None:
+        # Into pinned memory, else the host would wait for the device here.
+        host = torch.empty_like(self._numbers, device="cpu", pin_memory=True)
+        device = torch.get_device_module(self._numbers.device)
+        self._numbers = host.copy_(self._numbers, non_blocking=True)
+        self._copied = device.Event()
+        self._copied.record()
+
+    def read(self) -> list[Any]:
+        """Return the numbers; waits until they are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        numbers: list[Any] = self._numbers.tolist()
+        return numbers
+
+
 def nonfinite_gradient(model_parts: Iterable[nn.Module]) -> str | None:
     """Return the name of the first parameter with a non-finite gradient on this rank, or None."""
     for part in model_parts:

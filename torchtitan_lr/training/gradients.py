@@ -42,6 +42,9 @@ class StoredGradients:
     # Of a rejected step the fused Adam counts nothing on the host either.
     accumulate = undo_step_counters = prepare
 
+    def repair_drift(self) -> None:
+        """Do nothing: replicas compute nothing apart."""
+
     @torch.no_grad()
     def reduce_and_square_norm(self) -> Tensor:
         """Return this rank's share of the full gradient's squared norm, a plain fp64 scalar.
@@ -81,8 +84,8 @@ class StoredGradients:
 
 Gradients: TypeAlias = StoredGradients | TSROptimizers
 """The gradients of one step; each micro-batch has `prepare` before it and `accumulate` after it,
-then come `reduce_and_square_norm`, `clip` and, if the device has rejected the step,
-`undo_step_counters`."""
+then come `reduce_and_square_norm` and `clip`, after the step `repair_drift` and, if the device has
+rejected it, `undo_step_counters`."""
 
 
 @torch.no_grad()
