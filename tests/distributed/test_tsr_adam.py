@@ -115,8 +115,10 @@ def train_with_a_drifting_replica(
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Disturb one replica's bases as another machine's rounding would."""
     from torchtitan_lr.optim.tsr import communication
+    from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
     from torchtitan_lr.titan import logger
 
+    synchronize = TSROptimizers.synchronize
     layout, original, lines = place(case.layout), communication.solve_together, []
 
     def disturbed(*args: Any) -> list[Any]:
@@ -126,7 +128,14 @@ def train_with_a_drifting_replica(
                 getattr(svd, side)[0].view(-1)[0] += 1e-9
         return results
 
+    def same_norm(self: TSROptimizers) -> torch.Tensor:
+        # A mean over the ranks, as the trainer's: the same number on all of them.
+        norm = synchronize(self)
+        dist.all_reduce(norm)
+        return norm / dist.get_world_size()
+
     with (
+        patch.object(TSROptimizers, "synchronize", same_norm),
         patch.object(communication, "solve_together", disturbed),
         patch.object(logger, "warning", lambda text, *rest: lines.append(text % rest)),
     ):

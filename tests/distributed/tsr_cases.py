@@ -6,7 +6,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -223,11 +222,7 @@ def take_step(
             piece = distribute(name, full, layout)
             parameter.grad = piece if parameter.grad is None else parameter.grad + piece
         optimizer.accumulate(last=i == len(batches) - 1)
-    # As the trainer does: the norm is the same number on all ranks.
-    square = optimizer.reduce_and_square_norm()
-    if dist.is_initialized():
-        dist.all_reduce(square)
-    norm = square.sqrt()
+    norm = optimizer.synchronize()
     if clip:
         optimizer.clip(MAX_NORM, norm)
     optimizer.step()
