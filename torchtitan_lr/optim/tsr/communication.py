@@ -91,6 +91,7 @@ class Synchronizer:
             stacks' cores are views of it.
         sums: Those of the running step.
         projected: The matrices that keep their bases in this step, stack after stack.
+        drift: The matrices that were refreshed, and whether replicas computed different bases.
     """
 
     def __init__(
@@ -105,8 +106,7 @@ class Synchronizer:
         self.order = order
         self.projected: dict[ParamRef, None] = {}
         self.sums = EarlySums([], order, self._start_sum, early=False)
-        # The matrices that were refreshed, and whether replicas computed different bases for them.
-        self._drift: list[tuple[list[tuple[MatrixStack, int]], HostCopy]] = []
+        self.drift: list[tuple[list[tuple[MatrixStack, int]], HostCopy]] = []
         sizes = [stack.average.numel() for stack in stacks]
         # A pipeline stage may have no compressed matrix.
         like = stacks[0].average if stacks else local_part(dense[0][0])
@@ -193,7 +193,7 @@ class Synchronizer:
             batches = [list(batch) for svd in svds for batch in zip(*svd, strict=True)]
             if self.groups.replicas is not None:
                 differ = HostCopy(differences(batches, self.groups.replicas))
-                self._drift.append(([(s, i) for s, indices in chosen for i in indices], differ))
+                self.drift.append(([(s, i) for s, indices in chosen for i in indices], differ))
             refreshes: list[Refresh] = []
             for (stack, indices), svd in zip(chosen, svds, strict=True):
                 # In the new bases UᵀGV is diag(σ), and UᵀG is diag(σ)Vᵀ: nothing is sent for it.
@@ -225,7 +225,7 @@ class Synchronizer:
         Replicas on equal machines never differ, but one refresh with other bases would let them
         part for good. Call it after the step, when the host has read what follows those bases.
         """
-        drift, self._drift = self._drift, []
+        drift, self.drift = self.drift, []
         for matrices, differ in drift:
             drifted = [m for m, wrong in zip(matrices, differ.read(), strict=True) if wrong]
             for stack, index in drifted:

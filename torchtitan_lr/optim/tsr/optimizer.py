@@ -121,11 +121,13 @@ class TSROptimizers(OptimizersContainer):
 
     @torch.no_grad()
     def repair_drift(self) -> None:
-        """Repair what `Synchronizer.repair_drift` does, after a step; call it on every rank."""
+        """Do what `Synchronizer.repair_drift` says, after a step; call it on every rank."""
         self.synchronizer.repair_drift()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Drop all gradients, and the cores and bases of an abandoned step."""
+        if self._due is not None:  # of an abandoned step nobody has used the bases
+            self.synchronizer.drift.clear()
         self.repair_drift()
         self.synchronizer.sums.wait()  # which may still write to the gradients
         super().zero_grad(*args, **kwargs)
