@@ -145,7 +145,7 @@ def _sources(
     require(not (path and is_library), key, path, f"no path, or {section}.dataset = 'local'")
     require(path or name not in PATHS, key, path, PATHS.get(name, ""))
     if path and (name == "prepared" or (is_hub and path[0] in "/.~")):
-        require(data_path(path, key).exists(), key, path, f"a folder of {name} that exists")
+        require(data_path(path, key).is_dir(), key, path, f"a folder of {name} that exists")
     options = vars(training) | C4.get(name, {}) | entry
     source = Source(name, (path,) if path else (), key, column=options["text_column"])
     if section == "validation" and not is_library:
@@ -214,10 +214,8 @@ def _prepared(config: Any, part: Part) -> str:
     """Return the folder of a part, locked until this process ends; prepare it if needed."""
     training, most = config.training, config.training.max_bad_records
     tokenizer, readers = build_tokenizer(config), [Reader(source) for source in part.sources]
-    default = os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "torchtitan_lr", "tokens"
-    )
-    store = data_path(training.token_folder or default, KEY)
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    store = data_path(training.token_folder or f"{cache}/torchtitan_lr/tokens", KEY)
     folder = store / f"{part.sources[0].name}-{signature_of(readers, tokenizer)[:20]}"
     if folder not in _held:
         _held[folder] = _locked(store / "locks" / folder.name, fcntl.LOCK_SH, KEY)
@@ -245,7 +243,6 @@ def prepare_folder(
     readers: Sequence[Reader],
     tokenizer: HuggingFaceTokenizer,
     folder: Path,
-    *,
     key: str,
     **options: Any,
 ) -> Corpus:
@@ -273,8 +270,7 @@ def prepare_folder(
                         shutil.rmtree(scratch)
     corpus = Corpus.open(folder, key)
     want = "another folder: it was prepared from other sources, or with another tokenizer"
-    is_same = corpus.record["signature"] == signature_of(readers, tokenizer)
-    require(is_same, key, str(folder), want)
+    require(corpus.record["signature"] == signature_of(readers, tokenizer), key, str(folder), want)
     return corpus
 
 
@@ -291,7 +287,7 @@ def _locked(path: Path, kind: int, key: str) -> IO[bytes]:
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"waiting for another run, which prepares {path.name}")
+            say(f"waiting for another run, which has locked {path} to prepare the same tokens")
             fcntl.flock(file, kind)
     return file
 

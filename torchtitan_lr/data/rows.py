@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_lr.data.corpus import Corpus
-from torchtitan_lr.data.order import Indices
 from torchtitan_lr.data.prepare import Section, ensure_prepared
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan import IGNORE_INDEX
@@ -28,6 +27,8 @@ from torchtitan_lr.titan import IGNORE_INDEX
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+Indices = npt.NDArray[np.int64]
 
 DOCUMENTS = "documents"
 """Name of the documents' indices in a batch's inputs, and of the model's argument."""

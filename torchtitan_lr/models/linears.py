@@ -35,11 +35,11 @@ from torchtitan_lr.collectives import (
     copy_to_ranks,
     local,
     reduce_over_ranks,
+    save,
     scatter_sum,
     start_sum,
     wait,
 )
-from torchtitan_lr.models.marks import save
 from torchtitan_lr.models.norms import (
     Reduction,
     down_products,

@@ -26,7 +26,7 @@ from torch import Tensor
 from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.data.rows import Batch
 from torchtitan_lr.errors import ConfigError, RunFailedError
-from torchtitan_lr.optim.finite import HostCopy
+from torchtitan_lr.optim.step import HostCopy
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.titan.components import DataloaderExhaustedError
 

@@ -35,7 +35,7 @@ from torchtitan_lr.experiments.replicas.state import (
     load_training_state,
     training_state,
 )
-from torchtitan_lr.optim.finite import step_unless
+from torchtitan_lr.optim.step import step_unless
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig
