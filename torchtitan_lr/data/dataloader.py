@@ -35,7 +35,8 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_lr.checkpoints.safe_metadata import load
-from torchtitan_lr.data.rows import Batch, Indices, Rows, open_rows, read_parts
+from torchtitan_lr.data.corpus import Batch, Indices, Rows, read_parts
+from torchtitan_lr.data.prepare import open_rows
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import BaseTokenizer

@@ -28,7 +28,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 from torchtitan_lr.checkpoints.run_record import global_batch_size
 from torchtitan_lr.console.log import say
 from torchtitan_lr.console.progress import Preparing
-from torchtitan_lr.data.corpus import RECORD, Corpus
+from torchtitan_lr.data.corpus import RECORD, Corpus, Rows
 from torchtitan_lr.data.sources import LIBRARIES, Reader, Source, data_path
 from torchtitan_lr.data.tokenize import signature_of, tokenize
 from torchtitan_lr.data.tokenizer import build_tokenizer
@@ -114,6 +114,29 @@ def ensure_prepared(
     known = json.loads(os.environ.get(PREPARED, "{}"))
     folders = [known.get(repr(p.sources)) or p.folder or _prepared(config, p) for p in parts]
     return [replace(part, folder=folder) for part, folder in zip(parts, folders, strict=True)]
+
+
+def open_rows(
+    config: Any, section: Section = "training", world_size: int | None = None
+) -> list[Rows]:
+    """Open the corpora of a run: what it trains on, or the held-out part that it validates on.
+
+    Arguments are those of `ensure_prepared`, which prepares what is missing.
+
+    Raises:
+        ConfigError: As for `ensure_prepared`, or a part has no whole row.
+        DataError: As for `ensure_prepared`.
+    """
+    masked = getattr(config.training, "mask_documents", False)
+    seq_len, held_out = getattr(config, section).seq_len, section == "validation"
+    opened = []
+    for part in ensure_prepared(config, section, world_size):
+        corpus = Corpus.open(part.folder)
+        if held_out and not corpus.held_out:
+            want = "another corpus, or false for validation.enable: "
+            raise ConfigError("validation.dataset", part.name, want + "nothing of it is held out")
+        opened.append(Rows(corpus, seq_len, held_out, masked, part.name, part.weight))
+    return opened
 
 
 def prepare_for_ranks(config: Any, world_size: int) -> dict[str, str]:

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from torchtitan_lr.console.progress import progress
-from torchtitan_lr.data.corpus import Corpus
-from torchtitan_lr.data.prepare import C4_NAME, ensure_prepared
-from torchtitan_lr.data.rows import ValidationSet, moved, open_rows
+from torchtitan_lr.data.corpus import Corpus, ValidationSet, moved
+from torchtitan_lr.data.prepare import C4_NAME, ensure_prepared, open_rows
 from torchtitan_lr.data.sources import Source, data_path
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.exported import is_export

@@ -19,8 +19,8 @@ from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
 from torchtitan_lr.config.schema import TSR
 from torchtitan_lr.console.log import console
+from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader
-from torchtitan_lr.data.rows import Batch
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import loss_arguments

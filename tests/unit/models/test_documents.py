@@ -14,7 +14,7 @@ from torchtitan_lr.compat.dispatch import (
     FLEX_ATTENTION,
     FLEX_ATTENTION_CALL,
 )
-from torchtitan_lr.data.rows import labelled
+from torchtitan_lr.data.corpus import labelled
 from torchtitan_lr.estimate.memory import mask_bytes
 from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.models.llama import separate

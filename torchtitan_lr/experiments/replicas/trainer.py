@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader
-from torchtitan_lr.data.rows import Batch
 from torchtitan_lr.experiments.replicas.state import (
     DataPositions,
     ReplicaCheckpoints,
