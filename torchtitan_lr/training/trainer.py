@@ -343,6 +343,7 @@ class Trainer(TitanTrainer):
         (step, verdict, global_tokens), self._unread = self._unread, None
         findings = verdict.read()
         self._reader.sums = findings.counts
+        self._gradients.repair_drift()
         # A run that has reached its last step is not stopped.
         self.interrupted = findings.stop and step < self.job_config.training.steps
         if self.interrupted and self.job_config.validation.enable:
