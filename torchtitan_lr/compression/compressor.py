@@ -21,9 +21,19 @@ from torch.nn.functional import pad
 
 from torchtitan_lr.compat.collectives import reduce_scatter
 from torchtitan_lr.compat.fsdp import DefaultReduceScatter, reads_sums_at_once
-from torchtitan_lr.compression.codecs import Codec, SketchCodec, SparseCodec
-from torchtitan_lr.compression.codecs.base import Steps, Works, complete, exchange, gather
-from torchtitan_lr.compression.codecs.entries import left_over, pack, unpack
+from torchtitan_lr.compression.codecs import (
+    Codec,
+    SketchCodec,
+    SparseCodec,
+    Steps,
+    Works,
+    complete,
+    exchange,
+    gather,
+    left_over,
+    pack,
+    unpack,
+)
 from torchtitan_lr.compression.overlap import ExchangeOverlap
 from torchtitan_lr.compression.sizes import (
     ROLE_BYTES,
