@@ -13,15 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map_only
 
 __all__ = [
     "ATTENTION_OPERATORS",
     "TorchDispatchMode",
     "changes_arguments",
+    "keystr",
     "schema_of",
     "storage_address",
     "tree_leaves",
+    "tree_leaves_with_path",
     "tree_map_only",
 ]
 
