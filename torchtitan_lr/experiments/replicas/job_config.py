@@ -126,10 +126,7 @@ def check(config: Any, world_size: int, device_type: str) -> None:
     want = f"a number from 0 to {size - 1}, another for every replica"
     require(0 <= number < size, "fault_tolerance.replica_id", number, want)
     majority = size // 2 + 1
-    want = (
-        f"{majority} to {size}, a majority of group_size: with fewer, two halves of a cut "
-        "network would train on"
-    )
+    want = f"{majority} to {size}, a majority: else two halves of a cut network would train on"
     require(majority <= least <= size, "fault_tolerance.min_replica_size", least, want)
     key, got = "fault_tolerance.process_group_timeout_ms", section.process_group_timeout_ms
     require(got >= 1, key, got, POSITIVE.want)

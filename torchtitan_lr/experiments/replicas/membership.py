@@ -130,9 +130,7 @@ class Membership:
         # The other replicas connect to this store, so it is not the ranks' own.
         port = None
         if rank == 0:
-            self._store = dist.TCPStore(
-                section.address, 0, is_master=True, wait_for_workers=False, use_libuv=True
-            )
+            self._store = dist.TCPStore(section.address, 0, is_master=True, wait_for_workers=False)
             port = self._store.port
         self._manager = Manager(
             pg=self.group,

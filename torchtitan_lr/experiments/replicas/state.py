@@ -14,7 +14,7 @@ from torchtitan_lr.checkpoints.safe_metadata import load
 from torchtitan_lr.compat.dispatch import keystr, tree_leaves_with_path, tree_map_only
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.data.dataloader import TokenDataLoader
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import require
 from torchtitan_lr.training.checkpoint import CheckpointManager
 from torchtitan_lr.training.trainer import Trainer
 
@@ -119,20 +119,18 @@ class DataPositions:
             ConfigError: It was written by a run without replicas that come and go, with another
                 ``group_size``, by replicas that read other rows, or with other data.
         """
-        if f"dataloader.{_KEY}" not in metadata.state_dict_metadata:
-            want = f"false: {checkpoint_id} was written without it"
-            raise ConfigError("fault_tolerance.enable", True, want)
+        ours = f"dataloader.{_KEY}" in metadata.state_dict_metadata
+        want = f"false: {checkpoint_id} was written without it"
+        require(ours, "fault_tolerance.enable", True, want)
         stored = {"dataloader": {_KEY: ""}}
         load(stored, checkpoint_id, no_dist=True, metadata=metadata)
         found = json.loads(stored["dataloader"][_KEY])
         parts, here = len(found["taken"]), len(self.taken)
-        if parts != here:
-            want = f"{parts} as in the checkpoint, whose data are split into as many parts"
-            raise ConfigError("fault_tolerance.group_size", here, want)
-        if found["split"] != self._split:
-            want = (
-                "a number that with training.local_batch_size gives a replica the rows that it has "
-                f"in {checkpoint_id}"
-            )
-            raise ConfigError("NGPU", dist.get_world_size(), want)
+        want = f"{parts} as in the checkpoint, whose data are split into as many parts"
+        require(parts == here, "fault_tolerance.group_size", here, want)
+        want = (
+            "a number that with training.local_batch_size gives a replica the rows that it has in "
+        )
+        same = found["split"] == self._split
+        require(same, "NGPU", dist.get_world_size(), want + checkpoint_id)
         return self._loader.check_checkpoint(checkpoint_id, metadata, _KEY)

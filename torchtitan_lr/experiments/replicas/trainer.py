@@ -28,13 +28,7 @@ import torch.distributed as dist
 
 from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.data.rows import Batch
-from torchtitan_lr.experiments.replicas.state import (
-    DataPositions,
-    ReplicaCheckpoints,
-    digest,
-    load_training_state,
-    training_state,
-)
+from torchtitan_lr.experiments.replicas import state
 from torchtitan_lr.optim.finite import step_unless
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.titan import logger
@@ -73,8 +67,8 @@ class Sums:
 class ReplicaTrainer(Trainer):
     """The trainer of a rank of a replica, which may die and join again at any moment."""
 
-    checkpoint_manager = ReplicaCheckpoints
-    checkpointer: ReplicaCheckpoints
+    checkpoint_manager = state.ReplicaCheckpoints
+    checkpointer: state.ReplicaCheckpoints
     optimizers: TSROptimizers
     dataloader: TokenDataLoader
     _members: "Membership"
@@ -100,7 +94,7 @@ class ReplicaTrainer(Trainer):
         rows = len(loader.own) * self._data_ranks
         # Of all parts and of one, in a step.
         self._rows = loader.stride * loader.microbatches
-        self._positions = DataPositions(section.group_size, (self._rows, rows), loader)
+        self._positions = state.DataPositions(section.group_size, (self._rows, rows), loader)
         self.checkpointer.states["dataloader"] = self._positions
         # The micro-batches of the step that is tried, and the number of its part's step.
         self._pending: tuple[int, StepData] | None = None
@@ -268,18 +262,16 @@ class ReplicaTrainer(Trainer):
         stops = self._stops or bool(sums.stopping and self.checkpointer.run_ends)
         loss = torch.tensor(sums.loss, dtype=torch.float64)
         verdict = Verdict(loss, (norm * factor).square() / ranks, stops)
-        limit = self.job_config.training.max_norm
-        self._gradients.clip(limit, verdict.norm)
+        self._gradients.clip(self.job_config.training.max_norm, verdict.norm)
         self.checkpointer.maybe_wait_for_staging()
         step_unless(verdict.rejected, self.optimizers)
         self._unread = self.step, verdict, sums.tokens
         self.lr_schedulers.step()
         for replica in replicas:
             self._positions.taken[replica] += 1
-        self.ntokens_seen += self._tokens * len(replicas)
-        self.metrics_processor.ntokens_since_last_log += (
-            self._tokens * len(replicas) // self._data_ranks
-        )
+        read = self._tokens * len(replicas)
+        self.ntokens_seen += read
+        self.metrics_processor.ntokens_since_last_log += read // self._data_ranks
         self._settle()
         return float(verdict.norm)
 
@@ -288,20 +280,20 @@ class ReplicaTrainer(Trainer):
         return {
             "train": self.state_dict() | {"step": self._members.committed},
             "positions": self._positions.state_dict(),
-            "training": training_state(self),
+            "training": state.training_state(self),
         }
 
-    def heal(self, state: dict[str, Any]) -> None:
+    def heal(self, ahead: dict[str, Any]) -> None:
         """Take over the state of a replica that is ahead."""
         self.checkpointer.maybe_wait_for_staging()
-        load_training_state(self, state["training"])
-        self._positions.load_state_dict(state["positions"])
-        self.load_state_dict(state["train"])
+        state.load_training_state(self, ahead["training"])
+        self._positions.load_state_dict(ahead["positions"])
+        self.load_state_dict(ahead["train"])
         logger.info("Healed to step %d", self.step)
 
     def digest(self) -> str:
         """Return the digest of weights, optimizer state and data positions."""
-        return digest([training_state(self), self._positions.taken])
+        return state.digest([state.training_state(self), self._positions.taken])
 
     def _make_up_for_validation(self) -> None:
         """Do not validate alone after a restart: the other replicas would wait."""
