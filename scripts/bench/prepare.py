@@ -73,9 +73,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _write(path: Path, size: int) -> None:
     """Write so many bytes of documents of the shipped corpus, no two alike."""
-    from torchtitan_lr.data.sources import CPYTHON, Source, texts
+    from torchtitan_lr.data.sources import CPYTHON, Reader, Source
 
-    whole = list(texts(Source(CPYTHON)))
+    whole = list(Reader(Source(CPYTHON)).texts())
     parts = [text[i : i + DOCUMENT] for text in whole for i in range(0, len(text), DOCUMENT)]
     with path.open("w", encoding="utf-8") as file:
         for number, part in enumerate(cycle(parts)):

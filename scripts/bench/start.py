@@ -9,7 +9,8 @@
 ``verdict``: what one process reads and how long it takes to check a run, and what a rank needs to
 receive the verdict instead. ``first-step``: CPU seconds of rank 0 to its first step, in parts, in a
 world of torch's fake backend, whose collectives cost nothing. DCP makes one plan from the plans of
-all ranks on rank 0: that column grows with the ranks.
+all ranks on rank 0: that column grows with the ranks. The last two columns are the sums over ranks
+in a later step outside its passes, and the messages one after another that they take in a ring.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from typing import Any
 
 CONFIG = "debug_cola"
 SMALL = [
-    *("--training.local_batch_size=1", "--training.seq_len=32", "--training.steps=1"),
+    *("--training.local_batch_size=1", "--training.seq_len=32", "--training.steps=3"),
     *("--comm.mode=fake_backend", "--validation.no_enable", "--metrics.no_enable_tensorboard"),
     *("--checkpoint.no_enable", "--metrics.no_enable_wandb", "--metrics.no_comm_ledger"),
 ]
@@ -163,6 +164,11 @@ def first_step(ranks: int, arguments: list[str]) -> dict[str, float]:
         trainer.step = 1
         batches = trainer.batch_generator(trainer.dataloader)
         timed("first step", trainer.train_step)(batches)
+        trainer.step = 2  # not logged
+        with trainer.new_ledger() as ledger:
+            trainer.train_step(batches)
+        rows = [row for row in ledger.rows() if row["scope"] == "step"]
+        sums = sum(row["calls"] for row in rows if row["op"] == "all_reduce")
         states = {f"model.{name}": p for name, p in trainer.model_parts[0].state_dict().items()}
         planner = DefaultSavePlanner()
         planner.set_up_planner(states, is_coordinator=True)
@@ -170,7 +176,7 @@ def first_step(ranks: int, arguments: list[str]) -> dict[str, float]:
         merge = timed("save: plan of all, rank 0", create_default_global_save_plan)
         merge([plan] * ranks)  # equal plans take as long to merge as those of other shards
         trainer.close()
-    return parts
+    return parts | {"sums of a step": sums, "their hops": 2 * (ranks - 1) * sums}
 
 
 def main() -> None:

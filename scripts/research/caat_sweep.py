@@ -175,9 +175,9 @@ def read_bytes(split: Literal["train", "validation"]) -> Any:
     """Read the embedded corpus as one tensor of bytes."""
     import torch
 
-    from torchtitan_lr.data.sources import Source, texts
+    from torchtitan_lr.data.sources import Reader, Source
 
-    text = "\n".join(texts(Source("python_stdlib"), held_out=split == "validation"))
+    text = "\n".join(Reader(Source("python_stdlib")).texts(held_out=split == "validation"))
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 

@@ -23,7 +23,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.data.sources import Source, texts
+from torchtitan_lr.data.sources import Reader, Source
 
 FOLDERS = {
     "postgresql": ("postgresql-doc-15/html/*.html", 5),
@@ -132,7 +132,7 @@ def main(debian: Path, package: Path, out: Path) -> None:
     write(out / "austen.jsonl", austen(debian))
     write(out / "factbook.jsonl", factbook(package))
     write(out / "states.jsonl", map(read, sorted(debian.glob("usr/share/state/*.gz"))))
-    write(out / "cpython.jsonl", texts(Source("cpython"), held_out=False), 3)
+    write(out / "cpython.jsonl", Reader(Source("cpython")).texts(held_out=False), 3)
     for name, (pattern, megabytes) in FOLDERS.items():
         pages = sorted(debian.glob(f"usr/share/doc/{pattern}"))
         write(out / f"{name}.jsonl", map(read, pages), megabytes)

@@ -43,7 +43,8 @@ def plain(four_ranks: RankPool) -> dict[str, Any]:
     [
         ("sketch", HSDP),
         ("sparse", [*HSDP, *ACCUMULATE]),
-        *nightly(("sketch", []), ("sparse", []), ("sparse", ACCUMULATE)),
+        ("sketch", []),
+        *nightly(("sparse", []), ("sparse", ACCUMULATE)),
     ],
 )
 def test_a_codec_that_sends_everything_trains_as_fsdp(

@@ -49,12 +49,11 @@ def train_on(corpus: str, arguments: list[str], average: bool = False) -> dict[s
     seen: list[tuple[int, int]] = []
 
     class Reader(guard.StepReader):
-        def read(self, *args: Any) -> guard.StepData:
-            data = super().read(*args)
+        def take(self, *args: Any) -> guard.StepData:
+            data = super().take(*args)
             seen.append((data.tokens, int(data.global_tokens)))
             if average:
-                tokens = max(1, data.tokens) * torch.distributed.get_world_size()
-                return guard.StepData(data.microbatches, data.tokens, tokens, data.problem)
+                data.global_tokens = max(1, data.tokens) * torch.distributed.get_world_size()
             return data
 
     path = f"--training.dataset_path={corpus}"

@@ -94,7 +94,7 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("case", ["stages", *nightly("plans", "lanes")])
+@pytest.mark.parametrize("case", ["stages", "plans", *nightly("lanes")])
 def test_a_checkpoint_moves_between_layouts(
     case: str, four_ranks: RankPool, one_rank: RankPool, reference: Any
 ) -> None:

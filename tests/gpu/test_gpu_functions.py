@@ -1,7 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Every autograd Function of the package on a group of one rank, against plain formulas in fp64.
 
-On one rank a collective is the identity, so a Function is the formula of its part of the model.
+On one rank a collective is the identity, so a Function is the formula of its part of the model. The
+package skips collectives of one rank; here they are called, with a number that equals no other.
 """
 
 import re
@@ -15,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtitan_lr
 from torchtitan_lr import collectives
@@ -37,8 +39,35 @@ from torchtitan_lr.models.norms import (
 B, S, D, R, G = 2, 6, 24, 8, 2
 EPS = 1e-5
 SHARED = 9
+
+
+class One(int):
+    """The number of the ranks, which the package does not recognise as 1."""
+
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+
+class Collectives(TorchDispatchMode):
+    """Collects the names of the collectives that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "_c10d_functional":
+            self.names.add(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
 TARGETS = torch.arange(B * S).remainder(7).mul(6).sub(1).reshape(B, S)
 TARGETS[TARGETS < 0] = -100  # does not count
+
+ALONE = {"_LinearLoss", "_Down", "_GatedLinear", "_ContiguousGradient"}
+"""The Functions that communicate nothing here."""
 
 LIMITS = {torch.float64: 1e-12, torch.bfloat16: 2.0**-7}
 """Of |error| / |expected| over a whole tensor. In fp64 sums of at most 48 terms are off by 1e-14 at
@@ -193,17 +222,23 @@ def test_forward_and_gradients(
     def draw(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
+    ranks, called = Ranks(one_rank.group, One(1), 0), Collectives()
     exact = [draw(shape).double().requires_grad_() for shape in case.shapes]
     inputs = [x.detach().to(device, dtype).requires_grad_() for x in exact]
-    outputs, wanted = _listed(case.ours(one_rank, *inputs)), _listed(case.formula(*exact))
+    with called:
+        outputs = _listed(case.ours(ranks, *inputs))
+    wanted = _listed(case.formula(*exact))
     assert f"{case.function}Backward" in _nodes(outputs)
     upstream = [draw(tuple(out.shape)) for out in wanted]
-    found = torch.autograd.grad(outputs, inputs, [g.to(device) for g in upstream])
+    with called:
+        found = torch.autograd.grad(outputs, inputs, [g.to(device) for g in upstream])
     expected = torch.autograd.grad(wanted, exact, [g.double() for g in upstream])
     for ours, theirs in zip((*outputs, *found), (*wanted, *expected), strict=True):
         assert ours.device.type == device.type and ours.dtype == dtype
         error = (ours.detach().cpu().double() - theirs.detach()).norm() / theirs.detach().norm()
         assert error <= LIMITS[dtype]
+    assert bool(called.names) == (case.function not in ALONE)
+    assert ("all_to_all_single" in called.names) == ("wide" in case.variant)
 
 
 def _listed(result: Any) -> list[Tensor]:

@@ -2,6 +2,7 @@
 """One step of the trainer on any device against the same step by hand, in fp64 on the CPU."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,8 +52,8 @@ def by_trainer(
     found = {}
 
     class Remembered(guard.Verdict):
-        def __init__(self, loss: Tensor, share: Tensor, stop: bool) -> None:
-            super().__init__(loss, share, stop)
+        def __init__(self, loss: Tensor, *others: Any) -> None:
+            super().__init__(loss, *others)
             found.update(loss=loss.cpu(), norm=self.norm.cpu())
 
     monkeypatch.setattr(guard, "Verdict", Remembered)

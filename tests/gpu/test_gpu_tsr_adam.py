@@ -2,13 +2,16 @@
 """TSR-Adam's refreshes and plain steps on any device against the plain reference in fp64."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.gpu.trainers import trainer_on
 from tests.reference import tsr_adam as reference
 from tests.unit.tiny import tiny_args
+from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
@@ -110,3 +113,18 @@ def test_steps(
     assert all(p.device.type == device.type and p.dtype == dtype for p in found.values())
     assert distance(found, exact, start) <= limit
     assert limit < 0.1 * distance(by_reference(start, settings, torch.float64, 0.7), exact, start)
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
+def test_precision_of_products(
+    compute: str,
+    device: torch.device,
+    one_rank: Ranks,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=8"]
+    options.append(f"--training.mixed_precision_param={compute}")
+    with trainer_on(device.type, tmp_path, monkeypatch, *options):
+        in_tf32 = device.type == "cuda" and compute == "bfloat16"
+        assert torch.get_float32_matmul_precision() == ("high" if in_tf32 else "highest")

@@ -52,7 +52,7 @@ def test_the_same_command_has_nothing_to_do(again, finished):
     [
         (["--training.steps=5", "--optimizer.lr=1e-3"], "already at step 6 of 5: nothing to train"),
         (["--optimizer.lr=1e-3"], "changed: optimizer.lr = 0.001 (was 0.003)"),
-        (["--low_rank.rank=16"], "rank_attention: got 16, expected 32 "),
+        (["--low_rank.rank=16"], "low_rank.rank: got 16, expected 32 "),
         (["--training.local_batch_size=1"], "changed: training.local_batch_size = 1 (was 2)"),
         (
             ["--training.steps=9", "--training.dataset=local", "--training.dataset_path=*.md"],

@@ -12,7 +12,7 @@ import torch
 
 from tests.integration import runs
 from tests.reference.validation_loss import sequence_losses, windows
-from torchtitan_lr.data.sources import Source, texts
+from torchtitan_lr.data.sources import Reader, Source
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.hf.loading import build_model_args, load_model, read_run_config
 
@@ -48,7 +48,7 @@ def tokenizer(folder):
 def held_out(tokenizer):
     """The sequences that the run validates on, and as many that follow them."""
     encode = partial(tokenizer.encode, add_bos=False, add_eos=False)
-    found = islice(texts(Source("python_stdlib"), held_out=True), 8)
+    found = islice(Reader(Source("python_stdlib")).texts(held_out=True), 8)
     documents = [[tokenizer.bos_id, *encode(text), tokenizer.eos_id] for text in found]
     sequences = windows(documents, SEQ_LEN)
     return sequences[:VALIDATED], sequences[VALIDATED : 2 * VALIDATED]
@@ -113,7 +113,7 @@ def test_training_loss(logged, tokenizer, losses_by_hand):
     """The loss of step 5 is that of step 4's weights on the fifth batch, which one rank reads."""
     # The run reads its corpus from the start to the end.
     encode = partial(tokenizer.encode, add_bos=True, add_eos=True)
-    documents = map(encode, islice(texts(Source("python_stdlib"), held_out=False), 8))
+    documents = map(encode, islice(Reader(Source("python_stdlib")).texts(held_out=False), 8))
     rows = windows(documents, SEQ_LEN)
     batches = [rows[start : start + BATCH] for start in range(0, 6 * BATCH, BATCH)]
     others = [(4, batches[3]), (4, batches[5])]

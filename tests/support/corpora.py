@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_lr.data.corpus import PARTS, Corpus, save_record
-from torchtitan_lr.data.indexed import IndexedWriter
+from torchtitan_lr.data.indexed import write_index
 
 Documents = Sequence[Sequence[int]]
 
@@ -38,15 +38,13 @@ def write_corpus(
                 first = len(train) if part == "held_out" else 0
                 write_shard(f"{prefix}.loss", np.uint8, masks[first + index])
             counts[-1].append([size, tokens])
-    tokenizer = {"sha256": "", "bos": None, "eos": None}
-    return save_record(folder, "text" if masks is None else "pairs", tokenizer, counts)
+    kind, tokenizer = "text" if masks is None else "pairs", {"sha256": "", "bos": None, "eos": None}
+    return save_record(folder, {"kind": kind, "tokenizer": tokenizer}, counts)
 
 
 def write_shard(prefix: Any, dtype: Any, documents: Documents) -> tuple[int, int]:
     """Write one pair of files; return the tokens and the documents in it."""
-    writer = IndexedWriter(prefix, dtype)
     tokens = np.array([token for document in documents for token in document], dtype=dtype)
-    writer.append(tokens, np.array([len(document) for document in documents], dtype=np.int32))
-    writer.finish()
-    Path(f"{prefix}.lengths").unlink()
+    tokens.tofile(f"{prefix}.bin")
+    write_index(prefix, dtype, np.array([len(document) for document in documents], dtype=np.int32))
     return len(tokens), len(documents)

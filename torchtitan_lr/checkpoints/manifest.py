@@ -157,19 +157,20 @@ def find_damage(step_dir: str | Path, rank: int = 0, ranks: int = 1) -> str | No
                 known = files.setdefault(info.relative_path, [0])
                 known[0] = max(known[0], info.offset + info.length)
         names = sorted(files, key=lambda name: (-files[name][0], name))
-        for path in (Path(step_dir) / name for name in share_of(names, rank, ranks)):
-            size, *checksum = files[path.name]
+        for name in share_of(names, rank, ranks):
+            path = Path(step_dir) / name
+            size, *checksum = files[name]
             try:
                 found = path.stat().st_size
                 # The table of contents does not know what follows a file's last tensor.
                 if found < size or (found > size and checksum):
-                    raise DamagedError(f"{path.name} has {found} bytes instead of {size}")
+                    raise DamagedError(f"{name} has {found} bytes instead of {size}")
                 if checksum and _sum_of(path) != [size, *checksum]:
-                    raise DamagedError(f"{path.name} has another checksum than when it was saved")
+                    raise DamagedError(f"{name} has another checksum than when it was saved")
             except FileNotFoundError as error:
-                raise DamagedError(f"{path.name} is missing") from error
+                raise DamagedError(f"{name} is missing") from error
             except OSError as error:
-                raise DamagedError(f"{path.name} cannot be read ({describe(error)})") from error
+                raise DamagedError(f"{name} cannot be read ({describe(error)})") from error
         if rank == 0 and METADATA in files:
             read_metadata(step_dir)
     except DamagedError as error:

@@ -91,7 +91,13 @@ def _check_numbers(config: Any, folder: str) -> None:
     if not config.model.hf_assets_path.startswith(HUB):  # may be a download
         here[TOKENIZER] = tokenizer_digest(config.model.hf_assets_path)
     # 0 is the flavor's number, which only the model knows.
-    check_fingerprint(stored, {key: value for key, value in here.items() if value}, folder)
+    here = {key: value for key, value in here.items() if value}
+    try:
+        check_fingerprint(stored, here, folder)
+    except ConfigError as error:  # with the key and the value that the user wrote
+        both = error.key.startswith("low_rank.rank_") and error.got == low_rank.rank
+        got = config.model.hf_assets_path if error.key == TOKENIZER else error.got
+        raise ConfigError("low_rank.rank" if both else error.key, got, error.want) from None
 
 
 def check_stored_model(config: Any, world_size: int, device_type: str) -> None:

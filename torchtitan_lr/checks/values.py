@@ -9,12 +9,13 @@ import math
 import operator
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from torchtitan_lr.checkpoints import layout
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import configured_args
+from torchtitan_lr.titan import logger
 from torchtitan_lr.training.history import HISTORY_FILE
 
 
@@ -131,9 +132,10 @@ def check_model(config: Any, world_size: int, device_type: str) -> None:
 
 def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
     """Check that the tokenizer exists and fits the vocabulary; call this after `check_model`."""
-    from torchtitan_lr.data.tokenizer import check_tokenizer
+    from torchtitan_lr.data.tokenizer import build_tokenizer, vocabulary
 
-    model, rows, tokens = config.model, configured_args(config).vocab_size, check_tokenizer(config)
+    model, rows = config.model, configured_args(config).vocab_size
+    tokens = vocabulary(build_tokenizer(config))
     want = (
         f"a tokenizer of at most {rows} tokens for {model.name} {model.flavor}, or "
         f"model.vocab_size = {tokens}: this one has {tokens}"
@@ -142,9 +144,48 @@ def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
 
 
 def check_data(config: Any, world_size: int, device_type: str) -> None:
-    """Check that the corpora are prepared and fill a sequence; this prepares what is missing."""
-    from torchtitan_lr.data.rows import check_corpora
+    """Check the corpora of a run; prepare them if that was not done.
+
+    Raises:
+        ConfigError: A corpus that does not exist or cannot be prepared, that has no whole row, or
+            a validation corpus with training files.
+        DataError: A record or a shard is unreadable.
+    """
+    from torchtitan_lr.data.prepare import Section, data_ranks, wanted
+    from torchtitan_lr.data.rows import open_rows
+    from torchtitan_lr.data.sources import Reader
 
     workers, key = config.training.dataloader.num_workers, "training.dataloader.num_workers"
     require(workers >= 0, key, workers, "0 or the worker processes of each rank")
-    check_corpora(config, world_size)
+    validation, sections = config.validation, get_args(Section)
+    if validation.enable and validation.dataset == "local":
+        trained, validated = (
+            {
+                str(file.resolve())
+                for each in wanted(config, section, world_size)
+                for source in each.sources
+                if source.name == "local"
+                for file in Reader(source).files
+            }
+            for section in sections
+        )
+        shared = min(trained & validated, default=None)
+        advice = "validation.dataset = 'training' takes what is held out from it"
+        want = f"files that are not trained on ({shared} is); {advice}"
+        require(shared is None, "validation.dataset_path", validation.dataset_path, want)
+    for section in sections[: 1 + validation.enable]:
+        opened = open_rows(config, section, world_size)
+        for part in (part for part in opened if part.cut):
+            logger.warning(
+                "%d pairs of %s are longer than %s.seq_len = %d and are cut; %d of them have no "
+                "room for an answer and are left out",
+                *(part.cut, part.corpus.folder, section, part.seq_len, part.left_out),
+            )
+        rows, batch = sum(map(len, opened)), validation.local_batch_size
+        batch *= data_ranks(config, world_size)
+        if section == "validation" and rows < batch:
+            logger.warning(
+                "The held-out part has %d sequences of %d tokens, fewer than a validation batch "
+                "of %d",
+                *(rows, validation.seq_len, batch),
+            )

@@ -47,7 +47,7 @@ def converse(
     encoder = PairEncoder(tokenizer)
     # An answer ends at the template's mark, such as ``<|im_end|>``.
     chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
-    mark = encoder.segments(chat)[-1].text.rpartition(_PROBE)[2].strip()
+    mark = encoder.segments(chat)[-1][0].rpartition(_PROBE)[2].strip()
     ids = tokenizer.encode(mark, add_bos=False, add_eos=False) if mark else []
     if ids and tokenizer.decode(ids[:1], skip_special_tokens=True):
         settings = replace(settings, stops=[*settings.stops, mark])

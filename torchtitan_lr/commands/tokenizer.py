@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.errors import ConfigError
@@ -53,32 +53,41 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument(
         "--corpus",
         choices=["cpython", "python_stdlib", "local"],
-        default="cpython",
-        help="the text",
+        help="the text (default cpython)",
     )
     parser.add_argument("--path", help="file, folder or pattern of .txt, .jsonl or .parquet")
     parser.add_argument("--ranks", type=Path, help="tiktoken rank file to convert; needs no text")
-    parser.add_argument("--vocab_size", type=int, default=4096, help="special tokens included")
+    parser.add_argument("--vocab_size", type=int, help="special tokens included (default 4096)")
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train or convert and write the tokenizer, and print its size; return the exit status."""
-    from torchtitan_lr.data.sources import Source, texts
-    from torchtitan_lr.data.tokenizer import HF_FILE
+    from torchtitan_lr.data.pairs import text_of
+    from torchtitan_lr.data.sources import Reader, Source
+    from torchtitan_lr.data.tokenizer import HF_FILE, RANKS_DIGEST
 
     _check_out(args.out)  # training may take minutes
-    if (args.corpus == "local") != bool(args.path):
+    for name in ("corpus", "path", "vocab_size"):
+        if args.ranks is not None and (value := getattr(args, name)) is not None:
+            raise ConfigError(f"--{name}", value, "no such option with --ranks")
+    corpus = args.corpus or "cpython"
+    if (corpus == "local") != bool(args.path) and args.ranks is None:
         want = "a file, folder or pattern with --corpus local, and no path without"
         raise ConfigError("--path", args.path, want)
+    config: dict[str, Any] = {"bos_token": BOS, "eos_token": EOS}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if args.ranks is not None:
         tokenizer = read_ranks(args.ranks)
+        digest = hashlib.sha256(args.ranks.read_bytes()).hexdigest()
+        config |= {RANKS_DIGEST: digest, "split_special_tokens": True}
     else:
-        source = Source(args.corpus, (args.path,) if args.path else (), "--path")
-        tokenizer = train_bpe(texts(source, held_out=False), args.vocab_size)
+        reader = Reader(Source(corpus, (args.path,) if args.path else (), "--path"))
+        texts = reader.texts(held_out=False)
+        vocab_size = 4096 if args.vocab_size is None else args.vocab_size
+        tokenizer = train_bpe(map(text_of, texts) if reader.pairs else texts, vocab_size)
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(args.out / HF_FILE), pretty=False)
-    config = {"bos_token": BOS, "eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"}
     (args.out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     print(f"{tokenizer.get_vocab_size()} tokens -> {args.out}")
     return 0

@@ -106,14 +106,13 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return _SECOND[group]
 
 
-def set_timeouts(timeout: timedelta, *others: dist.ProcessGroup | None) -> None:
-    """Set the time-out of every `second_group`, and of other groups; torch's own is 30 minutes.
+def set_timeouts(timeout: timedelta) -> None:
+    """Set the time-out of every `second_group`; torch's own is 30 minutes.
 
     Uses ``distributed_c10d._set_pg_timeout``, as torchtitan does for the groups of its meshes.
     """
-    for group in (*_SECOND.values(), *others):
-        if group is not None:  # which would be the default group
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+    for group in _SECOND.values():
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def group_name_of(group: Any) -> str:

@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops import flex_attention, inductor_compiled_code
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map_only
 
 __all__ = [
     "ATTENTION_OPERATORS",
+    "FLEX_ATTENTION",
+    "FLEX_ATTENTION_CALL",
     "TorchDispatchMode",
     "changes_arguments",
     "keystr",
@@ -43,6 +46,13 @@ has no public list of the kernels, and torchtitan's list omits the CPU kernel. I
 renamed, the import fails. The output of a new kernel would not be kept, and attention would
 silently run twice; a test compares this list with all operators of torch.
 """
+
+FLEX_ATTENTION = flex_attention
+"""The operator of ``flex_attention``, in the graph of a compiled block."""
+
+FLEX_ATTENTION_CALL = inductor_compiled_code
+"""What dispatch modes see of it outside of compiled blocks: a call of torchtitan's compiled
+function, the only one of a block that torch wraps so. If upstream renames it, the import fails."""
 
 
 def schema_of(func: Any) -> tuple[str, list[str]]:

@@ -41,6 +41,12 @@ torch 2.11 and 2.13) may crash during shutdown. Python has no public name for th
 """
 
 
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return usable or 1
+
+
 def end_with(parent: int) -> None:
     """Make the kernel kill this process when its parent dies (Linux only).
 

@@ -348,11 +348,12 @@ class GradCompression:
     """How gradients are reduced over FSDP's shards or, under HSDP, over its replicas:
     - 'none': by FSDP2
     - 'sparse': a bitmap and the largest values, 1 + 32(1 - theta) bits per parameter, exact
-    - 'sketch': an index and a count sketch, 1 + 32/c bits per parameter; needs a sparse union Under
-      HSDP the sums are sent back to all replicas, min(32, 1 + 32·replicas(1 - theta)) more bits.
-      Entries that are not sent are added to the next gradient; these residuals take the memory of
-      an unsharded fp32 gradient on every rank, twice if ``training.max_skipped_steps`` is above
-      0."""
+    - 'sketch': an index and a count sketch, 1 + 32/c bits per parameter; needs a sparse union
+
+    Under HSDP the sums are sent back to all replicas, min(32, 1 + 32·replicas(1 - theta)) more
+    bits. Entries that are not sent are added to the next gradient; these residuals take the memory
+    of an unsharded fp32 gradient on every rank, twice if ``training.max_skipped_steps`` is above
+    0."""
 
     level: Literal["2x", "4x", "10x", "custom"] = "10x"
     """The published levels: c = 2, 4, 10 at theta = 0.8, 0.9, 0.9875. 'custom' uses ``c`` and

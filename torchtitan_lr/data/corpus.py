@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal
 
-from torchtitan_lr.data.indexed import KEY, IndexedDataset
+from torchtitan_lr.data.indexed import KEY, IndexedDataset, replacing
 from torchtitan_lr.errors import ConfigError, DataError
 
 RECORD = "corpus.json"
@@ -94,7 +93,7 @@ class Corpus:
         Raises:
             DataError: Its files are damaged, or not as many tokens as recorded.
         """
-        return _opened(self.folder, info.name, loss, info.tokens, info.documents)
+        return _opened(self.folder, info, loss)
 
     def check(self) -> None:
         """Check the files of every shard, before a run.
@@ -128,43 +127,26 @@ class Corpus:
         return [self.shard(info, loss) for loss in (False, True)[: 1 + (self.kind == "pairs")]]
 
 
-def save_record(
-    folder: Path,
-    kind: Kind,
-    tokenizer: dict[str, Any],
-    counts: list[list[list[int]]],
-    more: dict[str, Any] | None = None,
-    apply: Callable[..., Iterable[str]] = map,
-) -> Corpus:
+def save_record(folder: Path, about: dict[str, Any], counts: list[list[list[int]]]) -> Corpus:
     """Write ``corpus.json``, the last file of a preparation: a folder that has it is whole.
 
-    ``tokenizer`` has its hash (``sha256``). ``counts`` are documents and tokens of each shard, to
-    train on and held out. ``apply`` maps the checksum over them.
+    ``about`` has the ``kind``, the tokenizer with its hash (``sha256``), and anything else. In
+    ``counts`` are documents and tokens of each shard, to train on and held out.
     """
-    shards = []
-    for part, pairs in zip(PARTS, counts, strict=True):
-        names = [f"{part}-{index:05d}" for index in range(len(pairs))]
-        # Read again from the disk, so that the checksums are of what is there.
-        sums = apply(checksum, [str(folder / name) for name in names], repeat(kind))
-        found = zip(names, pairs, sums, strict=True)
-        shards.append([ShardInfo(pair[1], pair[0], digest, name) for name, pair, digest in found])
-    identity = identity_of(kind, tokenizer["sha256"], shards)
-    record: dict[str, Any] = {"format": FORMAT, "kind": kind, "identity": identity}
-    record |= {"tokenizer": tokenizer} | (more or {})
-    for part, infos in zip(PARTS, shards, strict=True):
-        record[part] = [asdict(info) for info in infos]
-    write_json(folder / RECORD, record)
+    kind, parts = about["kind"], dict[str, list[ShardInfo]]()
+    with ThreadPoolExecutor() as threads:  # hashing does not hold Python's lock
+        for part, pairs in zip(PARTS, counts, strict=True):
+            names = [f"{part}-{index:05d}" for index in range(len(pairs))]
+            # Read again from the disk, so that the checksums are of what is there.
+            sums = threads.map(checksum, [str(folder / name) for name in names], repeat(kind))
+            found = zip(names, pairs, sums, strict=True)
+            parts[part] = [ShardInfo(size, n, digest, name) for name, (n, size), digest in found]
+    identity = identity_of(kind, about["tokenizer"]["sha256"], list(parts.values()))
+    record = {"format": FORMAT, "kind": kind, "identity": identity} | about
+    record |= {part: [asdict(info) for info in infos] for part, infos in parts.items()}
+    with replacing(folder / RECORD) as file:
+        file.write(json.dumps(record, indent=1).encode())
     return Corpus.open(folder)
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a file by a rename: after a crash it is the old one or the new one."""
-    scratch = Path(f"{path}.tmp")
-    with scratch.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)
 
 
 def checksum(prefix: str, kind: Kind) -> str:
@@ -186,12 +168,12 @@ def identity_of(kind: str, tokenizer: str, parts: list[list[ShardInfo]]) -> str:
 
 
 @lru_cache(OPEN_SHARDS)
-def _opened(folder: Path, name: str, loss: bool, tokens: int, documents: int) -> IndexedDataset:
+def _opened(folder: Path, info: ShardInfo, loss: bool) -> IndexedDataset:
     # The last part of the name: a record cannot lead out of its folder. Joined here and not for
     # every row: a path costs as much as reading one.
-    prefix = str(folder / Path(name).name) + (".loss" if loss else "")
-    shard = IndexedDataset(prefix)
-    if (shard.num_tokens, shard.num_documents) != (tokens, documents):
-        want = f"{tokens} tokens in {documents} documents as recorded, not {shard.num_tokens}"
-        raise DataError(KEY, prefix, f"{want} in {shard.num_documents}")
+    shard = IndexedDataset(str(folder / Path(info.name).name) + (".loss" if loss else ""))
+    if (shard.num_tokens, shard.num_documents) != (info.tokens, info.documents):
+        want = f"{info.tokens} tokens in {info.documents} documents as recorded"
+        want += f", not {shard.num_tokens} in {shard.num_documents}"
+        raise DataError(KEY, shard.prefix, want)
     return shard

@@ -60,10 +60,8 @@ class TrainingRows(Dataset[Batch]):
         training, seed = job_config.training, job_config.training.shuffle_seed
         if seed is None:
             seed = job_config.debug.seed or 0
-        parts = open_rows(job_config, "training", world_size)
-        return TrainingRows(
-            parts, seed if training.shuffle else None, training.allow_changed_corpus
-        )
+        rows = open_rows(job_config, "training", world_size)
+        return TrainingRows(rows, seed if training.shuffle else None, training.allow_changed_corpus)
 
     def __getitems__(self, rows: list[int]) -> Batch:
         """Read rows by their numbers, from 0 without end; PyTorch's fetcher calls this."""
@@ -96,17 +94,16 @@ class TrainingRows(Dataset[Batch]):
                 the loader of an earlier version, and the data may not start anew.
         """
         stored = {"dataloader": {"corpus": ""}}
-        is_new = f"dataloader.{position}" in metadata.state_dict_metadata
-        if is_new:
+        if f"dataloader.{position}" in metadata.state_dict_metadata:
             load(stored, checkpoint_id, no_dist=True, metadata=metadata)
-        theirs = stored["dataloader"]["corpus"]
-        if is_new and theirs == self.identity:
+        theirs = stored["dataloader"]["corpus"]  # empty if it is of an earlier version
+        if theirs == self.identity:
             return True
         if self._allow_changed:
             logger.warning(f"{checkpoint_id} has a place in other data: the data start anew")
             return False
         advice = "training.allow_changed_corpus = true starts the data anew"
-        if not is_new:
+        if not theirs:
             want = f"a checkpoint with one row as its place; {checkpoint_id} is of an older version"
             raise ConfigError("checkpoint", checkpoint_id, f"{want}: {advice}")
         words = zip(self.identity.split(), theirs.split(), strict=True)
@@ -118,12 +115,12 @@ class TrainingRows(Dataset[Batch]):
         raise ConfigError(key, mine, want)
 
 
-class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
+class TokenDataLoader(BaseDataLoader):
     """Yields this rank's micro-batches, from the loader's position on and without end.
 
     Micro-batch m of a step holds the global rows ``m D b + r b + i`` with D data-parallel ranks,
     this rank r, b rows per micro-batch (``local_batch_size``) and ``0 <= i < b``. The position is
-    the one behind the last micro-batch that was yielded, whatever was read ahead.
+    that of the steps that were taken, whatever was read ahead: who takes a step sets it.
 
     Args:
         dataset: The rows.
@@ -134,15 +131,12 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
         stride: Rows of a micro-batch over all ranks, ``D b``.
         own: This rank's among them.
         microbatches: Micro-batches per step of this rank.
-        rows: The position: rows that all ranks together have read.
-        mark: The position before the step: one whose data are unreadable can be undone.
+        rows: The position: rows of all ranks in the steps that were taken.
         check_checkpoint: That of the rows, for the checkpoint manager.
 
     Raises:
         ConfigError: The batch sizes do not divide.
     """
-
-    dataset: TrainingRows
 
     def __init__(
         self,
@@ -154,6 +148,7 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
         dp_rank: int,
         **options: Any,
     ) -> None:
+        self.dataset, self.check_checkpoint = dataset, dataset.check_checkpoint
         self.stride = local_batch_size * dp_world_size
         if global_batch_size <= 0 or global_batch_size % self.stride:
             want = f"a multiple of {self.stride} (local_batch_size {local_batch_size} * "
@@ -161,34 +156,37 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
             raise ConfigError("training.global_batch_size", global_batch_size, want)
         self.microbatches = global_batch_size // self.stride
         self.own = range(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
-        self.rows = self.mark = 0
-        self.check_checkpoint = dataset.check_checkpoint
-        self._batches: Iterator[Batch] | None = None
-        self._reader, self._ahead = ThreadPoolExecutor(1), Future[Batch]()
+        self.rows = 0
         if not options.get("num_workers"):  # torch refuses the other two without it
             options |= {"persistent_workers": False, "prefetch_factor": None}
-        with warnings.catch_warnings():
-            # torchdata 0.11 calls a function that torch 2.13 has deprecated.
-            warnings.filterwarnings("ignore", "'set_vital'")
-            # The rows of a batch are read together: there is nothing to collate.
-            super().__init__(dataset, batch_sampler=_RowNumbers(self), collate_fn=tuple, **options)
+        self._options = options
+        self._batches: Iterator[Batch] | None = None
+        self._reader, self._ahead = ThreadPoolExecutor(1), Future[Batch]()
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield micro-batches of ``b`` rows."""
         while True:
             if self._batches is None:  # at the start and behind a seek
-                self._batches = super().__iter__()
+                self._batches = self._open()
                 self._ahead = self._reader.submit(next, self._batches)
             batch = self._ahead.result()
             # The next batch is read while the step computes.
             self._ahead = self._reader.submit(next, self._batches)
-            # Before the yield: checkpoints are saved while the generator is suspended.
-            self.rows += self.stride
             yield batch
+
+    def _open(self) -> Iterator[Batch]:
+        """Read from the position on."""
+        numbers = ([first + row for row in self.own] for first in count(self.rows, self.stride))
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls a function that torch 2.13 has deprecated.
+            warnings.filterwarnings("ignore", "'set_vital'")
+            # The rows of a batch are read together: there is nothing to collate.
+            sampled = {"batch_sampler": numbers, "collate_fn": tuple}
+            return iter(StatefulDataLoader(self.dataset, **sampled, **self._options))
 
     def close(self) -> None:
         """End the worker processes; what they have read ahead is dropped."""
-        self._batches = self._iterator = None
+        self._batches = None
 
     def seek(self, rows: int) -> None:
         """Go to a position."""
@@ -208,17 +206,6 @@ class TokenDataLoader(StatefulDataLoader, BaseDataLoader):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to a stored position; `check_checkpoint` has compared what it belongs to."""
         self.seek(int(state_dict["rows"]))
-
-
-class _RowNumbers:
-    """The rows of each of a rank's micro-batches, from the loader's position on."""
-
-    def __init__(self, loader: TokenDataLoader) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for position in count(self._loader.rows, self._loader.stride):
-            yield [position + row for row in self._loader.own]
 
 
 def build_dataloader(

@@ -14,9 +14,11 @@ import mmap
 import os
 import struct
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -133,56 +135,36 @@ class IndexedDataset:
             raise self._error(".idx", f"borders of documents from 0 to {self.num_sequences}")
 
 
-class IndexedWriter:
-    """Writes one pair of files; what a killed process has written can be gone on with.
+@contextmanager
+def replacing(path: str | Path) -> Iterator[IO[bytes]]:
+    """Write a file by a rename: after a crash it is the old one or the new one.
 
-    The lengths of the documents so far are in ``X.lengths`` beside the tokens, until whoever made
-    the writer deletes it. The index comes last, by a rename: a pair with an index is whole. Of
-    files that exist the first ``documents`` are kept, which have so many ``tokens``.
+    Raises:
+        OSError: The disk is full.
     """
+    scratch = f"{path}.tmp"
+    with open(scratch, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, path)
 
-    def __init__(
-        self, prefix: str | Path, dtype: npt.DTypeLike, documents: int = 0, tokens: int = 0
-    ) -> None:
-        self._prefix, self._dtype = str(prefix), np.dtype(dtype).newbyteorder("<")
-        # A shard stays open from one piece to the next.
-        self._tokens = open(f"{prefix}.bin", "ab")  # noqa: SIM115 - `close` does
-        self._lengths = open(f"{prefix}.lengths", "ab")  # noqa: SIM115
-        self._tokens.truncate(tokens * self._dtype.itemsize)
-        self._lengths.truncate(documents * 4)
 
-    def append(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> None:
-        """Append documents: the tokens of all of them, and how many each has.
+def write_index(prefix: str | Path, dtype: npt.DTypeLike, lengths: npt.NDArray[Any]) -> None:
+    """Write the ``.idx`` of a ``.bin``; a pair that has one is whole.
 
-        Raises:
-            OSError: The disk is full.
-        """
-        self._tokens.write(np.ascontiguousarray(tokens, dtype=self._dtype).data)
-        self._lengths.write(np.ascontiguousarray(lengths, dtype="<i4").data)
+    Args:
+        prefix: Path of the two files without ``.bin`` and ``.idx``.
+        dtype: Type of the tokens.
+        lengths: Tokens of each document ``(n,)``.
 
-    def flush(self) -> None:
-        """Wait until everything written is on the disk."""
-        for file in (self._tokens, self._lengths):
-            file.flush()
-            os.fsync(file.fileno())
-
-    def close(self) -> None:
-        """Close the files without an index."""
-        with self._tokens, self._lengths:
-            pass
-
-    def finish(self) -> None:
-        """Write the index and close the files."""
-        self.flush()
-        self.close()
-        lengths = np.fromfile(f"{self._prefix}.lengths", dtype="<i4")
-        count, code = len(lengths), next(c for c, known in _DTYPES.items() if self._dtype == known)
-        sizes = lengths * np.int64(self._dtype.itemsize)
-        scratch = f"{self._prefix}.idx.tmp"
-        with open(scratch, "wb") as file:
-            file.write(_HEADER.pack(_MAGIC, 1, code, count, count + 1) + lengths.tobytes())
-            for values in (np.cumsum(sizes) - sizes, np.arange(count + 1)):
-                file.write(values.astype("<i8").data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, f"{self._prefix}.idx")
+    Raises:
+        OSError: The disk is full.
+    """
+    code = next(code for code, known in _DTYPES.items() if known == dtype)
+    count, sizes = len(lengths), lengths * np.int64(np.dtype(dtype).itemsize)
+    with replacing(f"{prefix}.idx") as file:
+        file.write(_HEADER.pack(_MAGIC, 1, code, count, count + 1))
+        file.write(lengths.astype("<i4").data)
+        for values in (np.cumsum(sizes) - sizes, np.arange(count + 1)):
+            file.write(values.astype("<i8").data)

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -90,27 +91,23 @@ def question_of(document: str) -> str:
 
 def text_of(document: str) -> str:
     """Return a pair as plain text, for what reads a corpus without its labels."""
-    record = json.loads(document)
+    return "".join(text for text, _ in _plain(json.loads(document)))
+
+
+Segment: TypeAlias = tuple[str, bool]
+"""A part of a record's text, and whether its tokens are labels."""
+
+
+def _plain(record: dict[str, Any]) -> list[Segment]:
+    """Return a pair's two parts, or the plain form of a chat: heading and text of each message."""
     if MESSAGES not in record:
-        return str(record[PROMPT] + record[COMPLETION])
-    return "".join(segment.text for segment in _plain(record[MESSAGES]))
-
-
-class Segment(NamedTuple):
-    """A part of a chat's text, whether its tokens are labels, and whether EOS (a label) follows."""
-
-    text: str
-    answer: bool
-    ends: bool = False
-
-
-def _plain(messages: Sequence[dict[str, str]]) -> list[Segment]:
-    """Return the plain form: a heading and the text of each message; EOS ends each answer."""
-    parts, context = [], ""
-    for index, message in enumerate(messages):
+        return [(record[PROMPT], False), (record[COMPLETION], True)]
+    parts: list[Segment] = []
+    context = ""
+    for index, message in enumerate(record[MESSAGES]):
         context += "\n\n" * (index > 0) + f"### {message['role'].capitalize()}:\n"
         if message["role"] == "assistant":
-            parts += [Segment(context, False), Segment(message["content"], True, ends=True)]
+            parts += [(context, False), (message["content"], True)]
             context = ""
         else:
             context += message["content"]
@@ -120,30 +117,21 @@ def _plain(messages: Sequence[dict[str, str]]) -> list[Segment]:
 def _compiled(source: str) -> Any:
     # Imported late: few runs have a template. torch itself requires jinja2. transformers would
     # also give a template the date: the tokens of a corpus would depend on the day.
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """The block that marks answers for transformers; here it is only its content."""
-
-        tags = {"generation"}  # noqa: RUF012  (jinja2 reads a plain set)
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
 
     def refuse(message: str) -> NoReturn:
         raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
     # As transformers does: jinja2's own filter escapes HTML.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = refuse
-    return environment.from_string(source)
+    # The block that marks answers for transformers is here only its content, with its own names.
+    return environment.from_string(re.sub(r"(\{%[-+]?\s*)(end)?generation\b", r"\1\2with", source))
 
 
 class PairEncoder:
@@ -201,8 +189,9 @@ class PairEncoder:
             ConfigError: The template cannot render it, or a part changes with the messages after.
         """
         if not self.digest:
-            return _plain(messages)
-        parts, text = [], ""
+            return _plain({MESSAGES: messages})
+        parts: list[Segment] = []
+        text = ""
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         try:
             for count, opened in ((i + after, not after) for i in answers for after in (0, 1)):
@@ -212,7 +201,7 @@ class PairEncoder:
                     raise ValueError("it needs text that only grows from one message to the next")
                 if longer == text and not opened:
                     raise ValueError("it needs some text for every answer")
-                parts.append(Segment(longer[len(text) :], answer=not opened))
+                parts.append((longer[len(text) :], not opened))
                 text = longer
         except Exception as error:  # a template can raise anything
             start = json.dumps(list(messages), ensure_ascii=False)[:80]
@@ -232,28 +221,26 @@ class PairEncoder:
             with BOS (a chat if its template does), an answer without a template ends with EOS.
         """
         record, bos = json.loads(document), True
-        if MESSAGES not in record:
-            parts = [Segment(record[PROMPT], False), Segment(record[COMPLETION], True, True)]
-        else:
-            parts = self.segments(record[MESSAGES])
-            if self.digest:
-                bos = bool(self._bos) and parts[0].text.startswith(self._bos)
-                parts[0] = Segment(parts[0].text.removeprefix(self._bos), answer=False)
+        templated = MESSAGES in record and bool(self.digest)
+        parts = self.segments(record[MESSAGES]) if templated else _plain(record)
+        if templated:
+            bos = bool(self._bos) and parts[0][0].startswith(self._bos)
+            parts[0] = parts[0][0].removeprefix(self._bos), False
         text, known = "", self._ids("", bos)  # since the beginning or the last EOS
         found = [~token for token in known]
-        for segment in parts if answered else parts[:-1]:
-            text += segment.text
+        for piece, answer in parts if answered else parts[:-1]:
+            text += piece
             whole = self._ids(text, bos)
             border = len(known)
             if whole[:border] == known:
                 new, known = whole[border:], whole
             else:
-                new = self._ids(segment.text, False)
+                new = self._ids(piece, False)
                 known = known + new
-            if segment.ends and self._tokenizer.eos_id is not None:
+            if answer and not templated and self._tokenizer.eos_id is not None:
                 new = [*new, self._tokenizer.eos_id]
                 text, known, bos = "", [], False
-            found += new if segment.answer else [~token for token in new]
+            found += new if answer else [~token for token in new]
         return np.array(found, dtype=np.int32)
 
     def _ids(self, text: str, bos: bool) -> list[int]:

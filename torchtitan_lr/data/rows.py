@@ -21,10 +21,9 @@ import numpy.typing as npt
 
 from torchtitan_lr.data.corpus import Corpus
 from torchtitan_lr.data.order import Indices
-from torchtitan_lr.data.prepare import Section, data_ranks, ensure_prepared, wanted
-from torchtitan_lr.data.sources import Reader
+from torchtitan_lr.data.prepare import Section, ensure_prepared
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.titan import IGNORE_INDEX, logger
+from torchtitan_lr.titan import IGNORE_INDEX
 
 if TYPE_CHECKING:
     import torch
@@ -208,12 +207,7 @@ class ValidationSet:
     """
 
     def __init__(
-        self,
-        parts: Sequence[Rows],
-        batch_size: int,
-        dp_world_size: int = 1,
-        dp_rank: int = 0,
-        steps: int = -1,
+        self, parts: Sequence[Rows], batch_size: int, dp_world_size: int, dp_rank: int, steps: int
     ) -> None:
         self._parts, self._batch_size = list(parts), batch_size
         counts = [len(part) for part in parts]
@@ -269,44 +263,3 @@ def open_rows(
             raise ConfigError("validation.dataset", part.name, want + "nothing of it is held out")
         opened.append(Rows(corpus, seq_len, held_out, masked, part.name, part.weight))
     return opened
-
-
-def check_corpora(config: Any, world_size: int) -> None:
-    """Check the corpora of a run; prepare them if that was not done.
-
-    Raises:
-        ConfigError: A corpus that does not exist or cannot be prepared, that has no whole row, or
-            a validation corpus with training files.
-        DataError: A record or a shard is unreadable.
-    """
-    validation = config.validation
-    both: list[Section] = ["training", "validation"]
-    sections = both if validation.enable else both[:1]
-    if validation.enable and validation.dataset == "local":
-        sources = [
-            [s for w in wanted(config, name, world_size) for s in w.sources] for name in both
-        ]
-        trained, validated = (
-            {str(file.resolve()) for s in some if s.name == "local" for file in Reader(s).files}
-            for some in sources
-        )
-        if shared := sorted(trained & validated):
-            advice = "validation.dataset = 'training' takes what is held out from it"
-            want = f"files that are not trained on ({shared[0]} is); {advice}"
-            raise ConfigError("validation.dataset_path", str(sources[1][0]), want)
-    for section in sections:
-        opened = open_rows(config, section, world_size)
-        for part in (part for part in opened if part.cut):
-            logger.warning(
-                "%d pairs of %s are longer than %s.seq_len = %d and are cut; %d of them have no "
-                "room for an answer and are left out",
-                *(part.cut, part.corpus.folder, section, part.seq_len, part.left_out),
-            )
-        rows, batch = sum(map(len, opened)), validation.local_batch_size
-        batch *= data_ranks(config, world_size)
-        if section == "validation" and rows < batch:
-            logger.warning(
-                "The held-out part has %d sequences of %d tokens, fewer than a validation batch "
-                "of %d",
-                *(rows, validation.seq_len, batch),
-            )

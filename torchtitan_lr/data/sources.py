@@ -30,12 +30,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import accumulate, groupby, islice
+from itertools import accumulate, chain, groupby, islice
+from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
 from torchtitan_lr.config.paths import user_path
-from torchtitan_lr.data.pairs import COMPLETION, PROMPT, is_pair, parse_pair, question_of, text_of
+from torchtitan_lr.data.pairs import COMPLETION, PROMPT, is_pair, parse_pair, question_of
 from torchtitan_lr.errors import ConfigError, DataError
 
 CPYTHON, STDLIB, STDLIB_DOCS = "cpython", "python_stdlib", "python_stdlib_docs"
@@ -92,17 +93,14 @@ class Piece(NamedTuple):
     file: str  # for errors
     data: bytes | list[str]  # whole lines, or texts
     position: Any  # where to read on behind it (JSON)
-    share: float | None = None  # of the source that is read then; None if unknown
-    start: int = 0  # bytes of the file before it
+    share: float = 0.0  # of the source that is read then; 0 if unknown
+    start: int | None = None  # bytes of a .txt file before it; None of others, with documents
     line: int = 1  # the number of its first one
     held_out: bool | None = None  # the part of all its documents; None to choose by hash
 
 
-class Bad(NamedTuple):
-    """A record that cannot be read: its place, and what was expected there."""
-
-    where: str
-    want: str
+Bad: TypeAlias = tuple[str, str]
+"""The place of a record that cannot be read, and what was expected there."""
 
 
 class Reader:
@@ -159,10 +157,9 @@ class Reader:
             return USUAL_LIMIT
         sizes: Counter[int] = Counter()
         for piece in self.pieces():
-            for found in self._records(piece):
-                if not isinstance(found, Bad):
-                    size = len(found[1].encode("utf-8", errors="surrogateescape"))
-                    sizes[document_hash(found[0])] += size
+            for hashed, text in self._records(piece, []):
+                size = len(text if isinstance(text, bytes) else text.encode())
+                sizes[document_hash(hashed)] += size
         if len(sizes) < 2:
             return 0
         wanted, held = min(ENOUGH_BYTES, sizes.total() // 10), 0
@@ -191,38 +188,39 @@ class Reader:
                 read = self._rows if unit.suffix == ".parquet" else self._lines
             try:
                 for piece in read(unit, rest):
-                    share = piece.share
-                    if share is not None:
-                        share = (ends[number] - sizes[number] * (1 - share)) / ends[-1]
+                    share = (ends[number] - sizes[number] * (1 - piece.share)) / ends[-1]
                     yield piece._replace(position=(number, piece.position), share=share)
             except ConfigError:
                 raise
             except Exception as error:  # pyarrow, datasets and its HTTP layer raise any type
                 why = f"{type(error).__name__}: {str(error)[:200]}"
-                want = f"a readable source that does not break off in the middle ({why})"
+                want = f"a source that opens and does not break off in the middle ({why})"
+                if kind == "hf":
+                    want += (
+                        "; without a network name a folder, or files of --training.dataset=local"
+                    )
                 raise DataError(self.source.key, str(unit), want) from error
             rest = None
 
-    def documents(self, piece: Piece) -> Iterator[tuple[str, bool] | Bad]:
+    def documents(self, piece: Piece) -> tuple[tuple[list[str], list[str]], list[Bad]]:
         """Decode a piece of :meth:`pieces`.
 
-        Yields:
-            A document (of pairs its canonical record) and whether it is held out; or a record that
-            cannot be read. Empty documents are left out.
+        Returns:
+            The documents to train on and those held out (of pairs their canonical records), without
+            empty ones; and the records that cannot be read.
         """
-        given = {"train": False, "held_out": True}.get(self.source.part)
-        known = given if piece.held_out is None else piece.held_out
+        known = {"train": False, "held_out": True}.get(self.source.part, piece.held_out)
+        parts, bad = (list[str](), list[str]()), list[Bad]()
 
-        def part(found: tuple[str, str] | Bad) -> bool:
+        def part(found: tuple[str, Any]) -> bool:
             return document_hash(found[0]) < self.limit if known is None else known
 
-        if not _is_plain(piece):
-            for found in self._records(piece):
-                yield found if isinstance(found, Bad) else (found[1], part(found))
-            return
-        for held_out, run in groupby(self._records(piece), part):
-            text = "".join(lines for _, lines in run).encode("utf-8", errors="surrogateescape")
-            yield text.decode("utf-8", errors="replace"), held_out
+        for held_out, run in groupby(self._records(piece, bad), part):
+            texts = [text for _, text in run]
+            if piece.start is not None:
+                texts = [b"".join(texts).decode("utf-8", errors="replace")]
+            parts[held_out].extend(texts)
+        return parts, bad
 
     def texts(self, held_out: bool | None = None) -> Iterator[str]:
         """Yield the documents (of pairs the canonical records) of a part; None for both.
@@ -231,34 +229,31 @@ class Reader:
             DataError: A file or a record is unreadable.
         """
         for piece in self.pieces():
-            for found in self.documents(piece):
-                if isinstance(found, Bad):
-                    raise DataError(self.source.key, found.where, found.want)
-                if held_out in (None, found[1]):
-                    yield found[0]
+            parts, bad = self.documents(piece)
+            if bad:
+                raise DataError(self.source.key, *bad[0])
+            yield from chain(*parts) if held_out is None else parts[held_out]
 
-    def _records(self, piece: Piece) -> Iterator[tuple[str, str] | Bad]:
-        """Yield what is hashed to choose the part of a text, and the text."""
+    def _records(self, piece: Piece, bad: list[Bad]) -> Iterator[tuple[str, Any]]:
+        """Yield what is hashed to choose the part of a text, and the text; of .txt its bytes."""
         if isinstance(piece.data, list):
-            texts: Iterator[str] = map(str, piece.data)
+            texts = piece.data
             if self.source.name == STDLIB_DOCS:
-                texts = (pair for text in texts for pair in documented_functions(text))
+                texts = [pair for text in texts for pair in documented_functions(text)]
             yield from ((text, text) for text in texts if text)
-        elif _is_plain(piece):
+        elif piece.start is not None:
             # The lines that start in the same bytes have the name of their place.
-            name, start = Path(piece.file).relative_to(self._root).as_posix(), piece.start
-            found: dict[str, list[bytes]] = {}
-            for line in io.BytesIO(piece.data):
-                found.setdefault(f"{name}:{start // PLACE_BYTES}", []).append(line)
-                start += len(line)
-            for place, lines in found.items():
-                yield place, b"".join(lines).decode("utf-8", errors="surrogateescape")
+            name, lines = Path(piece.file).relative_to(self._root), list(io.BytesIO(piece.data))
+            starts = accumulate(map(len, lines), initial=piece.start)
+            places = (f"{name.as_posix()}:{start // PLACE_BYTES}" for start in starts)
+            for place, run in groupby(zip(places, lines, strict=False), itemgetter(0)):
+                yield place, b"".join(line for _, line in run)
         else:
             for number, line in enumerate(piece.data.split(b"\n"), piece.line):
                 try:
                     document = self._parse(line) if line.strip() else ""
                 except ValueError as error:
-                    yield Bad(f"{piece.file}:{number}", str(error))
+                    bad.append((f"{piece.file}:{number}", str(error)))
                     continue
                 if document:
                     yield question_of(document) if self.pairs else document, document
@@ -276,7 +271,7 @@ class Reader:
 
     def _lines(self, path: Path, rest: Any) -> Iterator[Piece]:
         """Read a .txt or .jsonl file behind ``rest``: so many bytes, and the number of the line."""
-        start, line = rest or (0, 1)
+        (start, line), is_plain = rest or (0, 1), kind_of(path) == ".txt"
         with path.open("rb") as raw, _decompressed(raw, path) as file:
             left = start
             if file is raw:
@@ -297,7 +292,8 @@ class Reader:
                 if cut:
                     after = (start + cut, line + data.count(b"\n", 0, cut))
                     share = raw.tell() / path.stat().st_size
-                    yield Piece(str(path), data[:cut], after, share, start, line)
+                    before = start if is_plain else None
+                    yield Piece(str(path), data[:cut], after, share, before, line)
                     (start, line), data = after, data[cut:]
 
     def _rows(self, path: Path, rest: Any) -> Iterator[Piece]:
@@ -340,57 +336,35 @@ class Reader:
                 yield Piece(str(path), some, done, done / len(names), held_out=held_out)
 
     def _dataset(self, path: Path, rest: Any) -> Iterator[Piece]:
-        """Read a dataset from the state ``rest``."""
-        rows, column = self._open_dataset(), self.source.column
-        if rest is not None:
-            rows.load_state_dict(rest)
-        for some in _grouped(row.get(column) or "" for row in rows):
-            if not all(isinstance(text, str) for text in some):
-                raise ConfigError("training.text_column", column, "a column of text")
-            yield Piece(str(path), some, rows.state_dict())
-
-    def _open_dataset(self) -> Any:
-        """Open a dataset as an ``IterableDataset``; a folder that exists needs no network.
+        """Read a dataset from the state ``rest``; a folder that exists needs no network.
 
         Sets the commit, and reads this one if it is known: a name such as ``main`` moves.
-
-        Raises:
-            ConfigError: It cannot be opened, or has no such column.
         """
         import datasets  # imported late: it takes a second
         import huggingface_hub as hub
 
         source, (given,) = self.source, self.source.paths
         place = data_path(given, source.key)
-        options: dict[str, Any] = {"split": source.split, "streaming": source.streaming}
-        try:
-            if any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
-                found = datasets.load_from_disk(str(place))
-                found = found[source.split] if isinstance(found, dict) else found
-            else:
-                path, _, revision = (str(place), "", "") if place.is_dir() else given.partition("@")
-                # One request first: without a network `datasets` tries for a minute per file.
-                if not (place.is_dir() or self.commit or hub.constants.HF_HUB_OFFLINE):
-                    about = hub.HfApi().dataset_info(path, revision=revision or None, timeout=10)
-                    self.commit = about.sha
-                options["revision"] = self.commit or revision or None
-                found = datasets.load_dataset(path, source.config, **options)
-            columns = found.column_names
-        except Exception as error:  # datasets, its HTTP layer and its parsers raise any type
-            why = f"{type(error).__name__}: {str(error)[:200]}"
-            advice = "without a network name a local copy here, or files with"
-            want = f"a dataset that opens ({why}); {advice} --training.dataset=local"
-            raise ConfigError(source.key, given, want) from error
-        if columns is not None and source.column not in columns:
-            want = f"one of the columns of {given!r}: {', '.join(columns)}"
+        if any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            rows: Any = datasets.load_from_disk(str(place))
+            rows = rows[source.split] if isinstance(rows, dict) else rows
+        else:
+            name, _, revision = (str(place), "", "") if place.is_dir() else given.partition("@")
+            # One request first: without a network `datasets` tries for a minute per file.
+            if not (place.is_dir() or self.commit or hub.constants.HF_HUB_OFFLINE):
+                about = hub.HfApi().dataset_info(name, revision=revision or None, timeout=10)
+                self.commit = about.sha
+            options = {"split": source.split, "streaming": source.streaming}
+            options["revision"] = self.commit or revision or None
+            rows = datasets.load_dataset(name, source.config, **options)
+        if rows.column_names is not None and source.column not in rows.column_names:
+            want = f"one of the columns of {given!r}: {', '.join(rows.column_names)}"
             raise ConfigError("training.text_column", source.column, want)
-        return found.to_iterable_dataset() if isinstance(found, datasets.Dataset) else found
-
-
-def texts(source: Source, held_out: bool | None = None) -> Iterator[str]:
-    """Yield documents as :meth:`Reader.texts` does, pairs as plain text."""
-    reader = Reader(source)
-    yield from map(text_of, reader.texts(held_out)) if reader.pairs else reader.texts(held_out)
+        rows = rows.to_iterable_dataset() if isinstance(rows, datasets.Dataset) else rows
+        if rest is not None:
+            rows.load_state_dict(rest)
+        for some in _grouped(row.get(source.column) or "" for row in rows):
+            yield Piece(str(path), some, rows.state_dict())
 
 
 def document_hash(document: str) -> int:
@@ -440,11 +414,6 @@ def library_files(root: Path) -> list[Path]:
     return found
 
 
-def _is_plain(piece: Piece) -> bool:
-    """Return whether a piece is of a .txt file, which has no documents."""
-    return isinstance(piece.data, bytes) and kind_of(Path(piece.file)) == ".txt"
-
-
 def _from_json(line: bytes) -> Any:
     try:
         return json.loads(line)
@@ -466,6 +435,8 @@ def _grouped(documents: Iterator[str]) -> Iterator[list[str]]:
     some: list[str] = []
     size = 0
     for document in documents:
+        if not isinstance(document, str):
+            raise TypeError("the column has other values than text")
         some.append(document)
         size += len(document)
         if size >= PIECE_BYTES:

@@ -2,9 +2,9 @@
 """Text to a prepared folder: one process reads and writes, the others decode and tokenize.
 
 Pieces go out and come back in the order of the source, so the folder does not depend on the number
-of processes. Every two seconds the written tokens are synchronized, and then a journal records how
-many there are and where reading goes on: a killed preparation continues there, and its folder is
-that of one that was never killed. Memory holds a few pieces per process, whatever the source.
+of processes. Every two seconds the tokens are written, and then a journal records how many there
+are and where reading goes on: a killed preparation continues there, and its folder is that of one
+that was never killed. Memory holds a few pieces per process and these tokens, whatever the source.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -29,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_lr.compat.interpreter import end_with
-from torchtitan_lr.data.corpus import PARTS, Corpus, Kind, save_record, write_json
-from torchtitan_lr.data.indexed import IndexedWriter
+from torchtitan_lr.compat.interpreter import cores, end_with
+from torchtitan_lr.data.corpus import PARTS, Corpus, save_record
+from torchtitan_lr.data.indexed import replacing, write_index
 from torchtitan_lr.data.pairs import PairEncoder
 from torchtitan_lr.data.sources import ONE_IN, Bad, Piece, Reader, Source
 from torchtitan_lr.data.tokenizer import encode_documents, tokenizer_identity, vocabulary
@@ -48,10 +49,12 @@ MOST_LISTED = 1000  # bad records beyond those that may be lost, before a prepar
 SYNC_SECONDS = 2.0
 
 Arrays = list[npt.NDArray[Any]]
+"""Lengths of documents, their tokens, and of pairs the loss mask."""
 
-"""Tokens, lengths of documents, and of pairs the loss mask."""
+Report = Callable[[int, int, float | None], None]
+"""Takes the documents and the tokens so far, and the share of the work that is done, if known."""
 
-Encoded = tuple[tuple[Arrays, Arrays], list[Bad]]
+Encoded = tuple[list[Arrays], list[Bad]]
 """To train on and held out; and the records that cannot be read."""
 
 
@@ -94,8 +97,7 @@ def tokenize(
     key: str,
     workers: int | None = None,
     max_bad_records: int = 0,
-    shard_bytes: int = SHARD_BYTES,
-    report: Callable[[int, int, float | None], None] | None = None,
+    report: Report | None = None,
 ) -> Corpus:
     """Prepare a folder, or go on with one.
 
@@ -106,9 +108,7 @@ def tokenize(
         key: What set the folder, to name in errors.
         workers: Processes that tokenize; one per core by default.
         max_bad_records: Records that may be lost.
-        shard_bytes: Bytes of tokens after which a shard ends.
-        report: Takes the documents and the tokens so far, and the share of the work that is done,
-            if known; called after every piece.
+        report: Called after every piece.
 
     Raises:
         ConfigError: A source cannot be opened, texts and pairs together, a full disk, or no text.
@@ -117,11 +117,10 @@ def tokenize(
     if len({reader.pairs for reader in readers}) > 1:
         named = next(str(reader.source) for reader in readers if reader.pairs)
         raise ConfigError(key, named, "sources that all hold text, or all hold pairs")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    workers = workers or cores or 1
+    workers = workers or cores()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with closing(_Preparation(readers, tokenizer, folder, workers, shard_bytes)) as work:
+        with closing(_Preparation(readers, tokenizer, folder, workers)) as work:
             work.run(max_bad_records, report)
             return work.finish()
     except BrokenProcessPool as error:
@@ -139,20 +138,14 @@ class _Preparation:
     """One run of :func:`tokenize`; see there."""
 
     def __init__(
-        self,
-        readers: Sequence[Reader],
-        tokenizer: HuggingFaceTokenizer,
-        folder: Path,
-        workers: int,
-        shard_bytes: int,
+        self, readers: Sequence[Reader], tokenizer: HuggingFaceTokenizer, folder: Path, workers: int
     ) -> None:
         self._readers, self._tokenizer, self._folder = readers, tokenizer, folder
         self._journal = Journal.load(folder, signature_of(readers, tokenizer))
-        dtype: npt.DTypeLike = np.uint16 if vocabulary(tokenizer) < 1 << 16 else np.int32
-        kinds = [("", dtype)] + [(".loss", np.uint8)] * readers[0].pairs
-        most = shard_bytes // np.dtype(dtype).itemsize
+        dtype = np.dtype("<u2" if vocabulary(tokenizer) < 1 << 16 else "<i4")
+        types = {"": dtype} | ({".loss": np.dtype(np.uint8)} if readers[0].pairs else {})
         self._parts = [
-            _Shards(folder / part, kinds, most, counts)
+            _Shards(folder / part, types, SHARD_BYTES // dtype.itemsize, counts)
             for part, counts in zip(PARTS, self._journal.shards, strict=True)
         ]
         for reader, commit in zip(readers, self._journal.commits, strict=False):
@@ -163,24 +156,23 @@ class _Preparation:
         work = (readers, tokenizer, dtype, os.getpid())
         self._pool, self._workers = ProcessPoolExecutor(workers, context, _begin, work), workers
 
-    def run(self, most: int, report: Callable[[int, int, float | None], None] | None) -> None:
+    def run(self, most: int, report: Report | None) -> None:
         """Read, tokenize and write everything; ``most`` records may be lost."""
         journal, due = self._journal, time.monotonic() + SYNC_SECONDS
         for source, piece, encoded in self._encoded():
             parts, bad = encoded.result()
             for part, arrays in zip(self._parts, parts, strict=True):
                 part.append(arrays)
-            journal.tokens += len(parts[source.part == "held_out"][0])
+            journal.tokens += len(parts[source.part == "held_out"][1])
             journal.position = piece.position
             journal.bad += map(list, bad)
             if len(journal.bad) > most + MOST_LISTED:
                 break
             if report:
                 documents, tokens = np.sum([[0, 0], *journal.shards[0], *journal.shards[1]], axis=0)
-                shares = [piece.share] if piece.share is not None else []
-                shares += [journal.tokens / source.tokens] if source.tokens else []
-                share = (journal.source + max(shares)) / len(self._readers) if shares else None
-                report(int(documents), int(tokens), share)
+                done = max(piece.share, journal.tokens / (source.tokens or math.inf))
+                share = (journal.source + done) / len(self._readers)
+                report(int(documents), int(tokens), share or None)
             if time.monotonic() > due:
                 self._sync()
                 due = time.monotonic() + SYNC_SECONDS
@@ -211,10 +203,12 @@ class _Preparation:
                 yield ahead.popleft()
 
     def _sync(self) -> None:
-        for writer in (writer for part in self._parts for writer in part.open):
-            writer.flush()
+        for part in self._parts:
+            if part.waiting:
+                part.write()
         self._journal.commits = [reader.commit for reader in self._readers]
-        write_json(self._folder / JOURNAL, asdict(self._journal))
+        with replacing(self._folder / JOURNAL) as file:
+            file.write(json.dumps(asdict(self._journal), indent=1).encode())
 
     def finish(self) -> Corpus:
         """Write the indices and the record."""
@@ -223,13 +217,14 @@ class _Preparation:
         first, journal = self._readers[0], self._journal
         if not any(journal.shards):
             raise ConfigError(first.source.key, str(first.source), "a corpus with text in it")
-        tokenizer = {
-            "sha256": tokenizer_identity(self._tokenizer),
-            "bos": getattr(self._tokenizer, "bos_id", None),
-            "eos": self._tokenizer.eos_id,
-            "vocabulary": vocabulary(self._tokenizer),
-        }
-        more = {
+        about = {
+            "kind": "pairs" if first.pairs else "text",
+            "tokenizer": {
+                "sha256": tokenizer_identity(self._tokenizer),
+                "bos": getattr(self._tokenizer, "bos_id", None),
+                "eos": self._tokenizer.eos_id,
+                "vocabulary": vocabulary(self._tokenizer),
+            },
             "sources": [
                 asdict(reader.source) | {"files": len(reader.files), "commit": reader.commit}
                 for reader in self._readers
@@ -238,55 +233,66 @@ class _Preparation:
             "signature": journal.signature,
             "bad_records": [f"{where}: expected {want}" for where, want in journal.bad],
         }
-        kind: Kind = "pairs" if first.pairs else "text"
-        corpus = save_record(self._folder, kind, tokenizer, journal.shards, more, self._pool.map)
+        corpus = save_record(self._folder, about, journal.shards)
         for scratch in (*self._folder.glob("*.lengths"), self._folder / JOURNAL):
             scratch.unlink()
         return corpus
 
     def close(self) -> None:
-        """End the processes, and close the files as they are."""
+        """End the processes."""
         self._pool.shutdown(cancel_futures=True)
-        for writer in (writer for part in self._parts for writer in part.open):
-            with suppress(OSError):  # a full disk, reported already
-                writer.close()
 
 
 @dataclass
 class _Shards:
-    """The shards of a part, written one after another."""
+    """The shards of a part, written one after another.
+
+    Beside its tokens the last one has the lengths of its documents, from which its index is made.
+    """
 
     prefix: Path  # of all of them, without the number
-    kinds: list[tuple[str, Any]]  # suffix and type of the files of each
+    types: dict[str, np.dtype[Any]]  # of the tokens and of the mask, by the ends of their names
     most: int  # tokens after which one ends
     counts: list[list[int]]  # documents and tokens of each so far; kept up to date
-    open: list[IndexedWriter] = field(default_factory=list)  # of the last one
+    waiting: list[Arrays] = field(default_factory=list)  # of the last one, not yet written
 
     def append(self, arrays: Arrays) -> None:
-        """Append documents."""
-        tokens, lengths, *mask = arrays
-        if not len(lengths):
+        """Add documents, which are written with the next ones."""
+        if not len(arrays[0]):
             return
         if not self.counts or self.counts[-1][1] >= self.most:
             self.finish()
             self.counts.append([0, 0])
-        for writer, values in zip(self._writers(), [tokens, *mask], strict=True):
-            writer.append(values, lengths)
-        documents, written = self.counts[-1]
-        self.counts[-1] = [documents + len(lengths), written + len(tokens)]
+        self.waiting.append(arrays)
+        self.counts[-1] = [
+            before + len(new) for before, new in zip(self.counts[-1], arrays, strict=False)
+        ]
 
-    def _writers(self) -> list[IndexedWriter]:
-        """Open the last shard if it is not open, behind what it has."""
-        if not self.open and self.counts:
-            prefix, counts = f"{self.prefix}-{len(self.counts) - 1:05d}", self.counts[-1]
-            self.open = [IndexedWriter(prefix + end, kind, *counts) for end, kind in self.kinds]
-        return self.open
+    def write(self) -> str:
+        """Write what waits, until it is on the disk; return the prefix of the last shard.
+
+        It stands behind what was written before: a killed process may have left more.
+        """
+        prefix = f"{self.prefix}-{len(self.counts) - 1:05d}"
+        sizes = {".lengths": 4} | {f"{end}.bin": kind.itemsize for end, kind in self.types.items()}
+        for index, (end, size) in enumerate(sizes.items()):
+            new = [arrays[index] for arrays in self.waiting]
+            with open(prefix + end, "ab") as file:
+                file.truncate(size * (self.counts[-1][index > 0] - sum(map(len, new))))
+                for values in new:
+                    file.write(values.data)
+                file.flush()
+                os.fsync(file.fileno())
+        self.waiting = []
+        return prefix
 
     def finish(self) -> None:
         """End the last shard; all of it may be from a process that was killed."""
-        for writer in self._writers():
-            writer.finish()
-        self.open = []
+        if self.counts:
+            prefix = self.write()
+            lengths = np.fromfile(f"{prefix}.lengths", dtype="<i4")
+            for end, kind in self.types.items():
+                write_index(prefix + end, kind, lengths)
 
 
 _work: Any = None
@@ -308,24 +314,17 @@ def _begin(
 def _encode(index: int, piece: Piece) -> Encoded:
     """Decode and tokenize a piece of a source."""
     readers, tokenizer, dtype, pairs = _work
-    texts: tuple[list[str], list[str]] = ([], [])
-    bad: list[Bad] = []
-    for found in readers[index].documents(piece):
-        if isinstance(found, Bad):
-            bad.append(found)
-        else:
-            texts[found[1]].append(found[0])
-
-    def arrays(documents: list[str]) -> Arrays:
+    parts, bad = readers[index].documents(piece)
+    encoded: list[Arrays] = []
+    for documents in parts:
         if pairs is None:
             found = encode_documents(tokenizer, documents)
         else:
             found = [pairs.encode(document) for document in documents]
-        lengths = np.array([len(tokens) for tokens in found], dtype=np.int32)
+        lengths = np.array([len(tokens) for tokens in found], dtype="<i4")
         joined = np.concatenate([np.empty(0, dtype=np.int32), *found])
         # Complements are tokens of prompts (`data.pairs`).
         is_target = joined >= 0
         tokens = np.where(is_target, joined, ~joined).astype(dtype)
-        return [tokens, lengths] + [is_target.astype(np.uint8)] * (pairs is not None)
-
-    return (arrays(texts[0]), arrays(texts[1])), bad
+        encoded.append([lengths, tokens] + [is_target.astype(np.uint8)] * (pairs is not None))
+    return encoded, bad

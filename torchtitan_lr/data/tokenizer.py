@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
 HF_FILE = "tokenizer.json"
+RANKS_DIGEST = "ranks_sha256"  # key of tokenizer_config.json: of the rank file it was made from
 SHIPPED = "torchtitan_lr/data/assets/bpe32k"  # of the papers' sizes, in the package
 HUB = "hf://"  # begins the name of a tokenizer on the Hugging Face hub
 
@@ -71,7 +72,7 @@ def build_tokenizer(job_config: Any) -> HuggingFaceTokenizer:
     share it.
 
     Raises:
-        ConfigError: The folder does not exist, or it has no readable tokenizer.
+        ConfigError: The folder does not exist, or it has no readable tokenizer with some tokens.
     """
     path = job_config.model.hf_assets_path
     file = resolve_assets_path(path) / HF_FILE
@@ -92,23 +93,17 @@ def build_tokenizer(job_config: Any) -> HuggingFaceTokenizer:
 def _read(folder: str, versions: tuple[Any, ...]) -> HuggingFaceTokenizer:
     from torchtitan_lr.titan.base import HuggingFaceTokenizer  # late: it imports torchtitan
 
-    return HuggingFaceTokenizer(folder)
-
-
-def check_tokenizer(job_config: Any) -> int:
-    """Return the smallest vocabulary that a model needs for the tokenizer.
-
-    Raises:
-        ConfigError: As for :func:`build_tokenizer`, or it has no tokens.
-    """
-    size = vocabulary(build_tokenizer(job_config))
-    if size < 1:
-        raise ConfigError(_KEY, job_config.model.hf_assets_path, "a tokenizer with some tokens")
-    return size
+    tokenizer = HuggingFaceTokenizer(folder)
+    if not vocabulary(tokenizer):
+        raise ValueError("it has no tokens")
+    # The name of a special token in a text is then text: no document can forge the end of one.
+    split = (tokenizer.config or {}).get("split_special_tokens", False)
+    tokenizer.tokenizer.encode_special_tokens = bool(split)
+    return tokenizer
 
 
 def vocabulary(tokenizer: HuggingFaceTokenizer) -> int:
-    """Return the largest id plus one, or the number of tokens: ids can have gaps."""
+    """Return the smallest vocabulary that a model needs for a tokenizer: ids can have gaps."""
     return max(tokenizer.get_vocab_size(), 1 + max(tokenizer.get_vocab().values(), default=-1))
 
 
@@ -131,5 +126,7 @@ def encode_documents(tokenizer: HuggingFaceTokenizer, texts: Sequence[str]) -> l
 def tokenizer_identity(tokenizer: HuggingFaceTokenizer) -> str:
     """Return a digest of all that determines a tokenizer's ids, its library's version included."""
     ends = [tokenizer.bos_id, tokenizer.eos_id, tokenizer.hf_adds_bos, tokenizer.hf_adds_eos]
+    if tokenizer.tokenizer.encode_special_tokens:  # is no part of its JSON
+        ends.append(True)
     parts = [version("tokenizers"), repr(ends), tokenizer.tokenizer.to_str()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

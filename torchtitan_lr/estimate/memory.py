@@ -138,7 +138,8 @@ def in_flight(run: Run, pp_rank: int, rehearsal: Rehearsal) -> tuple[int, int]:
     One that two stages of the rank hold counts twice.
     """
     sizes = {
-        stage: blocks_of(run.stages[stage]) * rehearsal.block
+        stage: document_bytes(run)
+        + blocks_of(run.stages[stage]) * rehearsal.block
         + ("head" in run.stages[stage]) * rehearsal.ends
         for stage in run.stages_of(pp_rank)
     }
@@ -148,6 +149,27 @@ def in_flight(run: Run, pp_rank: int, rehearsal: Rehearsal) -> tuple[int, int]:
     order = pipeline_order(schedule, run.pp, len(sizes), run.microbatches)[pp_rank]
     size, count = most_in_flight(order, sizes)
     return round(size), count
+
+
+def document_bytes(run: Run) -> int:
+    """Return what keeps a micro-batch's documents apart on a GPU (`models.llama.separate`).
+
+    Indices of the documents, positions, the rotary table by them, and attention's mask.
+    """
+    if not run.config.training.mask_documents:
+        return 0
+    by_token = 2 * torch.int64.itemsize + run.args.head_dim // 2 * ROTARY_BYTES
+    return run.microbatch * (run.seq_len * by_token + mask_bytes(run.seq_len))
+
+
+def mask_bytes(seq_len: int) -> int:
+    """Return the bytes of ``flex_attention``'s mask of a row: lists of blocks of 128 tokens.
+
+    The blocks of keys for each block of queries, with their number, and the reverse; each once for
+    blocks that are seen in part, and once for whole ones.
+    """
+    blocks = -(-seq_len // 128)
+    return 4 * torch.int32.itemsize * (blocks + blocks**2)
 
 
 def buffer_bytes(run: Run, pp_rank: int) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.data.corpus import Corpus
-from torchtitan_lr.data.prepare import C4, ensure_prepared
+from torchtitan_lr.data.prepare import C4_NAME, ensure_prepared
 from torchtitan_lr.data.rows import ValidationSet, moved, open_rows
 from torchtitan_lr.data.sources import Source, data_path
 from torchtitan_lr.errors import ConfigError
@@ -156,7 +156,7 @@ def _source(options: argparse.Namespace) -> Source | None:
     if path and path[0] in "/.~" and not data_path(path, "--path").exists():
         raise ConfigError("--path", path, "a local copy of c4 that exists")
     where = "--path" if path else "--corpus"
-    return Source("hf", (path or C4,), where, "held_out", config="en", split="validation")
+    return Source("hf", (path or C4_NAME,), where, "held_out", config="en", split="validation")
 
 
 def _batches(

@@ -10,8 +10,8 @@ import torch
 from torchtitan_lr.data.tokenizer import (
     HF_FILE,
     build_tokenizer,
-    check_tokenizer,
     resolve_assets_path,
+    vocabulary,
 )
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.card import write_card
@@ -37,7 +37,7 @@ def find_tokenizer(config: Any, args: LlamaArgs) -> str:
     path: str = config.model.hf_assets_path
     if not (resolve_assets_path(path) / HF_FILE).is_file():
         return ""
-    if check_tokenizer(config) > args.vocab_size:
+    if vocabulary(build_tokenizer(config)) > args.vocab_size:
         want = f"a tokenizer within the model's vocabulary of {args.vocab_size}"
         raise ConfigError("model.hf_assets_path", path, want)
     return path

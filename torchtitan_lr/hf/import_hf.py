@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from torchtitan_lr.data.sources import Source
-from torchtitan_lr.data.tokenizer import build_tokenizer, check_tokenizer, resolve_assets_path
+from torchtitan_lr.data.tokenizer import build_tokenizer, resolve_assets_path, vocabulary
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.exported import open_source
 from torchtitan_lr.hf.shards import WeightSource
@@ -138,7 +138,7 @@ def _take_tokenizer(
     config = SimpleNamespace(model=SimpleNamespace(hf_assets_path=str(folder)))
     try:
         tokenizer = build_tokenizer(config)
-        tokens = check_tokenizer(config)
+        tokens = vocabulary(tokenizer)
         if tokens > args.vocab_size:
             want = f"at most {args.vocab_size} tokens, not {tokens}"
             raise ConfigError("--tokenizer", str(folder), want)

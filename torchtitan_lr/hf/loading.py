@@ -20,7 +20,7 @@ from torchtitan_lr.checkpoints.manifest import (
 )
 from torchtitan_lr.checkpoints.safe_metadata import read_metadata
 from torchtitan_lr.config.parse import in_folder
-from torchtitan_lr.data.tokenizer import build_tokenizer, check_tokenizer
+from torchtitan_lr.data.tokenizer import build_tokenizer, vocabulary
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.weights import StoredWeights, no_checkpoint, parameter_shapes
 from torchtitan_lr.models.args import LlamaArgs
@@ -265,10 +265,11 @@ def load_tokenizer(config: Any, args: LlamaArgs) -> Any:
     Raises:
         ConfigError: There is none, or it does not fit the model's vocabulary.
     """
-    if check_tokenizer(config) > args.vocab_size:
+    tokenizer = build_tokenizer(config)
+    if vocabulary(tokenizer) > args.vocab_size:
         want = f"a tokenizer within the model's vocabulary of {args.vocab_size}"
         raise ConfigError("model.hf_assets_path", config.model.hf_assets_path, want)
-    return build_tokenizer(config)
+    return tokenizer
 
 
 def _check_stored(step_dir: Path, stored: dict[str, Any], model: LlamaModel) -> torch.dtype:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from torchtitan_lr.checkpoints.layout import complete_steps, step_folder
 from torchtitan_lr.checks.stored import nothing_to_train
+from torchtitan_lr.compat.interpreter import cores
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import CONFIG_FILE_KEY, split_arguments
 from torchtitan_lr.errors import ConfigError
@@ -80,10 +81,9 @@ def build_command(
     torchrun writes each rank's output into ``log_folder``.
     """
     variables = dict(os.environ)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     # torchrun would set 1. Divide all cores among the ranks; more threads than cores are slower.
     if not variables.get("OMP_NUM_THREADS"):
-        variables["OMP_NUM_THREADS"] = str(max(1, (cores or 1) // environment.ranks))
+        variables["OMP_NUM_THREADS"] = str(max(1, cores() // environment.ranks))
     variables["PYTHONUNBUFFERED"] = "1"
     if environment.comm_mode:
         variables |= {"NGPU": str(environment.ranks), "LOCAL_RANK": "0", "RANK": "0"}

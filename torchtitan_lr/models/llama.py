@@ -19,7 +19,12 @@ from torchtitan_lr.models.initialization import init_parameters
 from torchtitan_lr.models.lanes import edges_of
 from torchtitan_lr.models.linears import DownEdge, Gated, UpEdge
 from torchtitan_lr.models.rope import apply_rope, build_freqs_cis
-from torchtitan_lr.titan.base import ModelProtocol
+from torchtitan_lr.titan.base import (
+    BlockMask,
+    ModelProtocol,
+    create_attention_mask,
+    flex_attention,
+)
 
 if TYPE_CHECKING:
     from torchtitan_lr.inference.cache import KeyValueCache, LayerCache
@@ -30,6 +35,12 @@ in the order q, k, v, o, gate, up, down."""
 
 N_ATTENTION_LATENTS = 4
 """How many of them attention owns."""
+
+Mask: TypeAlias = Tensor | BlockMask
+"""Which tokens attention sees, see `separate`."""
+
+BLOCK_MASK_DEVICES = ("cuda", "xpu")
+"""Types of devices where torch's ``flex_attention`` has a backward pass; a CPU has none (2.15)."""
 
 
 class Sublayer(nn.Module):
@@ -126,7 +137,7 @@ class Attention(Sublayer):
         table: Tensor,
         carried: Latents | None,
         cache: "LayerCache | None" = None,
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
     ) -> tuple[Tensor, Latents]:
         """Compute attention.
 
@@ -136,7 +147,7 @@ class Attention(Sublayer):
             table: Rotary table, see `apply_rope`.
             carried: The previous block's q, k, v, o latents (b, s, r), or None.
             cache: Keys and values of earlier tokens; None if x has the whole sequence.
-            mask: Added to the scores (b, 1, s, s), see `separate`; None for causal attention.
+            mask: Of the documents, see `separate`; None for causal attention.
 
         Returns:
             The update of the residual stream (b, s, d), and this block's q, k, v, o latents
@@ -156,7 +167,7 @@ class Attention(Sublayer):
         v: Tensor,
         table: Tensor,
         cache: "LayerCache | None" = None,
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
     ) -> Tensor:
         """Rotate queries and keys, and compute causal attention.
 
@@ -179,6 +190,9 @@ class Attention(Sublayer):
         q, k = apply_rope(q, table), apply_rope(k, table)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (b, h, s, head_dim)
         grouped = q.shape[1] != k.shape[1]
+        if isinstance(mask, BlockMask):
+            out = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
+            return out.transpose(1, 2).flatten(2)
         # Called directly, so that a caller's ``sdpa_kernel`` context chooses the kernel.
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
@@ -246,7 +260,7 @@ class TransformerBlock(nn.Module):
         table: Tensor,
         carried: Latents | None = None,
         cache: "LayerCache | None" = None,
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
     ) -> tuple[Tensor, Latents | None]:
         """Run the block.
 
@@ -375,8 +389,8 @@ class LlamaModel(ModelProtocol):
         )
 
 
-def separate(documents: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the positions of tokens in their documents, and what attention adds to its scores.
+def separate(documents: Tensor, dtype: torch.dtype) -> tuple[Tensor, Mask]:
+    """Return the positions of tokens in their documents, and the mask of attention.
 
     A token attends to the earlier tokens of its own document, as if that were alone.
 
@@ -387,16 +401,22 @@ def separate(documents: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
     Returns:
         Positions (b, s), int64, from 0. The first token of a row begins a document: what a row
-        continues from an earlier one is not there. And a mask (b, 1, s, s): 0 for the tokens up to
-        one's own of the same document, else -inf.
+        continues from an earlier one is not there. And the mask: the blocks of 128 × 128 scores
+        that ``flex_attention`` computes, which takes no memory of s²; on a CPU, what is added to
+        the scores (b, 1, s, s): 0 for the tokens up to one's own of the same document, else -inf.
     """
-    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    b, s = documents.shape
+    places = torch.arange(s, device=documents.device).expand_as(documents)
     first = torch.ones_like(documents[:, :1], dtype=torch.bool)
     begins = torch.cat([first, documents[:, 1:] != documents[:, :-1]], dim=1)
     positions = places - torch.where(begins, places, 0).cummax(dim=1).values
+
+    def is_seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (documents[row, query] == documents[row, key])
+
+    if documents.device.type in BLOCK_MASK_DEVICES:
+        return positions, create_attention_mask(is_seen, b, None, s, s, device=documents.device)
     same = documents[:, :, None] == documents[:, None, :]
-    # For ``scaled_dot_product_attention``, not ``flex_attention``: that has no backward on a CPU
-    # (torch 2.13), and without a compiler it stores all scores.
     mask = torch.zeros(same.shape, dtype=dtype, device=documents.device)
     return positions, mask.masked_fill_(~same.tril_(), float("-inf"))[:, None]
 

@@ -22,7 +22,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchtitan_lr.compat.autograd import version_of
 from torchtitan_lr.compat.compiler import lower_as_identity
-from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS, TorchDispatchMode, tree_map_only
+from torchtitan_lr.compat.dispatch import (
+    ATTENTION_OPERATORS,
+    FLEX_ATTENTION,
+    FLEX_ATTENTION_CALL,
+    TorchDispatchMode,
+    tree_map_only,
+)
 
 T = TypeVar("T", bound=tuple[Any, ...])
 
@@ -81,10 +87,14 @@ def mark_in_graphs() -> None:
 class _SavedAttention(TorchDispatchMode):
     """Saves attention's output and log-sum-exp: the operator has an autograd formula of its own."""
 
+    # Else torch would run the compiled ``flex_attention`` uncompiled, with all scores in memory.
+    supports_higher_order_operators = True
+    ignore_compile_internals = classmethod(lambda cls: True)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in ATTENTION_OPERATORS:
+        if func in (*ATTENTION_OPERATORS, FLEX_ATTENTION, FLEX_ATTENTION_CALL):
             return save(lambda: func(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 

@@ -21,14 +21,23 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan_lr.compat.autograd import checkpoint_wrapper
-from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS
+from torchtitan_lr.compat.dispatch import (
+    ATTENTION_OPERATORS,
+    FLEX_ATTENTION,
+    FLEX_ATTENTION_CALL,
+)
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.families import find_family
 from torchtitan_lr.models.marks import Recomputation, mark_in_graphs
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, apply_ac, count_checkpointed_blocks_from
 
-SELECTIVE_SAVE_LIST = {torch.ops.aten.mm.default, *ATTENTION_OPERATORS}
+SELECTIVE_SAVE_LIST = {
+    torch.ops.aten.mm.default,
+    *ATTENTION_OPERATORS,
+    FLEX_ATTENTION,
+    FLEX_ATTENTION_CALL,
+}
 """Operators with outputs that ``selective_ac_option = "op"`` saves: the expensive ones.
 
 torchtitan saves every second matmul as well. Its own list lacks attention on the CPU.
@@ -46,7 +55,10 @@ is recomputed."""
 _COMPILED_SAVES = {
     attention: partial(
         create_selective_checkpoint_contexts,
-        [torch.ops.torchtitan_lr.keep.default, *(ATTENTION_OPERATORS if attention else ())],
+        [
+            torch.ops.torchtitan_lr.keep.default,
+            *((*ATTENTION_OPERATORS, FLEX_ATTENTION) if attention else ()),
+        ],
     )
     for attention in (False, True)
 }

@@ -7,6 +7,7 @@ nor torch's pipelines.
 
 from typing import Any
 
+from torch.nn.attention.flex_attention import BlockMask as BlockMask
 from torchtitan.components.loss import LossFunction as LossFunction
 from torchtitan.components.tokenizer import BaseTokenizer as BaseTokenizer
 from torchtitan.components.tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer
@@ -17,6 +18,8 @@ from torchtitan.config.job_config import ActivationCheckpoint as ActivationCheck
 from torchtitan.distributed import ParallelDims as ParallelDims
 from torchtitan.distributed import activation_checkpoint, utils
 from torchtitan.distributed.activation_checkpoint import apply_ac as apply_ac
+from torchtitan.models.attention import FlexAttentionWrapper
+from torchtitan.models.attention import create_attention_mask as create_attention_mask
 from torchtitan.protocols import BaseModelArgs as BaseModelArgs
 from torchtitan.protocols import ModelProtocol as ModelProtocol
 from torchtitan.tools.utils import GarbageCollection as GarbageCollection
@@ -24,6 +27,10 @@ from torchtitan.tools.utils import set_default_dtype as set_default_dtype
 
 # A name of our own is no re-export to mypy.
 dist_utils, OptimizerConfig = utils, Optimizer
+
+flex_attention = FlexAttentionWrapper()
+"""torch's ``flex_attention``, compiled as torchtitan does: tuned, or with ``debug.deterministic``
+not. Inside of a compiled block it becomes a part of the block's graph."""
 
 
 def mesh_of(parallel_dims: Any, name: str) -> Any:

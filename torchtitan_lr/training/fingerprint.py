@@ -8,10 +8,11 @@ settings and the tokenizer, under the TOML keys that set them.
 
 import dataclasses
 import hashlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lr.data.tokenizer import HF_FILE, resolve_assets_path
+from torchtitan_lr.data.tokenizer import HF_FILE, RANKS_DIGEST, resolve_assets_path
 from torchtitan_lr.errors import ConfigError
 
 if TYPE_CHECKING:  # checks use this before torch is loaded
@@ -43,11 +44,16 @@ def model_fingerprint(args: "LlamaArgs") -> dict[str, Any]:
 def tokenizer_digest(assets_path: str) -> str:
     """Return a digest of the contents of the tokenizer's file.
 
+    A converted rank file has its own digest: checkpoints of runs that trained from it hold that.
+
     Returns:
         ``sha256:`` and the first 16 hexadecimal digits; "" if there is no tokenizer file.
     """
-    file = resolve_assets_path(assets_path) / HF_FILE
+    folder = resolve_assets_path(assets_path)
+    file, config = folder / HF_FILE, folder / "tokenizer_config.json"
     digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+    if config.is_file():
+        digest = json.loads(config.read_bytes()).get(RANKS_DIGEST, digest)
     return digest and f"sha256:{digest[:16]}"
 
 

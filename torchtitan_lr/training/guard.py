@@ -1,19 +1,21 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Agreement of all ranks on each step: its data, gradient norm, finite loss, stop signals.
 
-Before a step one all-reduce sums the valid tokens and the read failures of all ranks, so that no
-rank starts a step whose data another rank could not read.
+One all-reduce between backward and the optimizer step is the verdict. Its result stays on the
+device: the norm clips, and the verdict skips the optimizer step. The host reads its copy of them
+after it has queued the step, at the latest before the next one. A signal that arrives before that
+all-reduce therefore stops the run after that very step.
 
-Another one of three numbers, between backward and the optimizer step, is the verdict. Its result
-stays on the device: the norm clips, and the verdict skips the optimizer step. The host reads its
-copy of them after it has queued the step, at the latest before the next one. A signal that arrives
-before that all-reduce therefore stops the run after that very step.
+The next step's data are read before it, while the device computes, and the verdict sums their valid
+tokens and read failures too. So no rank starts a step whose data another rank could not read, and
+no rank waits for others between two steps. Only a run's first step has a sum of its own.
 """
 
 import math
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
@@ -25,6 +27,7 @@ from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.data.rows import Batch
 from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.titan import IGNORE_INDEX
+from torchtitan_lr.titan.components import DataloaderExhaustedError
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -37,59 +40,102 @@ class BadDataError(RunFailedError):
     """A rank could not read its data; the run was saved in its state before the step."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepData:
     """One rank's data for one step.
 
     Attributes:
         microbatches: ``({"input": (b, s)}, labels (b, s))`` each, on the CPU.
         tokens: Valid tokens in them.
-        global_tokens: Valid tokens of all ranks' micro-batches.
-        problem: Why the step cannot be computed, the same text on all ranks; None if it can.
+        global_tokens: Valid tokens of all ranks' micro-batches; NaN until they are summed.
+        problem: Why the step cannot be computed; once summed, the same text on all ranks. None if
+            it can.
+        ended: Whether there were no more data.
     """
 
     microbatches: list[Batch]
     tokens: int
-    global_tokens: float
-    problem: str | None
+    global_tokens: float = math.nan
+    problem: str | None = None
+    ended: bool = False
+
+    @property
+    def counts(self) -> tuple[float, float, float]:
+        """What is summed over ranks: valid tokens, read failures, ends of data."""
+        return float(self.tokens), float(self.problem is not None), float(self.ended)
 
 
 class StepReader:
-    """Reads a loader's micro-batches, and combines the read failures of all ranks.
+    """Reads a loader's micro-batches, and combines the counts and failures of all ranks.
 
-    Of the ranks ``copies`` read the same rows: tensor-parallel ranks times pipeline stages.
+    The loader's position goes on when a step takes its data, not when they are read ahead: a
+    checkpoint between two steps holds the position before the second one.
+
+    Args:
+        loader: Whose position goes on.
+        device: Of the process group.
+        copies: Ranks that read the same rows: tensor-parallel ranks times pipeline stages.
+        seconds: Gets the seconds of each micro-batch's reading.
 
     Attributes:
-        host_group: The group of the counts, where the default one is not the host's.
+        sums: The counts of all ranks of what was read ahead; empty until the verdict is read.
     """
 
-    def __init__(self, loader: TokenDataLoader, device: torch.device, copies: int) -> None:
-        self._loader, self._copies = loader, copies
-        # The counts lie on the host, and so does their sum: on a device, reading it would wait for
-        # the whole step before.
-        self.host_group: dist.ProcessGroup | None = None
-        if device.type != "cpu" and dist.get_world_size() > 1:
-            self.host_group = dist.new_group(backend="gloo")
+    def __init__(
+        self, loader: TokenDataLoader, device: torch.device, copies: int, seconds: list[float]
+    ) -> None:
+        self._loader, self._device, self._copies = loader, device, copies
+        self._seconds = seconds
+        self._ahead: StepData | None = None
+        self.sums: tuple[float, ...] = ()
         self._labels = 0  # of all ranks in the last step
 
-    def read(self, data_iterator: Iterator[Batch], count: int) -> StepData:
-        """Read a step's micro-batches; call it on every rank."""
-        problem, microbatches = None, []
-        self._loader.mark = self._loader.rows
+    def read_ahead(self, data_iterator: Iterator[Batch], count: int) -> tuple[float, ...]:
+        """Read the next step's micro-batches; return this rank's counts, for the verdict."""
+        self._ahead = self._read(data_iterator, count)
+        return self._ahead.counts
+
+    def take(self, data_iterator: Iterator[Batch], count: int) -> StepData:
+        """Return a step's data: those that were read ahead, or else read here, with an own sum.
+
+        Call it on every rank.
+
+        Raises:
+            DataloaderExhaustedError: A rank has no more data; on all of them.
+        """
+        (data, self._ahead), (sums, self.sums) = (self._ahead, None), (self.sums, ())
+        if data is None or not sums or sums[2]:
+            data = self._read(data_iterator, count)
+            sums = data.counts
+            if dist.get_world_size() > 1:
+                numbers = torch.tensor(sums, dtype=torch.float64, device=self._device)
+                dist.all_reduce(numbers)
+                sums = tuple(numbers.tolist())
+        tokens, failed, ended = sums
+        if ended:
+            raise DataloaderExhaustedError
+        if failed:
+            data.problem = first_rank_with(data.problem)
+        else:
+            self._loader.rows += self._loader.stride * count
+        # Sums of integers below 2^53 are exact.
+        self._labels, data.global_tokens = int(tokens) // self._copies, tokens / self._copies
+        return data
+
+    def _read(self, data_iterator: Iterator[Batch], count: int) -> StepData:
+        data = StepData([], 0)
         try:
             for _ in range(count):
-                microbatches.append(next(data_iterator))
+                start = time.perf_counter()
+                data.microbatches.append(next(data_iterator))
+                self._seconds.append(time.perf_counter() - start)
+        except StopIteration:
+            data.ended = True
         except (ConfigError, RuntimeError) as error:  # a worker process raises the latter
-            problem = str(error)
-        tokens = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in microbatches)
-        sums = torch.tensor([tokens, problem is not None], dtype=torch.int64)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(sums, group=self.host_group)
-        global_tokens, failed = sums.tolist()
-        self._labels = global_tokens // self._copies
-        if failed:
-            problem = first_rank_with(problem)
-        return StepData(microbatches, tokens, global_tokens / self._copies, problem)
+            data.problem = str(error)
+        arrays = (labels.numpy() for _, labels in data.microbatches)
+        data.tokens = sum(int((labels != IGNORE_INDEX).sum()) for labels in arrays)
+        return data
 
     def metrics(self) -> dict[str, float]:
         """Return the shares of a mixture, and the number of labels in pairs."""
@@ -136,6 +182,8 @@ class Findings:
     """Whether any rank received a stop signal."""
     loss_is_finite: bool
     """Whether this rank's own loss is finite."""
+    counts: tuple[float, ...] = ()
+    """The sums of the counts of what was read ahead."""
 
     @property
     def rejected(self) -> bool:
@@ -148,22 +196,25 @@ class Verdict:
 
     Args:
         loss: This rank's loss of the step, a scalar on the process group's device.
-        share: This rank's share of the squared gradient norm, a scalar; see `square_share`.
+        share: This rank's share of the squared gradient norm, a scalar.
         stop: Whether this rank received a stop signal.
+        counts: Numbers of this rank to sum as well: those of `StepReader.read_ahead`.
 
     Attributes:
         norm: The norm of the full gradient, an fp64 scalar, equal on all ranks.
         rejected: 1 if the norm or a rank's loss is not finite, else 0; an fp32 scalar.
     """
 
-    def __init__(self, loss: Tensor, share: Tensor, stop: bool) -> None:
+    def __init__(
+        self, loss: Tensor, share: Tensor, stop: bool, counts: Sequence[float] = ()
+    ) -> None:
         bad = (~loss.isfinite()).double()
-        # A fill of the device's memory, not a copy from the host's.
-        stops = torch.full_like(bad, float(stop))
-        sums = torch.stack([share.to(loss.device, torch.float64), bad, stops])
+        # Fills of the device's memory, not copies from the host's.
+        known = [torch.full_like(bad, float(number)) for number in (stop, *counts)]
+        sums = torch.stack([share.to(loss.device, torch.float64), bad, *known])
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(sums)
-        square, losses, _ = sums.unbind()
+        square, losses = sums[:2].unbind()
         self.norm = square.sqrt()
         self.rejected = ((losses > 0) | ~self.norm.isfinite()).float()
         self._numbers = torch.cat([sums, bad.view(1)])
@@ -183,9 +234,9 @@ class Verdict:
         """Return the verdict on the host; waits for the all-reduce, not for the optimizer."""
         if self._copied is not None:
             self._copied.synchronize()
-        square, losses, stops, bad = self._numbers.tolist()
+        square, losses, stops, *counts, bad = self._numbers.tolist()
         norm = math.sqrt(square) if square >= 0 else math.nan
-        return Findings(norm, int(losses), stops > 0, not bad)
+        return Findings(norm, int(losses), stops > 0, not bad, tuple(counts))
 
 
 def first_rank_with(found: str | None) -> str | None:

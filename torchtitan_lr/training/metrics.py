@@ -165,7 +165,7 @@ def set_wandb_environment(job_config: JobConfig) -> None:
         known = netrc.is_file() and "wandb" in netrc.read_text()
         mode = "online" if known or os.environ.get("WANDB_API_KEY") else "offline"
     os.environ.setdefault("WANDB_MODE", mode)
-    # Its own lines and warnings; the run's address is on the console (`WandbLogger`).
+    # Its own lines and warnings; the run's address is on the console (`RunWandb`).
     os.environ.setdefault("WANDB_SILENT", "true")
 
 

@@ -3,7 +3,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -82,12 +82,24 @@ class Trainer(TitanTrainer):
         job_config.job.save_config_file = record or RUN_CONFIG
         guard.check_same_data(self.dataloader.dataset.identity)
         dims = self.parallel_dims
-        self._reader = guard.StepReader(self.dataloader, self.device, dims.non_data_parallel_size)
+        self._reader = guard.StepReader(
+            self.dataloader,
+            self.device,
+            dims.non_data_parallel_size,
+            self.metrics_processor.data_loading_times,
+        )
         self._batch_degree = dims.dp_replicate * dims.dp_shard
         stages = dims.get_optional_mesh("pp")
         self._gradients: Gradients = StoredGradients(self.model_parts, stages)
         if isinstance(self.optimizers, TSROptimizers):  # it reduces them itself
             self._gradients = self.optimizers
+            if (
+                self.device.type == "cuda"
+                and job_config.training.mixed_precision_param != "float32"
+            ):
+                # TSR-Adam's are the only fp32 products of such a run. In TF32 they are faster, with
+                # errors below those that bf16 leaves in the gradients (docs/numerics.md).
+                torch.set_float32_matmul_precision("high")
         args = self.model_parts[0].model_args
         if isinstance(args, LlamaArgs):
             tokenizer = tokenizer_digest(job_config.model.hf_assets_path)
@@ -133,7 +145,7 @@ class Trainer(TitanTrainer):
             # groups of its meshes. Saves keep theirs: ranks wait for one another's storage.
             timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
             dist_utils.set_pg_timeouts(timeout, self.parallel_dims)
-            set_timeouts(timeout, self._reader.host_group)
+            set_timeouts(timeout)
         self._settle()
         if self.interrupted:
             self.checkpointer.save_interrupted(self.step)
@@ -147,8 +159,12 @@ class Trainer(TitanTrainer):
             if changes:
                 console.info("After step %d: %s", self.step, described(changes))
 
+    def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
+        """Return the batches alone: upstream counts the tokens of what is read ahead too."""
+        return iter(data_iterable)
+
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """Run one optimizer step over all micro-batches of this rank.
+        """Run one optimizer step over all micro-batches of this rank, and read the next one's.
 
         The loss of each micro-batch is its summed token loss divided by the valid tokens of the
         global batch, so the gradients sum to those of one process with the same batch. The
@@ -157,17 +173,19 @@ class Trainer(TitanTrainer):
         Raises:
             NonFiniteError: As for `_settle`.
             BadDataError: If any rank cannot read its data; raised on all of them.
+            DataloaderExhaustedError: If a rank has no more data; likewise.
         """
         self.metrics_processor.resume()
         self._settle()  # before the gradients are gone, by which a rejected step is explained
         self.optimizers.zero_grad()
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
-        seen = self.ntokens_seen
-        data = self._reader.read(data_iterator, self.gradient_accumulation_steps)
+        data = self._reader.take(data_iterator, self.gradient_accumulation_steps)
         if data.problem is not None:
-            self.ntokens_seen = seen
             self._stop_for_data(data.problem)
         global_tokens = data.global_tokens
+        read = sum(labels.numel() for _, labels in data.microbatches)
+        self.ntokens_seen += read
+        self.metrics_processor.ntokens_since_last_log += read
 
         logs = self.metrics_processor.should_log(self.step)
         for compressor in self._residuals.compressors:
@@ -180,7 +198,10 @@ class Trainer(TitanTrainer):
             loss = self._forward_backward(data.microbatches, global_tokens)
             self._losses.append(loss.clone())  # on the device: the host does not wait for them
             share = self._gradients.reduce_and_square_norm()
-            verdict = guard.Verdict(loss, share, self._stop.name is not None)
+            counts: tuple[float, ...] = ()
+            if self.step < self.job_config.training.steps:  # while the device computes
+                counts = self._reader.read_ahead(data_iterator, self.gradient_accumulation_steps)
+            verdict = guard.Verdict(loss, share, self._stop.name is not None, counts)
             self._gradients.clip(self.job_config.training.max_norm, verdict.norm)
             self.checkpointer.maybe_wait_for_staging()
             step_unless(verdict.rejected, self.optimizers)
@@ -283,7 +304,6 @@ class Trainer(TitanTrainer):
         """Save the state before this step, and raise a BadDataError on every rank."""
         failed = self.step
         self.step -= 1
-        self.dataloader.seek(self.dataloader.mark)
         saved = self.checkpointer.newest(finite=True)
         if self.step > self._first_step:
             saved = self.checkpointer.save_interrupted(self.step)
@@ -322,6 +342,7 @@ class Trainer(TitanTrainer):
             return
         (step, verdict, global_tokens), self._unread = self._unread, None
         findings = verdict.read()
+        self._reader.sums = findings.counts
         # A run that has reached its last step is not stopped.
         self.interrupted = findings.stop and step < self.job_config.training.steps
         if self.interrupted and self.job_config.validation.enable:

@@ -75,6 +75,13 @@ def test_short_and_missing_files(recorded: bool, step: Path) -> None:
     assert damage_of(step) == "__0_0.distcp is missing"
 
 
+def test_a_damaged_name_is_a_damage(step: Path) -> None:
+    """Not an error of one rank, for which the others would wait."""
+    manifest = step / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("__0_0.distcp", "_/0_0.distcp"))
+    assert damage_of(step) == "_/0_0.distcp is missing"
+
+
 def test_ranks_share_the_files(step: Path) -> None:
     """Each file is read by one rank: only that one finds what is wrong with it."""
     for name in ("__0_0.distcp", ".metadata"):

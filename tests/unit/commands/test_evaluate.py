@@ -12,8 +12,7 @@ import torch
 from tests.commands import Command
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
 from tests.unit.hf.test_export import run_record, write_run
-from torchtitan_lr.data.sources import Source
-from torchtitan_lr.data.sources import texts as texts_of
+from torchtitan_lr.data.sources import Reader, Source
 from torchtitan_lr.hf.loading import load_for_inference
 from torchtitan_lr.hf.text import Document, EvaluationSet
 from torchtitan_lr.titan import IGNORE_INDEX
@@ -151,7 +150,7 @@ def test_the_number_of_validation_is_repeated(small_library, tmp_path, capsys):
     (tmp_path / "job_config.json").write_text(json.dumps(record))
     found = json.loads(command(capsys, step, "--as_validated", "--json", "--device", "cpu")[1])
     _, tokenizer = load_for_inference(step)
-    documents = [encode(tokenizer, text) for text in texts_of(Source("python_stdlib"), True)]
+    documents = [encode(tokenizer, text) for text in Reader(Source("python_stdlib")).texts(True)]
     losses = sequence_losses(model.eval(), windows(documents, 48))
     assert found["tokens"] == losses.numel()
     assert found["loss"] == pytest.approx(losses.mean().item(), rel=1e-12)

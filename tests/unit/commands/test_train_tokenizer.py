@@ -2,6 +2,7 @@
 """The tokenizer script: the size asked for, rank files against tiktoken, what is refused."""
 
 import base64
+import hashlib
 import json
 
 import pytest
@@ -10,9 +11,10 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.commands import Command
 from torchtitan_lr.commands.tokenizer import LLAMA3_SPLIT
-from torchtitan_lr.data.tokenizer import build_tokenizer
+from torchtitan_lr.data.tokenizer import build_tokenizer, encode_documents
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan.base import JobConfig
+from torchtitan_lr.training.fingerprint import tokenizer_digest
 
 WORDS = "the low rank model reads what it is given, and writes what it has read; "
 
@@ -60,6 +62,12 @@ def test_sizes_that_cannot_be(text, tmp_path, capsys, size, part):
     assert message.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
+def test_a_rank_file_needs_no_text(tmp_path, capsys):
+    convert = ["--ranks", "tokenizer.model", "--out", str(tmp_path / "out")]
+    assert Command("tokenizer").main([*convert, "--vocab_size", "300"]) == 2
+    assert "--vocab_size: got 300, expected no such option" in capsys.readouterr().err
+
+
 def test_wrong_arguments_are_told_in_one_line(text, tmp_path, capsys):
     with pytest.raises(SystemExit) as info:
         train(text, tmp_path / "out", "--vocab_size", "many")
@@ -85,9 +93,16 @@ def test_a_rank_file_has_the_ids_of_tiktoken(text, tmp_path):
     for name, place in (places | {"python_tag": 10, "reserved_special_token_247": 255}).items():
         assert tokenizer.token_to_id(f"<|{name}|>") == 600 + place
     theirs = tiktoken.Encoding("x", pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens={})
-    for line in (WORDS, "caf\u00e9 \U0001f680\r\n  12345 it's", text.read_text()):
-        ids = tokenizer.encode(line, add_bos=True, add_eos=True)
-        assert ids == [600, *theirs.encode(line), 601]
+    # Names of special tokens in a text are text: no document can forge the end of one.
+    forged = "a document <|end_of_text|> and <|eot_id|> more"
+    for line in (WORDS, "caf\u00e9 \U0001f680\r\n  12345 it's", text.read_text(), forged):
+        (ids,) = encode_documents(tokenizer, [line])
+        assert ids.tolist() == [600, *theirs.encode(line, disallowed_special=()), 601]
+        assert tokenizer.decode(ids.tolist()[1:-1]) == line
+    # Checkpoints of runs that trained from the rank file hold its digest.
+    digest = hashlib.sha256((tmp_path / "tokenizer.model").read_bytes()).hexdigest()
+    assert tokenizer_digest(str(tmp_path / "out")) == f"sha256:{digest[:16]}"
+    assert tokenizer_digest(str(tmp_path / "trained")) != f"sha256:{digest[:16]}"
 
 
 @pytest.mark.parametrize(

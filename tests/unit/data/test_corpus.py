@@ -1,9 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The record of a prepared folder, and the faults that it finds."""
 
-import os
-import shutil
-
 import numpy as np
 import pytest
 
@@ -35,47 +32,34 @@ def test_a_prepared_folder(tmp_path, loss):
     assert build(tmp_path / "c", loss, start=1).identity != found.identity
 
 
-def test_a_shard_stays_in_its_folder(tmp_path):
-    build(tmp_path)
-    path = tmp_path / "corpus.json"
-    path.write_text(path.read_text().replace("train-00000", "../../etc/passwd"))
-    corpus = Corpus.open(tmp_path)
-    with pytest.raises(DataError, match=f"{tmp_path}/passwd.idx"):
-        corpus.shard(corpus.train[0])
+FAULTS = {
+    "cut": ("train-00000.bin", lambda content, _: content[:-1], "it was cut"),
+    "flipped": ("train-00000.bin", lambda content, _: b"\xff" + content[1:], "were changed"),
+    "foreign": ("train-00001.idx", lambda _, folder: read_index(folder), "is of another .bin"),
+    "missing": ("train-00001.bin", lambda *_: None, "a readable pair"),
+}
 
 
-def test_faults_are_found_before_a_run(tmp_path):
-    corpus = build(tmp_path / "a")
-    first, second = (tmp_path / "a" / f"train-0000{i}" for i in range(2))
+def read_index(folder):
+    return (folder / "held_out-00000.idx").read_bytes()
 
-    def refused(why):
-        with pytest.raises(DataError, match=why) as found:
-            Corpus.open(tmp_path / "a").check()
-        assert "\n" not in str(found.value)
 
-    content = first.with_suffix(".bin").read_bytes()
-    first.with_suffix(".bin").write_bytes(content[:-1])
-    refused("it was cut")
-    first.with_suffix(".bin").write_bytes(b"\xff" + content[1:])  # a flipped token
-    refused("were changed")
-    first.with_suffix(".bin").write_bytes(content)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found_before_a_run(tmp_path, monkeypatch, name):
+    corpus, (file, change, why) = build(tmp_path), FAULTS[name]
     corpus.check()
-    index = second.with_suffix(".idx").read_bytes()
-    shutil.copy(tmp_path / "a" / "held_out-00000.idx", second.with_suffix(".idx"))
-    refused("index is of another .bin")
-    second.with_suffix(".idx").write_bytes(index)
-    os.unlink(second.with_suffix(".bin"))
-    refused("a readable pair")
-
-
-def test_a_large_corpus_is_checked_in_part(tmp_path, monkeypatch):
-    corpus = build(tmp_path / "a")
-    monkeypatch.setattr("torchtitan_lr.data.corpus.CHECKED_BYTES", 0)
-    path = tmp_path / "a" / "train-00000.bin"
-    path.write_bytes(b"\xff" + path.read_bytes()[1:])
-    corpus.check()
-    with pytest.raises(DataError, match="were changed"):
-        corpus.check_shard(corpus.train[0])
+    content = change((tmp_path / file).read_bytes(), tmp_path)
+    (tmp_path / file).unlink()
+    if content is not None:
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(DataError, match=why) as found:
+        Corpus.open(tmp_path).check()
+    assert "\n" not in str(found.value)
+    if name == "flipped":  # of a large corpus only `prepare --verify` finds it
+        monkeypatch.setattr("torchtitan_lr.data.corpus.CHECKED_BYTES", 0)
+        corpus.check()
+        with pytest.raises(DataError, match=why):
+            corpus.check_shard(corpus.train[0])
 
 
 def test_a_folder_of_another_writer(tmp_path):
@@ -90,7 +74,13 @@ def test_a_folder_of_another_writer(tmp_path):
 def test_what_is_no_corpus(tmp_path):
     with pytest.raises(ConfigError, match=r"a folder with corpus\.json"):
         Corpus.open(tmp_path)
+    build(tmp_path)
+    path = tmp_path / "corpus.json"
+    path.write_text(path.read_text().replace("train-00000", "../../etc/passwd"))
+    corpus = Corpus.open(tmp_path)
+    with pytest.raises(DataError, match=f"{tmp_path}/passwd.idx"):  # it stays in its folder
+        corpus.shard(corpus.train[0])
     for text in ("{", "[]", '{"format": "other"}'):
-        (tmp_path / "corpus.json").write_text(text)
+        path.write_text(text)
         with pytest.raises(DataError, match="a record of format"):
             Corpus.open(tmp_path)

@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The loader: the same global batches for any split, and exact resume from one integer."""
 
-from collections import Counter
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -45,7 +43,7 @@ def build(rows, ranks=1, local=B, total=B, **options):
 
 
 def steps(loaders, n):
-    """Return n global batches: (n, B, s) of inputs, labels and, with pairs, documents."""
+    """Take n global batches: (n, B, s) of inputs, labels and, with pairs, documents."""
     found = []
     readers = [iter(loader) for loader in loaders]
     for _ in range(n * loaders[0].microbatches):
@@ -54,6 +52,8 @@ def steps(loaders, n):
             values = [inputs["input"], labels, inputs.get(DOCUMENTS, torch.zeros_like(labels))]
             assert all(value.dtype == torch.int64 for value in values)
             found.append(torch.stack(values, 1))
+    for loader in loaders:
+        loader.rows += n * loader.microbatches * loader.stride
     return torch.cat(found).unflatten(0, (n, -1))
 
 
@@ -61,39 +61,24 @@ SPLITS = [(1, 24), (1, 4), (2, 6), (3, 8), (4, 2), (8, 3), (8, 1)]
 """Ranks and rows of a micro-batch."""
 
 
-@pytest.mark.parametrize("which", [1, 3], ids=["one", "mixture"])
-def test_global_batches_do_not_depend_on_the_split(corpora, which):
-    rows = rows_of(corpora, which)
-    expected = steps(build(rows), 7)
-    for ranks, local in SPLITS[1:]:
-        assert torch.equal(steps(build(rows, ranks, local), 7), expected)
-    # The rows, and not the batches, are in the order: twice as large ones are two of these.
-    assert torch.equal(steps(build(rows, 2, 6, 2 * B), 3).flatten(0, 1), expected[:6].flatten(0, 1))
-    assert not torch.equal(steps(build(rows_of(corpora, which, seed=1)), 7), expected)
-
-
-def test_an_epoch_has_each_window_once_and_the_next_ones_another_order(corpora):
-    found = steps(build(rows_of(corpora), 2, 3), 3 * WINDOWS // B + 1).flatten(0, 1)
+@pytest.mark.parametrize("seed", [0, None])
+def test_an_epoch_has_each_window_once_and_the_next_ones_another_order(corpora, seed):
+    found = steps(build(rows_of(corpora, seed=seed), 2, 3), 3 * WINDOWS // B + 1).flatten(0, 1)
     first = found[: 3 * WINDOWS, 0, 0].unflatten(0, (3, WINDOWS)).tolist()
     expected = list(range(0, WINDOWS * (S + 1), S + 1))
     assert [sorted(epoch) for epoch in first] == [expected] * 3
-    assert len({tuple(epoch) for epoch in [*first, expected]}) == 4
+    assert len({tuple(epoch) for epoch in [*first, expected]}) == (1 if seed is None else 4)
     assert torch.equal(found[:, 1], found[:, 0] + 1)
-    in_order = steps(build(rows_of(corpora, seed=None), 2, 3), 4)
-    assert in_order.flatten(0, 1)[: 2 * WINDOWS - 4, 0, 0].tolist() == (expected * 2)[:-4]
 
 
 def test_the_rows_of_a_mixture_are_those_of_its_parts_in_their_shares(corpora):
-    rows = rows_of(corpora, 3)
-    loader = build(rows)[0]
+    loader = build(rows_of(corpora, 3))[0]
     found = steps([loader], 9).flatten(0, 1)
     part_of = torch.bucketize(found[:, 0, 0], torch.tensor([999, 1999]))
-    for n in range(1, len(found) + 1):
-        counts = Counter(part_of[:n].tolist())
-        assert all(abs(counts[part] - n * w / 9) < 1 for part, w in enumerate((5, 3, 1)))
+    shares = (torch.bincount(part_of) / torch.tensor(len(found), dtype=torch.float64)).tolist()
     names = [f"data_share/{name}" for name in ("text", "more", "pairs")]
-    shares = torch.bincount(part_of) / torch.tensor(len(found), dtype=torch.float64)
-    assert loader.shares() == dict(zip(names, shares.tolist(), strict=True))
+    assert loader.shares() == dict(zip(names, shares, strict=True))
+    assert shares == pytest.approx([5 / 9, 3 / 9, 1 / 9])
     # Rows of text are one document each, those of pairs three (with the padding).
     documents = [len(set(row.tolist())) for row in found[:, 2]]
     assert set(zip(part_of.tolist(), documents, strict=True)) == {(0, 1), (1, 1), (2, 2)}
@@ -102,43 +87,38 @@ def test_the_rows_of_a_mixture_are_those_of_its_parts_in_their_shares(corpora):
 
 @pytest.mark.parametrize("which", [1, 3], ids=["one", "mixture"])
 @pytest.mark.parametrize("done", range(6))
-def test_resume_is_exact_after_every_step_at_any_split(corpora, which, done, tmp_path):
+def test_batches_and_a_resume_do_not_depend_on_the_split(corpora, which, done, tmp_path):
     rows = rows_of(corpora, which)
-    saved = build(rows, 4, 2)
-    if done:
-        steps(saved, done)
+    saved, whole = build(rows, 4, 2), steps(build(rows), done + 4)
+    assert done == 0 or torch.equal(steps(saved, done), whole[:done])
     assert all(loader.state_dict()["rows"] == done * B for loader in saved)
     dcp.save({"dataloader": saved[3]}, checkpoint_id=tmp_path, no_dist=True)
-    expected = steps(saved, 4)
-    for ranks, local in SPLITS:
-        loaders = build(rows, ranks, local)
+    # The rows, and not the batches, are in the order: one of twice the size is two of these.
+    for ranks, local, total in [*((*split, B) for split in SPLITS), (2, 6, 2 * B)]:
+        loaders = build(rows, ranks, local, total)
         for loader in loaders:
             assert loader.check_checkpoint(str(tmp_path), read_metadata(tmp_path))
             dcp.load({"dataloader": loader}, checkpoint_id=tmp_path, no_dist=True)
-        assert torch.equal(steps(loaders, 4), expected)
+        found = steps(loaders, 4 * B // total)
+        assert torch.equal(found.flatten(0, 1), whole[done:].flatten(0, 1))
+    assert not torch.equal(steps(build(rows_of(corpora, which, seed=1)), done + 4), whole)
 
 
-def test_a_step_that_is_taken_back(corpora):
-    """Between micro-batches too; the reader goes back with its loader."""
-    loader = build(rows_of(corpora), 1, 2)[0]
-    reader = iter(loader)
-    labels = [next(reader)[1].tolist() for _ in range(8)]
-    loader.seek(10)
-    assert loader.state_dict()["rows"] == 10
-    assert [next(reader)[1].tolist() for _ in range(3)] == labels[5:]
-
-
-def test_worker_processes_read_the_same_and_their_reading_ahead_is_no_position(corpora):
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "prefetch_factor": 3}])
+def test_what_is_read_ahead_is_no_position(corpora, options):
+    """The reader goes to a position with its loader, between micro-batches too."""
     rows = rows_of(corpora, 3)
-    workers = build(rows, 2, 3, num_workers=2, prefetch_factor=3)
-    expected = steps(build(rows, 2, 3), 4)
-    assert torch.equal(steps(workers, 2), expected[:2])
-    assert workers[0].state_dict()["rows"] == 2 * B
-    for loader in workers:
-        loader.seek(B)
-    assert torch.equal(steps(workers, 2), expected[1:3])
-    for loader in workers:
-        loader.close()
+    expected = steps(build(rows, 1, 4), 3).flatten(0, 1).unflatten(0, (-1, 4))
+    loader = build(rows, 1, 4, **options)[0]
+    reader = iter(loader)
+    for start in (0, 2):  # the micro-batch
+        loader.seek(4 * start)
+        for micro_batch in expected[start : start + 8]:
+            inputs, labels = next(reader)
+            assert torch.equal(inputs["input"], micro_batch[:, 0])
+            assert torch.equal(labels, micro_batch[:, 1])
+        assert loader.state_dict()["rows"] == 4 * start
+    loader.close()
 
 
 OLD = {"sample_index": 48, "global_batch_size": 24, "corpus": "local blocks=1", "lane_0": "{}"}

@@ -6,33 +6,23 @@ import struct
 import numpy as np
 import pytest
 
-from torchtitan_lr.data.indexed import IndexedDataset, IndexedWriter
+from tests.support.corpora import write_shard
+from torchtitan_lr.data.indexed import IndexedDataset
 from torchtitan_lr.errors import DataError
 
 DOCUMENTS = [[5, 6, 7], [1], [], [9, 9, 40_000, 3]]
 HEADER = 34
 
 
-def write(prefix, dtype=np.uint16, documents=DOCUMENTS):
-    writer = IndexedWriter(prefix, dtype)
-    for document in documents:
-        writer.append(np.array(document, dtype=dtype), np.array([len(document)]))
-    writer.finish()
-    return IndexedDataset(prefix)
-
-
-def assert_same_files(first, second):
-    for suffix in (".bin", ".idx"):
-        assert first.with_suffix(suffix).read_bytes() == second.with_suffix(suffix).read_bytes()
-
-
 def test_tokens_lengths_and_ends_of_a_file_of_ours(tmp_path):
-    found = write(tmp_path / "a")
+    write_shard(tmp_path / "a", np.uint16, DOCUMENTS)
+    found = IndexedDataset(tmp_path / "a")
     assert found.read().tolist() == [5, 6, 7, 1, 9, 9, 40_000, 3]
     assert (found.lengths.tolist(), found.ends.tolist()) == ([3, 1, 0, 4], [3, 4, 4, 8])
     assert (found.num_tokens, found.num_documents, found.num_sequences) == (8, 4, 4)
     found.check()
-    assert write(tmp_path / "b", documents=[]).num_tokens == 0
+    write_shard(tmp_path / "b", np.uint16, [])
+    assert IndexedDataset(tmp_path / "b").num_tokens == 0
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.uint8])
@@ -41,7 +31,7 @@ def test_megatron_reads_ours_and_we_read_megatrons(tmp_path, dtype):
     import torch
 
     documents = [[token % 200 for token in document] for document in DOCUMENTS if document]
-    write(tmp_path / "ours", dtype, documents)
+    write_shard(tmp_path / "ours", dtype, documents)
     theirs = megatron.IndexedDataset(str(tmp_path / "ours"))
     assert [part.tolist() for part in theirs] == documents
     assert theirs.document_indices.tolist() == [0, 1, 2, 3]
@@ -51,18 +41,9 @@ def test_megatron_reads_ours_and_we_read_megatrons(tmp_path, dtype):
         builder.add_item(torch.tensor(document))
         builder.end_document()
     builder.finalize(str(tmp_path / "theirs.idx"))
-    assert_same_files(tmp_path / "ours", tmp_path / "theirs")
-
-
-def test_a_writer_goes_on_behind_what_it_keeps(tmp_path):
-    write(tmp_path / "whole")
-    first = IndexedWriter(tmp_path / "cut", np.uint16)
-    first.append(np.array([5, 6, 7, 1, 2, 2]), np.array([3, 1, 2]))
-    first.close()
-    second = IndexedWriter(tmp_path / "cut", np.uint16, documents=2, tokens=4)
-    second.append(np.array(DOCUMENTS[3]), np.array([0, 4]))
-    second.finish()
-    assert_same_files(tmp_path / "cut", tmp_path / "whole")
+    for end in ("bin", "idx"):
+        ours, theirs = ((tmp_path / f"{name}.{end}").read_bytes() for name in ("ours", "theirs"))
+        assert ours == theirs
 
 
 @pytest.mark.parametrize(
@@ -86,7 +67,7 @@ def test_a_writer_goes_on_behind_what_it_keeps(tmp_path):
     ],
 )
 def test_a_hostile_index_is_refused(tmp_path, offset, data, why):
-    write(tmp_path / "a")
+    write_shard(tmp_path / "a", np.uint16, DOCUMENTS)
     with (tmp_path / "a.idx").open("r+b") as file:
         file.seek(offset)
         file.write(data)
@@ -95,18 +76,10 @@ def test_a_hostile_index_is_refused(tmp_path, offset, data, why):
     assert "\n" not in str(found.value)
 
 
-def test_cut_and_foreign_files_are_refused(tmp_path):
-    write(tmp_path / "a")
-    write(tmp_path / "b", documents=[[1], [2, 3]])
-    for name, size in (("a.bin", 15), ("a.bin", 14), ("a.idx", 60), ("a.idx", 20)):
-        content = (tmp_path / name).read_bytes()
-        (tmp_path / name).write_bytes(content[:size])
-        with pytest.raises(DataError):
-            IndexedDataset(tmp_path / "a")
-        (tmp_path / name).write_bytes(content)
-    (tmp_path / "a.idx").write_bytes((tmp_path / "b.idx").read_bytes())
-    with pytest.raises(DataError, match="index is of another"):
-        IndexedDataset(tmp_path / "a")
-    (tmp_path / "a.bin").unlink()
-    with pytest.raises(DataError, match="a readable pair"):
+@pytest.mark.parametrize(("end", "size"), [("bin", 15), ("bin", 14), ("idx", 60), ("idx", 20)])
+def test_a_file_that_was_cut_is_refused(tmp_path, end, size):
+    write_shard(tmp_path / "a", np.uint16, DOCUMENTS)
+    path = tmp_path / f"a.{end}"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(DataError, match="it was cut" if end == "bin" else "format|intact index"):
         IndexedDataset(tmp_path / "a")

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Pairs and chats: which tokens are labels, which records and templates are refused."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -30,7 +31,7 @@ MESSAGES = [{"role": role, "content": content} for role, content in CHAT]
 RECORD = parse_pair({"messages": MESSAGES})
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def plain():
     return HuggingFaceTokenizer(str(ASSETS))
 
@@ -62,25 +63,18 @@ def test_a_bad_record_is_named_with_what_was_expected(record, want):
         parse_pair(record)
 
 
-def test_labels_are_the_answer_and_the_end(plain):
-    tokens = PairEncoder(plain).encode(pair("def f(x):", " return 1\n"))
-    prompt = plain.encode("def f(x):", add_bos=True, add_eos=False)
-    assert (~tokens[: len(prompt)]).tolist() == prompt
-    answer = tokens[len(prompt) :].tolist()
-    assert answer[-1] == plain.eos_id and plain.decode(answer) == " return 1\n"
-    assert prompt + answer == plain.encode("def f(x): return 1\n", add_bos=True, add_eos=True)
-
-
-def test_a_prompt_keeps_its_tokens_where_the_text_would_merge_them(plain):
-    """Generation never sees the answer, so training must not let it change the prompt's end."""
-    prompt, answer = "def mai", "n(x)"
+@pytest.mark.parametrize(("prompt", "answer"), [("def f(x):", " return 1\n"), ("def mai", "n(x)")])
+def test_labels_are_the_answer_and_the_end(plain, prompt, answer):
+    """Generation never sees the answer: it must not change the prompt's tokens."""
     alone = plain.encode(prompt, add_bos=True, add_eos=False)
-    merged = plain.encode(prompt + answer, add_bos=True, add_eos=False)
-    assert merged[: len(alone)] != alone  # otherwise this shows nothing
+    together = plain.encode(prompt + answer, add_bos=True, add_eos=True)
     encoder, record = PairEncoder(plain), pair(prompt, answer)
     tokens = encoder.encode(record)
+    labels = [t for t in tokens if t >= 0]
     assert [~t for t in tokens if t < 0] == alone == (~encoder.encode(record, False)).tolist()
-    assert plain.decode([t for t in tokens if t >= 0]) == answer
+    assert labels[-1] == plain.eos_id and plain.decode(labels) == answer
+    # The second pair shows something: the text's tokens are others.
+    assert (alone + labels == together) == (prompt != "def mai")
 
 
 def test_every_answer_of_a_chat_is_a_label(plain):
@@ -88,36 +82,38 @@ def test_every_answer_of_a_chat_is_a_label(plain):
     tokens = PairEncoder(plain).encode(parse_pair(chat(*turns, ("assistant", "d"))))
     labels = [t for t in tokens if t >= 0]
     assert labels.count(plain.eos_id) == 2 and plain.decode(labels) == "bd"
-    text = plain.decode([t if t >= 0 else ~t for t in tokens])
-    expected = "### System:\nrule\n\n### User:\na\n\n### Assistant:\nb"
-    assert text == expected + "\n\n### User:\nc\n\n### Assistant:\nd"
+    text = "### System:\nrule\n\n### User:\na\n\n### Assistant:\nb"
+    text += "\n\n### User:\nc\n\n### Assistant:\nd"
+    assert plain.decode([t if t >= 0 else ~t for t in tokens]) == text
 
 
-def folder_with(place, template=None, in_config=None):
-    """A tokenizer's folder with a template in its own file, in the configuration, or in none."""
+def folder_with(place, template, where="file"):
+    """A tokenizer's folder with a template in its own file or in the configuration."""
     shutil.copytree(ASSETS, place, dirs_exist_ok=True)
     config = json.loads((place / "tokenizer_config.json").read_text())
-    marks = ("<|start|>", "<|stop|>")
-    config["added_tokens_decoder"] = {
-        str(4096 + i): {"content": text, "special": True} for i, text in enumerate(marks)
-    }
-    config |= {} if in_config is None else {"chat_template": in_config}
-    (place / "tokenizer_config.json").write_text(json.dumps(config))
-    if template is not None:
+    marks = enumerate(("<|start|>", "<|stop|>"), 4096)
+    config["added_tokens_decoder"] = {str(i): {"content": t, "special": True} for i, t in marks}
+    if where == "file":
         (place / "chat_template.jinja").write_text(template)
+    else:
+        named = [{"name": "tools", "template": "x"}, {"name": "default", "template": template}]
+        config["chat_template"] = template if where == "config" else named
+    (place / "tokenizer_config.json").write_text(json.dumps(config))
     return HuggingFaceTokenizer(str(place))
 
 
+@pytest.mark.parametrize("where", ["file", "config", "names"])
 @pytest.mark.parametrize("bos", [True, False])
-def test_tokens_and_labels_are_those_of_transformers(tmp_path, bos):
+def test_tokens_and_labels_are_those_of_transformers(tmp_path, bos, where):
     template = MARKED if bos else MARKED.removeprefix("{{- bos_token }}")
-    tokenizer = folder_with(tmp_path, template)
+    tokenizer = folder_with(tmp_path, template, where)
     options = {"bos_token": tokenizer.bos_token, "chat_template": template}
     reference = PreTrainedTokenizerFast(tokenizer_object=tokenizer.tokenizer, **options)
     expected = reference.apply_chat_template(
         MESSAGES, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     encoder = PairEncoder(tokenizer)
+    assert encoder.digest == hashlib.sha256(template.encode()).hexdigest()[:8]
     tokens = encoder.encode(RECORD).tolist()
     assert [t if t >= 0 else ~t for t in tokens] == list(expected["input_ids"])
     assert [int(t >= 0) for t in tokens] == list(expected["assistant_masks"])
@@ -127,15 +123,6 @@ def test_tokens_and_labels_are_those_of_transformers(tmp_path, bos):
     # Pairs take no template.
     plain = encoder.encode(pair("a", "b")).tolist()
     assert plain == [~0, *(~t for t in tokenizer.encode("a")), *tokenizer.encode("b"), 1]
-
-
-def test_the_config_can_hold_the_template_too(tmp_path):
-    digest = PairEncoder(folder_with(tmp_path / "file", MARKED)).digest
-    named = [{"name": "tools", "template": "x"}, {"name": "default", "template": MARKED}]
-    for i, given in enumerate((MARKED, named)):
-        found = PairEncoder(folder_with(tmp_path / str(i), in_config=given))
-        assert found.segments(MESSAGES)[0].text.endswith("What is mai<|stop|><|start|>assistant\n")
-        assert found.digest == digest != ""
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,18 @@
 
 import fcntl
 import json
-import logging
 import multiprocessing
 import os
 import time
+from pathlib import Path
 
 import pytest
 
+from torchtitan_lr.checks.values import check_data
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data import prepare
 from torchtitan_lr.data.corpus import Corpus
 from torchtitan_lr.data.prepare import ensure_prepared, free, prepare_for_ranks, wanted
-from torchtitan_lr.data.rows import check_corpora
 from torchtitan_lr.errors import ConfigError, DataError
 
 LINES = [json.dumps({"text": f"Line {i} of {i * i} words. " * 3}) + "\n" for i in range(200)]
@@ -48,18 +48,21 @@ def test_a_run_prepares_once_and_its_ranks_find_it(tmp_path, config, monkeypatch
     assert (part.weight, part.name) == (1.0, "local")
     corpus = Corpus.open(part.folder)
     assert sum(info.documents for info in corpus.train + corpus.held_out) == 200
-    before = corpus.train[0].sha256, os.stat(part.folder / "corpus.json").st_ino
     # A rank neither lists the files nor opens the tokenizer.
     monkeypatch.setattr(prepare, "Reader", None)
     monkeypatch.setattr(prepare, "build_tokenizer", None)
     monkeypatch.setenv(prepare.PREPARED, variables[prepare.PREPARED])
-    assert ensure_prepared(job) == [part]
-    assert ensure_prepared(job, "validation") == [part]
-    assert (corpus.train[0].sha256, os.stat(part.folder / "corpus.json").st_ino) == before
+    assert ensure_prepared(job) == ensure_prepared(job, "validation") == [part]
 
 
-def test_a_changed_file_or_tokenizer_is_another_folder(tmp_path, config):
+def test_the_folder_follows_the_file_and_not_how_it_was_named(tmp_path, config, monkeypatch):
     first = ensure_prepared(config())[0].folder
+    monkeypatch.setenv("TORCHTITAN_LR_CALLER", str(tmp_path))  # where the command was typed
+    assert ensure_prepared(config(path="a.jsonl"))[0].folder == first
+    monkeypatch.setenv("TORCHTITAN_LR_CALLER", str(tmp_path.parent))
+    assert ensure_prepared(config(path=f"{tmp_path.name}/a.json*"))[0].folder == first
+    with pytest.raises(ConfigError, match="an existing file"):
+        ensure_prepared(config(path="a.jsonl"))
     os.utime(tmp_path / "a.jsonl", ns=(1, 1))
     second = ensure_prepared(config())[0].folder
     assert first != second
@@ -68,16 +71,6 @@ def test_a_changed_file_or_tokenizer_is_another_folder(tmp_path, config):
         file.write(LINES[0])
     third = ensure_prepared(config())[0].folder
     assert Corpus.open(third).identity != Corpus.open(first).identity
-
-
-def test_paths_are_relative_to_where_the_command_was_typed(tmp_path, config, monkeypatch):
-    here = ensure_prepared(config())[0].folder
-    monkeypatch.setenv("TORCHTITAN_LR_CALLER", str(tmp_path))
-    assert ensure_prepared(config(path="a.jsonl"))[0].folder == here
-    monkeypatch.setenv("TORCHTITAN_LR_CALLER", str(tmp_path.parent))
-    assert ensure_prepared(config(path=f"{tmp_path.name}/a.json*"))[0].folder == here
-    with pytest.raises(ConfigError, match="an existing file"):
-        ensure_prepared(config(path="a.jsonl"))
 
 
 def test_records_that_another_run_was_allowed_to_lose(tmp_path, config):
@@ -102,10 +95,11 @@ def test_a_mixture_has_a_folder_and_a_share_for_each(tmp_path, config):
     assert [(part.name, part.weight) for part in parts] == [("a", 0.75), ("local", 0.25)]
     assert len({part.folder for part in parts}) == 2
     for entry, why in [
-        ({"dataset": "local", "path": "x", "wieght": 1}, "one of the keys dataset, path, weight"),
+        ({"dataset": "local", "path": "x", "wieght": 1}, "one of the keys dataset, weight, path"),
         ({"path": "x"}, "a corpus such as 'local'"),
         ({"dataset": "local", "path": "x", "weight": 0}, "a positive number"),
-        ({"dataset": "local", "path": "x", "weight": "1"}, "a number"),
+        ({"dataset": "local", "path": "x", "weight": "1"}, "a positive number"),
+        ({"dataset": "local", "path": 1}, "a string"),
         ({"dataset": "local", "path": "x", "name": "a"}, "different names"),
     ]:
         job.training.mixture = [{"dataset": "cpython", "name": "a"}, entry]
@@ -130,24 +124,30 @@ def test_how_much_of_a_dataset_of_the_hub_is_prepared(config):
     named = {"dataset": "hf", "dataset_path": "a/b@1.0"}
     (both,) = sources_of(**named)
     assert (both.paths, both.part, both.tokens) == (("a/b@1.0",), "both", 8000)
+    assert sources_of(**named, hf_streaming=False)[0].tokens is None
     for steps in (9, 99):
         fixed = sources_of(f"--training.steps={steps} --training.hf_tokens=7000", **named)
         assert [source.tokens for source in fixed] == [7000]
-    assert sources_of(**named, hf_streaming=False)[0].tokens is None
+    # Where the entry of a mixture has its own split, the held-out one stays what it is.
+    entry = {"dataset": "hf", "path": "a/b", "hf_split": "web", "hf_name": "en"}
+    train, held_out = sources_of(mixture=[entry], hf_held_out="test")
+    assert (train.split, held_out.split, held_out.config) == ("web", "test", "en")
 
 
 def test_a_prepared_folder_of_the_user(tmp_path, config):
-    folder = ensure_prepared(config())[0].folder
+    folder = Path(ensure_prepared(config())[0].folder)
     job = config("--training.dataset=prepared", f"--training.dataset_path={folder}", path=None)
-    assert ensure_prepared(job)[0].folder == folder
+    assert ensure_prepared(job)[0].folder == str(folder)
     shard = folder / "train-00000.bin"
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(DataError, match="it was cut"):
         prepare_for_ranks(job, 1)
 
 
-def test_two_runs_prepare_a_folder_once(tmp_path, config, monkeypatch):
+def test_two_runs_prepare_a_folder_once_and_train_at_the_same_time(tmp_path, config, monkeypatch):
     log, tokenize = tmp_path / "log", prepare.tokenize
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(3)
 
     def note(text):
         with log.open("a") as file:
@@ -160,41 +160,25 @@ def test_two_runs_prepare_a_folder_once(tmp_path, config, monkeypatch):
 
     def run():
         note(Corpus.open(ensure_prepared(config())[0].folder).identity)
+        barrier.wait(30)  # none waits for the end of another, which keeps its lock
 
     monkeypatch.setattr(prepare, "tokenize", slow)
-    children = [multiprocessing.get_context("fork").Process(target=run) for _ in range(3)]
+    children = [context.Process(target=run) for _ in range(3)]
     for child in children:
         child.start()
     for child in children:
         child.join()
+    assert [child.exitcode for child in children] == [0, 0, 0]
     lines = log.read_text().splitlines()
     assert (lines.count("prepares"), len(lines), len(set(lines))) == (1, 4, 2)
 
 
-def test_a_run_does_not_wait_for_the_end_of_another_that_prepared_its_folder(tmp_path, config):
-    folder = ensure_prepared(config())[0].folder  # and this process has its lock
-    folder.rename(tmp_path / "aside")
-
-    def run():
-        prepare._held.clear()
-        assert ensure_prepared(config())[0].folder == folder
-
-    child = multiprocessing.get_context("fork").Process(target=run)
-    child.start()
-    child.join(1)
-    assert child.is_alive()
-    (tmp_path / "aside").rename(folder)
-    child.join(20)
-    child.kill()
-    assert child.exitcode == 0
-
-
-def test_the_oldest_unused_folders_go(tmp_path, config):
+def test_the_oldest_unused_folders_go(tmp_path, config, monkeypatch):
     store, folders = tmp_path / "store", []
     (store / "of the user").mkdir(parents=True)
     for age, lines in enumerate((200, 50, 70)):
         (tmp_path / f"{age}.jsonl").write_text("".join(LINES[:lines]))
-        folders.append(ensure_prepared(config(path=tmp_path / f"{age}.jsonl"))[0].folder)
+        folders.append(Path(ensure_prepared(config(path=tmp_path / f"{age}.jsonl"))[0].folder))
         os.utime(store / "locks" / folders[-1].name, (age + 1, age + 1))
     assert free(store, 1) > 1  # this process reads all of them
     assert all(folder.exists() for folder in folders)
@@ -204,16 +188,11 @@ def test_the_oldest_unused_folders_go(tmp_path, config):
     assert free(store, sizes[0] + sizes[2]) == sizes[0] + sizes[2]
     assert [folder.exists() for folder in folders] == [True, False, True]  # the first is in use
     assert (store / "of the user").exists()
-    ensure_prepared(config(path=tmp_path / "1.jsonl"))  # is prepared again
-    assert folders[1].exists()
-
-
-def test_a_file_system_without_locks(tmp_path, config, monkeypatch):
+    # On a file system without locks it is prepared again, and nothing is deleted.
     monkeypatch.setattr(fcntl, "flock", lambda *_: os.truncate("/no/such", 0))  # an OSError
-    folder = ensure_prepared(config())[0].folder
-    prepare._held.pop(folder).close()
-    free(tmp_path / "store", 0)
-    assert folder.exists()
+    ensure_prepared(config(path=tmp_path / "1.jsonl"))
+    free(store, 0)
+    assert all(folder.exists() for folder in folders)
 
 
 @pytest.mark.parametrize("pattern", ["a.jsonl", "*.jsonl", "../corpus", "link.jsonl"])
@@ -223,13 +202,10 @@ def test_validation_on_files_that_are_trained_on_is_refused(tmp_path, config, pa
     (tmp_path / "corpus/a.jsonl").symlink_to(tmp_path / "a.jsonl")
     (tmp_path / "other.jsonl").write_text("".join(LINES[:9]))
     named = "--validation.enable --validation.dataset=local --validation.dataset_path="
-    with pytest.raises(ConfigError) as error:
-        check_corpora(config(f"{named}{tmp_path}/corpus/{pattern}"), 1)
-    text = str(error.value)
-    assert text.startswith("validation.dataset_path: got ") and "\n" not in text
-    assert "not trained on" in text and "validation.dataset = 'training'" in text
+    with pytest.raises(ConfigError, match=r"^validation\.dataset_path: got .*not trained on .*;"):
+        check_data(config(f"{named}{tmp_path}/corpus/{pattern}"), 1, "cpu")
     job = config(f"{named}{tmp_path}/other.jsonl", "--validation.seq_len=16")
-    check_corpora(job, 1)
+    check_data(job, 1, "cpu")
     corpus = Corpus.open(ensure_prepared(job, "validation")[0].folder)
     assert (corpus.tokens(), corpus.tokens(held_out=True) > 100) == (0, True)
 
@@ -241,25 +217,23 @@ USUAL = "--validation.enable --training.seq_len=16 --validation.seq_len=16"
 def test_a_part_without_one_sequence_is_refused(config, section):
     (part,) = ensure_prepared(config(USUAL))
     tokens = Corpus.open(part.folder).tokens(held_out=section == "validation")
-    check_corpora(config(USUAL, f"--{section}.seq_len={tokens - 1}"), 1)
-    with pytest.raises(ConfigError) as error:
-        check_corpora(config(USUAL, f"--{section}.seq_len={tokens}"), 1)
-    text = str(error.value)
-    assert text.startswith(f"{section}.seq_len: got {tokens}, expected at most {tokens - 1}: ")
-    assert f"has {tokens} tokens" in text and "\n" not in text
+    check_data(config(USUAL, f"--{section}.seq_len={tokens - 1}"), 1, "cpu")
+    want = (
+        f"^{section}.seq_len: got {tokens}, expected at most {tokens - 1}: .*has {tokens} tokens$"
+    )
+    with pytest.raises(ConfigError, match=want):
+        check_data(config(USUAL, f"--{section}.seq_len={tokens}"), 1, "cpu")
 
 
 def test_warnings_of_a_small_held_out_part_and_of_pairs_that_are_cut(tmp_path, config, caplog):
-    with caplog.at_level(logging.WARNING):
-        check_corpora(config(USUAL, "--validation.local_batch_size=2"), 1)
-        assert not caplog.text
-        check_corpora(config(USUAL, "--validation.local_batch_size=400"), 1)
+    check_data(config(USUAL, "--validation.local_batch_size=2"), 1, "cpu")
+    assert not caplog.text
+    check_data(config(USUAL, "--validation.local_batch_size=400"), 1, "cpu")
     assert "fewer than a validation batch of 400" in caplog.text
     records = [{"prompt": f"a{i}", "completion": " b" * 20 * (i % 2) + "c"} for i in range(60)]
     records += [{"prompt": "long " * 40, "completion": f"b{i}"} for i in range(7)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    with caplog.at_level(logging.WARNING):
-        check_corpora(config("--training.seq_len=16"), 1)
+    check_data(config("--training.seq_len=16"), 1, "cpu")
     assert "are longer than training.seq_len = 16 and are cut" in caplog.text
     with pytest.raises(ConfigError, match=r"^training.seq_len: got 1, expected more tokens: in"):
-        check_corpora(config("--training.seq_len=1"), 1)
+        check_data(config("--training.seq_len=1"), 1, "cpu")

@@ -1,18 +1,35 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Packed documents give the loss and the gradients of each document alone (fp64)."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.documents import masks_of_blocks
 from tests.unit.tiny import FAMILIES, build_tiny
+from torchtitan_lr.compat.dispatch import (
+    ATTENTION_OPERATORS,
+    FLEX_ATTENTION,
+    FLEX_ATTENTION_CALL,
+)
 from torchtitan_lr.data.rows import labelled
+from torchtitan_lr.estimate.memory import mask_bytes
 from torchtitan_lr.models.llama import separate
 from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 from torchtitan_lr.titan import IGNORE_INDEX
 
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 BOS, EOS = 0, 1
 LENGTHS = [(7, 2, 12, 11), (1, 30, 1), (32,)]  # of the documents of each row
+
+
+@pytest.fixture(params=["added", "blocks"])
+def mask(request):
+    with masks_of_blocks() if request.param == "blocks" else nullcontext():
+        yield
 
 
 def documents():
@@ -64,6 +81,7 @@ def together(model, change=None):
     tokens = torch.cat([inputs, labels[:, -1:]], dim=1).numpy()
     batch, labels = labelled(tokens, begins=tokens == BOS)
     found = batch["documents"] if change is None else change(batch["documents"])
+    inputs, found, labels = (x.to(model.freqs_cis.device) for x in (inputs, found, labels))
     loss = cross_entropy_sum(model(inputs, documents=found), labels)
     loss.backward()
     return loss.detach(), gradients(model)
@@ -83,24 +101,66 @@ CASES += [("cola", {"lanes": 2, "sync_fraction": 0.5})]
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)
-def test_loss_and_gradients_are_those_of_each_document(family, changes):
+def test_loss_and_gradients_are_those_of_each_document(family, changes, mask):
     model = build_tiny(family, torch.float64, **changes)
     expected = alone(model)
     assert difference(together(model), expected) < 1e-12
     assert difference(together(model, change=torch.zeros_like), expected) > 1e-2
 
 
+class Runs(TorchDispatchMode):
+    """Counts forward runs of attention."""
+
+    supports_higher_order_operators = True
+    ignore_compile_internals = classmethod(lambda cls: True)
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (*ATTENTION_OPERATORS, FLEX_ATTENTION, FLEX_ATTENTION_CALL)
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("save_attention", [True, False])
-def test_low_rank_checkpointing(save_attention):
+def test_low_rank_checkpointing(save_attention, mask):
     model = build_tiny("lax", torch.float64)
     expected = together(model)
     apply_low_rank_checkpoint(model, save_attention)
-    assert difference(together(model), expected) < 1e-12
+    with Runs() as runs:
+        assert difference(together(model), expected) < 1e-12
+    assert runs.count == len(model.layers) * (1 if save_attention else 2)
 
 
-def test_compiled_blocks():
+def visible_attention(q, k, v, block_mask, scale, enable_gqa, return_lse):
+    """Attention by products, which Inductor compiles on a CPU."""
+    places = torch.arange(q.shape[2])
+    rows = torch.arange(len(q))[:, None, None]
+    seen = block_mask.mask_mod(rows, None, places[:, None], places)
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~seen[:, None], float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+@pytest.mark.nightly
+def test_compiled_attention_in_blocks_that_are_not():
+    """Low-rank checkpointing saves the results of a region that is compiled as torchtitan does."""
+    options = {"wrap_inductor_compiled_regions": True}
+    model = build_tiny("cola", torch.float64)
+    expected = together(model)
+    with masks_of_blocks(torch.compile(visible_attention, options=options)):
+        for save_attention, times in ((True, 1), (False, 2)):
+            again = build_tiny("cola", torch.float64)
+            apply_low_rank_checkpoint(again, save_attention)
+            with Runs() as runs:
+                assert difference(together(again), expected) < 1e-12
+            # Backward of a region is one more.
+            assert runs.count == len(model.layers) * (times + 1)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_compiled_blocks(checkpointed, mask):
     model = build_tiny("cola", torch.float64, n_layers=1)
     expected = together(model)
+    if checkpointed:
+        apply_low_rank_checkpoint(model, save_attention=True)
     for block in model.layers.values():
         block.compile(fullgraph=True, backend="aot_eager")
     assert difference(together(model), expected) < 1e-12
@@ -111,3 +171,14 @@ def test_positions_restart_and_later_documents_are_hidden():
     assert separate(found, torch.float64)[0].tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
     seen = (separate(torch.tensor([[1, 1, 2]]), torch.float64)[1] == 0)[0, 0]
     assert seen.tolist() == [[True, False, False], [True, True, False], [False, False, True]]
+
+
+def test_a_mask_of_blocks_is_small_and_skips_what_no_token_sees():
+    found = torch.arange(4).repeat_interleave(512)[None]  # of 2,048 tokens
+    with masks_of_blocks():
+        _, blocks = separate(found, torch.bfloat16)
+    # Of 16 × 16 blocks of scores, 4 documents have 4 × 4 each, 10 of them not above the diagonal.
+    assert int(blocks.kv_num_blocks.sum() + blocks.full_kv_num_blocks.sum()) == 40
+    tensors = [x for x in blocks.as_tuple() if isinstance(x, torch.Tensor)]
+    assert sum(x.nbytes for x in tensors) == mask_bytes(2048)
+    assert 100 * mask_bytes(2048) < separate(found, torch.bfloat16)[1].nbytes == 2 * 2048**2

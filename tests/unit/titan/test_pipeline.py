@@ -21,7 +21,7 @@ def test_pipelining_the_arguments_of_a_stage():
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "PipelineStage"
     ]
     found = [(len(call.args), [keyword.arg for keyword in call.keywords]) for call in calls]
-    assert found == [(4, ["group"])], changed("calls of PipelineStage", "titan/pipeline.py")
+    assert found == [(4, ["group"])], changed("calls of PipelineStage", "titan/specs.py")
 
 
 DEVICE, GROUP = torch.device("cpu"), object()

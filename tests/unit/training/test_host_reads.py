@@ -6,6 +6,7 @@ On a CPU nothing has to wait, so the test counts the operators that would make a
 
 import math
 from collections import Counter
+from itertools import count
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ LISTS = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 
 class Reads(TorchDispatchMode):
-    """Counts reads of values, copies that block the host, and all-reduces, while `on`.
+    """Counts reads of values, copies that block the host, and all-reduces.
 
     Args:
         host: Counters that are on the host by design, whose reads do not count.
@@ -41,15 +42,14 @@ class Reads(TorchDispatchMode):
         self.host = {tensor.untyped_storage().data_ptr() for tensor in host}
         self.found = Counter()
         self.sums = 0
-        self.on = True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         reads = name in self.names or self.blocks(name, args, kwargs)
-        if self.on and reads and args[0].untyped_storage().data_ptr() not in self.host:
+        if reads and args[0].untyped_storage().data_ptr() not in self.host:
             self.found[name] += 1
-        self.sums += self.on and name.startswith(("allreduce", "all_reduce"))
+        self.sums += name.startswith(("allreduce", "all_reduce"))
         return func(*args, **kwargs)
 
     @staticmethod
@@ -79,40 +79,32 @@ RUNS = {
 }
 
 
-def step(trainer, bad=False, seed=0):
-    """One step as upstream's loop takes it; a bad one has a loss that is no number."""
+def step(trainer, bad=False, seed=0, batches=None):
+    """One step as upstream's loop takes it; a bad one has a loss that is no number.
+
+    It reads ahead if there are more batches than its own.
+    """
     assert trainer.should_continue_training()
     trainer.step += 1
     (model,) = trainer.model_parts
     handle = model.register_forward_hook(lambda *call: call[-1] * (math.nan if bad else 1.0))
-    trainer.train_step(iter(microbatches(seed, valid=(16,))))
+    trainer.train_step(batches or iter(microbatches(seed, valid=(16,))))
     handle.remove()
 
 
-def counted(trainer, monkeypatch, names=READS):
-    """The reads and the all-reduces of a third step, but for those of its data."""
+def counted(trainer, names=READS):
+    """The reads and the all-reduces of a third step, from the verdict before it to its own."""
     host = []
     if isinstance(trainer.optimizers, TSROptimizers):
-        host = [count for part in trainer.optimizers for count in part.counters]
+        host = [number for part in trainer.optimizers for number in part.counters]
     reads = Reads(host, names)
-    monkeypatch.setattr(trainer._reader, "read", without(reads, trainer._reader.read))
+    batches = (batch for seed in count() for batch in microbatches(seed, valid=(16,)))
     for _ in range(2):
-        step(trainer)
+        step(trainer, batches=batches)
     with reads:
-        step(trainer)
+        step(trainer, batches=batches)
         assert trainer.should_continue_training()  # reads the verdict of the third
     return reads.found, reads.sums
-
-
-def without(reads, call):
-    def run(*args):
-        reads.on = False
-        try:
-            return call(*args)
-        finally:
-            reads.on = True
-
-    return run
 
 
 @pytest.mark.parametrize(("options", "ranks"), RUNS.values(), ids=RUNS)
@@ -123,18 +115,25 @@ def test_a_step_reads_nothing_and_sums_once(options, ranks, tmp_path, monkeypatc
     limit = ["--training.max_skipped_steps=9"]
     with tiny_trainer(tmp_path, *OPTIONS, *limit, *options, ranks=ranks) as trainer:
         assert bool(compressors_of(trainer.model_parts)) == ("grad_compression" in str(options))
-        found, sums = counted(trainer, monkeypatch)
+        found, sums = counted(trainer)
         assert found == {}
-        # Norm, finite losses and signals of all ranks travel together.
+        # Norm, finite losses, signals and the next step's counts of all ranks travel together.
         assert sums == (ranks > 1)
 
 
+def test_a_sum_between_two_steps_is_noticed(tmp_path, monkeypatch):
+    """The control: a reader that reads nothing ahead."""
+    with tiny_trainer(tmp_path, *OPTIONS, "--training.max_skipped_steps=9", ranks=2) as trainer:
+        monkeypatch.setattr(trainer._reader, "read_ahead", lambda *_: ())
+        assert counted(trainer)[1] == 2
+
+
 @pytest.mark.parametrize("moments", ["rotate", "reset"])
-def test_a_refresh_reads_nothing_and_copies_no_list(moments, tmp_path, monkeypatch):
+def test_a_refresh_reads_nothing_and_copies_no_list(moments, tmp_path):
     each = [f"--optimizer.tsr_{name}refresh_interval=1" for name in ("", "embedding_")]
     options = [*TSR[:3], *each, f"--optimizer.tsr_moments={moments}"]
     with tiny_trainer(tmp_path, *OPTIONS, *options) as trainer:
-        assert counted(trainer, monkeypatch, READS | LISTS)[0] == {}
+        assert counted(trainer, READS | LISTS)[0] == {}
         stacks = [stack for part in trainer.optimizers for stack in part.stacks]
         assert stacks and all((stack.refreshes == 3).all() for stack in stacks)
     # The control.
@@ -152,10 +151,10 @@ def test_a_decision_of_the_host_is_noticed(tmp_path, monkeypatch):
 
     with tiny_trainer(tmp_path / "host", *OPTIONS) as trainer, monkeypatch.context() as patch:
         patch.setattr(trainer_module, "step_unless", on_host)
-        assert counted(trainer, patch)[0] == {"_local_scalar_dense": 1}
+        assert counted(trainer)[0] == {"_local_scalar_dense": 1}
     foreach = "--optimizer.implementation=foreach"
     with tiny_trainer(tmp_path / "foreach", *OPTIONS, foreach) as trainer:
-        assert counted(trainer, monkeypatch)[0]["_local_scalar_dense"] > 1
+        assert counted(trainer)[0]["_local_scalar_dense"] > 1
 
 
 def test_what_blocks_is_counted():

@@ -14,8 +14,9 @@ import torch
 
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
 from tests.unit.tiny_trainer import history, tiny_trainer
-from torchtitan_lr.data.sources import Source, texts
+from torchtitan_lr.data.sources import Reader, Source
 from torchtitan_lr.titan import IGNORE_INDEX
+from torchtitan_lr.titan.components import DataloaderExhaustedError
 from torchtitan_lr.training.guard import NonFiniteError
 
 LR, EPS, DECAY = 1e-2, 1e-3, 0.1
@@ -185,6 +186,58 @@ def test_a_batch_without_labels_is_named(trainer, caplog):
         step(trainer, nothing)
 
 
+def test_a_step_whose_data_have_ended_is_left_out(trainer):
+    """What was read ahead counts with its step alone."""
+    data = [batch for seed in range(3) for batch in microbatches(seed)][:-1]
+    batches = trainer.batch_generator(data)
+    for tokens in (48, 96):
+        trainer.step += 1
+        trainer.train_step(batches)
+        assert trainer.ntokens_seen == trainer.dataloader.rows * 8 == tokens
+    before = parameters(trainer.model_parts[0])
+    with pytest.raises(DataloaderExhaustedError):
+        trainer.train_step(batches)
+    assert_equal(parameters(trainer.model_parts[0]), before)
+    assert trainer.ntokens_seen == trainer.dataloader.rows * 8 == 96
+
+
+def test_a_checkpoint_holds_the_position_before_what_was_read_ahead(tmp_path, monkeypatch):
+    options = [*RECIPE, "--checkpoint.enable", "--checkpoint.interval=2"]
+
+    def train(trainer, until, ahead=0):
+        """Return the labels of each step."""
+        found, real = [], trainer._reader.take
+
+        def take(*args):
+            data = real(*args)
+            found.append([labels.tolist() for _, labels in data.microbatches])
+            return data
+
+        monkeypatch.setattr(trainer._reader, "take", take)
+        batches = trainer.batch_generator(trainer.dataloader)
+        while trainer.step < until and trainer.should_continue_training():
+            trainer.step += 1
+            trainer.train_step(batches)
+            assert trainer.dataloader.rows == 6 * trainer.step + ahead
+            trainer.checkpointer.save(trainer.step, last_step=trainer.step == 4)
+        return found
+
+    with tiny_trainer(tmp_path / "whole", *options) as trainer:
+        expected = train(trainer, 4)
+    assert len(set(map(str, expected))) == 4
+    with tiny_trainer(tmp_path / "parts", *options) as trainer:
+        assert train(trainer, 2) == expected[:2]
+        read = trainer._reader._ahead.microbatches
+        assert [labels.tolist() for _, labels in read] == expected[2]
+    with tiny_trainer(tmp_path / "parts", *options) as trainer:
+        assert trainer.checkpointer.load()
+        assert train(trainer, 4) == expected[2:]
+    with tiny_trainer(tmp_path / "parts", *options) as trainer:  # the control
+        assert trainer.checkpointer.load(step=2)
+        trainer.dataloader.seek(trainer.dataloader.rows + 6)  # where the reader was
+        assert train(trainer, 3, ahead=6)[0] != expected[2]
+
+
 def test_rates_and_tokens_of_each_step(trainer):
     batches = trainer.batch_generator(batch for seed in range(4) for batch in microbatches(seed))
     for _ in range(4):
@@ -223,7 +276,7 @@ def test_what_lies_between_steps_is_not_training_time(trainer, monkeypatch):
         clock.now += seconds
 
     def loaded():
-        for seed in range(3):
+        for seed in range(4):
             for batch in microbatches(seed):
                 passes(2)
                 yield batch
@@ -235,7 +288,7 @@ def test_what_lies_between_steps_is_not_training_time(trainer, monkeypatch):
         trainer.train_step(batches)
         passes(1000)  # a validation and a save
     # The first window began before the clock was changed. Three micro-batches of 16 tokens, each
-    # loaded in 2 s and computed in 1 s.
+    # computed in 1 s, and the next step's loaded in 2 s.
     for record in history(trainer)[1:]:
         assert record["time_metrics/end_to_end(s)"] == 9
         assert record["throughput/tokens_per_s_per_device"] == pytest.approx(48 / 9, rel=EXACT)
@@ -250,7 +303,7 @@ def test_validation_by_hand(tmp_path):
         trainer.validator.validate(trainer.model_parts, 1)
         encode = partial(trainer.tokenizer.encode, add_bos=False, add_eos=False)
         begin, end = trainer.tokenizer.bos_id, trainer.tokenizer.eos_id
-        held_out = islice(texts(Source("python_stdlib"), held_out=True), 2)
+        held_out = islice(Reader(Source("python_stdlib")).texts(held_out=True), 2)
         sequences = windows([[begin, *encode(text), end] for text in held_out], 8)[:6]
         expected = sequence_losses(on_cpu(trainer.model_parts[0]), sequences).mean().item()
         assert trainer.validator.last_loss == pytest.approx(expected, rel=EXACT)

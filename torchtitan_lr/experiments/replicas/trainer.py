@@ -215,16 +215,14 @@ class ReplicaTrainer(Trainer):
         Returns:
             The sums over all ranks of the members, and the norm of the nominal loss's gradient.
         """
-        group, ranks, metrics = self._members.group, dist.get_world_size(), self.metrics_processor
+        group, ranks = self._members.group, dist.get_world_size()
         step = self._positions.taken[self._section.replica_id]
         try:
             # A lost step's data are kept; their tokens count only once they are committed.
             if self._pending is None or self._pending[0] != step:
                 if self.dataloader.rows != step * self._rows:
                     self.dataloader.seek(step * self._rows)
-                counts = self.ntokens_seen, metrics.ntokens_since_last_log
-                data = self._reader.read(data_iterator, self.gradient_accumulation_steps)
-                self.ntokens_seen, metrics.ntokens_since_last_log = counts
+                data = self._reader.take(data_iterator, self.gradient_accumulation_steps)
                 if data.problem is not None:
                     self._stop_for_data(data.problem)
                 self._pending = step, data

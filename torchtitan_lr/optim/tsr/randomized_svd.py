@@ -19,6 +19,8 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from torchtitan_lr.compat.linalg import convergence_on_device
+
 Axis = Literal["rows", "columns"]
 
 
@@ -117,8 +119,8 @@ def randomized_svd(
     # B = QᵀG (k, n), kept as Bᵀ = Q_b·R_b; then B = R_bᵀ·Q_bᵀ, and its SVD is that of a k×k matrix.
     b = yield from summed(_times(gradients, q, transposed=True), "rows", replicas)
     q_b, r_b = yield from tsqr(b, "columns", mesh_dims)
-    # A non-finite gradient makes R_b non-finite on every rank, and LAPACK would raise. Its singular
-    # values become NaN instead, and so does the gradient's norm.
+    # A non-finite gradient makes R_b non-finite on every rank, where a decomposition may not end.
+    # Its singular values become NaN instead, and so does the gradient's norm.
     small_left, values, small_right = _small_svd(torch.nan_to_num(r_b.mT, 0.0, 0.0, 0.0))
     values = values + (r_b * 0).sum(dim=(-2, -1))[:, None]
     # U = QŨ and V = Ṽ, the first r columns.
@@ -147,16 +149,23 @@ def _small_svd(square: Tensor) -> SVD:
     symmetric decomposition, where a GPU computes the SVDs of a batch one after the other. Squares
     lose half of fp64's digits, which leaves σ exact to 1e-7 where it is above rounding error. Wider
     dtypes have no such room, and take the SVD itself.
+
+    The host does not ask whether the decomposition converged: σ is NaN where it did not.
     """
-    if square.dtype != torch.float32:
-        left, values, right = torch.linalg.svd(square)
-        return SVD(left, values, right.mT)
-    wide = square.double()
-    squares, right = torch.linalg.eigh(wide.mT @ wide)
-    values, right = squares.clamp(min=0).sqrt().flip(-1), right.flip(-1)
-    # A vanishing σ divides rounding noise: by no less than 1e-9 of the largest, or of no matrix 0.
-    least = (values[..., :1] * 1e-9).clamp(min=torch.finfo(torch.float64).tiny)
-    left = wide @ right / torch.maximum(values, least)[..., None, :]
+    with convergence_on_device(square.device) as failed:
+        if square.dtype != torch.float32:
+            left, values, right = torch.linalg.svd(square)
+            right = right.mT
+        else:
+            wide = square.double()
+            squares, right = torch.linalg.eigh(wide.mT @ wide)
+            values, right = squares.clamp(min=0).sqrt().flip(-1), right.flip(-1)
+            # A vanishing σ divides rounding noise: by no less than 1e-9 of the largest, or of no
+            # matrix 0.
+            least = (values[..., :1] * 1e-9).clamp(min=torch.finfo(torch.float64).tiny)
+            left = wide @ right / torch.maximum(values, least)[..., None, :]
+    for code in failed:
+        values = values.masked_fill(code[:, None] != 0, torch.nan)
     return SVD(left.to(square.dtype), values.to(square.dtype), right.to(square.dtype))
 
 

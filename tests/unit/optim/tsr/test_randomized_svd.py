@@ -3,9 +3,11 @@ import pytest
 import torch
 
 from tests.reference.solve_alone import solve_alone
+from tests.unit.compat.test_linalg import reads
 from torchtitan_lr.optim.tsr.randomized_svd import (
     Gather,
     Sum,
+    _small_svd,
     draw_basis,
     draw_sketches,
     randomized_svd,
@@ -39,6 +41,20 @@ def test_exact_where_the_sketch_is_as_wide_as_the_matrix(size):
         torch.testing.assert_close(svd.values[i], s[:4])
         best = (u[:, :4] * s[:4]) @ vt[:4]
         torch.testing.assert_close((svd.left[i] * svd.values[i]) @ svd.right[i].T, best)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_the_host_reads_nothing(dtype):
+    gradients = [draw(9, 7, seed=seed).to(dtype) for seed in range(2)]
+    svd = randomized_svd(gradients, draw(2, 7, 4).to(dtype), 3, 1)
+    assert reads(lambda: solve_alone(svd)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_values_are_no_numbers_where_the_decomposition_does_not_end(dtype):
+    spoilt = draw(2, 5, 5).to(dtype)
+    spoilt[1, 2, 3] = torch.inf
+    assert _small_svd(spoilt).values.isnan().any(1).tolist() == [False, True]
 
 
 @pytest.mark.parametrize("ratio", [0.9, 0.55, 0.2])

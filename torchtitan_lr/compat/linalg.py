@@ -1,0 +1,40 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Decompositions that do not wait for the device.
+
+Tested with torch 2.11, 2.13 and 2.15.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+# Takes a replacement back; the public ``Library`` can only be deleted.
+from torch.library import _scoped_library
+
+
+@contextmanager
+def convergence_on_device(device: torch.device) -> Iterator[list[Tensor]]:
+    """Let `torch.linalg.eigh` and `svd` keep on the device whether they converged.
+
+    Both end with the operator ``aten::_linalg_check_errors``, which reads this on the host to raise
+    an error; torch has no argument against it. Inside of the context the operator does nothing, in
+    all threads. If upstream checks in another way, the host waits again and the list stays empty; a
+    test fails first.
+
+    Args:
+        device: Of the matrices.
+
+    Yields:
+        What the operator gets, int32 (b,) per call: 0 where the result is good.
+    """
+    found: list[Tensor] = []
+
+    def keep(info: Tensor, api_name: str, *, is_matrix: bool) -> None:
+        found.append(info)
+
+    with _scoped_library("aten", "IMPL") as library:
+        key = torch._C._dispatch_key_for_device(device.type)
+        library.impl("_linalg_check_errors", keep, key)
+        yield found
