@@ -127,11 +127,8 @@ class Membership:
             section.address,
             lambda: {"id": section.replica_id, "commits": self._commits, "run": run},
         )
-        # The other replicas connect to this store, so it is not the ranks' own.
-        port = None
-        if rank == 0:
+        if rank == 0:  # The other replicas connect to this store, so it is not the ranks' own.
             self._store = dist.TCPStore(section.address, 0, is_master=True, wait_for_workers=False)
-            port = self._store.port
         self._manager = Manager(
             pg=self.group,
             load_state_dict=trainer.heal,
@@ -143,7 +140,7 @@ class Membership:
             rank=rank,
             world_size=ranks,
             store_addr=section.address,
-            store_port=from_first_rank(port),
+            store_port=from_first_rank(self._store.port if rank == 0 else None),
             lighthouse_addr=f"http://{section.lighthouse}",
             replica_id=f"replica_{section.replica_id}",
             hostname=section.address,

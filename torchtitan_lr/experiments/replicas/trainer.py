@@ -41,9 +41,6 @@ from torchtitan_lr.training.trainer import Trainer
 if TYPE_CHECKING:
     from torchtitan_lr.experiments.replicas.membership import Membership
 
-COMMITS_FILE = "commits.jsonl"
-"""Committed steps, in the private folder of each replica."""
-
 
 class Sums:
     """Numbers of a step, summed over all ranks of the members.
@@ -114,7 +111,7 @@ class ReplicaTrainer(Trainer):
         return super().should_continue_training()
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """Try the next step with those that are there, until it is committed.
+        """Try the next step with those that are there, until it is committed; record it.
 
         Raises:
             QuorumError: Too few replicas came together in time.
@@ -144,6 +141,7 @@ class ReplicaTrainer(Trainer):
         if self._section.digests:
             dist.all_gather_object(digests, self.digest())
         sent = members.group.bytes_sent - bytes_before
+        # Every committed step; the metrics have those that are logged.
         record = {
             "replicas": members.group.replicas,
             "taken": self._positions.taken,
@@ -156,10 +154,10 @@ class ReplicaTrainer(Trainer):
             "digest": "-".join(digests) if self._section.digests else None,
         }
         if dist.get_rank() == 0:
-            HistoryLogger(Path(self.job_config.job.dump_folder) / COMMITS_FILE).log(
-                record, self.step
-            )
+            path = Path(self.job_config.job.dump_folder) / "commits.jsonl"
+            HistoryLogger(path).log(record, self.step)
         if self.metrics_processor.should_log(self.step):
+            losses = sums.loss, sums.largest
             extra = {
                 "n_tokens_seen": self.ntokens_seen,
                 "lr": lr,
@@ -169,9 +167,7 @@ class ReplicaTrainer(Trainer):
                 "comm_bytes/replicas": sent,
                 **self._reader.metrics(),
             }
-            self.metrics_processor.log(
-                self.step, sums.loss, sums.largest, norm, extra_metrics=extra
-            )
+            self.metrics_processor.log(self.step, *losses, norm, extra_metrics=extra)
         self.metrics_processor.pause()
 
     def write_record(self) -> None:
