@@ -39,7 +39,7 @@ from torchtitan_lr.collectives import (
     start_sum,
     wait,
 )
-from torchtitan_lr.models.marks import save
+from torchtitan_lr.models.marks import end_recomputation, save
 from torchtitan_lr.models.norms import (
     Reduction,
     down_products,
@@ -91,6 +91,7 @@ class _GatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, silu: bool, weight: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
+        end_recomputation(gate, up, weight)
         ctx.silu = silu
         compute = lambda: (F.linear(Gated(gate, up, silu).product(), weight),)  # noqa: E731
         # Low-rank checkpointing repeats up-projections.
@@ -153,6 +154,7 @@ class _SharedLinear(torch.autograd.Function):
             gather = lambda: tuple(all_gather([x], shared.ranks, shared.dim))  # noqa: E731
             (whole,) = save(gather) if shared.saved == "input" else gather()
         ctx.save_for_backward(whole, *weights)
+        end_recomputation(whole, *weights)
         ctx.shared = shared
         if shared.separate:
             return tuple(

@@ -77,6 +77,22 @@ def save(compute: Callable[[], T]) -> T:
     return tree_map_only(Tensor, Tensor.detach, saved)
 
 
+def end_recomputation(*last: Tensor | None) -> None:
+    """End a recomputation that needs only these tensors: backward does not need what they yield.
+
+    Call it in the forward of an autograd Function before its product, with what the Function saves.
+    Autograd itself collects that only afterwards: the block's last product would run for nothing.
+    """
+    running = None if torch.compiler.is_compiling() else getattr(_thread, "running", None)
+    if running is None or running.kept_next is None:
+        return
+    found = [x.detach() for x in last if x is not None]
+    recorded = any(x is not None and x.requires_grad for x in last)
+    if recorded and len(running.collected) + len(found) == len(running.shapes):
+        running.collected += found
+        raise _AllFound
+
+
 def mark_in_graphs() -> None:
     """Let graphs that are compiled from now on contain the marks, and cost nothing there."""
     global _marks_in_graphs
@@ -117,6 +133,8 @@ class Recomputation:
     Attributes:
         kept: The results that `save` keeps, and how often each had been changed in place.
         kept_next: In backward, the next of them; None in forward.
+        shapes: Of the tensors that autograd saves, with their dtypes.
+        collected: In backward, those of them that the present recomputation has reached.
     """
 
     def __init__(
@@ -132,15 +150,16 @@ class Recomputation:
         self._attention: AbstractContextManager[Any] = (
             _SavedAttention() if save_attention else nullcontext()
         )
-        self._shapes: list[tuple[torch.Size, torch.dtype]] = []
+        self.shapes: list[tuple[torch.Size, torch.dtype]] = []
+        self.collected: list[Tensor] = []
         self._found: dict[int, Tensor] = {}
 
     def forward(self) -> Any:
         """Run the function; autograd gets numbers in place of the tensors that it saves."""
 
         def pack(x: Tensor) -> int:
-            self._shapes.append((x.shape, x.dtype))
-            return len(self._shapes) - 1
+            self.shapes.append((x.shape, x.dtype))
+            return len(self.shapes) - 1
 
         with saved_tensors_hooks(pack, self._unpack):
             return self._run(None, self.args, self.kwargs)
@@ -162,11 +181,11 @@ class Recomputation:
         """
         if number in self._found:
             return self._found.pop(number)
-        found: list[Tensor] = []
+        found = self.collected = []
 
         def collect(x: Tensor) -> None:
             found.append(x.detach())
-            if len(found) == len(self._shapes):
+            if len(found) == len(self.shapes):
                 raise _AllFound
 
         with torch.enable_grad():
@@ -179,7 +198,7 @@ class Recomputation:
             )
             with saved_tensors_hooks(collect, lambda x: x), suppress(_AllFound):
                 self._run(0, args, kwargs)
-        if [(x.shape, x.dtype) for x in found] != self._shapes:
+        if [(x.shape, x.dtype) for x in found] != self.shapes:
             raise RuntimeError(
                 "low-rank checkpointing: the recomputation took another path than the forward "
                 "pass; was it under a context, such as sdpa_kernel, that ended?"
@@ -187,5 +206,5 @@ class Recomputation:
         # ``torch.utils.checkpoint`` finds them anew for every call of autograd. The weights' half
         # of a split backward is one call per linear: a block would run as often, and what each
         # call leaves would stay until the last.
-        self._found = dict(enumerate(found))
+        self._found, self.collected = dict(enumerate(found)), []
         return self._found.pop(number)
