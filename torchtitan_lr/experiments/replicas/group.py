@@ -20,20 +20,15 @@ import socket
 import stat
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchft import ProcessGroupGloo
-from torchft.process_group import _ErrorSwallowingWork
-from torchft.work import _DummyWork
 
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.titan import logger
-
-Endpoint = tuple[str, int]
-"""Address and port."""
 
 
 class LostReplicaError(RuntimeError):
@@ -66,7 +61,7 @@ class ReplicaGroup(ProcessGroupGloo):
         self.place = self._count = self.bytes_sent = 0
         self.failure: Exception | None = None
         self._store: Any = None
-        self._listens: set[Endpoint] = set()
+        self._listens: set[tuple[str, int]] = set()
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> dist.ProcessGroup:
         """Connect the members of a new quorum; torchft calls this with their store.
@@ -131,13 +126,30 @@ class ReplicaGroup(ProcessGroupGloo):
         return self._guarded(super().broadcast, tensor_list, opts)
 
     def _guarded(self, start: Callable[..., Any], tensors: list[Tensor], opts: Any) -> Any:
+        work = None
         if self.failure is None:
             self.bytes_sent += sum(tensor.nbytes for tensor in tensors)
             try:
-                return _ErrorSwallowingWork(self, start(tensors, opts), tensors)
+                work = start(tensors, opts)
             except Exception as error:
                 self.report_error(error)
-        return _DummyWork(tensors)
+        return GuardedWork(self, work)
+
+
+class GuardedWork(NamedTuple):
+    """A collective under way, or none after a failure; the group's ``failure`` says which."""
+
+    group: ReplicaGroup
+    work: Any
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end; the group's ``failure`` says whether there is a result."""
+        try:
+            if self.work is not None:
+                self.work.wait()
+        except Exception as error:
+            self.group.report_error(error)
+        return True
 
 
 def check_members(cards: list[dict[str, Any]], place: int) -> None:
@@ -165,7 +177,7 @@ def check_members(cards: list[dict[str, Any]], place: int) -> None:
 
 def gloo_group(
     store: dist.Store, rank: int, ranks: int, timeout: timedelta, address: str
-) -> tuple[dist.ProcessGroup, set[Endpoint]]:
+) -> tuple[dist.ProcessGroup, set[tuple[str, int]]]:
     """Return a group of gloo that listens on one address, whatever ``GLOO_SOCKET_IFNAME`` says.
 
     torch has no public way to give a group its address, or to make one outside the default group.
@@ -188,7 +200,7 @@ def gloo_group(
     return group, listens
 
 
-def _listening() -> set[Endpoint]:
+def _listening() -> set[tuple[str, int]]:
     """Return where this process listens."""
     return {
         opened.getsockname()[:2]

@@ -40,10 +40,6 @@ _MAY_DIFFER = (
 )
 
 
-class QuorumError(RunFailedError):
-    """Too few replicas came together in time (``[fault_tolerance]``)."""
-
-
 def run_fingerprint(
     config: Any, model: dict[str, Any], corpus: str, ranks: int = 1
 ) -> dict[str, Any]:
@@ -161,14 +157,14 @@ class Membership:
             Whether the step can be tried, the same on all ranks of this replica.
 
         Raises:
-            QuorumError: There was no quorum in time.
+            RunFailedError: There was no quorum in time.
             ConfigError: The other replicas have another configuration, or this one's id.
         """
         try:
             self._manager.start_quorum()
         except Exception as error:
             why = " ".join(str(error).split())
-            raise QuorumError(
+            raise RunFailedError(
                 f"no quorum of {self._section.min_replica_size} replicas within "
                 f"{self._section.quorum_timeout_s} s, lighthouse {self._section.lighthouse}: {why}"
             ) from error

@@ -131,6 +131,6 @@ class DataPositions:
         want = (
             "a number that with training.local_batch_size gives a replica the rows that it has in "
         )
-        same = found["split"] == self._split
-        require(same, "NGPU", dist.get_world_size(), want + checkpoint_id)
+        want += checkpoint_id
+        require(found["split"] == self._split, "NGPU", dist.get_world_size(), want)
         return self._loader.check_checkpoint(checkpoint_id, metadata, _KEY)

@@ -16,12 +16,10 @@ attempt, whether sums between replicas succeed or not. The vote is common to all
 
 import importlib
 import math
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -82,8 +80,11 @@ class ReplicaTrainer(Trainer):
 
         # The loader reads this replica's part of the data: its ranks are then some of the
         # data-parallel ranks of ``group_size`` replicas.
-        with patch.dict(table, {name: replace(spec, build_dataloader_fn=build)}):
+        table[name] = replace(spec, build_dataloader_fn=build)
+        try:
             super().__init__(job_config)
+        finally:
+            table[name] = spec
         self._batch_degree = 1  # the tokens of all ranks are counted
         loader, training = self.dataloader, job_config.training
         self.gradient_accumulation_steps = loader.microbatches
@@ -114,13 +115,12 @@ class ReplicaTrainer(Trainer):
         """Try the next step with those that are there, until it is committed; record it.
 
         Raises:
-            QuorumError: Too few replicas came together in time.
+            RunFailedError: Too few replicas came together in time.
             NonFiniteError: As for the trainer's.
             BadDataError: This replica cannot read its data.
         """
         self.metrics_processor.resume()
-        members, begin = self._members, time.perf_counter()
-        bytes_before, lost = members.group.bytes_sent, 0
+        members, lost, sent_before = self._members, 0, self._members.group.bytes_sent
         while True:
             joined, self._joined = self._joined or self._join(), False
             if members.committed >= self.job_config.training.steps:
@@ -140,7 +140,6 @@ class ReplicaTrainer(Trainer):
         digests = [""] * dist.get_world_size()
         if self._section.digests:
             dist.all_gather_object(digests, self.digest())
-        sent = members.group.bytes_sent - bytes_before
         # Every committed step; the metrics have those that are logged.
         record = {
             "replicas": members.group.replicas,
@@ -149,8 +148,6 @@ class ReplicaTrainer(Trainer):
             "loss": sums.loss,
             "norm": norm,
             "discarded": lost,
-            "seconds": time.perf_counter() - begin,
-            "bytes_sent": sent,
             "digest": "-".join(digests) if self._section.digests else None,
         }
         if dist.get_rank() == 0:
@@ -164,7 +161,7 @@ class ReplicaTrainer(Trainer):
                 "skipped_steps": self.skipped_steps,
                 "replicas": len(members.group.replicas),
                 "discarded_steps": self._discarded,
-                "comm_bytes/replicas": sent,
+                "comm_bytes/replicas": members.group.bytes_sent - sent_before,
                 **self._reader.metrics(),
             }
             self.metrics_processor.log(self.step, *losses, norm, extra_metrics=extra)
@@ -189,18 +186,15 @@ class ReplicaTrainer(Trainer):
 
     def _join(self) -> bool:
         """Return whether the members of the next step are there; choose the one that writes."""
-        before, group = set(self._members.group.replicas), self._members.group
+        before, group = self._members.group.replicas, self._members.group
         joined = self._members.join()
         if joined:
             self.checkpointer.writes = group.place == 0
             # The members of a step are new ones: the group is made anew with every change.
             synchronizer = self.optimizers.synchronizer
             synchronizer.groups = replace(synchronizer.groups, replicas=group)
-            for replica in sorted(before - set(group.replicas)):
-                logger.warning(
-                    f"Replica {replica} has left: of part {replica} of the data, all from its step "
-                    f"{self._positions.taken[replica]} on stays unread until it is back"
-                )
+            if group.replicas != before:  # the parts of those that have left stay unread
+                logger.info("Replicas after step %d: %s", self._members.committed, group.replicas)
         return joined
 
     def _try(self, data_iterator: Iterator[Batch]) -> tuple[Sums, torch.Tensor] | None:
@@ -227,8 +221,8 @@ class ReplicaTrainer(Trainer):
             share = float(self._forward_backward(data.microbatches, self._nominal))
             self._stops = self._stop.name is not None
             means = [0.0] * self._section.group_size
-            if data.global_tokens:  # of this replica's ranks
-                means[self._section.replica_id] = share * self._nominal / data.global_tokens
+            # The tokens of this replica's ranks; without any the loss is 0.
+            means[self._section.replica_id] = share * self._nominal / max(data.global_tokens, 1)
             numbers = torch.tensor([data.tokens, share, 0.0, *means], dtype=torch.float64)
             numbers /= self.parallel_dims.non_data_parallel_size  # ranks with the same tokens
             numbers[2] = self._stops and dist.get_rank() == 0
@@ -256,7 +250,7 @@ class ReplicaTrainer(Trainer):
         stops = self._stops or bool(sums.stopping and self.checkpointer.run_ends)
         loss = torch.tensor(sums.loss, dtype=torch.float64)
         verdict = Verdict(loss, (norm * factor).square() / ranks, stops)
-        self._gradients.clip(self.job_config.training.max_norm, verdict.norm)
+        self.optimizers.clip(self.job_config.training.max_norm, verdict.norm)
         self.checkpointer.maybe_wait_for_staging()
         step_unless(verdict.rejected, self.optimizers)
         self._unread = self.step, verdict, sums.tokens
