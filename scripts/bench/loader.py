@@ -91,9 +91,8 @@ def _write(folder: Path, tokens: int, shards: int, sparse: bool) -> None:
 def _loader(
     folder: Path, rows: int, seq_len: int, masked: bool = False, ranks: int = 1
 ) -> TokenDataLoader:
-    from torchtitan_lr.data.corpus import Corpus
+    from torchtitan_lr.data.corpus import Corpus, Rows
     from torchtitan_lr.data.dataloader import TokenDataLoader, TrainingRows
-    from torchtitan_lr.data.rows import Rows
 
     part = Rows(Corpus.open(folder), seq_len, mask_documents=masked)
     return TokenDataLoader(

@@ -42,9 +42,9 @@ from torchtitan_lr.console.figures import new_figure
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel, loss_arguments
-from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.titan.base import LossFunction
 from torchtitan_lr.titan.device import keep_freed_memory
 from torchtitan_lr.titan.specs import RoPEScalingArgs

@@ -14,7 +14,7 @@ from tests.support.rank_pool import RankPool
 from torchtitan_lr.checkpoints import staging
 from torchtitan_lr.checkpoints.manifest import read_manifest
 from torchtitan_lr.compression.compressor import Compressor
-from torchtitan_lr.optim.finite import step_unless
+from torchtitan_lr.optim.step import step_unless
 from torchtitan_lr.training.checkpoint import CheckpointManager
 
 OPTIONS = [

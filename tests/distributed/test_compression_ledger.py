@@ -18,7 +18,7 @@ from torchtitan_lr.compression.fsdp import COMPRESSORS, apply_gradient_compressi
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.ledger.comparison import compare, differences
 from torchtitan_lr.ledger.ledger import CommLedger
-from torchtitan_lr.models.loss import cross_entropy_sum
+from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.parallel.data_parallel import sum_gradients, synchronize_gradients
 
 

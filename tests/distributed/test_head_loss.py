@@ -10,7 +10,7 @@ from tests.distributed.test_btp_parity import worst
 from tests.distributed.tp_cases import fully_shard_blocks
 from tests.support.parity_cases import Case, one_process, parity
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.models import loss as head_loss
+from torchtitan_lr.models import ends as head_loss
 from torchtitan_lr.parallel.plans import TPSettings
 
 CASES = {

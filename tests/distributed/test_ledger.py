@@ -33,7 +33,7 @@ from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.ledger.comparison import compare, differences
 from torchtitan_lr.ledger.ledger import COUNTS, CommLedger
 from torchtitan_lr.models import linears
-from torchtitan_lr.models.loss import cross_entropy_sum
+from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.parallel.data_parallel import sum_gradients
 from torchtitan_lr.parallel.plans import TPSettings
 from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint

@@ -13,7 +13,7 @@ from tests.distributed.training import train
 from tests.support.parity_runs import EXACT, LAYOUTS, degrees, largest_difference, model
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.data import dataloader
-from torchtitan_lr.data.rows import Batch, read_parts
+from torchtitan_lr.data.corpus import Batch, read_parts
 from torchtitan_lr.training import guard
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 

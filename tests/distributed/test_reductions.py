@@ -17,12 +17,12 @@ from tests.unit.tiny import build_tiny, tokens
 from torchtitan_lr.collectives import Ranks, gather_partial, gather_partial_wide
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.ledger.ledger import CommLedger
+from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.models.lanes import share_channels
-from torchtitan_lr.models.loss import cross_entropy_sum
+from torchtitan_lr.optim.step import StoredGradients, gradient_norm
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel, synchronize_gradients
 from torchtitan_lr.titan.base import ParallelDims
 from torchtitan_lr.titan.device import bind_device
-from torchtitan_lr.training.gradients import StoredGradients, gradient_norm
 
 MICROBATCHES = 3
 UNITS = 6

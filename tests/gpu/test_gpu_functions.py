@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchtitan_lr
 from torchtitan_lr import collectives
 from torchtitan_lr.collectives import FEATURES, TOKENS, Ranks
-from torchtitan_lr.models import loss as head_loss
+from torchtitan_lr.models import ends as head_loss
 from torchtitan_lr.models.lanes import lane_terms, share_channels
 from torchtitan_lr.models.linears import (
     Gated,

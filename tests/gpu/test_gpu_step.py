@@ -11,8 +11,8 @@ from torch import Tensor
 from tests.gpu.trainers import IGNORED, micro_batches, trainer_on
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.optim.step import gradient_norm
 from torchtitan_lr.training import guard
-from torchtitan_lr.training.gradients import gradient_norm
 from torchtitan_lr.training.trainer import Batch, Trainer
 
 MAX_NORM = 0.1

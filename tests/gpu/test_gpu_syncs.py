@@ -30,13 +30,13 @@ from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.compression.codecs import Codec, SketchCodec, SparseCodec
 from torchtitan_lr.compression.codecs.entries import left_over
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.build import build_optimizers
+from torchtitan_lr.optim.step import StoredGradients
 from torchtitan_lr.optim.tsr import optimizer as tsr_optimizer
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.parallel.parallelize import parallelize_llama
 from torchtitan_lr.training import guard
 from torchtitan_lr.training import trainer as trainer_module
-from torchtitan_lr.training.gradients import StoredGradients
+from torchtitan_lr.training.register import build_optimizers
 from torchtitan_lr.training.trainer import Trainer
 
 READS: dict[str, Callable[[Tensor], Any]] = {

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_lr.data.corpus import PARTS, Corpus, save_record
-from torchtitan_lr.data.indexed import write_index
+from torchtitan_lr.data.corpus import PARTS, Corpus, save_record, write_index
 
 Documents = Sequence[Sequence[int]]
 

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from torchtitan_lr.models.args import LaxGate, LlamaArgs
+from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.models.initialization import draw_parameter
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.plans import PLANS, TPSettings, apply_tensor_parallel, resolve_settings
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}

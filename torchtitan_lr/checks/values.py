@@ -151,8 +151,7 @@ def check_data(config: Any, world_size: int, device_type: str) -> None:
             a validation corpus with training files.
         DataError: A record or a shard is unreadable.
     """
-    from torchtitan_lr.data.prepare import Section, data_ranks, wanted
-    from torchtitan_lr.data.rows import open_rows
+    from torchtitan_lr.data.prepare import Section, data_ranks, open_rows, wanted
     from torchtitan_lr.data.sources import Reader
 
     workers, key = config.training.dataloader.num_workers, "training.dataloader.num_workers"

@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from torchtitan_lr.console.lines import duration
-from torchtitan_lr.console.log import say
+from torchtitan_lr.console.log import duration, say
 
 T = TypeVar("T")
 

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A prepared corpus: a folder of shards in Megatron's format, and ``corpus.json`` about them.
+r"""A prepared corpus: a folder of shards in Megatron's format, ``corpus.json``, and its rows.
 
 ``train-*`` are trained on, ``held_out-*`` are for validation. Of pairs and chats each shard has a
 second pair of files, ``train-00000.loss``: uint8 of the same lengths, 1 where the token is a
@@ -7,21 +7,57 @@ target. A folder without ``corpus.json``, as Megatron-LM and NeMo Curator write 
 
 Opening reads ``corpus.json`` alone, so it costs the same for a gigabyte and for a terabyte. Shards
 are opened when a row needs them, and a few stay open: a mapped file holds a descriptor.
+
+Megatron's indexed format holds the tokens of many documents in two files. ``X.bin`` has the tokens
+alone. ``X.idx`` has, little endian: the magic ``MMIDIDX\0\0``, version 1 (u64), a code of the
+tokens' type (u8), the number of sequences n and of document borders m (u64 each), the sequences'
+lengths in tokens (n int32), where they start in bytes (n int64), and the borders of documents as
+counts of sequences (m int64, from 0 to n). We write one sequence per document; other writers may
+write several.
+
+The shards of a part are one sequence of tokens, which `Rows` reads by rows of ``seq_len`` tokens
+with their labels. Text is cut into windows of ``seq_len + 1`` tokens that do not overlap, as in
+torchtitan's ``HuggingFaceTextDataset``; a last one that is not full is dropped, and a window may go
+on in the next document and the next shard. Pairs and chats are packed instead: a row holds whole
+ones, as many in their order as have room. One that is longer than a row is cut; one whose answer
+then has no room is left out. A row is therefore a range of tokens, and where each range begins
+follows from the lengths alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+import mmap
+import os
+import struct
+import weakref
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias
 
-from torchtitan_lr.data.indexed import KEY, IndexedDataset, replacing
+import numpy as np
+import numpy.typing as npt
+
 from torchtitan_lr.errors import ConfigError, DataError
+from torchtitan_lr.titan import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+KEY = "training.dataset_path"
+
+_MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
+
+_DTYPES = {1: np.uint8, 4: np.int32, 5: np.int64, 8: np.uint16}
+"""Codes of the types that token ids and loss masks can have."""
 
 RECORD = "corpus.json"
 PARTS = ("train", "held_out")
@@ -31,6 +67,17 @@ Kind = Literal["text", "pairs"]
 
 OPEN_SHARDS = 24  # stay open in a process: pairs of files, with two descriptors each
 CHECKED_BYTES = 256 << 20  # `Corpus.check` compares checksums of shards up to this size in sum
+
+Indices = npt.NDArray[np.int64]
+
+DOCUMENTS = "documents"
+"""Name of the documents' indices in a batch's inputs, and of the model's argument."""
+
+Batch: TypeAlias = "tuple[dict[str, Tensor], Tensor]"
+"""``({"input": (b, s), ...}, labels (b, s))``, int64, on the CPU.
+
+The inputs have ``"documents"`` (b, s) too where documents are kept apart.
+"""
 
 
 @dataclass(frozen=True)
@@ -177,3 +224,343 @@ def _opened(folder: Path, info: ShardInfo, loss: bool) -> IndexedDataset:
         want += f", not {shard.num_tokens} in {shard.num_documents}"
         raise DataError(KEY, shard.prefix, want)
     return shard
+
+
+class IndexedDataset:
+    """One pair of files, opened for reading.
+
+    Opening reads the header and the ends of the index, whatever the size of the files: it finds a
+    file that was cut and an index of other tokens. `check` reads all of the index.
+
+    Args:
+        prefix: Path of the two files without ``.bin`` and ``.idx``.
+        key: The TOML key to name in errors.
+
+    Attributes:
+        num_sequences, num_documents, num_tokens: Their numbers.
+        lengths: Tokens of each sequence ``(n,)``, mapped; offsets: bytes before each ``(n,)``.
+        borders: Sequences before each document, and the end ``(documents + 1,)``, mapped.
+
+    Raises:
+        DataError: A file is missing, damaged, cut, or of another pair.
+    """
+
+    def __init__(self, prefix: str | Path, key: str = KEY) -> None:
+        self.prefix, self._key = str(prefix), key
+        try:
+            with open(f"{prefix}.idx", "rb") as file:
+                index = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._file = os.open(f"{prefix}.bin", os.O_RDONLY)
+        except (OSError, ValueError) as error:  # ValueError: there is nothing to map
+            raise self._error(".idx", f"a readable pair of .bin and .idx ({error})") from error
+        weakref.finalize(self, os.close, self._file)
+        # Searching touches pages here and there; the kernel would read 128 KiB around each.
+        index.madvise(mmap.MADV_RANDOM)
+        if len(index) < _HEADER.size or index[:9] != _MAGIC:
+            raise self._error(".idx", f"an index of Megatron's format, which begins {_MAGIC!r}")
+        _, version, code, count, borders = _HEADER.unpack_from(index)
+        if version != 1 or code not in _DTYPES:
+            want = f"version 1 and a type of {sorted(_DTYPES)}, not version {version}, type {code}"
+            raise self._error(".idx", want)
+        # Counts are from the file: compare in Python's integers, before numpy sees them. A byte
+        # per sequence (multimodal modes) may follow.
+        size = _HEADER.size + 12 * count + 8 * borders
+        if borders < 1 or len(index) not in (size, size + count):
+            want = f"an intact index: {count} sequences and {borders} borders do not fill its"
+            raise self._error(".idx", f"{want} {len(index)} bytes")
+        self._dtype = np.dtype(_DTYPES[code]).newbyteorder("<")
+        self._size = self._dtype.itemsize
+        self.lengths = np.frombuffer(index, "<i4", count, _HEADER.size)
+        self.offsets = np.frombuffer(index, "<i8", count, _HEADER.size + 4 * count)
+        self.borders = np.frombuffer(index, "<i8", borders, _HEADER.size + 12 * count)
+        held = os.fstat(self._file).st_size
+        self.num_sequences, self.num_documents = count, borders - 1
+        self.num_tokens = held // self._size
+        end = int(self.offsets[-1]) + int(self.lengths[-1]) * self._size if count else 0
+        if held % self._size or end != held:
+            want = f"the {end} bytes that {Path(self.prefix).name}.idx ends at, not {held}"
+            raise self._error(".bin", f"{want}: it was cut, or the index is of another .bin")
+
+    def _error(self, suffix: str, want: str) -> DataError:
+        return DataError(self._key, f"{self.prefix}{suffix}", want)
+
+    def read(self, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
+        """Read the tokens from ``start`` to before ``stop``, by default all ``(n,)``.
+
+        Raises:
+            DataError: The file has become shorter, or cannot be read.
+        """
+        count = ((self.num_tokens if stop is None else stop) - start) * self._size
+        try:
+            # One call for a window: of a mapped file every page would fault, with read-ahead.
+            found = os.pread(self._file, count, start * self._size)
+            return np.frombuffer(found, self._dtype, count // self._size)
+        except (OSError, ValueError) as error:  # ValueError: fewer tokens than there were
+            raise self._error(".bin", f"a file whose tokens can all be read ({error})") from error
+
+    def starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return the places of ``start .. stop - 1`` at which a document begins ``(n,)``."""
+        if self.num_sequences != self.num_documents:  # several per document, of another writer
+            starts = np.append(0, self.ends)
+            return starts[slice(*np.searchsorted(starts, (start, stop)))]
+        # The binary search touches a few pages of the index; nothing of it is kept in memory.
+        first, last = np.searchsorted(self.offsets, (start * self._size, stop * self._size))
+        return self.offsets[first:last] // self._size
+
+    @cached_property
+    def ends(self) -> npt.NDArray[np.int64]:
+        """Tokens up to the end of each document ``(documents,)``, in memory."""
+        return np.append(0, np.cumsum(self.lengths, dtype=np.int64))[self.borders[1:]]
+
+    def check(self) -> None:
+        """Read the whole index.
+
+        Raises:
+            DataError: Sequences do not follow each other, or borders of documents are not in order.
+        """
+        sizes, borders = self.lengths * np.int64(self._size), self.borders
+        if (sizes < 0).any():
+            raise self._error(".idx", "lengths of at least 0")
+        if not np.array_equal(self.offsets, np.cumsum(sizes) - sizes):
+            raise self._error(".idx", "sequences that follow each other without gaps")
+        ends = (int(borders[0]), int(borders[-1]))
+        if ends != (0, self.num_sequences) or (np.diff(borders) < 0).any():
+            raise self._error(".idx", f"borders of documents from 0 to {self.num_sequences}")
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[IO[bytes]]:
+    """Write a file by a rename: after a crash it is the old one or the new one.
+
+    Raises:
+        OSError: The disk is full.
+    """
+    scratch = f"{path}.tmp"
+    with open(scratch, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, path)
+
+
+def write_index(prefix: str | Path, dtype: npt.DTypeLike, lengths: npt.NDArray[Any]) -> None:
+    """Write the ``.idx`` of a ``.bin``; a pair that has one is whole.
+
+    Args:
+        prefix: Path of the two files without ``.bin`` and ``.idx``.
+        dtype: Type of the tokens.
+        lengths: Tokens of each document ``(n,)``.
+
+    Raises:
+        OSError: The disk is full.
+    """
+    code = next(code for code, known in _DTYPES.items() if known == dtype)
+    count, sizes = len(lengths), lengths * np.int64(np.dtype(dtype).itemsize)
+    with replacing(f"{prefix}.idx") as file:
+        file.write(_HEADER.pack(_MAGIC, 1, code, count, count + 1))
+        file.write(lengths.astype("<i4").data)
+        for values in (np.cumsum(sizes) - sizes, np.arange(count + 1)):
+            file.write(values.astype("<i8").data)
+
+
+class Rows:
+    """The rows of one part of a corpus, in the order of its tokens.
+
+    Args:
+        corpus: A prepared corpus.
+        seq_len: Tokens of an input, ``s``.
+        held_out: Whether to read the held-out shards; no others are opened.
+        mask_documents: Whether documents are kept apart. Pairs always are.
+        name: Its name in logs, and ``weight``, its share in a mixture.
+
+    Attributes:
+        pairs: Whether answers alone are labels.
+        apart: Whether documents are kept apart.
+        cut: Pairs that are longer than a row; ``left_out``: those of them without a label.
+
+    Raises:
+        ConfigError: There is no whole row.
+        DataError: A shard of pairs is damaged.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        seq_len: int,
+        held_out: bool = False,
+        mask_documents: bool = False,
+        name: str = "",
+        weight: float = 1.0,
+    ) -> None:
+        self.corpus, self.seq_len, self.name, self.weight = corpus, seq_len, name, weight
+        self.pairs = corpus.kind == "pairs"
+        self.apart = mask_documents or self.pairs
+        self._shards = corpus.held_out if held_out else corpus.train
+        self._size, self.cut, self.left_out = seq_len + 1, 0, 0
+        self._starts = np.cumsum([0, *(shard.tokens for shard in self._shards)], dtype=np.int64)
+        tokens = int(self._starts[-1])
+        self._count = tokens // self._size
+        if self.pairs:
+            self._firsts, self._lasts = self._packed()
+            self._count = len(self._firsts)
+        if not self._count:
+            part = f"the {'held-out' if held_out else 'training'} part of {corpus.folder}"
+            want = f"at most {max(0, tokens - 1)}: {part} has {tokens} tokens"
+            if self.pairs:
+                want = f"more tokens: in {part} no answer has room behind its prompt"
+            key = "validation.seq_len" if held_out else "training.seq_len"
+            raise ConfigError(key, seq_len, want)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return self._count
+
+    def read(self, rows: Indices) -> Batch:
+        """Read some rows (b,); their labels are those of `labelled`.
+
+        Raises:
+            DataError: A shard is damaged, or not there.
+        """
+        first, last = rows * self._size, (rows + 1) * self._size
+        if self.pairs:
+            first, last = self._firsts[rows], self._lasts[rows]
+        tokens = np.zeros((len(rows), self._size), dtype=np.int64)
+        targets, begins = np.zeros((2, *tokens.shape), dtype=bool)
+        shards = np.searchsorted(self._starts, first, side="right") - 1
+        # By shard, so that each is opened once for a batch.
+        for row in np.argsort(shards, kind="stable").tolist():
+            start, stop, index = int(first[row]), int(last[row]), int(shards[row])
+            place = start
+            while place < stop:  # a row may be in several shards
+                info, offset = self._shards[index], int(self._starts[index])
+                end = min(stop, int(self._starts[index + 1]))
+                inside, here = (place - offset, end - offset), slice(place - start, end - start)
+                shard = self.corpus.shard(info)
+                tokens[row, here] = shard.read(*inside)
+                if self.pairs:
+                    targets[row, here] = self.corpus.shard(info, loss=True).read(*inside)
+                if self.apart:
+                    begins[row, shard.starts(*inside) + (offset - start)] = True
+                place, index = end, index + 1
+            if stop - start < self._size:
+                begins[row, stop - start] = True  # the padding
+        return labelled(tokens, targets if self.pairs else None, begins if self.apart else None)
+
+    def _packed(self) -> tuple[Indices, Indices]:
+        """Return where each row of pairs begins and ends, in tokens (n,)."""
+        rows = [np.empty((2, 0), dtype=np.int64)]
+        for info, offset in zip(self._shards, self._starts, strict=False):
+            ends = self.corpus.shard(info).ends
+            starts, usable = np.append(0, ends)[:-1], np.ones(len(ends), dtype=bool)
+            long = np.flatnonzero(ends - starts > self._size)
+            mask = self.corpus.shard(info, loss=True)
+            for pair in long.tolist():
+                usable[pair] = mask.read(starts[pair] + 1, starts[pair] + self._size).any()
+            self.cut, self.left_out = self.cut + len(long), self.left_out + int((~usable).sum())
+            # The first pair that has no room in a row that begins with each; a long one is alone.
+            fits = np.searchsorted(ends, starts + self._size, side="right")
+            nexts = np.maximum(fits, np.arange(len(ends)) + 1).tolist()
+            heads, pair = [], 0
+            while pair < len(ends):
+                heads += [pair] if usable[pair] else []
+                pair = nexts[pair]
+            lasts = np.minimum(
+                ends[[nexts[pair] - 1 for pair in heads]], starts[heads] + self._size
+            )
+            rows.append(np.stack([starts[heads], lasts]) + offset)
+        firsts, lasts = np.concatenate(rows, axis=1)
+        return firsts, lasts
+
+
+def labelled(
+    tokens: npt.NDArray[np.int64],
+    targets: npt.NDArray[np.bool_] | None = None,
+    begins: npt.NDArray[np.bool_] | None = None,
+) -> Batch:
+    """Make inputs and labels of rows (b, s + 1).
+
+    A label is ignored if it is no target (without ``targets`` all are), or begins a document that
+    is kept apart, or the padding behind the last one.
+    """
+    import torch  # imported late: the launcher checks the lengths of corpora without it
+
+    labels = tokens[:, 1:].copy()
+    if targets is not None:
+        labels[~targets[:, 1:]] = IGNORE_INDEX
+    inputs = {"input": torch.from_numpy(tokens[:, :-1].copy())}
+    if begins is not None:
+        labels[begins[:, 1:]] = IGNORE_INDEX
+        documents = np.cumsum(begins[:, :-1], axis=1, dtype=np.int64)
+        inputs[DOCUMENTS] = torch.from_numpy(documents)
+    return inputs, torch.from_numpy(labels)
+
+
+def read_parts(parts: Sequence[Rows], chosen: Indices, numbers: Indices) -> Batch:
+    """Read rows: which part each is of (b,), and its number in that part (b,).
+
+    Where one part keeps its documents apart, each row of the others is one document.
+    """
+    import torch
+
+    if len(parts) == 1:
+        return parts[0].read(numbers)
+    apart = any(part.apart for part in parts)
+    labels = torch.zeros(len(chosen), parts[0].seq_len, dtype=torch.int64)
+    inputs = {name: torch.zeros_like(labels) for name in ["input", *[DOCUMENTS] * apart]}
+    for index in np.unique(chosen).tolist():
+        places = torch.from_numpy(chosen == index)
+        own_inputs, labels[places] = parts[index].read(numbers[chosen == index])
+        for name, values in own_inputs.items():
+            inputs[name][places] = values
+    return inputs, labels
+
+
+class ValidationSet:
+    """One rank's share of the held-out rows, those of a mixture's parts in turn.
+
+    Sequence ``i`` is of rank ``i mod D``. All ranks have the same number of rows in every batch:
+    where sequences are missing, rows of ignored labels take their place. So no rank waits for
+    another, and the token-weighted mean is exact for any ``D``.
+
+    Args:
+        parts: The rows of the held-out part of each corpus.
+        batch_size: Rows per batch, ``b``.
+        dp_world_size: Data-parallel ranks, ``D``.
+        dp_rank: This rank.
+        steps: Batches per rank at most; -1 for all sequences.
+    """
+
+    def __init__(
+        self, parts: Sequence[Rows], batch_size: int, dp_world_size: int, dp_rank: int, steps: int
+    ) -> None:
+        self._parts, self._batch_size = list(parts), batch_size
+        counts = [len(part) for part in parts]
+        numbers = np.concatenate([np.arange(count) for count in counts])
+        rows = np.stack([np.repeat(np.arange(len(counts)), counts), numbers])
+        most = steps * batch_size * dp_world_size if steps > 0 else len(numbers)
+        in_turn = np.argsort(numbers, kind="stable")[:most]
+        self._num_batches = math.ceil(math.ceil(len(in_turn) / dp_world_size) / batch_size)
+        # The part of each sequence, and its number there (2, n).
+        self._rows = rows[:, in_turn[dp_rank::dp_world_size]]
+
+    def __len__(self) -> int:
+        """Return the number of batches, the same on every rank."""
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches of ``b`` rows; the labels of padded rows are ignored."""
+        size = self._batch_size
+        for start in range(0, self._num_batches * size, size):
+            rows = self._rows[:, start : start + size]
+            count = rows.shape[1]
+            # A rank without a sequence for this batch reads the first one, and ignores it.
+            chosen, numbers = np.pad(rows, ((0, 0), (0, size - count)))
+            inputs, labels = read_parts(self._parts, chosen, numbers)
+            inputs["input"][count:], labels[count:] = 0, IGNORE_INDEX
+            yield inputs, labels
+
+
+def moved(batch: Batch, device: torch.device | str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return tokens (b, s), labels (b, s) and the model's other arguments on a device."""
+    inputs = {name: value.to(device) for name, value in batch[0].items()}
+    return inputs.pop("input"), batch[1].to(device), inputs

@@ -28,7 +28,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 from torchtitan_lr.checkpoints.run_record import global_batch_size
 from torchtitan_lr.console.log import say
 from torchtitan_lr.console.progress import Preparing
-from torchtitan_lr.data.corpus import RECORD, Corpus
+from torchtitan_lr.data.corpus import RECORD, Corpus, Rows
 from torchtitan_lr.data.sources import LIBRARIES, Reader, Source, data_path
 from torchtitan_lr.data.tokenize import signature_of, tokenize
 from torchtitan_lr.data.tokenizer import build_tokenizer
@@ -116,6 +116,29 @@ def ensure_prepared(
     return [replace(part, folder=folder) for part, folder in zip(parts, folders, strict=True)]
 
 
+def open_rows(
+    config: Any, section: Section = "training", world_size: int | None = None
+) -> list[Rows]:
+    """Open the corpora of a run: what it trains on, or the held-out part that it validates on.
+
+    Arguments are those of `ensure_prepared`, which prepares what is missing.
+
+    Raises:
+        ConfigError: As for `ensure_prepared`, or a part has no whole row.
+        DataError: As for `ensure_prepared`.
+    """
+    masked = getattr(config.training, "mask_documents", False)
+    seq_len, held_out = getattr(config, section).seq_len, section == "validation"
+    opened = []
+    for part in ensure_prepared(config, section, world_size):
+        corpus = Corpus.open(part.folder)
+        if held_out and not corpus.held_out:
+            want = "another corpus, or false for validation.enable: "
+            raise ConfigError("validation.dataset", part.name, want + "nothing of it is held out")
+        opened.append(Rows(corpus, seq_len, held_out, masked, part.name, part.weight))
+    return opened
+
+
 def prepare_for_ranks(config: Any, world_size: int) -> dict[str, str]:
     """Prepare and check all folders of a run, and return environment variables for its ranks.
 
@@ -145,7 +168,7 @@ def _sources(
     require(not (path and is_library), key, path, f"no path, or {section}.dataset = 'local'")
     require(path or name not in PATHS, key, path, PATHS.get(name, ""))
     if path and (name == "prepared" or (is_hub and path[0] in "/.~")):
-        require(data_path(path, key).exists(), key, path, f"a folder of {name} that exists")
+        require(data_path(path, key).is_dir(), key, path, f"a folder of {name} that exists")
     options = vars(training) | C4.get(name, {}) | entry
     source = Source(name, (path,) if path else (), key, column=options["text_column"])
     if section == "validation" and not is_library:
@@ -214,10 +237,8 @@ def _prepared(config: Any, part: Part) -> str:
     """Return the folder of a part, locked until this process ends; prepare it if needed."""
     training, most = config.training, config.training.max_bad_records
     tokenizer, readers = build_tokenizer(config), [Reader(source) for source in part.sources]
-    default = os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "torchtitan_lr", "tokens"
-    )
-    store = data_path(training.token_folder or default, KEY)
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    store = data_path(training.token_folder or f"{cache}/torchtitan_lr/tokens", KEY)
     folder = store / f"{part.sources[0].name}-{signature_of(readers, tokenizer)[:20]}"
     if folder not in _held:
         _held[folder] = _locked(store / "locks" / folder.name, fcntl.LOCK_SH, KEY)
@@ -245,7 +266,6 @@ def prepare_folder(
     readers: Sequence[Reader],
     tokenizer: HuggingFaceTokenizer,
     folder: Path,
-    *,
     key: str,
     **options: Any,
 ) -> Corpus:
@@ -273,8 +293,7 @@ def prepare_folder(
                         shutil.rmtree(scratch)
     corpus = Corpus.open(folder, key)
     want = "another folder: it was prepared from other sources, or with another tokenizer"
-    is_same = corpus.record["signature"] == signature_of(readers, tokenizer)
-    require(is_same, key, str(folder), want)
+    require(corpus.record["signature"] == signature_of(readers, tokenizer), key, str(folder), want)
     return corpus
 
 
@@ -291,7 +310,7 @@ def _locked(path: Path, kind: int, key: str) -> IO[bytes]:
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"waiting for another run, which prepares {path.name}")
+            say(f"waiting for another run, which has locked {path} to prepare the same tokens")
             fcntl.flock(file, kind)
     return file
 

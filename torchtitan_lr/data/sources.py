@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain, groupby, islice
+from itertools import accumulate, groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypeAlias
@@ -124,9 +124,8 @@ class Reader:
         elif source.name in LIBRARIES:
             self._root = Path(sysconfig.get_path("stdlib"))
             self.files = library_files(self._root)
-        elif (place := data_path(source.paths[0], source.key)).exists():
-            files = place.rglob("*") if place.is_dir() else [place]
-            self.files = sorted(file for file in files if file.is_file())
+        elif (place := data_path(source.paths[0], source.key)).is_dir():
+            self.files = sorted(file for file in place.rglob("*") if file.is_file())
 
     def _holds_pairs(self) -> bool:
         """Return whether the first JSON object of the first .jsonl file is a pair or a chat."""
@@ -222,8 +221,8 @@ class Reader:
             parts[held_out].extend(texts)
         return parts, bad
 
-    def texts(self, held_out: bool | None = None) -> Iterator[str]:
-        """Yield the documents (of pairs the canonical records) of a part; None for both.
+    def texts(self, held_out: bool = False) -> Iterator[str]:
+        """Yield the documents (of pairs the canonical records) of a part.
 
         Raises:
             DataError: A file or a record is unreadable.
@@ -232,7 +231,7 @@ class Reader:
             parts, bad = self.documents(piece)
             if bad:
                 raise DataError(self.source.key, *bad[0])
-            yield from chain(*parts) if held_out is None else parts[held_out]
+            yield from parts[held_out]
 
     def _records(self, piece: Piece, bad: list[Bad]) -> Iterator[tuple[str, Any]]:
         """Yield what is hashed to choose the part of a text, and the text; of .txt its bytes."""
@@ -273,9 +272,7 @@ class Reader:
         """Read a .txt or .jsonl file behind ``rest``: so many bytes, and the number of the line."""
         (start, line), is_plain = rest or (0, 1), kind_of(path) == ".txt"
         with path.open("rb") as raw, _decompressed(raw, path) as file:
-            left = start
-            if file is raw:
-                left -= raw.seek(start)
+            left = start - (raw.seek(start) if file is raw else 0)
             while left:
                 left -= len(file.read(min(left, PIECE_BYTES)))
             data, place, new = b"", start, b"first"

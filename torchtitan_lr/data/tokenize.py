@@ -31,8 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_lr.compat.interpreter import cores, end_with
-from torchtitan_lr.data.corpus import PARTS, Corpus, save_record
-from torchtitan_lr.data.indexed import replacing, write_index
+from torchtitan_lr.data.corpus import PARTS, Corpus, replacing, save_record, write_index
 from torchtitan_lr.data.pairs import PairEncoder
 from torchtitan_lr.data.sources import ONE_IN, Bad, Piece, Reader, Source
 from torchtitan_lr.data.tokenizer import encode_documents, tokenizer_identity, vocabulary

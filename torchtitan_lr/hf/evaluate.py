@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from torchtitan_lr.console.progress import progress
-from torchtitan_lr.data.corpus import Corpus
-from torchtitan_lr.data.prepare import C4_NAME, ensure_prepared
-from torchtitan_lr.data.rows import ValidationSet, moved, open_rows
+from torchtitan_lr.data.corpus import Corpus, ValidationSet, moved
+from torchtitan_lr.data.prepare import C4_NAME, ensure_prepared, open_rows
 from torchtitan_lr.data.sources import Source, data_path
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.exported import is_export
@@ -36,8 +35,8 @@ from torchtitan_lr.hf.ranks import (
 )
 from torchtitan_lr.hf.text import Document, EvaluationSet, encoded, prepared
 from torchtitan_lr.launch.environment import launched_ranks
+from torchtitan_lr.models.ends import perplexity
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.models.loss import perplexity
 from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.training.validate import sum_losses
 

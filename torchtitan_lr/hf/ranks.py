@@ -25,8 +25,8 @@ from torchtitan_lr.hf.exported import (
 from torchtitan_lr.hf.loading import build_model_args, open_weights, read_record
 from torchtitan_lr.hf.weights import no_checkpoint
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, ParallelDims, dist_utils, set_default_dtype

@@ -26,7 +26,7 @@ _NUMBERS = (
 """Keys without a default."""
 
 _SCALED = "llama3"
-"""The kind of scaled rotary frequencies that `models.rope` has."""
+"""The kind of scaled rotary frequencies that `models.llama` has."""
 
 
 def read_llama_args(path: Path) -> tuple[LlamaArgs, bool]:

@@ -14,8 +14,7 @@ from torchtitan_lr.hf.truncation import truncate
 from torchtitan_lr.hf.weights import parameter_shapes
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
-from torchtitan_lr.models.llama import LlamaModel, TransformerBlock
-from torchtitan_lr.models.rope import build_freqs_cis
+from torchtitan_lr.models.llama import LlamaModel, TransformerBlock, build_freqs_cis
 from torchtitan_lr.titan import IGNORE_INDEX
 
 SHARED_INPUTS = {

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_lr.data.corpus import Corpus
+from torchtitan_lr.data.corpus import Batch, Corpus, labelled
 from torchtitan_lr.data.pairs import PairEncoder
-from torchtitan_lr.data.rows import Batch, labelled
 from torchtitan_lr.data.sources import Reader, Source
 
 if TYPE_CHECKING:

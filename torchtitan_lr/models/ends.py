@@ -1,30 +1,60 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The two ends of the model: the embedding, and the final norm with the head.
+"""The two ends of the model: the embedding, and the final norm with the head and its loss.
 
 On several ranks the embedding is sharded along d, and the head along the vocabulary. A row-parallel
 head would all-reduce logits and is not supported.
+
+The loss is cross entropy summed over tokens, of logits or of a head. Of a head it is computed a
+chunk of tokens at a time: the logits never exist whole. The loss of a chunk and its gradients with
+respect to the head's input and weight are computed while the chunk's logits exist: no product is
+computed twice, and no logits outlive their chunk. The whole form keeps (b s, V) numbers at least
+three times in its peak: log-probabilities, and the gradients of the label's entries and of the
+logits.
+
+``torch.nn.functional.linear_cross_entropy`` (from torch 2.13) chunks in the same way. It subtracts
+the label's row of the weight from each token's gradient after the product, not within it, which
+rounds an fp32 gradient to 1.3e-6 of its largest entry where this one has 1e-7, takes no shard of a
+vocabulary, and can run backward only once, where a zero-bubble pipeline needs it twice.
 """
 
-from typing import Literal, cast
+import math
+from typing import Any, Literal, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan_lr.collectives import (
     FEATURES,
+    SINGLE,
     TOKENS,
     Edge,
+    Ranks,
+    all_gather,
     copy_to_ranks,
     gather_partial,
     gather_partial_wide,
     gather_replicated,
     local,
+    reduce,
     split_replicated,
 )
+from torchtitan_lr.compat.autograd import backward_may_repeat
 from torchtitan_lr.models.lanes import lane_linear
-from torchtitan_lr.models.loss import linear_loss
 from torchtitan_lr.models.norms import norm_numbers, normalize, sync_norm
+from torchtitan_lr.titan import IGNORE_INDEX, logger
+from torchtitan_lr.titan.base import JobConfig, LossFunction
+
+CHUNKS = 8
+"""Number of chunks of a batch, within the limits below."""
+
+SMALLEST_CHUNK = 512
+"""Tokens of a chunk at least: thinner products are slow."""
+
+LARGEST_CHUNK = 4096
+"""Tokens of a chunk at most: wider ones gain nothing."""
 
 Stream = Literal["replicated", "features", "scatter", "tokens", "lanes"]
 """Layout of the residual stream in front of the head: (b, s, d) on every rank; (b, s, d/T),
@@ -146,3 +176,219 @@ class OutputProjection(nn.Linear):
         # A call of this module for the loss too, so that FSDP has gathered the weight.
         out: Tensor = self.head(input, norm, self, targets)
         return out
+
+
+def chunk_tokens(tokens: int, dim: int) -> int:
+    """Return the number of tokens per chunk of a batch of ``tokens`` tokens of width ``dim``."""
+    if tokens <= max(SMALLEST_CHUNK, dim):
+        return tokens
+    return min(LARGEST_CHUNK, max(SMALLEST_CHUNK, -(-tokens // CHUNKS)))
+
+
+def linear_loss(x: Tensor, weight: Tensor, targets: Tensor, ranks: Ranks = SINGLE) -> Tensor:
+    """Sum -log p(target) over the valid tokens, in nats, where p is the softmax of x Wᵀ.
+
+    The result and its gradients are those of `cross_entropy_sum` of the whole logits.
+
+    Args:
+        x: Input of the head (b, s, d); with lanes (b, s, g, d), each lane for its own rows of the
+            weight.
+        weight: (V/T, d), Shard(0).
+        targets: Token ids (b, s); `IGNORE_INDEX` does not count.
+        ranks: The ranks that share the vocabulary.
+
+    Returns:
+        A scalar in at least fp32, replicated. The gradient of x is this rank's term of a sum.
+    """
+    rows = x.flatten(0, 1)
+    rows = rows.unsqueeze(1) if rows.ndim == 2 else rows
+    wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    loss: Tensor = _LinearLoss.apply(rows, weight, targets.flatten(), ranks, wanted)
+    return loss
+
+
+class _LinearLoss(torch.autograd.Function):
+    """Forward the loss and, chunk by chunk, its gradients; backward scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ranks: Ranks, wanted: bool
+    ) -> Tensor:
+        tokens = x.shape[0]
+        size = chunk_tokens(tokens, x.shape[-1])
+        # With no more tokens than features the logits are smaller than the weight's gradient. One
+        # chunk then keeps its logits' gradient for backward instead.
+        ctx.whole = size == tokens
+        now = wanted and not ctx.whole
+        # The chunks use this memory in turn.
+        logits = x.new_empty(size, weight.shape[0])
+        compute = torch.promote_types(x.dtype, torch.float32)
+        p = logits if x.dtype == compute else logits.to(compute)
+        dx = torch.empty_like(x) if now else None
+        dweight = torch.empty_like(weight, dtype=compute) if now else None
+        loss = p.new_zeros(())
+        for start in range(0, tokens, size):
+            part = slice(start, start + size)
+            counts = targets[part] != IGNORE_INDEX
+            valid = counts[:, None, None]
+            # Without its input, a token that does not count adds nothing to the weight's gradient.
+            # A product would let an inf or a NaN there through.
+            counted = torch.where(valid, x[part], 0)
+            memory = logits[: counted.shape[0]], p[: counted.shape[0]]
+            own, errors = _chunk_loss(
+                counted, weight, targets[part], counts, *memory, ranks, wanted
+            )
+            loss += own
+            if dx is not None and dweight is not None:
+                _input_gradient(errors, weight, dx[part])
+                dx[part] *= valid
+                _add_weight_gradient(errors, counted, dweight, first=start == 0)
+        if dx is not None and dweight is not None:
+            ctx.save_for_backward(dx, dweight.to(weight.dtype))
+        elif wanted:
+            ctx.save_for_backward(errors, counted, weight, valid)
+        return reduce(loss, ranks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.whole:
+            dx, dweight = ctx.saved_tensors
+            # New memory as large as the weight costs more time than the product.
+            scaled = torch.mul if backward_may_repeat() else Tensor.mul_
+            return scaled(dx, gradient), scaled(dweight, gradient), None, None, None
+        errors, counted, weight, valid = ctx.saved_tensors
+        dx, dweight = torch.empty_like(counted), torch.empty_like(weight)
+        _input_gradient(errors, weight, dx)
+        _add_weight_gradient(errors, counted, dweight, first=True)
+        return dx * (valid * gradient).to(dx.dtype), dweight * gradient, None, None, None
+
+
+def _chunk_loss(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    counts: Tensor,
+    logits: Tensor,
+    p: Tensor,
+    ranks: Ranks,
+    wanted: bool,
+) -> tuple[Tensor, Tensor]:
+    """Compute the loss of n tokens, of the targets in this rank's part of the vocabulary.
+
+    The logits become probabilities in one pass, and log p is computed for the targets alone.
+
+    Args:
+        x: The head's input (n, g, d).
+        weight: (V/T, d).
+        targets: Token ids (n,).
+        counts: Whether each of them does (n,).
+        logits: Memory (n, V/T), of the dtype of x.
+        p: The same in at least fp32; the same tensor if x is.
+        ranks: The ranks that share the vocabulary.
+        wanted: Whether the errors are.
+
+    Returns:
+        The sum of -log p(target), and p less the targets' one-hot rows, in the memory of the
+        logits.
+    """
+    lanes = x.shape[1]
+    columns = logits.chunk(lanes, 1)
+    for lane, rows in enumerate(weight.chunk(lanes)):
+        torch.mm(x[:, lane], rows.t(), out=columns[lane])
+    place = targets - ranks.rank * weight.shape[0]
+    here = counts
+    if ranks.size > 1:
+        here = counts & (place >= 0) & (place < logits.shape[1])
+    place = torch.where(here, place, 0)[:, None]
+    of_target = logits.gather(1, place)[:, 0].to(p.dtype)
+    largest = logits.amax(1).to(p.dtype)
+    torch.softmax(logits, 1, dtype=p.dtype, out=p)
+    # The largest p is exp(0) / Σ exp(logit - largest). The target's own p may underflow.
+    log_largest_p = p.amax(1).log()
+    log_p = of_target - largest + log_largest_p
+    if ranks.size > 1:
+        own = largest - log_largest_p  # log-sum-exp of this part
+        part = own - all_gather([own[None]], ranks, 0)[0].logsumexp(0)
+        p *= part.exp()[:, None]
+        log_p += part
+    loss = -torch.where(here, log_p, 0).sum()
+    if wanted:
+        p.scatter_add_(1, place, -here.to(p.dtype)[:, None])
+        if p.dtype != logits.dtype:
+            logits.copy_(p)
+    return loss, logits
+
+
+def _input_gradient(errors: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write errors · W into out (n, g, d), lane by lane."""
+    lanes = out.shape[1]
+    for lane, (part, rows) in enumerate(
+        zip(errors.chunk(lanes, 1), weight.chunk(lanes), strict=True)
+    ):
+        torch.mm(part, rows, out=out[:, lane])
+
+
+def _add_weight_gradient(errors: Tensor, x: Tensor, out: Tensor, first: bool) -> None:
+    """Add errorsᵀ · x to out (V/T, d), lane by lane; the first chunk overwrites it."""
+    lanes = x.shape[1]
+    for lane, (part, rows) in enumerate(zip(errors.chunk(lanes, 1), out.chunk(lanes), strict=True)):
+        if part.dtype == rows.dtype:
+            rows.addmm_(part.t(), x[:, lane], beta=0 if first else 1)
+        else:  # half precision: the sum over the chunks is rounded once
+            product = part.t() @ x[:, lane]
+            rows.copy_(product) if first else rows.add_(product)
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of ``-log p(label)`` over the valid tokens of a batch, in nats.
+
+    Args:
+        logits: (b, s, V), a plain tensor, or a DTensor Shard(-1) in loss-parallel context; or the
+            loss, a scalar, which is returned.
+        labels: (b, s); positions equal to `IGNORE_INDEX` do not count.
+
+    Returns:
+        A scalar. The caller divides by the number of valid tokens of the global batch, so that
+        gradients add up over ranks and micro-batches without any averaging.
+    """
+    # torchtitan's trainer calls the model, then the loss with the model's output and the labels.
+    # The model gets the labels too, and if its head computes the loss, its output is that.
+    if logits.ndim == 0:
+        return logits
+    # Half precision is raised to fp32; fp64 stays fp64, which upstream's loss would round.
+    compute = torch.promote_types(logits.dtype, torch.float32)
+    loss = F.cross_entropy(
+        logits.flatten(0, 1).to(compute),
+        labels.flatten(0, 1),
+        reduction="sum",
+        ignore_index=IGNORE_INDEX,
+    )
+    return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+def perplexity(loss: float) -> float:
+    """Return e to the loss (nats a token); infinity where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def build_loss(job_config: JobConfig, **kwargs: Any) -> LossFunction:
+    """Build the loss: `cross_entropy_sum`, compiled if ``compile.components`` names the loss.
+
+    Args:
+        job_config: The run's configuration. Only with ``parallelism.disable_loss_parallel`` under
+            tensor parallelism has a rank whole logits to compile for; else the head computes the
+            loss, and this returns it.
+        **kwargs: What torchtitan also passes (``parallel_dims``); unused.
+    """
+    compiled = job_config.compile.enable and "loss" in job_config.compile.components
+    if compiled and not head_computes_loss(job_config):
+        logger.info("Compiling the loss function with torch.compile")
+        return torch.compile(cross_entropy_sum, backend=job_config.compile.backend)
+    return cross_entropy_sum
+
+
+def head_computes_loss(job_config: JobConfig) -> bool:
+    """Return whether the model's output, given the targets, is the loss."""
+    section = job_config.parallelism
+    return not (section.disable_loss_parallel and section.tensor_parallel_degree > 1)

@@ -33,10 +33,10 @@ from torchtitan_lr.collectives import (
     Ranks,
     local,
     reduce,
+    save,
 )
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.linears import ColumnEdge, DownEdge, LowRankLinear, RowEdge, UpEdge
-from torchtitan_lr.models.marks import save
 from torchtitan_lr.models.norms import down_products, norm_numbers, normalize, sync_norm
 
 

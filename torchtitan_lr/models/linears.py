@@ -33,13 +33,14 @@ from torchtitan_lr.collectives import (
     Ranks,
     all_gather,
     copy_to_ranks,
+    end_recomputation,
     local,
     reduce_over_ranks,
+    save,
     scatter_sum,
     start_sum,
     wait,
 )
-from torchtitan_lr.models.marks import end_recomputation, save
 from torchtitan_lr.models.norms import (
     Reduction,
     down_products,

@@ -5,6 +5,7 @@ This code is independent of ranks and meshes. It takes head counts and hidden wi
 tensors, so it also runs on a shard of the heads or of the feed-forward.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -18,13 +19,13 @@ from torchtitan_lr.models.ends import EmbedEdge, HeadEdge, OutputProjection, Tok
 from torchtitan_lr.models.initialization import init_parameters
 from torchtitan_lr.models.lanes import edges_of
 from torchtitan_lr.models.linears import DownEdge, Gated, UpEdge
-from torchtitan_lr.models.rope import apply_rope, build_freqs_cis
 from torchtitan_lr.titan.base import (
     BlockMask,
     ModelProtocol,
     create_attention_mask,
     flex_attention,
 )
+from torchtitan_lr.titan.specs import RoPEScalingArgs
 
 if TYPE_CHECKING:
     from torchtitan_lr.inference.cache import KeyValueCache, LayerCache
@@ -340,7 +341,7 @@ class LlamaModel(ModelProtocol):
 
         Returns:
             Logits (b, s, V), with a cache of the last position alone, (b, 1, V); with targets
-            instead the scalar sum of -log p(target), without whole logits (`models.loss`). In
+            instead the scalar sum of -log p(target), without whole logits (`models.ends`). In
             an earlier pipeline stage, the residual stream (b, s, d), with lanes at full rank
             (b, s, G, d), for LaX followed by the last block's latents.
         """
@@ -419,6 +420,75 @@ def separate(documents: Tensor, dtype: torch.dtype) -> tuple[Tensor, Mask]:
     same = documents[:, :, None] == documents[:, None, :]
     mask = torch.zeros(same.shape, dtype=dtype, device=documents.device)
     return positions, mask.masked_fill_(~same.tril_(), float("-inf"))[:, None]
+
+
+def build_freqs_cis(
+    head_dim: int,
+    seq_len: int,
+    theta: float,
+    scaling: RoPEScalingArgs | None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Table of rotations exp(i · position · frequency) (RoFormer, section 3.2.2).
+
+    The pairs of a head are neighbours, (x0, x1), (x2, x3), ...: Meta's convention. Hugging Face
+    pairs the two halves of a head instead, hence the permutation in the state-dict adapter.
+
+    Under Llama 3.1's scaling, pairs that turn often within the original context keep their
+    frequency, those that turn rarely have it divided by the factor, and the ones between are
+    interpolated linearly in the number of turns.
+
+    The model keeps the table complex, so that no cast of the model rounds it, and hands its blocks
+    the same memory as real numbers: compilers generate no code for complex ones.
+
+    Args:
+        head_dim: Width of a head (even).
+        seq_len: Number of positions.
+        theta: Base of the frequencies, a geometric series.
+        scaling: Llama 3.1's frequency scaling, or None.
+        dtype: Precision of the real and imaginary parts, fp32 or fp64.
+
+    Returns:
+        Tensor of shape (seq_len, head_dim / 2), complex64 or complex128, on the current default
+        device; the angles are computed in fp64 and rounded once.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    frequencies = torch.pow(theta, -exponents)  # radians per position
+    if scaling is not None:
+        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+        span = scaling.high_freq_factor - scaling.low_freq_factor
+        keep = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
+        frequencies = frequencies * (keep + (1 - keep) / scaling.scaling_factor)
+    positions = torch.arange(seq_len, dtype=torch.float64, device=frequencies.device)
+    angles = torch.outer(positions, frequencies)
+    return torch.complex(angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+def apply_rope(x: Tensor, table: Tensor) -> Tensor:
+    """Rotate every pair of every head by its position's angle, in fp32 or better.
+
+    Args:
+        x: Queries or keys (b, s, h, head_dim); any number of heads, so a shard of them too.
+        table: Cosines and sines (s', head_dim / 2, 2) with s' >= s, or the complex table
+            (s', head_dim / 2) of `build_freqs_cis`; not rounded below fp32. For rows with
+            different positions (b, s, head_dim / 2, 2).
+
+    Returns:
+        The rotated tensor, of the shape and dtype of ``x``.
+    """
+    table = torch.view_as_real(table) if table.is_complex() else table
+    # ([b,] s, 1, head_dim / 2, 2)
+    table = table[:, :, None] if table.dim() == 4 else table[: x.shape[1], None]
+    pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
+    # Real arithmetic, (x0 cos - x1 sin, x0 sin + x1 cos), is fused by the compiler with its
+    # neighbours. Eagerly a product of complex numbers is one kernel instead of eight.
+    if torch.compiler.is_compiling():
+        (cos, sin), (even, odd) = table.unbind(-1), pairs.unbind(-1)
+        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+        return turned.flatten(-2).to(x.dtype)
+    # The view needs pairs side by side; a slice of a wider tensor may have them elsewhere.
+    rotated = torch.view_as_complex(pairs.contiguous()) * torch.view_as_complex(table)
+    return torch.view_as_real(rotated).flatten(-2).to(x.dtype)
 
 
 def loss_arguments(model: nn.Module, labels: Tensor) -> dict[str, Tensor]:

@@ -31,10 +31,10 @@ from torchtitan_lr.collectives import (
     copy_to_ranks,
     local,
     reduce,
+    save,
     start_sum,
     wait,
 )
-from torchtitan_lr.models.marks import save
 
 COLUMN_MULTIPLE = 8
 """A message with the statistic as a column is padded to a multiple of this width, so that the

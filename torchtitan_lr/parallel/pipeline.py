@@ -30,7 +30,7 @@ from torchtitan_lr.compat.pipelining import (
     forward_only,
 )
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.loss import head_computes_loss
+from torchtitan_lr.models.ends import head_computes_loss
 from torchtitan_lr.parallel.plans import Boundary, TPSettings, stage_boundary, tp_settings
 from torchtitan_lr.parallel.stage_split import layers_before_boundaries
 from torchtitan_lr.titan.base import (

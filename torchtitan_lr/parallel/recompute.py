@@ -8,27 +8,38 @@ rotary embedding, norms, SwiGLU and attention; no down-projection runs twice (Co
 norms' statistics, so that recomputation communicates nothing (BOOST, section 4). Attention's output
 and its log-sum-exp can be saved too; then attention does not run twice.
 
-The edges name what is saved, see `torchtitan_lr.models.marks`. The memory and the repeated
-collectives of a mode are stated nowhere: the estimator measures them on wrapped blocks.
+The edges name what is saved, see `torchtitan_lr.collectives.save`. Torch's selective checkpointing
+saves the results of chosen operators. Outside of compiled code it repeats whatever leads to them:
+the product in front of a saved all-reduce would run again for nothing, or its result would have to
+be saved too. It also frees them after the first recomputation, and a split backward needs two. A
+`Recomputation` therefore saves the results of whole computations.
+
+The memory and the repeated collectives of a mode are stated nowhere: the estimator measures them on
+wrapped blocks.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from torchtitan_lr.compat.autograd import checkpoint_wrapper
+from torchtitan_lr.collectives import mark_in_graphs, save, saved_by
+from torchtitan_lr.compat.autograd import checkpoint_wrapper, version_of
 from torchtitan_lr.compat.dispatch import (
     ATTENTION_OPERATORS,
     FLEX_ATTENTION,
     FLEX_ATTENTION_CALL,
+    TorchDispatchMode,
+    tree_map_only,
 )
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.families import find_family
-from torchtitan_lr.models.marks import Recomputation, mark_in_graphs
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, apply_ac, count_checkpointed_blocks_from
 
@@ -177,3 +188,135 @@ def checkpoint_block(
     if not torch.is_grad_enabled():
         return block(*args, **kwargs)
     return Recomputation(block, args, kwargs, save_attention).forward()
+
+
+class _SavedAttention(TorchDispatchMode):
+    """Saves attention's output and log-sum-exp: the operator has an autograd formula of its own."""
+
+    # Else torch would run the compiled ``flex_attention`` uncompiled, with all scores in memory.
+    supports_higher_order_operators = True
+    ignore_compile_internals = classmethod(lambda cls: True)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (*ATTENTION_OPERATORS, FLEX_ATTENTION, FLEX_ATTENTION_CALL):
+            return save(lambda: func(*args, **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+class _AllFound(Exception):
+    """Ends a recomputation."""
+
+
+class Recomputation:
+    """A forward pass whose saved tensors are computed again when backward needs the first of them.
+
+    All calls of a backward share one recomputation.
+
+    Args:
+        function: Called in forward, and again in backward until the last saved tensor is there.
+        args: Its positional arguments, which are kept.
+        kwargs: Its keyword arguments.
+        save_attention: Whether the results of fused attention are saved too.
+
+    Attributes:
+        kept: The results that `save` keeps, and how often each had been changed in place.
+        kept_next: In backward, the next of them; None in forward.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        save_attention: bool = False,
+    ) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.kept: list[tuple[Any, list[int]]] = []
+        self.kept_next: int | None = None
+        self._attention: AbstractContextManager[Any] = (
+            _SavedAttention() if save_attention else nullcontext()
+        )
+        self._shapes: list[tuple[torch.Size, torch.dtype]] = []
+        self._collected: list[Tensor] = []
+        self._found: dict[int, Tensor] = {}
+
+    def forward(self) -> Any:
+        """Run the function; autograd gets numbers in place of the tensors that it saves."""
+
+        def pack(x: Tensor) -> int:
+            self._shapes.append((x.shape, x.dtype))
+            return len(self._shapes) - 1
+
+        with saved_tensors_hooks(pack, self._unpack):
+            return self._run(None, self.args, self.kwargs)
+
+    def save(self, compute: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Compute and keep tensors in forward; in backward, return what was kept.
+
+        Raises:
+            RuntimeError: A kept tensor was changed in place since.
+        """
+        if self.kept_next is None:
+            made = compute()
+            versions = [version_of(x) for x in made if isinstance(x, Tensor)]
+            # Aliases: autograd writes into the tensors that a Function returns.
+            self.kept.append((tree_map_only(Tensor, Tensor.detach, made), versions))
+            return made
+        saved, versions = self.kept[self.kept_next]
+        if [version_of(x) for x in saved if isinstance(x, Tensor)] != versions:
+            raise RuntimeError("a tensor that low-rank checkpointing saves was changed in place")
+        self.kept_next += 1
+        kept: tuple[Any, ...] = tree_map_only(Tensor, Tensor.detach, saved)
+        return kept
+
+    def end_with(self, last: list[Tensor]) -> None:
+        """In backward, end here if only these tensors are missing, which a Function is to save."""
+        missing = len(self._shapes) - len(self._collected)
+        if self.kept_next is None or len(last) != missing:
+            return
+        if any(x.requires_grad for x in last):  # else the Function saves nothing
+            self._collected += [x.detach() for x in last]
+            raise _AllFound
+
+    def _run(self, kept_next: int | None, args: Any, kwargs: Any) -> Any:
+        self.kept_next = kept_next
+        with saved_by(self), self._attention:
+            return self.function(*args, **kwargs)
+
+    def _unpack(self, number: int) -> Tensor:
+        """Return a tensor that autograd saved, after a recomputation if it is the first one.
+
+        Raises:
+            RuntimeError: The recomputation saves other tensors than the forward pass did.
+        """
+        if number in self._found:
+            return self._found.pop(number)
+        found = self._collected = []
+
+        def collect(x: Tensor) -> None:
+            found.append(x.detach())
+            if len(found) == len(self._shapes):
+                raise _AllFound
+
+        with torch.enable_grad():
+            # A graph of its own. It begins with views, because module hooks (the FLOP counter's)
+            # run other operators on leaves than on results.
+            args, kwargs = tree_map_only(
+                Tensor,
+                lambda x: x.detach().requires_grad_().view_as(x) if x.requires_grad else x,
+                (self.args, self.kwargs),
+            )
+            with saved_tensors_hooks(collect, lambda x: x), suppress(_AllFound):
+                self._run(0, args, kwargs)
+        if [(x.shape, x.dtype) for x in found] != self._shapes:
+            raise RuntimeError(
+                "low-rank checkpointing: the recomputation took another path than the forward "
+                "pass; was it under a context, such as sdpa_kernel, that ended?"
+            )
+        # ``torch.utils.checkpoint`` finds them anew for every call of autograd. The weights' half
+        # of a split backward is one call per linear: a block would run as often, and what each
+        # call leaves would stay until the last.
+        self._found, self._collected = dict(enumerate(found)), []
+        return self._found.pop(number)

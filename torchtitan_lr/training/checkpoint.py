@@ -38,7 +38,7 @@ from torchtitan_lr.checkpoints.staging import BackgroundStager
 from torchtitan_lr.compression.residuals import saved_residuals
 from torchtitan_lr.console.log import console
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.optim.finite import finite_weights
+from torchtitan_lr.optim.step import finite_weights
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import GarbageCollection
 from torchtitan_lr.titan.components import DATALOADER, MODEL, AsyncMode, TitanCheckpointHooks

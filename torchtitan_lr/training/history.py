@@ -62,7 +62,7 @@ def build_summary(
         was read.
     """
     # Imported late: the launcher reads a summary without torch.
-    from torchtitan_lr.models.loss import perplexity
+    from torchtitan_lr.models.ends import perplexity
 
     train = [record for record in history if TRAIN_LOSS in record]
     val = [record for record in history if VALIDATION_LOSS in record]

@@ -24,10 +24,9 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan_lr.checkpoints.run_record import global_batch_size
-from torchtitan_lr.console.lines import Pace, step_line, validation_line
-from torchtitan_lr.console.log import console
+from torchtitan_lr.console.log import Pace, console, step_line, validation_line
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.loss import perplexity
+from torchtitan_lr.models.ends import perplexity
 from torchtitan_lr.parallel.plans import tp_settings
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import BaseModelArgs, JobConfig, ParallelDims, drop_marker

@@ -1,14 +1,19 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """One torchtitan TrainSpec per model family; importing this module registers them."""
 
+from torch import nn
+
+from torchtitan_lr.config.schema import TSR
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.data.tokenizer import build_tokenizer
+from torchtitan_lr.models.ends import build_loss
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
 from torchtitan_lr.models.flavors import FLAVORS, FlavorTable
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.models.loss import build_loss
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
-from torchtitan_lr.optim.build import build_optimizers
+from torchtitan_lr.optim.selection import TSRSettings
+from torchtitan_lr.optim.step import ON_SHARDS
+from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.parallel.parallelize import (
     parallelize_llama,
     parallelize_llama_cola,
@@ -17,7 +22,9 @@ from torchtitan_lr.parallel.parallelize import (
     parallelize_llama_svd,
 )
 from torchtitan_lr.parallel.pipeline import pipeline_llama
-from torchtitan_lr.titan.components import build_lr_schedulers
+from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
+from torchtitan_lr.titan.components import OptimizersContainer, build_lr_schedulers
+from torchtitan_lr.titan.components import build_optimizers as titan_build_optimizers
 from torchtitan_lr.titan.specs import TrainSpec, register_train_spec, registered_specs
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
 from torchtitan_lr.training.validate import Validator
@@ -29,6 +36,28 @@ PARALLELIZE = {
     "lax": parallelize_llama_lax,
 }
 """By family; families from outside the package have `parallelize_llama`."""
+
+
+def build_optimizers(
+    model_parts: list[nn.Module],
+    optimizer_config: OptimizerConfig,
+    parallel_dims: ParallelDims,
+) -> OptimizersContainer:
+    """Build a container of optimizers, one per pipeline stage: torchtitan's, or TSR-Adam's."""
+    if optimizer_config.name == TSR:
+        meshes = [parallel_dims.get_optional_mesh(name) for name in ("dp_replicate", "pp")]
+        names = ("lr", "beta1", "beta2", "eps", "weight_decay")
+        return TSROptimizers(
+            model_parts,
+            TSRSettings.from_config(optimizer_config),
+            {name: getattr(optimizer_config, name) for name in names},
+            *(None if mesh is None else mesh.get_group() for mesh in meshes),
+        )
+    optimizers = titan_build_optimizers(model_parts, optimizer_config, parallel_dims)
+    for optimizer in optimizers:
+        # Other optimizers than Adam and AdamW are left alone.
+        optimizer.__class__ = ON_SHARDS.get(type(optimizer), type(optimizer))
+    return optimizers
 
 
 def register_model_family(family: ModelFamily) -> None:

@@ -19,12 +19,12 @@ from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
 from torchtitan_lr.config.schema import TSR
 from torchtitan_lr.console.log import console
+from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader
-from torchtitan_lr.data.rows import Batch
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import loss_arguments
-from torchtitan_lr.optim.finite import step_unless
+from torchtitan_lr.optim.step import StoredGradients, step_unless
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.parallel.data_parallel import (
     synchronize_gradients,
@@ -38,7 +38,6 @@ from torchtitan_lr.titan.trainer import trainer_parts
 from torchtitan_lr.training import guard, history
 from torchtitan_lr.training.checkpoint import CheckpointManager
 from torchtitan_lr.training.fingerprint import TOKENIZER, model_fingerprint, tokenizer_digest
-from torchtitan_lr.training.gradients import Gradients, StoredGradients
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
 from torchtitan_lr.training.validate import Validator
 
@@ -90,7 +89,8 @@ class Trainer(TitanTrainer):
         )
         self._batch_degree = dims.dp_replicate * dims.dp_shard
         stages = dims.get_optional_mesh("pp")
-        self._gradients: Gradients = StoredGradients(self.model_parts, stages)
+        self._gradients: StoredGradients | TSROptimizers
+        self._gradients = StoredGradients(self.model_parts, stages)
         if isinstance(self.optimizers, TSROptimizers):  # it reduces them itself
             self._gradients = self.optimizers
             if (

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan_lr.console.progress import progress
-from torchtitan_lr.data.rows import ValidationSet, moved, open_rows
+from torchtitan_lr.data.corpus import ValidationSet, moved
+from torchtitan_lr.data.prepare import open_rows
+from torchtitan_lr.models.ends import perplexity
 from torchtitan_lr.models.llama import loss_arguments
-from torchtitan_lr.models.loss import perplexity
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
 from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan import IGNORE_INDEX

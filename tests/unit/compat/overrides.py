@@ -60,7 +60,7 @@ OVERRIDES = (
         reason="A cast must not round the rotary table; to, float and to_empty all end here.",
     ),
     Override(
-        ours="torchtitan_lr.optim.build:ShardAdam._init_group",
+        ours="torchtitan_lr.optim.step:ShardAdam._init_group",
         upstream="torch.optim:Adam._init_group",
         parameters=(
             "group",

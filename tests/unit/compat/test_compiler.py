@@ -6,7 +6,7 @@ import torch
 from tests.unit.compat.doors import changed
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.compat.compiler import remake_inputs_of_products
-from torchtitan_lr.models.rope import build_freqs_cis
+from torchtitan_lr.models.llama import build_freqs_cis
 
 B, S = 2, 8
 

@@ -7,8 +7,8 @@ import torch.distributed.checkpoint as dcp
 
 from tests.support.corpora import write_corpus
 from torchtitan_lr.checkpoints.safe_metadata import read_metadata
+from torchtitan_lr.data.corpus import DOCUMENTS, Rows
 from torchtitan_lr.data.dataloader import TokenDataLoader, TrainingRows
-from torchtitan_lr.data.rows import DOCUMENTS, Rows
 from torchtitan_lr.errors import ConfigError, DataError
 
 S, B = 6, 24

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.corpora import write_shard
-from torchtitan_lr.data.indexed import IndexedDataset
+from torchtitan_lr.data.corpus import IndexedDataset
 from torchtitan_lr.errors import DataError
 
 DOCUMENTS = [[5, 6, 7], [1], [], [9, 9, 40_000, 3]]

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lr.data.order import MOST_SLOTS, Shares, shuffled
+from torchtitan_lr.data.dataloader import MOST_SLOTS, Shares, shuffled
 
 SEEDS = st.integers(0, 2**63)
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.corpora import write_corpus
-from torchtitan_lr.data.corpus import Corpus
-from torchtitan_lr.data.rows import DOCUMENTS, Rows
+from torchtitan_lr.data.corpus import DOCUMENTS, Corpus, Rows
 from torchtitan_lr.errors import ConfigError, DataError
 from torchtitan_lr.titan import IGNORE_INDEX
 

@@ -12,8 +12,9 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
+from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 
@@ -26,9 +27,8 @@ import pytest
 from tests.commands import ROOT
 from torchtitan_lr.data import sources
 from torchtitan_lr.data import tokenize as tokenizing
-from torchtitan_lr.data.corpus import Corpus
+from torchtitan_lr.data.corpus import Corpus, Rows
 from torchtitan_lr.data.pairs import PairEncoder, parse_pair
-from torchtitan_lr.data.rows import Rows
 from torchtitan_lr.data.sources import USUAL_LIMIT, Reader, Source, document_hash
 from torchtitan_lr.data.tokenize import tokenize
 from torchtitan_lr.data.tokenizer import build_tokenizer
@@ -97,10 +97,9 @@ def test_every_document_is_in_its_part_and_in_order(tmp_path, monkeypatch, name)
     assert not (cut / "corpus.json").exists()
 
 
-def test_a_small_corpus_holds_out_some(tmp_path):
+def test_a_small_corpus_holds_out_the_lowest_hashes(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:40])
-    corpus = prepare(tmp_path / "a.jsonl", tmp_path / "out")
-    held = documents(corpus, held_out=True)
+    held = documents(prepare(tmp_path / "a.jsonl", tmp_path / "out"), held_out=True)
     assert 1 <= len(held) <= 8
     lowest = sorted(TEXTS[:40], key=document_hash)[: len(held)]
     assert sorted(held) == sorted(encoded(lowest))
@@ -108,14 +107,12 @@ def test_a_small_corpus_holds_out_some(tmp_path):
 
 def test_txt_is_cut_where_the_other_part_begins(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "PLACE_BYTES", 100)
-    text = "".join(f"line {i} of the text\n" for i in range(300))
-    (tmp_path / "a.txt").write_text(text)
+    lines = [f"line {i} of the text\n" for i in range(300)]
+    (tmp_path / "a.txt").write_text("".join(lines))
     corpus = prepare(tmp_path / "a.txt", tmp_path / "out")
     parts = [documents(corpus), documents(corpus, held_out=True)]
-    assert all(parts)
-    decoded = [TOKENIZER.decode(part) for each in parts for part in each]
-    lines = [line for part in decoded for line in part.splitlines() if line]
-    assert sorted(lines) == sorted(text.splitlines())
+    found = [TOKENIZER.decode(part) for part in chain(*parts)]
+    assert all(parts) and sorted(chain(*(part.splitlines(True) for part in found))) == sorted(lines)
 
 
 def test_pairs_have_a_mask_of_their_answers(tmp_path):
@@ -123,16 +120,12 @@ def test_pairs_have_a_mask_of_their_answers(tmp_path):
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(pair) + "\n" for pair in pairs)
     corpus = prepare(tmp_path / "a.jsonl.gz", tmp_path / "out")
-    found = {
-        tuple(ids): mask
-        for part in (False, True)
-        for ids, mask in zip(documents(corpus, part), documents(corpus, part, True), strict=True)
-    }
-    for pair in pairs:
-        whole = PairEncoder(TOKENIZER).encode(parse_pair(pair)).tolist()
-        ids = tuple(token if token >= 0 else ~token for token in whole)
-        assert found.pop(ids) == [int(token >= 0) for token in whole]
-    assert corpus.kind == "pairs" and not found
+    found = []
+    for part in (False, True):
+        both = zip(documents(corpus, part), documents(corpus, part, loss=True), strict=True)
+        found += [np.where(mask, ids, np.invert(ids)).tolist() for ids, mask in both]
+    whole = [PairEncoder(TOKENIZER).encode(parse_pair(pair)).tolist() for pair in pairs]
+    assert corpus.kind == "pairs" and sorted(found) == sorted(whole)
 
 
 def test_the_library_holds_out_one_file_in_twenty(tmp_path, monkeypatch):
@@ -197,22 +190,21 @@ def test_every_bad_line_is_listed(tmp_path, monkeypatch):
     assert sum(info.documents for info in corpus.train + corpus.held_out) == 397
 
 
-def test_files_that_are_not_text(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [("a.txt", "UTF-16"), ("b.parquet", "column 'text'"), ("no.txt", "an existing file")],
+)
+def test_what_is_no_text(tmp_path, name, want):
     (tmp_path / "a.txt").write_bytes("words and words".encode("utf-16"))
-    with pytest.raises(DataError, match="UTF-16"):
-        prepare(tmp_path / "a.txt", tmp_path / "out")
     pq.write_table(pa.table({"body": ["x"]}), tmp_path / "b.parquet")
-    with pytest.raises(DataError, match="column 'text'"):
-        prepare(tmp_path / "b.parquet", tmp_path / "out")
-    with pytest.raises(ConfigError, match="an existing file"):
-        prepare(tmp_path / "missing.txt", tmp_path / "out")
+    with pytest.raises(ConfigError, match=want):
+        prepare(tmp_path / name, tmp_path / "out")
 
 
-def in_child(function, *arguments):
+def in_child(function):
     """Call a function in a session of its own. Return its exit code."""
-    child = multiprocessing.get_context("fork").Process(
-        target=lambda: (os.setsid(), function(*arguments))
-    )
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=lambda: (os.setsid(), function()))
     child.start()
     child.join()
     for _ in range(100):  # no process outlives a killed preparation
@@ -222,27 +214,35 @@ def in_child(function, *arguments):
     raise AssertionError(f"processes of session {child.pid} live on")
 
 
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_a_killed_preparation_goes_on_and_gives_the_same_files(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "PIECE_BYTES", 2000)
     monkeypatch.setattr(tokenizing, "SYNC_SECONDS", 0.0)
     monkeypatch.setattr(tokenizing, "SHARD_BYTES", 30_000)
     path, killed, whole = tmp_path / "a.jsonl", tmp_path / "killed", tmp_path / "whole"
     write_jsonl(path, TEXTS * 3)
-    assert in_child(prepare, path, whole) == 0
+    assert in_child(partial(prepare, path, whole)) == 0
     positions = []
     for pieces in range(10):
         done = iter(range(pieces))
 
-        def report(*_, done=done):
-            if next(done, None) is None:
-                os.kill(os.getpid(), signal.SIGKILL)
+        def until(function, done=done):
+            return lambda *given: kill() if next(done, None) is None else function(*given)
 
-        assert in_child(partial(prepare, report=report), path, killed) == -signal.SIGKILL
+        with monkeypatch.context() as patch:  # between pieces; or written, but not in the journal
+            report = until(lambda *_: None) if pieces % 2 else None
+            if report is None:
+                patch.setattr(tokenizing, "replacing", until(tokenizing.replacing))
+            code = in_child(partial(prepare, path, killed, report=report))
+        assert code == -signal.SIGKILL
         assert not (killed / "corpus.json").exists()
         if pieces:
             positions.append(str(json.loads((killed / "preparing.json").read_text())["position"]))
     assert len(set(positions)) == 9  # it had got somewhere each time
-    assert in_child(prepare, path, killed) == 0
+    assert in_child(partial(prepare, path, killed)) == 0
     first, second = (
         {file.name: file.read_bytes() for file in f.iterdir()} for f in (killed, whole)
     )
@@ -251,15 +251,14 @@ def test_a_killed_preparation_goes_on_and_gives_the_same_files(tmp_path, monkeyp
 
 def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8000, before[1]))  # as a disk that ends there
+
+    def run():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))  # as a disk that ends there
         with pytest.raises(ConfigError, match=r"^--out.*a folder that can be written.*\)$"):
             prepare(path, tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
+
+    assert in_child(run) == 0
     found = prepare(path, tmp_path / "out")
     assert found.identity == prepare(path, tmp_path / "other").identity
 
@@ -284,39 +283,38 @@ def test_few_descriptors_suffice_for_many_files_and_shards(tmp_path):
     assert in_child(run) == 0
 
 
-COMMIT, ASKED = "0123456789" * 4, []
+COMMIT = "0123456789" * 4
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(SimpleHTTPRequestHandler):
     """Serves one dataset, whose branch ``main`` is at a commit once, and then at another."""
 
-    text = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
-
-    def do_GET(self):
-        body, name = "", self.path.rpartition("/")[2]
-        if "/revision/" in self.path:
-            commit = name if name != "main" else "f" * 40 if self.path in ASKED else COMMIT
-            files = [{"rfilename": "a.jsonl"}]
-            body = json.dumps({"id": "owner/name", "sha": commit, "siblings": files})
-        elif "/tree/" in self.path:
-            size = len(self.text.encode())
-            body = json.dumps([{"type": "file", "path": "a.jsonl", "size": size, "oid": "0"}])
-        elif name == "a.jsonl":
-            body = self.text
-        ASKED.append(self.path)
-        self.send_response(200 if body else 404)
-        self.send_header("ETag" if body else "X-Error-Code", "EntryNotFound")
-        self.send_header("Content-Length", str(len(body.encode())))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body.encode())
-
-    do_HEAD = do_GET
+    def end_headers(self):
+        with Path(self.directory, "asked").open("a") as file:
+            file.write(f"{self.path}\n")
+        if "/revision/main" in self.path:
+            Path(self.directory, "later").replace(self.translate_path(self.path))
+        self.send_header("ETag", "content")
+        self.send_header("X-Error-Code", "EntryNotFound")  # of what is not there
+        super().end_headers()
 
 
 @pytest.mark.nightly
 def test_the_record_has_the_commit_of_the_hub_that_was_read(tmp_path):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    web, api, name = tmp_path / "web", "api/datasets/owner/name", f"resolve/{COMMIT}/a.jsonl"
+    text = write_jsonl(tmp_path / "a.jsonl", TEXTS).read_text()
+    about = {"id": "owner/name", "sha": COMMIT, "siblings": [{"rfilename": "a.jsonl"}]}
+    tree = [{"type": "file", "path": "a.jsonl", "size": len(text), "oid": "0"}]
+    for path, content in {
+        f"datasets/owner/name/{name}": text,
+        f"{api}/revision/main": json.dumps(about),
+        f"{api}/revision/{COMMIT}": json.dumps(about),
+        f"{api}/tree/{COMMIT}": json.dumps(tree),
+        "later": json.dumps(about | {"sha": "f" * 40}),
+    }.items():
+        (web / path).parent.mkdir(parents=True, exist_ok=True)
+        (web / path).write_text(content)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, directory=web))
     Thread(target=server.serve_forever, daemon=True).start()
     own = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "torchtitan_lr", "prepare", "hf:owner/name@main"]
@@ -327,5 +325,5 @@ def test_the_record_has_the_commit_of_the_hub_that_was_read(tmp_path):
     assert [source["commit"] for source in corpus.record["sources"]] == [COMMIT]
     found = documents(corpus) + documents(corpus, held_out=True)
     assert sorted(found) == sorted(encoded(TEXTS))
-    read = {path for path in ASKED if path.endswith("/a.jsonl")}
-    assert read == {f"/datasets/owner/name/resolve/{COMMIT}/a.jsonl"}
+    asked = {path for path in (web / "asked").read_text().split() if path.endswith("/a.jsonl")}
+    assert asked == {f"/datasets/owner/name/{name}"}

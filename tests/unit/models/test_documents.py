@@ -14,10 +14,10 @@ from torchtitan_lr.compat.dispatch import (
     FLEX_ATTENTION,
     FLEX_ATTENTION_CALL,
 )
-from torchtitan_lr.data.rows import labelled
+from torchtitan_lr.data.corpus import labelled
 from torchtitan_lr.estimate.memory import mask_bytes
+from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.models.llama import separate
-from torchtitan_lr.models.loss import cross_entropy_sum
 from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 from torchtitan_lr.titan import IGNORE_INDEX
 

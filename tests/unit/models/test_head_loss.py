@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.compat.fake import FakeTensorMode
 from torchtitan_lr.estimate.rehearsal import LivingStorages
-from torchtitan_lr.models import loss as head_loss
+from torchtitan_lr.models import ends as head_loss
+from torchtitan_lr.models.ends import cross_entropy_sum, linear_loss
 from torchtitan_lr.models.lanes import lane_linear
 from torchtitan_lr.models.llama import loss_arguments
-from torchtitan_lr.models.loss import cross_entropy_sum, linear_loss
 from torchtitan_lr.titan import IGNORE_INDEX
 
 D, V, LANES = 6, 24, 3

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.unit.tiny import build_tiny, tokens
-from torchtitan_lr.models.rope import build_freqs_cis
+from torchtitan_lr.models.llama import build_freqs_cis
 
 PLACEMENTS = ("both", "lowrank", "reduced", "fullrank", "none")
 CASES = [("full", "fullrank"), ("svd", "fullrank"), ("svd", "none")]

@@ -9,7 +9,7 @@ import torch
 
 from tests.oracle.pipeline import boundary_elements
 from tests.unit.tiny import tiny_args
-from torchtitan_lr.models.loss import cross_entropy_sum
+from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.parallel.pipeline import Pipeline, stage_boundaries
 from torchtitan_lr.parallel.plans import Boundary, TPSettings, stage_boundary
 from torchtitan_lr.parallel.stage_split import layers_before_boundaries

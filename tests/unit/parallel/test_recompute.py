@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchtitan_lr.collectives import save
 from torchtitan_lr.config.schema import AC_MODES
-from torchtitan_lr.models.marks import Recomputation, save
-from torchtitan_lr.parallel.recompute import EAGER_MODES
+from torchtitan_lr.parallel.recompute import EAGER_MODES, Recomputation
 
 
 def draw(*shape: int, seed: int) -> Tensor:

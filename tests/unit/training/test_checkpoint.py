@@ -12,9 +12,9 @@ from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpoin
 
 from torchtitan_lr.checkpoints.layout import complete_steps
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.optim.build import build_optimizers
 from torchtitan_lr.titan.base import JobConfig
 from torchtitan_lr.training.checkpoint import CheckpointManager
+from torchtitan_lr.training.register import build_optimizers
 
 
 @pytest.fixture

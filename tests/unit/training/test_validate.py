@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.corpora import write_corpus
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.models.loss import cross_entropy_sum
+from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.titan.base import BaseTokenizer, ParallelDims
 from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor

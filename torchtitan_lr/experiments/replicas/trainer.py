@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader
-from torchtitan_lr.data.rows import Batch
 from torchtitan_lr.experiments.replicas import state
-from torchtitan_lr.optim.finite import step_unless
+from torchtitan_lr.optim.step import step_unless
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig

@@ -25,8 +25,8 @@ from torch.optim.adamw import adamw
 
 from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part, own_part, shard_dims, wrap_like
-from torchtitan_lr.optim.finite import clip_factor, nonfinite_gradient
 from torchtitan_lr.optim.selection import MatrixPlan, TSRSettings, plan_matrices
+from torchtitan_lr.optim.step import clip_factor, nonfinite_gradient
 from torchtitan_lr.optim.tsr.communication import (
     DENSE,
     Layout,

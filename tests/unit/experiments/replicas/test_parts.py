@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 from tests.support.corpora import write_corpus
 from torchtitan_lr.checkpoints.safe_metadata import read_metadata
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.data.corpus import Rows
 from torchtitan_lr.data.dataloader import TokenDataLoader, TrainingRows
-from torchtitan_lr.data.rows import Rows
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.experiments.replicas.state import DataPositions, digest
 from torchtitan_lr.experiments.replicas.trainer import Sums

@@ -8,8 +8,8 @@ from torch import nn
 from tests.reference.tsr_adam import Hyper, ReferenceTSR
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.finite import step_unless
 from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
+from torchtitan_lr.optim.step import step_unless
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 
 SETTINGS = TSRSettings(rank=3, embedding_rank=2, refresh_interval=3, embedding_refresh_interval=2)

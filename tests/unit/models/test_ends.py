@@ -2,7 +2,7 @@
 import torch
 from torchtitan.components.loss import cross_entropy_loss
 
-from torchtitan_lr.models.loss import cross_entropy_sum
+from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.titan import IGNORE_INDEX
 
 
