@@ -269,6 +269,7 @@ def run_pair(x: Tensor, ranks: Ranks, dim: int = FEATURES, *, pair: tuple[str, s
         dim: The dimension that is cut or put together.
         pair: The operation of forward and that of backward.
     """
+    # One rank gets its tensor back, without a node in the graph.
     out: Tensor = x if ranks.size == 1 else _Pair.apply(x, ranks, dim, pair)
     return out
 

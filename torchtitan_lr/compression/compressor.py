@@ -172,6 +172,7 @@ class Compressor(DefaultReduceScatter):
 
     def _start(self, sums: Tensor, gradients: Tensor) -> None:
         """Start an exchange that writes the sums; the gradients live until it has ended."""
+        # The buffer does not mark its tensors: without one, all behind it would be read wrongly.
         expected = sum(span.size for span in self.spans)
         if sums.numel() != expected:
             raise RuntimeError(

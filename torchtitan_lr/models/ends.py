@@ -257,6 +257,7 @@ class _LinearLoss(torch.autograd.Function):
             # New memory as large as the weight costs more time than the product.
             scaled = torch.mul if backward_may_repeat() else Tensor.mul_
             return scaled(dx, gradient), scaled(dweight, gradient), None, None, None
+        # The one chunk kept its errors, which are smaller than the weight's gradient.
         errors, counted, weight, valid = ctx.saved_tensors
         dx, dweight = torch.empty_like(counted), torch.empty_like(weight)
         _input_gradient(errors, weight, dx)

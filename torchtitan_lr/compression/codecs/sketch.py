@@ -111,6 +111,7 @@ def _hash_rows(x: Tensor, row: int, salt_0: int, salt_1: int, salt_2: int) -> tu
     mixed = []
     for salt in (salt_0, salt_1, salt_2):
         # MurmurHash3's finalizer scrambles 32-bit integers: multiply and shift, twice.
+        # A product may wrap around int64, which leaves the 32 bits of the mask as they are.
         h = (x * 0x9E3779B1 + salt) & _MASK
         h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _MASK
         h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _MASK
