@@ -48,7 +48,7 @@ def run_fingerprint(
     ``model`` and ``corpus`` are the fingerprints of model with tokenizer and of the data; ``ranks``
     are those of a replica.
     """
-    found = {}
+    found: dict[str, Any] = {}
     for section, table in asdict(config).items():
         keys = {f"{section}.{key}": value for key, value in table.items()}
         found |= {key: keys[key] for key in keys if section in _SAME or key in _SAME}
