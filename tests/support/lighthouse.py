@@ -5,7 +5,6 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torchtitan_lr.console.native import NativeLines
 from torchtitan_lr.errors import ConfigError
 
 JOIN_SECONDS = 60.0
@@ -45,7 +44,6 @@ def lighthouse(
     check_torchft()
     from torchft.coordination import LighthouseServer
 
-    relay = NativeLines(b" [INFO] [torchft::")  # it writes several lines per step
     try:
         server = LighthouseServer(
             bind=bind,
@@ -60,4 +58,3 @@ def lighthouse(
         yield str(server.address())
     finally:
         server.shutdown()
-        relay.close()
