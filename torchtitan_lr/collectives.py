@@ -209,6 +209,17 @@ def save(compute: Callable[[], T]) -> T:
     return compute() if running is None else running.save(compute)
 
 
+def end_recomputation(*last: Tensor | None) -> None:
+    """End a recomputation that needs only these tensors: backward does not need what they yield.
+
+    Call it in the forward of an autograd Function before its product, with what the Function saves.
+    Autograd itself collects that only afterwards: the block's last product would run for nothing.
+    """
+    running = None if torch.compiler.is_compiling() else getattr(_thread, "running", None)
+    if running is not None:
+        running.end_with([x for x in last if x is not None])
+
+
 @contextmanager
 def saved_by(recomputation: Any) -> Iterator[None]:
     """Let `save` of this thread call a `Recomputation`'s own ``save``."""
@@ -258,6 +269,7 @@ def run_pair(x: Tensor, ranks: Ranks, dim: int = FEATURES, *, pair: tuple[str, s
         dim: The dimension that is cut or put together.
         pair: The operation of forward and that of backward.
     """
+    # One rank gets its tensor back, without a node in the graph.
     out: Tensor = x if ranks.size == 1 else _Pair.apply(x, ranks, dim, pair)
     return out
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lr.commands.parser import OneLineParser
-from torchtitan_lr.compression.codecs.base import complete
+from torchtitan_lr.compression.codecs import complete
 from torchtitan_lr.compression.compressor import Compressor, Span
 from torchtitan_lr.compression.sizes import (
     LEVELS,

@@ -38,14 +38,13 @@ from scripts.bench.harness import in_turns, machine, median_ms
 from scripts.bench.peers import Runner, Workload
 from tests.oracle.flops import flops_per_token
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
-from torchtitan_lr.compression.codecs.base import complete
+from torchtitan_lr.compression.codecs import complete
 from torchtitan_lr.compression.compressor import Compressor, Span
 from torchtitan_lr.compression.sizes import LEVELS, CodecSizes
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.inference.decode import Decoder
-from torchtitan_lr.inference.sampling import Sampling
+from torchtitan_lr.inference.decode import Decoder, Sampling
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel

@@ -14,7 +14,7 @@ from tests.distributed.compression_cases import CASES, Weighted, compress, layou
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.compat.collectives import second_group
 from torchtitan_lr.compression import compressor as gradient_compression
-from torchtitan_lr.compression.codecs.sketch import SketchCodec
+from torchtitan_lr.compression.codecs import SketchCodec
 from torchtitan_lr.ledger.ledger import identify
 from torchtitan_lr.parallel.data_parallel import sum_gradients
 

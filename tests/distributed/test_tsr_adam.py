@@ -22,7 +22,7 @@ from tests.distributed.tsr_cases import (
     twin,
 )
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.optim.tsr.communication import repair_drift
+from torchtitan_lr.optim.tsr.communication import Synchronizer, differences, take_first
 from torchtitan_lr.optim.tsr.randomized_svd import SVD
 
 TOLERANCE = 1e-10
@@ -115,8 +115,10 @@ def train_with_a_drifting_replica(
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Disturb one replica's bases as another machine's rounding would."""
     from torchtitan_lr.optim.tsr import communication
+    from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
     from torchtitan_lr.titan import logger
 
+    synchronize = TSROptimizers.synchronize
     layout, original, lines = place(case.layout), communication.solve_together, []
 
     def disturbed(*args: Any) -> list[Any]:
@@ -126,7 +128,14 @@ def train_with_a_drifting_replica(
                 getattr(svd, side)[0].view(-1)[0] += 1e-9
         return results
 
+    def same_norm(self: TSROptimizers) -> torch.Tensor:
+        # A mean over the ranks, as the trainer's: the same number on all of them.
+        norm = synchronize(self)
+        dist.all_reduce(norm)
+        return norm / dist.get_world_size()
+
     with (
+        patch.object(TSROptimizers, "synchronize", same_norm),
         patch.object(communication, "solve_together", disturbed),
         patch.object(logger, "warning", lambda text, *rest: lines.append(text % rest)),
     ):
@@ -159,7 +168,10 @@ def repair(odd: int, which: int) -> tuple[list[int], list[torch.Tensor], list[to
     own = [tensor.clone() for tensor in batches[1]]
     group = dist.group.WORLD
     assert group is not None
-    return repair_drift(batches, group), own, batches[1]
+    wrong = differences(batches, group).nonzero().flatten().tolist()
+    for index in wrong:
+        take_first(batches[index], group)
+    return wrong, own, batches[1]
 
 
 @pytest.mark.parametrize("which", range(3))
@@ -175,9 +187,7 @@ def test_the_first_replicas_tensors_replace_all_others(
 
 
 def train_without_repair(case: Case) -> torch.Tensor:
-    from torchtitan_lr.optim.tsr import communication
-
-    with patch.object(communication, "repair_drift", lambda *_: []):
+    with patch.object(Synchronizer, "repair_drift", lambda *_: None):
         weights, _ = train_with_a_drifting_replica(case)
     return weights["layers.0.attention.wq.weight"]
 

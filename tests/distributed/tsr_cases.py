@@ -226,6 +226,7 @@ def take_step(
     if clip:
         optimizer.clip(MAX_NORM, norm)
     optimizer.step()
+    optimizer.repair_drift()
     return norm.item()
 
 

@@ -15,9 +15,15 @@ import torch
 from torch import Tensor
 
 from tests.support.codecs import exchange_in_process
-from torchtitan_lr.compression.codecs import SketchCodec, SparseCodec
-from torchtitan_lr.compression.codecs.entries import left_over
-from torchtitan_lr.compression.codecs.sketch import cells_and_signs, insert, peel, peel_remaining
+from torchtitan_lr.compression.codecs import (
+    SketchCodec,
+    SparseCodec,
+    cells_and_signs,
+    insert,
+    left_over,
+    peel,
+    peel_remaining,
+)
 from torchtitan_lr.compression.sizes import (
     HASH_ROWS,
     kept_entries,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.compression.test_overlap import backward
-from torchtitan_lr.compression.codecs.base import Steps, complete
+from torchtitan_lr.compression.codecs import Steps, complete
 from torchtitan_lr.compression.overlap import ExchangeOverlap
 
 CYCLES = 2**31

@@ -11,7 +11,8 @@ today:
 - Adam that is not fused reads the verdict before it steps;
 - what a logged step reads.
 
-The refreshes of TSR-Adam are checked without replicas.
+The refreshes of TSR-Adam are checked without replicas; these compare their bases, and read the
+result after the step (`Synchronizer.repair_drift`).
 """
 
 from collections import Counter
@@ -27,10 +28,9 @@ from torch.optim import adam
 from tests.gpu.syncs import no_synchronization
 from tests.gpu.trainers import MICRO_BATCHES, micro_batches, trainer_on
 from torchtitan_lr.collectives import Ranks
-from torchtitan_lr.compression.codecs import Codec, SketchCodec, SparseCodec
-from torchtitan_lr.compression.codecs.entries import left_over
+from torchtitan_lr.compression.codecs import Codec, SketchCodec, SparseCodec, left_over
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.step import StoredGradients
+from torchtitan_lr.optim.step import HostCopy, StoredGradients
 from torchtitan_lr.optim.tsr import optimizer as tsr_optimizer
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.parallel.parallelize import parallelize_llama
@@ -166,7 +166,7 @@ def _stub_what_reads(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace what reads by design, or `meta` lacks; without values it fails, as it must."""
 
     # The copy of a tensor without values. It is never read, because no step follows.
-    monkeypatch.setattr(guard.Verdict, "_start_copy", lambda verdict: None)
+    monkeypatch.setattr(HostCopy, "_start", lambda copy: None)
     # The kernel is queued like any other; torch lists only devices with values for it.
     monkeypatch.setattr(adam, "_device_dtype_check_for_fused", lambda *_, **__: None)
     # It has no generator.

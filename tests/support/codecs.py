@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchtitan_lr.compression.codecs import Codec, Message
-from torchtitan_lr.compression.codecs.entries import left_over
+from torchtitan_lr.compression.codecs import Codec, Message, left_over
 
 
 def exchange_in_process(messages: Sequence[Message]) -> list[dict[str, Tensor]]:

@@ -4,8 +4,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torchtitan_lr.console.native import NativeLines
-
 
 @contextmanager
 def lighthouse(
@@ -27,7 +25,6 @@ def lighthouse(
     """
     from torchft.coordination import LighthouseServer
 
-    relay = NativeLines(b" [INFO] [torchft::")  # it writes several lines per step
     server = LighthouseServer(
         bind=bind,
         min_replicas=min_replicas,
@@ -39,4 +36,3 @@ def lighthouse(
         yield str(server.address())
     finally:
         server.shutdown()
-        relay.close()

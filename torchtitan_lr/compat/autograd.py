@@ -72,11 +72,9 @@ def running_node_number() -> int | None:
 
 
 def checkpointed_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the modules inside the checkpoint wrappers of a module, itself included.
-
-    Recomputation calls the inner module and not its wrapper, so hooks must be there. Compiled parts
-    are left out: what they repeat is inside their backward.
-    """
+    """Return the modules inside the checkpoint wrappers of a module, itself included."""
+    # Recomputation calls the inner module and not its wrapper, so hooks must be there. Compiled
+    # parts are left out: what they repeat is inside their backward.
     # If upstream renames `_orig_mod`, hooks get into compiled blocks. `clean_name` must follow.
     return [
         part._checkpoint_wrapped_module
@@ -89,11 +87,9 @@ _WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_mod
 
 
 def clean_name(fqn: str) -> str:
-    """Return a parameter's name without the prefixes of module wrappers.
-
-    Torch's checkpoint wrapper, `torch.compile` and FSDP each insert a private name into the path of
-    every parameter below them. If upstream renames one, names differ between layouts:
-    initialization would draw other weights, and TSR-Adam and gradient compression would select
-    other tensors. A test wraps a module and compares its names.
-    """
+    """Return a parameter's name without the prefixes of module wrappers."""
+    # Torch's checkpoint wrapper, `torch.compile` and FSDP each insert a private name into the path
+    # of every parameter below them. If upstream renames one, names differ between layouts:
+    # initialization would draw other weights, and TSR-Adam and gradient compression would select
+    # other tensors. A test wraps a module and compares its names.
     return _WRAPPERS.sub("", fqn)

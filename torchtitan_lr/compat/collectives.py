@@ -107,10 +107,8 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def set_timeouts(timeout: timedelta) -> None:
-    """Set the time-out of every `second_group`; torch's own is 30 minutes.
-
-    Uses ``distributed_c10d._set_pg_timeout``, as torchtitan does for the groups of its meshes.
-    """
+    """Set the time-out of every `second_group`; torch's own is 30 minutes."""
+    # Uses ``distributed_c10d._set_pg_timeout``, as torchtitan does for the groups of its meshes.
     for group in _SECOND.values():
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 

@@ -12,10 +12,10 @@ from torch._functorch import config as functorch_config
 def remake_inputs_of_products(enabled: bool = True) -> None:
     """Let compiled backward passes make the inputs of products again, if they are element-wise.
 
-    By default the partitioner of forward and backward keeps whatever a product of backward reads:
-    σ(h) beside h, SwiGLU's product beside its factors, the normalized stream beside the stream.
     Applies to what this process compiles from now on.
     """
+    # By default the partitioner of forward and backward keeps whatever a product of backward reads:
+    # σ(h) beside h, SwiGLU's product beside its factors, the normalized stream beside the stream.
     # If the setting is gone, the results are the same and compiled blocks keep more for backward.
     if hasattr(functorch_config, "ban_recompute_materialized_backward"):
         functorch_config.ban_recompute_materialized_backward = not enabled

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops import flex_attention, inductor_compiled_code
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map_only
 
 __all__ = [
     "ATTENTION_OPERATORS",
@@ -22,9 +22,11 @@ __all__ = [
     "FLEX_ATTENTION_CALL",
     "TorchDispatchMode",
     "changes_arguments",
+    "keystr",
     "schema_of",
     "storage_address",
     "tree_leaves",
+    "tree_leaves_with_path",
     "tree_map_only",
 ]
 

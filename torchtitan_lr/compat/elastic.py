@@ -23,10 +23,8 @@ close_ranks: Close = SubprocessContext._close
 
 
 def stop_copying(context: SubprocessContext) -> None:
-    """End the threads that copy the ranks' output, which torchrun does after ``close`` returns.
-
-    The interpreter waits for them, so an exception out of ``close`` must come after this.
-    """
+    """End the threads that copy the ranks' output, which torchrun does after ``close`` returns."""
+    # The interpreter waits for them, so an exception out of ``close`` must come after this.
     for log in context._tail_logs:
         log.stop()
 
@@ -35,9 +33,9 @@ def stop_copying(context: SubprocessContext) -> None:
 def ranks_started_with(popen: Callable[..., Any], close: Close) -> Iterator[None]:
     """Make torchrun start its ranks with ``popen`` and end them with ``close``.
 
-    Replaces ``Popen`` in torchrun's module of subprocesses, and ``SubprocessContext._close``. If
-    upstream starts ranks differently, they outlive a killed launcher; a test detects this.
+    Replaces ``Popen`` in torchrun's module of subprocesses, and ``SubprocessContext._close``.
     """
+    # If upstream starts ranks differently, they outlive a killed launcher; a test detects this.
     with (
         patch.object(subprocess_handler, "Popen", popen),
         patch.object(SubprocessContext, "_close", close),

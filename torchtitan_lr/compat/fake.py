@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 def rms_norm_by(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """Replace `torch.nn.functional.rms_norm`, which an estimate counts as one kernel.
 
-    `torch.nn.RMSNorm` looks the function up at every call. If upstream calls another function, the
-    norms of a block are counted as the CPU's several kernels, and its tests fail.
+    `torch.nn.RMSNorm` looks the function up at every call.
 
     Args:
         function: Called instead, with the same arguments.
@@ -36,6 +35,8 @@ def rms_norm_by(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     Yields:
         The original function.
     """
+    # If upstream calls another function, the norms of a block are counted as the CPU's several
+    # kernels, and its tests fail.
     original = F.rms_norm
     with patch.object(F, "rms_norm", function):
         yield original
@@ -43,10 +44,8 @@ def rms_norm_by(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 
 @contextmanager
 def fake_process_group(size: int) -> Iterator[None]:
-    """Act as rank 0 of a fake process group, whose collectives return at once.
-
-    A module of torch's tests registers the backend ``fake`` and its store.
-    """
+    """Act as rank 0 of a fake process group, whose collectives return at once."""
+    # A module of torch's tests registers the backend ``fake`` and its store.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())

@@ -29,11 +29,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 
 
 def param_groups(module: object) -> list[Any]:
-    """Return the parameter groups of an FSDP2 unit; none for any other module.
-
-    Torch 2.11 has one group per unit (``_fsdp_param_group``), torch 2.13 a list of them
-    (``_fsdp_param_groups``).
-    """
+    """Return the parameter groups of an FSDP2 unit; none for any other module."""
+    # Torch 2.11 has one group per unit (``_fsdp_param_group``), torch 2.13 a list of them
+    # (``_fsdp_param_groups``).
     if not isinstance(module, FSDPModule):
         return []
     state = module._get_fsdp_state()
@@ -46,10 +44,11 @@ def param_groups(module: object) -> list[Any]:
 def unit_parameters(module: FSDPModule) -> Iterator[tuple[Tensor, int]]:
     """Yield the sharded parameters of a unit with the number of entries per rank.
 
-    The order and the padding are those of the buffer that FSDP2 reduce-scatters. A codec needs
-    them, because the buffer does not mark where a tensor begins. If upstream changes the order, the
-    sizes of a unit no longer match and `Compressor` raises in the first step.
+    The order and the padding are those of the buffer that FSDP2 reduce-scatters.
     """
+    # A codec needs them, because the buffer does not mark where a tensor begins. If upstream
+    # changes the order, the sizes of a unit no longer match and `Compressor` raises in the first
+    # step.
     for group in param_groups(module):
         for parameter in group.fsdp_params:
             yield parameter.sharded_param, parameter.padded_sharded_param_size.numel()

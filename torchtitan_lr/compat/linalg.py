@@ -20,8 +20,7 @@ def convergence_on_device(device: torch.device) -> Iterator[list[Tensor]]:
 
     Both end with the operator ``aten::_linalg_check_errors``, which reads this on the host to raise
     an error; torch has no argument against it. Inside of the context the operator does nothing, in
-    all threads. If upstream checks in another way, the host waits again and the list stays empty; a
-    test fails first.
+    all threads.
 
     Args:
         device: Of the matrices.
@@ -29,6 +28,8 @@ def convergence_on_device(device: torch.device) -> Iterator[list[Tensor]]:
     Yields:
         What the operator gets, int32 (b,) per call: 0 where the result is good.
     """
+    # If upstream checks in another way, the host waits again and the list stays empty; a test fails
+    # first.
     found: list[Tensor] = []
 
     def keep(info: Tensor, api_name: str, *, is_matrix: bool) -> None:

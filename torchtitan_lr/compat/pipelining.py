@@ -45,11 +45,9 @@ class PipelineStage(TorchStage):
 
 
 def forward_only(schedule: PipelineSchedule) -> PipelineSchedule:
-    """Remove backward from a schedule in place; a V-shaped one would run it even in evaluation.
-
-    Deletes actions of ``_PipelineScheduleRuntime.pipeline_order_with_comms``. If upstream renames
-    an action's type or stores the actions elsewhere, validation under ``ZBVZeroBubble`` fails.
-    """
+    """Remove backward from a schedule in place; a V-shaped one would run it even in evaluation."""
+    # Deletes actions of ``_PipelineScheduleRuntime.pipeline_order_with_comms``. If upstream renames
+    # an action's type or stores the actions elsewhere, validation under ``ZBVZeroBubble`` fails.
     if isinstance(schedule, _PipelineScheduleRuntime):
         for actions in schedule.pipeline_order_with_comms.values():
             actions[:] = [a for a in actions if a.computation_type.name in _FORWARD]
@@ -61,10 +59,6 @@ def rank_order(
 ) -> list[tuple[str, int, int]]:
     """Return torch's order of a rank's actions for a schedule with several stages per rank.
 
-    A schedule's constructor needs stages with models, but the order depends only on a few numbers.
-    So this creates an object without calling the constructor, sets those numbers, and calls
-    ``_calculate_single_rank_operations`` on it. A test compares it with a real schedule's order.
-
     Args:
         schedule: Name without its prefix ``Schedule``.
         rank: Rank in the pipeline.
@@ -75,6 +69,10 @@ def rank_order(
     Returns:
         Name of the computation, stage and micro-batch of every action; idle slots are left out.
     """
+    # A schedule's constructor needs stages with models, but the order depends only on a few
+    # numbers. So this creates an object without calling the constructor, sets those numbers, and
+    # calls ``_calculate_single_rank_operations`` on it. A test compares it with a real schedule's
+    # order.
     kind: Any = getattr(schedules, f"Schedule{schedule}")
     empty = object.__new__(kind)
     rounds = max(1, microbatches // ranks)

@@ -21,9 +21,19 @@ from torch.nn.functional import pad
 
 from torchtitan_lr.compat.collectives import reduce_scatter
 from torchtitan_lr.compat.fsdp import DefaultReduceScatter, reads_sums_at_once
-from torchtitan_lr.compression.codecs import Codec, SketchCodec, SparseCodec
-from torchtitan_lr.compression.codecs.base import Steps, Works, complete, exchange, gather
-from torchtitan_lr.compression.codecs.entries import left_over, pack, unpack
+from torchtitan_lr.compression.codecs import (
+    Codec,
+    SketchCodec,
+    SparseCodec,
+    Steps,
+    Works,
+    complete,
+    exchange,
+    gather,
+    left_over,
+    pack,
+    unpack,
+)
 from torchtitan_lr.compression.overlap import ExchangeOverlap
 from torchtitan_lr.compression.sizes import (
     ROLE_BYTES,
@@ -172,6 +182,7 @@ class Compressor(DefaultReduceScatter):
 
     def _start(self, sums: Tensor, gradients: Tensor) -> None:
         """Start an exchange that writes the sums; the gradients live until it has ended."""
+        # The buffer does not mark its tensors: without one, all behind it would be read wrongly.
         expected = sum(span.size for span in self.spans)
         if sums.numel() != expected:
             raise RuntimeError(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lr.compat.autograd import after_backward, backward_number
-from torchtitan_lr.compression.codecs.base import Steps, Works, complete
+from torchtitan_lr.compression.codecs import Steps, Works, complete
 
 Resume = Callable[[Steps[None], Works], None]
 """Waits for started collectives and runs the exchange to its end, as `complete` does."""

@@ -2,6 +2,7 @@
 """Residuals in checkpoints, and metrics of gradient compression."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torchtitan_lr.compression.compressor import COUNTS, Compressor
 from torchtitan_lr.errors import ConfigError
 
 
+@dataclass
 class Residuals:
     """The state and the counts of a run's compressors.
 
@@ -24,9 +26,8 @@ class Residuals:
     of the batch, so only the same number of ranks can load it.
     """
 
-    def __init__(self, compressors: Sequence[Compressor]) -> None:
-        self.compressors = list(compressors)
-        self._mesh: DeviceMesh | None = None
+    compressors: Sequence[Compressor]
+    _mesh: DeviceMesh | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return counters, and residuals that share the compressors' memory."""

@@ -197,6 +197,7 @@ def smallest_theta(c: float, ranks: int) -> float:
     if peels(c, 0.0, ranks):
         return 0.0
     exact = (1 - PEELING_LIMIT / c) ** (1 / ranks)
+    # A step of a tenth leaves 1 − θ two digits with any number of ranks.
     step = min(1e-4, 10.0 ** (math.floor(math.log10(1 - exact)) - 1))
     theta = round(math.ceil(exact / step - 1e-6) * step, 12)
     return theta if peels(c, theta, ranks) else round(theta + step, 12)

@@ -116,9 +116,7 @@ def ensure_prepared(
     return [replace(part, folder=folder) for part, folder in zip(parts, folders, strict=True)]
 
 
-def open_rows(
-    config: Any, section: Section = "training", world_size: int | None = None
-) -> list[Rows]:
+def open_rows(config: Any, section: Section, world_size: int | None = None) -> list[Rows]:
     """Open the corpora of a run: what it trains on, or the held-out part that it validates on.
 
     Arguments are those of `ensure_prepared`, which prepares what is missing.

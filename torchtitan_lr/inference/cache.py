@@ -131,6 +131,7 @@ class KeyValueCache:
         return sum(t.nbytes for t in buffers if t is not None)
 
 
+@dataclass(eq=False)
 class LayerCache:
     """Keys of one block (b, h_kv, capacity, head_dim), and its values or their latents.
 
@@ -139,11 +140,11 @@ class LayerCache:
         latent: Whether latents (b, G, capacity, r) stand in for values, which are like the keys.
     """
 
-    def __init__(self, columns: Columns, latent: bool) -> None:
-        self.columns, self.latent = columns, latent
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-        self._up: nn.Module | None = None
+    columns: Columns
+    latent: bool
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    _up: nn.Module | None = None
 
     def up_edge(self, up: nn.Module) -> Callable[..., list[Tensor]]:
         """Return the block's up edge of q, k and v, or one that leaves v's latent as it is."""
@@ -183,6 +184,7 @@ class LayerCache:
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with values, q (b, h, s, head_dim), k and v (b, h_kv, t, head_dim)."""
         now = self.columns
+        # The kernel's own causal form reads no mask from memory.
         return F.scaled_dot_product_attention(
             q,
             k,

@@ -12,6 +12,7 @@ def configured_args(config: Any) -> Any:
     """
     from torchtitan_lr.titan.specs import get_train_spec
 
+    # A copy, which the job's settings may change: see `FlavorTable`.
     args = get_train_spec(config.model.name).model_args[config.model.flavor]
     args.update_from_config(config)
     return args

@@ -229,12 +229,15 @@ class _LinearLoss(torch.autograd.Function):
         loss = p.new_zeros(())
         for start in range(0, tokens, size):
             part = slice(start, start + size)
-            valid = (targets[part] != IGNORE_INDEX)[:, None, None]
+            counts = targets[part] != IGNORE_INDEX
+            valid = counts[:, None, None]
             # Without its input, a token that does not count adds nothing to the weight's gradient.
             # A product would let an inf or a NaN there through.
             counted = torch.where(valid, x[part], 0)
             memory = logits[: counted.shape[0]], p[: counted.shape[0]]
-            own, errors = _chunk_loss(counted, weight, targets[part], *memory, ranks, wanted)
+            own, errors = _chunk_loss(
+                counted, weight, targets[part], counts, *memory, ranks, wanted
+            )
             loss += own
             if dx is not None and dweight is not None:
                 _input_gradient(errors, weight, dx[part])
@@ -254,6 +257,7 @@ class _LinearLoss(torch.autograd.Function):
             # New memory as large as the weight costs more time than the product.
             scaled = torch.mul if backward_may_repeat() else Tensor.mul_
             return scaled(dx, gradient), scaled(dweight, gradient), None, None, None
+        # The one chunk kept its errors, which are smaller than the weight's gradient.
         errors, counted, weight, valid = ctx.saved_tensors
         dx, dweight = torch.empty_like(counted), torch.empty_like(weight)
         _input_gradient(errors, weight, dx)
@@ -265,6 +269,7 @@ def _chunk_loss(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
+    counts: Tensor,
     logits: Tensor,
     p: Tensor,
     ranks: Ranks,
@@ -278,6 +283,7 @@ def _chunk_loss(
         x: The head's input (n, g, d).
         weight: (V/T, d).
         targets: Token ids (n,).
+        counts: Whether each of them does (n,).
         logits: Memory (n, V/T), of the dtype of x.
         p: The same in at least fp32; the same tensor if x is.
         ranks: The ranks that share the vocabulary.
@@ -292,9 +298,9 @@ def _chunk_loss(
     for lane, rows in enumerate(weight.chunk(lanes)):
         torch.mm(x[:, lane], rows.t(), out=columns[lane])
     place = targets - ranks.rank * weight.shape[0]
-    here = targets != IGNORE_INDEX
+    here = counts
     if ranks.size > 1:
-        here &= (place >= 0) & (place < logits.shape[1])
+        here = counts & (place >= 0) & (place < logits.shape[1])
     place = torch.where(here, place, 0)[:, None]
     of_target = logits.gather(1, place)[:, 0].to(p.dtype)
     largest = logits.amax(1).to(p.dtype)

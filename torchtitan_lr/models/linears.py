@@ -33,6 +33,7 @@ from torchtitan_lr.collectives import (
     Ranks,
     all_gather,
     copy_to_ranks,
+    end_recomputation,
     local,
     reduce_over_ranks,
     save,
@@ -91,6 +92,7 @@ class _GatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, silu: bool, weight: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
+        end_recomputation(gate, up, weight)
         ctx.silu = silu
         compute = lambda: (F.linear(Gated(gate, up, silu).product(), weight),)  # noqa: E731
         # Low-rank checkpointing repeats up-projections.
@@ -153,6 +155,7 @@ class _SharedLinear(torch.autograd.Function):
             gather = lambda: tuple(all_gather([x], shared.ranks, shared.dim))  # noqa: E731
             (whole,) = save(gather) if shared.saved == "input" else gather()
         ctx.save_for_backward(whole, *weights)
+        end_recomputation(whole, *weights)
         ctx.shared = shared
         if shared.separate:
             return tuple(

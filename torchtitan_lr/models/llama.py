@@ -61,6 +61,7 @@ class Sublayer(nn.Module):
         self.use_silu = {g: [args.latent_silu(p) for p in names] for g, names in groups.items()}
         self.mix = args.model_family.build_mix()
         pairs = [list(groups)]
+        # An edge is a child, so that a plan can replace it by its name.
         if args.low_rank:
             pairs = [[f"down_{group}", f"up_{group}"] for group in groups]
         for names in pairs:
@@ -380,6 +381,7 @@ class LlamaModel(ModelProtocol):
     def _build_freqs_cis(self) -> Tensor:
         args = self.model_args
         parameter = next(self.parameters(), None)
+        # Half precision would round the angles; weights in fp64 deserve a table in fp64.
         dtype = torch.float32 if parameter is None else parameter.dtype
         return build_freqs_cis(
             args.head_dim,

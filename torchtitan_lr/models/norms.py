@@ -281,6 +281,7 @@ def normalize(x: Tensor, norm: nn.RMSNorm, ranks: Ranks = SINGLE) -> Tensor:
         ranks: The ranks whose streams differ (token shards, lanes): the weight's gradient is
             summed over them.
     """
+    # The gradient of the kernel is that of this rank's stream only.
     weight = copy_to_ranks(local(norm.weight), ranks)
     return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
 

@@ -28,12 +28,42 @@ from torchtitan_lr.compat.dtensor import StridedShard, local_part
 from torchtitan_lr.titan.components import OptimizersContainer
 
 
+class HostCopy:
+    """Numbers of the device that the host reads later, without waiting for what follows them.
+
+    Args:
+        numbers: The numbers; they are copied when the device has them.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers
+        self._copied: torch.Event | None = None
+        if numbers.device.type != "cpu":
+            self._start()
+
+    def _start(self) -> None:
+        # Into pinned memory, else the host would wait for the device here.
+        host = torch.empty_like(self._numbers, device="cpu", pin_memory=True)
+        device = torch.get_device_module(self._numbers.device)
+        self._numbers = host.copy_(self._numbers, non_blocking=True)
+        self._copied = device.Event()
+        self._copied.record()
+
+    def read(self) -> list[Any]:
+        """Return the numbers; waits until they are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        numbers: list[Any] = self._numbers.tolist()
+        return numbers
+
+
 @dataclass
 class StoredGradients:
     """Gradients that FSDP or DDP reduces into ``parameter.grad``.
 
     Each micro-batch has `prepare` before it and `accumulate` after it. Then come
-    `reduce_and_square_norm`, `clip` and, if the device has rejected the step, `undo_step_counters`.
+    `reduce_and_square_norm` and `clip`, after the step `repair_drift`, and, if the device has
+    rejected it, `undo_step_counters`.
 
     Args:
         model_parts: The pipeline stages of this rank (one without pipelining).
@@ -48,6 +78,9 @@ class StoredGradients:
 
     # Of a rejected step the fused Adam counts nothing on the host either.
     accumulate = undo_step_counters = prepare
+
+    def repair_drift(self) -> None:
+        """Do nothing: replicas compute nothing apart."""
 
     @torch.no_grad()
     def reduce_and_square_norm(self) -> Tensor:

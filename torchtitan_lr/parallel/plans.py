@@ -214,6 +214,7 @@ def register_plan(name: str, plan: Plan) -> None:
     if name == "auto" or name in PLANS:
         raise ValueError(f"the name {name!r} of a tensor-parallel plan is taken")
     PLANS[name] = plan
+    # The command line knows plans by this list, which is there before torch is.
     if name not in TP_PLANS:
         TP_PLANS.append(name)
 

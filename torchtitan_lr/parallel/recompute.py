@@ -239,6 +239,7 @@ class Recomputation:
             _SavedAttention() if save_attention else nullcontext()
         )
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
+        self._collected: list[Tensor] = []
         self._found: dict[int, Tensor] = {}
 
     def forward(self) -> Any:
@@ -270,6 +271,15 @@ class Recomputation:
         kept: tuple[Any, ...] = tree_map_only(Tensor, Tensor.detach, saved)
         return kept
 
+    def end_with(self, last: list[Tensor]) -> None:
+        """In backward, end here if only these tensors are missing, which a Function is to save."""
+        missing = len(self._shapes) - len(self._collected)
+        if self.kept_next is None or len(last) != missing:
+            return
+        if any(x.requires_grad for x in last):  # else the Function saves nothing
+            self._collected += [x.detach() for x in last]
+            raise _AllFound
+
     def _run(self, kept_next: int | None, args: Any, kwargs: Any) -> Any:
         self.kept_next = kept_next
         with saved_by(self), self._attention:
@@ -283,7 +293,7 @@ class Recomputation:
         """
         if number in self._found:
             return self._found.pop(number)
-        found: list[Tensor] = []
+        found = self._collected = []
 
         def collect(x: Tensor) -> None:
             found.append(x.detach())
@@ -308,5 +318,5 @@ class Recomputation:
         # ``torch.utils.checkpoint`` finds them anew for every call of autograd. The weights' half
         # of a split backward is one call per linear: a block would run as often, and what each
         # call leaves would stay until the last.
-        self._found = dict(enumerate(found))
+        self._found, self._collected = dict(enumerate(found)), []
         return self._found.pop(number)

@@ -34,12 +34,10 @@ not. Inside of a compiled block it becomes a part of the block's graph."""
 
 
 def mesh_of(parallel_dims: Any, name: str) -> Any:
-    """Return a mesh dimension of any size; the public ``get_mesh`` raises for size 1.
-
-    A model without data parallelism is wrapped over a group of one, see `apply_data_parallel`.
-    Reads ``ParallelDims._meshes``, which ``world_mesh`` fills as a side effect. If upstream fills
-    it elsewhere, this raises a KeyError or an AttributeError before the first step.
-    """
+    """Return a mesh dimension of any size; the public ``get_mesh`` raises for size 1."""
+    # A model without data parallelism is wrapped over a group of one, see `apply_data_parallel`.
+    # Reads ``ParallelDims._meshes``, which ``world_mesh`` fills as a side effect. If upstream fills
+    # it elsewhere, this raises a KeyError or an AttributeError before the first step.
     parallel_dims.world_mesh  # noqa: B018  (builds the meshes)
     return parallel_dims._meshes[name]
 
@@ -47,11 +45,11 @@ def mesh_of(parallel_dims: Any, name: str) -> Any:
 def count_checkpointed_blocks_from(first: int) -> None:
     """Reset torchtitan's counter of checkpointed blocks to ``first``.
 
-    ``selective_ac_option = "2"`` checkpoints every second block. Upstream counts blocks in a module
-    variable, ``_layer_sac_count``, across all models of a process, including a second pipeline
-    stage and rehearsed models. If upstream renames it, writing it has no effect; this function's
-    test fails first.
+    ``selective_ac_option = "2"`` checkpoints every second block.
     """
+    # Upstream counts blocks in a module variable, ``_layer_sac_count``, across all models of a
+    # process, including a second pipeline stage and rehearsed models. If upstream renames it,
+    # writing it has no effect; this function's test fails first.
     activation_checkpoint._layer_sac_count = first
 
 
@@ -59,6 +57,7 @@ def drop_marker(values: dict[str, Any]) -> dict[str, Any]:
     """Return a model's arguments without torchtitan's marker field.
 
     ``BaseModelArgs`` has a field ``_enforced``, whose only purpose is to require defaults on all
-    other fields. If upstream adds another marker, it appears in exported files, and a test fails.
+    other fields.
     """
+    # If upstream adds another marker, it appears in exported files, and a test fails.
     return {key: value for key, value in values.items() if key != "_enforced"}

@@ -24,24 +24,20 @@ from torchtitan.components.optimizer import build_optimizers as build_optimizers
 
 
 def without_loggers() -> AbstractContextManager[Any]:
-    """Prevent a MetricsProcessor from opening TensorBoard or wandb in its constructor.
-
-    Upstream opens them there, before loading a checkpoint can raise. Replaces
-    ``_build_metric_logger``; if upstream renames it, this raises an AttributeError.
-    """
+    """Prevent a MetricsProcessor from opening TensorBoard or wandb in its constructor."""
+    # Upstream opens them there, before loading a checkpoint can raise. Replaces
+    # ``_build_metric_logger``; if upstream renames it, this raises an AttributeError.
     return patch.object(titan_metrics, "_build_metric_logger", lambda *_: BaseLogger())
 
 
 def init_optimizer_container(
     container: Any, parameters: list[Any], defaults: dict[str, Any]
 ) -> None:
-    """Run the last part of the constructor of torchtitan's OptimizersContainer.
-
-    The constructor builds one torch optimizer per model part; TSR-Adam has its own, so the
-    constructor is skipped. Calls ``_post_init``, which initializes torch's Optimizer (scheduler
-    hooks) of a container with ``model_parts`` and ``optimizers``. If upstream renames it, building
-    TSR-Adam fails with an AttributeError.
-    """
+    """Run the last part of the constructor of torchtitan's OptimizersContainer."""
+    # The constructor builds one torch optimizer per model part; TSR-Adam has its own, so the
+    # constructor is skipped. Calls ``_post_init``, which initializes torch's Optimizer (scheduler
+    # hooks) of a container with ``model_parts`` and ``optimizers``. If upstream renames it,
+    # building TSR-Adam fails with an AttributeError.
     container._post_init(parameters, defaults)
 
 

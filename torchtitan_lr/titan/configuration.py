@@ -28,19 +28,16 @@ def _config_module() -> Any:
 
 
 def merged_job_config(extension: Any) -> Any:
-    """Return torchtitan's JobConfig merged with the sections of an extension.
-
-    Upstream merges only inside its command-line parser, which exits the process on an error. Calls
-    ``ConfigManager._merge_configs``; if it is gone, every start fails with an AttributeError.
-    """
+    """Return torchtitan's JobConfig merged with the sections of an extension."""
+    # Upstream merges only inside its command-line parser, which exits the process on an error.
+    # Calls ``ConfigManager._merge_configs``; if it is gone, every start fails with an
+    # AttributeError.
     config = _config_module()
     return config.ConfigManager._merge_configs(config.JobConfig, extension)
 
 
 def fill_job_config(config_class: Any, values: dict[str, Any]) -> Any:
-    """Return an instance of a merged JobConfig, given checked values by section and key.
-
-    Calls ``ConfigManager._dict_to_dataclass``, with the same risk; the manager's other tasks
-    (parsing text, checking the tokenizer) are done before or after.
-    """
+    """Return an instance of a merged JobConfig, given checked values by section and key."""
+    # Calls ``ConfigManager._dict_to_dataclass``, with the same risk; the manager's other tasks
+    # (parsing text, checking the tokenizer) are done before or after.
     return _config_module().ConfigManager()._dict_to_dataclass(config_class, values)

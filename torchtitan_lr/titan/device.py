@@ -101,13 +101,13 @@ def keep_freed_memory() -> None:
 def bind_device() -> str:
     """Make torchtitan use the available device; call this before building a Trainer.
 
-    On a CPU this process keeps its memory, see `keep_freed_memory`. If upstream reads the peak
-    FLOP/s elsewhere, the MFU of an unknown device is silently computed with an A100's peak; a test
-    fails first.
+    On a CPU this process keeps its memory, see `keep_freed_memory`.
 
     Returns:
         The device type: ``cuda``, ``xpu`` or ``cpu``.
     """
+    # If upstream reads the peak FLOP/s elsewhere, the MFU of an unknown device is silently computed
+    # with an A100's peak; a test fails first.
     setattr(titan_utils, "get_peak_flops", peak_flops)  # noqa: B010  (a module has no such type)
     if not has_accelerator():
         for name in DEVICE_HOLDERS:

@@ -27,12 +27,10 @@ from torchtitan.protocols.train_spec import register_train_spec as register_trai
 
 
 def registered_specs() -> dict[str, Any]:
-    """Return the table (not a copy) of registered TrainSpecs by model name.
-
-    Upstream's public functions add to ``train_spec._extra_train_specs`` and look up one name, but
-    cannot list or replace entries. If upstream moves the table, registration fails with an
-    AttributeError.
-    """
+    """Return the table (not a copy) of registered TrainSpecs by model name."""
+    # Upstream's public functions add to ``train_spec._extra_train_specs`` and look up one name, but
+    # cannot list or replace entries. If upstream moves the table, registration fails with an
+    # AttributeError.
     table: dict[str, Any] = train_spec._extra_train_specs
     return table
 
@@ -43,15 +41,16 @@ def stages_built_by(
 ) -> Iterator[None]:
     """Make torchtitan's `pipeline_llm` build its stages with ``build``.
 
-    Upstream has no argument for the shapes at a stage's boundaries, and without them torch runs the
-    model to infer them. So ``PipelineStage`` in torchtitan's module is replaced. Its call is
-    ``PipelineStage(part, index, stages, device, group=group)`` in torchtitan 0.2.2; ``build`` gets
-    the part of the model and the index.
+    ``PipelineStage`` in torchtitan's module is replaced. Its call is ``PipelineStage(part, index,
+    stages, device, group=group)`` in torchtitan 0.2.2; ``build`` gets the part of the model and the
+    index.
 
     Raises:
         TypeError: Upstream passes an unknown argument, which ``build`` would ignore.
         RuntimeError: Upstream's number of stages, device or group differs from the expected one.
     """
+    # Upstream has no argument for the shapes at a stage's boundaries, and without them torch runs
+    # the model to infer them.
 
     def stage(*args: Any, **named: Any) -> Any:
         if len(args) != 4 or named.keys() != {"group"}:

@@ -17,14 +17,12 @@ from torchtitan.train import Trainer as Trainer
 
 @contextmanager
 def trainer_parts(manager: type[CheckpointManager]) -> Iterator[None]:
-    """Make torchtitan's Trainer use another checkpoint manager and no autocast.
-
-    The FSDP2 wrapper applies mixed precision at every world size (see `apply_data_parallel`). Every
-    rank receives the loss, so the check that a pipeline schedule shows the loss is disabled.
-    Replaces ``CheckpointManager`` and ``ensure_pp_loss_visible`` in ``torchtitan.train``,
-    ``maybe_enable_amp`` in ``torchtitan.distributed.utils``. If upstream renames one, this raises
-    an AttributeError.
-    """
+    """Make torchtitan's Trainer use another checkpoint manager and no autocast."""
+    # The FSDP2 wrapper applies mixed precision at every world size (see `apply_data_parallel`).
+    # Every rank receives the loss, so the check that a pipeline schedule shows the loss is
+    # disabled. Replaces ``CheckpointManager`` and ``ensure_pp_loss_visible`` in
+    # ``torchtitan.train``, ``maybe_enable_amp`` in ``torchtitan.distributed.utils``. If upstream
+    # renames one, this raises an AttributeError.
     with (
         patch.object(titan_train, "CheckpointManager", manager),
         patch.object(titan_train, "ensure_pp_loss_visible", lambda *_: None),

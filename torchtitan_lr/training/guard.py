@@ -26,6 +26,7 @@ from torch import Tensor
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.errors import ConfigError, RunFailedError
+from torchtitan_lr.optim.step import HostCopy
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.titan.components import DataloaderExhaustedError
 
@@ -217,24 +218,11 @@ class Verdict:
         square, losses = sums[:2].unbind()
         self.norm = square.sqrt()
         self.rejected = ((losses > 0) | ~self.norm.isfinite()).float()
-        self._numbers = torch.cat([sums, bad.view(1)])
-        self._copied: torch.Event | None = None
-        if loss.device.type != "cpu":
-            self._start_copy()
-
-    def _start_copy(self) -> None:
-        # Into pinned memory, else the host would wait for the device here.
-        host = torch.empty_like(self._numbers, device="cpu", pin_memory=True)
-        device = torch.get_device_module(self._numbers.device)
-        self._numbers = host.copy_(self._numbers, non_blocking=True)
-        self._copied = device.Event()
-        self._copied.record()
+        self._numbers = HostCopy(torch.cat([sums, bad.view(1)]))
 
     def read(self) -> Findings:
         """Return the verdict on the host; waits for the all-reduce, not for the optimizer."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        square, losses, stops, *counts, bad = self._numbers.tolist()
+        square, losses, stops, *counts, bad = self._numbers.read()
         norm = math.sqrt(square) if square >= 0 else math.nan
         return Findings(norm, int(losses), stops > 0, not bad, tuple(counts))
 

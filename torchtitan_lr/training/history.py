@@ -100,6 +100,7 @@ def write_summary(
     curve = dump_folder / CURVE_FILE
     draw_curve(history, curve, title)
     path = dump_folder / SUMMARY_FILE
+    # By a rename, so that no reader finds half of a summary.
     scratch = path.with_suffix(".tmp")
     scratch.write_text(json.dumps(summary | {"curve": str(curve)}, indent=2) + "\n")
     scratch.replace(path)

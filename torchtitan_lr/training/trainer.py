@@ -343,6 +343,7 @@ class Trainer(TitanTrainer):
         (step, verdict, global_tokens), self._unread = self._unread, None
         findings = verdict.read()
         self._reader.sums = findings.counts
+        self._gradients.repair_drift()
         # A run that has reached its last step is not stopped.
         self.interrupted = findings.stop and step < self.job_config.training.steps
         if self.interrupted and self.job_config.validation.enable:
@@ -404,6 +405,7 @@ class Trainer(TitanTrainer):
         enabled = self.step and self.job_config.validation.enable
         if not enabled or not self.validator.should_validate(self.step):
             return
+        # Rank 0 alone has a history: all ranks ask whether any of them knows the loss.
         known = False
         if (log := self.metrics_processor.history) is not None:
             records = history.read_history(log.path)

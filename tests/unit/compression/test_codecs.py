@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support import codecs
+from tests.support import codecs as in_process
 from tests.support.codecs import exchange_in_process, reduce_in_process
-from torchtitan_lr.compression.codecs import SketchCodec, SparseCodec, entries, sketch
-from torchtitan_lr.compression.codecs.entries import largest
+from torchtitan_lr.compression import codecs
+from torchtitan_lr.compression.codecs import SketchCodec, SparseCodec, largest
 from torchtitan_lr.compression.sizes import kept_entries, sketch_row, smallest_theta
 
 W, M = 4, 3001
@@ -90,14 +90,14 @@ def test_sparsity_reaches_theta_exactly(theta, m):
 
 
 def test_a_dropped_residual_is_noticed(monkeypatch):
-    monkeypatch.setattr(codecs, "left_over", lambda rows, *_: torch.zeros_like(rows))
+    monkeypatch.setattr(in_process, "left_over", lambda rows, *_: torch.zeros_like(rows))
     x = rows()
     totals, owed, _ = reduce_in_process(SparseCodec(0.8), x, 1)
     assert error(totals + owed.sum(0), x.sum(0)) > 0.1
 
 
 def test_a_wrong_sign_hash_is_noticed(monkeypatch):
-    right = sketch.cells_and_signs
+    right = codecs.cells_and_signs
     x = rows()
     codec = sketch_codec(4)
     messages = [codec.encode(own, 2) for own in x]
@@ -108,7 +108,7 @@ def test_a_wrong_sign_hash_is_noticed(monkeypatch):
 
     received = exchange_in_process(messages)[0]
     expected = codec.decode(received, M, 2).total
-    monkeypatch.setattr(sketch, "cells_and_signs", wrong)
+    monkeypatch.setattr(codecs, "cells_and_signs", wrong)
     assert error(codec.decode(received, M, 2).total, expected) > 0.1
 
 
@@ -126,13 +126,13 @@ def test_what_does_not_peel_is_owed_and_counted():
 
 def test_an_unreported_stuck_cell_is_noticed(monkeypatch):
     x = rows(dtype=torch.float32, whole=True)
-    solve = sketch.peel_remaining
+    solve = codecs.peel_remaining
 
     def silent(*args):
         values, stuck = solve(*args)
         return values, torch.zeros_like(stuck)
 
-    monkeypatch.setattr(sketch, "peel_remaining", silent)
+    monkeypatch.setattr(codecs, "peel_remaining", silent)
     totals, owed, _ = reduce_in_process(TOO_DENSE, x, 4)
     assert not torch.equal(totals + owed.sum(0), x.sum(0))
 
@@ -143,7 +143,7 @@ def test_one_stuck_pair_costs_two_blocks_and_parts_with_the_next_seed():
     row = sketch_row(m, c)
     codec = SketchCodec(w, c, 1 - 2 / m)
     for seed in range(100):
-        cells, _ = sketch.cells_and_signs(torch.arange(m), row, seed)
+        cells, _ = codecs.cells_and_signs(torch.arange(m), row, seed)
         same = (cells[:, :1] == cells[:, 1:]).all(0)
         if same.any():
             break
@@ -163,7 +163,7 @@ def test_zeros_have_no_place_in_the_exact_index():
     occurs = torch.rand(W, W, M, generator=generator) < 0.015
     x = rows(dtype=torch.float32, whole=True) * occurs
     codec = SketchCodec(W, 10, 0.5)
-    index = entries.unpack(codec.encode(x[0].clone(), 0).swapped["index"], M)
+    index = codecs.unpack(codec.encode(x[0].clone(), 0).swapped["index"], M)
     assert torch.equal(index, x[0] != 0)
     totals, owed, counts = reduce_in_process(codec, x, 0)
     assert torch.equal(totals, x.sum(0)) and not owed.any()
@@ -180,9 +180,9 @@ def test_the_rounds_of_peeling_suffice_at_the_limit(seed):
     row = -(-int(size / 0.75) // 3)
     places = torch.arange(size)
     values = torch.randn(1, size, generator=torch.Generator().manual_seed(seed)).mul(99).round()
-    cells = sketch.insert(places[None], values, row, seed)[0]
+    cells = codecs.insert(places[None], values, row, seed)[0]
     rounds = SketchCodec(W, 10, 0.9).rounds
-    for solve in (sketch.peel, sketch.peel_remaining):
+    for solve in (codecs.peel, codecs.peel_remaining):
         found, stuck = solve(cells.clone(), places, size, seed, rounds)
         assert not stuck.any() and torch.equal(found, values[0])
         assert not solve(cells.clone(), places, size, seed, rounds - 6)[1].any()
@@ -197,11 +197,11 @@ def test_the_shorter_way_of_a_cpu_gives_the_same_bits(load, dtype):
     generator = torch.Generator().manual_seed(3)
     places = torch.randperm(m, generator=generator)[: int(3 * row * load)].sort().values
     values = torch.randn(1, len(places), generator=generator, dtype=dtype).exp()
-    cells = sketch.insert(places[None], values, row, 5)[0]
+    cells = codecs.insert(places[None], values, row, 5)[0]
     unknown = torch.nn.functional.pad(places, (0, 7), value=m)
     for rounds in (0, 1, 5, 24):
-        found, remains = sketch.peel(cells.clone(), unknown, m, 5, rounds)
-        shorter, stuck = sketch.peel_remaining(cells.clone(), unknown, m, 5, rounds)
+        found, remains = codecs.peel(cells.clone(), unknown, m, 5, rounds)
+        shorter, stuck = codecs.peel_remaining(cells.clone(), unknown, m, 5, rounds)
         assert torch.equal(remains, stuck) and torch.equal(found, shorter)
         assert not found[-7:].any() and not remains[-7:].any()
     assert remains.any() == (load > 0.9)
@@ -219,7 +219,7 @@ def test_a_gradient_that_is_not_finite_is_sent():
 @pytest.mark.parametrize("w", [1, 2, 3, 7, 8, 13])
 def test_the_union_of_any_number_of_bitmaps(w):
     masks = torch.rand(w, 77, generator=torch.Generator().manual_seed(w)) < 0.2
-    assert torch.equal(entries.unpack(entries.union(entries.pack(masks)), 77), masks.any(0))
+    assert torch.equal(codecs.unpack(codecs.union(codecs.pack(masks)), 77), masks.any(0))
 
 
 class Operators(TorchDispatchMode):

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan_lr.compression.codecs.base import complete
+from torchtitan_lr.compression.codecs import complete
 from torchtitan_lr.compression.compressor import (
     Compressor,
     Span,

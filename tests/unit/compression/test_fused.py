@@ -11,15 +11,14 @@ import torch._dynamo.testing
 from torch._inductor import config as inductor_config
 from torch._inductor import metrics
 
-from torchtitan_lr.compression.codecs import entries as bits
-from torchtitan_lr.compression.codecs import sketch
+from torchtitan_lr.compression import codecs
 
 
 def kernels(x, mask, row, *salts):
     """The kernels in one graph: their C++ is compiled at once, which takes most of the time."""
-    packed = bits.pack.__wrapped__(mask)
-    unpacked = bits.unpack.__wrapped__(packed, mask.shape[-1])
-    return [*sketch._hash_rows.__wrapped__(x, row, *salts), packed, unpacked]
+    packed = codecs.pack.__wrapped__(mask)
+    unpacked = codecs.unpack.__wrapped__(packed, mask.shape[-1])
+    return [*codecs._hash_rows.__wrapped__(x, row, *salts), packed, unpacked]
 
 
 @pytest.mark.nightly
@@ -64,7 +63,7 @@ def sketched(entries, row, seed):
     """Numbers that round, in a sketch in which some remain after a few rounds."""
     places = torch.arange(entries) * 7
     numbers = torch.randn(1, entries, generator=torch.Generator().manual_seed(seed)).exp()
-    content = sketch.insert(places[None], numbers, row, seed)[0]
+    content = codecs.insert(places[None], numbers, row, seed)[0]
     unknown = torch.nn.functional.pad(places, (0, 3), value=7 * entries)
     return content, unknown, 7 * entries, seed
 
@@ -72,10 +71,10 @@ def sketched(entries, row, seed):
 def test_rounds_of_peeling_give_the_bits_of_plain_ones():
     """All rounds in one graph, several graphs, or one by one."""
     content, unknown, m, seed = sketched(610, 300, 11)
-    cells, negative = sketch.cells_and_signs(unknown[:-3], 300, seed)
-    for rounds in (1, ROUNDS, sketch.ROUNDS_PER_GRAPH + 1):
+    cells, negative = codecs.cells_and_signs(unknown[:-3], 300, seed)
+    for rounds in (1, ROUNDS, codecs.ROUNDS_PER_GRAPH + 1):
         expected, remaining = solve_plainly(cells, negative, content, rounds)
-        values, remains = sketch.peel(content, unknown, m, seed, rounds)
+        values, remains = codecs.peel(content, unknown, m, seed, rounds)
         assert torch.equal(values[:-3], torch.from_numpy(expected))
         assert torch.equal(remains[:-3], torch.from_numpy(remaining))
         assert remaining.any() or rounds > ROUNDS
@@ -86,7 +85,7 @@ def test_rounds_of_peeling_give_the_bits_of_plain_ones():
 def test_a_compiled_round_of_peeling_is_two_kernels():
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
-    plain = sketch._peel_rounds.__wrapped__
+    plain = codecs._peel_rounds.__wrapped__
     # Without vectors, which are not what is tested, the C++ compiles in a tenth of the time.
     with inductor_config.patch({"cpp.simdlen": 1}):
         function = torch.compile(plain, dynamic=True, backend=counter)
@@ -94,7 +93,7 @@ def test_a_compiled_round_of_peeling_is_two_kernels():
         for entries, row, seed in ((610, 300, 11), (560, 280, 12)):
             content, unknown, m, _ = sketched(entries, row, seed)
             expected, found = (
-                solve(*sketch._loaded(content, unknown, m, seed), *fresh(unknown, m), ROUNDS)
+                solve(*codecs._loaded(content, unknown, m, seed), *fresh(unknown, m), ROUNDS)
                 for solve in (plain, function)
             )
             assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from torchtitan_lr.compression.codecs.base import complete
+from torchtitan_lr.compression.codecs import complete
 from torchtitan_lr.compression.overlap import ExchangeOverlap
 
 CPU = torch.device("cpu")

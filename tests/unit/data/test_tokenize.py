@@ -201,11 +201,10 @@ def test_what_is_no_text(tmp_path, name, want):
         prepare(tmp_path / name, tmp_path / "out")
 
 
-def in_child(function, *arguments):
+def in_child(function):
     """Call a function in a session of its own. Return its exit code."""
-    child = multiprocessing.get_context("fork").Process(
-        target=lambda: (os.setsid(), function(*arguments))
-    )
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=lambda: (os.setsid(), function()))
     child.start()
     child.join()
     for _ in range(100):  # no process outlives a killed preparation
@@ -215,27 +214,35 @@ def in_child(function, *arguments):
     raise AssertionError(f"processes of session {child.pid} live on")
 
 
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_a_killed_preparation_goes_on_and_gives_the_same_files(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "PIECE_BYTES", 2000)
     monkeypatch.setattr(tokenizing, "SYNC_SECONDS", 0.0)
     monkeypatch.setattr(tokenizing, "SHARD_BYTES", 30_000)
     path, killed, whole = tmp_path / "a.jsonl", tmp_path / "killed", tmp_path / "whole"
     write_jsonl(path, TEXTS * 3)
-    assert in_child(prepare, path, whole) == 0
+    assert in_child(partial(prepare, path, whole)) == 0
     positions = []
     for pieces in range(10):
         done = iter(range(pieces))
 
-        def report(*_, done=done):
-            if next(done, None) is None:
-                os.kill(os.getpid(), signal.SIGKILL)
+        def until(function, done=done):
+            return lambda *given: kill() if next(done, None) is None else function(*given)
 
-        assert in_child(partial(prepare, report=report), path, killed) == -signal.SIGKILL
+        with monkeypatch.context() as patch:  # between pieces; or written, but not in the journal
+            report = until(lambda *_: None) if pieces % 2 else None
+            if report is None:
+                patch.setattr(tokenizing, "replacing", until(tokenizing.replacing))
+            code = in_child(partial(prepare, path, killed, report=report))
+        assert code == -signal.SIGKILL
         assert not (killed / "corpus.json").exists()
         if pieces:
             positions.append(str(json.loads((killed / "preparing.json").read_text())["position"]))
     assert len(set(positions)) == 9  # it had got somewhere each time
-    assert in_child(prepare, path, killed) == 0
+    assert in_child(partial(prepare, path, killed)) == 0
     first, second = (
         {file.name: file.read_bytes() for file in f.iterdir()} for f in (killed, whole)
     )
@@ -244,15 +251,14 @@ def test_a_killed_preparation_goes_on_and_gives_the_same_files(tmp_path, monkeyp
 
 def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8000, before[1]))  # as a disk that ends there
+
+    def run():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))  # as a disk that ends there
         with pytest.raises(ConfigError, match=r"^--out.*a folder that can be written.*\)$"):
             prepare(path, tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
+
+    assert in_child(run) == 0
     found = prepare(path, tmp_path / "out")
     assert found.identity == prepare(path, tmp_path / "other").identity
 

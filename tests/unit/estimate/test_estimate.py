@@ -88,6 +88,20 @@ def test_json(script, capsys):
     assert others["full"]["parameters"] > report["parameters"] == others["btp"]["parameters"]
 
 
+def test_memory_of_documents():
+    """8B at 8,192 tokens: 4 MiB a row for the rotary table, and no mask of all scores."""
+    from torchtitan_lr.estimate.memory import in_flight, mask_bytes
+
+    nothing, seq_len = Rehearsal(block=0.0, ends=0, working=0), 8192
+    path = ROOT / "train_configs" / "cola_8b.toml"
+    options = [f"--training.seq_len={seq_len}", "--training.local_batch_size=2"]
+    options.append("--training.global_batch_size=-1")
+    apart = paper_run(path, None, *options, "--training.mask_documents")
+    row = seq_len * (8 + 8 + 64 * 8) + mask_bytes(seq_len)
+    assert in_flight(apart, 0, nothing)[0] == 2 * row < 2 * seq_len**2 / 10
+    assert in_flight(paper_run(path, None, *options), 0, nothing)[0] == 0
+
+
 def test_memory_of_a_pipeline():
     """Stages share the parameters out; the first holds one micro-batch more in flight."""
     from torchtitan_lr.estimate.memory import in_flight, rank_memory

@@ -3,11 +3,13 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.oracle.activations import recompute_flops
 from tests.oracle.flops import head_flops, layer_flops
 from torchtitan_lr.estimate.hardware import Hardware
 from torchtitan_lr.estimate.kernels import KernelRecorder, Product, Work
@@ -19,6 +21,7 @@ from torchtitan_lr.estimate.step_time import (
 from torchtitan_lr.estimate.work import rehearse_work
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.plans import TPSettings, resolve_settings
+from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 
 SHAPE = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 96}
 MACHINE = Hardware("test", 100.0, 0.5, 80.0, 4, 90.0, 10.0, 10.0)
@@ -26,14 +29,14 @@ MACHINE = Hardware("test", 100.0, 0.5, 80.0, 4, 90.0, 10.0, 10.0)
 
 def args_of(family):
     ranks = {} if family == "full" else {"rank_attention": 16, "rank_ffn": 16}
-    extra = {"activation": "fullrank"} if family == "full" else {}
+    extra = {"activation": "fullrank"} if family in ("svd", "full") else {}
     return LlamaArgs(**SHAPE, vocab_size=256, max_seq_len=32, family=family, **ranks, **extra)
 
 
-def recorded(family, plan="auto", tp=1, fused=False):
+def recorded(family, plan="auto", tp=1, fused=False, prepare=None):
     args = args_of(family)
     settings = resolve_settings(TPSettings(plan), args, tp, 32) if tp > 1 else TPSettings()
-    return rehearse_work(Workload(args, settings, tp, 2, 32, torch.bfloat16), fused)
+    return rehearse_work(Workload(args, settings, tp, 2, 32, torch.bfloat16), fused, prepare)
 
 
 def flops(work):
@@ -64,6 +67,18 @@ def test_recorded_products_have_the_formulas_flops(family, plan, tp):
     half = 2 * block.attention_scores / 3 / 2 / shared
     assert work.block[0].attention == pytest.approx(half)
     assert work.block[1].attention == pytest.approx(2.5 * half)
+
+
+@pytest.mark.parametrize("family", ["svd", "cola", "lax"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_low_rank_checkpointing_repeats_no_product_for_nothing(family, tp):
+    """All up-projections but the last of a block, under BTP as on one rank."""
+    prepare = partial(apply_low_rank_checkpoint, save_attention=True)
+    plain = recorded(family, "btp", tp).block
+    repeating = recorded(family, "btp", tp, prepare=prepare).block
+    assert flops(repeating[0]) == flops(plain[0])
+    expected = 2 * recompute_flops(args_of(family), 32, save_attention=True, tp_degree=tp)
+    assert flops(repeating[1]) - flops(plain[1]) == expected
 
 
 def test_a_compiler_moves_fewer_bytes():

@@ -18,10 +18,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.oracle.activations import kept_bytes, recompute_flops
+from torchtitan_lr.estimate.rehearsal import fake_ranks
+from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models import linears, norms
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
+from torchtitan_lr.parallel import recompute
+from torchtitan_lr.parallel.plans import TPSettings, apply_tensor_parallel
+from torchtitan_lr.parallel.recompute import Recomputation, apply_low_rank_checkpoint
 
 BATCH, SEQ = 2, 32
 TOKENS = BATCH * SEQ
@@ -227,3 +231,44 @@ def test_compiled(family: str, save_attention: bool) -> None:
     size = sum(t.untyped_storage().nbytes() for t in activations.values())
     assert output[0].requires_grad
     assert size == kept_bytes(compiled.model_args, TOKENS, 4, 8, save_attention)
+
+
+def sent_by_one_rank(settings: TPSettings) -> tuple[int, int]:
+    """Collectives of a forward pass, and of a block that one rank alone recomputes after it."""
+    made: list[Recomputation] = []
+
+    class Seen(Recomputation):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    # The other rank does not answer: a real one that is not there would be waited for.
+    with fake_ranks(2) as mesh, patch.object(recompute, "Recomputation", Seen):
+        assert mesh is not None
+        model = build()
+        apply_tensor_parallel(model, mesh, settings)
+        apply_low_rank_checkpoint(model, False)
+        tokens = torch.zeros(BATCH, SEQ, dtype=torch.long)
+        calls = []
+        with CommLedger([model], {"tp": mesh.get_group()}) as ledger:
+            model(tokens, targets=tokens)
+            calls.append(sum(row["calls"] for row in ledger.rows()))
+            ledger.clear()
+            assert made[1]._unpack(0).numel() > 0  # as autograd asks for what it saved
+            calls.append(sum(row["calls"] for row in ledger.rows()))
+    assert len(made) == len(model.layers)
+    return calls[0], calls[1]
+
+
+@pytest.mark.parametrize("comm", ["all_reduce", "sequence"])
+@pytest.mark.parametrize("norm", ["online", "sync"])
+def test_one_rank_may_recompute_alone(comm: Any, norm: Any) -> None:
+    """No rank waits for another in a recomputation, so that ranks cannot wait for each other."""
+    forward, again = sent_by_one_rank(TPSettings("btp", comm=comm, norm=norm))
+    assert forward > 12 and again == 0
+
+
+def test_vanilla_ranks_recompute_together() -> None:
+    """The control: there the tensors behind the collectives are d-wide, and are not saved."""
+    forward, again = sent_by_one_rank(TPSettings("vanilla"))
+    assert forward > 12 and again > 0

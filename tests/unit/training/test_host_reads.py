@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.tiny_trainer import history, tiny_trainer
 from tests.unit.training.test_train import microbatches, parameters
-from torchtitan_lr.compression.codecs import sketch
+from torchtitan_lr.compression import codecs
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.training import trainer as trainer_module
@@ -110,7 +110,7 @@ def counted(trainer, names=READS):
 @pytest.mark.parametrize(("options", "ranks"), RUNS.values(), ids=RUNS)
 def test_a_step_reads_nothing_and_sums_once(options, ranks, tmp_path, monkeypatch):
     # As on a GPU; on a CPU peeling stops when nothing is left.
-    monkeypatch.setattr(sketch, "peel_remaining", sketch.peel)
+    monkeypatch.setattr(codecs, "peel_remaining", codecs.peel)
     # Messages of the second rank get lost, so that values are anything.
     limit = ["--training.max_skipped_steps=9"]
     with tiny_trainer(tmp_path, *OPTIONS, *limit, *options, ranks=ranks) as trainer:
@@ -128,11 +128,14 @@ def test_a_sum_between_two_steps_is_noticed(tmp_path, monkeypatch):
         assert counted(trainer)[1] == 2
 
 
-@pytest.mark.parametrize("moments", ["rotate", "reset"])
-def test_a_refresh_reads_nothing_and_copies_no_list(moments, tmp_path):
+@pytest.mark.parametrize(("moments", "replicas"), [("rotate", 1), ("reset", 1), ("rotate", 2)])
+def test_a_refresh_reads_nothing_and_copies_no_list(moments, replicas, tmp_path):
     each = [f"--optimizer.tsr_{name}refresh_interval=1" for name in ("", "embedding_")]
     options = [*TSR[:3], *each, f"--optimizer.tsr_moments={moments}"]
-    with tiny_trainer(tmp_path, *OPTIONS, *options) as trainer:
+    options += [f"--parallelism.data_parallel_replicate_degree={replicas}"]
+    # Messages of the second replica get lost, so that values are anything.
+    options += ["--training.max_skipped_steps=9"]
+    with tiny_trainer(tmp_path, *OPTIONS, *options, ranks=replicas) as trainer:
         assert counted(trainer, READS | LISTS)[0] == {}
         stacks = [stack for part in trainer.optimizers for stack in part.stacks]
         assert stacks and all((stack.refreshes == 3).all() for stack in stacks)

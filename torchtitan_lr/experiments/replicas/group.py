@@ -9,28 +9,26 @@ no other waits for it until the timeout, and its later calls do nothing. No call
 goes on with undefined sums up to the vote, which discards it: the ranks of one replica thus make
 the same calls to one another, whichever of them has lost a sum.
 
-gloo ends the process that receives more than it expects. Members therefore compare their runs
-(`membership`) before the first collective of a group.
+gloo ends the process that receives more than it expects: another rank, schedule or batch gives
+collectives of other sizes. Members therefore compare their runs before the first one of a group.
 """
 
 import contextlib
 import json
 import os
 import socket
+import stat
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchft import ProcessGroupGloo
-from torchft.process_group import create_store_client
 
+from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.titan import logger
-
-Endpoint = tuple[str, int]
-"""Address and port."""
 
 
 class LostReplicaError(RuntimeError):
@@ -46,11 +44,10 @@ class ReplicaGroup(ProcessGroupGloo):
         card: Returns what the other members must know of this replica; JSON.
 
     Attributes:
-        replicas: Ids of the replicas that take part, in the order of their ranks.
+        cards: Of all members, in the order of their ranks.
+        replicas: The members' ids, in this order.
         place: This replica's rank in the group.
-        generation: Number of the quorum; another one after every change of the members.
-        cards: Of all members, in the same order.
-        failure: Why a collective of this generation failed; None until one does.
+        failure: Why a collective of this quorum failed; None until one does.
         bytes_sent: Bytes of the tensors given to all-reduces and broadcasts so far.
     """
 
@@ -58,40 +55,31 @@ class ReplicaGroup(ProcessGroupGloo):
         self, timeout: timedelta, address: str, card: Callable[[], dict[str, Any]]
     ) -> None:
         super().__init__(timeout=timeout)
-        self.limit, self.address, self._card = timeout, address, card
+        self.address, self._card = address, card
         self.replicas: list[int] = []
         self.cards: list[dict[str, Any]] = []
-        self.place, self.generation, self.bytes_sent = 0, -1, 0
+        self.place = self._count = self.bytes_sent = 0
         self.failure: Exception | None = None
         self._store: Any = None
-        self._listens: set[Endpoint] = set()
+        self._listens: set[tuple[str, int]] = set()
 
-    def configure(
-        self,
-        store_addr: str,
-        replica_id: str,
-        rank: int,
-        world_size: int,
-        quorum_id: int | None = None,
-        group_rank: int | None = None,
-        group_world_size: int | None = None,
-        global_ranks: list[int] | None = None,
-    ) -> None:
-        """Connect the members of a new quorum; torchft's manager calls this.
+    def _create_pg(self, store: Any, rank: int, world_size: int) -> dist.ProcessGroup:
+        """Connect the members of a new quorum; torchft calls this with their store.
 
-        Of its arguments ``store_addr`` is host:port and prefix of the members' store, the ranks of
-        ``group_*`` are those of this replica, and the global ranks number all ranks of all members.
+        torchft reports what this raises, and neither sends nor loads a state then.
+
+        Raises:
+            ConfigError: This replica must not take part (`check_members`).
+            LostReplicaError: Another one must not, or has left: the step is tried again.
         """
-        self.failure, self.cards = None, []
-        self.place, self.generation = rank, quorum_id or 0
-        self.replicas = [number // (group_world_size or 1) for number in global_ranks or [0]]
-        self.abort(errored=False)
-        self._store = create_store_client(store_addr, timeout=self.limit)
-        # torchft's own would listen on any interface.
-        self._pg, self._listens = gloo_group(
-            self._store, rank, world_size, self.limit, self.address
-        )
+        self.failure, self.cards, self._store = None, [], store
+        self.place, self._count = rank, world_size
+        # torchft's own group would listen on any interface.
+        group, self._listens = gloo_group(store, rank, world_size, self._timeout, self.address)
         self.cards = self.exchange("card", {"listens": sorted(self._listens), **self._card()})
+        self.replicas = [card["id"] for card in self.cards]
+        check_members(self.cards, rank)
+        return group
 
     def exchange(self, name: str, value: Any) -> list[Any]:
         """Return all members' JSON values of a name, which is used once per quorum.
@@ -101,16 +89,16 @@ class ReplicaGroup(ProcessGroupGloo):
         """
         try:
             self._store.set(f"{name}/{self.place}", json.dumps(value))
-            return [json.loads(self._store.get(f"{name}/{n}")) for n in range(len(self.replicas))]
+            return [json.loads(self._store.get(f"{name}/{n}")) for n in range(self._count)]
         except (RuntimeError, ValueError) as error:  # torch's errors of a store are RuntimeErrors
-            self.lose(error)
+            self.report_error(error)
             raise LostReplicaError(str(error)) from error
 
     def errored(self) -> Exception | None:
         """Return why this step is lost; torchft's manager then votes against a commit."""
         return self.failure
 
-    def lose(self, error: Exception) -> None:
+    def report_error(self, error: Exception) -> None:
         """Mark the step as lost and close the connections, at which the other members notice.
 
         torch's ``abort`` leaves gloo's connections open: a member that waits for one that has given
@@ -120,7 +108,7 @@ class ReplicaGroup(ProcessGroupGloo):
         if self.failure is not None:
             return
         self.failure = error
-        logger.info("Collective of quorum %d failed: %s", self.generation, error)
+        logger.info("Collective of quorum %s failed: %s", self._quorum_id, error)
         others = {tuple(end) for card in self.cards for end in card["listens"]} - self._listens
         for connection in _sockets():
             with contextlib.suppress(OSError):  # not connected
@@ -131,40 +119,65 @@ class ReplicaGroup(ProcessGroupGloo):
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
         """Start an all-reduce; neither this nor waiting for it raises."""
-        return GuardedWork(self, super().allreduce, tensors, opts)
+        return self._guarded(super().allreduce, tensors, opts)
 
     def broadcast(self, tensor_list: list[Tensor], opts: Any) -> Any:
         """Start a broadcast; neither this nor waiting for it raises."""
-        return GuardedWork(self, super().broadcast, tensor_list, opts)
+        return self._guarded(super().broadcast, tensor_list, opts)
+
+    def _guarded(self, start: Callable[..., Any], tensors: list[Tensor], opts: Any) -> Any:
+        work = None
+        if self.failure is None:
+            self.bytes_sent += sum(tensor.nbytes for tensor in tensors)
+            try:
+                work = start(tensors, opts)
+            except Exception as error:
+                self.report_error(error)
+        return GuardedWork(self, work)
 
 
-class GuardedWork:
+class GuardedWork(NamedTuple):
     """A collective under way, or none after a failure; the group's ``failure`` says which."""
 
-    def __init__(
-        self, group: ReplicaGroup, start: Callable[..., Any], tensors: list[Tensor], opts: Any
-    ) -> None:
-        self._group, self._work = group, None
-        if group.failure is None:
-            group.bytes_sent += sum(tensor.nbytes for tensor in tensors)
-            try:
-                self._work = start(tensors, opts)
-            except Exception as error:
-                group.lose(error)
+    group: ReplicaGroup
+    work: Any
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end; the group's ``failure`` says whether there is a result."""
         try:
-            if self._work is not None:
-                self._work.wait()
+            if self.work is not None:
+                self.work.wait()
         except Exception as error:
-            self._group.lose(error)
+            self.group.report_error(error)
         return True
+
+
+def check_members(cards: list[dict[str, Any]], place: int) -> None:
+    """Compare all members with the one that has committed most steps since it started.
+
+    Args:
+        cards: Each with ``id``, ``commits``, and ``run``, what must be the same, by key.
+        place: Of this replica.
+
+    Raises:
+        ConfigError: This replica is not like that one, or has the id of another that stays.
+        LostReplicaError: Another one is not, and will leave.
+    """
+    first = max(range(len(cards)), key=lambda n: (cards[n]["commits"], -n))
+    ids, here, there = [card["id"] for card in cards], cards[place]["run"], cards[first]["run"]
+    twins = [n for n, other in enumerate(ids) if other == ids[place]]
+    if len(twins) > 1 and place != (first if first in twins else twins[0]):
+        raise ConfigError("fault_tolerance.replica_id", ids[place], "one that no other replica has")
+    for key in sorted(here.keys() | there.keys()):
+        want = f"{there.get(key)!r}, as replica {ids[first]} has, a member of the quorum"
+        require(here.get(key) == there.get(key), key, here.get(key), want)
+    if len(set(ids)) < len(ids) or any(card["run"] != here for card in cards):
+        raise LostReplicaError("another replica has another run, or the id of a third one")
 
 
 def gloo_group(
     store: dist.Store, rank: int, ranks: int, timeout: timedelta, address: str
-) -> tuple[dist.ProcessGroup, set[Endpoint]]:
+) -> tuple[dist.ProcessGroup, set[tuple[str, int]]]:
     """Return a group of gloo that listens on one address, whatever ``GLOO_SOCKET_IFNAME`` says.
 
     torch has no public way to give a group its address, or to make one outside the default group.
@@ -187,7 +200,7 @@ def gloo_group(
     return group, listens
 
 
-def _listening() -> set[Endpoint]:
+def _listening() -> set[tuple[str, int]]:
     """Return where this process listens."""
     return {
         opened.getsockname()[:2]
@@ -200,13 +213,7 @@ def _listening() -> set[Endpoint]:
 def _sockets() -> Iterator[socket.socket]:
     """Yield a copy of each socket of this process; a copy stays the same one while it is used."""
     for name in os.listdir("/dev/fd"):
-        descriptor = None
-        try:
-            descriptor = os.dup(int(name))
-            opened = socket.socket(fileno=descriptor)
-        except OSError:  # closed meanwhile, or no socket
-            if descriptor is not None:
-                os.close(descriptor)
-            continue
-        with opened:
-            yield opened
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as opened:
+                    yield opened

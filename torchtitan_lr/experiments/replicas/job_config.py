@@ -8,16 +8,40 @@ As in :mod:`torchtitan_lr.config.schema`, no ``from __future__ import annotation
 """
 
 import importlib.util
-import ipaddress
 import os
 from dataclasses import dataclass, field
+from ipaddress import AddressValueError, IPv4Address
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from torchtitan_lr.checkpoints.layout import RUN_CONFIG
 from torchtitan_lr.config import schema
+from torchtitan_lr.config.ranges import POSITIVE
 from torchtitan_lr.config.schema import TSR
-from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.errors import require
+
+
+def _is_private(text: str) -> bool:
+    """Return whether a text is a literal IPv4 address, loopback or private, of one interface."""
+    try:
+        address = IPv4Address(text)
+    except AddressValueError:
+        return False
+    return not address.is_unspecified and (address.is_loopback or address.is_private)
+
+
+_NEEDED: dict[str, tuple[Any, str]] = {
+    "optimizer.name": (TSR, "no other optimizer reduces by itself"),
+    "grad_compression.codec": ("none", "TSR-Adam sums cores"),
+    "fault_tolerance.semi_sync_method": (None, "synchronous quorum"),
+    "fault_tolerance.process_group": ("gloo", "NCCL is untested"),
+    # A degree of 0 or -1 is refused or resolved by the package's own checks.
+    "parallelism.data_parallel_replicate_degree": (1, "a replica is one"),
+    "parallelism.pipeline_parallel_degree": (1, "pipelines are untested"),
+    "comm.mode": ("default", "a dry run has no quorum"),
+    "checkpoint.create_seed_checkpoint": (False, "make it with --fault_tolerance.no_enable"),
+}
+"""What `check` wants of other keys, of numbers at most this, and why."""
 
 
 @dataclass
@@ -35,11 +59,11 @@ class FaultTolerance:
     """Address of this machine under which the other replicas reach it: loopback or private. Its
     ports have no authentication: who reaches them can read the weights and stop the run."""
 
-    quorum_timeout_s: int = 600
+    quorum_timeout_s: Annotated[int, POSITIVE] = 600
     """Seconds that a replica waits for ``min_replica_size`` replicas before it ends with an
     error."""
 
-    heal_timeout_s: int = 300
+    heal_timeout_s: Annotated[int, POSITIVE] = 300
     """Seconds in which a newcomer must have fetched weights and optimizer state."""
 
     digests: bool = False
@@ -78,74 +102,39 @@ def trainer_class(config: Any) -> Any:
 
 def check(config: Any, world_size: int, device_type: str) -> None:
     """Raise a ConfigError for the first key with which replicas cannot come and go."""
-    section = config.fault_tolerance
+    section, on = config.fault_tolerance, "with fault_tolerance.enable"
     if not section.enable:
         return
-    parallelism, comm = config.parallelism, config.comm
-    nodes, on = os.environ.get("NNODES", "1"), "with fault_tolerance.enable"
-    replicate, stages = "data_parallel_replicate_degree", "pipeline_parallel_degree"
-    needed: tuple[tuple[str, Any, Any, str], ...] = (
-        ("optimizer.name", config.optimizer.name, TSR, "no other optimizer reduces by itself"),
-        ("grad_compression.codec", config.grad_compression.codec, "none", "TSR-Adam sums cores"),
-        ("fault_tolerance.semi_sync_method", section.semi_sync_method, None, "synchronous quorum"),
-        ("fault_tolerance.process_group", section.process_group, "gloo", "NCCL is untested"),
-        ("NNODES", nodes, "1", "a replica is one machine, which starts by itself"),
-        (f"parallelism.{replicate}", getattr(parallelism, replicate), 1, "a replica is one"),
-        (f"parallelism.{stages}", getattr(parallelism, stages), 1, "pipelines are untested"),
-        ("comm.mode", comm.mode, "default", "a dry run has no quorum"),
-    )
-    for key, got, want, why in needed:
-        # A degree of 0 or -1 is refused or resolved by the package's own checks.
-        if (got > want) if isinstance(want, int) else (got != want):
-            shown = want if isinstance(want, int) or key == "NNODES" else repr(want)
-            raise ConfigError(key, got, f"{shown} {on}: {why}")
-    want = f"false {on}: make it with --fault_tolerance.no_enable"
-    seed = config.checkpoint.create_seed_checkpoint
-    require(not seed, "checkpoint.create_seed_checkpoint", True, want)
+    for key, (most, why) in _NEEDED.items():
+        table, _, name = key.partition(".")
+        got = getattr(getattr(config, table), name)
+        fits = got <= most if isinstance(most, int) else got == most
+        require(fits, key, got, f"{most!r} {on}: {why}")
+    nodes = os.environ.get("NNODES", "1")
+    require(nodes == "1", "NNODES", nodes, f"1 {on}: a replica is one machine, started by itself")
     want = f"false on {device_type}: only CPU replicas were tested"
     require(device_type == "cpu", "fault_tolerance.enable", True, want)
-    _check_numbers(config, world_size)
-    _check_address(section.address, "fault_tolerance.address")
-    host, colon, port = section.lighthouse.rpartition(":")
-    fits, key = colon and port.isdecimal() and 0 < int(port) < 2**16, "fault_tolerance.lighthouse"
-    require(fits, key, section.lighthouse, "host:port such as 127.0.0.1:29510")
-    _check_address(host, key)
-    want = "false, or torchft (pip install 'torchtitan_lr[ft]')"
-    require(importlib.util.find_spec("torchft"), "fault_tolerance.enable", True, want)
-
-
-def _check_numbers(config: Any, world_size: int) -> None:
-    """Check the number of replicas, their times, and the rows of a step."""
-    section = config.fault_tolerance
+    want = "a loopback or private IPv4 address, not all interfaces: the ports are not protected"
+    require(_is_private(section.address), "fault_tolerance.address", section.address, want)
+    host, _, port = section.lighthouse.rpartition(":")
+    fits = _is_private(host) and port.isdecimal() and 0 < int(port) < 2**16
+    want = f"host:port such as 127.0.0.1:29510, of {want}"
+    require(fits, "fault_tolerance.lighthouse", section.lighthouse, want)
     size, least, number = section.group_size, section.min_replica_size, section.replica_id
     want = "the largest number of replicas, such as 3"
     require(size >= 1, "fault_tolerance.group_size", size, want)
     want = f"a number from 0 to {size - 1}, another for every replica"
     require(0 <= number < size, "fault_tolerance.replica_id", number, want)
     majority = size // 2 + 1
-    want = (
-        f"{majority} to {size}, a majority of group_size: with fewer, two halves of a cut "
-        "network would train on"
-    )
+    want = f"{majority} to {size}, a majority: else two halves of a cut network would train on"
     require(majority <= least <= size, "fault_tolerance.min_replica_size", least, want)
-    for name in ("process_group_timeout_ms", "quorum_timeout_s", "heal_timeout_s"):
-        got = getattr(section, name)
-        require(got >= 1, f"fault_tolerance.{name}", got, "a positive integer")
+    key, got = "fault_tolerance.process_group_timeout_ms", section.process_group_timeout_ms
+    require(got >= 1, key, got, POSITIVE.want)
     ranks = max(1, world_size // max(1, config.parallelism.tensor_parallel_degree))
     unit = config.training.local_batch_size * size * ranks
     batch = config.training.global_batch_size
     each = "" if ranks == 1 else f" x {ranks} data-parallel ranks of a replica"
     want = f"a multiple of {unit} (local_batch_size x fault_tolerance.group_size{each}), or -1"
     require(batch == -1 or batch % unit == 0, "training.global_batch_size", batch, want)
-
-
-def _check_address(text: str, key: str) -> None:
-    """Raise for an address that is not a literal IPv4 address, loopback or private."""
-    want = "a loopback or private IPv4 address of this machine such as 127.0.0.1 or 10.0.0.7"
-    try:
-        address = ipaddress.IPv4Address(text)
-    except ValueError:
-        raise ConfigError(key, text, want) from None
-    require(not address.is_unspecified, key, text, f"{want}, not all interfaces")
-    private = address.is_loopback or address.is_private
-    require(private, key, text, f"{want}: the ports are not protected")
+    want = "false, or torchft (pip install 'torchtitan_lr[ft]')"
+    require(importlib.util.find_spec("torchft"), "fault_tolerance.enable", True, want)

@@ -3,7 +3,6 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,9 +11,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan_lr.checkpoints.safe_metadata import load
+from torchtitan_lr.compat.dispatch import keystr, tree_leaves_with_path, tree_map_only
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.data.dataloader import TokenDataLoader
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import require
 from torchtitan_lr.training.checkpoint import CheckpointManager
 from torchtitan_lr.training.trainer import Trainer
 
@@ -23,13 +23,12 @@ _KEY = "replicas"
 
 def training_state(trainer: Trainer) -> Any:
     """Return this rank's weights, optimizer state and schedule, in the memory of those in use."""
-    return _local(
-        {
-            "model": [dict(part.named_parameters()) for part in trainer.model_parts],
-            "optimizer": [optimizer.state_dict() for optimizer in trainer.optimizers],
-            "schedule": trainer.lr_schedulers.state_dict(),
-        }
-    )
+    state = {
+        "model": [dict(part.named_parameters()) for part in trainer.model_parts],
+        "optimizer": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        "schedule": trainer.lr_schedulers.state_dict(),
+    }
+    return tree_map_only(Tensor, lambda x: local_part(x.detach()), state)
 
 
 @torch.no_grad()
@@ -45,34 +44,14 @@ def load_training_state(trainer: Trainer, state: Any) -> None:
 
 def digest(state: Any) -> str:
     """Return the first 16 digits of a SHA-256 over every bit of a state's tensors and numbers."""
-    total = hashlib.sha256()
-
-    def add(value: Any, name: str) -> None:
-        if isinstance(value, Mapping):
-            for key in sorted(value, key=str):
-                add(value[key], f"{name}.{key}")
-        elif isinstance(value, list | tuple):
-            for index, item in enumerate(value):
-                add(item, f"{name}.{index}")
-        elif isinstance(value, Tensor):
+    total, leaves = hashlib.sha256(), tree_leaves_with_path(state)
+    for name, value in sorted((keystr(path), value) for path, value in leaves):
+        if isinstance(value, Tensor):
             flat = value.detach().cpu().contiguous().view(-1)
             total.update(name.encode() + flat.view(torch.uint8).numpy().tobytes())
         else:
             total.update(name.encode() + repr(value).encode())
-
-    add(state, "")
     return total.hexdigest()[:16]
-
-
-def _local(state: Any) -> Any:
-    """Return a nested state with this rank's parts instead of DTensors."""
-    if isinstance(state, Tensor):
-        return local_part(state.detach())
-    if isinstance(state, Mapping):
-        return {key: _local(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return [_local(value) for value in state]
-    return state
 
 
 class ReplicaCheckpoints(CheckpointManager):
@@ -140,20 +119,18 @@ class DataPositions:
             ConfigError: It was written by a run without replicas that come and go, with another
                 ``group_size``, by replicas that read other rows, or with other data.
         """
-        if f"dataloader.{_KEY}" not in metadata.state_dict_metadata:
-            want = f"false: {checkpoint_id} was written without it"
-            raise ConfigError("fault_tolerance.enable", True, want)
+        ours = f"dataloader.{_KEY}" in metadata.state_dict_metadata
+        want = f"false: {checkpoint_id} was written without it"
+        require(ours, "fault_tolerance.enable", True, want)
         stored = {"dataloader": {_KEY: ""}}
         load(stored, checkpoint_id, no_dist=True, metadata=metadata)
         found = json.loads(stored["dataloader"][_KEY])
         parts, here = len(found["taken"]), len(self.taken)
-        if parts != here:
-            want = f"{parts} as in the checkpoint, whose data are split into as many parts"
-            raise ConfigError("fault_tolerance.group_size", here, want)
-        if found["split"] != self._split:
-            want = (
-                "a number that with training.local_batch_size gives a replica the rows that it has "
-                f"in {checkpoint_id}"
-            )
-            raise ConfigError("NGPU", dist.get_world_size(), want)
+        want = f"{parts} as in the checkpoint, whose data are split into as many parts"
+        require(parts == here, "fault_tolerance.group_size", here, want)
+        want = (
+            "a number that with training.local_batch_size gives a replica the rows that it has in "
+        )
+        want += checkpoint_id
+        require(found["split"] == self._split, "NGPU", dist.get_world_size(), want)
         return self._loader.check_checkpoint(checkpoint_id, metadata, _KEY)

@@ -15,9 +15,7 @@ attempt, whether sums between replicas succeed or not. The vote is common to all
 """
 
 import importlib
-import json
 import math
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,80 +26,47 @@ import torch.distributed as dist
 
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader
-from torchtitan_lr.experiments.replicas.state import (
-    DataPositions,
-    ReplicaCheckpoints,
-    digest,
-    load_training_state,
-    training_state,
-)
+from torchtitan_lr.experiments.replicas import state
 from torchtitan_lr.optim.step import step_unless
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig
 from torchtitan_lr.titan.specs import registered_specs
 from torchtitan_lr.training.guard import StepData, Verdict
+from torchtitan_lr.training.metrics import HistoryLogger
 from torchtitan_lr.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from torchtitan_lr.experiments.replicas.membership import Membership
-
-COMMITS_FILE = "commits.jsonl"
-"""Committed steps, in the private folder of each replica."""
 
 
 class Sums:
     """Numbers of a step, summed over all ranks of the members.
 
     Args:
-        numbers: Sums of `step_numbers`.
+        numbers: Valid tokens, loss over the nominal tokens, replicas whose first rank has a stop
+            signal, and of every replica its own mean loss, 0 if it is not there.
         nominal: The nominal number of tokens.
 
     Attributes:
-        tokens: Valid tokens.
-        read: Tokens read, valid or not.
-        stopping: Replicas whose first rank has a stop signal.
-        loss: The mean over the tokens of all members, in nats; NaN if one is not finite.
+        loss: The mean over the tokens of all members, in nats; not finite if one's is not.
         largest: The largest mean loss of a member, likewise.
     """
 
     def __init__(self, numbers: Iterable[float], nominal: float) -> None:
-        self.tokens, self.read, loss, nonfinite, self.stopping, *means = numbers
-        bad = bool(nonfinite or not self.tokens)
-        self.loss = math.nan if bad else loss * nominal / self.tokens
-        self.largest = math.nan if bad else max(means)
-
-
-def step_numbers(
-    data: StepData, loss: float, stops: bool, nominal: float, section: Any, is_copy: bool
-) -> list[float]:
-    """Return the numbers that one rank adds to those of a step (`Sums`).
-
-    Args:
-        data: Its micro-batches.
-        loss: Its token losses over the nominal number of tokens.
-        stops: Whether it is a first rank with a stop signal.
-        nominal: The nominal number of tokens.
-        section: ``[fault_tolerance]``.
-        is_copy: Whether another rank of the replica counts the same tokens (tensor parallelism).
-    """
-    finite, means = math.isfinite(loss), [0.0] * section.group_size
-    if is_copy:
-        return [0.0, 0.0, 0.0, float(not finite), 0.0, *means]
-    if finite and data.global_tokens:  # of this replica's ranks
-        means[section.replica_id] = loss * nominal / data.global_tokens
-    read = sum(labels.numel() for _, labels in data.microbatches)
-    # A sum with an infinite loss would hide the others' tokens.
-    return [data.tokens, read, loss if finite else 0.0, float(not finite), float(stops), *means]
+        self.tokens, loss, self.stopping, *means = numbers
+        self.loss = loss * nominal / self.tokens if self.tokens else math.nan
+        self.largest = max(means) if math.isfinite(self.loss) else math.nan
 
 
 class ReplicaTrainer(Trainer):
     """The trainer of a rank of a replica, which may die and join again at any moment."""
 
-    checkpoint_manager = ReplicaCheckpoints
-    checkpointer: ReplicaCheckpoints
+    checkpoint_manager = state.ReplicaCheckpoints
+    checkpointer: state.ReplicaCheckpoints
     optimizers: TSROptimizers
     dataloader: TokenDataLoader
+    _members: "Membership"
 
     def __init__(self, job_config: JobConfig) -> None:
         section = self._section = job_config.fault_tolerance
@@ -127,46 +92,42 @@ class ReplicaTrainer(Trainer):
         rows = len(loader.own) * self._data_ranks
         # Of all parts and of one, in a step.
         self._rows = loader.stride * loader.microbatches
-        self._positions = DataPositions(self._section.group_size, (self._rows, rows), loader)
+        self._positions = state.DataPositions(section.group_size, (self._rows, rows), loader)
         self.checkpointer.states["dataloader"] = self._positions
         # The micro-batches of the step that is tried, and the number of its part's step.
         self._pending: tuple[int, StepData] | None = None
-        self._iterator: Iterator[Batch] = iter(())
-        self._members: Membership | None = None
-        self._joined = self._stops = False
-        self._discarded = 0
-        tokens = rows * self.gradient_accumulation_steps * training.seq_len
-        self._nominal = float(tokens * self._section.group_size)
+        # Whether the members of the next step are there; None before there are any.
+        self._joined: bool | None = None
+        self._stops, self._discarded = False, 0
+        # What one replica reads in a step, and all of them: the nominal number.
+        self._tokens = rows * self.gradient_accumulation_steps * training.seq_len
+        self._nominal = float(self._tokens * section.group_size)
 
     def should_continue_training(self) -> bool:
         """Join the quorum before the first step, then as for any trainer."""
-        if self._members is None and self.step < self.job_config.training.steps:
-            self._members = self._enter()
+        if self._joined is None and self.step < self.job_config.training.steps:
+            self._members, self._joined = self._enter(), False
             self._joined = self._join()
             self.step = self._members.committed
         return super().should_continue_training()
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """Try the next step with those that are there, until it is committed.
+        """Try the next step with those that are there, until it is committed; record it.
 
         Raises:
-            QuorumError: Too few replicas came together in time.
+            RunFailedError: Too few replicas came together in time.
             NonFiniteError: As for the trainer's.
             BadDataError: This replica cannot read its data.
         """
-        assert self._members is not None
         self.metrics_processor.resume()
-        self._iterator = data_iterator
-        members, begin = self._members, time.perf_counter()
-        bytes_before, lost = members.group.bytes_sent, 0
+        members, lost, sent_before = self._members, 0, self._members.group.bytes_sent
         while True:
-            joined = self._joined or self._join()
-            self._joined = False
+            joined, self._joined = self._joined or self._join(), False
             if members.committed >= self.job_config.training.steps:
                 self.step = members.committed  # healed from one that has finished
                 return
             self.step = members.committed + 1
-            attempt = self._try() if joined else None
+            attempt = self._try(data_iterator) if joined else None
             if members.commit(attempt is not None) and attempt is not None:
                 break
             self.optimizers.zero_grad()
@@ -179,38 +140,31 @@ class ReplicaTrainer(Trainer):
         digests = [""] * dist.get_world_size()
         if self._section.digests:
             dist.all_gather_object(digests, self.digest())
+        # Every committed step; the metrics have those that are logged.
         record = {
-            "step": self.step,
-            "time": time.time(),
             "replicas": members.group.replicas,
             "taken": self._positions.taken,
-            "tokens": int(sums.tokens),
+            "tokens": round(sums.tokens),
             "loss": sums.loss,
             "norm": norm,
             "discarded": lost,
-            "seconds": time.perf_counter() - begin,
-            "bytes_sent": members.group.bytes_sent - bytes_before,
             "digest": "-".join(digests) if self._section.digests else None,
-            "ranks": self._data_ranks,
         }
         if dist.get_rank() == 0:
-            folder = Path(self.job_config.job.dump_folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            with (folder / COMMITS_FILE).open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            path = Path(self.job_config.job.dump_folder) / "commits.jsonl"
+            HistoryLogger(path).log(record, self.step)
         if self.metrics_processor.should_log(self.step):
+            losses = sums.loss, sums.largest
             extra = {
                 "n_tokens_seen": self.ntokens_seen,
                 "lr": lr,
                 "skipped_steps": self.skipped_steps,
                 "replicas": len(members.group.replicas),
                 "discarded_steps": self._discarded,
-                "comm_bytes/replicas": record["bytes_sent"],
+                "comm_bytes/replicas": members.group.bytes_sent - sent_before,
                 **self._reader.metrics(),
             }
-            self.metrics_processor.log(
-                self.step, sums.loss, sums.largest, norm, extra_metrics=extra
-            )
+            self.metrics_processor.log(self.step, *losses, norm, extra_metrics=extra)
         self.metrics_processor.pause()
 
     def write_record(self) -> None:
@@ -220,7 +174,7 @@ class ReplicaTrainer(Trainer):
 
     def close(self) -> None:
         """Leave the quorum, then end what runs beside training."""
-        if self._members is not None:
+        if self._joined is not None:
             self._members.leave()
         super().close()
 
@@ -232,25 +186,18 @@ class ReplicaTrainer(Trainer):
 
     def _join(self) -> bool:
         """Return whether the members of the next step are there; choose the one that writes."""
-        assert self._members is not None
-        before, group = set(self._members.group.replicas), self._members.group
+        before, group = self._members.group.replicas, self._members.group
         joined = self._members.join()
         if joined:
             self.checkpointer.writes = group.place == 0
             # The members of a step are new ones: the group is made anew with every change.
             synchronizer = self.optimizers.synchronizer
             synchronizer.groups = replace(synchronizer.groups, replicas=group)
-            for replica in sorted(before - set(group.replicas)):
-                logger.warning(
-                    "Replica %d has left: of part %d of the data, all from its step %d on stays "
-                    "unread until it is back",
-                    replica,
-                    replica,
-                    self._positions.taken[replica],
-                )
+            if group.replicas != before:  # the parts of those that have left stay unread
+                logger.info("Replicas after step %d: %s", self._members.committed, group.replicas)
         return joined
 
-    def _try(self) -> tuple[Sums, torch.Tensor] | None:
+    def _try(self, data_iterator: Iterator[Batch]) -> tuple[Sums, torch.Tensor] | None:
         """Compute the step and its sums; return None if a member was lost.
 
         A lost member ends the attempt only after the last call among the ranks of this replica.
@@ -258,7 +205,6 @@ class ReplicaTrainer(Trainer):
         Returns:
             The sums over all ranks of the members, and the norm of the nominal loss's gradient.
         """
-        assert self._members is not None
         group, ranks = self._members.group, dist.get_world_size()
         step = self._positions.taken[self._section.replica_id]
         try:
@@ -266,7 +212,7 @@ class ReplicaTrainer(Trainer):
             if self._pending is None or self._pending[0] != step:
                 if self.dataloader.rows != step * self._rows:
                     self.dataloader.seek(step * self._rows)
-                data = self._reader.take(self._iterator, self.gradient_accumulation_steps)
+                data = self._reader.take(data_iterator, self.gradient_accumulation_steps)
                 if data.problem is not None:
                     self._stop_for_data(data.problem)
                 self._pending = step, data
@@ -274,11 +220,12 @@ class ReplicaTrainer(Trainer):
             self.optimizers.zero_grad()
             share = float(self._forward_backward(data.microbatches, self._nominal))
             self._stops = self._stop.name is not None
-            stops = self._stops and dist.get_rank() == 0
-            mesh = self.parallel_dims.get_optional_mesh("tp")
-            is_copy = mesh is not None and mesh.get_local_rank() > 0
-            own = step_numbers(data, share, stops, self._nominal, self._section, is_copy)
-            numbers = torch.tensor(own, dtype=torch.float64)
+            means = [0.0] * self._section.group_size
+            # The tokens of this replica's ranks; without any the loss is 0.
+            means[self._section.replica_id] = share * self._nominal / max(data.global_tokens, 1)
+            numbers = torch.tensor([data.tokens, share, 0.0, *means], dtype=torch.float64)
+            numbers /= self.parallel_dims.non_data_parallel_size  # ranks with the same tokens
+            numbers[2] = self._stops and dist.get_rank() == 0
             # It travels with the gradients' last sums, so that it costs no round trip of its own.
             work: Any = dist.all_reduce(numbers, group=group, async_op=True)
             norm = self.optimizers.synchronize()
@@ -296,7 +243,6 @@ class ReplicaTrainer(Trainer):
 
     def _apply(self, sums: Sums, norm: torch.Tensor) -> float:
         """Take a committed step; return the gradient's norm."""
-        assert self._members is not None
         replicas, ranks = self._members.group.replicas, dist.get_world_size()
         factor = torch.tensor(self._nominal / sums.tokens if sums.tokens else math.nan)
         self.optimizers.scale(factor)
@@ -304,41 +250,38 @@ class ReplicaTrainer(Trainer):
         stops = self._stops or bool(sums.stopping and self.checkpointer.run_ends)
         loss = torch.tensor(sums.loss, dtype=torch.float64)
         verdict = Verdict(loss, (norm * factor).square() / ranks, stops)
-        limit = self.job_config.training.max_norm
-        self._gradients.clip(limit, verdict.norm)
+        self.optimizers.clip(self.job_config.training.max_norm, verdict.norm)
         self.checkpointer.maybe_wait_for_staging()
         step_unless(verdict.rejected, self.optimizers)
         self._unread = self.step, verdict, sums.tokens
         self.lr_schedulers.step()
         for replica in replicas:
             self._positions.taken[replica] += 1
-        self.ntokens_seen += int(sums.read)
-        self.metrics_processor.ntokens_since_last_log += int(sums.read) // self._data_ranks
+        read = self._tokens * len(replicas)
+        self.ntokens_seen += read
+        self.metrics_processor.ntokens_since_last_log += read // self._data_ranks
         self._settle()
         return float(verdict.norm)
 
     def healing_state(self) -> dict[str, Any]:
         """Return what a newcomer takes over: everything as after the last committed step."""
-        assert self._members is not None
         return {
             "train": self.state_dict() | {"step": self._members.committed},
             "positions": self._positions.state_dict(),
-            "training": training_state(self),
+            "training": state.training_state(self),
         }
 
-    def heal(self, state: dict[str, Any]) -> None:
+    def heal(self, ahead: dict[str, Any]) -> None:
         """Take over the state of a replica that is ahead."""
         self.checkpointer.maybe_wait_for_staging()
-        load_training_state(self, state["training"])
-        self._positions.load_state_dict(state["positions"])
-        self.load_state_dict(state["train"])
-        assert self._members is not None
-        size = self._members.transport.bytes_received
-        logger.info("Healed to step %d; %d bytes received so far", self.step, size)
+        state.load_training_state(self, ahead["training"])
+        self._positions.load_state_dict(ahead["positions"])
+        self.load_state_dict(ahead["train"])
+        logger.info("Healed to step %d", self.step)
 
     def digest(self) -> str:
         """Return the digest of weights, optimizer state and data positions."""
-        return digest([training_state(self), self._positions.taken])
+        return state.digest([state.training_state(self), self._positions.taken])
 
     def _make_up_for_validation(self) -> None:
         """Do not validate alone after a restart: the other replicas would wait."""

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.optim.selection import BUCKET_ELEMENTS, TSRSettings, split_buckets
+from torchtitan_lr.optim.step import HostCopy
 from torchtitan_lr.optim.tsr.randomized_svd import SVD, Answer, Gather, Request, Steps, Sum, summed
 from torchtitan_lr.titan import logger
 
@@ -90,6 +91,7 @@ class Synchronizer:
             stacks' cores are views of it.
         sums: Those of the running step.
         projected: The matrices that keep their bases in this step, stack after stack.
+        drift: The matrices that were refreshed, and whether replicas computed different bases.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Synchronizer:
         self.order = order
         self.projected: dict[ParamRef, None] = {}
         self.sums = EarlySums([], order, self._start_sum, early=False)
+        self.drift: list[tuple[list[tuple[MatrixStack, int]], HostCopy]] = []
         sizes = [stack.average.numel() for stack in stacks]
         # A pipeline stage may have no compressed matrix.
         like = stacks[0].average if stacks else local_part(dense[0][0])
@@ -185,14 +188,12 @@ class Synchronizer:
             layouts = [stack.layout for stack, _ in chosen]
             steps = [stack.decompose(indices, self.groups) for stack, indices in chosen]
             svds: list[SVD] = solve_together(steps, layouts, self.groups)
-            # One batch per matrix: a difference is repaired and logged for that matrix only.
+            # One batch per matrix: a difference is repaired and logged for that matrix only. The
+            # host would wait for the device if it repaired the bases here, see `repair_drift`.
             batches = [list(batch) for svd in svds for batch in zip(*svd, strict=True)]
-            if drifted := repair_drift(batches, self.groups.replicas):
-                names = [stack.plans[i].name for stack, indices in chosen for i in indices]
-                logger.warning(
-                    "Replicas computed different bases for %s; the first replica's are used",
-                    ", ".join(names[i] for i in drifted),
-                )
+            if self.groups.replicas is not None:
+                differ = HostCopy(differences(batches, self.groups.replicas))
+                self.drift.append(([(s, i) for s, indices in chosen for i in indices], differ))
             refreshes: list[Refresh] = []
             for (stack, indices), svd in zip(chosen, svds, strict=True):
                 # In the new bases UᵀGV is diag(σ), and UᵀG is diag(σ)Vᵀ: nothing is sent for it.
@@ -215,6 +216,25 @@ class Synchronizer:
                     refresh.overlaps = overlaps[0], overlaps[1]
             found += refreshes
         return found
+
+    def repair_drift(self) -> None:
+        """Give all replicas the first one's matrices whose bases differed in the last step.
+
+        Their weights and moments have parted since. Nothing else has: cores, dense gradients and
+        the norm are sums over the replicas. So all go on as if they had used the first one's bases.
+        Replicas on equal machines never differ, but one refresh with other bases would let them
+        part for good. Call it after the step, when the host has read what follows those bases.
+        """
+        drift, self.drift = self.drift, []
+        for matrices, differ in drift:
+            drifted = [m for m, wrong in zip(matrices, differ.read(), strict=True) if wrong]
+            for stack, index in drifted:
+                take_first(stack.tensors_of(index), self.groups.replicas)
+            if drifted:
+                logger.warning(
+                    "Replicas computed different bases for %s; the first replica's are used",
+                    ", ".join(stack.plans[index].name for stack, index in drifted),
+                )
 
     def norm(self, refreshes: Sequence[Refresh], gradients: Sequence[Tensor]) -> Tensor:
         """Return sqrt(Σ|C|² + Σ|g|²) of all cores and dense gradients, each element once, in fp64.
@@ -368,20 +388,14 @@ def solve_together(
     return results
 
 
-def repair_drift(
-    batches: Sequence[Sequence[Tensor]], replicas: dist.ProcessGroup | None
-) -> list[int]:
-    """Detect differences between replicas in tensors that each computed itself, and repair them.
+def differences(batches: Sequence[Sequence[Tensor]], replicas: dist.ProcessGroup) -> Tensor:
+    """Return whether any bit of the tensors that each replica computed itself differs.
 
-    One all-reduce of two checksums per batch detects a difference in any bit. The first replica's
-    tensors then replace the others', in place. Replicas on equal machines never differ, but one
-    refresh with other bases would let them part for good.
+    One all-reduce of two checksums per batch detects it.
 
     Returns:
-        Indices of the batches that differed, the same on all replicas.
+        One truth value per batch (n,), the same on all replicas.
     """
-    if replicas is None or not batches:
-        return []
     sums = []
     for batch in batches:
         of_batch = []
@@ -396,12 +410,16 @@ def repair_drift(
     extremes = torch.cat([checksums, -checksums])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=replicas)
     high, low = extremes.view(2, -1)
-    # The only host sync of a refresh besides the SVD's own: a broadcast must start on all ranks.
-    wrong: list[int] = (high != -low).nonzero().flatten().tolist()
-    for index in wrong:
-        for tensor in batches[index]:
-            dist.broadcast(tensor, group_src=0, group=replicas)
-    return wrong
+    return high != -low
+
+
+def take_first(tensors: Sequence[Tensor], replicas: dist.ProcessGroup | None) -> None:
+    """Replace the tensors of all replicas by the first one's, in place."""
+    for tensor in tensors:
+        sent = tensor.contiguous()
+        dist.broadcast(sent, group_src=0, group=replicas)
+        if sent is not tensor:
+            tensor.copy_(sent)
 
 
 def mesh_groups(parameters: Iterable[Tensor]) -> dict[str, dist.ProcessGroup]:

@@ -119,8 +119,16 @@ class TSROptimizers(OptimizersContainer):
         self._refreshes: list[Refresh] = []
         self._dense: list[Tensor] = []  # gradients of the dense parameters
 
+    @torch.no_grad()
+    def repair_drift(self) -> None:
+        """Do what `Synchronizer.repair_drift` says, after a step; call it on every rank."""
+        self.synchronizer.repair_drift()
+
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Drop all gradients, and the cores and bases of an abandoned step."""
+        if self._due is not None:  # of an abandoned step nobody has used the bases
+            self.synchronizer.drift.clear()
+        self.repair_drift()
         self.synchronizer.sums.wait()  # which may still write to the gradients
         super().zero_grad(*args, **kwargs)
         self._forget_step()
@@ -133,6 +141,7 @@ class TSROptimizers(OptimizersContainer):
         after its reduce-scatter. Where no hook runs (a pipeline schedule that splits backward),
         `accumulate` finds the gradients.
         """
+        # Once per step: what it depends on changes in `step` alone.
         if self._due is None:
             self._due = self.due()
             self.synchronizer.begin(self._due)
@@ -475,6 +484,12 @@ class MatrixStack:
     def bases(self, indices: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """Return U (b, m, r) and V (b, n, r) of some matrices."""
         return _read(self.left, indices), None if self.right is None else _read(self.right, indices)
+
+    def tensors_of(self, index: int) -> list[Tensor]:
+        """Return this rank's parts of a matrix and of its state."""
+        parts = [local_part(self.parameters[index]), self.left[index]]
+        parts += [self.average[index], self.average_square[index]]
+        return parts if self.right is None else [*parts, self.right[index]]
 
     def project(self, index: int) -> None:
         """Accumulate a core, C ← C + UᵀGV, and free the gradient G (m, n)."""

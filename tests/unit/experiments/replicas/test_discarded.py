@@ -71,22 +71,22 @@ class CutTrainer(ReplicaTrainer):
             "rng": [torch.get_rng_state(), repr(random.getstate()), repr(np.random.get_state())],
         }
 
-    def _try(self):
+    def _try(self, data_iterator):
         self.states.setdefault(self.step, []).append(self.everything())
         group, attempt = self._members.group, len(self.states[self.step]) - 1
         allreduce, self.calls[self.step] = group.allreduce, 0
 
         def cut(tensors, options):
             if self.step in (PLAIN, REFRESH) and self.calls[self.step] == attempt:
-                group.lose(RuntimeError("cut"))
+                group.report_error(RuntimeError("cut"))
                 tensors[0].fill_(99.0)  # what a failed sum may leave
             self.calls[self.step] += 1
             return allreduce(tensors, options)
 
         with patch.object(group, "allreduce", cut):
-            found = super()._try()
+            found = super()._try(data_iterator)
         if self.step == VOTE and not attempt:
-            group.lose(RuntimeError("cut before the vote"))
+            group.report_error(RuntimeError("cut before the vote"))
         return found
 
     def _forward_backward(self, microbatches, tokens):

@@ -1,5 +1,16 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""TAGC's codec: an index of the sent entries and a count sketch of their values.
+"""Gradient codecs: reductions of W rows of a gradient, one for each owning rank.
+
+A reduction has four phases, each without a host synchronisation:
+
+1. the codec's ``encode`` converts this rank's rows to tensors for all-to-all and reduce-scatter;
+2. `exchange` runs the collectives;
+3. its ``decode`` returns the owner's sum and its failed blocks (None if it cannot fail);
+4. `left_over`, after a `gather` of these verdicts, returns this rank's residual.
+
+A row's sum plus its residuals on all ranks equals the sum of the inputs. `SparseCodec` sends the
+largest entries as a bitmap and values, exact for any number of ranks. `SketchCodec` is TAGC's: an
+index of the sent entries and a count sketch of their values.
 
 A sketch is linear: the sum of the ranks' sketches is the sketch of their sum, so one reduce-scatter
 adds them, also if ranks send different entries. The index names the entries in the sum, and the
@@ -12,16 +23,26 @@ bitmaps and the owner combines them by OR.
 """
 
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, wraps
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchtitan_lr.compression.codecs.base import Decoded, Message
-from torchtitan_lr.compression.codecs.entries import fused, largest, pack, union, unpack
-from torchtitan_lr.compression.sizes import HASH_ROWS, candidates, sketch_row, verdict_block
+from torchtitan_lr.compat.collectives import all_gather, reduce_scatter
+from torchtitan_lr.compression.sizes import (
+    HASH_ROWS,
+    candidates,
+    kept_entries,
+    sketch_row,
+    verdict_block,
+)
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 ROUNDS = 24
 """Rounds of peeling; a million entries take 17 at the limit of 0.75, and 12 at 0.7."""
@@ -30,6 +51,203 @@ ROUNDS_PER_GRAPH = 8
 """Rounds that an accelerator runs as one compiled graph: three graphs for all rounds."""
 
 _MASK = 0xFFFFFFFF
+
+
+@dataclass
+class Message:
+    """The tensors that one rank sends in one exchange.
+
+    Args:
+        positions: Sent entries (W, k) of every row.
+        values: Their values (W, k).
+        swapped: Tensors (W, a): row i goes to rank i as it is (all-to-all).
+        summed: Tensors (W, a): row i is summed over ranks at rank i (reduce-scatter).
+    """
+
+    positions: Tensor
+    values: Tensor
+    swapped: dict[str, Tensor] = field(default_factory=dict)
+    summed: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Decoded:
+    """An owner's result of an exchange.
+
+    Args:
+        total: Sum over ranks of the sent entries (m,); zero in failed blocks.
+        verdict: Packed bits (v,), one per block of consecutive entries, set if it failed; None if
+            the codec cannot fail.
+        counts: Numbers for the metrics, scalar tensors by name.
+    """
+
+    total: Tensor
+    verdict: Tensor | None = None
+    counts: dict[str, Tensor] = field(default_factory=dict)
+
+
+Works = list[dist.Work]
+"""Started collectives."""
+
+Result = TypeVar("Result")
+Steps = Generator[Works, None, Result]
+"""A computation that starts collectives, yields them, and is resumed when they are done."""
+
+
+def complete(steps: Steps[Result], works: Works | None = None) -> Result:
+    """Run such a computation to its end, after the collectives that it has started already."""
+    while True:
+        for work in works or ():
+            work.wait()
+        try:
+            works = next(steps)
+        except StopIteration as end:
+            return cast(Result, end.value)
+
+
+def exchange(message: Message, group: dist.ProcessGroup) -> Steps[dict[str, Tensor]]:
+    """Run a message's collectives: one all-to-all per tensor, one reduce-scatter for all sums."""
+    received, works = {}, []
+    for name, tensor in message.swapped.items():
+        received[name] = torch.empty_like(tensor)
+        works.append(dist.all_to_all_single(received[name], tensor, group=group, async_op=True))
+    if message.summed:
+        # One call for the sketch and the dense entries: a second one would cost its latency.
+        parts = list(message.summed.values())
+        whole = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        own = whole.new_empty(whole.shape[1])
+        works.append(reduce_scatter(own, whole.flatten(), group=group, async_op=True))
+        sizes = [part.shape[1] for part in parts]
+        received |= dict(zip(message.summed, own.split(sizes), strict=True))
+    yield works
+    return received
+
+
+def gather(tensor: Tensor, group: dist.ProcessGroup) -> Steps[Tensor]:
+    """Return every rank's tensor (a,) as rows (W, a)."""
+    rows = tensor.new_empty(group.size() * tensor.numel())
+    yield [all_gather(rows, tensor.contiguous(), group=group, async_op=True)]
+    return rows.view(group.size(), -1)
+
+
+def fused(function: F) -> F:
+    """Compile an element-wise function to one kernel for accelerators, not for a CPU.
+
+    Args:
+        function: Its first argument is a tensor; of Python values it takes integers only.
+    """
+    # Sizes and integers stay symbolic: seeds differ in every step and must not cause recompilation.
+    # At the first call, since `torch.compile` imports the compiler, which takes seconds.
+    compiled = cache(lambda: torch.compile(function, dynamic=True))
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        return (function if args[0].device.type == "cpu" else compiled())(*args)
+
+    return cast(F, call)
+
+
+@fused
+def pack(mask: Tensor) -> Tensor:
+    """Pack truth values (..., m), the first one into the lowest bit: (..., ⌈m/8⌉), uint8."""
+    padded = pad(mask.to(torch.uint8), (0, -mask.shape[-1] % 8))
+    fields = padded.unflatten(-1, (-1, 8))
+    shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
+    # The fields do not overlap: their sum is their OR, and stays below 256.
+    return (fields << shifts).sum(-1, dtype=torch.uint8)
+
+
+@fused
+def unpack(packed: Tensor, m: int) -> Tensor:
+    """Return the mask (..., m) of packed bits (..., ⌈m/8⌉)."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    fields = (packed.unsqueeze(-1) >> shifts) & 1
+    return fields.flatten(-2)[..., :m].bool()
+
+
+def union(packed: Tensor) -> Tensor:
+    """OR the packed bitmaps (W, b) of all ranks."""
+    # By halves, as torch has no reduction by OR: a row after another would be W kernels.
+    while len(packed) > 1:
+        half = len(packed) // 2
+        joined = packed[:half] | packed[half : 2 * half]
+        packed = joined if len(packed) % 2 == 0 else torch.cat([joined, packed[-1:]])
+    return packed[0]
+
+
+def largest(rows: Tensor, theta: float) -> tuple[Tensor, Tensor]:
+    """Return positions and values of the largest entries by magnitude, in no order.
+
+    Each row has exactly ``kept_entries(m, theta)`` entries, so that it reaches θ; the published
+    threshold, estimated from a sample, does not. A NaN counts as the largest and is sent.
+
+    Args:
+        rows: (W, m).
+        theta: Share of unsent entries.
+
+    Returns:
+        Positions (W, k), int64, and values (W, k).
+    """
+    m = rows.shape[1]
+    k = kept_entries(m, theta)
+    if k == m:
+        return torch.arange(m, device=rows.device).expand(rows.shape), rows.clone()
+    positions = rows.abs().topk(k, dim=1, sorted=False).indices
+    return positions, rows.gather(1, positions)
+
+
+def left_over(rows: Tensor, message: Message, verdicts: Tensor | None) -> Tensor:
+    """Return a rank's residual: rows without what it sent; failed blocks count as unsent.
+
+    Args:
+        rows: Those that were encoded (W, m); overwritten.
+        message: What was sent of them.
+        verdicts: The owners' packed verdicts (W, v), see `Decoded`; None if none can fail.
+    """
+    if verdicts is None:
+        return rows.scatter_(1, message.positions, 0)
+    failed = unpack(verdicts, verdicts.shape[1] * 8)
+    failed = failed.gather(1, message.positions // verdict_block(rows.shape[1]))
+    return rows.scatter_(1, message.positions, torch.where(failed, message.values, 0))
+
+
+@dataclass(frozen=True)
+class SparseCodec:
+    """Exactly k entries for each destination: 1 + 32(1 − θ) bits per parameter.
+
+    Args:
+        theta: Share of unsent entries, in [0, 1).
+    """
+
+    theta: float
+
+    def encode(self, rows: Tensor, seed: int) -> Message:
+        """Send bitmaps, and values in the order of their bits; see `SketchCodec.encode`."""
+        chosen, _ = largest(rows, self.theta)
+        marked = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, chosen, True)
+        positions = _positions(marked, chosen.shape[1])
+        values = rows.gather(1, positions)
+        return Message(positions, values, {"index": pack(marked), "values": values})
+
+    def decode(self, received: Mapping[str, Tensor], m: int, seed: int) -> Decoded:
+        """Add the ranks' entries in the order of the ranks; see `SketchCodec.decode`."""
+        values = received["values"]
+        k = values.shape[1]
+        if k != kept_entries(m, self.theta):
+            raise ValueError(f"{k} values a rank for {m} entries at theta {self.theta}")
+        places = _positions(unpack(received["index"], m), k).flatten()
+        total = values.new_zeros(m)
+        # Both add in a fixed order: accelerators sort `index_put_`'s places, where `index_add_`
+        # would add atomically. On CPUs it is the other way round.
+        if total.device.type == "cpu":
+            return Decoded(total.index_add_(0, places, values.flatten()))
+        return Decoded(total.index_put_((places,), values.flatten(), accumulate=True))
+
+
+def _positions(marked: Tensor, k: int) -> Tensor:
+    """Return the k set entries of every row of a mask (W, m), ascending: (W, k)."""
+    w, m = marked.shape
+    return marked.flatten().nonzero_static(size=w * k).view(w, k) % m
 
 
 @dataclass(frozen=True)
@@ -111,6 +329,7 @@ def _hash_rows(x: Tensor, row: int, salt_0: int, salt_1: int, salt_2: int) -> tu
     mixed = []
     for salt in (salt_0, salt_1, salt_2):
         # MurmurHash3's finalizer scrambles 32-bit integers: multiply and shift, twice.
+        # A product may wrap around int64, which leaves the 32 bits of the mask as they are.
         h = (x * 0x9E3779B1 + salt) & _MASK
         h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _MASK
         h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _MASK
@@ -233,3 +452,6 @@ def _loaded(
     load = torch.zeros(spare + 1, dtype=torch.int32, device=sketch.device)
     load.scatter_add_(0, cells.flatten(), (unknown < m).int().repeat(HASH_ROWS))
     return pad(sketch, (0, 1)), load, cells, negative
+
+
+Codec = SketchCodec | SparseCodec
