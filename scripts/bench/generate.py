@@ -41,8 +41,7 @@ from torchtitan_lr.commands.parser import OneLineParser, check_at_least, in_one_
 from torchtitan_lr.config.schema import BUILT_IN_PLANS
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.inference.decode import Choice, Decoder, compile_blocks
-from torchtitan_lr.inference.sampling import Sampling
+from torchtitan_lr.inference.decode import Choice, Decoder, Sampling, compile_blocks
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel

@@ -44,8 +44,7 @@ from torchtitan_lr.compression.sizes import LEVELS, CodecSizes
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.inference.decode import Decoder
-from torchtitan_lr.inference.sampling import Sampling
+from torchtitan_lr.inference.decode import Decoder, Sampling
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel

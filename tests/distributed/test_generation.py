@@ -24,8 +24,7 @@ from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.hf.generate_ranks import load_on_ranks
 from torchtitan_lr.inference.cache import LayerCache
 from torchtitan_lr.inference.completion import Settings, complete
-from torchtitan_lr.inference.decode import Decoder
-from torchtitan_lr.inference.sampling import Sampling
+from torchtitan_lr.inference.decode import Decoder, Sampling
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.generation import generation_settings, sharded_choice

@@ -4,8 +4,7 @@
 import torch
 from torch import Tensor
 
-from torchtitan_lr.inference.decode import Decoder
-from torchtitan_lr.inference.sampling import Sampling
+from torchtitan_lr.inference.decode import Decoder, Sampling
 from torchtitan_lr.models.llama import LlamaModel
 
 

@@ -179,8 +179,7 @@ def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
     from torchtitan_lr.hf.generate_ranks import load_on_ranks
     from torchtitan_lr.hf.loading import find_step
     from torchtitan_lr.inference.completion import Settings, complete
-    from torchtitan_lr.inference.decode import compile_blocks
-    from torchtitan_lr.inference.sampling import Sampling
+    from torchtitan_lr.inference.decode import Sampling, compile_blocks
 
     first = prompts is not None
     model, tokenizer, choice = load_on_ranks(

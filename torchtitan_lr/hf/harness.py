@@ -26,7 +26,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.loading import load_for_inference
 from torchtitan_lr.hf.scoring import Pair, score_continuations
 from torchtitan_lr.inference.completion import Settings, complete_batch
-from torchtitan_lr.inference.sampling import Sampling
+from torchtitan_lr.inference.decode import Sampling
 from torchtitan_lr.models.llama import LlamaModel
 
 MAX_NEW_TOKENS = 256

@@ -9,9 +9,9 @@ from typing import Any
 from torchtitan_lr.inference.decode import (
     Choice,
     Decoder,
+    Sampling,
     max_new_tokens,
 )
-from torchtitan_lr.inference.sampling import Sampling
 from torchtitan_lr.inference.text import TextStream
 from torchtitan_lr.models.llama import LlamaModel
 

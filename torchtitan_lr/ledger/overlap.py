@@ -12,6 +12,7 @@ nor does an exchange of compressed gradients that ends there.
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -32,14 +33,14 @@ class _Running(NamedTuple):
     end: int
 
 
+@dataclass
 class Overlap:
     """Counts the FLOPs of products between start and wait of collectives."""
 
-    def __init__(self) -> None:
-        self.flops: Counter[Hashable] = Counter()
-        self._issued = 0
-        self._running: dict[int, tuple[Hashable, int]] = {}
-        self._unread: dict[int, list[_Running]] = {}
+    flops: Counter[Hashable] = field(default_factory=Counter)
+    _issued: int = 0
+    _running: dict[int, tuple[Hashable, int]] = field(default_factory=dict)
+    _unread: dict[int, list[_Running]] = field(default_factory=dict)
 
     def start(self, key: Hashable, result: Any, written: Sequence[Tensor] = ()) -> None:
         """Record the start of a collective.

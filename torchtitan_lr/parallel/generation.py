@@ -18,8 +18,7 @@ from torch import Tensor
 
 from torchtitan_lr.collectives import FEATURES, Ranks, all_gather, local
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.inference.decode import check_cache
-from torchtitan_lr.inference.sampling import Sampling
+from torchtitan_lr.inference.decode import Sampling, check_cache
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.plans import PLANS, TPSettings, resolve_settings
 

@@ -15,7 +15,7 @@ from torchtitan_lr.commands.chat import converse
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.loading import find_step, load_for_inference
 from torchtitan_lr.inference.completion import Settings
-from torchtitan_lr.inference.sampling import Sampling
+from torchtitan_lr.inference.decode import Sampling
 
 script = Command("generate")
 

@@ -7,8 +7,7 @@ import torch
 from tests.unit.tiny import FAMILIES, build_tiny, tokens
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.inference.cache import KeyValueCache
-from torchtitan_lr.inference.decode import Decoder, compile_blocks
-from torchtitan_lr.inference.sampling import Sampling
+from torchtitan_lr.inference.decode import Decoder, Sampling, compile_blocks
 
 GREEDY = Sampling(temperature=0)
 LANES = {"lanes": 2, "sync_fraction": 0.5}

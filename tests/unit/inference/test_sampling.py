@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from torchtitan_lr.inference.sampling import Sampling, draws
+from torchtitan_lr.inference.decode import Sampling, draws
 
 LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0, -1.0]])
 ROWS = 20_000
