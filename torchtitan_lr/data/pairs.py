@@ -17,7 +17,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -94,6 +94,8 @@ def text_of(document: str) -> str:
     return "".join(text for text, _ in _plain(json.loads(document)))
 
 
+_TEMPLATE = "a chat template in Jinja, or none at all"
+
 Segment: TypeAlias = tuple[str, bool]
 """A part of a record's text, and whether its tokens are labels."""
 
@@ -145,7 +147,7 @@ class PairEncoder:
         digest: Identity of the chat template; empty for the plain form.
 
     Raises:
-        ConfigError: The template is unreadable, has no text or is not valid.
+        ConfigError: The template is unreadable or has no text; at the first chat, is not valid.
     """
 
     def __init__(self, tokenizer: BaseTokenizer) -> None:
@@ -158,7 +160,7 @@ class PairEncoder:
         try:
             if path.is_file():
                 source = path.read_text(encoding="utf-8")
-            elif "chat_template" in config:
+            elif config.get("chat_template") is not None:
                 path, source = Path(folder, "tokenizer_config.json"), config["chat_template"]
                 if isinstance(source, list):  # several by name
                     source = {each["name"]: each["template"] for each in source}["default"]
@@ -166,11 +168,9 @@ class PairEncoder:
                 return
             if not source.strip():
                 raise ValueError("it has no text")
-            self._template = _compiled(source)
-        except Exception as error:  # unreadable, of another type, or a feature that is not there
-            want = f"a chat template in Jinja, or none at all ({error})"
-            raise ConfigError(key, str(path), want) from error
-        self._where = key, str(path)
+        except Exception as error:  # unreadable, or of another type
+            raise ConfigError(key, str(path), f"{_TEMPLATE} ({error})") from error
+        self._where, self._source = (key, str(path)), source
         self.digest = hashlib.sha256(source.encode()).hexdigest()[:8]
         self._special = {
             name: token["content"] if isinstance(token, dict) else token
@@ -178,6 +178,13 @@ class PairEncoder:
             if name.endswith("_token") and token
         }
         self._bos = self._special.get("bos_token", "")
+
+    @cached_property  # prompts with completions need none
+    def _template(self) -> Any:
+        try:
+            return _compiled(self._source)
+        except Exception as error:  # a feature that is not there
+            raise ConfigError(*self._where, f"{_TEMPLATE} ({error})") from error
 
     def segments(self, messages: Sequence[dict[str, str]]) -> list[Segment]:
         """Render a chat, messages of ``role`` and ``content``, of which the last is an answer.
@@ -193,10 +200,11 @@ class PairEncoder:
         parts: list[Segment] = []
         text = ""
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        template = self._template
         try:
             for count, opened in ((i + after, not after) for i in answers for after in (0, 1)):
                 given = {"messages": list(messages[:count]), "add_generation_prompt": opened}
-                longer = str(self._template.render(given, **self._special))
+                longer = str(template.render(given, **self._special))
                 if not longer.startswith(text):
                     raise ValueError("it needs text that only grows from one message to the next")
                 if longer == text and not opened:

@@ -285,6 +285,8 @@ def prepare_folder(
             if not (folder / RECORD).is_file():  # another run may have prepared it meanwhile
                 tokenize(readers, tokenizer, scratch, key=key, report=shown, **options)
                 if scratch != folder:
+                    if not (folder / RECORD).is_file():  # what a killed `free` has left
+                        shutil.rmtree(folder, ignore_errors=True)
                     try:
                         os.rename(scratch, folder)
                     except OSError:  # another machine was faster

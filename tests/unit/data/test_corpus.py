@@ -37,6 +37,11 @@ FAULTS = {
     "flipped": ("train-00000.bin", lambda content, _: b"\xff" + content[1:], "were changed"),
     "foreign": ("train-00001.idx", lambda _, folder: read_index(folder), "is of another .bin"),
     "missing": ("train-00001.bin", lambda *_: None, "a readable pair"),
+    "counts": (
+        "corpus.json",
+        lambda content, _: content.replace(b's": 25', b's": 24'),
+        "as recorded",
+    ),
 }
 
 

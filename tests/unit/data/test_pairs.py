@@ -139,6 +139,8 @@ def test_tokens_and_labels_are_those_of_transformers(tmp_path, bos, where):
 def test_an_unusable_template_is_refused(tmp_path, template, want):
     with pytest.raises(ConfigError, match=want):
         PairEncoder(folder_with(tmp_path, template)).encode(RECORD)
+    if template.strip():  # a prompt with its answer needs no template
+        assert len(PairEncoder(folder_with(tmp_path, template)).encode(pair("a", "b"))) == 4
 
 
 LIBRARY = '''

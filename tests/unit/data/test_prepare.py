@@ -190,9 +190,11 @@ def test_the_oldest_unused_folders_go(tmp_path, config, monkeypatch):
     assert (store / "of the user").exists()
     # On a file system without locks it is prepared again, and nothing is deleted.
     monkeypatch.setattr(fcntl, "flock", lambda *_: os.truncate("/no/such", 0))  # an OSError
+    folders[1].mkdir()
+    (folders[1] / "train-00000.bin").touch()  # a deletion that was killed
     ensure_prepared(config(path=tmp_path / "1.jsonl"))
     free(store, 0)
-    assert all(folder.exists() for folder in folders)
+    assert all((folder / "corpus.json").exists() for folder in folders)
 
 
 @pytest.mark.parametrize("pattern", ["a.jsonl", "*.jsonl", "../corpus", "link.jsonl"])
