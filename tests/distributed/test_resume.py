@@ -192,7 +192,7 @@ def files_of(folder: str) -> dict[str, bytes]:
             ["--training.shuffle_seed=5", "--metrics.enable_tensorboard"],
             "training.shuffle_seed: got '5', expected 0 as in .*step-3",
         ),
-        (["--low_rank.rank=16"], r"low_rank.rank_attention: got 16, expected 12 as .*step-3"),
+        (["--low_rank.rank=16"], r"low_rank.rank: got 16, expected 12 as .*step-3"),
         # Every shape fits.
         (
             ["--model.name=llama_cola"],
