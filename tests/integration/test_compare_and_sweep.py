@@ -99,6 +99,7 @@ def held_ranks(sweep):
 
 
 @LINUX
+@pytest.mark.nightly
 def test_a_sweep_beside_a_run_that_was_left_behind_is_refused(cut_off):
     _, refused, *_ = cut_off
     assert refused.status == 2, refused.everything
@@ -107,6 +108,7 @@ def test_a_sweep_beside_a_run_that_was_left_behind_is_refused(cut_off):
 
 
 @LINUX
+@pytest.mark.nightly
 def test_a_killed_sweep_skips_what_is_finished_and_goes_on(cut_off):
     work, _, again, before, table = cut_off
     assert again.status == 0, again.everything
