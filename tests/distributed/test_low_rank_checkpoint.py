@@ -69,7 +69,7 @@ def test_gradients_are_the_same(two_ranks: RankPool) -> None:
 
 @pytest.mark.parametrize(
     ("forms", "options"),
-    [(FORMS, ["fsdp"]), (["low_rank_attention"], ["compile_last", "fsdp"])],
+    [(FORMS, ["fsdp"]), *nightly((["low_rank_attention"], ["compile_last", "fsdp"]))],
     ids=["eager", "compiled"],
 )
 def test_gradients_are_the_same_compiled_and_sharded(

@@ -6,6 +6,7 @@ import pytest
 from tests.distributed.test_caat_training import CAAT
 from tests.distributed.test_data_parallel import LAYOUTS as DATA
 from tests.distributed.training import LOSS_GAP, loss_gap, train
+from tests.support.nightly import nightly
 from tests.support.parity_runs import (
     BF16,
     DEEP,
@@ -32,7 +33,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["data", "tensors", *nightly("stages"), "lanes"])
 def test_the_regime_is_that_of_one_process(
     case: str, four_ranks: RankPool, one_rank: RankPool
 ) -> None:

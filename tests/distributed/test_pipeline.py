@@ -53,7 +53,7 @@ def seed_checkpoint(tmp_path_factory: pytest.TempPathFactory, one_rank: RankPool
     return path
 
 
-@pytest.mark.parametrize("layout", ["pp4", "pp2_tp2", "fsdp2_pp2"])
+@pytest.mark.parametrize("layout", ["pp4", *nightly("pp2_tp2"), "fsdp2_pp2"])
 def test_layouts_from_a_seed_checkpoint(
     layout: str, seed_checkpoint: str, four_ranks: RankPool, reference: Any
 ) -> None:

@@ -115,11 +115,13 @@ def test_a_checkpoint_moves_between_layouts(
     "layout",
     [
         ["--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=2"],
-        [
-            "--parallelism.data_parallel_replicate_degree=4",
-            "--parallelism.data_parallel_shard_degree=1",
-            "--training.local_batch_size=1",
-        ],
+        *nightly(
+            [
+                "--parallelism.data_parallel_replicate_degree=4",
+                "--parallelism.data_parallel_shard_degree=1",
+                "--training.local_batch_size=1",
+            ]
+        ),
     ],
     ids=["hsdp2x2", "replicate4_accumulate2"],
 )
