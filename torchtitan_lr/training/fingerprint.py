@@ -9,6 +9,7 @@ settings and the tokenizer, under the TOML keys that set them.
 import dataclasses
 import hashlib
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +53,10 @@ def tokenizer_digest(assets_path: str) -> str:
     folder = resolve_assets_path(assets_path)
     file, config = folder / HF_FILE, folder / "tokenizer_config.json"
     digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
-    if config.is_file():
-        digest = json.loads(config.read_bytes()).get(RANKS_DIGEST, digest)
+    if digest:
+        # No such file is usual; building the tokenizer reports one that cannot be read.
+        with suppress(OSError, ValueError, AttributeError):
+            digest = json.loads(config.read_bytes()).get(RANKS_DIGEST, digest)
     return digest and f"sha256:{digest[:16]}"
 
 

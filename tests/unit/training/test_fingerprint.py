@@ -100,3 +100,10 @@ def test_a_tokenizer_is_its_file(tmp_path: Path) -> None:
     assert tokenizer_digest(str(tmp_path)) == here
     copy.write_text(copy.read_text() + " ")
     assert tokenizer_digest(str(tmp_path)) != here
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\ud83d"])
+def test_an_unreadable_configuration_is_left_to_the_tokenizer(tmp_path: Path, content: str) -> None:
+    shutil.copy(ROOT / ASSETS / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_bytes(content.encode(errors="surrogatepass"))
+    assert tokenizer_digest(str(tmp_path)) == tokenizer_digest(ASSETS) != ""
