@@ -185,7 +185,7 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
     import torch.distributed as dist
     from torch.distributed import device_mesh
 
-    faulthandler.enable()  # a crash in native code is told by its stack
+    faulthandler.enable()  # prints the stack of a crash in native code
     torch.set_num_threads(1)
     # A daemon may have no children, but the first rank that needs a corpus prepares it with some.
     multiprocessing.current_process()._config["daemon"] = False

@@ -126,7 +126,7 @@ class TSROptimizers(OptimizersContainer):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Drop all gradients, and the cores and bases of an abandoned step."""
-        if self._due is not None:  # of an abandoned step nobody has used the bases
+        if self._due is not None:  # the bases of an abandoned step were never used
             self.synchronizer.drift.clear()
         self.repair_drift()
         self.synchronizer.sums.wait()  # which may still write to the gradients
