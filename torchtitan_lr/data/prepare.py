@@ -84,7 +84,7 @@ def wanted(config: Any, section: Section = "training", world_size: int = 1) -> l
     training, validation = config.training, config.validation
     tokens, held_out = _tokens(config, world_size)
     if section == "validation" and validation.dataset != "training":
-        entries = [{"dataset": validation.dataset, "path": validation.dataset_path}]
+        entries, tokens = [{"dataset": validation.dataset, "path": validation.dataset_path}], 0
     else:
         path, want = validation.dataset_path, "no path, or validation.dataset = 'local' with it"
         require(section == "training" or not path, "validation.dataset_path", path, want)
