@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import mmap
 import os
 import struct
@@ -45,7 +44,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_lr.errors import ConfigError, DataError
+from torchtitan_lr.errors import ConfigError, DataError, require
 from torchtitan_lr.titan import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -62,8 +61,6 @@ _DTYPES = {1: np.uint8, 4: np.int32, 5: np.int64, 8: np.uint16}
 RECORD = "corpus.json"
 PARTS = ("train", "held_out")
 FORMAT = "torchtitan_lr tokens 1"
-
-Kind = Literal["text", "pairs"]
 
 OPEN_SHARDS = 24  # stay open in a process: pairs of files, with two descriptors each
 CHECKED_BYTES = 256 << 20  # `Corpus.check` compares checksums of shards up to this size in sum
@@ -97,7 +94,7 @@ class Corpus:
     folder: Path
     train: list[ShardInfo]
     held_out: list[ShardInfo]
-    kind: Kind  # pairs have a loss mask
+    kind: Literal["text", "pairs"]  # pairs have a loss mask
     identity: str  # digest of the content; the same for equal tokens, wherever they are
     record: dict[str, Any] = field(repr=False)  # all of `corpus.json`
 
@@ -125,9 +122,7 @@ class Corpus:
         for path in sorted(place.glob("*.idx")):
             shard = IndexedDataset(path.with_suffix(""), key)
             train.append(ShardInfo(shard.num_tokens, shard.num_documents, "", path.stem))
-        if not train:
-            want = f"a folder with {RECORD}, or with .bin and .idx files"
-            raise ConfigError(key, str(place), want)
+        require(train, key, str(place), f"a folder with {RECORD}, or with .bin and .idx files")
         return Corpus(place, train, [], "text", identity_of("text", "", [train, []]), {})
 
     def tokens(self, held_out: bool = False) -> int:
@@ -203,7 +198,7 @@ def save_record(folder: Path, about: dict[str, Any], counts: list[list[list[int]
     return Corpus.open(folder)
 
 
-def checksum(prefix: str, kind: Kind) -> str:
+def checksum(prefix: str, kind: str) -> str:
     """Return the sha256 of a shard's files: .bin and .idx, of pairs then those of the mask."""
     digest = hashlib.sha256()
     for each in [prefix, f"{prefix}.loss"] if kind == "pairs" else [prefix]:
@@ -459,10 +454,8 @@ class Rows:
             while pair < len(ends):
                 heads += [pair] if usable[pair] else []
                 pair = nexts[pair]
-            lasts = np.minimum(
-                ends[[nexts[pair] - 1 for pair in heads]], starts[heads] + self._size
-            )
-            rows.append(np.stack([starts[heads], lasts]) + offset)
+            lasts, most = ends[[nexts[pair] - 1 for pair in heads]], starts[heads] + self._size
+            rows.append(np.stack([starts[heads], np.minimum(lasts, most)]) + offset)
         firsts, lasts = np.concatenate(rows, axis=1)
         return firsts, lasts
 
@@ -529,29 +522,26 @@ class ValidationSet:
         self, parts: Sequence[Rows], batch_size: int, dp_world_size: int, dp_rank: int, steps: int
     ) -> None:
         self._parts, self._batch_size = list(parts), batch_size
-        counts = [len(part) for part in parts]
+        counts, size = [len(part) for part in parts], batch_size * dp_world_size
         numbers = np.concatenate([np.arange(count) for count in counts])
         rows = np.stack([np.repeat(np.arange(len(counts)), counts), numbers])
-        most = steps * batch_size * dp_world_size if steps > 0 else len(numbers)
-        in_turn = np.argsort(numbers, kind="stable")[:most]
-        self._num_batches = math.ceil(math.ceil(len(in_turn) / dp_world_size) / batch_size)
-        # The part of each sequence, and its number there (2, n).
-        self._rows = rows[:, in_turn[dp_rank::dp_world_size]]
+        most = steps * size if steps > 0 else len(numbers)
+        rows = rows[:, np.argsort(numbers, kind="stable")[:most]]
+        # The part of each sequence, and its number there (2, n); -1 where there is none.
+        rows = np.pad(rows, ((0, 0), (0, -rows.shape[1] % size)), constant_values=-1)
+        self._rows = rows[:, dp_rank::dp_world_size]
 
     def __len__(self) -> int:
         """Return the number of batches, the same on every rank."""
-        return self._num_batches
+        return self._rows.shape[1] // self._batch_size
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches of ``b`` rows; the labels of padded rows are ignored."""
-        size = self._batch_size
-        for start in range(0, self._num_batches * size, size):
-            rows = self._rows[:, start : start + size]
-            count = rows.shape[1]
+        for rows in np.split(self._rows, len(self), axis=1):
             # A rank without a sequence for this batch reads the first one, and ignores it.
-            chosen, numbers = np.pad(rows, ((0, 0), (0, size - count)))
-            inputs, labels = read_parts(self._parts, chosen, numbers)
-            inputs["input"][count:], labels[count:] = 0, IGNORE_INDEX
+            inputs, labels = read_parts(self._parts, *np.maximum(rows, 0))
+            missing = rows[0] < 0
+            inputs["input"][missing], labels[missing] = 0, IGNORE_INDEX
             yield inputs, labels
 
 

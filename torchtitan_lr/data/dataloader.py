@@ -37,7 +37,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan_lr.checkpoints.safe_metadata import load
 from torchtitan_lr.data.corpus import Batch, Indices, Rows, read_parts
 from torchtitan_lr.data.prepare import open_rows
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import BaseTokenizer
 from torchtitan_lr.titan.components import BaseDataLoader
@@ -79,9 +79,8 @@ class TrainingRows(Dataset[Batch]):
     @staticmethod
     def of(job_config: Any, world_size: int | None = None) -> TrainingRows:
         """Open the rows of a run; arguments and errors as for `open_rows`."""
-        training, seed = job_config.training, job_config.training.shuffle_seed
-        if seed is None:
-            seed = job_config.debug.seed or 0
+        training, other = job_config.training, job_config.debug.seed or 0
+        seed = other if training.shuffle_seed is None else training.shuffle_seed
         rows = open_rows(job_config, "training", world_size)
         return TrainingRows(rows, seed if training.shuffle else None, training.allow_changed_corpus)
 
@@ -125,9 +124,8 @@ class TrainingRows(Dataset[Batch]):
             logger.warning(f"{checkpoint_id} has a place in other data: the data start anew")
             return False
         advice = "training.allow_changed_corpus = true starts the data anew"
-        if not theirs:
-            want = f"a checkpoint with one row as its place; {checkpoint_id} is of an older version"
-            raise ConfigError("checkpoint", checkpoint_id, f"{want}: {advice}")
+        want = f"a checkpoint with one row as its place; {checkpoint_id} is of an older version"
+        require(theirs, "checkpoint", checkpoint_id, f"{want}: {advice}")
         words = zip(self.identity.split(), theirs.split(), strict=True)
         here, there = next(pair for pair in words if pair[0] != pair[1])
         key, _, mine = here.partition("=")
@@ -172,11 +170,11 @@ class TokenDataLoader(BaseDataLoader):
     ) -> None:
         self.dataset, self.check_checkpoint = dataset, dataset.check_checkpoint
         self.stride = local_batch_size * dp_world_size
-        if global_batch_size <= 0 or global_batch_size % self.stride:
-            want = f"a multiple of {self.stride} (local_batch_size {local_batch_size} * "
-            want += f"data-parallel size {dp_world_size})"
-            raise ConfigError("training.global_batch_size", global_batch_size, want)
-        self.microbatches = global_batch_size // self.stride
+        self.microbatches, rest = divmod(global_batch_size, self.stride)
+        want = f"a multiple of {self.stride} (local_batch_size {local_batch_size} * "
+        want += f"data-parallel size {dp_world_size})"
+        fits = self.microbatches > 0 and not rest
+        require(fits, "training.global_batch_size", global_batch_size, want)
         self.own = range(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
         self.rows = 0
         if not options.get("num_workers"):  # torch refuses the other two without it
@@ -189,22 +187,20 @@ class TokenDataLoader(BaseDataLoader):
         """Yield micro-batches of ``b`` rows."""
         while True:
             if self._batches is None:  # at the start and behind a seek
-                self._batches = self._open()
+                first = count(self.rows, self.stride)
+                numbers = ([start + row for row in self.own] for start in first)
+                with warnings.catch_warnings():
+                    # torchdata 0.11 calls a function that torch 2.13 has deprecated.
+                    warnings.filterwarnings("ignore", "'set_vital'")
+                    # The rows of a batch are read together: there is nothing to collate.
+                    sampled = {"batch_sampler": numbers, "collate_fn": tuple}
+                    loader = StatefulDataLoader(self.dataset, **sampled, **self._options)
+                    self._batches = iter(loader)
                 self._ahead = self._reader.submit(next, self._batches)
             batch = self._ahead.result()
             # The next batch is read while the step computes.
             self._ahead = self._reader.submit(next, self._batches)
             yield batch
-
-    def _open(self) -> Iterator[Batch]:
-        """Read from the position on."""
-        numbers = ([first + row for row in self.own] for first in count(self.rows, self.stride))
-        with warnings.catch_warnings():
-            # torchdata 0.11 calls a function that torch 2.13 has deprecated.
-            warnings.filterwarnings("ignore", "'set_vital'")
-            # The rows of a batch are read together: there is nothing to collate.
-            sampled = {"batch_sampler": numbers, "collate_fn": tuple}
-            return iter(StatefulDataLoader(self.dataset, **sampled, **self._options))
 
     def close(self) -> None:
         """End the worker processes; what they have read ahead is dropped."""
@@ -312,8 +308,7 @@ class Shares:
             released = [i for i, n in enumerate(counts) if given[i] * period < (slot + 1) * n]
             slots.append(min(released, key=lambda i: -((given[i] + 1) * -period // counts[i])))
             before.append([n + (i == slots[-1]) for i, n in enumerate(given)])
-        self.counts, self.slots = np.array(counts), np.array(slots)
-        self._before = np.array(before)
+        self.counts, self.slots, self._before = map(np.array, (counts, slots, before))
 
     def choose(self, rows: Indices) -> tuple[Indices, Indices]:
         """Return the part (n,) of some rows (n,), and their numbers (n,) in it."""
@@ -338,13 +333,8 @@ def build_dataloader(
     """
     training = job_config.training
     local, rows = training.local_batch_size, training.global_batch_size
-    options = dict(vars(training.dataloader))
+    rows = local * dp_world_size if rows < 0 else rows
+    options = {**vars(training.dataloader), "local_batch_size": local, "global_batch_size": rows}
     options["pin_memory"] &= torch.cuda.is_available()
-    return TokenDataLoader(
-        TrainingRows.of(job_config),
-        local_batch_size=local,
-        global_batch_size=local * dp_world_size if rows < 0 else rows,
-        dp_world_size=dp_world_size,
-        dp_rank=dp_rank,
-        **options,
-    )
+    options |= {"dp_world_size": dp_world_size, "dp_rank": dp_rank}
+    return TokenDataLoader(TrainingRows.of(job_config), **options)

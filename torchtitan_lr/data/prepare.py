@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, get_args
+from typing import IO, Any, Literal, get_args
 
 from torchtitan_lr.checkpoints.run_record import data_ranks, global_batch_size
 from torchtitan_lr.console.log import say
@@ -31,11 +31,8 @@ from torchtitan_lr.console.progress import Preparing
 from torchtitan_lr.data.corpus import RECORD, Corpus, Rows
 from torchtitan_lr.data.sources import LIBRARIES, Reader, Source, data_path
 from torchtitan_lr.data.tokenize import signature_of, tokenize
-from torchtitan_lr.data.tokenizer import build_tokenizer
+from torchtitan_lr.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_lr.errors import ConfigError, require
-
-if TYPE_CHECKING:
-    from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
 TRAINING = (*LIBRARIES, "local", "prepared", "c4", "c4_validation", "hf")
 VALIDATION = ("training", *LIBRARIES, "local", "c4_validation")
@@ -117,11 +114,8 @@ def ensure_prepared(
 def open_rows(config: Any, section: Section, world_size: int | None = None) -> list[Rows]:
     """Open the corpora of a run: what it trains on, or the held-out part that it validates on.
 
-    Arguments are those of `ensure_prepared`, which prepares what is missing.
-
-    Raises:
-        ConfigError: As for `ensure_prepared`, or a part has no whole row.
-        DataError: As for `ensure_prepared`.
+    Arguments and errors are those of `ensure_prepared`, which prepares what is missing; a part
+    without a whole row is a ConfigError too.
     """
     masked = getattr(config.training, "mask_documents", False)
     seq_len, held_out = getattr(config, section).seq_len, section == "validation"
@@ -137,9 +131,7 @@ def open_rows(config: Any, section: Section, world_size: int | None = None) -> l
 def prepare_for_ranks(config: Any, world_size: int) -> dict[str, str]:
     """Prepare and check all folders of a run, and return environment variables for its ranks.
 
-    Raises:
-        ConfigError: As for :func:`ensure_prepared`.
-        DataError: Also a prepared folder that is damaged.
+    Errors are those of :func:`ensure_prepared`; a damaged folder is a DataError too.
     """
     known = {
         repr(part.sources): part.folder
@@ -246,7 +238,7 @@ _held: dict[Path, IO[bytes]] = {}  # the locks of the folders that this process 
 
 def prepare_folder(
     readers: Sequence[Reader],
-    tokenizer: HuggingFaceTokenizer,
+    tokenizer: Tokenizer,
     folder: Path,
     key: str,
     **options: Any,

@@ -41,8 +41,8 @@ LIBRARIES = (CPYTHON, STDLIB, STDLIB_DOCS)
 
 _ASSETS = Path(__file__).parent / "assets" / "cpython"
 SHIPPED = {CPYTHON: _ASSETS / "stdlib.jsonl.zst", STDLIB_DOCS: _ASSETS / "docs.jsonl.zst"}
-"""Files with a module's path and text per line; of pairs the text is one canonical pair per line.
-"""
+"""A module's path and text per line; the text of `STDLIB_DOCS` has one canonical pair per line."""
+
 EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 """Folders of the library that are not read: installed packages and test suites."""
 
@@ -57,9 +57,6 @@ ONE_IN = 200
 USUAL_LIMIT = (1 << 64) // ONE_IN  # a large corpus holds out the documents with lower hashes
 SMALL_BYTES = 8 << 20  # a corpus up to this size is read on opening, to find its lowest hashes
 ENOUGH_BYTES = 16 << 10  # of text that a small corpus holds out, but at most a tenth of it
-
-CALLER = "TORCHTITAN_LR_CALLER"
-"""Environment variable: the folder where the user typed the command, for relative paths of data."""
 
 
 @dataclass(frozen=True)
@@ -127,13 +124,12 @@ class Reader:
 
     def _holds_pairs(self) -> bool:
         """Return whether the first JSON object of the first .jsonl file is a pair or a chat."""
-        files = [file for file in self.files if kind_of(file) == ".jsonl"]
-        lines: list[bytes] = []
-        for file in files[:1]:
-            with suppress(OSError), file.open("rb") as raw:  # reading it later reports the error
-                lines = _decompressed(raw, file).read(HEAD_BYTES).split(b"\n")
-        records = (record for line in lines if isinstance(record := _from_json(line), dict))
-        first = next(records, {})
+        files, head = [file for file in self.files if kind_of(file) == ".jsonl"], b""
+        # There may be none, and reading it later reports what is wrong.
+        with suppress(IndexError, OSError), files[0].open("rb") as raw:
+            head = _decompressed(raw, files[0]).read(HEAD_BYTES)
+        records = map(_from_json, head.split(b"\n"))
+        first = next((record for record in records if isinstance(record, dict)), {})
         if "text" in first or not first.keys() & {PROMPT, MESSAGES}:
             return False
         if other := [file for file in self.files if file not in files]:
@@ -365,7 +361,7 @@ def document_hash(document: str) -> int:
 
 def data_path(path: str, key: str) -> Path:
     """Return a path of data, relative to the folder where the user typed the command."""
-    return Path(os.environ.get(CALLER, "")) / user_path(path, key)
+    return Path(os.environ.get("TORCHTITAN_LR_CALLER", "")) / user_path(path, key)
 
 
 def kind_of(path: Path) -> str:

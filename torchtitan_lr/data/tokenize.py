@@ -25,7 +25,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,11 +34,8 @@ from torchtitan_lr.compat.interpreter import cores, end_with
 from torchtitan_lr.data.corpus import PARTS, Corpus, replacing, save_record, write_index
 from torchtitan_lr.data.pairs import PairEncoder
 from torchtitan_lr.data.sources import ONE_IN, Bad, Piece, Reader, Source
-from torchtitan_lr.data.tokenizer import encode_documents, tokenizer_identity, vocabulary
-from torchtitan_lr.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from torchtitan_lr.titan.base import HuggingFaceTokenizer
+from torchtitan_lr.data.tokenizer import Tokenizer, encode_documents, tokenizer_identity, vocabulary
+from torchtitan_lr.errors import ConfigError, DataError, require
 
 JOURNAL = "preparing.json"
 BAD_RECORDS = "bad_records.txt"
@@ -80,7 +77,7 @@ class Journal:
         return Journal(signature)
 
 
-def signature_of(readers: Sequence[Reader], tokenizer: HuggingFaceTokenizer) -> str:
+def signature_of(readers: Sequence[Reader], tokenizer: Tokenizer) -> str:
     """Return a hash of all that determines a prepared folder."""
     sources = [reader.stamp() for reader in readers]
     template = PairEncoder(tokenizer).digest if readers[0].pairs else ""
@@ -90,7 +87,7 @@ def signature_of(readers: Sequence[Reader], tokenizer: HuggingFaceTokenizer) -> 
 
 def tokenize(
     readers: Sequence[Reader],
-    tokenizer: HuggingFaceTokenizer,
+    tokenizer: Tokenizer,
     folder: Path,
     *,
     key: str,
@@ -126,9 +123,8 @@ def tokenize(
         want = "one that lives: it was killed, probably for memory; try fewer"
         raise ConfigError("workers", workers, want) from error
     except OSError as error:
-        hint = ""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            hint = "; what is written stays: the same command goes on where it was"
+        hint = "; what is written stays: the same command goes on where it was"
+        hint *= error.errno in (errno.ENOSPC, errno.EDQUOT)
         want = f"a folder that can be written ({error.strerror or error}){hint}"
         raise ConfigError(key, str(folder), want) from error
 
@@ -137,7 +133,7 @@ class _Preparation:
     """One run of :func:`tokenize`; see there."""
 
     def __init__(
-        self, readers: Sequence[Reader], tokenizer: HuggingFaceTokenizer, folder: Path, workers: int
+        self, readers: Sequence[Reader], tokenizer: Tokenizer, folder: Path, workers: int
     ) -> None:
         self._readers, self._tokenizer, self._folder = readers, tokenizer, folder
         self._journal = Journal.load(folder, signature_of(readers, tokenizer))
@@ -213,21 +209,15 @@ class _Preparation:
         """Write the indices and the record."""
         for part in self._parts:
             part.finish()
-        first, journal = self._readers[0], self._journal
-        if not any(journal.shards):
-            raise ConfigError(first.source.key, str(first.source), "a corpus with text in it")
+        readers, own, journal = self._readers, self._tokenizer, self._journal
+        first = readers[0].source
+        require(any(journal.shards), first.key, str(first), "a corpus with text in it")
+        ends = {"bos": own.bos_id, "eos": own.eos_id, "vocabulary": vocabulary(own)}
+        sources = [asdict(r.source) | {"files": len(r.files), "commit": r.commit} for r in readers]
         about = {
-            "kind": "pairs" if first.pairs else "text",
-            "tokenizer": {
-                "sha256": tokenizer_identity(self._tokenizer),
-                "bos": self._tokenizer.bos_id,
-                "eos": self._tokenizer.eos_id,
-                "vocabulary": vocabulary(self._tokenizer),
-            },
-            "sources": [
-                asdict(reader.source) | {"files": len(reader.files), "commit": reader.commit}
-                for reader in self._readers
-            ],
+            "kind": "pairs" if readers[0].pairs else "text",
+            "tokenizer": {"sha256": tokenizer_identity(own)} | ends,
+            "sources": sources,
             "held_out_share": [float(limit) / 2**64 for limit in self._limits],
             "signature": journal.signature,
             "bad_records": [f"{where}: expected {want}" for where, want in journal.bad],
@@ -298,7 +288,7 @@ _work: Any = None
 
 
 def _begin(
-    readers: Sequence[Reader], tokenizer: HuggingFaceTokenizer, dtype: npt.DTypeLike, parent: int
+    readers: Sequence[Reader], tokenizer: Tokenizer, dtype: npt.DTypeLike, parent: int
 ) -> None:
     """Set up a process that tokenizes, in one thread: there is one per core."""
     global _work

@@ -9,16 +9,18 @@ from collections.abc import Sequence
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.data.pairs import Tokens
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, require
 
 if TYPE_CHECKING:
     from torchtitan_lr.titan.base import HuggingFaceTokenizer
+
+Tokenizer: TypeAlias = "HuggingFaceTokenizer"
 
 HF_FILE = "tokenizer.json"
 RANKS_DIGEST = "ranks_sha256"  # key of tokenizer_config.json: of the rank file it was made from
@@ -65,7 +67,7 @@ def _from_hub(path: str) -> Path:
         raise ConfigError(_KEY, path, want) from error
 
 
-def build_tokenizer(job_config: Any) -> HuggingFaceTokenizer:
+def build_tokenizer(job_config: Any) -> Tokenizer:
     """Build the tokenizer of the assets folder (a ``TrainSpec`` hook).
 
     The result is cached per process until a file of the folder changes; the checks and the trainer
@@ -76,11 +78,10 @@ def build_tokenizer(job_config: Any) -> HuggingFaceTokenizer:
     """
     path = job_config.model.hf_assets_path
     file = resolve_assets_path(path) / HF_FILE
-    if not file.is_file():
-        want = f"a folder that holds {HF_FILE}, hf://OWNER/NAME or {SHIPPED}"
-        if (file.parent / "tokenizer.model").is_file():
-            want += "; torchtitan-lr tokenizer --ranks converts llama-3's tokenizer.model"
-        raise ConfigError(_KEY, path, want)
+    want = f"a folder that holds {HF_FILE}, hf://OWNER/NAME or {SHIPPED}"
+    if (file.parent / "tokenizer.model").is_file():
+        want += "; torchtitan-lr tokenizer --ranks converts llama-3's tokenizer.model"
+    require(file.is_file(), _KEY, path, want)
     try:
         stats = ((each.name, each.stat()) for each in sorted(file.parent.iterdir()))
         versions = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
@@ -90,7 +91,7 @@ def build_tokenizer(job_config: Any) -> HuggingFaceTokenizer:
 
 
 @lru_cache(maxsize=2)
-def _read(folder: str, versions: tuple[Any, ...]) -> HuggingFaceTokenizer:
+def _read(folder: str, versions: tuple[Any, ...]) -> Tokenizer:
     from torchtitan_lr.titan.base import HuggingFaceTokenizer  # late: it imports torchtitan
 
     tokenizer = HuggingFaceTokenizer(folder)
@@ -102,12 +103,12 @@ def _read(folder: str, versions: tuple[Any, ...]) -> HuggingFaceTokenizer:
     return tokenizer
 
 
-def vocabulary(tokenizer: HuggingFaceTokenizer) -> int:
+def vocabulary(tokenizer: Tokenizer) -> int:
     """Return the smallest vocabulary that a model needs for a tokenizer: ids can have gaps."""
     return max(tokenizer.get_vocab_size(), 1 + max(tokenizer.get_vocab().values(), default=-1))
 
 
-def encode_documents(tokenizer: HuggingFaceTokenizer, texts: Sequence[str]) -> list[Tokens]:
+def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Tokens]:
     """Tokenise documents, on all cores and without Python's lock.
 
     The ids are those of ``encode(text, add_bos=True, add_eos=True)``, which keeps the lock.
@@ -123,10 +124,9 @@ def encode_documents(tokenizer: HuggingFaceTokenizer, texts: Sequence[str]) -> l
     return [np.array([*begin, *ids, *end], dtype=np.int32) for ids in found]
 
 
-def tokenizer_identity(tokenizer: HuggingFaceTokenizer) -> str:
+def tokenizer_identity(tokenizer: Tokenizer) -> str:
     """Return a digest of all that determines a tokenizer's ids, its library's version included."""
     ends = [tokenizer.bos_id, tokenizer.eos_id, tokenizer.hf_adds_bos, tokenizer.hf_adds_eos]
-    if tokenizer.tokenizer.encode_special_tokens:  # is no part of its JSON
-        ends.append(True)
+    ends += [True] * tokenizer.tokenizer.encode_special_tokens  # is no part of its JSON
     parts = [version("tokenizers"), repr(ends), tokenizer.tokenizer.to_str()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
