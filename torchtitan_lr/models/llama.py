@@ -19,12 +19,7 @@ from torchtitan_lr.models.ends import EmbedEdge, HeadEdge, OutputProjection, Tok
 from torchtitan_lr.models.initialization import init_parameters
 from torchtitan_lr.models.lanes import edges_of
 from torchtitan_lr.models.linears import DownEdge, Gated, UpEdge
-from torchtitan_lr.titan.base import (
-    BlockMask,
-    ModelProtocol,
-    create_attention_mask,
-    flex_attention,
-)
+from torchtitan_lr.titan.base import BlockMask, ModelProtocol, create_attention_mask, flex_attention
 from torchtitan_lr.titan.specs import RoPEScalingArgs
 
 if TYPE_CHECKING:

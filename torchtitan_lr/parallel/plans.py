@@ -26,12 +26,7 @@ from torchtitan_lr.config.schema import TP_PLANS
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.ends import EmbedEdge, HeadEdge, Stream
-from torchtitan_lr.models.lanes import (
-    LaneColumnEdge,
-    LaneRowEdge,
-    LatentDownEdge,
-    LatentUpEdge,
-)
+from torchtitan_lr.models.lanes import LaneColumnEdge, LaneRowEdge, LatentDownEdge, LatentUpEdge
 from torchtitan_lr.models.linears import ColumnEdge, DownEdge, MixEdge, RowEdge, UpEdge
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig
@@ -190,11 +185,7 @@ PLANS = {
     "btp": Plan(btp, shards_stream=True, choices={"grouping", "norm", "norm_stat", "comm", "head"}),
     "vanilla": Plan(vanilla, factors=_COLUMN_ROW, shards_latents=True, choices={"grouping"}),
     "vanilla_replicated": Plan(
-        vanilla,
-        factors=_COLUMN_ROW,
-        shards_latents=True,
-        shards_heads=False,
-        choices={"grouping"},
+        vanilla, factors=_COLUMN_ROW, shards_latents=True, shards_heads=False, choices={"grouping"}
     ),
     "megatron": Plan(megatron, low_rank=False, choices={"comm"}),
     "caat": Plan(caat, low_rank=False, lanes=True),
