@@ -98,7 +98,6 @@ class Compressor(DefaultReduceScatter):
     ) -> None:
         self.name, self.spans = name, tuple(spans)
         self.group, self.device, self.returns_all = group, device, all_reduce
-        self.revocable = revocable
         ranks, entries = group.size(), sum(span.size for span in spans)
         self.compressed_size = sum(span.size for span in spans if span.compressed)
         # A rank decodes its part, of an all-reduce a W-th of the entries, padded to equal sizes.
@@ -223,7 +222,7 @@ class Compressor(DefaultReduceScatter):
     ) -> Steps[tuple[Tensor, Tensor]]:
         """Reduce-scatter rows, compressed, with error feedback.
 
-        If `revocable`, the residual changes only with the next `commit`. Until then each exchange
+        If revocable, the residual changes only with the next `commit`. Until then each exchange
         continues from the one before.
 
         Args:
@@ -258,7 +257,7 @@ class Compressor(DefaultReduceScatter):
         # A NaN or infinity is among the largest entries, so it is sent and the step is skipped. In
         # the residual it would ruin all later steps, so the old residual stays.
         self._spare.copy_(torch.where(unsent.isfinite(), unsent, pending))
-        self._waits = self.revocable
+        self._waits = self._spare is not self.residual
         if self.measuring:
             counts = {"sent": message.values.count_nonzero(), **decoded.counts}
             zero = torch.zeros((), device=rows.device)

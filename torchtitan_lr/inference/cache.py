@@ -124,12 +124,6 @@ class KeyValueCache:
         positions = (columns - self._padding).clamp(0, len(table) - 1)
         return table[positions]
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the allocated buffers of all blocks."""
-        buffers = (t for layer in self.layers for t in (layer.keys, layer.values))
-        return sum(t.nbytes for t in buffers if t is not None)
-
 
 @dataclass(eq=False)
 class LayerCache:

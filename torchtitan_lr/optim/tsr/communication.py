@@ -176,12 +176,8 @@ class Synchronizer:
             cores = [self.all_cores]  # no copy: the buffer itself is sent
         for dim, group in enumerate(self.groups.sharding.values()):
             # A one-sided core stays sharded along its long side: its blocks are no terms.
-            terms = []
-            for number, index in bucket:
-                stack = self.stacks[number]
-                splits = (*stack.layout.rows, *stack.layout.columns)
-                if dim in splits and dim not in stack.core_dims:
-                    terms.append(stack.core[index])
+            stacks = ((self.stacks[number], index) for number, index in bucket)
+            terms = [stack.core[index] for stack, index in stacks if dim in stack.contracted]
             sum_over(cores if len(terms) == len(bucket) else terms, group)()
         return sum_over(cores, self.groups.replicas)
 

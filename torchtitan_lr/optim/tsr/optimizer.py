@@ -408,6 +408,7 @@ class MatrixStack:
         average_square: v, of the same shape as ``average``.
         core: C of the running step, of the same shape; a part of `Synchronizer.all_cores`.
         core_dims: Mesh dimensions that split a core.
+        contracted: Mesh dimensions whose ranks each have one term of a core.
         sketch_size: Elements (m + n)k of one matrix's sketches on a rank.
         sends_dense: Whether a refresh sums dense gradients, not sketches, over the replicas.
         ages: Number of cores in the moments (b,), on the CPU.
@@ -434,6 +435,7 @@ class MatrixStack:
         self.sketch_size = sum(block) * plan.width
         self.sends_dense, _ = plan.sends(*block)
         self.core_dims = () if plan.two_sided else layout.columns
+        self.contracted = {*layout.rows, *layout.columns}.difference(self.core_dims)
         b, r, weight = len(parameters), plan.rank, local_part(parameters[0])
         m, n = self._oriented(weight).shape
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
