@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.commands import ROOT
 from torchtitan_lr.data.pairs import PairEncoder, parse_pair
-from torchtitan_lr.data.sources import CUE, documented_functions
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
@@ -141,44 +140,3 @@ def test_an_unusable_template_is_refused(tmp_path, template, want):
         PairEncoder(folder_with(tmp_path, template)).encode(RECORD)
     if template.strip():  # a prompt with its answer needs no template
         assert len(PairEncoder(folder_with(tmp_path, template)).encode(pair("a", "b"))) == 4
-
-
-LIBRARY = '''
-def first(x):
-    """Return x.
-
-    More.
-    """
-    return x
-
-
-class A:
-    @property
-    def second(self):  # a comment
-        "Says nothing"
-        y = """a
-string"""
-        return y
-
-    def third(self):
-        """Only this."""
-
-    def fourth(self): "One line"; return 4
-\x0c
-async def fifth():
-    """
-    Starts late.
-    """
-    pass
-'''
-
-
-def test_functions_lose_their_docstrings():
-    found = [json.loads(record) for record in documented_functions(LIBRARY)]
-    answers = [" Return x.", " Says nothing", " Starts late."]
-    assert [record["completion"] for record in found] == answers
-    prompts = [record["prompt"].removesuffix(CUE) for record in found]
-    assert prompts[0] == "def first(x):\n    return x"
-    assert prompts[1].startswith("    def second(self):  # a comment\n        y =")
-    assert prompts[2] == "async def fifth():\n    pass"
-    assert list(documented_functions("def (")) == []

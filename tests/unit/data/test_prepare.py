@@ -120,6 +120,9 @@ def test_how_much_of_a_dataset_of_the_hub_is_prepared(config):
     assert (train.paths, train.config, train.split) == (("allenai/c4",), "en", "train")
     assert (train.tokens, train.part) == (10 * 8 * 100, "train")
     assert (held_out.split, held_out.part, held_out.tokens) == ("validation", "held_out", 1600)
+    job = config(options, "--validation.dataset=c4_validation", path=None)
+    (alone,) = wanted(job, "validation", world_size=8)[0].sources
+    assert (alone.split, alone.part, alone.tokens) == ("validation", "held_out", 1600)
     named = {"dataset": "hf", "dataset_path": "a/b@1.0"}
     (both,) = sources_of(**named)
     assert (both.paths, both.part, both.tokens) == (("a/b@1.0",), "both", 8000)

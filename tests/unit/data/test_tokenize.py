@@ -131,16 +131,11 @@ def test_the_library_holds_out_one_file_in_twenty(tmp_path, monkeypatch):
     for i in range(60):
         path = tmp_path / f"lib/pkg{i % 3}/m{i}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'def f{i}(x):\n    """Add {i}."""\n    return x + {i}\n')
+        path.write_text(f"def f{i}(x):\n    return x + {i}\n")
     monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
     text = prepare(None, tmp_path / "text", source=Source("python_stdlib"))
-    docs = prepare(None, tmp_path / "docs", source=Source("python_stdlib_docs"))
     train, held_out = documents(text), documents(text, held_out=True)
     assert len(train) + len(held_out) == 60 and 0 < len(held_out) < 10
-    # What is held out of the pairs is not in the text that is trained on.
-    held = [TOKENIZER.decode(ids).split("(")[0] for ids in documents(docs, held_out=True)]
-    assert docs.kind == "pairs" and len(held) == len(held_out)
-    assert not any(f"{name}(" in TOKENIZER.decode(ids) for name in held for ids in train)
 
 
 @pytest.mark.parametrize("streaming", [True, False])
