@@ -15,6 +15,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
 ASSETS = ROOT / "torchtitan_lr/data/assets/bpe4k"
+PLAIN = HuggingFaceTokenizer(str(ASSETS))
 MARKED = (
     "{{- bos_token }}{% for message in messages %}"
     "{{ '<|start|>' + message['role'] }}\n"
@@ -28,11 +29,6 @@ CHAT = [("system", "Be brief. "), ("user", "What is mai"), ("assistant", "n(x)? 
 CHAT += [("user", "<b>&"), ("assistant", "No “idea”.\n")]
 MESSAGES = [{"role": role, "content": content} for role, content in CHAT]
 RECORD = parse_pair({"messages": MESSAGES})
-
-
-@pytest.fixture(scope="module")
-def plain():
-    return HuggingFaceTokenizer(str(ASSETS))
 
 
 def pair(prompt, completion):
@@ -63,27 +59,27 @@ def test_a_bad_record_is_named_with_what_was_expected(record, want):
 
 
 @pytest.mark.parametrize(("prompt", "answer"), [("def f(x):", " return 1\n"), ("def mai", "n(x)")])
-def test_labels_are_the_answer_and_the_end(plain, prompt, answer):
+def test_labels_are_the_answer_and_the_end(prompt, answer):
     """Generation never sees the answer: it must not change the prompt's tokens."""
-    alone = plain.encode(prompt, add_bos=True, add_eos=False)
-    together = plain.encode(prompt + answer, add_bos=True, add_eos=True)
-    encoder, record = PairEncoder(plain), pair(prompt, answer)
+    alone = PLAIN.encode(prompt, add_bos=True, add_eos=False)
+    together = PLAIN.encode(prompt + answer, add_bos=True, add_eos=True)
+    encoder, record = PairEncoder(PLAIN), pair(prompt, answer)
     tokens = encoder.encode(record)
     labels = [t for t in tokens if t >= 0]
     assert [~t for t in tokens if t < 0] == alone == (~encoder.encode(record, False)).tolist()
-    assert labels[-1] == plain.eos_id and plain.decode(labels) == answer
+    assert labels[-1] == PLAIN.eos_id and PLAIN.decode(labels) == answer
     # The second pair shows something: the text's tokens are others.
     assert (alone + labels == together) == (prompt != "def mai")
 
 
-def test_every_answer_of_a_chat_is_a_label(plain):
+def test_every_answer_of_a_chat_is_a_label():
     turns = [("system", "rule"), ("user", "a"), ("assistant", "b"), ("user", "c")]
-    tokens = PairEncoder(plain).encode(parse_pair(chat(*turns, ("assistant", "d"))))
+    tokens = PairEncoder(PLAIN).encode(parse_pair(chat(*turns, ("assistant", "d"))))
     labels = [t for t in tokens if t >= 0]
-    assert labels.count(plain.eos_id) == 2 and plain.decode(labels) == "bd"
+    assert labels.count(PLAIN.eos_id) == 2 and PLAIN.decode(labels) == "bd"
     text = "### System:\nrule\n\n### User:\na\n\n### Assistant:\nb"
     text += "\n\n### User:\nc\n\n### Assistant:\nd"
-    assert plain.decode([t if t >= 0 else ~t for t in tokens]) == text
+    assert PLAIN.decode([t if t >= 0 else ~t for t in tokens]) == text
 
 
 def folder_with(place, template, where="file"):
