@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from tests.commands import ROOT
+from tests.support.corpora import write_jsonl
 from tests.unit.checks.test_config_checks import MAIN, SHIPPED, check, refusal
 from torchtitan_lr.checks.values import check_data
 from torchtitan_lr.config.build import build_job_config
@@ -43,7 +44,7 @@ def test_every_train_config_passes(path, tmp_path, monkeypatch):
 
 def test_a_local_corpus_alone_is_validated_on(tmp_path):
     """The main job's TOML, and the two arguments that name one's own text."""
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "text {i}"}}\n' for i in range(900)))
+    write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(900)])
     argv = ["--training.dataset=local", f"--training.dataset_path={tmp_path}"]
     config = build_job_config([f"--job.config_file={MAIN}", *argv])
     assert config.validation.enable
@@ -54,8 +55,7 @@ def test_a_local_corpus_alone_is_validated_on(tmp_path):
 @pytest.fixture
 def own(tmp_path):
     """Return a function that checks a run on 200 lines of one's own text, ``a.jsonl``."""
-    lines = [json.dumps({"text": f"Line {i} of {i * i} words. " * 3}) for i in range(200)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    write_jsonl(tmp_path / "a.jsonl", [f"Line {i} of {i * i} words. " * 3 for i in range(200)])
     argv = [f"--job.config_file={MAIN}", "--training.dataset=local", "--validation.enable"]
     argv += [f"--training.dataset_path={tmp_path}/a.jsonl"]
 

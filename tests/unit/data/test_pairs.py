@@ -28,11 +28,8 @@ MARKED = (
 CHAT = [("system", "Be brief. "), ("user", "What is mai"), ("assistant", "n(x)?  ")]
 CHAT += [("user", "<b>&"), ("assistant", "No “idea”.\n")]
 MESSAGES = [{"role": role, "content": content} for role, content in CHAT]
+PAIR = parse_pair({"prompt": "a", "completion": "b"})
 RECORD = parse_pair({"messages": MESSAGES})
-
-
-def pair(prompt, completion):
-    return parse_pair({"prompt": prompt, "completion": completion})
 
 
 def chat(*turns):
@@ -63,7 +60,8 @@ def test_labels_are_the_answer_and_the_end(prompt, answer):
     """Generation never sees the answer: it must not change the prompt's tokens."""
     alone = PLAIN.encode(prompt, add_bos=True, add_eos=False)
     together = PLAIN.encode(prompt + answer, add_bos=True, add_eos=True)
-    encoder, record = PairEncoder(PLAIN), pair(prompt, answer)
+    record = parse_pair({"prompt": prompt, "completion": answer})
+    encoder = PairEncoder(PLAIN)
     tokens = encoder.encode(record)
     labels = [t for t in tokens if t >= 0]
     assert [~t for t in tokens if t < 0] == alone == (~encoder.encode(record, False)).tolist()
@@ -116,7 +114,7 @@ def test_tokens_and_labels_are_those_of_transformers(tmp_path, bos, where):
     asked = reference.apply_chat_template(MESSAGES[:-1], add_generation_prompt=True, tokenize=False)
     assert prompt == tokenizer.tokenizer.encode(asked).ids
     # Pairs take no template.
-    plain = encoder.encode(pair("a", "b")).tolist()
+    plain = encoder.encode(PAIR).tolist()
     assert plain == [~0, *(~t for t in tokenizer.encode("a")), *tokenizer.encode("b"), 1]
 
 
@@ -135,4 +133,4 @@ def test_an_unusable_template_is_refused(tmp_path, template, want):
     with pytest.raises(ConfigError, match=want):
         PairEncoder(folder_with(tmp_path, template)).encode(RECORD)
     if template.strip():  # a prompt with its answer needs no template
-        assert len(PairEncoder(folder_with(tmp_path, template)).encode(pair("a", "b"))) == 4
+        assert len(PairEncoder(folder_with(tmp_path, template)).encode(PAIR)) == 4

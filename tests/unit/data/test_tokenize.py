@@ -10,7 +10,6 @@ import signal
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -25,11 +24,10 @@ from torchtitan_lr.data.corpus import Rows
 from torchtitan_lr.data.pairs import PairEncoder, parse_pair
 from torchtitan_lr.data.sources import USUAL_LIMIT, Reader, Source, document_hash
 from torchtitan_lr.data.tokenize import tokenize
-from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.errors import ConfigError, DataError
+from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
-MODEL = SimpleNamespace(hf_assets_path="torchtitan_lr/data/assets/bpe4k")
-TOKENIZER = build_tokenizer(SimpleNamespace(model=MODEL))
+TOKENIZER = HuggingFaceTokenizer("torchtitan_lr/data/assets/bpe4k")
 TEXTS = [f"Document {i} of {i * i} words: {'more and ' * (i % 7)}\nend é." for i in range(400)]
 
 
