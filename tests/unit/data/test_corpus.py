@@ -28,20 +28,12 @@ def build(folder, loss=False, start=0):
     return write_corpus(folder, shards[:2], shards[2:], masks if loss else None)
 
 
-@pytest.mark.parametrize("loss", [False, True])
-def test_a_prepared_folder(tmp_path, loss):
-    found = build(tmp_path / "a", loss)
-    assert (found.tokens(), found.tokens(held_out=True)) == (50, 10)
-    assert found.kind == ("pairs" if loss else "text")
-    assert found.shard(found.train[1]).read().tolist() == list(range(25, 50))
-    assert found.shard(found.held_out[0]).ends.tolist() == [5, 10]
-    if loss:
-        assert found.shard(found.train[0], loss=True).read().tolist() == [n % 2 for n in range(25)]
-    found.check()
-    # The place does not matter to the identity, the content does.
+def test_the_identity_is_that_of_the_content_and_not_of_the_place(tmp_path):
+    found = build(tmp_path / "a")
     (tmp_path / "a").rename(tmp_path / "b")
     assert Corpus.open(tmp_path / "b").identity == found.identity
-    assert build(tmp_path / "c", loss, start=1).identity != found.identity
+    others = [build(tmp_path / "c", start=1), build(tmp_path / "d", loss=True)]
+    assert len({corpus.identity for corpus in [found, *others]}) == 3
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.uint8])
@@ -145,25 +137,22 @@ def test_what_is_no_corpus(tmp_path):
             Corpus.open(tmp_path)
 
 
-def read(rows):
-    """All rows, as lists: tokens, labels, documents."""
+def check_rows(rows, tokens, owners=None, targets=None):
+    """Compare all rows with tokens (n, s + 1), whose documents, the owners, are kept apart."""
+    tokens, owners = np.array(tokens), owners if owners is None else np.array(owners)
     inputs, labels = rows.read(np.arange(len(rows)))
     assert all(value.dtype == torch.int64 and value.is_contiguous() for value in inputs.values())
-    documents = inputs[DOCUMENTS].tolist() if DOCUMENTS in inputs else None
-    return inputs["input"].tolist(), labels.tolist(), documents
-
-
-def same_document(documents):
-    """Which tokens of each row are of one document: what the mask and the positions depend on."""
-    return [[[a == b for b in row] for a in row] for row in documents]
-
-
-def apart(tokens, owners, targets=None):
-    """Labels and documents of rows of s + 1 tokens whose documents, the owners, are kept apart."""
-    tokens, owners = np.array(tokens), np.array(owners)
-    wanted = (owners[:, 1:] == owners[:, :-1]) & (True if targets is None else targets[:, 1:] > 0)
-    labels = np.where(wanted, tokens[:, 1:], IGNORE_INDEX)
-    return labels.tolist(), same_document(owners[:, :-1].tolist())
+    assert np.array_equal(inputs["input"], tokens[:, :-1])
+    kept = np.ones(labels.shape, dtype=bool) if targets is None else targets[:, 1:] > 0
+    assert (DOCUMENTS in inputs) == (owners is not None)
+    if owners is not None:
+        kept &= owners[:, 1:] == owners[:, :-1]
+        # Which tokens are of one document is all that the mask and the positions depend on.
+        found = inputs[DOCUMENTS].numpy()
+        same, wanted = (each[:, :, None] == each[:, None] for each in (found, owners[:, :-1]))
+        assert np.array_equal(same, wanted)
+        assert (np.diff(found) >= 0).all()
+    assert np.array_equal(labels, np.where(kept, tokens[:, 1:], IGNORE_INDEX))
 
 
 def documents_of(lengths):
@@ -182,11 +171,9 @@ def test_a_folder_of_another_writer(tmp_path):
     assert [(info.name, info.documents) for info in corpus.train] == [("a", 3), ("b", 2)]
     assert (corpus.tokens(), corpus.held_out, corpus.kind) == (30, [], "text")
     corpus.check()
-    inputs, labels, documents = read(Rows(corpus, 9, mask_documents=True))
-    windows = [*tokens.reshape(2, 10).tolist(), [1] * 7 + [2] * 3]
+    windows = [*tokens.reshape(2, 10), [1] * 7 + [2] * 3]
     owners = [[0] * 7 + [1] * 3, [1] * 2 + [2] * 8, [3] * 7 + [4] * 3]
-    assert inputs == [window[:-1] for window in windows]
-    assert (labels, same_document(documents)) == apart(windows, owners)
+    check_rows(Rows(corpus, 9, mask_documents=True), windows, owners)
 
 
 SHARDS = st.lists(st.lists(st.integers(0, 2 * S), min_size=1, max_size=8), min_size=1, max_size=3)
@@ -200,6 +187,8 @@ def test_text_is_cut_and_its_documents_are_those_of_a_slow_reference(
     shards = [documents_of(shard) for shard in lengths]
     parts = ([documents_of([3])], shards) if held_out else (shards, [documents_of([3])])
     corpus = write_corpus(tmp_path_factory.mktemp("corpus"), *parts)
+    for path in corpus.folder.glob("train-*" if held_out else "held_out-*"):
+        path.unlink()  # the part that is not read is not opened
     flat = [token for shard in shards for document in shard for token in document]
     lengths = [len(document) for shard in shards for document in shard]
     owner = np.repeat(range(len(lengths)), lengths).tolist()
@@ -210,13 +199,7 @@ def test_text_is_cut_and_its_documents_are_those_of_a_slow_reference(
         with pytest.raises(ConfigError, match=rf"^{part}\.seq_len: got 7, expected at most"):
             Rows(corpus, S, held_out)
         return
-    tokens, labels, documents = read(Rows(corpus, S, held_out, masked))
-    assert tokens == [window[:-1] for window in windows]
-    if masked:
-        assert (labels, same_document(documents)) == apart(windows, owners)
-        assert all(here == sorted(here) for here in documents)
-    else:
-        assert documents is None and labels == [window[1:] for window in windows]
+    check_rows(Rows(corpus, S, held_out, masked), windows, owners if masked else None)
 
 
 PAIRS = st.lists(
@@ -247,17 +230,5 @@ def test_pairs_are_never_split_and_their_answers_alone_are_labels(first, second,
             Rows(corpus, S)
         return
     filled = [row + [(0, 0, -1)] * (S + 1 - len(row)) for row in rows]
-    wanted, targets, owners = np.moveaxis(np.array(filled), 2, 0)
-    tokens, labels, documents = read(Rows(corpus, S))
-    assert tokens == wanted[:, :-1].tolist()
-    assert (labels, same_document(documents)) == apart(wanted, owners, targets)
-
-
-def test_only_the_part_that_is_read_is_opened(tmp_path):
-    shards = [documents_of([40]), documents_of([40])]
-    corpus = write_corpus(tmp_path, shards, held_out=shards[:1])
-    for path in tmp_path.glob("train-*"):
-        path.unlink()
-    assert len(read(Rows(corpus, S, held_out=True))[0]) == 5
-    with pytest.raises(DataError, match="train-00000"):
-        Rows(corpus, S).read(np.arange(1))
+    tokens, targets, owners = np.moveaxis(np.array(filled), 2, 0)
+    check_rows(Rows(corpus, S), tokens, owners, targets)

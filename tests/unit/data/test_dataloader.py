@@ -20,7 +20,7 @@ from torchtitan_lr.data.dataloader import (
     TrainingRows,
     shuffled,
 )
-from torchtitan_lr.errors import ConfigError, DataError
+from torchtitan_lr.errors import ConfigError
 
 S, B = 6, 24
 """Tokens of an input, rows of a global batch."""
@@ -157,15 +157,6 @@ def test_a_position_in_other_data_is_refused_or_starts_them_anew(corpora, change
     assert "training.allow_changed_corpus = true starts the data anew" in text
     assert ("training.hf_tokens" in text) == (change == "corpus")
     assert not rows_of(corpora, **options, allow_changed=True).check_checkpoint(*found)
-
-
-def test_a_shard_that_vanishes_is_an_error_of_its_batch(tmp_path):
-    rows = rows_of([write_corpus(tmp_path, [[list(range(70))], [list(range(70))]])], seed=None)
-    reader = iter(build(rows, 1, 5, 5)[0])
-    (tmp_path / "train-00001.bin").unlink()
-    assert next(reader)[0]["input"][0, 0] == 0 and next(reader)
-    with pytest.raises(DataError, match=r"train-00001.idx"):
-        next(reader)
 
 
 SEEDS = st.integers(0, 2**63)

@@ -2,7 +2,6 @@
 """What a run prepares, and the folder that all runs share."""
 
 import fcntl
-import json
 import multiprocessing
 import os
 import time
@@ -10,27 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.corpora import write_jsonl
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data import prepare
 from torchtitan_lr.data.corpus import Corpus
 from torchtitan_lr.data.prepare import ensure_prepared, free, prepare_for_ranks, wanted
 from torchtitan_lr.errors import ConfigError, DataError
 
-LINES = [json.dumps({"text": f"Line {i} of {i * i} words. " * 3}) + "\n" for i in range(200)]
-
-
-@pytest.fixture(autouse=True)
-def no_locks_left():
-    yield
-    for file in prepare._held.values():
-        file.close()
-    prepare._held.clear()
+TEXTS = [f"Line {i} of {i * i} words. " * 3 for i in range(200)]
 
 
 @pytest.fixture
-def config(tmp_path):
+def config(tmp_path, monkeypatch):
     """Return a function that makes a configuration on 200 lines of text."""
-    (tmp_path / "a.jsonl").write_text("".join(LINES))
+    monkeypatch.setattr(prepare, "_held", {})
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
 
     def make(*arguments, path=tmp_path / "a.jsonl"):
         own = [f"--training.dataset=local --training.dataset_path={path}"] if path else []
@@ -66,10 +59,6 @@ def test_the_folder_follows_the_file_and_not_how_it_was_named(tmp_path, config, 
     second = ensure_prepared(config())[0].folder
     assert first != second
     assert Corpus.open(first).identity == Corpus.open(second).identity  # the text is the same
-    with (tmp_path / "a.jsonl").open("a") as file:
-        file.write(LINES[0])
-    third = ensure_prepared(config())[0].folder
-    assert Corpus.open(third).identity != Corpus.open(first).identity
 
 
 def test_records_that_another_run_was_allowed_to_lose(tmp_path, config):
@@ -106,34 +95,37 @@ def test_a_mixture_has_a_folder_and_a_share_for_each(tmp_path, config):
             wanted(job)
 
 
-def test_how_much_of_a_dataset_of_the_hub_is_prepared(config):
+HF = {"dataset": "hf", "dataset_path": "a/b@1.0"}
+SPLIT = {"dataset": "hf", "path": "a/b", "hf_split": "web", "hf_name": "en"}  # in a mixture
+TRAIN, TEST = 10 * 8 * 100, 2 * 4 * 4 * 50  # of the steps and one more, and of one validation
+
+
+C4 = [f"allenai/c4 en train train {TRAIN}", f"allenai/c4 en validation held_out {TEST}"]
+OWN_SPLITS = [f"a/b en web train {TRAIN}", f"a/b en test held_out {TEST}"]
+
+
+@pytest.mark.parametrize(
+    ("section", "training", "expected"),
+    [
+        ("training", {"dataset": "c4"}, C4),
+        ("training", HF, [f"a/b@1.0 None train both {TRAIN}"]),
+        ("training", HF | {"hf_streaming": False}, ["a/b@1.0 None train both None"]),
+        ("training", HF | {"hf_tokens": 7000}, ["a/b@1.0 None train both 7000"]),
+        ("training", {"mixture": [SPLIT], "hf_held_out": "test"}, OWN_SPLITS),
+        ("validation", HF, C4[1:]),
+    ],
+)
+def test_how_much_of_a_dataset_of_the_hub_is_prepared(config, section, training, expected):
     options = "--training.steps=9 --training.global_batch_size=8 --training.seq_len=99"
     options += " --validation.enable --validation.steps=2 --validation.local_batch_size=4"
     options += " --validation.seq_len=49 --parallelism.tensor_parallel_degree=2"
-
-    def sources_of(*more, **training):
-        job = config(options, *more, path=None)
-        vars(job.training).update(training)
-        return wanted(job, world_size=8)[0].sources
-
-    train, held_out = sources_of(dataset="c4")
-    assert (train.paths, train.config, train.split) == (("allenai/c4",), "en", "train")
-    assert (train.tokens, train.part) == (10 * 8 * 100, "train")
-    assert (held_out.split, held_out.part, held_out.tokens) == ("validation", "held_out", 1600)
     job = config(options, "--validation.dataset=c4_validation", path=None)
-    (alone,) = wanted(job, "validation", world_size=8)[0].sources
-    assert (alone.split, alone.part, alone.tokens) == ("validation", "held_out", 1600)
-    named = {"dataset": "hf", "dataset_path": "a/b@1.0"}
-    (both,) = sources_of(**named)
-    assert (both.paths, both.part, both.tokens) == (("a/b@1.0",), "both", 8000)
-    assert sources_of(**named, hf_streaming=False)[0].tokens is None
-    for steps in (9, 99):
-        fixed = sources_of(f"--training.steps={steps} --training.hf_tokens=7000", **named)
-        assert [source.tokens for source in fixed] == [7000]
-    # Where the entry of a mixture has its own split, the held-out one stays what it is.
-    entry = {"dataset": "hf", "path": "a/b", "hf_split": "web", "hf_name": "en"}
-    train, held_out = sources_of(mixture=[entry], hf_held_out="test")
-    assert (train.split, held_out.split, held_out.config) == ("web", "test", "en")
+    vars(job.training).update(training)
+    (part,) = wanted(job, section, world_size=8)
+    assert [
+        f"{source.paths[0]} {source.config} {source.split} {source.part} {source.tokens}"
+        for source in part.sources
+    ] == expected
 
 
 def test_a_prepared_folder_of_the_user(tmp_path, config):
@@ -146,14 +138,13 @@ def test_a_prepared_folder_of_the_user(tmp_path, config):
         prepare_for_ranks(job, 1)
 
 
-def test_two_runs_prepare_a_folder_once_and_train_at_the_same_time(tmp_path, config, monkeypatch):
-    log, tokenize = tmp_path / "log", prepare.tokenize
-    context = multiprocessing.get_context("fork")
-    barrier = context.Barrier(3)
+def test_two_runs_prepare_a_folder_once_and_train_at_the_same_time(config, monkeypatch):
+    tokenize, context = prepare.tokenize, multiprocessing.get_context("fork")
+    calls, barrier = context.Value("i"), context.Barrier(3)
 
     def slow(*args, **options):
-        with log.open("a") as file:
-            file.write("prepares\n")
+        with calls.get_lock():
+            calls.value += 1
         time.sleep(0.5)
         return tokenize(*args, **options)
 
@@ -168,15 +159,15 @@ def test_two_runs_prepare_a_folder_once_and_train_at_the_same_time(tmp_path, con
     for child in children:
         child.join()
     assert [child.exitcode for child in children] == [0, 0, 0]
-    assert log.read_text() == "prepares\n"
+    assert calls.value == 1
 
 
 def test_the_oldest_unused_folders_go(tmp_path, config, monkeypatch):
     store, folders = tmp_path / "store", []
     (store / "of the user").mkdir(parents=True)
     for age, lines in enumerate((200, 50, 70)):
-        (tmp_path / f"{age}.jsonl").write_text("".join(LINES[:lines]))
-        folders.append(Path(ensure_prepared(config(path=tmp_path / f"{age}.jsonl"))[0].folder))
+        path = write_jsonl(tmp_path / f"{age}.jsonl", TEXTS[:lines])
+        folders.append(Path(ensure_prepared(config(path=path))[0].folder))
         os.utime(store / "locks" / folders[-1].name, (age + 1, age + 1))
     assert free(store, 1) > 1  # this process reads all of them
     assert all(folder.exists() for folder in folders)
