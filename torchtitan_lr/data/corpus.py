@@ -34,12 +34,11 @@ import struct
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from itertools import repeat
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -193,8 +192,7 @@ def save_record(folder: Path, about: dict[str, Any], counts: list[list[list[int]
     identity = identity_of(kind, about["tokenizer"]["sha256"], list(parts.values()))
     record = {"format": FORMAT, "kind": kind, "identity": identity} | about
     record |= {part: [asdict(info) for info in infos] for part, infos in parts.items()}
-    with replacing(folder / RECORD) as file:
-        file.write(json.dumps(record, indent=1).encode())
+    write_whole(folder / RECORD, json.dumps(record, indent=1).encode())
     return Corpus.open(folder)
 
 
@@ -318,19 +316,17 @@ class IndexedDataset:
             raise self._error(".idx", f"borders of documents from 0 to {self.num_sequences}")
 
 
-@contextmanager
-def replacing(path: str | Path) -> Iterator[IO[bytes]]:
+def write_whole(path: str | Path, content: bytes) -> None:
     """Write a file by a rename: after a crash it is the old one or the new one.
 
     Raises:
         OSError: The disk is full.
     """
-    scratch = f"{path}.tmp"
-    with open(scratch, "wb") as file:
-        yield file
+    with open(f"{path}.tmp", "wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(scratch, path)
+    os.replace(f"{path}.tmp", path)
 
 
 def write_index(prefix: str | Path, dtype: npt.DTypeLike, lengths: npt.NDArray[Any]) -> None:
@@ -346,11 +342,10 @@ def write_index(prefix: str | Path, dtype: npt.DTypeLike, lengths: npt.NDArray[A
     """
     code = next(code for code, known in _DTYPES.items() if known == dtype)
     count, sizes = len(lengths), lengths * np.int64(np.dtype(dtype).itemsize)
-    with replacing(f"{prefix}.idx") as file:
-        file.write(_HEADER.pack(_MAGIC, 1, code, count, count + 1))
-        file.write(lengths.astype("<i4").data)
-        for values in (np.cumsum(sizes) - sizes, np.arange(count + 1)):
-            file.write(values.astype("<i8").data)
+    places = np.concatenate([np.cumsum(sizes) - sizes, np.arange(count + 1)])
+    header = _HEADER.pack(_MAGIC, 1, code, count, count + 1)
+    content = header + lengths.astype("<i4").tobytes() + places.astype("<i8").tobytes()
+    write_whole(f"{prefix}.idx", content)
 
 
 class Rows:

@@ -32,7 +32,12 @@ if TYPE_CHECKING:
 Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
 """The ids of one document, BOS and EOS included: ``(n,)``, of any integer type."""
 
+Segment: TypeAlias = tuple[str, bool]
+"""A part of a record's text, and whether its tokens are labels."""
+
 PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
+
+_KEY, _TEMPLATE = "model.hf_assets_path", "a chat template in Jinja, or none at all"
 
 
 def parse_pair(record: Any) -> str:
@@ -86,12 +91,6 @@ def text_of(document: str) -> str:
     return "".join(text for text, _ in _plain(json.loads(document)))
 
 
-_KEY, _TEMPLATE = "model.hf_assets_path", "a chat template in Jinja, or none at all"
-
-Segment: TypeAlias = tuple[str, bool]
-"""A part of a record's text, and whether its tokens are labels."""
-
-
 def _plain(record: dict[str, Any]) -> list[Segment]:
     """Return a pair's two parts, or the plain form of a chat: heading and text of each message."""
     if MESSAGES not in record:
@@ -125,14 +124,13 @@ class PairEncoder:
         self._tokenizer, self.digest, self._bos = tokenizer, "", ""
         path, config = Path(tokenizer.tokenizer_path, "chat_template.jinja"), tokenizer.config or {}
         try:
-            if path.is_file():
-                source = path.read_text(encoding="utf-8")
-            elif config.get("chat_template") is not None:
-                path, source = path.with_name("tokenizer_config.json"), config["chat_template"]
-                if isinstance(source, list):  # several by name
-                    source = {each["name"]: each["template"] for each in source}["default"]
-            else:
+            source = path.read_text("utf-8") if path.is_file() else config.get("chat_template")
+            if source is None:
                 return
+            if not path.is_file():
+                path = path.with_name("tokenizer_config.json")
+            if isinstance(source, list):  # several by name
+                source = {each["name"]: each["template"] for each in source}["default"]
             if not source.strip():
                 raise ValueError("it has no text")
         except Exception as error:  # unreadable, or of another type

@@ -59,6 +59,8 @@ KEY = "training.token_folder"
 
 Section = Literal["training", "validation"]
 
+_held: dict[Path, IO[bytes]] = {}  # the locks of the folders that this process reads
+
 
 @dataclass(frozen=True)
 class Part:
@@ -233,15 +235,8 @@ def _prepared(config: Any, part: Part) -> str:
     return str(folder)
 
 
-_held: dict[Path, IO[bytes]] = {}  # the locks of the folders that this process reads
-
-
 def prepare_folder(
-    readers: Sequence[Reader],
-    tokenizer: Tokenizer,
-    folder: Path,
-    key: str,
-    **options: Any,
+    readers: Sequence[Reader], tokenizer: Tokenizer, folder: Path, key: str, **options: Any
 ) -> Corpus:
     """Prepare a folder unless it is prepared; a second process waits for the first.
 

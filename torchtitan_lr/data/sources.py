@@ -188,8 +188,7 @@ class Reader:
                 why = f"{type(error).__name__}: {str(error)[:200]}"
                 want = f"a source that opens and does not break off in the middle ({why})"
                 hint = "; without a network name a folder, or files of --training.dataset=local"
-                want += hint * (kind == "hf")
-                raise DataError(self.source.key, str(unit), want) from error
+                raise DataError(self.source.key, str(unit), want + hint * (kind == "hf")) from error
             rest = None
 
     def documents(self, piece: Piece) -> tuple[tuple[list[str], list[str]], list[Bad]]:
@@ -227,10 +226,8 @@ class Reader:
     def _records(self, piece: Piece, bad: list[Bad]) -> Iterator[tuple[str, Any]]:
         """Yield what is hashed to choose the part of a text, and the text; of .txt its bytes."""
         if isinstance(piece.data, list):
-            texts = piece.data
-            if self.pairs:
-                texts = [pair for text in texts for pair in text.split("\n")]
-            yield from ((text, text) for text in texts if text)
+            pairs = (pair for text in piece.data for pair in text.split("\n"))
+            yield from ((text, text) for text in (pairs if self.pairs else piece.data) if text)
         elif piece.start is not None:
             # The lines that start in the same bytes have the name of their place.
             name, lines = Path(piece.file).relative_to(self._root), list(io.BytesIO(piece.data))

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_lr.compat.interpreter import cores, end_with
-from torchtitan_lr.data.corpus import PARTS, Corpus, replacing, save_record, write_index
+from torchtitan_lr.data.corpus import PARTS, Corpus, save_record, write_index, write_whole
 from torchtitan_lr.data.pairs import PairEncoder
 from torchtitan_lr.data.sources import ONE_IN, Bad, Piece, Reader, Source
 from torchtitan_lr.data.tokenizer import Tokenizer, encode_documents, tokenizer_identity, vocabulary
@@ -52,6 +52,9 @@ Report = Callable[[int, int, float | None], None]
 
 Encoded = tuple[list[Arrays], list[Bad]]
 """To train on and held out; and the records that cannot be read."""
+
+_work: Any = None
+"""Of a process of the pool: readers, tokenizer, type of the tokens, and the encoder of pairs."""
 
 
 @dataclass
@@ -148,7 +151,8 @@ class _Preparation:
         self._limits = [reader.limit for reader in readers]  # before the fork: all need it
         # Forked, so that no process imports or reads anything again.
         context = multiprocessing.get_context("fork")
-        work = (readers, tokenizer, dtype, os.getpid())
+        pairs = PairEncoder(tokenizer) if readers[0].pairs else None
+        work = (os.getpid(), readers, tokenizer, dtype, pairs)
         self._pool, self._workers = ProcessPoolExecutor(workers, context, _begin, work), workers
 
     def run(self, most: int, report: Report | None) -> None:
@@ -202,8 +206,7 @@ class _Preparation:
             if part.waiting:
                 part.write()
         self._journal.commits = [reader.commit for reader in self._readers]
-        with replacing(self._folder / JOURNAL) as file:
-            file.write(json.dumps(asdict(self._journal), indent=1).encode())
+        write_whole(self._folder / JOURNAL, json.dumps(asdict(self._journal), indent=1).encode())
 
     def finish(self) -> Corpus:
         """Write the indices and the record."""
@@ -283,16 +286,10 @@ class _Shards:
                 write_index(prefix + end, kind, lengths)
 
 
-_work: Any = None
-"""Of a process of the pool: readers, tokenizer, type of the tokens, and the encoder of pairs."""
-
-
-def _begin(
-    readers: Sequence[Reader], tokenizer: Tokenizer, dtype: npt.DTypeLike, parent: int
-) -> None:
+def _begin(parent: int, *work: Any) -> None:
     """Set up a process that tokenizes, in one thread: there is one per core."""
     global _work
-    _work = readers, tokenizer, dtype, PairEncoder(tokenizer) if readers[0].pairs else None
+    _work = work
     end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the processes
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
