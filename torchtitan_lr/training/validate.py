@@ -36,29 +36,6 @@ from torchtitan_lr.titan.device import device_type
 from torchtitan_lr.titan.specs import BaseValidator, ValidationContext
 
 
-def sum_losses(
-    batches: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]],
-    batch_loss: Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor],
-    device: torch.device | str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum the loss over all valid tokens of this rank.
-
-    Args:
-        batches: ``({"input": (b, s)}, labels (b, s))``; ignored labels do not count.
-        batch_loss: Returns the summed loss of one batch, a scalar.
-        device: Of the sums.
-
-    Returns:
-        The sum in nats and the number of tokens, fp64 scalars.
-    """
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    num_tokens = torch.zeros((), dtype=torch.float64, device=device)
-    for input_dict, labels in batches:
-        loss_sum += batch_loss(input_dict, labels)
-        num_tokens += (labels != IGNORE_INDEX).sum().item()
-    return loss_sum, num_tokens
-
-
 @torch.no_grad()
 def sum_over_ranks(
     model_parts: list[nn.Module],
@@ -66,14 +43,25 @@ def sum_over_ranks(
     batch_loss: Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor],
     parallel_dims: ParallelDims,
 ) -> tuple[float, float]:
-    """As `sum_losses`, over all ranks, each with its model parts and equally many batches.
+    """Sum the loss over all valid tokens of all ranks.
+
+    Args:
+        model_parts: Of this rank.
+        batches: ``({"input": (b, s)}, labels (b, s))``, as many on every rank; ignored labels do
+            not count.
+        batch_loss: Returns the summed loss of one batch, a scalar.
+        parallel_dims: Degrees and meshes.
 
     Returns:
         The sum in nats and the number of tokens, the same on every rank.
     """
     for model in model_parts:
         model.eval()
-    loss_sum, num_tokens = sum_losses(batches, batch_loss, device_type())
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device_type())
+    num_tokens = torch.zeros_like(loss_sum)
+    for input_dict, labels in batches:
+        loss_sum += batch_loss(input_dict, labels)
+        num_tokens += (labels != IGNORE_INDEX).sum().item()
     mesh = parallel_dims.get_optional_mesh("loss")
     # Only the last stage has a loss; every stage has the labels.
     if (pipeline := parallel_dims.get_optional_mesh("pp")) is not None:

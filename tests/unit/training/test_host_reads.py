@@ -219,9 +219,9 @@ def test_a_signal_stops_after_the_very_step_it_arrived_in(tmp_path):
             lambda *_: setattr(trainer._stop, "name", "SIGTERM")
         )
         step(trainer)
-        assert not trainer.interrupted
+        assert trainer.stopped_by is None
         assert not trainer.should_continue_training()
-        assert trainer.interrupted and trainer.step == 2
+        assert trainer.stopped_by == "SIGTERM" and trainer.step == 2
 
 
 def test_a_verdict_is_read_before_a_save(tmp_path):
