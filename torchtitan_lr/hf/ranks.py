@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import torchtitan_lr.training.register  # noqa: F401  (registers the families)
 from torchtitan_lr.checkpoints.layout import is_dcp
 from torchtitan_lr.checkpoints.manifest import damage_of
 from torchtitan_lr.checks.job import check_job_config
@@ -32,7 +33,6 @@ from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, ParallelDims, dist_utils, set_default_dtype
 from torchtitan_lr.titan.components import ModelWrapper
 from torchtitan_lr.titan.specs import get_train_spec
-from torchtitan_lr.training.register import register_train_specs
 from torchtitan_lr.training.validate import batch_loss, sum_over_ranks
 
 _SECTIONS = ("model", "low_rank", "caat", "training", "validation", "parallelism", "experimental")
@@ -102,7 +102,6 @@ def build_config(
     if config.experimental.custom_import:
         importlib.import_module(config.experimental.custom_import)
     _without_training(config, seq_len)
-    register_train_specs()
     build_model_args(config)  # refuses another package's model
     check_job_config(config, world_size, device_type, on_paper=True)
     return config

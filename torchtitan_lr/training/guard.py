@@ -48,22 +48,17 @@ class StepData:
     Attributes:
         microbatches: ``({"input": (b, s)}, labels (b, s))`` each, on the CPU.
         tokens: Valid tokens in them.
+        counts: What is summed over ranks: valid tokens, read failures, ends of data.
         global_tokens: Valid tokens of all ranks' micro-batches; NaN until they are summed.
         problem: Why the step cannot be computed; once summed, the same text on all ranks. None if
             it can.
-        ended: Whether there were no more data.
     """
 
     microbatches: list[Batch]
     tokens: int
+    counts: tuple[float, ...]
     global_tokens: float = math.nan
     problem: str | None = None
-    ended: bool = False
-
-    @property
-    def counts(self) -> tuple[float, float, float]:
-        """What is summed over ranks: valid tokens, read failures, ends of data."""
-        return float(self.tokens), float(self.problem is not None), float(self.ended)
 
 
 class StepReader:
@@ -124,19 +119,21 @@ class StepReader:
         return data
 
     def _read(self, data_iterator: Iterator[Batch], count: int) -> StepData:
-        data = StepData([], 0)
+        microbatches: list[Batch] = []
+        problem, ended = None, False
         try:
             for _ in range(count):
                 start = time.perf_counter()
-                data.microbatches.append(next(data_iterator))
+                microbatches.append(next(data_iterator))
                 self._seconds.append(time.perf_counter() - start)
         except StopIteration:
-            data.ended = True
+            ended = True
         except (ConfigError, RuntimeError) as error:  # a worker process raises the latter
-            data.problem = str(error)
-        arrays = (labels.numpy() for _, labels in data.microbatches)
-        data.tokens = sum(int((labels != IGNORE_INDEX).sum()) for labels in arrays)
-        return data
+            problem = str(error)
+        arrays = (labels.numpy() for _, labels in microbatches)
+        tokens = sum(int((labels != IGNORE_INDEX).sum()) for labels in arrays)
+        counts = tokens, problem is not None, ended
+        return StepData(microbatches, tokens, counts, problem=problem)
 
     def metrics(self) -> dict[str, float]:
         """Return the shares of a mixture, and the number of labels in pairs."""
