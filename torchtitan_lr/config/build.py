@@ -5,7 +5,6 @@
 import importlib
 import importlib.util
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -67,18 +66,6 @@ def config_of_record(record: dict[str, Any], argv: list[str]) -> Any:
     return _fill(record, split_arguments(argv), of_record=True)
 
 
-def _known(table: dict[str, Any], section: Any) -> dict[str, Any]:
-    """Return the part of a table whose keys the dataclass has."""
-    types = {option.name: option.type for option in fields(section)}
-    return {
-        name: _known(value, types[name])
-        if is_dataclass(types[name]) and isinstance(value, dict)
-        else value
-        for name, value in table.items()
-        if name in types
-    }
-
-
 def _fill(raw: dict[str, Any], overrides: list[Override], of_record: bool = False) -> Any:
     """Check a table, of a record only its known keys, and overrides; return the configuration."""
     given = {  # unchecked, by dotted key
@@ -90,8 +77,6 @@ def _fill(raw: dict[str, Any], overrides: list[Override], of_record: bool = Fals
     config_cls = config_class(_extension_name(given.get(_MODULE_KEY)))
     from torchtitan_lr.titan.configuration import fill_job_config
 
-    if of_record:
-        raw = _known(raw, config_cls)
     names = [(given.get(key), known) for key, known in REGISTERED.items()]
     module = given.get(_IMPORT_KEY)
     if isinstance(module, str) and module:
@@ -99,7 +84,8 @@ def _fill(raw: dict[str, Any], overrides: list[Override], of_record: bool = Fals
         # It may register an unknown name; otherwise the ranks import it later.
         if any(isinstance(name, str) and name not in known for name, known in names):
             importlib.import_module(module)
-    values = apply_overrides(check_toml(raw, config_cls), overrides, config_cls)
+    checked = check_toml(raw, config_cls, skip_unknown=of_record)
+    values = apply_overrides(checked, overrides, config_cls)
     check_ranges(values, config_cls)
     if (folder := values.get("job", {}).get("dump_folder")) is not None:
         if not folder.strip():

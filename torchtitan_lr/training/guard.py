@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_lr.checkpoints.manifest import from_first_rank
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader
-from torchtitan_lr.errors import ConfigError, RunFailedError
+from torchtitan_lr.errors import ConfigError, RunFailedError, require
 from torchtitan_lr.optim.step import HostCopy
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.titan.components import DataloaderExhaustedError
@@ -172,6 +173,8 @@ class StopSignal:
 class Findings:
     """What the host reads of a `Verdict`, equal on all ranks but for ``loss_is_finite``."""
 
+    rejected: bool
+    """Whether the optimizer step was skipped."""
     norm: float
     """The norm of the full gradient."""
     bad_losses: int
@@ -182,11 +185,6 @@ class Findings:
     """Whether this rank's own loss is finite."""
     counts: tuple[float, ...] = ()
     """The sums of the counts of what was read ahead."""
-
-    @property
-    def rejected(self) -> bool:
-        """Whether the optimizer step was skipped."""
-        return self.bad_losses > 0 or not math.isfinite(self.norm)
 
 
 class Verdict:
@@ -215,13 +213,14 @@ class Verdict:
         square, losses = sums[:2].unbind()
         self.norm = square.sqrt()
         self.rejected = ((losses > 0) | ~self.norm.isfinite()).float()
-        self._numbers = HostCopy(torch.cat([sums, bad.view(1)]))
+        own = torch.stack([bad, self.rejected.double()])
+        self._numbers = HostCopy(torch.cat([sums, own]))
 
     def read(self) -> Findings:
         """Return the verdict on the host; waits for the all-reduce, not for the optimizer."""
-        square, losses, stops, *counts, bad = self._numbers.read()
+        square, losses, stops, *counts, bad, rejected = self._numbers.read()
         norm = math.sqrt(square) if square >= 0 else math.nan
-        return Findings(norm, int(losses), stops > 0, not bad, tuple(counts))
+        return Findings(rejected > 0, norm, int(losses), stops > 0, not bad, tuple(counts))
 
 
 def first_rank_with(found: str | None) -> str | None:
@@ -243,11 +242,7 @@ def check_same_data(identity: str) -> None:
     Raises:
         ConfigError: A rank reads other tokens; on every rank.
     """
-    if dist.get_backend() == "fake":  # a dry run: there are no other ranks
-        return
-    everywhere: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(everywhere, identity)
-    for rank, other in enumerate(everywhere):
-        if other != everywhere[0]:
-            want = f"the same tokens on all machines; rank 0 has {everywhere[0]}, rank {rank} this"
-            raise ConfigError("training.dataset", other, want)
+    first = from_first_rank(identity)
+    other = first_rank_with(None if identity == first else identity)
+    want = f"the same tokens on all machines; rank 0 has {first}"
+    require(other is None, "training.dataset", other, want)

@@ -44,8 +44,6 @@ from torchtitan_lr.training.history import HISTORY_FILE, SUMMARY_FILE, read_hist
 WANDB_ID_FILE = "wandb_run_id"
 """In the dump folder: the id of the run's wandb run."""
 
-_PACKAGES = ("torchtitan_lr", "torchtitan", "torch")
-
 
 @dataclass
 class HistoryLogger(BaseLogger):
@@ -174,7 +172,7 @@ def resolved_config(
             resolved = {f"tp_{key}": value for key, value in settings.items()}
             config["parallelism"] |= {k: v for k, v in resolved.items() if k in known}
     config["environment"] = {"ranks": dims.world_size, "python": platform.python_version()}
-    for name in _PACKAGES:  # the package itself may run from its source
+    for name in ("torchtitan_lr", "torchtitan", "torch"):  # ours may run from its source
         found = next(iter(distributions(name=name)), None)
         config["environment"][name] = found.version if found else "unknown"
     return config
