@@ -32,12 +32,14 @@ REGISTERED = {
 """Known values of the keys to which ``experimental.custom_import`` may add some."""
 
 
-def build_job_config(argv: list[str]) -> Any:
+def build_job_config(argv: list[str], record: dict[str, Any] | None = None) -> Any:
     """Build the configuration from ``--job.config_file`` and command-line overrides.
 
     Args:
         argv: Arguments such as ``["--job.config_file", "debug_cola", "--training.steps=10"]``,
             with the name of a shipped file or a path.
+        record: The saved record of a run, instead of a file. Its keys that this version does not
+            have are ignored; what it lacks has its default.
 
     Returns:
         torchtitan's JobConfig with the sections of ``torchtitan_lr.config.schema`` merged in.
@@ -52,21 +54,15 @@ def build_job_config(argv: list[str]) -> Any:
             overrides[place] = Override(key, path)
     if path == "":
         raise ConfigError(CONFIG_FILE_KEY, "", "a TOML file such as train_configs/debug_cola.toml")
-    raw = load_toml(path) if path else {}
-    want = "a TOML file with settings; it has none"
-    require(raw or not path, CONFIG_FILE_KEY, path, want)
-    return _fill(raw, overrides)
+    raw = record
+    if raw is None:
+        raw = load_toml(path) if path else {}
+        want = "a TOML file with settings; it has none"
+        require(raw or not path, CONFIG_FILE_KEY, path, want)
+    return _fill(raw, overrides, record is not None)
 
 
-def config_of_record(record: dict[str, Any], argv: list[str]) -> Any:
-    """As `build_job_config`, from the saved record of a run instead of a TOML file.
-
-    Keys that this version does not have are ignored; what the record lacks has its default.
-    """
-    return _fill(record, split_arguments(argv), of_record=True)
-
-
-def _fill(raw: dict[str, Any], overrides: list[Override], of_record: bool = False) -> Any:
+def _fill(raw: dict[str, Any], overrides: list[Override], of_record: bool) -> Any:
     """Check a table, of a record only its known keys, and overrides; return the configuration."""
     given = {  # unchecked, by dotted key
         f"{section}.{key}": value

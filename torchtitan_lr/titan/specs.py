@@ -23,14 +23,10 @@ from torchtitan.protocols.train_spec import TrainSpec as TrainSpec
 from torchtitan.protocols.train_spec import get_train_spec as get_train_spec
 from torchtitan.protocols.train_spec import register_train_spec as register_train_spec
 
-
-def registered_specs() -> dict[str, Any]:
-    """Return the table (not a copy) of registered TrainSpecs by model name."""
-    # Upstream's public functions add to ``train_spec._extra_train_specs`` and look up one name, but
-    # cannot list or replace entries. If upstream moves the table, registration fails with an
-    # AttributeError.
-    table: dict[str, Any] = train_spec._extra_train_specs
-    return table
+# Upstream's public functions add to this table and look up one name, but cannot list or replace
+# entries. If upstream moves it, importing this module fails with an AttributeError.
+REGISTERED_SPECS: dict[str, Any] = train_spec._extra_train_specs
+"""torchtitan's table of registered TrainSpecs by model name."""
 
 
 def stages_built_by(build: Callable[..., Any]) -> AbstractContextManager[Any]:

@@ -87,11 +87,6 @@ class StepReader:
         self.sums: tuple[float, ...] = ()
         self._labels = 0  # of all ranks in the last step
 
-    def read_ahead(self, data_iterator: Iterator[Batch], count: int) -> tuple[float, ...]:
-        """Read the next step's micro-batches; return this rank's counts, for the verdict."""
-        self._ahead = self._read(data_iterator, count)
-        return self._ahead.counts
-
     def take(self, data_iterator: Iterator[Batch], count: int) -> StepData:
         """Return a step's data: those that were read ahead, or else read here, with an own sum.
 
@@ -100,14 +95,15 @@ class StepReader:
         Raises:
             DataloaderExhaustedError: A rank has no more data; on all of them.
         """
-        (data, self._ahead), (sums, self.sums) = (self._ahead, None), (self.sums, ())
+        data, sums = self._ahead, self.sums
         if data is None or not sums or sums[2]:
-            data = self._read(data_iterator, count)
+            data = self.read_ahead(data_iterator, count)
             sums = data.counts
             if dist.get_world_size() > 1:
                 numbers = torch.tensor(sums, dtype=torch.float64, device=self._device)
                 dist.all_reduce(numbers)
                 sums = tuple(numbers.tolist())
+        self._ahead, self.sums = None, ()
         tokens, failed, ended = sums
         if ended:
             raise DataloaderExhaustedError
@@ -119,7 +115,8 @@ class StepReader:
         self._labels, data.global_tokens = int(tokens) // self._copies, tokens / self._copies
         return data
 
-    def _read(self, data_iterator: Iterator[Batch], count: int) -> StepData:
+    def read_ahead(self, data_iterator: Iterator[Batch], count: int) -> StepData:
+        """Read the next step's micro-batches; the verdict sums their counts."""
         microbatches: list[Batch] = []
         problem, ended = None, False
         try:
@@ -134,7 +131,8 @@ class StepReader:
         arrays = (labels.numpy() for _, labels in microbatches)
         tokens = sum(int((labels != IGNORE_INDEX).sum()) for labels in arrays)
         counts = tokens, problem is not None, ended
-        return StepData(microbatches, tokens, counts, problem=problem)
+        self._ahead = StepData(microbatches, tokens, counts, problem=problem)
+        return self._ahead
 
     def metrics(self) -> dict[str, float]:
         """Return the shares of a mixture, and the number of labels in pairs."""
@@ -194,7 +192,7 @@ class Verdict:
         loss: This rank's loss of the step, a scalar on the process group's device.
         share: This rank's share of the squared gradient norm, a scalar.
         stop: Whether this rank received a stop signal.
-        counts: Numbers of this rank to sum as well: those of `StepReader.read_ahead`.
+        counts: Numbers of this rank to sum as well: those of what was read ahead.
 
     Attributes:
         norm: The norm of the full gradient, an fp64 scalar, equal on all ranks.

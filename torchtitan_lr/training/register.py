@@ -25,7 +25,7 @@ from torchtitan_lr.parallel.pipeline import pipeline_llama
 from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
 from torchtitan_lr.titan.components import OptimizersContainer, build_lr_schedulers
 from torchtitan_lr.titan.components import build_optimizers as titan_build_optimizers
-from torchtitan_lr.titan.specs import TrainSpec, register_train_spec, registered_specs
+from torchtitan_lr.titan.specs import REGISTERED_SPECS, TrainSpec, register_train_spec
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
 from torchtitan_lr.training.validate import Validator
 
@@ -66,7 +66,7 @@ def register_model_family(family: ModelFamily) -> None:
     """
     FAMILIES[family.name] = family
     flavors = FLAVORS.setdefault(family.name, FlavorTable(family))
-    if family.model_name in registered_specs():  # torchtitan raises for a second registration
+    if family.model_name in REGISTERED_SPECS:  # torchtitan raises for a second registration
         return
     spec = TrainSpec(
         model_cls=LlamaModel,

@@ -199,7 +199,8 @@ class Trainer(TitanTrainer):
             share = self._gradients.reduce_and_square_norm()
             counts: tuple[float, ...] = ()
             if self.step < self.job_config.training.steps:  # while the device computes
-                counts = self._reader.read_ahead(data_iterator, self.gradient_accumulation_steps)
+                ahead = self._reader.read_ahead(data_iterator, self.gradient_accumulation_steps)
+                counts = ahead.counts
             verdict = guard.Verdict(loss, share, self._stop.name is not None, counts)
             self._gradients.clip(self.job_config.training.max_norm, verdict.norm)
             self.checkpointer.maybe_wait_for_staging()
