@@ -57,6 +57,7 @@ class CheckpointManager(TitanCheckpointHooks):
         before_save: Called before each save; an exception prevents it.
     """
 
+    async_mode: AsyncMode
     stager: Any
     _last_saved: str | None = None
 
@@ -73,7 +74,8 @@ class CheckpointManager(TitanCheckpointHooks):
         self.enable_staging = self.enable and self.async_mode != AsyncMode.DISABLED
         if self.enable and self.async_mode == AsyncMode.ASYNC:
             # In its other mode upstream waits for what a stager copies, and takes any stager.
-            self.async_mode, self.stager = AsyncMode.ASYNC_WITH_PINNED_MEM, BackgroundStager()
+            self.async_mode = AsyncMode.ASYNC_WITH_PINNED_MEM
+            self.stager = BackgroundStager()  # type: ignore[abstract]  (it has a body)
 
     def close(self) -> None:
         """Stop upstream's threads and wait for pending deletions."""
