@@ -78,7 +78,7 @@ class RankPool:
         """
         results = {}
         for rank, failed, value in self._answers(function, args, timeout):
-            if not failed or value == DIED:
+            if not failed or value.startswith(DIED):
                 self.close()
                 raise RuntimeError(f"rank {rank} raised nothing: {value}")
             results[rank] = value
@@ -100,11 +100,14 @@ class RankPool:
                 self.close()
                 raise RuntimeError(f"ranks {sorted(pending.values())} gave no answer in time")
             for pipe in [pipe for pipe in pending if pipe in ready]:
+                rank = pending.pop(pipe)
                 try:
                     failed, value = pipe.recv()
                 except (EOFError, ConnectionResetError):
-                    failed, value = True, DIED
-                yield pending.pop(pipe), failed, value
+                    process, _ = self._ranks[rank]
+                    process.join(10)
+                    failed, value = True, f"{DIED}, exit code {process.exitcode}"
+                yield rank, failed, value
         self._signal(signal.SIGSTOP)
 
     def _signal(self, number: int) -> None:

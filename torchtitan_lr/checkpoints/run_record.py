@@ -50,11 +50,17 @@ def read_record(config: Any) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
+def data_ranks(config: Any, ranks: int) -> int:
+    """Return the data-parallel degree of a run."""
+    layout = config.parallelism
+    others: int = layout.tensor_parallel_degree * layout.pipeline_parallel_degree
+    return max(1, ranks // others)
+
+
 def global_batch_size(config: Any, ranks: int) -> int:
     """Return the sequences per step of all ranks together."""
-    training, parallelism = config.training, config.parallelism
-    others = parallelism.tensor_parallel_degree * parallelism.pipeline_parallel_degree
-    whole = training.local_batch_size * max(1, ranks // others)
+    training = config.training
+    whole = training.local_batch_size * data_ranks(config, ranks)
     return int(training.global_batch_size if training.global_batch_size > 0 else whole)
 
 

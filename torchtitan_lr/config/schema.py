@@ -98,8 +98,8 @@ class Training:
     - 'cpython': source files of one version's standard library, in the package: the same text on
       every machine
     - 'python_stdlib': the source files of the running interpreter's standard library
-    - 'python_stdlib_docs': pairs for fine-tuning: each function of these files, and the first line
-      of its docstring
+    - 'python_stdlib_docs': pairs for fine-tuning, in the package: short functions of the files of
+      'cpython', and the first lines of their docstrings
     - 'local': the .txt, .jsonl or .parquet files that ``dataset_path`` names (a path or a glob);
       .txt and .jsonl may be compressed (.gz, .zst), and .jsonl files may hold pairs (``prompt``,
       ``completion``) or chats (``messages``), one per row of the batch, with loss on the answers
