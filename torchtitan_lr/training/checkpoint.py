@@ -75,7 +75,7 @@ class CheckpointManager(TitanCheckpointHooks):
         if self.enable and self.async_mode == AsyncMode.ASYNC:
             # In its other mode upstream waits for what a stager copies, and takes any stager.
             self.async_mode = AsyncMode.ASYNC_WITH_PINNED_MEM
-            self.stager = BackgroundStager()  # type: ignore[abstract]  (it has a body)
+            self.stager = BackgroundStager()  # type: ignore[abstract]  # torch's has a body
 
     def close(self) -> None:
         """Stop upstream's threads and wait for pending deletions."""

@@ -109,7 +109,7 @@ class RunWandb(WandBLogger):
 
         # Not upstream's constructor: it cannot resume a run.
         self.wandb, self.tag = wandb, None
-        mode = given("WANDB_MODE") or metrics.wandb_mode
+        mode: Any = given("WANDB_MODE") or metrics.wandb_mode
         if mode == "auto":
             netrc = Path(given("NETRC", "~/.netrc")).expanduser()
             known = netrc.is_file() and "wandb" in netrc.read_text()
