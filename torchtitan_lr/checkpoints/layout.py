@@ -64,14 +64,17 @@ def step_folder(folder: str | Path, step: int) -> str:
     return os.path.join(folder, f"step-{step}")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file by a rename, so that no reader finds half of it; then it is on the disk."""
-    scratch = path.with_name(f"{path.name}.tmp")
-    with scratch.open("w") as file:
-        file.write(text)
+def write_whole(path: str | Path, content: str | bytes) -> None:
+    """Write a file by a rename: after a crash it is the old one or the new one.
+
+    Raises:
+        OSError: The disk is full.
+    """
+    with open(f"{path}.tmp", "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
-    scratch.replace(path)
+    os.replace(f"{path}.tmp", path)
 
 
 def rename_away(folder: str, prefix: str) -> str | None:

@@ -36,7 +36,7 @@ from torchtitan_lr.checkpoints.layout import (
     complete_steps,
     is_dcp,
     step_folder,
-    write_text,
+    write_whole,
 )
 from torchtitan_lr.checkpoints.safe_metadata import DamagedError, describe, read_metadata
 
@@ -142,7 +142,7 @@ def write_manifest(step_dir: str | Path, finite: bool) -> None:
     if rank == 0:
         files = {name: found for share in shares for name, found in share.items()}
         manifest = Manifest(files, finite=finite)
-        write_text(Path(step_dir) / MANIFEST, json.dumps(asdict(manifest), indent=1))
+        write_whole(Path(step_dir) / MANIFEST, json.dumps(asdict(manifest), indent=1))
 
 
 def find_damage(step_dir: str | Path, rank: int = 0, ranks: int = 1) -> str | None:
@@ -267,5 +267,5 @@ class _SummingFileSystem(FileSystem):
         if self.manifest is not None and Path(new_path).name == METADATA:
             self.manifest.files[METADATA] = self.sums[Path(path).name]
             content = json.dumps(asdict(self.manifest), indent=1)
-            write_text(Path(new_path).with_name(MANIFEST), content)
+            write_whole(Path(new_path).with_name(MANIFEST), content)
         super().rename(path, new_path)

@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan_lr.checkpoints.layout import write_whole
 from torchtitan_lr.errors import ConfigError, DataError, require
 from torchtitan_lr.titan import IGNORE_INDEX
 
@@ -192,7 +193,7 @@ def save_record(folder: Path, about: dict[str, Any], counts: list[list[list[int]
     identity = identity_of(kind, about["tokenizer"]["sha256"], list(parts.values()))
     record = {"format": FORMAT, "kind": kind, "identity": identity} | about
     record |= {part: [asdict(info) for info in infos] for part, infos in parts.items()}
-    write_whole(folder / RECORD, json.dumps(record, indent=1).encode())
+    write_whole(folder / RECORD, json.dumps(record, indent=1))
     return Corpus.open(folder)
 
 
@@ -314,19 +315,6 @@ class IndexedDataset:
         ends = (int(borders[0]), int(borders[-1]))
         if ends != (0, self.num_sequences) or (np.diff(borders) < 0).any():
             raise self._error(".idx", f"borders of documents from 0 to {self.num_sequences}")
-
-
-def write_whole(path: str | Path, content: bytes) -> None:
-    """Write a file by a rename: after a crash it is the old one or the new one.
-
-    Raises:
-        OSError: The disk is full.
-    """
-    with open(f"{path}.tmp", "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.tmp", path)
 
 
 def write_index(prefix: str | Path, dtype: npt.DTypeLike, lengths: npt.NDArray[Any]) -> None:

@@ -30,8 +30,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan_lr.checkpoints.layout import write_whole
 from torchtitan_lr.compat.interpreter import cores, end_with
-from torchtitan_lr.data.corpus import PARTS, Corpus, save_record, write_index, write_whole
+from torchtitan_lr.data.corpus import PARTS, Corpus, save_record, write_index
 from torchtitan_lr.data.pairs import PairEncoder
 from torchtitan_lr.data.sources import ONE_IN, Bad, Piece, Reader, Source
 from torchtitan_lr.data.tokenizer import Tokenizer, encode_documents, tokenizer_identity, vocabulary
@@ -206,7 +207,7 @@ class _Preparation:
             if part.waiting:
                 part.write()
         self._journal.commits = [reader.commit for reader in self._readers]
-        write_whole(self._folder / JOURNAL, json.dumps(asdict(self._journal), indent=1).encode())
+        write_whole(self._folder / JOURNAL, json.dumps(asdict(self._journal), indent=1))
 
     def finish(self) -> Corpus:
         """Write the indices and the record."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from torchtitan_lr.checkpoints.layout import write_text
+from torchtitan_lr.checkpoints.layout import write_whole
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.launch.folder_lock import lock_file
@@ -290,7 +290,7 @@ class Sweep:
         path = self.work / point.name / POINT_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         record = {"arguments": [point.config, *point.arguments], "row": point.row}
-        write_text(path, json.dumps(record, indent=1) + "\n")
+        write_whole(path, json.dumps(record, indent=1) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the table: ``status``, the settings, ``parameters``, ``steps`` and `RESULTS`."""

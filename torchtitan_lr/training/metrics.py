@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan_lr.checkpoints.layout import write_text
+from torchtitan_lr.checkpoints.layout import write_whole
 from torchtitan_lr.checkpoints.run_record import global_batch_size
 from torchtitan_lr.console.log import Pace, console, step_line, validation_line
 from torchtitan_lr.models.args import LlamaArgs
@@ -240,7 +240,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
         if self.history is not None and (path := self.history.path).is_file():
             # Later records are dropped: a run resumed from ``step`` writes them again.
             kept = [record for record in read_history(path) if record["step"] <= step]
-            write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+            write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def close(self) -> None:
         """Close the loggers; those that know failed runs get ``exit_status``."""

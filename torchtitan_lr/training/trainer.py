@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan_lr.checkpoints.layout import RESIDUALS, RUN_CONFIG, write_text
+from torchtitan_lr.checkpoints.layout import RESIDUALS, RUN_CONFIG, write_whole
 from torchtitan_lr.checkpoints.run_record import described, global_batch_size, write_record
 from torchtitan_lr.compat.collectives import set_timeouts
 from torchtitan_lr.compression.fsdp import compressors_of
@@ -423,7 +423,7 @@ class Trainer(TitanTrainer):
         what = job_config.job.description or f"{job_config.model.name} {job_config.model.flavor}"
         history.draw_curve(records, curve, f"{what}, {layout(self.parallel_dims)}")
         summary = history.build_summary(records, self.step, peak.item(), checkpoint)
-        write_text(file, json.dumps(summary | {"curve": str(curve)}, indent=2) + "\n")
+        write_whole(file, json.dumps(summary | {"curve": str(curve)}, indent=2) + "\n")
         logger.info("Summary written to %s", file)
         for opened in processor.opened:
             opened.publish(summary, curve)
