@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.checkpoints.layout import RUN_CONFIG
+from torchtitan_lr.checkpoints.layout import RUN_CONFIG, write_text
 
 CHANGES = "changes"
 """Key of the record: a list of ``{"after_step": n, "optimizer.lr": [before, after], ...}``."""
@@ -105,7 +105,5 @@ def write_record(config: Any, step: int, ranks: int = 1) -> dict[str, list[Any]]
     record = config.to_dict() | {BATCH: global_batch_size(config, ranks)}
     record |= {CHANGES: history} if history else {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text(json.dumps(record, indent=2))
-    scratch.replace(path)
+    write_text(path, json.dumps(record, indent=2))
     return changes

@@ -119,9 +119,9 @@ def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
 def check_model(config: Any, world_size: int, device_type: str) -> None:
     """Check that the model exists and that its shape fits ``[low_rank]``."""
     import torchtitan_lr.training.register  # noqa: F401  (registers ours)
-    from torchtitan_lr.titan.specs import get_train_spec, registered_specs
+    from torchtitan_lr.titan.specs import REGISTERED_SPECS, get_train_spec
 
-    names = sorted(registered_specs())
+    names = sorted(REGISTERED_SPECS)
     name, flavor = config.model.name, config.model.flavor
     require(name in names, "model.name", name, "one of " + ", ".join(names))
     flavors = get_train_spec(name).model_args
