@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_lr.checkpoints.manifest import first_found, from_first_rank
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.errors import ConfigError, RunFailedError
@@ -232,10 +233,8 @@ def first_rank_with(found: str | None) -> str | None:
 
     Call it on every rank; the result is the same on all.
     """
-    everywhere: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, found)
-    named = (f"rank {rank}: {name}" for rank, name in enumerate(everywhere) if name is not None)
-    return next(named, None)
+    first = first_found(found)
+    return first and f"rank {first[0]}: {first[1]}"
 
 
 def check_same_data(identity: str) -> None:
@@ -246,11 +245,7 @@ def check_same_data(identity: str) -> None:
     Raises:
         ConfigError: A rank reads other tokens; on every rank.
     """
-    if dist.get_backend() == "fake":  # a dry run: there are no other ranks
-        return
-    everywhere: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(everywhere, identity)
-    for rank, other in enumerate(everywhere):
-        if other != everywhere[0]:
-            want = f"the same tokens on all machines; rank 0 has {everywhere[0]}, rank {rank} this"
-            raise ConfigError("training.dataset", other, want)
+    expected = from_first_rank(identity)
+    if (first := first_found(None if identity == expected else identity)) is not None:
+        want = f"the same tokens on all machines; rank 0 has {expected}, rank {first[0]} this"
+        raise ConfigError("training.dataset", first[1], want)
