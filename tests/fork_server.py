@@ -176,7 +176,7 @@ def _become(arguments, cwd, env, files, keep=()):
     status = 255
     try:
         if (corpus := sys.modules.get("torchtitan_lr.data.corpus")) is not None:
-            corpus._opened.cache_clear()  # a program of its own has none of its parent's files
+            corpus.Corpus.shard.cache_clear()  # a program of its own has none of its parent's files
         for number, descriptor in enumerate(files):
             if descriptor != -1:
                 os.dup2(descriptor, number)

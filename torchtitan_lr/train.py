@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         else:
             trainer.train()
         status = 0
-        if trainer.interrupted:
+        if trainer.stopped_by:
             record(STOPPED, f"{trainer.stopped_by} after step {trainer.step}")
         else:
             record(FINISHED)

@@ -180,7 +180,10 @@ class _Times:
         self.pauses: list[float] = []
         self.on_disk: list[float] = []
         self.saved = 0
+        self._waited = 0.0  # in a step, for the copy of a save
         self._trainer = trainer
+        self._wait = trainer.checkpointer.maybe_wait_for_staging
+        setattr(trainer.checkpointer, "maybe_wait_for_staging", self._timed_wait)  # noqa: B010
         self._batches: Iterator[Any] = trainer.batch_generator(trainer.dataloader)
 
     def train(self, steps: int, into: list[float] | None = None) -> None:
@@ -202,13 +205,14 @@ class _Times:
         self.pauses.append(time.perf_counter() - begin)
         for number in range(steps):
             writing = _is_writing(manager)
+            self._waited = 0.0
             seconds = _seconds(self._step)
             if number == 0:  # the copy must end before the optimizer's step
-                self.pauses[-1] += manager.waited
-                seconds -= manager.waited
+                self.pauses[-1] += self._waited
+                seconds -= self._waited
             if writing:
                 self.during.append(seconds)
-        manager.finish()
+        manager.wait_for_save()
         # A save without background work ends with the pause, whatever is trained behind it.
         is_over = manager.async_mode == "disabled"
         self.on_disk.append(self.pauses[-1] if is_over else _age(step, manager, begin))
@@ -223,6 +227,9 @@ class _Times:
             "step_while_saving": median(self.during) if self.during else 0.0,
             "on_disk": median(self.on_disk),
         }
+
+    def _timed_wait(self) -> None:
+        self._waited += _seconds(self._wait)
 
     def _step(self) -> None:
         self._trainer.step += 1

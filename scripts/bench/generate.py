@@ -281,13 +281,14 @@ def _run(built: Built, batch: int, options: argparse.Namespace) -> Row:
             decoder.step()
 
     decode, decode_cpu = _timed(rest)
+    buffers = (t for layer in decoder.cache.layers for t in (layer.keys, layer.values))
     steps = options.new_tokens - 1
     return {
         "first": first,
         "first_cpu": first_cpu,
         "decode": decode / steps,
         "decode_cpu": decode_cpu / steps,
-        "cache_bytes": decoder.cache.bytes,
+        "cache_bytes": sum(buffer.nbytes for buffer in buffers if buffer is not None),
     }
 
 

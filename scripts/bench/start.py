@@ -130,7 +130,7 @@ def first_step(ranks: int, arguments: list[str]) -> dict[str, float]:
     from torchtitan_lr.checks.job import check_job_config
     from torchtitan_lr.config.build import build_job_config
     from torchtitan_lr.titan.device import bind_device
-    from torchtitan_lr.titan.specs import registered_specs
+    from torchtitan_lr.titan.specs import REGISTERED_SPECS
     from torchtitan_lr.training.trainer import Trainer
 
     bind_device()
@@ -156,7 +156,7 @@ def first_step(ranks: int, arguments: list[str]) -> dict[str, float]:
         config = build_job_config([*arguments, *SMALL, f"--job.dump_folder={folder}"])
         check_job_config(config, ranks, "cpu")  # prepares the corpus, for all runs after this one
         timed("checks", check_job_config)(config, ranks, "cpu")
-        specs = registered_specs()
+        specs = REGISTERED_SPECS
         spec: Any = specs[config.model.name]
         specs[config.model.name] = replace(
             spec,

@@ -4,8 +4,10 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from tests.support.rank_pool import RankPool
 from torchtitan_lr.checkpoints.layout import RESIDUALS
 from torchtitan_lr.checkpoints.safe_metadata import read_metadata
 from torchtitan_lr.compression.fsdp import compressors_of
+from torchtitan_lr.parallel import data_parallel
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 
 # Enough tokens that the embedding's gradient has more entries than are sent.
@@ -178,10 +181,14 @@ def around_a_skipped_step(arguments: list[str], revocable: bool = True) -> dict[
         ``changed`` (entries of the residuals, by the skipped step and by the next one) and
         ``skipped`` steps.
     """
-    with small_trainer(arguments) as trainer:
+    resolve = data_parallel.compression_settings
+    changed_settings = patch.object(
+        data_parallel,
+        "compression_settings",
+        lambda *args: replace(resolve(*args), revocable=revocable),
+    )
+    with changed_settings, small_trainer(arguments) as trainer:
         compressors = compressors_of(trainer.model_parts)
-        for compressor in compressors:
-            compressor.revocable = revocable
         batches = trainer.batch_generator(trainer.dataloader)
         changed = []
         for step in range(1, 5):

@@ -111,7 +111,8 @@ def on_rank(cases: list[Spoken], fault: str = "") -> list[tuple[list[list[int]],
         begin = patch.object(LlamaModel, "forward", _noting(caches))
         with mistake, begin:
             rows = decode(model, case, seeds, choice=partial(sharded_choice, Ranks.of(mesh)))
-        found.append((rows, caches[0].bytes))
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in caches[0].layers)
+        found.append((rows, held))
     return found
 
 

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Prepared corpora of given tokens."""
+"""Files of text, and prepared corpora of given tokens."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,3 +48,19 @@ def write_shard(prefix: Any, dtype: Any, documents: Documents) -> tuple[int, int
     tokens.tofile(f"{prefix}.bin")
     write_index(prefix, dtype, np.array([len(document) for document in documents], dtype=np.int32))
     return len(tokens), len(documents)
+
+
+def read_documents(corpus: Corpus, held_out: bool = False, loss: bool = False) -> list[list[int]]:
+    """Return the documents of a part in their order, or the masks of pairs."""
+    found: list[list[int]] = []
+    for info in corpus.held_out if held_out else corpus.train:
+        shard = corpus.shard(info, loss)
+        found += [part.tolist() for part in np.split(shard.read(), shard.ends[:-1])]
+    return found
+
+
+def write_jsonl(path: Path, texts: Sequence[str], opener: Any = open) -> Path:
+    """Write documents as the ``"text"`` of lines; the opener may compress them."""
+    with opener(path, "wb") as file:
+        file.write("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
+    return path

@@ -2,6 +2,7 @@
 """Tensor-parallel test cases, their comparison with one process, and the full matrix."""
 
 import itertools
+import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -15,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from torchtitan_lr.compat import dtensor
 from torchtitan_lr.models.args import LaxGate, LlamaArgs
 from torchtitan_lr.models.ends import cross_entropy_sum
-from torchtitan_lr.models.initialization import draw_parameter
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.plans import PLANS, TPSettings, apply_tensor_parallel, resolve_settings
 
@@ -103,9 +104,10 @@ def build_model(case: Case, prepare: Callable[[LlamaModel], None] | None = None)
     for name, parameter in model.named_parameters():
         leaf = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if name.endswith(("norm.weight", "gate")):  # ones would hide a missing factor
-            draw_parameter(parameter, clean(name), 0.3, seed=1)
+            generator = torch.Generator().manual_seed(zlib.crc32(clean(name).encode()))
+            full = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             with torch.no_grad():
-                leaf.add_(1.0)
+                leaf.copy_(1 + 0.3 * dtensor.own_part(parameter, full, {0: 0}))
     return model
 
 

@@ -64,6 +64,16 @@ def step_folder(folder: str | Path, step: int) -> str:
     return os.path.join(folder, f"step-{step}")
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file by a rename, so that no reader finds half of it; then it is on the disk."""
+    scratch = path.with_name(f"{path.name}.tmp")
+    with scratch.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
+
+
 def rename_away(folder: str, prefix: str) -> str | None:
     """Rename a checkpoint's folder atomically with `DISCARDED` or `ASIDE`: no resume finds it.
 

@@ -30,7 +30,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchtitan_lr.checkpoints.layout import MANIFEST, METADATA, complete_steps, is_dcp, step_folder
+from torchtitan_lr.checkpoints.layout import (
+    MANIFEST,
+    METADATA,
+    complete_steps,
+    is_dcp,
+    step_folder,
+    write_text,
+)
 from torchtitan_lr.checkpoints.safe_metadata import DamagedError, describe, read_metadata
 from torchtitan_lr.compat.collectives import least_of_all
 
@@ -83,22 +90,16 @@ class ManifestWriter(FileSystemWriter):
     Args:
         step_dir: The checkpoint's folder.
         model: The model's fingerprint.
-        finite: Whether the weights are finite, as far as the caller knows.
-        weights: Names of the tensors whose part each rank checks as well.
+        weights: Names of the tensors of which each rank checks whether its part is finite.
     """
 
     def __init__(
-        self,
-        step_dir: str | Path,
-        model: dict[str, Any],
-        finite: bool = True,
-        weights: Iterable[str] = (),
+        self, step_dir: str | Path, model: dict[str, Any], weights: Iterable[str] = ()
     ) -> None:
         super().__init__(step_dir)
         self.fs: _SummingFileSystem = _SummingFileSystem()
         self.fs.sums = {}
-        self._about = Manifest(model=model, finite=finite)
-        self._weights = frozenset(weights)
+        self._model, self._weights = model, frozenset(weights)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files; the result includes their sizes and checksums."""
@@ -116,8 +117,8 @@ class ManifestWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Finish the save on the first rank: write the manifest, then ``.metadata``."""
         files = {name: s for result in results for name, s in cast(_Results, result).sums.items()}
-        finite = self._about.finite and all(cast(_Results, result).finite for result in results)
-        self.fs.manifest = Manifest(files, self._about.model, finite)
+        finite = all(cast(_Results, result).finite for result in results)
+        self.fs.manifest = Manifest(files, self._model, finite)
         super().finish(metadata, results)
 
 
@@ -143,7 +144,8 @@ def write_manifest(step_dir: str | Path, finite: bool) -> None:
         dist.all_gather_object(shares, shares[rank])
     if rank == 0:
         files = {name: found for share in shares for name, found in share.items()}
-        _write(Path(step_dir) / MANIFEST, asdict(Manifest(files, finite=finite)))
+        manifest = Manifest(files, finite=finite)
+        write_text(Path(step_dir) / MANIFEST, json.dumps(asdict(manifest), indent=1))
 
 
 def find_damage(
@@ -310,14 +312,6 @@ class _SummingFileSystem(FileSystem):
         # Here, because the writer has no other hook between the last file and its renaming.
         if self.manifest is not None and Path(new_path).name == METADATA:
             self.manifest.files[METADATA] = self.sums[Path(path).name]
-            _write(Path(new_path).parent / MANIFEST, asdict(self.manifest))
+            content = json.dumps(asdict(self.manifest), indent=1)
+            write_text(Path(new_path).with_name(MANIFEST), content)
         super().rename(path, new_path)
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    scratch = path.with_suffix(".tmp")
-    with scratch.open("w") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.checkpoints.layout import RUN_CONFIG
+from torchtitan_lr.checkpoints.layout import RUN_CONFIG, write_text
 
 CHANGES = "changes"
 """Key of the record: a list of ``{"after_step": n, "optimizer.lr": [before, after], ...}``."""
@@ -50,11 +50,17 @@ def read_record(config: Any) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
+def data_ranks(config: Any, ranks: int) -> int:
+    """Return the data-parallel degree of a run."""
+    layout = config.parallelism
+    others: int = layout.tensor_parallel_degree * layout.pipeline_parallel_degree
+    return max(1, ranks // others)
+
+
 def global_batch_size(config: Any, ranks: int) -> int:
     """Return the sequences per step of all ranks together."""
-    training, parallelism = config.training, config.parallelism
-    others = parallelism.tensor_parallel_degree * parallelism.pipeline_parallel_degree
-    whole = training.local_batch_size * max(1, ranks // others)
+    training = config.training
+    whole = training.local_batch_size * data_ranks(config, ranks)
     return int(training.global_batch_size if training.global_batch_size > 0 else whole)
 
 
@@ -99,7 +105,5 @@ def write_record(config: Any, step: int, ranks: int = 1) -> dict[str, list[Any]]
     record = config.to_dict() | {BATCH: global_batch_size(config, ranks)}
     record |= {CHANGES: history} if history else {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text(json.dumps(record, indent=2))
-    scratch.replace(path)
+    write_text(path, json.dumps(record, indent=2))
     return changes

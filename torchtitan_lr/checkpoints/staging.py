@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 
+from torchtitan_lr.compat.dispatch import tree_map_with_path
 from torchtitan_lr.compat.dtensor import local_part, with_local_part
 
 Copies = list[tuple[Tensor, Tensor]]
@@ -40,39 +41,28 @@ class BackgroundStager(AsyncStager):
         """Start a copy to the host, with the same structure; DTensors keep their placements."""
         copies: Copies = []
         before, self._buffers = self._buffers, {}
-        staged = self._planned(state_dict, (), before, copies)
+
+        def planned(path: tuple[Any, ...], value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return copy.deepcopy(value)
+            source, buffer = local_part(value).detach(), before.get(path)
+            if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+                buffer = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
+            self._buffers[path] = buffer
+            copies.append((buffer, source))
+            return with_local_part(value, buffer)
+
+        staged = tree_map_with_path(planned, state_dict)
         stream = None
         if any(source.device.type != "cpu" for _, source in copies):
             self._stream = stream = self._stream or torch.Stream()
             stream.wait_stream(torch.accelerator.current_stream())
         return self._thread.submit(_copied, staged, copies, stream)
 
-    def synchronize_staging(self) -> None:
-        """Do nothing: torch waits for the future of `stage`."""
-
     def close(self) -> None:
         """Wait for the copy at hand, and free the buffers."""
         self._thread.shutdown()
         self._buffers = {}
-
-    def _planned(
-        self, value: Any, path: tuple[Any, ...], before: dict[Any, Tensor], copies: Copies
-    ) -> Any:
-        """Return the copy of a value; what is to be copied into its tensors is added to a list."""
-        if isinstance(value, Tensor):
-            source = local_part(value).detach()
-            buffer = before.get(path)
-            if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
-                buffer = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
-            self._buffers[path] = buffer
-            copies.append((buffer, source))
-            return with_local_part(value, buffer)
-        if type(value) is dict:
-            return {k: self._planned(v, (*path, k), before, copies) for k, v in value.items()}
-        if type(value) in (list, tuple):
-            parts = (self._planned(v, (*path, i), before, copies) for i, v in enumerate(value))
-            return type(value)(parts)
-        return copy.deepcopy(value)
 
 
 @torch.no_grad()

@@ -4,10 +4,7 @@
 import math
 from typing import Any
 
-from torchtitan_lr.compression.settings import (
-    compression_settings,
-    is_compressed,
-)
+from torchtitan_lr.compression.settings import compression_settings, is_compressed
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import llama_args, model_shapes
 

@@ -14,8 +14,7 @@ from torchtitan_lr.checks.support import (
     check_compile,
     check_cpu,
     check_parallelism,
-    check_tensor_parallel,
-    check_tsr,
+    check_plans,
 )
 from torchtitan_lr.checks.values import (
     check_checkpoint,
@@ -32,8 +31,7 @@ from torchtitan_lr.errors import ConfigError
 _CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
     *(check_parallelism, check_compile, check_cpu, check_training, check_dump_folder),
     *(check_checkpoint, check_model, check_vocabulary, check_stored_model, check_data),
-    *(check_tensor_parallel, check_pipeline, check_tsr, check_grad_compression),
-    check_stored_data,
+    *(check_plans, check_pipeline, check_grad_compression, check_stored_data),
 )
 
 _OF_FILES = {

@@ -6,11 +6,7 @@ from typing import Any
 
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import configured_args
-from torchtitan_lr.parallel.stage_split import (
-    SCHEDULES,
-    modules_per_stage,
-    stages_per_rank,
-)
+from torchtitan_lr.parallel.stage_split import SCHEDULES, modules_per_stage, stages_per_rank
 
 
 def check_pipeline(config: Any, world_size: int, device_type: str) -> None:

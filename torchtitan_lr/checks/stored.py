@@ -7,6 +7,7 @@ any data are read, with the override that starts a new run; so is a run without 
 
 import itertools
 import json
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -74,7 +75,7 @@ def _check_numbers(config: Any, folder: str) -> None:
     """
     # Late, as below: `--help` imports this module, and waits for no numpy.
     from torchtitan_lr.data.tokenizer import HUB
-    from torchtitan_lr.training.fingerprint import TOKENIZER, check_fingerprint, tokenizer_digest
+    from torchtitan_lr.training.fingerprint import TOKENIZER, tokenizer_digest
 
     try:
         stored = json.loads((Path(folder) / MANIFEST).read_text())["model"]
@@ -90,14 +91,13 @@ def _check_numbers(config: Any, folder: str) -> None:
     }
     if not config.model.hf_assets_path.startswith(HUB):  # may be a download
         here[TOKENIZER] = tokenizer_digest(config.model.hf_assets_path)
-    # 0 is the flavor's number, which only the model knows.
-    here = {key: value for key, value in here.items() if value}
-    try:
-        check_fingerprint(stored, here, folder)
-    except ConfigError as error:  # with the key and the value that the user wrote
-        both = error.key.startswith("low_rank.rank_") and error.got == low_rank.rank
-        got = config.model.hf_assets_path if error.key == TOKENIZER else error.got
-        raise ConfigError("low_rank.rank" if both else error.key, got, error.want) from None
+    for key, there in stored.items():
+        # 0 is the flavor's number, which only the model knows.
+        if here.get(key) and here[key] != there:
+            rank, got = key.startswith("low_rank."), operator.attrgetter(key)(config)
+            key, got = ("low_rank.rank", low_rank.rank) if rank and not got else (key, got)
+            want = f"{there!r} as in the checkpoint {folder}, which holds another model"
+            raise ConfigError(key, got, want)
 
 
 def check_stored_model(config: Any, world_size: int, device_type: str) -> None:

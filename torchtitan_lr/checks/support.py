@@ -35,13 +35,19 @@ def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
     require(fits, "training.enable_cpu_offload", True, want)
 
 
-def check_tensor_parallel(config: Any, world_size: int, device_type: str) -> None:
-    """Check that the tensor-parallel plan fits the model, also at degree 1."""
+def check_plans(config: Any, world_size: int, device_type: str) -> None:
+    """Check that the model fits the tensor-parallel plan, at degree 1 too, and TSR-Adam's ranks."""
+    from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
     from torchtitan_lr.parallel.plans import tp_settings
 
+    offload, tsr = config.training.enable_cpu_offload, config.optimizer.name == TSR
+    require(not (offload and tsr), "training.enable_cpu_offload", True, "false with TSRAdam")
     args = llama_args(config)
-    if args is not None:  # else another package's model, with a plan of its own
-        tp_settings(config, args, config.parallelism.tensor_parallel_degree)
+    if args is None:  # another package's model: it has a plan of its own, and the ranks check it
+        return
+    tp_settings(config, args, config.parallelism.tensor_parallel_degree)
+    if tsr:
+        plan_matrices(model_shapes(args), TSRSettings.from_config(config.optimizer))
 
 
 def check_compile(config: Any, world_size: int, device_type: str) -> None:
@@ -85,17 +91,3 @@ def check_cpu(config: Any, world_size: int, device_type: str) -> None:
     ):
         found = operator.attrgetter(key)(config)
         require(found != refused, key, refused, f"{want} on a CPU")
-
-
-def check_tsr(config: Any, world_size: int, device_type: str) -> None:
-    """Check TSR-Adam's ranks against the model's shapes."""
-    if config.optimizer.name != TSR:
-        return
-    offload = config.training.enable_cpu_offload
-    require(not offload, "training.enable_cpu_offload", True, "false with TSRAdam")
-
-    from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
-
-    args = llama_args(config)
-    if args is not None:  # else another package's model: the ranks check it
-        plan_matrices(model_shapes(args), TSRSettings.from_config(config.optimizer))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from torchtitan_lr.checkpoints import layout
+from torchtitan_lr.checkpoints.run_record import data_ranks
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import configured_args
@@ -118,9 +119,9 @@ def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
 def check_model(config: Any, world_size: int, device_type: str) -> None:
     """Check that the model exists and that its shape fits ``[low_rank]``."""
     import torchtitan_lr.training.register  # noqa: F401  (registers ours)
-    from torchtitan_lr.titan.specs import get_train_spec, registered_specs
+    from torchtitan_lr.titan.specs import REGISTERED_SPECS, get_train_spec
 
-    names = sorted(registered_specs())
+    names = sorted(REGISTERED_SPECS)
     name, flavor = config.model.name, config.model.flavor
     require(name in names, "model.name", name, "one of " + ", ".join(names))
     flavors = get_train_spec(name).model_args
@@ -152,7 +153,7 @@ def check_data(config: Any, world_size: int, device_type: str) -> None:
             a validation corpus with training files.
         DataError: A record or a shard is unreadable.
     """
-    from torchtitan_lr.data.prepare import Section, data_ranks, open_rows, wanted
+    from torchtitan_lr.data.prepare import Section, open_rows, wanted
     from torchtitan_lr.data.sources import Reader
 
     workers, key = config.training.dataloader.num_workers, "training.dataloader.num_workers"

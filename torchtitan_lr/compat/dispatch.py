@@ -14,21 +14,11 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops import flex_attention, inductor_compiled_code
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map_only
-
-__all__ = [
-    "ATTENTION_OPERATORS",
-    "FLEX_ATTENTION",
-    "FLEX_ATTENTION_CALL",
-    "TorchDispatchMode",
-    "changes_arguments",
-    "keystr",
-    "schema_of",
-    "storage_address",
-    "tree_leaves",
-    "tree_leaves_with_path",
-    "tree_map_only",
-]
+from torch.utils._pytree import keystr as keystr
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_leaves_with_path as tree_leaves_with_path
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_map_with_path as tree_map_with_path
 
 ATTENTION_OPERATORS = frozenset(
     {

@@ -62,6 +62,8 @@ def local_slice(
     Raises:
         RuntimeError: The placement does not define a slice (Partial, or an unsupported stride).
     """
+    # Not torch's `_compute_local_shape_and_global_offset`, whose parts of 9 rows on 4 x 2 ranks are
+    # not those of FSDP2.
     strided = [i for i, p in enumerate(placements) if isinstance(p, _StridedShard)]
     plain = [i for i, p in enumerate(placements) if isinstance(p, Shard) and i not in strided]
     # FSDP2 over tensor parallelism splits a dimension that the mesh dimensions to its right already

@@ -10,10 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage as TorchStage
 from torch.distributed.pipelining import schedules
-from torch.distributed.pipelining.schedules import (
-    _PipelineSchedule,
-    _PipelineScheduleRuntime,
-)
+from torch.distributed.pipelining.schedules import _PipelineSchedule, _PipelineScheduleRuntime
 
 SPLITS_BACKWARD = torch.__version__ >= "2.13"
 """Whether torch's two halves of a stage's backward give the right gradients.

@@ -73,6 +73,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         module: The unit, whose sums may be written later; None likewise.
 
     Attributes:
+        residual: The residual (W, m) after the last step that was taken.
         resume: Ends an exchange; the ledger attributes its collectives to this unit.
         bytes_saved: What this rank saves per exchange by compression.
         exchanges: Number of exchanges so far.
@@ -97,7 +98,6 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
     ) -> None:
         self.name, self.spans = name, tuple(spans)
         self.group, self.device, self.returns_all = group, device, all_reduce
-        self.residual_dtype, self.revocable = residual_dtype, revocable
         ranks, entries = group.size(), sum(span.size for span in spans)
         self.compressed_size = sum(span.size for span in spans if span.compressed)
         # A rank decodes its part, of an all-reduce a W-th of the entries, padded to equal sizes.
@@ -116,17 +116,10 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         self.measuring = False
         self.counts: Tensor | None = None
         self.before_writing: Callable[[], None] = lambda: None
-        self._residual: Tensor | None = None
-        self._spare: Tensor | None = None  # swapped with the residual by commit
+        self.residual = torch.zeros(ranks, owned, dtype=residual_dtype, device=device)
+        # Written by an exchange; swapped with the residual by commit.
+        self._spare = torch.empty_like(self.residual) if revocable else self.residual
         self._waits = False  # whether the spare one is the residual if the step is taken
-
-    @property
-    def residual(self) -> Tensor:
-        """The residual (W, m) after the last step that was taken; allocated on first use."""
-        if self._residual is None:
-            shape = (self.unit.ranks, self.unit.compressed)
-            self._residual = torch.zeros(shape, dtype=self.residual_dtype, device=self.device)
-        return self._residual
 
     def commit(self, rejected: Tensor | None = None) -> None:
         """Keep the residual of the exchanges since the last step, unless the step is rejected.
@@ -138,13 +131,12 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         if not self._waits:
             return
         self._waits = False
-        assert self._spare is not None
         if rejected is None:
-            self._residual, self._spare = self._spare, self._residual
+            self.residual, self._spare = self._spare, self.residual
         else:
             torch.where(rejected > 0, self.residual, self._spare, out=self.residual)
 
-    def __call__(  # type: ignore[override]  # FSDP2 waits only if it gets some work
+    def __call__(  # FSDP2 waits only if it gets some work
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
@@ -230,7 +222,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
     ) -> Steps[tuple[Tensor, Tensor]]:
         """Reduce-scatter rows, compressed, with error feedback.
 
-        If `revocable`, the residual changes only with the next `commit`. Until then each exchange
+        If revocable, the residual changes only with the next `commit`. Until then each exchange
         continues from the one before.
 
         Args:
@@ -249,7 +241,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         seed = zlib.crc32(f"0/{self.name}/{self.exchanges}".encode())
         self.exchanges += 1
         # That of the exchange before, committed or not.
-        pending = self.residual if self._spare is None or not self._waits else self._spare
+        pending = self._spare if self._waits else self.residual
         rows += pending
         message = self.codec.encode(rows, seed)
         if dense is not None and dense.numel():
@@ -260,15 +252,12 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         if decoded.verdict is not None:
             verdicts = yield from gather(decoded.verdict, self.group)
         unsent = left_over(rows, message, verdicts)
-        if self.revocable and self._spare is None:
-            self._spare = torch.empty_like(self.residual)
-        kept = self._spare if self.revocable and self._spare is not None else self.residual
-        if kept is self._residual:
+        if self._spare is self.residual:
             self.before_writing()
         # A NaN or infinity is among the largest entries, so it is sent and the step is skipped. In
         # the residual it would ruin all later steps, so the old residual stays.
-        kept.copy_(torch.where(unsent.isfinite(), unsent, pending))
-        self._waits = self.revocable
+        self._spare.copy_(torch.where(unsent.isfinite(), unsent, pending))
+        self._waits = self._spare is not self.residual
         if self.measuring:
             counts = {"sent": message.values.count_nonzero(), **decoded.counts}
             zero = torch.zeros((), device=rows.device)

@@ -5,7 +5,6 @@
 import importlib
 import importlib.util
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -33,12 +32,14 @@ REGISTERED = {
 """Known values of the keys to which ``experimental.custom_import`` may add some."""
 
 
-def build_job_config(argv: list[str]) -> Any:
+def build_job_config(argv: list[str], record: dict[str, Any] | None = None) -> Any:
     """Build the configuration from ``--job.config_file`` and command-line overrides.
 
     Args:
         argv: Arguments such as ``["--job.config_file", "debug_cola", "--training.steps=10"]``,
             with the name of a shipped file or a path.
+        record: The saved record of a run, instead of a file. Its keys that this version does not
+            have are ignored; what it lacks has its default.
 
     Returns:
         torchtitan's JobConfig with the sections of ``torchtitan_lr.config.schema`` merged in.
@@ -53,33 +54,15 @@ def build_job_config(argv: list[str]) -> Any:
             overrides[place] = Override(key, path)
     if path == "":
         raise ConfigError(CONFIG_FILE_KEY, "", "a TOML file such as train_configs/debug_cola.toml")
-    raw = load_toml(path) if path else {}
-    want = "a TOML file with settings; it has none"
-    require(raw or not path, CONFIG_FILE_KEY, path, want)
-    return _fill(raw, overrides)
+    raw = record
+    if raw is None:
+        raw = load_toml(path) if path else {}
+        want = "a TOML file with settings; it has none"
+        require(raw or not path, CONFIG_FILE_KEY, path, want)
+    return _fill(raw, overrides, record is not None)
 
 
-def config_of_record(record: dict[str, Any], argv: list[str]) -> Any:
-    """As `build_job_config`, from the saved record of a run instead of a TOML file.
-
-    Keys that this version does not have are ignored; what the record lacks has its default.
-    """
-    return _fill(record, split_arguments(argv), of_record=True)
-
-
-def _known(table: dict[str, Any], section: Any) -> dict[str, Any]:
-    """Return the part of a table whose keys the dataclass has."""
-    types = {option.name: option.type for option in fields(section)}
-    return {
-        name: _known(value, types[name])
-        if is_dataclass(types[name]) and isinstance(value, dict)
-        else value
-        for name, value in table.items()
-        if name in types
-    }
-
-
-def _fill(raw: dict[str, Any], overrides: list[Override], of_record: bool = False) -> Any:
+def _fill(raw: dict[str, Any], overrides: list[Override], of_record: bool) -> Any:
     """Check a table, of a record only its known keys, and overrides; return the configuration."""
     given = {  # unchecked, by dotted key
         f"{section}.{key}": value
@@ -90,8 +73,6 @@ def _fill(raw: dict[str, Any], overrides: list[Override], of_record: bool = Fals
     config_cls = config_class(_extension_name(given.get(_MODULE_KEY)))
     from torchtitan_lr.titan.configuration import fill_job_config
 
-    if of_record:
-        raw = _known(raw, config_cls)
     names = [(given.get(key), known) for key, known in REGISTERED.items()]
     module = given.get(_IMPORT_KEY)
     if isinstance(module, str) and module:
@@ -99,7 +80,8 @@ def _fill(raw: dict[str, Any], overrides: list[Override], of_record: bool = Fals
         # It may register an unknown name; otherwise the ranks import it later.
         if any(isinstance(name, str) and name not in known for name, known in names):
             importlib.import_module(module)
-    values = apply_overrides(check_toml(raw, config_cls), overrides, config_cls)
+    checked = check_toml(raw, config_cls, skip_unknown=of_record)
+    values = apply_overrides(checked, overrides, config_cls)
     check_ranges(values, config_cls)
     if (folder := values.get("job", {}).get("dump_folder")) is not None:
         if not folder.strip():

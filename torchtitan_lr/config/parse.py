@@ -122,12 +122,16 @@ def in_folder(text: str, folder: Path) -> str:
 
 
 def check_toml(
-    values: dict[str, Any], config_cls: type, section: Any = None, prefix: str = ""
+    values: dict[str, Any],
+    config_cls: type,
+    section: Any = None,
+    prefix: str = "",
+    skip_unknown: bool = False,
 ) -> dict[str, Any]:
     """Check a TOML table against a dataclass, section by section.
 
     Below the top, ``section`` is the table's own dataclass, and ``prefix`` its dotted name with a
-    trailing dot.
+    trailing dot. ``skip_unknown`` leaves unknown keys out of the result.
 
     Returns:
         A copy with integers converted to floats where a float is declared.
@@ -140,12 +144,14 @@ def check_toml(
     for name, value in values.items():
         key = prefix + name
         if name not in known:
+            if skip_unknown:
+                continue
             raise unknown_key(key, "a table" if isinstance(value, dict) else value, config_cls)
         option = known[name]
         if is_dataclass(option.type):
             if not isinstance(value, dict):
                 raise ConfigError(key, value, f"a table: [{key}] with its keys below it")
-            checked[name] = check_toml(value, config_cls, option.type, key + ".")
+            checked[name] = check_toml(value, config_cls, option.type, f"{key}.", skip_unknown)
         else:
             checked[name] = _match(value, option.type)
             if checked[name] is MISSING:

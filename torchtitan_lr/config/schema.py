@@ -17,7 +17,6 @@ from torchtitan_lr.config.ranges import (
     NATURAL,
     POSITIVE,
     SEED,
-    Range,
     at_least,
     positive,
 )
@@ -99,8 +98,8 @@ class Training:
     - 'cpython': source files of one version's standard library, in the package: the same text on
       every machine
     - 'python_stdlib': the source files of the running interpreter's standard library
-    - 'python_stdlib_docs': pairs for fine-tuning: each function of these files, and the first line
-      of its docstring
+    - 'python_stdlib_docs': pairs for fine-tuning, in the package: short functions of the files of
+      'cpython', and the first lines of their docstrings
     - 'local': the .txt, .jsonl or .parquet files that ``dataset_path`` names (a path or a glob);
       .txt and .jsonl may be compressed (.gz, .zst), and .jsonl files may hold pairs (``prompt``,
       ``completion``) or chats (``messages``), one per row of the batch, with loss on the answers
@@ -246,9 +245,7 @@ class LowRank:
 class Optimizer:
     """Changed defaults of torchtitan's ``[optimizer]`` (CoLA's AdamW), and TSR-Adam's keys."""
 
-    name: Annotated[
-        str, Range(lambda name: name in ("AdamW", "Adam", TSR), f"'AdamW', 'Adam' or {TSR!r}")
-    ] = "AdamW"
+    name: Literal["AdamW", "Adam", "TSRAdam"] = "AdamW"
     """Optimizer to use: AdamW, Adam or TSRAdam."""
 
     beta2: Annotated[float, DECAY] = 0.999
@@ -278,9 +275,7 @@ class Optimizer:
     tsr_scale: Annotated[float, positive("a positive number such as 0.75")] = 0.75
     """TSRAdam: factor α on the lifted update of compressed matrices (0.5 at 60M in the paper)."""
 
-    tsr_embedding_rank: Annotated[int, at_least(0, "a rank, or 0 to leave the embedding dense")] = (
-        64
-    )
+    tsr_embedding_rank: Annotated[int, at_least(0, "a rank, or 0 for a dense embedding")] = 64
     """TSRAdam: rank of the token embedding; 0 leaves it dense."""
 
     tsr_embedding_refresh_interval: Annotated[int, at_least(1)] = 100
@@ -363,9 +358,7 @@ class GradCompression:
     c: Annotated[float, positive("a positive number such as 10")] = 10.0
     """'custom': entries per cell of the sketch."""
 
-    theta: Annotated[float, Range(lambda x: 0 <= x < 1, "a number in [0, 1) such as 0.9875")] = (
-        0.9875
-    )
+    theta: Annotated[float, DECAY] = 0.9875
     """'custom': fraction of the entries that a rank does not send, from 0 to below 1."""
 
     auto: bool = False

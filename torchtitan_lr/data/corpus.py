@@ -90,7 +90,7 @@ class ShardInfo:
     name: str  # of its files without .bin and .idx
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashed by its identity
 class Corpus:
     """A prepared folder."""
 
@@ -99,7 +99,7 @@ class Corpus:
     held_out: list[ShardInfo]
     kind: Kind  # pairs have a loss mask
     identity: str  # digest of the content; the same for equal tokens, wherever they are
-    record: dict[str, Any] = field(repr=False, compare=False)  # all of `corpus.json`
+    record: dict[str, Any] = field(repr=False)  # all of `corpus.json`
 
     @staticmethod
     def open(folder: str | Path, key: str = KEY) -> Corpus:
@@ -134,13 +134,20 @@ class Corpus:
         """Return the number of tokens of a part."""
         return sum(shard.tokens for shard in (self.held_out if held_out else self.train))
 
+    @lru_cache(OPEN_SHARDS)  # noqa: B019 (a corpus is read until the process ends)
     def shard(self, info: ShardInfo, loss: bool = False) -> IndexedDataset:
         """Open a shard, or its loss mask; the last few stay open.
 
         Raises:
             DataError: Its files are damaged, or not as many tokens as recorded.
         """
-        return _opened(self.folder, info, loss)
+        # The last part of the name: a record cannot lead out of its folder.
+        shard = IndexedDataset(str(self.folder / Path(info.name).name) + ".loss" * loss)
+        if (shard.num_tokens, shard.num_documents) != (info.tokens, info.documents):
+            want = f"{info.tokens} tokens in {info.documents} documents as recorded"
+            want += f", not {shard.num_tokens} in {shard.num_documents}"
+            raise DataError(KEY, shard.prefix, want)
+        return shard
 
     def check(self) -> None:
         """Check the files of every shard, before a run.
@@ -152,7 +159,7 @@ class Corpus:
         Raises:
             DataError: A file is missing, cut, of another pair or changed.
         """
-        _opened.cache_clear()  # what is there now
+        Corpus.shard.cache_clear()  # what is there now
         left = CHECKED_BYTES
         for info in self.train + self.held_out:
             left -= sum(2 * each.num_tokens + 8 * each.num_sequences for each in self._pairs(info))
@@ -171,7 +178,7 @@ class Corpus:
             raise DataError(KEY, opened[0].prefix, want)
 
     def _pairs(self, info: ShardInfo) -> list[IndexedDataset]:
-        return [self.shard(info, loss) for loss in (False, True)[: 1 + (self.kind == "pairs")]]
+        return [self.shard(info), *([self.shard(info, loss=True)] if self.kind == "pairs" else [])]
 
 
 def save_record(folder: Path, about: dict[str, Any], counts: list[list[list[int]]]) -> Corpus:
@@ -212,18 +219,6 @@ def identity_of(kind: str, tokenizer: str, parts: list[list[ShardInfo]]) -> str:
     shards = [[(shard.tokens, shard.documents, shard.sha256) for shard in part] for part in parts]
     text = json.dumps([FORMAT, kind, tokenizer, shards])
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-@lru_cache(OPEN_SHARDS)
-def _opened(folder: Path, info: ShardInfo, loss: bool) -> IndexedDataset:
-    # The last part of the name: a record cannot lead out of its folder. Joined here and not for
-    # every row: a path costs as much as reading one.
-    shard = IndexedDataset(str(folder / Path(info.name).name) + (".loss" if loss else ""))
-    if (shard.num_tokens, shard.num_documents) != (info.tokens, info.documents):
-        want = f"{info.tokens} tokens in {info.documents} documents as recorded"
-        want += f", not {shard.num_tokens} in {shard.num_documents}"
-        raise DataError(KEY, shard.prefix, want)
-    return shard
 
 
 class IndexedDataset:

@@ -12,9 +12,9 @@ domains", 2002, section 4). Memory and start-up are the same for a gigabyte and 
 round function is integer arithmetic alone, so the order is the same on every machine and after an
 update of numpy.
 
-The shell is torchdata's
-``StatefulDataLoader``, as in torchtitan's ``ParallelAwareDataloader``: worker processes and pinned
-memory are its own. The state is not: there the position of every rank is a pickle of its own.
+The shell is torchdata's ``StatefulDataLoader``, as in torchtitan's ``ParallelAwareDataloader``:
+worker processes and pinned memory are its own. The state is not: there the position of every rank
+is a pickle of its own.
 """
 
 from __future__ import annotations

@@ -27,18 +27,12 @@ import numpy.typing as npt
 from torchtitan_lr.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torchtitan_lr.titan.base import BaseTokenizer
+    from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
 Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
 """The ids of one document, BOS and EOS included: ``(n,)``, of any integer type."""
 
 PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
-
-
-def is_pair(record: Any) -> bool:
-    """Return whether a JSON value is meant as a pair or a chat, valid or not."""
-    named = isinstance(record, dict) and "text" not in record
-    return named and (PROMPT in record or MESSAGES in record)
 
 
 def parse_pair(record: Any) -> str:
@@ -57,9 +51,7 @@ def parse_pair(record: Any) -> str:
             raise ValueError(want)
         if not found[COMPLETION].strip():
             raise ValueError(f'a "{COMPLETION}" that is not empty')
-    text = json.dumps(found, ensure_ascii=False, sort_keys=True)
-    # JSON can encode a lone surrogate, which tokenizers reject.
-    return text.encode("utf-8", errors="replace").decode("utf-8")
+    return json.dumps(found, ensure_ascii=False, sort_keys=True)
 
 
 def _parse_messages(messages: Any) -> list[dict[str, str]]:
@@ -94,7 +86,7 @@ def text_of(document: str) -> str:
     return "".join(text for text, _ in _plain(json.loads(document)))
 
 
-_TEMPLATE = "a chat template in Jinja, or none at all"
+_KEY, _TEMPLATE = "model.hf_assets_path", "a chat template in Jinja, or none at all"
 
 Segment: TypeAlias = tuple[str, bool]
 """A part of a record's text, and whether its tokens are labels."""
@@ -104,8 +96,7 @@ def _plain(record: dict[str, Any]) -> list[Segment]:
     """Return a pair's two parts, or the plain form of a chat: heading and text of each message."""
     if MESSAGES not in record:
         return [(record[PROMPT], False), (record[COMPLETION], True)]
-    parts: list[Segment] = []
-    context = ""
+    parts, context = list[Segment](), ""
     for index, message in enumerate(record[MESSAGES]):
         context += "\n\n" * (index > 0) + f"### {message['role'].capitalize()}:\n"
         if message["role"] == "assistant":
@@ -114,26 +105,6 @@ def _plain(record: dict[str, Any]) -> list[Segment]:
         else:
             context += message["content"]
     return parts
-
-
-def _compiled(source: str) -> Any:
-    # Imported late: few runs have a template. torch itself requires jinja2. transformers would
-    # also give a template the date: the tokens of a corpus would depend on the day.
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    # As transformers does: jinja2's own filter escapes HTML.
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    environment.globals["raise_exception"] = refuse
-    # The block that marks answers for transformers is here only its content, with its own names.
-    return environment.from_string(re.sub(r"(\{%[-+]?\s*)(end)?generation\b", r"\1\2with", source))
 
 
 class PairEncoder:
@@ -150,18 +121,14 @@ class PairEncoder:
         ConfigError: The template is unreadable or has no text; at the first chat, is not valid.
     """
 
-    def __init__(self, tokenizer: BaseTokenizer) -> None:
+    def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
         self._tokenizer, self.digest, self._bos = tokenizer, "", ""
-        folder, config = (getattr(tokenizer, name, None) for name in ("tokenizer_path", "config"))
-        if folder is None:
-            return
-        path, key = Path(folder, "chat_template.jinja"), "model.hf_assets_path"
-        config = config or {}
+        path, config = Path(tokenizer.tokenizer_path, "chat_template.jinja"), tokenizer.config or {}
         try:
             if path.is_file():
                 source = path.read_text(encoding="utf-8")
             elif config.get("chat_template") is not None:
-                path, source = Path(folder, "tokenizer_config.json"), config["chat_template"]
+                path, source = path.with_name("tokenizer_config.json"), config["chat_template"]
                 if isinstance(source, list):  # several by name
                     source = {each["name"]: each["template"] for each in source}["default"]
             else:
@@ -169,8 +136,8 @@ class PairEncoder:
             if not source.strip():
                 raise ValueError("it has no text")
         except Exception as error:  # unreadable, or of another type
-            raise ConfigError(key, str(path), f"{_TEMPLATE} ({error})") from error
-        self._where, self._source = (key, str(path)), source
+            raise ConfigError(_KEY, str(path), f"{_TEMPLATE} ({error})") from error
+        self._where, self._source = (_KEY, str(path)), source
         self.digest = hashlib.sha256(source.encode()).hexdigest()[:8]
         self._special = {
             name: token["content"] if isinstance(token, dict) else token
@@ -181,8 +148,24 @@ class PairEncoder:
 
     @cached_property  # prompts with completions need none
     def _template(self) -> Any:
+        # Imported late: few runs have a template. torch itself requires jinja2. transformers would
+        # also give a template the date: the tokens of a corpus would depend on the day.
+        from jinja2 import TemplateError
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def refuse(message: str) -> NoReturn:
+            raise TemplateError(message)
+
+        blocks = {"trim_blocks": True, "lstrip_blocks": True}
+        environment = ImmutableSandboxedEnvironment(extensions=[loopcontrols], **blocks)
+        # As transformers does: jinja2's own filter escapes HTML.
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.globals["raise_exception"] = refuse
+        # The block that marks answers for transformers is only its content, with its own names.
+        source = re.sub(r"(\{%[-+]?\s*)(end)?generation\b", r"\1\2with", self._source)
         try:
-            return _compiled(self._source)
+            return environment.from_string(source)
         except Exception as error:  # a feature that is not there
             raise ConfigError(*self._where, f"{_TEMPLATE} ({error})") from error
 
@@ -197,8 +180,7 @@ class PairEncoder:
         """
         if not self.digest:
             return _plain({MESSAGES: messages})
-        parts: list[Segment] = []
-        text = ""
+        parts, text = list[Segment](), ""
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         template = self._template
         try:
@@ -238,13 +220,9 @@ class PairEncoder:
         found = [~token for token in known]
         for piece, answer in parts if answered else parts[:-1]:
             text += piece
-            whole = self._ids(text, bos)
-            border = len(known)
-            if whole[:border] == known:
-                new, known = whole[border:], whole
-            else:
-                new = self._ids(piece, False)
-                known = known + new
+            whole, border = self._ids(text, bos), len(known)
+            new = whole[border:] if whole[:border] == known else self._ids(piece, False)
+            known = known + new
             if answer and not templated and self._tokenizer.eos_id is not None:
                 new = [*new, self._tokenizer.eos_id]
                 text, known, bos = "", [], False
@@ -254,8 +232,5 @@ class PairEncoder:
     def _ids(self, text: str, bos: bool) -> list[int]:
         """Encode a text, with BOS or without; a tokenizer that adds its own is corrected."""
         ids = self._tokenizer.encode(text, add_bos=bos, add_eos=False)
-        if getattr(self._tokenizer, "hf_adds_eos", False):
-            ids = ids[:-1]
-        if not bos and getattr(self._tokenizer, "hf_adds_bos", False):
-            ids = ids[1:]
-        return ids
+        ids = ids[: len(ids) - self._tokenizer.hf_adds_eos]
+        return ids if bos else ids[self._tokenizer.hf_adds_bos :]

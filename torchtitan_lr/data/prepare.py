@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal, get_args
 
-from torchtitan_lr.checkpoints.run_record import global_batch_size
+from torchtitan_lr.checkpoints.run_record import data_ranks, global_batch_size
 from torchtitan_lr.console.log import say
 from torchtitan_lr.console.progress import Preparing
 from torchtitan_lr.data.corpus import RECORD, Corpus, Rows
@@ -82,15 +82,13 @@ def wanted(config: Any, section: Section = "training", world_size: int = 1) -> l
         ConfigError: An unknown corpus, or a path that is missing, unused or does not exist.
     """
     training, validation = config.training, config.validation
+    tokens, held_out = _tokens(config, world_size)
     if section == "validation" and validation.dataset != "training":
-        entries = [{"dataset": validation.dataset, "path": validation.dataset_path}]
-        tokens = 0
+        entries, tokens = [{"dataset": validation.dataset, "path": validation.dataset_path}], 0
     else:
         path, want = validation.dataset_path, "no path, or validation.dataset = 'local' with it"
         require(section == "training" or not path, "validation.dataset_path", path, want)
-        entries, tokens = _entries(training), _training_tokens(config, world_size)
-        section = "training"
-    held_out = _validation_tokens(config, world_size)
+        entries, section = _entries(training), "training"
     weights = [float(entry.get("weight", 1)) for entry in entries]
     found = []
     for entry, weight in zip(entries, weights, strict=True):
@@ -130,9 +128,8 @@ def open_rows(config: Any, section: Section, world_size: int | None = None) -> l
     opened = []
     for part in ensure_prepared(config, section, world_size):
         corpus = Corpus.open(part.folder)
-        if held_out and not corpus.held_out:
-            want = "another corpus, or false for validation.enable: "
-            raise ConfigError("validation.dataset", part.name, want + "nothing of it is held out")
+        want = "another corpus, or false for validation.enable: nothing of it is held out"
+        require(not held_out or corpus.held_out, "validation.dataset", part.name, want)
         opened.append(Rows(corpus, seq_len, held_out, masked, part.name, part.weight))
     return opened
 
@@ -144,10 +141,9 @@ def prepare_for_ranks(config: Any, world_size: int) -> dict[str, str]:
         ConfigError: As for :func:`ensure_prepared`.
         DataError: Also a prepared folder that is damaged.
     """
-    sections: list[Section] = ["training", "validation"]
     known = {
         repr(part.sources): part.folder
-        for section in sections[: 1 + bool(config.validation.enable)]
+        for section in get_args(Section)[: 1 + bool(config.validation.enable)]
         for part in ensure_prepared(config, section, world_size)
     }
     for folder in set(known.values()):
@@ -189,9 +185,8 @@ def _entries(training: Any) -> list[dict[str, Any]]:
     entries = [entry if isinstance(entry, dict) else vars(entry) for entry in given]
     if not entries:
         return [{"dataset": training.dataset, "path": training.dataset_path}]
-    if training.dataset_path:
-        want = "no path beside [[training.mixture]], whose entries have their own"
-        raise ConfigError("training.dataset_path", training.dataset_path, want)
+    want = "no path beside [[training.mixture]], whose entries have their own"
+    require(not training.dataset_path, "training.dataset_path", training.dataset_path, want)
     for index, entry in enumerate(entries):
         for name, value in ({"dataset": ""} | entry).items():
             want = KEYS.get(name, "one of the keys " + ", ".join(KEYS))
@@ -200,35 +195,24 @@ def _entries(training: Any) -> list[dict[str, Any]]:
                 holds = type(value) in (int, float) and 0 < value < math.inf
             require(holds, f"training.mixture[{index}].{name}", value, want)
     names = [entry.get("name") or entry["dataset"] for entry in entries]
-    if len(set(names)) < len(names):
-        want = "entries with different names; two of one dataset need name = '...'"
-        raise ConfigError("training.mixture", names, want)
+    want = "entries with different names; two of one dataset need name = '...'"
+    require(len(set(names)) == len(names), "training.mixture", names, want)
     return entries
 
 
-def data_ranks(config: Any, world_size: int) -> int:
-    """Return the data-parallel degree of a run."""
-    layout, kinds = config.parallelism, ("tensor", "pipeline", "context")
-    degrees = (getattr(layout, f"{kind}_parallel_degree") for kind in kinds)
-    return max(1, world_size // math.prod(degrees))
+def _tokens(config: Any, world_size: int) -> tuple[int, int | None]:
+    """Return the tokens that a run reads to train on, and in one validation (None for all).
 
-
-def _training_tokens(config: Any, world_size: int) -> int:
-    """Return ``training.hf_tokens``, else the tokens of all steps and of one step more."""
-    training = config.training
-    if tokens := getattr(training, "hf_tokens", 0):  # records of earlier runs lack it
-        return int(tokens)
-    rows = global_batch_size(config, world_size)
-    return (training.steps + 1) * rows * (training.seq_len + 1)
-
-
-def _validation_tokens(config: Any, world_size: int) -> int | None:
-    """Return the tokens that one validation reads; None for all."""
-    section = config.validation
+    The first are ``training.hf_tokens``, else those of all steps and of one step more.
+    """
+    training, section = config.training, config.validation
+    steps = (training.steps + 1) * global_batch_size(config, world_size)
+    # Records of earlier runs lack the key.
+    tokens = int(getattr(training, "hf_tokens", 0) or steps * (training.seq_len + 1))
     if section.enable and section.steps < 0:
-        return None
+        return tokens, None
     rows = section.enable * section.steps * section.local_batch_size
-    return max(1, rows * data_ranks(config, world_size) * (section.seq_len + 1))
+    return tokens, max(1, rows * data_ranks(config, world_size) * (section.seq_len + 1))
 
 
 def _prepared(config: Any, part: Part) -> str:
@@ -287,10 +271,9 @@ def prepare_folder(
                 if scratch != folder:
                     if not (folder / RECORD).is_file():  # what a killed `free` has left
                         shutil.rmtree(folder, ignore_errors=True)
-                    try:
+                    with suppress(OSError):  # another machine was faster
                         os.rename(scratch, folder)
-                    except OSError:  # another machine was faster
-                        shutil.rmtree(scratch)
+                    shutil.rmtree(scratch, ignore_errors=True)
     corpus = Corpus.open(folder, key)
     want = "another folder: it was prepared from other sources, or with another tokenizer"
     require(corpus.record["signature"] == signature_of(readers, tokenizer), key, str(folder), want)

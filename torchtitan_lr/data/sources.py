@@ -16,15 +16,12 @@ to a tenth of the text or 16 KiB. A pair is chosen by its question, a module of 
 
 from __future__ import annotations
 
-import ast
 import glob
 import hashlib
 import io
 import json
 import os
-import re
 import sysconfig
-import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -36,13 +33,16 @@ from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
 from torchtitan_lr.config.paths import user_path
-from torchtitan_lr.data.pairs import COMPLETION, PROMPT, is_pair, parse_pair, question_of
-from torchtitan_lr.errors import ConfigError, DataError
+from torchtitan_lr.data.pairs import MESSAGES, PROMPT, parse_pair, question_of
+from torchtitan_lr.errors import ConfigError, DataError, require
 
 CPYTHON, STDLIB, STDLIB_DOCS = "cpython", "python_stdlib", "python_stdlib_docs"
 LIBRARIES = (CPYTHON, STDLIB, STDLIB_DOCS)
 
-CPYTHON_FILE = Path(__file__).parent / "assets" / "cpython" / "stdlib.jsonl.zst"
+_ASSETS = Path(__file__).parent / "assets" / "cpython"
+SHIPPED = {CPYTHON: _ASSETS / "stdlib.jsonl.zst", STDLIB_DOCS: _ASSETS / "docs.jsonl.zst"}
+"""Files with a module's path and text per line; of pairs the text is one canonical pair per line.
+"""
 EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 """Folders of the library that are not read: installed packages and test suites."""
 
@@ -57,8 +57,6 @@ ONE_IN = 200
 USUAL_LIMIT = (1 << 64) // ONE_IN  # a large corpus holds out the documents with lower hashes
 SMALL_BYTES = 8 << 20  # a corpus up to this size is read on opening, to find its lowest hashes
 ENOUGH_BYTES = 16 << 10  # of text that a small corpus holds out, but at most a tenth of it
-
-CUE = "\n\n# Summary:"  # between a function's source and the line to write about it
 
 CALLER = "TORCHTITAN_LR_CALLER"
 """Environment variable: the folder where the user typed the command, for relative paths of data."""
@@ -119,9 +117,9 @@ class Reader:
             self.files = find_files(source.paths, source.key)
             self._root = Path(os.path.commonpath([file.parent for file in self.files]))
             self.pairs = self._holds_pairs()
-        elif source.name == CPYTHON:
-            self.files = [CPYTHON_FILE]
-        elif source.name in LIBRARIES:
+        elif source.name in SHIPPED:
+            self.files = [SHIPPED[source.name]]
+        elif source.name == STDLIB:
             self._root = Path(sysconfig.get_path("stdlib"))
             self.files = library_files(self._root)
         elif (place := data_path(source.paths[0], source.key)).is_dir():
@@ -135,7 +133,8 @@ class Reader:
             with suppress(OSError), file.open("rb") as raw:  # reading it later reports the error
                 lines = _decompressed(raw, file).read(HEAD_BYTES).split(b"\n")
         records = (record for line in lines if isinstance(record := _from_json(line), dict))
-        if not is_pair(next(records, None)):
+        first = next(records, {})
+        if "text" in first or not first.keys() & {PROMPT, MESSAGES}:
             return False
         if other := [file for file in self.files if file not in files]:
             raise ConfigError(self.source.key, str(other[0]), "only .jsonl files of pairs")
@@ -180,11 +179,9 @@ class Reader:
         units = self.files if kind == "local" else [Path(str(self.source))]
         sizes = [unit.stat().st_size if kind == "local" else 1 for unit in units]
         ends = list(accumulate(sizes))
-        for number in range(first, len(units)):
-            unit = units[number]
-            read = self._dataset if kind == "hf" else self._modules
-            if kind == "local":
-                read = self._rows if unit.suffix == ".parquet" else self._lines
+        for number, unit in enumerate(units[first:], first):
+            of_file = self._rows if unit.suffix == ".parquet" else self._lines
+            read = {"local": of_file, "hf": self._dataset}.get(kind, self._modules)
             try:
                 for piece in read(unit, rest):
                     share = (ends[number] - sizes[number] * (1 - piece.share)) / ends[-1]
@@ -194,10 +191,8 @@ class Reader:
             except Exception as error:  # pyarrow, datasets and its HTTP layer raise any type
                 why = f"{type(error).__name__}: {str(error)[:200]}"
                 want = f"a source that opens and does not break off in the middle ({why})"
-                if kind == "hf":
-                    want += (
-                        "; without a network name a folder, or files of --training.dataset=local"
-                    )
+                hint = "; without a network name a folder, or files of --training.dataset=local"
+                want += hint * (kind == "hf")
                 raise DataError(self.source.key, str(unit), want) from error
             rest = None
 
@@ -237,8 +232,8 @@ class Reader:
         """Yield what is hashed to choose the part of a text, and the text; of .txt its bytes."""
         if isinstance(piece.data, list):
             texts = piece.data
-            if self.source.name == STDLIB_DOCS:
-                texts = [pair for text in texts for pair in documented_functions(text)]
+            if self.pairs:
+                texts = [pair for text in texts for pair in text.split("\n")]
             yield from ((text, text) for text in texts if text)
         elif piece.start is not None:
             # The lines that start in the same bytes have the name of their place.
@@ -250,21 +245,19 @@ class Reader:
         else:
             for number, line in enumerate(piece.data.split(b"\n"), piece.line):
                 try:
-                    document = self._parse(line) if line.strip() else ""
+                    if line.strip() and (document := self._parse(line)):
+                        yield question_of(document) if self.pairs else document, document
                 except ValueError as error:
                     bad.append((f"{piece.file}:{number}", str(error)))
-                    continue
-                if document:
-                    yield question_of(document) if self.pairs else document, document
 
     def _parse(self, line: bytes) -> str:
         """Return the document of a .jsonl line; a ValueError says what was expected."""
-        record = _from_json(line)
+        record, column = _from_json(line), self.source.column
+        text = record.get(column) if isinstance(record, dict) else None
         if self.pairs:
-            return parse_pair(record)
-        text = record.get(self.source.column) if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            raise ValueError(f'a JSON object with a string "{self.source.column}"')
+            text = parse_pair(record)
+        elif not isinstance(text, str):
+            raise ValueError(f'a JSON object with a string "{column}"')
         # JSON can encode a lone surrogate, which tokenizers reject.
         return text.encode("utf-8", errors="replace").decode("utf-8")
 
@@ -316,8 +309,8 @@ class Reader:
         Those to train on come first, both parts in the order of their hashes. In the order of the
         names, one batch would be all asyncio and the next all character tables.
         """
-        if self.source.name == CPYTHON:
-            with CPYTHON_FILE.open("rb") as raw, _decompressed(raw, CPYTHON_FILE) as file:
+        if self.source.name in SHIPPED:
+            with self.files[0].open("rb") as raw, _decompressed(raw, self.files[0]) as file:
                 texts = {r["path"]: r["text"] for r in map(json.loads, file.read().splitlines())}
         else:
             texts = {
@@ -354,9 +347,9 @@ class Reader:
             options = {"split": source.split, "streaming": source.streaming}
             options["revision"] = self.commit or revision or None
             rows = datasets.load_dataset(name, source.config, **options)
-        if rows.column_names is not None and source.column not in rows.column_names:
-            want = f"one of the columns of {given!r}: {', '.join(rows.column_names)}"
-            raise ConfigError("training.text_column", source.column, want)
+        known = rows.column_names or [source.column]
+        want = f"one of the columns of {given!r}: {', '.join(known)}"
+        require(source.column in known, "training.text_column", source.column, want)
         rows = rows.to_iterable_dataset() if isinstance(rows, datasets.Dataset) else rows
         if rest is not None:
             rows.load_state_dict(rest)
@@ -387,13 +380,11 @@ def find_files(paths: tuple[str, ...], key: str) -> list[Path]:
         target = data_path(path, key)
         found = [target] if target.is_file() else list(target.rglob("*"))
         found = found or [Path(name) for name in glob.glob(str(target), recursive=True)]
-        if not found:
-            raise ConfigError(key, path, "an existing file or folder, or a pattern that matches")
+        require(found, key, path, "an existing file or folder, or a pattern that matches")
         known = (file for file in found if file.name.endswith(ENDINGS) and file.is_file())
         sizes |= {Path(os.path.abspath(file)): file.stat().st_size for file in known}
-    if not any(sizes.values()):
-        want = "that are not empty" if sizes else "that end in " + ", ".join(ENDINGS)
-        raise ConfigError(key, ", ".join(paths), f"files {want}")
+    want = "files that are not empty" if sizes else "files that end in " + ", ".join(ENDINGS)
+    require(any(sizes.values()), key, ", ".join(paths), want)
     return sorted((file for file, size in sizes.items() if size), key=Path.as_posix)
 
 
@@ -405,9 +396,8 @@ def library_files(root: Path) -> list[Path]:
         paths = (Path(folder, name) for name in names if name.endswith(".py"))
         # Skip broken links and empty files.
         found += [path for path in paths if path.is_file() and path.stat().st_size]
-    if not found:
-        want = f"an interpreter with library sources (none under {root}), or 'cpython'"
-        raise ConfigError("training.dataset", STDLIB, want)
+    want = f"an interpreter with library sources (none under {root}), or 'cpython'"
+    require(found, "training.dataset", STDLIB, want)
     return found
 
 
@@ -429,8 +419,7 @@ def _decompressed(raw: IO[bytes], path: Path) -> Any:
 
 def _grouped(documents: Iterator[str]) -> Iterator[list[str]]:
     """Yield documents in lists of about :data:`PIECE_BYTES`."""
-    some: list[str] = []
-    size = 0
+    some, size = list[str](), 0
     for document in documents:
         if not isinstance(document, str):
             raise TypeError("the column has other values than text")
@@ -441,29 +430,3 @@ def _grouped(documents: Iterator[str]) -> Iterator[list[str]]:
             some, size = [], 0
     if some:
         yield some
-
-
-def documented_functions(source: str) -> Iterator[str]:
-    """Yield the pairs of a module: a function's source, and the first line of its docstring.
-
-    The prompt has neither docstring nor decorators. Functions without other statements are left
-    out, and modules that this interpreter cannot parse.
-    """
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError):
-        return
-    lines = re.split(r"\r\n|\r|\n", source)  # as Python counts them
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    functions = [node for node in ast.walk(tree) if isinstance(node, kinds)]
-    for node in sorted(functions, key=lambda node: node.lineno):
-        summary = (ast.get_docstring(node) or "").strip().partition("\n")[0].strip()
-        if not summary or len(node.body) < 2:
-            continue
-        docstring, following = node.body[:2]
-        first, last = docstring.lineno, docstring.end_lineno or docstring.lineno
-        if lines[first - 1][: docstring.col_offset].strip() or following.lineno <= last:
-            continue  # shares a line with other code
-        code = lines[node.lineno - 1 : first - 1] + lines[last : node.end_lineno]
-        prompt = textwrap.dedent("\n".join(code)) + CUE
-        yield parse_pair({PROMPT: prompt, COMPLETION: f" {summary}"})

@@ -220,7 +220,7 @@ class _Preparation:
             "kind": "pairs" if first.pairs else "text",
             "tokenizer": {
                 "sha256": tokenizer_identity(self._tokenizer),
-                "bos": getattr(self._tokenizer, "bos_id", None),
+                "bos": self._tokenizer.bos_id,
                 "eos": self._tokenizer.eos_id,
                 "vocabulary": vocabulary(self._tokenizer),
             },
@@ -263,9 +263,8 @@ class _Shards:
             self.finish()
             self.counts.append([0, 0])
         self.waiting.append(arrays)
-        self.counts[-1] = [
-            before + len(new) for before, new in zip(self.counts[-1], arrays, strict=False)
-        ]
+        self.counts[-1][0] += len(arrays[0])
+        self.counts[-1][1] += len(arrays[1])
 
     def write(self) -> str:
         """Write what waits, until it is on the disk; return the prefix of the last shard.
@@ -316,10 +315,7 @@ def _encode(index: int, piece: Piece) -> Encoded:
     parts, bad = readers[index].documents(piece)
     encoded: list[Arrays] = []
     for documents in parts:
-        if pairs is None:
-            found = encode_documents(tokenizer, documents)
-        else:
-            found = [pairs.encode(document) for document in documents]
+        found = [*map(pairs.encode, documents)] if pairs else encode_documents(tokenizer, documents)
         lengths = np.array([len(tokens) for tokens in found], dtype="<i4")
         joined = np.concatenate([np.empty(0, dtype=np.int32), *found])
         # Complements are tokens of prompts (`data.pairs`).

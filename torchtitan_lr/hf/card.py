@@ -8,7 +8,7 @@ from typing import Any
 import tomli_w
 from huggingface_hub import ModelCard, ModelCardData
 
-from torchtitan_lr.config.build import config_class, config_of_record
+from torchtitan_lr.config.build import build_job_config, config_class
 from torchtitan_lr.hf.loading import read_record
 from torchtitan_lr.hf.step_zero import TRAIN_TOML
 from torchtitan_lr.models.args import LlamaArgs
@@ -81,7 +81,7 @@ def write_card(
 def run_toml(step_dir: Path) -> str:
     """Return the TOML that repeats a run: all values of its record that are no defaults."""
     defaults = config_class()().to_dict()
-    changed = _changed(config_of_record(read_record(step_dir), []).to_dict(), defaults)
+    changed = _changed(build_job_config([], read_record(step_dir)).to_dict(), defaults)
     changed.get("job", {}).pop("config_file", None)
     return tomli_w.dumps({name: keys for name, keys in changed.items() if keys})
 

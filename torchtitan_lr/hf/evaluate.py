@@ -37,8 +37,8 @@ from torchtitan_lr.hf.text import Document, EvaluationSet, encoded, prepared
 from torchtitan_lr.launch.environment import launched_ranks
 from torchtitan_lr.models.ends import perplexity
 from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.titan.device import bind_device
-from torchtitan_lr.training.validate import sum_losses
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
@@ -127,16 +127,14 @@ def _result(
 @torch.inference_mode()
 def total_loss(model: LlamaModel, batches: Batches) -> tuple[float, int]:
     """Return the loss summed over all valid tokens, in nats, and their number."""
-    device = model.freqs_cis.device
-
-    def batch_loss(inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
-        tokens, labels, arguments = moved((inputs, labels), device)
-        loss: torch.Tensor = model(tokens, targets=labels, **arguments)
-        return loss.double()
-
+    device, num_tokens = model.freqs_cis.device, 0
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     total = len(batches) if isinstance(batches, ValidationSet) else None
-    loss_sum, num_tokens = sum_losses(progress(batches, "evaluation", total), batch_loss, device)
-    return float(loss_sum), int(num_tokens)
+    for batch in progress(batches, "evaluation", total):
+        tokens, labels, arguments = moved(batch, device)
+        loss_sum += model(tokens, targets=labels, **arguments)
+        num_tokens += int((labels != IGNORE_INDEX).sum())
+    return float(loss_sum), num_tokens
 
 
 def _source(options: argparse.Namespace) -> Source | None:

@@ -85,7 +85,7 @@ def read_job_config(step_dir: Path, config_file: Path | None = None) -> Any:
         ConfigError: There is no readable configuration, or it names no corpus.
     """
     # Imported late: only what reads a run's corpus needs torchtitan's configuration classes.
-    from torchtitan_lr.config.build import config_of_record
+    from torchtitan_lr.config.build import build_job_config
 
     found = read_run_config(step_dir, config_file)
     if config_file is not None:
@@ -95,7 +95,7 @@ def read_job_config(step_dir: Path, config_file: Path | None = None) -> Any:
         if not hasattr(getattr(found, section, None), "dataset"):
             want = "the complete record of a run, or --corpus"
             raise ConfigError(RUN_CONFIG, f"no {section}.dataset", want)
-    return config_of_record(record, [])
+    return build_job_config([], record)
 
 
 def find_step(folder: Path) -> Path:

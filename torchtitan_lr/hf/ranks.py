@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+import torchtitan_lr.training.register  # noqa: F401  (registers the families)
 from torchtitan_lr.checkpoints.layout import is_dcp
 from torchtitan_lr.checkpoints.manifest import damage_of
 from torchtitan_lr.checks.job import check_job_config
-from torchtitan_lr.config.build import build_job_config, config_of_record
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.exported import (
     export_dtype,
@@ -32,8 +33,7 @@ from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, ParallelDims, dist_utils, set_default_dtype
 from torchtitan_lr.titan.components import ModelWrapper
 from torchtitan_lr.titan.specs import get_train_spec
-from torchtitan_lr.training.register import register_train_specs
-from torchtitan_lr.training.validate import batch_loss, sum_over_ranks
+from torchtitan_lr.training.validate import sum_over_ranks
 
 _SECTIONS = ("model", "low_rank", "caat", "training", "validation", "parallelism", "experimental")
 """Sections of a run's record that decide its model, its corpora and its layout."""
@@ -98,11 +98,10 @@ def build_config(
     if not (is_export(checkpoint) or is_dcp(checkpoint)):
         raise no_checkpoint(checkpoint, "no table of contents")
     kept = {name: record[name] for name in _SECTIONS if name in record}
-    config = config_of_record(kept, overrides)
+    config = build_job_config(overrides, kept)
     if config.experimental.custom_import:
         importlib.import_module(config.experimental.custom_import)
     _without_training(config, seq_len)
-    register_train_specs()
     build_model_args(config)  # refuses another package's model
     check_job_config(config, world_size, device_type, on_paper=True)
     return config
@@ -210,12 +209,11 @@ def load_on_ranks(
     loss_parallel = parallel_dims.tp_enabled and not config.parallelism.disable_loss_parallel
     context = dist_utils.get_train_context(loss_parallel)
 
-    def summed(inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
-        with context():
-            return batch_loss(parts[0], cross_entropy_sum, pipeline, inputs, labels)
-
     def total_loss(batches: Batches) -> tuple[float, int]:
-        loss, tokens = sum_over_ranks(parts, batches, summed, parallel_dims)
+        with context():
+            loss, tokens = sum_over_ranks(
+                parts, batches, cross_entropy_sum, pipeline, parallel_dims
+            )
         return loss, round(tokens)
 
     return total_loss

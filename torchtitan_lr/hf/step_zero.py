@@ -75,7 +75,7 @@ def write_weights(source: WeightSource, step_dir: Path, fingerprint: dict[str, A
         for name, shape in source.shapes.items()
     }
     step_dir.mkdir(parents=True)
-    writer = ManifestWriter(step_dir, fingerprint, finite=True)
+    writer = ManifestWriter(step_dir, fingerprint)
     writer.per_thread_copy_ahead = 0  # else DCP reads by size where there is a GPU
     writer.single_file_per_rank = False  # DCP keeps the tensors of a file until it is written
     try:

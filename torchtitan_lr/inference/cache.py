@@ -23,8 +23,8 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from torchtitan_lr.collectives import local
 from torchtitan_lr.models.linears import LowRankLinear
 
 KINDS = ("full", "latent")
@@ -124,12 +124,6 @@ class KeyValueCache:
         positions = (columns - self._padding).clamp(0, len(table) - 1)
         return table[positions]
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the allocated buffers of all blocks."""
-        buffers = (t for layer in self.layers for t in (layer.keys, layer.values))
-        return sum(t.nbytes for t in buffers if t is not None)
-
 
 @dataclass(eq=False)
 class LayerCache:
@@ -162,7 +156,7 @@ class LayerCache:
             q: Rotated queries (b, h, s, head_dim).
             k: Rotated keys (b, h_kv, s, head_dim).
             v: The last output of `up_edge`: values (b, s, h_kv · head_dim), or latents (b, s, r).
-            wv: The linear of the values.
+            wv: The linear of the values; B (h_kv · head_dim, r).
 
         Returns:
             Tensor (b, h, s, head_dim).
@@ -177,9 +171,18 @@ class LayerCache:
             # All latents are here: expanded once, they take the training kernel.
             (values,) = self._up([v], [wv])
             return self.attention(q, keys, values.unflatten(-1, (-1, k.shape[-1])).transpose(1, 2))
-        rows = wv.B.weight
-        # A rank's rows of B are those of its heads.
-        return self._mix(q, keys, stored, rows.to_local() if isinstance(rows, DTensor) else rows)
+        # In rank space; the order of products keeps the sum over tokens r wide.
+        batch, heads, new, width = q.shape
+        groups, lanes = keys.shape[1], stored.shape[1]
+        scores = q.reshape(batch, groups, -1, width) @ keys.mT * width**-0.5
+        if self.columns.mask is not None:
+            hidden = ~self.columns.mask.repeat(1, 1, heads // groups, 1)
+            scores = scores.masked_fill(hidden, float("-inf"))
+        weights = scores.softmax(-1).reshape(batch, lanes, -1, keys.shape[2])
+        mixed = (weights @ stored).reshape(batch, groups, -1, stored.shape[-1])
+        # A rank's rows of B are those of its heads, and a lane owns the heads of its rows.
+        rows = local(wv.B.weight).unflatten(0, (groups, width))  # (h_kv, head_dim, r)
+        return (mixed @ rows.mT).reshape(batch, heads, new, width)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with values, q (b, h, s, head_dim), k and v (b, h_kv, t, head_dim)."""
@@ -217,26 +220,3 @@ class LayerCache:
         self.keys[:, :, now.start : now.end] = k
         self.values[:, :, now.start : now.end] = v
         return self.keys[:, :, : now.end], self.values[:, :, : now.end]
-
-    def _mix(self, q: Tensor, k: Tensor, latents: Tensor, b: Tensor) -> Tensor:
-        """Attend in rank space; the order of products keeps the sum over tokens r wide.
-
-        Args:
-            q: Queries (b, h, s, head_dim).
-            k: Keys (b, h_kv, t, head_dim).
-            latents: Latents of the values (b, G, t, r).
-            b: B of the values (h_kv · head_dim, r); a lane owns the heads of its rows.
-
-        Returns:
-            Tensor (b, h, s, head_dim).
-        """
-        batch, heads, new, width = q.shape
-        groups, lanes = k.shape[1], latents.shape[1]
-        scores = q.reshape(batch, groups, -1, width) @ k.mT * width**-0.5
-        if self.columns.mask is not None:
-            hidden = ~self.columns.mask.repeat(1, 1, heads // groups, 1)
-            scores = scores.masked_fill(hidden, float("-inf"))
-        weights = scores.softmax(-1).reshape(batch, lanes, -1, k.shape[2])
-        mixed = (weights @ latents).reshape(batch, groups, -1, latents.shape[-1])
-        rows = b.unflatten(0, (groups, width))  # (h_kv, head_dim, r)
-        return (mixed @ rows.mT).reshape(batch, heads, new, width)

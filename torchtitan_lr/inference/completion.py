@@ -6,12 +6,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from torchtitan_lr.inference.decode import (
-    Choice,
-    Decoder,
-    Sampling,
-    max_new_tokens,
-)
+from torchtitan_lr.inference.decode import Choice, Decoder, Sampling, max_new_tokens
 from torchtitan_lr.inference.text import TextStream
 from torchtitan_lr.models.llama import LlamaModel
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.ledger.ledger import COUNTS, reading_order
+from torchtitan_lr.ledger.scopes import STEP
 
 IDENTITY = ("scope", "pass", "op", "mesh_dim", "dtype")
 """The keys that identify a row."""
@@ -15,7 +16,6 @@ def compare(
     rows: Iterable[Mapping[str, Any]],
     expected: Iterable[Traffic],
     dtypes: Mapping[str, str],
-    unknown_scopes: Iterable[str] = ("step",),
 ) -> list[dict[str, Any]]:
     """Put measured rows and formulas side by side.
 
@@ -23,11 +23,10 @@ def compare(
         rows: The ledger's rows.
         expected: The formulas' rows.
         dtypes: Name of the dtype of each `Traffic.role`.
-        unknown_scopes: Scopes without formulas.
 
     Returns:
         The ledger's rows with ``expected_calls`` and ``expected_elements``: 0 for calls that the
-        formulas do not predict, None in a scope without formulas. Calls that are predicted but
+        formulas do not predict, None in `STEP`, which has no formulas. Calls that are predicted but
         were not measured have rows with 0 calls.
     """
     found = {tuple(row[key] for key in IDENTITY): dict(row) for row in rows}
@@ -41,8 +40,7 @@ def compare(
     for identity in found.keys() | wanted.keys():
         nothing = dict(zip(IDENTITY, identity, strict=True))
         row = found.get(identity, nothing | dict.fromkeys(COUNTS, 0))
-        known = identity[0] not in unknown_scopes
-        calls, elements = wanted.get(identity, [0, 0]) if known else (None, None)
+        calls, elements = (None, None) if identity[0] == STEP else wanted.get(identity, [0, 0])
         table.append(row | {"expected_calls": calls, "expected_elements": elements})
     return sorted(table, key=reading_order)
 

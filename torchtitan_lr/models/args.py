@@ -2,7 +2,7 @@
 """What defines a model: one dataclass, checked as a whole, filled from the job's configuration."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -16,9 +16,7 @@ Activation = Literal["both", "lowrank", "reduced", "fullrank", "none"]
 LaxGate = Literal["identity", "scalar"]
 BackwardSum = Literal["float32", "activation"]
 
-ACTIVATIONS: tuple[Activation, ...] = ("both", "lowrank", "reduced", "fullrank", "none")
-LAX_GATES: tuple[LaxGate, ...] = ("identity", "scalar")
-BACKWARD_SUMS: tuple[BackwardSum, ...] = ("float32", "activation")
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 
 @dataclass
@@ -122,8 +120,8 @@ class LlamaArgs(BaseModelArgs):
         for key, value, choices in (
             ("model.name", self.family, tuple(FAMILIES)),
             ("low_rank.activation", self.activation, ACTIVATIONS),
-            ("low_rank.lax_gate", self.lax_gate, LAX_GATES),
-            ("caat.backward_sum", self.backward_sum, BACKWARD_SUMS),
+            ("low_rank.lax_gate", self.lax_gate, get_args(LaxGate)),
+            ("caat.backward_sum", self.backward_sum, get_args(BackwardSum)),
         ):
             if value not in choices:
                 raise ConfigError(key, value, "one of " + ", ".join(choices))

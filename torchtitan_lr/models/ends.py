@@ -240,9 +240,8 @@ class _LinearLoss(torch.autograd.Function):
             )
             loss += own
             if dx is not None and dweight is not None:
-                _input_gradient(errors, weight, dx[part])
+                _add_gradients(errors, counted, weight, dx[part], dweight, first=start == 0)
                 dx[part] *= valid
-                _add_weight_gradient(errors, counted, dweight, first=start == 0)
         if dx is not None and dweight is not None:
             ctx.save_for_backward(dx, dweight.to(weight.dtype))
         elif wanted:
@@ -260,8 +259,7 @@ class _LinearLoss(torch.autograd.Function):
         # The one chunk kept its errors, which are smaller than the weight's gradient.
         errors, counted, weight, valid = ctx.saved_tensors
         dx, dweight = torch.empty_like(counted), torch.empty_like(weight)
-        _input_gradient(errors, weight, dx)
-        _add_weight_gradient(errors, counted, dweight, first=True)
+        _add_gradients(errors, counted, weight, dx, dweight, first=True)
         return dx * (valid * gradient).to(dx.dtype), dweight * gradient, None, None, None
 
 
@@ -321,24 +319,22 @@ def _chunk_loss(
     return loss, logits
 
 
-def _input_gradient(errors: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Write errors · W into out (n, g, d), lane by lane."""
-    lanes = out.shape[1]
-    for lane, (part, rows) in enumerate(
-        zip(errors.chunk(lanes, 1), weight.chunk(lanes), strict=True)
-    ):
-        torch.mm(part, rows, out=out[:, lane])
+def _add_gradients(
+    errors: Tensor, x: Tensor, weight: Tensor, dx: Tensor, dweight: Tensor, first: bool
+) -> None:
+    """Write errors · W into dx (n, g, d), and add errorsᵀ · x to dweight (V/T, d), lane by lane.
 
-
-def _add_weight_gradient(errors: Tensor, x: Tensor, out: Tensor, first: bool) -> None:
-    """Add errorsᵀ · x to out (V/T, d), lane by lane; the first chunk overwrites it."""
+    The first chunk overwrites ``dweight``.
+    """
     lanes = x.shape[1]
-    for lane, (part, rows) in enumerate(zip(errors.chunk(lanes, 1), out.chunk(lanes), strict=True)):
-        if part.dtype == rows.dtype:
-            rows.addmm_(part.t(), x[:, lane], beta=0 if first else 1)
+    parts = zip(errors.chunk(lanes, 1), weight.chunk(lanes), dweight.chunk(lanes), strict=True)
+    for lane, (part, rows, drows) in enumerate(parts):
+        torch.mm(part, rows, out=dx[:, lane])
+        if part.dtype == drows.dtype:
+            drows.addmm_(part.t(), x[:, lane], beta=0 if first else 1)
         else:  # half precision: the sum over the chunks is rounded once
             product = part.t() @ x[:, lane]
-            rows.copy_(product) if first else rows.add_(product)
+            drows.copy_(product) if first else drows.add_(product)
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:

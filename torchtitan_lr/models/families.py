@@ -162,10 +162,6 @@ class ModelFamily:
         names += ["lax_gate"] if self.gated else []
         return {f"low_rank.{name}": getattr(args, name) for name in names}
 
-    def is_llama(self, args: "LlamaArgs") -> bool:
-        """Return whether a model without private channels of lanes equals a full-rank LLaMA."""
-        return not self.low_rank or (self.factorises and args.activation == "fullrank")
-
 
 FAMILIES: dict[str, ModelFamily] = {
     family.name: family

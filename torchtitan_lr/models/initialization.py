@@ -11,11 +11,10 @@ weights, without communication.
 import hashlib
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from torchtitan_lr.compat.autograd import clean_name
-from torchtitan_lr.compat.dtensor import local_slice
+from torchtitan_lr.compat.dtensor import local_part, own_part
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.linears import LowRankLinear
 
@@ -24,8 +23,9 @@ DENSE_STD = 0.02
 does not say how its full-rank baselines start."""
 
 
+@torch.no_grad()
 def init_parameters(model: nn.Module, args: LlamaArgs) -> None:
-    """Draw every parameter of a model or of a part of one.
+    """Draw every parameter of a model or of a part of one, in fp32 on its device.
 
     Both factors of a low-rank linear have the standard deviation r^(-1/4) · (d_in + d_out)^(-1/4):
     an entry of BA is a sum of r products, so that its own is √r · std² = (d_in + d_out)^(-1/2),
@@ -51,45 +51,15 @@ def init_parameters(model: nn.Module, args: LlamaArgs) -> None:
     for fqn, parameter in model.named_parameters():
         if fqn not in stds:
             raise RuntimeError(f"no initialization is defined for parameter {fqn}")
-        name, private = clean_name(fqn), slice(0, 0)
+        name, deviation, part = clean_name(fqn), stds[fqn], local_part(parameter)
+        if deviation is None:
+            part.fill_(1.0)
+            continue
+        # No draw of a shard: on a CPU mesh torch gives every shard the same values.
+        digest = hashlib.sha256(f"{args.init_seed}:{name}".encode()).digest()
+        generator = torch.Generator(part.device).manual_seed(int.from_bytes(digest[:7], "big"))
+        full = torch.empty(parameter.shape, dtype=torch.float32, device=part.device)
+        full.normal_(0.0, deviation, generator=generator)
         if args.lanes > 1 and name.endswith(ends):
-            private = slice(args.shared_channels(parameter.shape[0]), parameter.shape[0])
-        draw_parameter(parameter, name, stds[fqn], args.init_seed, private, args.lanes**0.5)
-
-
-@torch.no_grad()
-def draw_parameter(
-    parameter: Tensor,
-    fqn: str,
-    std: float | None,
-    seed: int,
-    larger: slice = slice(0, 0),
-    factor: float = 1.0,
-) -> None:
-    """Fill one parameter in place with its slice of a full draw.
-
-    Args:
-        parameter: Plain tensor or DTensor, in any dtype; drawn in fp32 on its device.
-        fqn: Its full name, which selects the random stream.
-        std: Standard deviation of the normal distribution around 0, or None for ones.
-        seed: Seed, together with the name.
-        larger: Rows that are drawn larger.
-        factor: By how much.
-    """
-    # No draw of a shard: on a CPU mesh torch gives every shard the same values.
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    if std is None:
-        local.fill_(1.0)
-        return
-    digest = hashlib.sha256(f"{seed}:{fqn}".encode()).digest()
-    generator = torch.Generator(local.device).manual_seed(int.from_bytes(digest[:7], "big"))
-    full = torch.empty(parameter.shape, dtype=torch.float32, device=local.device)
-    full.normal_(0.0, std, generator=generator)
-    full[larger] *= factor
-    if isinstance(parameter, DTensor):
-        coordinate = parameter.device_mesh.get_coordinate()
-        if coordinate is None:  # this rank holds nothing of the parameter
-            return
-        mesh_shape = tuple(parameter.device_mesh.shape)
-        full = local_slice(full, mesh_shape, coordinate, parameter.placements)
-    local.copy_(full)
+            full[args.shared_channels(len(full)) :] *= args.lanes**0.5
+        part.copy_(own_part(parameter, full, {0: 0, 1: 1}))

@@ -27,14 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lr.collectives import (
-    SINGLE,
-    Edge,
-    Ranks,
-    local,
-    reduce,
-    save,
-)
+from torchtitan_lr.collectives import SINGLE, Edge, Ranks, local, reduce, save
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.linears import ColumnEdge, DownEdge, LowRankLinear, RowEdge, UpEdge
 from torchtitan_lr.models.norms import down_products, norm_numbers, normalize, sync_norm

@@ -19,12 +19,7 @@ from torchtitan_lr.models.ends import EmbedEdge, HeadEdge, OutputProjection, Tok
 from torchtitan_lr.models.initialization import init_parameters
 from torchtitan_lr.models.lanes import edges_of
 from torchtitan_lr.models.linears import DownEdge, Gated, UpEdge
-from torchtitan_lr.titan.base import (
-    BlockMask,
-    ModelProtocol,
-    create_attention_mask,
-    flex_attention,
-)
+from torchtitan_lr.titan.base import BlockMask, ModelProtocol, create_attention_mask, flex_attention
 from torchtitan_lr.titan.specs import RoPEScalingArgs
 
 if TYPE_CHECKING:
@@ -158,48 +153,23 @@ class Attention(Sublayer):
         qkv, o = [self.wq, self.wk, self.wv], [self.wo]
         previous, previous_o = carried and carried[:3], carried and carried[3:]
         (q, k, v), latents = self.apply_group("qkv", x, qkv, norm, previous, cache)
-        x = self.attend(q, k, v, table, cache, mask)
+        q, k = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k))  # (b, s, h, head_dim)
+        q, k = (apply_rope(t, table).transpose(1, 2) for t in (q, k))  # (b, h, s, head_dim)
+        grouped = q.shape[1] != k.shape[1]
+        if cache is not None:
+            x = cache.attend(q, k, v, self.wv)  # the values as the cache needs them
+        else:
+            v = v.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            if isinstance(mask, BlockMask):
+                x = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
+            else:
+                # Called directly, so that a caller's ``sdpa_kernel`` context chooses the kernel.
+                x = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+                )
+        x = x.transpose(1, 2).flatten(2)  # (b, s, h · head_dim)
         (out,), latents_o = self.apply_group("o", x, o, None, previous_o)
         return out, (*latents, *latents_o)
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        table: Tensor,
-        cache: "LayerCache | None" = None,
-        mask: Mask | None = None,
-    ) -> Tensor:
-        """Rotate queries and keys, and compute causal attention.
-
-        Args:
-            q: Queries (b, s, h · head_dim), for any number h of heads.
-            k: Keys (b, s, h_kv · head_dim).
-            v: Values (b, s, h_kv · head_dim); a cache may need them in another form.
-            table: As in `forward`.
-            cache: As in `forward`.
-            mask: As in `forward`.
-
-        Returns:
-            Tensor (b, s, h · head_dim).
-        """
-        if cache is not None:
-            q, k = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k))
-            q, k = (apply_rope(t, table).transpose(1, 2) for t in (q, k))
-            return cache.attend(q, k, v, self.wv).transpose(1, 2).flatten(2)
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # (b, s, h, head_dim)
-        q, k = apply_rope(q, table), apply_rope(k, table)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (b, h, s, head_dim)
-        grouped = q.shape[1] != k.shape[1]
-        if isinstance(mask, BlockMask):
-            out = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
-            return out.transpose(1, 2).flatten(2)
-        # Called directly, so that a caller's ``sdpa_kernel`` context chooses the kernel.
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-        )
-        return out.transpose(1, 2).flatten(2)
 
 
 class FeedForward(Sublayer):

@@ -32,7 +32,8 @@ class LlamaStateDictAdapter(Llama3StateDictAdapter):
         """Whether the model equals, exactly, a LLaMA that Hugging Face's code can run."""
         args = self.llama_args
         private_channels = args.lanes > 1 and args.sync_fraction < 1
-        return not private_channels and args.model_family.is_llama(args)
+        merges = args.model_family.factorises and args.activation == "fullrank"
+        return not private_channels and (merges or not args.low_rank)
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Convert our weights.

@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -76,11 +77,9 @@ class StoredGradients:
     def prepare(self, last: bool = True) -> None:
         """Do nothing: FSDP or DDP has its own hooks, and autograd accumulates."""
 
-    # Of a rejected step the fused Adam counts nothing on the host either.
-    accumulate = undo_step_counters = prepare
-
-    def repair_drift(self) -> None:
-        """Do nothing: replicas compute nothing apart."""
+    # Of a rejected step the fused Adam counts nothing on the host either, and replicas compute
+    # nothing apart.
+    accumulate = undo_step_counters = repair_drift = prepare
 
     @torch.no_grad()
     def reduce_and_square_norm(self) -> Tensor:
@@ -111,8 +110,11 @@ class StoredGradients:
             torch._foreach_mul_(shards, coefficient.to(shards[0]))
 
     def nonfinite(self) -> str | None:
-        """Name the first parameter with a gradient that is not finite on this rank."""
-        return nonfinite_gradient(self.model_parts)
+        """Return the first parameter whose gradient is not finite on this rank, or None."""
+        named = chain.from_iterable(part.named_parameters() for part in self.model_parts)
+        gradients = ((name, p.grad) for name, p in named if p.grad is not None)
+        bad = (name for name, g in gradients if not torch.isfinite(local_part(g)).all())
+        return next(bad, None)
 
     def _gradients(self) -> list[Tensor]:
         parameters = (p for part in self.model_parts for p in part.parameters())
@@ -146,16 +148,6 @@ def clip_factor(max_norm: float, norm: Tensor) -> Tensor:
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     # `torch.where` would copy the number 1 to the device.
     return factor.masked_fill(~norm.isfinite(), 1.0)
-
-
-def nonfinite_gradient(model_parts: Iterable[nn.Module]) -> str | None:
-    """Return the name of the first parameter with a non-finite gradient on this rank, or None."""
-    for part in model_parts:
-        for name, parameter in part.named_parameters():
-            gradient = parameter.grad
-            if gradient is not None and not torch.isfinite(local_part(gradient)).all():
-                return name
-    return None
 
 
 def finite_weights(model_parts: Iterable[nn.Module]) -> bool:

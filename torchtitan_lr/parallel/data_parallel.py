@@ -8,18 +8,12 @@ An optimizer that reduces over the replicas itself (TSR-Adam) gets gradients sum
 only: FSDP2 wraps the model with the shard mesh, which has size 1 under pure replication.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from torchtitan_lr.compat.fsdp import ReplicateModule, replicate
 from torchtitan_lr.compression.fsdp import COMPRESSORS, apply_gradient_compression
@@ -50,31 +44,31 @@ def apply_data_parallel(
     # FSDP2 must not sum over the replicas if an optimizer or a compressor does.
     owned = job_config.optimizer.name == TSR and parallel_dims.dp_replicate_enabled
     compresses = job_config.grad_compression.codec != "none"
+    # Unlike upstream, the norm and the head are not one unit. A tensor-parallel head does not call
+    # the norm as a module, so the unit's forward would not finish and its weights would be stale.
+    parts = [model.tok_embeddings, *model.get_submodule("layers").children(), model.output]
+    units = [cast(nn.Module, part) for part in parts if part is not None]
     if parallel_dims.fsdp_enabled or owned:
         names = ["fsdp"]
         if parallel_dims.dp_replicate_enabled and not (owned or compresses):
             names = ["dp_replicate", "fsdp"]
         mesh = mesh_of(parallel_dims, "fsdp") if owned else parallel_dims.get_mesh(names)
-        offload = {}
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
         if training.enable_cpu_offload:
-            offload["offload_policy"] = CPUOffloadPolicy()
-        shard = partial(fully_shard, mesh=mesh, mp_policy=policy, **offload)
+            options["offload_policy"] = CPUOffloadPolicy()
         # On a mesh of size 1 nothing is sharded: a second all-gather would only copy.
         reshard = mesh.size() > 1 and reshard_after_forward(job_config, parallel_dims.pp_enabled)
         # Backward needs the head first: resharding it after forward would only cause another
         # all-gather.
         always = job_config.parallelism.fsdp_reshard_after_forward == "always"
-        _apply_by_block(
-            model,
-            partial(shard, reshard_after_forward=reshard),
-            partial(shard, reshard_after_forward=always),
-        )
+        for unit in (*units, model):
+            reshards = always if unit is model.output else reshard
+            fully_shard(unit, reshard_after_forward=reshards, **options)
         if parallel_dims.fsdp_enabled:
             # FSDP2 alone starts a unit's gather when its forward begins. It then runs beside the
             # unit before only as far as the host is ahead of the device, which it is not where
             # kernels are small. As without this, a rank holds the gathered weights of two units.
-            parts = [model.tok_embeddings, *model.get_submodule("layers").children(), model.output]
-            for unit, following in pairwise(part for part in parts if part is not None):
+            for unit, following in pairwise(units):
                 next_units = [cast(FSDPModule, following)]
                 cast(FSDPModule, unit).set_modules_to_forward_prefetch(next_units)
         kind = "HSDP" if len(names) == 2 else "FSDP"
@@ -85,8 +79,8 @@ def apply_data_parallel(
         # Not torchtitan's DDP path: it averages gradients of a loss that is already divided, which
         # are then too small by a factor of the number of replicas.
         mesh = mesh_of(parallel_dims, "dp_replicate")
-        wrap = partial(replicate, mesh=mesh, mp_policy=policy)
-        _apply_by_block(model, wrap, wrap)
+        for unit in (*units, model):
+            replicate(unit, mesh=mesh, mp_policy=policy)
         logger.info("Applied replication over %d ranks to the model", mesh.size())
     sum_gradients(model)
     if compresses and parallel_dims.fsdp_enabled:
@@ -141,18 +135,3 @@ def synchronize_gradients(model_parts: Sequence[nn.Module], enabled: bool) -> No
 def fsdp_modules(model_parts: Iterable[nn.Module]) -> list[FSDPModule]:
     """Return every FSDP2-managed module, replicated ones included."""
     return [m for part in model_parts for m in part.modules() if isinstance(m, FSDPModule)]
-
-
-def _apply_by_block(
-    model: nn.Module, wrap: Callable[..., object], wrap_last: Callable[..., object]
-) -> None:
-    """Wrap the embedding, each block, the head, and the root, which holds the final norm."""
-    # Unlike upstream, the norm and the head are not one unit. A tensor-parallel head does not call
-    # the norm as a module, so the unit's forward would not finish and its weights would be stale.
-    if model.tok_embeddings is not None:
-        wrap(model.tok_embeddings)
-    for block in model.get_submodule("layers").children():
-        wrap(block)
-    if model.output is not None:
-        wrap_last(model.output)
-    wrap(model)

@@ -295,12 +295,13 @@ def pipeline_llama(
     seq_len = job_config.training.seq_len
     indices: list[int] = []
 
-    def build(part: nn.Module, index: int) -> Stage:
+    # torchtitan passes number, device and group of the stages too: those that `pipeline` has.
+    def build(part: nn.Module, index: int, stages: int, device: torch.device, group: Any) -> Stage:
         indices.append(index)
         return pipeline.build_stage(part, index, size, seq_len)
 
     boundaries = stage_boundaries(job_config, args, seq_len)
-    with stages_built_by(build, len(boundaries) + 1, device, group):
+    with stages_built_by(build):
         schedule, model_parts, has_first, has_last = pipeline_llm(
             model, parallel_dims, job_config, device, model_args, parallelize_fn, pipeline.loss
         )

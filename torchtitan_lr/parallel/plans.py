@@ -26,12 +26,7 @@ from torchtitan_lr.config.schema import TP_PLANS
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.ends import EmbedEdge, HeadEdge, Stream
-from torchtitan_lr.models.lanes import (
-    LaneColumnEdge,
-    LaneRowEdge,
-    LatentDownEdge,
-    LatentUpEdge,
-)
+from torchtitan_lr.models.lanes import LaneColumnEdge, LaneRowEdge, LatentDownEdge, LatentUpEdge
 from torchtitan_lr.models.linears import ColumnEdge, DownEdge, MixEdge, RowEdge, UpEdge
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig
@@ -150,7 +145,6 @@ class Plan:
         split: The plan.
         low_rank: Whether it splits factorised linears, or dense ones.
         lanes: Whether it is for models with CAAT-Net's lanes.
-        experimental: Whether it must be named: ``auto`` never chooses it.
         factors: Placements of A and B, for factorised linears.
         shards_stream: Whether a rank holds d/T features of the residual stream and sends them to
             the next stage. The norms' weights in the blocks are sharded in the same way.
@@ -162,7 +156,6 @@ class Plan:
     split: Callable[[LlamaArgs, TPSettings], Splits]
     low_rank: bool = True
     lanes: bool = False
-    experimental: bool = False
     factors: tuple[Shard, Shard] = (Shard(1), Shard(0))
     shards_stream: bool = False
     shards_latents: bool = False
@@ -190,17 +183,11 @@ PLANS = {
     "btp": Plan(btp, shards_stream=True, choices={"grouping", "norm", "norm_stat", "comm", "head"}),
     "vanilla": Plan(vanilla, factors=_COLUMN_ROW, shards_latents=True, choices={"grouping"}),
     "vanilla_replicated": Plan(
-        vanilla,
-        factors=_COLUMN_ROW,
-        shards_latents=True,
-        shards_heads=False,
-        choices={"grouping"},
+        vanilla, factors=_COLUMN_ROW, shards_latents=True, shards_heads=False, choices={"grouping"}
     ),
     "megatron": Plan(megatron, low_rank=False, choices={"comm"}),
     "caat": Plan(caat, low_rank=False, lanes=True),
-    "btp_caat": Plan(
-        btp_caat, lanes=True, experimental=True, shards_stream=True, choices={"grouping"}
-    ),
+    "btp_caat": Plan(btp_caat, lanes=True, shards_stream=True, choices={"grouping"}),
 }
 """Plans by name, those of `config.schema.BUILT_IN_PLANS`; `register_plan` adds others."""
 
@@ -442,11 +429,9 @@ def _check_plan(settings: TPSettings, args: LlamaArgs) -> None:
     if name not in fitting:
         want = f"one of auto, {', '.join(fitting)} for llama_{args.family}"
         if lanes:
-            what = " or ".join(
-                f"{key} (experimental), which auto does not choose" if plan.experimental else key
-                for key, plan in fitting.items()
-            )
-            want = f"{what}, for llama_{args.family} with caat.lanes = {args.lanes}"
+            note = " (experimental), which auto does not choose" if args.low_rank else ""
+            want = f"{' or '.join(fitting)}{note}, for llama_{args.family} "
+            want += f"with caat.lanes = {args.lanes}"
         elif PLANS[name].lanes:
             want = f"another plan, or caat.lanes of more than {args.lanes}"
         raise ConfigError("parallelism.tp_plan", name, want)

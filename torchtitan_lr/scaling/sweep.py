@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from torchtitan_lr.checkpoints.layout import write_text
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.launch.folder_lock import lock_file
@@ -288,10 +289,8 @@ class Sweep:
         point.row["status"] = status
         path = self.work / point.name / POINT_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(".tmp")
         record = {"arguments": [point.config, *point.arguments], "row": point.row}
-        scratch.write_text(json.dumps(record, indent=1) + "\n")
-        scratch.replace(path)
+        write_text(path, json.dumps(record, indent=1) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the table: ``status``, the settings, ``parameters``, ``steps`` and `RESULTS`."""

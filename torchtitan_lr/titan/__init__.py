@@ -18,8 +18,6 @@ changes, and ``tests/unit/titan`` and ``tests/unit/compat`` test them.
 import logging
 import os
 
-__all__ = ["IGNORE_INDEX", "logger"]
-
 # torchtitan imports torchft where it is installed. From then on its compiled part writes several
 # lines per request of a replica; it reads this variable of Rust's loggers once.
 os.environ.setdefault("RUST_LOG", "warn")

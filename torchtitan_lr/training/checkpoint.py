@@ -59,13 +59,12 @@ class CheckpointManager(TitanCheckpointHooks):
     Attributes:
         fingerprint: Fingerprint of the model and its tokenizer; saved with it and compared on
             loading, unless it is empty.
-        waited: Seconds that the last step waited for the copy of a background save.
         before_save: Called before each save; an exception prevents it.
     """
 
+    async_mode: AsyncMode
     stager: Any
     _last_saved: str | None = None
-    _verified: str | None = None
 
     def __init__(self, *, checkpoint_config: Any, **parts: Any) -> None:
         self.fingerprint: dict[str, Any] = {}
@@ -75,10 +74,13 @@ class CheckpointManager(TitanCheckpointHooks):
         self._first = not dist.is_initialized() or dist.get_rank() == 0
         # Deletes what was renamed: the other ranks wait only for its renaming.
         self._deletions = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deletions")
-        self.waited = 0.0
         self.before_save: Callable[[], None] = lambda: None
         super().__init__(checkpoint_config=checkpoint_config, **parts)
         self.enable_staging = self.enable and self.async_mode != AsyncMode.DISABLED
+        if self.enable and self.async_mode == AsyncMode.ASYNC:
+            # In its other mode upstream waits for what a stager copies, and takes any stager.
+            self.async_mode = AsyncMode.ASYNC_WITH_PINNED_MEM
+            self.stager = BackgroundStager()  # type: ignore[abstract]  # torch's has a body
 
     def close(self) -> None:
         """Stop upstream's threads and wait for pending deletions."""
@@ -89,7 +91,6 @@ class CheckpointManager(TitanCheckpointHooks):
         """Save if the step is due, and purge after the last step too, which upstream does not."""
         started = time.perf_counter()
         due = self.is_due(curr_step, last_step)
-        self.waited = 0.0
         super().save(curr_step, last_step)
         if due:
             in_background = self.async_mode != AsyncMode.DISABLED and not last_step
@@ -108,9 +109,8 @@ class CheckpointManager(TitanCheckpointHooks):
             return
         started = time.perf_counter()
         super().maybe_wait_for_staging()
-        self.waited = time.perf_counter() - started
-        if self.waited >= _LONG:
-            console.info("%s: a step waited %.1f s for its copy", self._last_saved, self.waited)
+        if (waited := time.perf_counter() - started) >= _LONG:
+            console.info("%s: a step waited %.1f s for its copy", self._last_saved, waited)
 
     @torch.no_grad()
     def dcp_save(
@@ -134,41 +134,29 @@ class CheckpointManager(TitanCheckpointHooks):
             return None
         weights = self.states[MODEL].state_dict() if MODEL in self.states else ()
         writer = ManifestWriter(checkpoint_id, self.fingerprint, weights=weights)
-        result: Future[Any] | AsyncSaveResponse | None = None
         if async_mode == AsyncMode.DISABLED:
             dcp.save(state_dict, storage_writer=writer, planner=_Planner())
-        else:
-            os.makedirs(writer.path, exist_ok=True)  # `_purge_stale_checkpoints` counts it
-            way = AsyncCheckpointerType.THREAD
-            if async_mode == AsyncMode.ASYNC:
-                self.stager = self.stager or BackgroundStager()
-            else:
-                # torch's stager, whose pinned memory a process can share, does not wait for the
-                # step itself.
-                torch.accelerator.current_stream().synchronize()
-                way = AsyncCheckpointerType.PROCESS
-            result = dcp.async_save(
-                state_dict,
-                storage_writer=writer,
-                planner=_Planner(),
-                process_group=self.pg,
-                async_checkpointer_type=way,
-                async_stager=self.stager,
-            )
-            if async_mode == AsyncMode.ASYNC:
-                assert isinstance(result, AsyncSaveResponse)
-                self.staging_future, self.staging = result.staging_completion, True
-                result = result.upload_completion
-        if enable_garbage_collection:
-            GarbageCollection.collect("GC collection invoked by checkpointer.")
-        return result
+            if enable_garbage_collection:
+                GarbageCollection.collect("GC collection invoked by checkpointer.")
+            return None
+        os.makedirs(writer.path, exist_ok=True)  # `_purge_stale_checkpoints` counts it
+        way = AsyncCheckpointerType.THREAD
+        if not isinstance(self.stager, BackgroundStager):
+            # torch's stager, whose pinned memory a process can share, does not wait for the step
+            # itself.
+            torch.accelerator.current_stream().synchronize()
+            way = AsyncCheckpointerType.PROCESS
+        return dcp.async_save(
+            state_dict,
+            storage_writer=writer,
+            planner=_Planner(),
+            process_group=self.pg,
+            async_checkpointer_type=way,
+            async_stager=self.stager,
+        )
 
     def dcp_load(
-        self,
-        state_dict: dict[str, Any],
-        checkpoint_id: str,
-        from_hf: bool,
-        from_quantized: bool,
+        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
         """Load a verified checkpoint; arguments as for upstream's method.
 
@@ -181,12 +169,14 @@ class CheckpointManager(TitanCheckpointHooks):
             if has_manifest and (damage := damage_of(checkpoint_id)):
                 raise _damaged(checkpoint_id, damage, None)
             return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+        initial = checkpoint_id == self.initial_load_path
         try:
-            if checkpoint_id != self._verified and (damage := damage_of(checkpoint_id)):
+            # `load` has verified the others.
+            if initial and (damage := damage_of(checkpoint_id)):
                 raise _damaged(checkpoint_id, damage, newest_whole_before(checkpoint_id))
             manifest = read_once(read_manifest, checkpoint_id)
             if manifest is not None:
-                may_differ = self._other_model and checkpoint_id == self.initial_load_path
+                may_differ = self._other_model and initial
                 check_fingerprint(manifest.model, self.fingerprint, checkpoint_id, may_differ)
             metadata = read_once(safe_metadata.read_metadata, checkpoint_id)
             has_data = state_dict.get(DATALOADER) is not None
@@ -234,7 +224,6 @@ class CheckpointManager(TitanCheckpointHooks):
                 if self._first:
                     logger.warning("%s is damaged (%s): resuming from %s", folder, damage, older)
                 step = int(older.rpartition("-")[2])
-            self._verified = self.checkpoint_folder(step)
         parent: str = self.folder
         try:
             # Upstream uses ``initial_load_path`` only if there is no folder.

@@ -26,7 +26,7 @@ from torch import Tensor
 from torchtitan_lr.checkpoints.manifest import first_found, from_first_rank
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader
-from torchtitan_lr.errors import ConfigError, RunFailedError
+from torchtitan_lr.errors import ConfigError, RunFailedError, require
 from torchtitan_lr.optim.step import HostCopy
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.titan.components import DataloaderExhaustedError
@@ -49,22 +49,17 @@ class StepData:
     Attributes:
         microbatches: ``({"input": (b, s)}, labels (b, s))`` each, on the CPU.
         tokens: Valid tokens in them.
+        counts: What is summed over ranks: valid tokens, read failures, ends of data.
         global_tokens: Valid tokens of all ranks' micro-batches; NaN until they are summed.
         problem: Why the step cannot be computed; once summed, the same text on all ranks. None if
             it can.
-        ended: Whether there were no more data.
     """
 
     microbatches: list[Batch]
     tokens: int
+    counts: tuple[float, ...]
     global_tokens: float = math.nan
     problem: str | None = None
-    ended: bool = False
-
-    @property
-    def counts(self) -> tuple[float, float, float]:
-        """What is summed over ranks: valid tokens, read failures, ends of data."""
-        return float(self.tokens), float(self.problem is not None), float(self.ended)
 
 
 class StepReader:
@@ -92,11 +87,6 @@ class StepReader:
         self.sums: tuple[float, ...] = ()
         self._labels = 0  # of all ranks in the last step
 
-    def read_ahead(self, data_iterator: Iterator[Batch], count: int) -> tuple[float, ...]:
-        """Read the next step's micro-batches; return this rank's counts, for the verdict."""
-        self._ahead = self._read(data_iterator, count)
-        return self._ahead.counts
-
     def take(self, data_iterator: Iterator[Batch], count: int) -> StepData:
         """Return a step's data: those that were read ahead, or else read here, with an own sum.
 
@@ -105,14 +95,15 @@ class StepReader:
         Raises:
             DataloaderExhaustedError: A rank has no more data; on all of them.
         """
-        (data, self._ahead), (sums, self.sums) = (self._ahead, None), (self.sums, ())
+        data, sums = self._ahead, self.sums
         if data is None or not sums or sums[2]:
-            data = self._read(data_iterator, count)
+            data = self.read_ahead(data_iterator, count)
             sums = data.counts
             if dist.get_world_size() > 1:
                 numbers = torch.tensor(sums, dtype=torch.float64, device=self._device)
                 dist.all_reduce(numbers)
                 sums = tuple(numbers.tolist())
+        self._ahead, self.sums = None, ()
         tokens, failed, ended = sums
         if ended:
             raise DataloaderExhaustedError
@@ -124,20 +115,24 @@ class StepReader:
         self._labels, data.global_tokens = int(tokens) // self._copies, tokens / self._copies
         return data
 
-    def _read(self, data_iterator: Iterator[Batch], count: int) -> StepData:
-        data = StepData([], 0)
+    def read_ahead(self, data_iterator: Iterator[Batch], count: int) -> StepData:
+        """Read the next step's micro-batches; the verdict sums their counts."""
+        microbatches: list[Batch] = []
+        problem, ended = None, False
         try:
             for _ in range(count):
                 start = time.perf_counter()
-                data.microbatches.append(next(data_iterator))
+                microbatches.append(next(data_iterator))
                 self._seconds.append(time.perf_counter() - start)
         except StopIteration:
-            data.ended = True
+            ended = True
         except (ConfigError, RuntimeError) as error:  # a worker process raises the latter
-            data.problem = str(error)
-        arrays = (labels.numpy() for _, labels in data.microbatches)
-        data.tokens = sum(int((labels != IGNORE_INDEX).sum()) for labels in arrays)
-        return data
+            problem = str(error)
+        arrays = (labels.numpy() for _, labels in microbatches)
+        tokens = sum(int((labels != IGNORE_INDEX).sum()) for labels in arrays)
+        counts = tokens, problem is not None, ended
+        self._ahead = StepData(microbatches, tokens, counts, problem=problem)
+        return self._ahead
 
     def metrics(self) -> dict[str, float]:
         """Return the shares of a mixture, and the number of labels in pairs."""
@@ -176,6 +171,8 @@ class StopSignal:
 class Findings:
     """What the host reads of a `Verdict`, equal on all ranks but for ``loss_is_finite``."""
 
+    rejected: bool
+    """Whether the optimizer step was skipped."""
     norm: float
     """The norm of the full gradient."""
     bad_losses: int
@@ -187,11 +184,6 @@ class Findings:
     counts: tuple[float, ...] = ()
     """The sums of the counts of what was read ahead."""
 
-    @property
-    def rejected(self) -> bool:
-        """Whether the optimizer step was skipped."""
-        return self.bad_losses > 0 or not math.isfinite(self.norm)
-
 
 class Verdict:
     """What all ranks agree on for one step, on the device.
@@ -200,7 +192,7 @@ class Verdict:
         loss: This rank's loss of the step, a scalar on the process group's device.
         share: This rank's share of the squared gradient norm, a scalar.
         stop: Whether this rank received a stop signal.
-        counts: Numbers of this rank to sum as well: those of `StepReader.read_ahead`.
+        counts: Numbers of this rank to sum as well: those of what was read ahead.
 
     Attributes:
         norm: The norm of the full gradient, an fp64 scalar, equal on all ranks.
@@ -219,13 +211,14 @@ class Verdict:
         square, losses = sums[:2].unbind()
         self.norm = square.sqrt()
         self.rejected = ((losses > 0) | ~self.norm.isfinite()).float()
-        self._numbers = HostCopy(torch.cat([sums, bad.view(1)]))
+        own = torch.stack([bad, self.rejected.double()])
+        self._numbers = HostCopy(torch.cat([sums, own]))
 
     def read(self) -> Findings:
         """Return the verdict on the host; waits for the all-reduce, not for the optimizer."""
-        square, losses, stops, *counts, bad = self._numbers.read()
+        square, losses, stops, *counts, bad, rejected = self._numbers.read()
         norm = math.sqrt(square) if square >= 0 else math.nan
-        return Findings(norm, int(losses), stops > 0, not bad, tuple(counts))
+        return Findings(rejected > 0, norm, int(losses), stops > 0, not bad, tuple(counts))
 
 
 def first_rank_with(found: str | None) -> str | None:
@@ -245,7 +238,7 @@ def check_same_data(identity: str) -> None:
     Raises:
         ConfigError: A rank reads other tokens; on every rank.
     """
-    expected = from_first_rank(identity)
-    if (first := first_found(None if identity == expected else identity)) is not None:
-        want = f"the same tokens on all machines; rank 0 has {expected}, rank {first[0]} this"
-        raise ConfigError("training.dataset", first[1], want)
+    first = from_first_rank(identity)
+    other = first_rank_with(None if identity == first else identity)
+    want = f"the same tokens on all machines; rank 0 has {first}"
+    require(other is None, "training.dataset", other, want)

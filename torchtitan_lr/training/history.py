@@ -57,9 +57,8 @@ def build_summary(
         of training is the mean of the steps since the last record but one),
         ``tokens_per_s`` (all ranks together, the median over logged windows without the first),
         ``mfu`` (percent; None if the device's peak is unknown), ``peak_memory_gib`` (of the largest
-        rank), ``checkpoint`` (the newest one's folder) and ``curve`` (filled in by
-        `write_summary`); of a mixture also ``data_share/<name>``, the share of each corpus in what
-        was read.
+        rank), ``checkpoint`` (the newest one's folder) and ``curve`` (filled in by the trainer); of
+        a mixture also ``data_share/<name>``, the share of each corpus in what was read.
     """
     # Imported late: the launcher reads a summary without torch.
     from torchtitan_lr.models.ends import perplexity
@@ -91,20 +90,6 @@ def build_summary(
         "curve": None,
         **{name: share for name, share in last.items() if "data_share/" in name},
     }
-
-
-def write_summary(
-    summary: dict[str, Any], history: list[dict[str, Any]], dump_folder: Path, title: str = ""
-) -> Path:
-    """Write a `build_summary` and the curve into the dump folder; return the former's file."""
-    curve = dump_folder / CURVE_FILE
-    draw_curve(history, curve, title)
-    path = dump_folder / SUMMARY_FILE
-    # By a rename, so that no reader finds half of a summary.
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps(summary | {"curve": str(curve)}, indent=2) + "\n")
-    scratch.replace(path)
-    return path
 
 
 def draw_curve(history: list[dict[str, Any]], path: Path, title: str = "") -> Any:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchtitan_lr.checkpoints.layout import write_text
 from torchtitan_lr.checkpoints.run_record import global_batch_size
 from torchtitan_lr.console.log import Pace, console, step_line, validation_line
 from torchtitan_lr.models.args import LlamaArgs
@@ -42,14 +43,6 @@ from torchtitan_lr.training.history import HISTORY_FILE, SUMMARY_FILE, read_hist
 
 WANDB_ID_FILE = "wandb_run_id"
 """In the dump folder: the id of the run's wandb run."""
-
-_WANDB_VARIABLES = {
-    "WANDB_PROJECT": "wandb_project",
-    "WANDB_RUN_NAME": "wandb_run_name",
-    "WANDB_RUN_GROUP": "wandb_group",
-}
-
-_PACKAGES = ("torchtitan_lr", "torchtitan", "torch")
 
 
 @dataclass
@@ -99,31 +92,43 @@ class RunTensorBoard(TensorBoardLogger):
 
 
 class RunWandb(WandBLogger):
-    """torchtitan's wandb, online or into files (``metrics.wandb_mode``).
+    """torchtitan's wandb, online or into files, as ``[metrics] wandb_*`` says.
 
-    A run that starts ``after`` step 0 continues its wandb run, whose id is in the dump folder.
+    wandb's environment variables take precedence over these keys. Mode ``auto`` is offline if no
+    credentials are found, so that a run never waits for a log-in. A run that starts ``after`` step
+    0 continues its wandb run, whose id is in the dump folder.
     """
 
     exit_status = 0
 
-    def __init__(self, dump_folder: Path, after: int, config: dict[str, Any]) -> None:
+    def __init__(self, dump_folder: Path, after: int, config: dict[str, Any], metrics: Any) -> None:
+        given = os.environ.get
+        # Its own lines and warnings; the run's address is on the console.
+        os.environ.setdefault("WANDB_SILENT", "true")
         import wandb  # imported late: few runs use it
 
         # Not upstream's constructor: it cannot resume a run.
         self.wandb, self.tag = wandb, None
+        mode: Any = given("WANDB_MODE") or metrics.wandb_mode
+        if mode == "auto":
+            netrc = Path(given("NETRC", "~/.netrc")).expanduser()
+            known = netrc.is_file() and "wandb" in netrc.read_text()
+            mode = "online" if known or given("WANDB_API_KEY") else "offline"
         kept = dump_folder / WANDB_ID_FILE
         stored = kept.read_text().strip() if after > 0 and kept.is_file() else ""
-        run_id = os.environ.get("WANDB_RUN_ID") or stored or secrets.token_hex(4)
+        run_id = given("WANDB_RUN_ID") or stored or secrets.token_hex(4)
         self._run = wandb.init(
-            entity=os.environ.get("WANDB_TEAM"),
-            project=os.environ.get("WANDB_PROJECT"),
-            name=os.environ.get("WANDB_RUN_NAME"),
-            group=os.environ.get("WANDB_RUN_GROUP"),
-            notes=os.environ.get("WANDB_RUN_NOTES"),
-            job_type=os.environ.get("WANDB_RUN_JOB_TYPE"),
+            entity=given("WANDB_TEAM"),
+            project=given("WANDB_PROJECT") or metrics.wandb_project,
+            name=given("WANDB_RUN_NAME") or metrics.wandb_run_name or None,
+            group=given("WANDB_RUN_GROUP") or metrics.wandb_group or None,
+            tags=tags.split(",") if (tags := given("WANDB_TAGS")) else metrics.wandb_tags,
+            notes=given("WANDB_RUN_NOTES"),
+            job_type=given("WANDB_RUN_JOB_TYPE"),
             id=run_id,
+            mode=mode,
             # Offline, wandb ignores `resume`; the equal id joins the parts when they are synced.
-            resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow",
+            resume=None if mode == "offline" else "allow",
             dir=str(dump_folder),
         )
         # A resumed run may have another configuration, such as more steps.
@@ -142,30 +147,6 @@ class RunWandb(WandBLogger):
     def close(self) -> None:
         """End the wandb run, as failed if the run's exit status is not 0."""
         self._run.finish(exit_code=self.exit_status)
-
-
-def set_wandb_environment(job_config: JobConfig) -> None:
-    """Set wandb's environment variables from ``[metrics] wandb_*``.
-
-    Variables that are already set take precedence. Mode ``auto`` is offline if no credentials are
-    found, so that a run never waits for a log-in.
-    """
-    metrics = job_config.metrics
-    if not metrics.enable_wandb:
-        return
-    for variable, field in _WANDB_VARIABLES.items():
-        if value := getattr(metrics, field):
-            os.environ.setdefault(variable, value)
-    if metrics.wandb_tags:
-        os.environ.setdefault("WANDB_TAGS", ",".join(metrics.wandb_tags))
-    mode = metrics.wandb_mode
-    if mode == "auto":
-        netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-        known = netrc.is_file() and "wandb" in netrc.read_text()
-        mode = "online" if known or os.environ.get("WANDB_API_KEY") else "offline"
-    os.environ.setdefault("WANDB_MODE", mode)
-    # Its own lines and warnings; the run's address is on the console (`RunWandb`).
-    os.environ.setdefault("WANDB_SILENT", "true")
 
 
 def resolved_config(
@@ -191,7 +172,7 @@ def resolved_config(
             resolved = {f"tp_{key}": value for key, value in settings.items()}
             config["parallelism"] |= {k: v for k, v in resolved.items() if k in known}
     config["environment"] = {"ranks": dims.world_size, "python": platform.python_version()}
-    for name in _PACKAGES:  # the package itself may run from its source
+    for name in ("torchtitan_lr", "torchtitan", "torch"):  # ours may run from its source
         found = next(iter(distributions(name=name)), None)
         config["environment"][name] = found.version if found else "unknown"
     return config
@@ -216,7 +197,6 @@ class LowRankMetricsProcessor(MetricsProcessor):
         parallel_dims: ParallelDims,
         model_args: BaseModelArgs | None = None,
     ) -> None:
-        set_wandb_environment(job_config)
         # `start_after` opens the loggers, once the checkpoint has been loaded without an error.
         with without_loggers():
             super().__init__(job_config, parallel_dims)
@@ -247,7 +227,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
         rank = dist.get_rank()
         if metrics.enable_wandb and rank == 0:
             try:
-                self.opened.append(RunWandb(dump_folder, step, config))
+                self.opened.append(RunWandb(dump_folder, step, config, metrics))
             except Exception as error:  # of the network, the account or the disk
                 logger.warning("wandb cannot be used, training goes on without it: %s", error)
         if metrics.enable_tensorboard and (rank == 0 or metrics.save_for_all_ranks):
@@ -260,9 +240,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
         if self.history is not None and (path := self.history.path).is_file():
             # Later records are dropped: a run resumed from ``step`` writes them again.
             kept = [record for record in read_history(path) if record["step"] <= step]
-            scratch = path.with_suffix(".tmp")
-            scratch.write_text("".join(json.dumps(record) + "\n" for record in kept))
-            scratch.replace(path)
+            write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def close(self) -> None:
         """Close the loggers; those that know failed runs get ``exit_status``."""

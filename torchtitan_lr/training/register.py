@@ -24,7 +24,7 @@ from torchtitan_lr.parallel.pipeline import pipeline_llama
 from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
 from torchtitan_lr.titan.components import OptimizersContainer, build_lr_schedulers
 from torchtitan_lr.titan.components import build_optimizers as titan_build_optimizers
-from torchtitan_lr.titan.specs import TrainSpec, register_train_spec, registered_specs
+from torchtitan_lr.titan.specs import REGISTERED_SPECS, TrainSpec, register_train_spec
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
 from torchtitan_lr.training.validate import Validator
 
@@ -38,9 +38,7 @@ PARALLELIZE = {
 
 
 def build_optimizers(
-    model_parts: list[nn.Module],
-    optimizer_config: OptimizerConfig,
-    parallel_dims: ParallelDims,
+    model_parts: list[nn.Module], optimizer_config: OptimizerConfig, parallel_dims: ParallelDims
 ) -> OptimizersContainer:
     """Build a container of optimizers, one per pipeline stage: torchtitan's, or TSR-Adam's."""
     if optimizer_config.name == TSR:
@@ -60,38 +58,31 @@ def build_optimizers(
 
 
 def register_model_family(family: ModelFamily) -> None:
-    """Make a family from outside the package known: its name, its flavors and its TrainSpec.
+    """Make a family known: its name, its flavors and its TrainSpec, as ``llama_`` and its name.
 
-    A run names the module that calls this by ``experimental.custom_import``.
+    For one from outside the package, a run names the module that calls this by
+    ``experimental.custom_import``. A registered name keeps its TrainSpec.
     """
     FAMILIES[family.name] = family
-    FLAVORS[family.name] = FlavorTable(family)
-    register_train_specs()
+    flavors = FLAVORS.setdefault(family.name, FlavorTable(family))
+    if family.model_name in REGISTERED_SPECS:  # torchtitan raises for a second registration
+        return
+    spec = TrainSpec(
+        model_cls=LlamaModel,
+        model_args=flavors,
+        parallelize_fn=PARALLELIZE.get(family.name, parallelize_llama),
+        pipelining_fn=pipeline_llama,
+        build_optimizers_fn=build_optimizers,
+        build_lr_schedulers_fn=build_lr_schedulers,
+        build_dataloader_fn=build_dataloader,
+        build_tokenizer_fn=None,  # ranks read prepared tokens
+        build_loss_fn=build_loss,
+        build_validator_fn=Validator,
+        build_metrics_processor_fn=LowRankMetricsProcessor,
+        state_dict_adapter=LlamaStateDictAdapter,
+    )
+    register_train_spec(family.model_name, spec)
 
 
-def register_train_specs() -> None:
-    """Register every family with torchtitan: ``llama_full``, ``llama_svd`` and so on.
-
-    Registered names are skipped: torchtitan raises for a second registration.
-    """
-    for family in FAMILIES.values():
-        if family.model_name in registered_specs():
-            continue
-        spec = TrainSpec(
-            model_cls=LlamaModel,
-            model_args=FLAVORS[family.name],
-            parallelize_fn=PARALLELIZE.get(family.name, parallelize_llama),
-            pipelining_fn=pipeline_llama,
-            build_optimizers_fn=build_optimizers,
-            build_lr_schedulers_fn=build_lr_schedulers,
-            build_dataloader_fn=build_dataloader,
-            build_tokenizer_fn=None,  # ranks read prepared tokens
-            build_loss_fn=build_loss,
-            build_validator_fn=Validator,
-            build_metrics_processor_fn=LowRankMetricsProcessor,
-            state_dict_adapter=LlamaStateDictAdapter,
-        )
-        register_train_spec(family.model_name, spec)
-
-
-register_train_specs()
+for _family in list(FAMILIES.values()):
+    register_model_family(_family)

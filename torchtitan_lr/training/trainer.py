@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """torchtitan's trainer with checks of every step, clean interruption and a final summary."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan_lr.checkpoints.layout import RESIDUALS, RUN_CONFIG
+from torchtitan_lr.checkpoints.layout import RESIDUALS, RUN_CONFIG, write_text
 from torchtitan_lr.checkpoints.manifest import from_first_rank
 from torchtitan_lr.checkpoints.run_record import described, global_batch_size, write_record
 from torchtitan_lr.compat.collectives import set_timeouts
@@ -27,9 +28,7 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.step import StoredGradients, step_unless
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
-from torchtitan_lr.parallel.data_parallel import (
-    synchronize_gradients,
-)
+from torchtitan_lr.parallel.data_parallel import synchronize_gradients
 from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, ParallelDims, dist_utils
@@ -49,7 +48,7 @@ class Trainer(TitanTrainer):
     Attributes:
         before_start: Called when the checkpoint is loaded and the first step follows.
         skipped_steps: Optimizer steps skipped for a non-finite loss or gradient; checkpointed.
-        interrupted: Whether a signal ended the run early.
+        stopped_by: Name of the signal that ended the run early, None if none has.
     """
 
     checkpoint_manager: type[CheckpointManager] = CheckpointManager
@@ -64,7 +63,7 @@ class Trainer(TitanTrainer):
         bind_device()
         self.before_start: Callable[[], None] = lambda: None
         self.skipped_steps = 0
-        self.interrupted = False
+        self.stopped_by: str | None = None
         self._stop = guard.StopSignal()
         # Number, verdict and valid tokens of the last step, until the host has read the verdict.
         self._unread: tuple[int, guard.Verdict, float] | None = None
@@ -118,7 +117,7 @@ class Trainer(TitanTrainer):
         self._stop.install()
         super().train()
         saved = self.checkpointer.newest()
-        if not self.interrupted:
+        if not self.stopped_by:
             self.write_summary(saved)
         elif dist.get_rank() == 0:
             how = "run the same command again to resume" if saved else "checkpointing is off"
@@ -146,7 +145,7 @@ class Trainer(TitanTrainer):
         self._settle()
         if self.step == self._first_step + 1:  # which all ranks have ended: the verdict is a sum
             self._set_timeouts(self.job_config.comm.train_timeout_seconds)
-        if self.interrupted:
+        if self.stopped_by:
             self.checkpointer.save_interrupted(self.step)
             return False
         return super().should_continue_training()
@@ -204,7 +203,8 @@ class Trainer(TitanTrainer):
             share = self._gradients.reduce_and_square_norm()
             counts: tuple[float, ...] = ()
             if self.step < self.job_config.training.steps:  # while the device computes
-                counts = self._reader.read_ahead(data_iterator, self.gradient_accumulation_steps)
+                ahead = self._reader.read_ahead(data_iterator, self.gradient_accumulation_steps)
+                counts = ahead.counts
             verdict = guard.Verdict(loss, share, self._stop.name is not None, counts)
             self._gradients.clip(self.job_config.training.max_norm, verdict.norm)
             self.checkpointer.maybe_wait_for_staging()
@@ -265,11 +265,6 @@ class Trainer(TitanTrainer):
         if self.parallel_dims.pp_enabled and not self.pp_has_last_stage:
             return torch.zeros_like(whole)
         return loss
-
-    @property
-    def stopped_by(self) -> str:
-        """Name of the signal that ended the run early."""
-        return self._stop.name or "a signal on another rank"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the train state; tokens are summed over ranks, so any dp size can resume."""
@@ -335,7 +330,7 @@ class Trainer(TitanTrainer):
         return torch.stack(losses).sum(dtype=torch.float64)
 
     def _settle(self) -> None:
-        """Read the last step's verdict, once: set ``interrupted``, count a skipped step or raise.
+        """Read the last step's verdict, once: set ``stopped_by``, count a skipped step or raise.
 
         Call it on every rank: they find out together which one is the cause of a rejected step.
 
@@ -349,9 +344,10 @@ class Trainer(TitanTrainer):
         self._reader.sums = findings.counts
         self._gradients.repair_drift()
         # A run that has reached its last step is not stopped.
-        self.interrupted = findings.stop and step < self.job_config.training.steps
-        if self.interrupted and self.job_config.validation.enable:
-            self.validator.suspended = True
+        if findings.stop and step < self.job_config.training.steps:
+            self.stopped_by = self._stop.name or "a signal on another rank"
+            if self.job_config.validation.enable:
+                self.validator.suspended = True
         if not findings.rejected:
             return
         self._gradients.undo_step_counters()
@@ -425,14 +421,16 @@ class Trainer(TitanTrainer):
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         if processor.history is None:
             return
-        folder = Path(job_config.job.dump_folder)
+        file = Path(job_config.job.dump_folder) / history.SUMMARY_FILE
         records = history.read_history(processor.history.path)
-        summary = history.build_summary(records, self.step, peak.item(), checkpoint)
+        curve = file.with_name(history.CURVE_FILE)
         what = job_config.job.description or f"{job_config.model.name} {job_config.model.flavor}"
-        title = f"{what}, {layout(self.parallel_dims)}"
-        logger.info("Summary written to %s", history.write_summary(summary, records, folder, title))
+        history.draw_curve(records, curve, f"{what}, {layout(self.parallel_dims)}")
+        summary = history.build_summary(records, self.step, peak.item(), checkpoint)
+        write_text(file, json.dumps(summary | {"curve": str(curve)}, indent=2) + "\n")
+        logger.info("Summary written to %s", file)
         for opened in processor.opened:
-            opened.publish(summary, folder / history.CURVE_FILE)
+            opened.publish(summary, curve)
 
 
 def layout(dims: ParallelDims) -> str:

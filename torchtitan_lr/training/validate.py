@@ -7,9 +7,8 @@ ranks and divides once.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,48 +35,43 @@ from torchtitan_lr.titan.device import device_type
 from torchtitan_lr.titan.specs import BaseValidator, ValidationContext
 
 
-def sum_losses(
-    batches: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]],
-    batch_loss: Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor],
-    device: torch.device | str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum the loss over all valid tokens of this rank.
-
-    Args:
-        batches: ``({"input": (b, s)}, labels (b, s))``; ignored labels do not count.
-        batch_loss: Returns the summed loss of one batch, a scalar.
-        device: Of the sums.
-
-    Returns:
-        The sum in nats and the number of tokens, fp64 scalars.
-    """
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    num_tokens = torch.zeros((), dtype=torch.float64, device=device)
-    for input_dict, labels in batches:
-        loss_sum += batch_loss(input_dict, labels)
-        num_tokens += (labels != IGNORE_INDEX).sum().item()
-    return loss_sum, num_tokens
-
-
 @torch.no_grad()
 def sum_over_ranks(
     model_parts: list[nn.Module],
     batches: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]],
-    batch_loss: Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor],
+    loss_fn: LossFunction,
+    pipeline: Pipeline | None,
     parallel_dims: ParallelDims,
 ) -> tuple[float, float]:
-    """As `sum_losses`, over all ranks, each with its model parts and equally many batches.
+    """Sum the loss over all valid tokens of all ranks.
+
+    Args:
+        model_parts: Of this rank; with a pipeline they are not called.
+        batches: ``({"input": (b, s), ...}, labels (b, s))``, with the model's further arguments,
+            as many on every rank; ignored labels do not count.
+        loss_fn: Returns the sum over tokens.
+        pipeline: Runs the batches if the model is split into stages.
+        parallel_dims: Degrees and meshes.
 
     Returns:
         The sum in nats and the number of tokens, the same on every rank.
     """
     for model in model_parts:
         model.eval()
-    loss_sum, num_tokens = sum_losses(batches, batch_loss, device_type())
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device_type())
+    num_tokens = torch.zeros_like(loss_sum)
+    for batch in batches:
+        num_tokens += (batch[1] != IGNORE_INDEX).sum().item()
+        tokens, labels, arguments = moved(batch, device_type())
+        arguments |= loss_arguments(model_parts[0], labels)
+        if pipeline is not None:
+            loss_sum += pipeline.evaluate(tokens, labels, **arguments)
+        else:
+            loss_sum += loss_fn(model_parts[0](tokens, **arguments), labels)
     mesh = parallel_dims.get_optional_mesh("loss")
     # Only the last stage has a loss; every stage has the labels.
-    if (pipeline := parallel_dims.get_optional_mesh("pp")) is not None:
-        dist.all_reduce(loss_sum, group=pipeline.get_group())
+    if (stages := parallel_dims.get_optional_mesh("pp")) is not None:
+        dist.all_reduce(loss_sum, group=stages.get_group())
     total = dist_utils.dist_sum(num_tokens, mesh)
     loss = dist_utils.dist_sum(loss_sum, mesh)
     for model in model_parts:
@@ -85,29 +79,6 @@ def sum_over_ranks(
     for module in fsdp_modules(model_parts):
         module.reshard()  # a pipeline keeps weights unsharded until backward
     return loss, total
-
-
-def batch_loss(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    pipeline: Pipeline | None,
-    inputs: dict[str, torch.Tensor],
-    labels: torch.Tensor,
-) -> torch.Tensor:
-    """Return the summed loss of one batch on the device of the run, an fp64 scalar.
-
-    Args:
-        model: The model; with a pipeline a part of it, which is not called.
-        loss_fn: Returns the sum over tokens.
-        pipeline: Runs the batch if the model is split into stages.
-        inputs: Tokens (b, s) and the model's further arguments, on any device as the labels.
-        labels: (b, s).
-    """
-    tokens, labels, arguments = moved((inputs, labels), device_type())
-    arguments |= loss_arguments(model, labels)
-    if pipeline is not None:
-        return pipeline.evaluate(tokens, labels, **arguments).detach().double()
-    return loss_fn(model(tokens, **arguments), labels).detach().double()
 
 
 class Validator(BaseValidator):
@@ -163,11 +134,12 @@ class Validator(BaseValidator):
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Compute and log the validation loss and perplexity."""
         started = time.perf_counter()
-        loss_of = partial(batch_loss, model_parts[0], self.loss_fn, self.pipeline)
         first = dist.get_rank() == 0
         batches = progress(self.validation_set, "validation", len(self.validation_set), shown=first)
         with self.validation_context(), self.maybe_enable_amp:
-            loss_sum, total = sum_over_ranks(model_parts, batches, loss_of, self.parallel_dims)
+            loss_sum, total = sum_over_ranks(
+                model_parts, batches, self.loss_fn, self.pipeline, self.parallel_dims
+            )
         self.last_loss = loss_sum / total
         if self._entropy is None:
             # Each rank counts its own share, once. A trained model's loss must be below the

@@ -24,9 +24,9 @@ from torchtitan_lr.checkpoints.manifest import (
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def save(folder: Path, finite: bool = True) -> Path:
+def save(folder: Path) -> Path:
     states = {"weight": torch.arange(4096.0), "train_state": {"step": 7}}
-    writer = ManifestWriter(folder, {"model.name": "llama_cola"}, finite)
+    writer = ManifestWriter(folder, {"model.name": "llama_cola"})
     dcp.save(states, storage_writer=writer, no_dist=True)
     return folder
 

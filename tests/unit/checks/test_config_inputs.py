@@ -2,14 +2,21 @@
 """TOML files and corpora that a run reads, checked before it starts."""
 
 import importlib.util
+import json
+import shutil
 
 import pytest
 
 from tests.commands import ROOT
+from tests.support.corpora import write_jsonl
 from tests.unit.checks.test_config_checks import MAIN, SHIPPED, check, refusal
+from torchtitan_lr.checks.values import check_data
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.data.prepare import wanted
+from torchtitan_lr.data.corpus import Corpus
+from torchtitan_lr.data.prepare import ensure_prepared, wanted
+from torchtitan_lr.errors import ConfigError
 
+TOKENIZERS = ("torchtitan_lr/data/assets/bpe32k", "hf://meta-llama/Llama-3.1-8B")
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 
 
@@ -21,7 +28,9 @@ def test_every_train_config_passes(path, tmp_path, monkeypatch):
         world, device = 1, "cpu"
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     overrides = [f"--job.dump_folder={tmp_path}", f"--model.hf_assets_path={SHIPPED}"]
-    if wanted(build_job_config([f"--job.config_file={path}"]))[0].sources[0].name == "hf":
+    given = build_job_config([f"--job.config_file={path}"])
+    assert "debug" in path.stem or given.model.hf_assets_path in TOKENIZERS
+    if wanted(given)[0].sources[0].name == "hf":
         overrides.append("--training.dataset=cpython")
     if "initial_load_path" in path.read_text():
         overrides.append("--checkpoint.initial_load_path=")  # it need not be here
@@ -35,7 +44,7 @@ def test_every_train_config_passes(path, tmp_path, monkeypatch):
 
 def test_a_local_corpus_alone_is_validated_on(tmp_path):
     """The main job's TOML, and the two arguments that name one's own text."""
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "text {i}"}}\n' for i in range(900)))
+    write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(900)])
     argv = ["--training.dataset=local", f"--training.dataset_path={tmp_path}"]
     config = build_job_config([f"--job.config_file={MAIN}", *argv])
     assert config.validation.enable
@@ -43,14 +52,58 @@ def test_a_local_corpus_alone_is_validated_on(tmp_path):
     assert wanted(config)[0].sources[0].paths == (str(tmp_path),)
 
 
-def test_a_corpus_without_one_sequence_is_refused_before_ranks_start(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a few words"}\n{"text": "some words"}\n')
-    argv = ["--training.dataset=local", f"--training.dataset_path={tmp_path}"]
-    argv += [f"--job.dump_folder={tmp_path}", "--validation.no_enable"]
-    text = refusal(*argv)
-    assert text.startswith("training.seq_len: got 128, expected at most ")
-    (tmp_path / "a.jsonl").write_text('{"text": "a few words"}\n' * 100)
-    check(*argv)
+@pytest.fixture
+def own(tmp_path):
+    """Return a function that checks a run on 200 lines of one's own text, ``a.jsonl``."""
+    write_jsonl(tmp_path / "a.jsonl", [f"Line {i} of {i * i} words. " * 3 for i in range(200)])
+    argv = [f"--job.config_file={MAIN}", "--training.dataset=local", "--validation.enable"]
+    argv += [f"--training.dataset_path={tmp_path}/a.jsonl"]
+
+    def run(*more):
+        sizes = ["--training.seq_len=16", "--validation.seq_len=16"]
+        config = build_job_config([*argv, *sizes, *more])
+        check_data(config, 1, "cpu")
+        return config
+
+    return run
+
+
+@pytest.mark.parametrize("section", ["training", "validation"])
+def test_a_part_without_one_sequence_is_refused_before_ranks_start(own, section):
+    corpus = Corpus.open(ensure_prepared(own())[0].folder)
+    tokens = corpus.tokens(held_out=section == "validation")
+    own(f"--{section}.seq_len={tokens - 1}")
+    want = f"^{section}.seq_len: got {tokens}, expected at most {tokens - 1}: .* {tokens} tokens$"
+    with pytest.raises(ConfigError, match=want):
+        own(f"--{section}.seq_len={tokens}")
+
+
+@pytest.mark.parametrize("pattern", ["a.jsonl", "*.jsonl", "../corpus", "link.jsonl"])
+def test_validation_on_files_that_are_trained_on_is_refused(own, tmp_path, pattern):
+    (tmp_path / "corpus").mkdir()
+    for name in ("a.jsonl", "link.jsonl"):
+        (tmp_path / "corpus" / name).symlink_to(tmp_path / "a.jsonl")
+    path = "--validation.dataset=local", f"--validation.dataset_path={tmp_path}"
+    with pytest.raises(ConfigError, match=r"^validation\.dataset_path: got .*not trained on .*;"):
+        own(path[0], f"{path[1]}/corpus/{pattern}")
+    shutil.copy(tmp_path / "a.jsonl", tmp_path / "other.jsonl")
+    config = own(path[0], f"{path[1]}/other.jsonl")
+    corpus = Corpus.open(ensure_prepared(config, "validation")[0].folder)
+    assert (corpus.tokens(), corpus.tokens(held_out=True) > 100) == (0, True)
+
+
+def test_warnings_of_a_small_held_out_part_and_of_pairs_that_are_cut(own, tmp_path, caplog):
+    own("--validation.local_batch_size=2")
+    assert not caplog.text
+    own("--validation.local_batch_size=400")
+    assert "fewer than a validation batch of 400" in caplog.text
+    records = [{"prompt": f"a{i}", "completion": " b" * 20 * (i % 2) + "c"} for i in range(60)]
+    records += [{"prompt": "long " * 40, "completion": f"b{i}"} for i in range(7)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    own("--validation.no_enable")
+    assert "are longer than training.seq_len = 16 and are cut" in caplog.text
+    with pytest.raises(ConfigError, match=r"^training.seq_len: got 1, expected more tokens: in"):
+        own("--training.seq_len=1")
 
 
 def test_local_corpus_that_is_not_there(tmp_path):

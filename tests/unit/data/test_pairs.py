@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.commands import ROOT
 from torchtitan_lr.data.pairs import PairEncoder, parse_pair
-from torchtitan_lr.data.sources import CUE, documented_functions
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
 ASSETS = ROOT / "torchtitan_lr/data/assets/bpe4k"
+PLAIN = HuggingFaceTokenizer(str(ASSETS))
 MARKED = (
     "{{- bos_token }}{% for message in messages %}"
     "{{ '<|start|>' + message['role'] }}\n"
@@ -28,16 +28,8 @@ MARKED = (
 CHAT = [("system", "Be brief. "), ("user", "What is mai"), ("assistant", "n(x)?  ")]
 CHAT += [("user", "<b>&"), ("assistant", "No “idea”.\n")]
 MESSAGES = [{"role": role, "content": content} for role, content in CHAT]
+PAIR = parse_pair({"prompt": "a", "completion": "b"})
 RECORD = parse_pair({"messages": MESSAGES})
-
-
-@pytest.fixture(scope="module")
-def plain():
-    return HuggingFaceTokenizer(str(ASSETS))
-
-
-def pair(prompt, completion):
-    return parse_pair({"prompt": prompt, "completion": completion})
 
 
 def chat(*turns):
@@ -64,27 +56,28 @@ def test_a_bad_record_is_named_with_what_was_expected(record, want):
 
 
 @pytest.mark.parametrize(("prompt", "answer"), [("def f(x):", " return 1\n"), ("def mai", "n(x)")])
-def test_labels_are_the_answer_and_the_end(plain, prompt, answer):
+def test_labels_are_the_answer_and_the_end(prompt, answer):
     """Generation never sees the answer: it must not change the prompt's tokens."""
-    alone = plain.encode(prompt, add_bos=True, add_eos=False)
-    together = plain.encode(prompt + answer, add_bos=True, add_eos=True)
-    encoder, record = PairEncoder(plain), pair(prompt, answer)
+    alone = PLAIN.encode(prompt, add_bos=True, add_eos=False)
+    together = PLAIN.encode(prompt + answer, add_bos=True, add_eos=True)
+    record = parse_pair({"prompt": prompt, "completion": answer})
+    encoder = PairEncoder(PLAIN)
     tokens = encoder.encode(record)
     labels = [t for t in tokens if t >= 0]
     assert [~t for t in tokens if t < 0] == alone == (~encoder.encode(record, False)).tolist()
-    assert labels[-1] == plain.eos_id and plain.decode(labels) == answer
+    assert labels[-1] == PLAIN.eos_id and PLAIN.decode(labels) == answer
     # The second pair shows something: the text's tokens are others.
     assert (alone + labels == together) == (prompt != "def mai")
 
 
-def test_every_answer_of_a_chat_is_a_label(plain):
+def test_every_answer_of_a_chat_is_a_label():
     turns = [("system", "rule"), ("user", "a"), ("assistant", "b"), ("user", "c")]
-    tokens = PairEncoder(plain).encode(parse_pair(chat(*turns, ("assistant", "d"))))
+    tokens = PairEncoder(PLAIN).encode(parse_pair(chat(*turns, ("assistant", "d"))))
     labels = [t for t in tokens if t >= 0]
-    assert labels.count(plain.eos_id) == 2 and plain.decode(labels) == "bd"
+    assert labels.count(PLAIN.eos_id) == 2 and PLAIN.decode(labels) == "bd"
     text = "### System:\nrule\n\n### User:\na\n\n### Assistant:\nb"
     text += "\n\n### User:\nc\n\n### Assistant:\nd"
-    assert plain.decode([t if t >= 0 else ~t for t in tokens]) == text
+    assert PLAIN.decode([t if t >= 0 else ~t for t in tokens]) == text
 
 
 def folder_with(place, template, where="file"):
@@ -121,7 +114,7 @@ def test_tokens_and_labels_are_those_of_transformers(tmp_path, bos, where):
     asked = reference.apply_chat_template(MESSAGES[:-1], add_generation_prompt=True, tokenize=False)
     assert prompt == tokenizer.tokenizer.encode(asked).ids
     # Pairs take no template.
-    plain = encoder.encode(pair("a", "b")).tolist()
+    plain = encoder.encode(PAIR).tolist()
     assert plain == [~0, *(~t for t in tokenizer.encode("a")), *tokenizer.encode("b"), 1]
 
 
@@ -140,45 +133,4 @@ def test_an_unusable_template_is_refused(tmp_path, template, want):
     with pytest.raises(ConfigError, match=want):
         PairEncoder(folder_with(tmp_path, template)).encode(RECORD)
     if template.strip():  # a prompt with its answer needs no template
-        assert len(PairEncoder(folder_with(tmp_path, template)).encode(pair("a", "b"))) == 4
-
-
-LIBRARY = '''
-def first(x):
-    """Return x.
-
-    More.
-    """
-    return x
-
-
-class A:
-    @property
-    def second(self):  # a comment
-        "Says nothing"
-        y = """a
-string"""
-        return y
-
-    def third(self):
-        """Only this."""
-
-    def fourth(self): "One line"; return 4
-\x0c
-async def fifth():
-    """
-    Starts late.
-    """
-    pass
-'''
-
-
-def test_functions_lose_their_docstrings():
-    found = [json.loads(record) for record in documented_functions(LIBRARY)]
-    answers = [" Return x.", " Says nothing", " Starts late."]
-    assert [record["completion"] for record in found] == answers
-    prompts = [record["prompt"].removesuffix(CUE) for record in found]
-    assert prompts[0] == "def first(x):\n    return x"
-    assert prompts[1].startswith("    def second(self):  # a comment\n        y =")
-    assert prompts[2] == "async def fifth():\n    pass"
-    assert list(documented_functions("def (")) == []
+        assert len(PairEncoder(folder_with(tmp_path, template)).encode(PAIR)) == 4

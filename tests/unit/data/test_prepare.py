@@ -2,7 +2,6 @@
 """What a run prepares, and the folder that all runs share."""
 
 import fcntl
-import json
 import multiprocessing
 import os
 import time
@@ -10,28 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lr.checks.values import check_data
+from tests.support.corpora import write_jsonl
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data import prepare
 from torchtitan_lr.data.corpus import Corpus
 from torchtitan_lr.data.prepare import ensure_prepared, free, prepare_for_ranks, wanted
 from torchtitan_lr.errors import ConfigError, DataError
 
-LINES = [json.dumps({"text": f"Line {i} of {i * i} words. " * 3}) + "\n" for i in range(200)]
-
-
-@pytest.fixture(autouse=True)
-def no_locks_left():
-    yield
-    for file in prepare._held.values():
-        file.close()
-    prepare._held.clear()
+TEXTS = [f"Line {i} of {i * i} words. " * 3 for i in range(200)]
 
 
 @pytest.fixture
-def config(tmp_path):
+def config(tmp_path, monkeypatch):
     """Return a function that makes a configuration on 200 lines of text."""
-    (tmp_path / "a.jsonl").write_text("".join(LINES))
+    monkeypatch.setattr(prepare, "_held", {})
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
 
     def make(*arguments, path=tmp_path / "a.jsonl"):
         own = [f"--training.dataset=local --training.dataset_path={path}"] if path else []
@@ -67,10 +59,6 @@ def test_the_folder_follows_the_file_and_not_how_it_was_named(tmp_path, config, 
     second = ensure_prepared(config())[0].folder
     assert first != second
     assert Corpus.open(first).identity == Corpus.open(second).identity  # the text is the same
-    with (tmp_path / "a.jsonl").open("a") as file:
-        file.write(LINES[0])
-    third = ensure_prepared(config())[0].folder
-    assert Corpus.open(third).identity != Corpus.open(first).identity
 
 
 def test_records_that_another_run_was_allowed_to_lose(tmp_path, config):
@@ -107,31 +95,37 @@ def test_a_mixture_has_a_folder_and_a_share_for_each(tmp_path, config):
             wanted(job)
 
 
-def test_how_much_of_a_dataset_of_the_hub_is_prepared(config):
+HF = {"dataset": "hf", "dataset_path": "a/b@1.0"}
+SPLIT = {"dataset": "hf", "path": "a/b", "hf_split": "web", "hf_name": "en"}  # in a mixture
+TRAIN, TEST = 10 * 8 * 100, 2 * 4 * 4 * 50  # of the steps and one more, and of one validation
+
+
+C4 = [f"allenai/c4 en train train {TRAIN}", f"allenai/c4 en validation held_out {TEST}"]
+OWN_SPLITS = [f"a/b en web train {TRAIN}", f"a/b en test held_out {TEST}"]
+
+
+@pytest.mark.parametrize(
+    ("section", "training", "expected"),
+    [
+        ("training", {"dataset": "c4"}, C4),
+        ("training", HF, [f"a/b@1.0 None train both {TRAIN}"]),
+        ("training", HF | {"hf_streaming": False}, ["a/b@1.0 None train both None"]),
+        ("training", HF | {"hf_tokens": 7000}, ["a/b@1.0 None train both 7000"]),
+        ("training", {"mixture": [SPLIT], "hf_held_out": "test"}, OWN_SPLITS),
+        ("validation", HF, C4[1:]),
+    ],
+)
+def test_how_much_of_a_dataset_of_the_hub_is_prepared(config, section, training, expected):
     options = "--training.steps=9 --training.global_batch_size=8 --training.seq_len=99"
     options += " --validation.enable --validation.steps=2 --validation.local_batch_size=4"
     options += " --validation.seq_len=49 --parallelism.tensor_parallel_degree=2"
-
-    def sources_of(*more, **training):
-        job = config(options, *more, path=None)
-        vars(job.training).update(training)
-        return wanted(job, world_size=8)[0].sources
-
-    train, held_out = sources_of(dataset="c4")
-    assert (train.paths, train.config, train.split) == (("allenai/c4",), "en", "train")
-    assert (train.tokens, train.part) == (10 * 8 * 100, "train")
-    assert (held_out.split, held_out.part, held_out.tokens) == ("validation", "held_out", 1600)
-    named = {"dataset": "hf", "dataset_path": "a/b@1.0"}
-    (both,) = sources_of(**named)
-    assert (both.paths, both.part, both.tokens) == (("a/b@1.0",), "both", 8000)
-    assert sources_of(**named, hf_streaming=False)[0].tokens is None
-    for steps in (9, 99):
-        fixed = sources_of(f"--training.steps={steps} --training.hf_tokens=7000", **named)
-        assert [source.tokens for source in fixed] == [7000]
-    # Where the entry of a mixture has its own split, the held-out one stays what it is.
-    entry = {"dataset": "hf", "path": "a/b", "hf_split": "web", "hf_name": "en"}
-    train, held_out = sources_of(mixture=[entry], hf_held_out="test")
-    assert (train.split, held_out.split, held_out.config) == ("web", "test", "en")
+    job = config(options, "--validation.dataset=c4_validation", path=None)
+    vars(job.training).update(training)
+    (part,) = wanted(job, section, world_size=8)
+    assert [
+        f"{source.paths[0]} {source.config} {source.split} {source.part} {source.tokens}"
+        for source in part.sources
+    ] == expected
 
 
 def test_a_prepared_folder_of_the_user(tmp_path, config):
@@ -144,22 +138,18 @@ def test_a_prepared_folder_of_the_user(tmp_path, config):
         prepare_for_ranks(job, 1)
 
 
-def test_two_runs_prepare_a_folder_once_and_train_at_the_same_time(tmp_path, config, monkeypatch):
-    log, tokenize = tmp_path / "log", prepare.tokenize
-    context = multiprocessing.get_context("fork")
-    barrier = context.Barrier(3)
-
-    def note(text):
-        with log.open("a") as file:
-            file.write(f"{text}\n")
+def test_two_runs_prepare_a_folder_once_and_train_at_the_same_time(config, monkeypatch):
+    tokenize, context = prepare.tokenize, multiprocessing.get_context("fork")
+    calls, barrier = context.Value("i"), context.Barrier(3)
 
     def slow(*args, **options):
-        note("prepares")
+        with calls.get_lock():
+            calls.value += 1
         time.sleep(0.5)
         return tokenize(*args, **options)
 
     def run():
-        note(Corpus.open(ensure_prepared(config())[0].folder).identity)
+        Corpus.open(ensure_prepared(config())[0].folder).check()
         barrier.wait(30)  # none waits for the end of another, which keeps its lock
 
     monkeypatch.setattr(prepare, "tokenize", slow)
@@ -169,16 +159,15 @@ def test_two_runs_prepare_a_folder_once_and_train_at_the_same_time(tmp_path, con
     for child in children:
         child.join()
     assert [child.exitcode for child in children] == [0, 0, 0]
-    lines = log.read_text().splitlines()
-    assert (lines.count("prepares"), len(lines), len(set(lines))) == (1, 4, 2)
+    assert calls.value == 1
 
 
 def test_the_oldest_unused_folders_go(tmp_path, config, monkeypatch):
     store, folders = tmp_path / "store", []
     (store / "of the user").mkdir(parents=True)
     for age, lines in enumerate((200, 50, 70)):
-        (tmp_path / f"{age}.jsonl").write_text("".join(LINES[:lines]))
-        folders.append(Path(ensure_prepared(config(path=tmp_path / f"{age}.jsonl"))[0].folder))
+        path = write_jsonl(tmp_path / f"{age}.jsonl", TEXTS[:lines])
+        folders.append(Path(ensure_prepared(config(path=path))[0].folder))
         os.utime(store / "locks" / folders[-1].name, (age + 1, age + 1))
     assert free(store, 1) > 1  # this process reads all of them
     assert all(folder.exists() for folder in folders)
@@ -195,47 +184,3 @@ def test_the_oldest_unused_folders_go(tmp_path, config, monkeypatch):
     ensure_prepared(config(path=tmp_path / "1.jsonl"))
     free(store, 0)
     assert all((folder / "corpus.json").exists() for folder in folders)
-
-
-@pytest.mark.parametrize("pattern", ["a.jsonl", "*.jsonl", "../corpus", "link.jsonl"])
-def test_validation_on_files_that_are_trained_on_is_refused(tmp_path, config, pattern):
-    (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus/link.jsonl").symlink_to(tmp_path / "a.jsonl")
-    (tmp_path / "corpus/a.jsonl").symlink_to(tmp_path / "a.jsonl")
-    (tmp_path / "other.jsonl").write_text("".join(LINES[:9]))
-    named = "--validation.enable --validation.dataset=local --validation.dataset_path="
-    with pytest.raises(ConfigError, match=r"^validation\.dataset_path: got .*not trained on .*;"):
-        check_data(config(f"{named}{tmp_path}/corpus/{pattern}"), 1, "cpu")
-    job = config(f"{named}{tmp_path}/other.jsonl", "--validation.seq_len=16")
-    check_data(job, 1, "cpu")
-    corpus = Corpus.open(ensure_prepared(job, "validation")[0].folder)
-    assert (corpus.tokens(), corpus.tokens(held_out=True) > 100) == (0, True)
-
-
-USUAL = "--validation.enable --training.seq_len=16 --validation.seq_len=16"
-
-
-@pytest.mark.parametrize("section", ["training", "validation"])
-def test_a_part_without_one_sequence_is_refused(config, section):
-    (part,) = ensure_prepared(config(USUAL))
-    tokens = Corpus.open(part.folder).tokens(held_out=section == "validation")
-    check_data(config(USUAL, f"--{section}.seq_len={tokens - 1}"), 1, "cpu")
-    want = (
-        f"^{section}.seq_len: got {tokens}, expected at most {tokens - 1}: .*has {tokens} tokens$"
-    )
-    with pytest.raises(ConfigError, match=want):
-        check_data(config(USUAL, f"--{section}.seq_len={tokens}"), 1, "cpu")
-
-
-def test_warnings_of_a_small_held_out_part_and_of_pairs_that_are_cut(tmp_path, config, caplog):
-    check_data(config(USUAL, "--validation.local_batch_size=2"), 1, "cpu")
-    assert not caplog.text
-    check_data(config(USUAL, "--validation.local_batch_size=400"), 1, "cpu")
-    assert "fewer than a validation batch of 400" in caplog.text
-    records = [{"prompt": f"a{i}", "completion": " b" * 20 * (i % 2) + "c"} for i in range(60)]
-    records += [{"prompt": "long " * 40, "completion": f"b{i}"} for i in range(7)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    check_data(config("--training.seq_len=16"), 1, "cpu")
-    assert "are longer than training.seq_len = 16 and are cut" in caplog.text
-    with pytest.raises(ConfigError, match=r"^training.seq_len: got 1, expected more tokens: in"):
-        check_data(config("--training.seq_len=1"), 1, "cpu")

@@ -7,16 +7,9 @@ import multiprocessing
 import os
 import resource
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
-from pathlib import Path
-from threading import Thread
-from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -24,18 +17,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.commands import ROOT
+from tests.support.corpora import read_documents, write_jsonl
 from torchtitan_lr.data import sources
 from torchtitan_lr.data import tokenize as tokenizing
-from torchtitan_lr.data.corpus import Corpus, Rows
+from torchtitan_lr.data.corpus import Rows
 from torchtitan_lr.data.pairs import PairEncoder, parse_pair
 from torchtitan_lr.data.sources import USUAL_LIMIT, Reader, Source, document_hash
 from torchtitan_lr.data.tokenize import tokenize
-from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.errors import ConfigError, DataError
+from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
-MODEL = SimpleNamespace(hf_assets_path="torchtitan_lr/data/assets/bpe4k")
-TOKENIZER = build_tokenizer(SimpleNamespace(model=MODEL))
+TOKENIZER = HuggingFaceTokenizer("torchtitan_lr/data/assets/bpe4k")
 TEXTS = [f"Document {i} of {i * i} words: {'more and ' * (i % 7)}\nend é." for i in range(400)]
 
 
@@ -44,22 +36,8 @@ def prepare(path, out, source=None, **options):
     return tokenize([Reader(source)], TOKENIZER, out, key="--out", workers=2, **options)
 
 
-def documents(corpus, held_out=False, loss=False):
-    found = []
-    for info in corpus.held_out if held_out else corpus.train:
-        shard = corpus.shard(info, loss)
-        found += [part.tolist() for part in np.split(shard.read(), shard.ends[:-1])]
-    return found
-
-
 def encoded(texts):
     return [TOKENIZER.encode(text, add_bos=True, add_eos=True) for text in texts]
-
-
-def write_jsonl(path, texts, opener=open):
-    with opener(path, "wb") as file:
-        file.write("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
-    return path
 
 
 WRITERS = {
@@ -81,8 +59,8 @@ def test_every_document_is_in_its_part_and_in_order(tmp_path, monkeypatch, name)
     corpus = prepare(tmp_path / name, tmp_path / "out")
     held = [text for text in TEXTS if document_hash(text) < USUAL_LIMIT]
     assert held  # else one part is empty
-    assert documents(corpus, held_out=True) == encoded(held)
-    assert documents(corpus) == encoded([text for text in TEXTS if text not in held])
+    assert read_documents(corpus, held_out=True) == encoded(held)
+    assert read_documents(corpus) == encoded([text for text in TEXTS if text not in held])
     assert len(corpus.train) > 3
     corpus.check()
     shards = [info.name for info in corpus.train + corpus.held_out]
@@ -99,7 +77,7 @@ def test_every_document_is_in_its_part_and_in_order(tmp_path, monkeypatch, name)
 
 def test_a_small_corpus_holds_out_the_lowest_hashes(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:40])
-    held = documents(prepare(tmp_path / "a.jsonl", tmp_path / "out"), held_out=True)
+    held = read_documents(prepare(tmp_path / "a.jsonl", tmp_path / "out"), held_out=True)
     assert 1 <= len(held) <= 8
     lowest = sorted(TEXTS[:40], key=document_hash)[: len(held)]
     assert sorted(held) == sorted(encoded(lowest))
@@ -110,38 +88,28 @@ def test_txt_is_cut_where_the_other_part_begins(tmp_path, monkeypatch):
     lines = [f"line {i} of the text\n" for i in range(300)]
     (tmp_path / "a.txt").write_text("".join(lines))
     corpus = prepare(tmp_path / "a.txt", tmp_path / "out")
-    parts = [documents(corpus), documents(corpus, held_out=True)]
+    parts = [read_documents(corpus), read_documents(corpus, held_out=True)]
     found = [TOKENIZER.decode(part) for part in chain(*parts)]
     assert all(parts) and sorted(chain(*(part.splitlines(True) for part in found))) == sorted(lines)
 
 
 def test_pairs_have_a_mask_of_their_answers(tmp_path):
     pairs = [{"prompt": f"Q{i}: {i} + 1?", "completion": f" {i + 1}"} for i in range(60)]
-    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
-        file.writelines(json.dumps(pair) + "\n" for pair in pairs)
-    corpus = prepare(tmp_path / "a.jsonl.gz", tmp_path / "out")
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    corpus = prepare(tmp_path / "a.jsonl", tmp_path / "out")
     found = []
     for part in (False, True):
-        both = zip(documents(corpus, part), documents(corpus, part, loss=True), strict=True)
+        both = zip(
+            read_documents(corpus, part), read_documents(corpus, part, loss=True), strict=True
+        )
         found += [np.where(mask, ids, np.invert(ids)).tolist() for ids, mask in both]
     whole = [PairEncoder(TOKENIZER).encode(parse_pair(pair)).tolist() for pair in pairs]
     assert corpus.kind == "pairs" and sorted(found) == sorted(whole)
 
 
-def test_the_library_holds_out_one_file_in_twenty(tmp_path, monkeypatch):
-    for i in range(60):
-        path = tmp_path / f"lib/pkg{i % 3}/m{i}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'def f{i}(x):\n    """Add {i}."""\n    return x + {i}\n')
-    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
-    text = prepare(None, tmp_path / "text", source=Source("python_stdlib"))
-    docs = prepare(None, tmp_path / "docs", source=Source("python_stdlib_docs"))
-    train, held_out = documents(text), documents(text, held_out=True)
-    assert len(train) + len(held_out) == 60 and 0 < len(held_out) < 10
-    # What is held out of the pairs is not in the text that is trained on.
-    held = [TOKENIZER.decode(ids).split("(")[0] for ids in documents(docs, held_out=True)]
-    assert docs.kind == "pairs" and len(held) == len(held_out)
-    assert not any(f"{name}(" in TOKENIZER.decode(ids) for name in held for ids in train)
+def test_the_library_holds_out_one_file_in_twenty(tmp_path, small_library):
+    corpus = prepare(None, tmp_path, source=Source("python_stdlib"))
+    assert (len(read_documents(corpus)), len(read_documents(corpus, held_out=True))) == (45, 15)
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -165,7 +133,7 @@ def test_a_dataset_is_read_and_gone_on_with(tmp_path, monkeypatch, streaming, sa
     assert [reader.documents(piece)[0][0] for piece in rest] == texts[3:]
     corpus = prepare(None, tmp_path / "out", replace(source, tokens=2000))
     assert 2000 <= corpus.tokens() < 3000 and not corpus.held_out
-    found = documents(corpus)
+    found = read_documents(corpus)
     assert found == encoded(TEXTS[: len(found)])
     for column, want in (("text", "text_column: got 'text'"), ("n", "other values than text")):
         with pytest.raises(ConfigError, match=want):
@@ -202,51 +170,39 @@ def test_what_is_no_text(tmp_path, name, want):
 
 
 def in_child(function):
-    """Call a function in a session of its own. Return its exit code."""
+    """Call a function in a child. Return its exit code when no process of it lives."""
     context = multiprocessing.get_context("fork")
-    child = context.Process(target=lambda: (os.setsid(), function()))
+    left, held = context.Pipe(duplex=False)
+    child = context.Process(target=function)
     child.start()
+    held.close()
     child.join()
-    for _ in range(100):  # no process outlives a killed preparation
-        if not subprocess.run(["pgrep", "-s", str(child.pid)], capture_output=True).stdout:
-            return child.exitcode
-        time.sleep(0.1)
-    raise AssertionError(f"processes of session {child.pid} live on")
-
-
-def kill():
-    os.kill(os.getpid(), signal.SIGKILL)
+    assert left.poll(10)  # all that inherited the other end have closed it
+    return child.exitcode
 
 
 def test_a_killed_preparation_goes_on_and_gives_the_same_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "PIECE_BYTES", 2000)
+    monkeypatch.setattr(sources, "PIECE_BYTES", 4000)
     monkeypatch.setattr(tokenizing, "SYNC_SECONDS", 0.0)
     monkeypatch.setattr(tokenizing, "SHARD_BYTES", 30_000)
     path, killed, whole = tmp_path / "a.jsonl", tmp_path / "killed", tmp_path / "whole"
     write_jsonl(path, TEXTS * 3)
     assert in_child(partial(prepare, path, whole)) == 0
-    positions = []
-    for pieces in range(10):
-        done = iter(range(pieces))
+    for kills in range(99):
+        left = iter(range(kills))  # of the writes that reach the disk before it is killed
 
-        def until(function, done=done):
-            return lambda *given: kill() if next(done, None) is None else function(*given)
+        def fsync(file, sync=os.fsync, left=left):
+            return os.kill(os.getpid(), signal.SIGKILL) if next(left, None) is None else sync(file)
 
-        with monkeypatch.context() as patch:  # between pieces; or written, but not in the journal
-            report = until(lambda *_: None) if pieces % 2 else None
-            if report is None:
-                patch.setattr(tokenizing, "replacing", until(tokenizing.replacing))
-            code = in_child(partial(prepare, path, killed, report=report))
-        assert code == -signal.SIGKILL
-        assert not (killed / "corpus.json").exists()
-        if pieces:
-            positions.append(str(json.loads((killed / "preparing.json").read_text())["position"]))
-    assert len(set(positions)) == 9  # it had got somewhere each time
-    assert in_child(partial(prepare, path, killed)) == 0
-    first, second = (
-        {file.name: file.read_bytes() for file in f.iterdir()} for f in (killed, whole)
-    )
-    assert first == second
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fsync)
+            code = in_child(partial(prepare, path, killed))
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL and not (killed / "corpus.json").exists()
+    assert 10 <= kills < 20
+    assert {file.name for file in killed.iterdir()} == {file.name for file in whole.iterdir()}
+    assert all(file.read_bytes() == (whole / file.name).read_bytes() for file in killed.iterdir())
 
 
 def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path):
@@ -281,49 +237,3 @@ def test_few_descriptors_suffice_for_many_files_and_shards(tmp_path):
         assert np.array_equal(inputs, wanted[:, :-1])
 
     assert in_child(run) == 0
-
-
-COMMIT = "0123456789" * 4
-
-
-class Hub(SimpleHTTPRequestHandler):
-    """Serves one dataset, whose branch ``main`` is at a commit once, and then at another."""
-
-    def end_headers(self):
-        with Path(self.directory, "asked").open("a") as file:
-            file.write(f"{self.path}\n")
-        if "/revision/main" in self.path:
-            Path(self.directory, "later").replace(self.translate_path(self.path))
-        self.send_header("ETag", "content")
-        self.send_header("X-Error-Code", "EntryNotFound")  # of what is not there
-        super().end_headers()
-
-
-@pytest.mark.nightly
-def test_the_record_has_the_commit_of_the_hub_that_was_read(tmp_path):
-    web, api, name = tmp_path / "web", "api/datasets/owner/name", f"resolve/{COMMIT}/a.jsonl"
-    text = write_jsonl(tmp_path / "a.jsonl", TEXTS).read_text()
-    about = {"id": "owner/name", "sha": COMMIT, "siblings": [{"rfilename": "a.jsonl"}]}
-    tree = [{"type": "file", "path": "a.jsonl", "size": len(text), "oid": "0"}]
-    for path, content in {
-        f"datasets/owner/name/{name}": text,
-        f"{api}/revision/main": json.dumps(about),
-        f"{api}/revision/{COMMIT}": json.dumps(about),
-        f"{api}/tree/{COMMIT}": json.dumps(tree),
-        "later": json.dumps(about | {"sha": "f" * 40}),
-    }.items():
-        (web / path).parent.mkdir(parents=True, exist_ok=True)
-        (web / path).write_text(content)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, directory=web))
-    Thread(target=server.serve_forever, daemon=True).start()
-    own = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "torchtitan_lr", "prepare", "hf:owner/name@main"]
-    command += [f"--tokenizer={MODEL.hf_assets_path}", f"--out={tmp_path}/out"]
-    subprocess.run(command, cwd=ROOT, env=os.environ | own, check=True)
-    server.shutdown()
-    corpus = Corpus.open(tmp_path / "out")
-    assert [source["commit"] for source in corpus.record["sources"]] == [COMMIT]
-    found = documents(corpus) + documents(corpus, held_out=True)
-    assert sorted(found) == sorted(encoded(TEXTS))
-    asked = {path for path in (web / "asked").read_text().split() if path.endswith("/a.jsonl")}
-    assert asked == {f"/datasets/owner/name/{name}"}

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, processors
 
 from tests.commands import ROOT, Command
 from tests.unit.hf.test_export import write_run
-from torchtitan_lr.config.build import build_job_config, config_of_record
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.hf.tokenizer import export_tokenizer
 
@@ -114,7 +114,7 @@ def test_the_card_says_what_the_run_recorded(tmp_path):
     assert "`NGPU=4 torchtitan-lr train train.toml` in this folder repeats" in card
     repeated = build_job_config([f"--job.config_file={out}/train.toml"]).to_dict()
     ran = json.loads((tmp_path / "run" / "job_config.json").read_text())
-    wanted = config_of_record(ran, []).to_dict()
+    wanted = build_job_config([], ran).to_dict()
     wanted["job"]["config_file"] = repeated["job"]["config_file"]
     assert repeated == wanted and repeated["training"]["steps"] == 30
     # The control: the configuration that the run was started from, without its overrides.

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.unit.tiny import build_tiny, tiny_args, tokens
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.lanes import share_channels
-from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.models.llama import LlamaModel, apply_rope
 
 WIDE = torch.float64
 
@@ -24,6 +24,16 @@ def partial_sum(terms: list[Tensor], shared: int) -> list[Tensor]:
     """Equations 8 and 12: y_i = [Σ_j a_j[:s], a_i[s:]]."""
     total = torch.stack([a[..., :shared] for a in terms]).sum(0)
     return [torch.cat((total, a[..., shared:]), -1) for a in terms]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor, width: int) -> Tensor:
+    """Causal attention of heads side by side, the scores written out."""
+    q, k, v = (t.unflatten(-1, (-1, width)) for t in (q, k, v))
+    q, k, v = (t.transpose(1, 2) for t in (apply_rope(q, table), apply_rope(k, table), v))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    scores = (q @ k.mT / width**0.5).masked_fill(later, float("-inf"))
+    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
 def written_out(model: LlamaModel, ids: Tensor) -> Tensor:
@@ -40,7 +50,7 @@ def written_out(model: LlamaModel, ids: Tensor) -> Tensor:
         for i in lanes:
             h = block.attention_norm(x[i])
             qkv = (F.linear(h, rows(w, i)) for w in (attention.wq, attention.wk, attention.wv))
-            heads = attention.attend(*qkv, model.freqs_cis)
+            heads = attend(*qkv, model.freqs_cis, args.head_dim)
             terms.append(F.linear(heads, columns(attention.wo, i)))
         x = [a + b for a, b in zip(x, partial_sum(terms, shared), strict=True)]
         mlp: Any = block.feed_forward

@@ -15,7 +15,7 @@ from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.hf.export import check_hf_exportable
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.titan.specs import registered_specs
+from torchtitan_lr.titan.specs import REGISTERED_SPECS
 from torchtitan_lr.training.fingerprint import model_fingerprint
 
 NAMED = "--model.name=llama_tanh"
@@ -30,7 +30,7 @@ def _leaves_nothing_behind():
     sys.modules.pop("tests.toy_family", None)
     for table in (FAMILIES, FLAVORS):
         table.pop("tanh", None)
-    registered_specs().pop("llama_tanh", None)
+    REGISTERED_SPECS.pop("llama_tanh", None)
 
 
 def config_of(*arguments):

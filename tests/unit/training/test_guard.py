@@ -27,11 +27,11 @@ def test_a_signal_is_remembered_and_the_next_one_acts(number: signal.Signals) ->
 @pytest.mark.parametrize(
     ("loss", "square", "stop", "findings"),
     [
-        (1.5, 9.0, False, Findings(3.0, 0, False, True)),
-        (1.5, 9.0, True, Findings(3.0, 0, True, True)),
-        (math.nan, 9.0, False, Findings(3.0, 1, False, False)),
-        (math.inf, 9.0, True, Findings(3.0, 1, True, False)),
-        (1.5, math.inf, False, Findings(math.inf, 0, False, True)),
+        (1.5, 9.0, False, Findings(False, 3.0, 0, False, True)),
+        (1.5, 9.0, True, Findings(False, 3.0, 0, True, True)),
+        (math.nan, 9.0, False, Findings(True, 3.0, 1, False, False)),
+        (math.inf, 9.0, True, Findings(True, 3.0, 1, True, False)),
+        (1.5, math.inf, False, Findings(True, math.inf, 0, False, True)),
     ],
 )
 def test_one_process_agrees_with_itself(
@@ -48,7 +48,7 @@ def test_one_process_agrees_with_itself(
 def test_counts_are_summed_exactly_with_the_verdict() -> None:
     counts = (float(2**53), 0.0, 1.0)
     verdict = Verdict(torch.tensor(1.5), torch.tensor(9.0), False, counts)
-    assert verdict.read() == Findings(3.0, 0, False, True, counts)
+    assert verdict.read() == Findings(False, 3.0, 0, False, True, counts)
 
 
 def test_a_norm_that_is_no_number_rejects() -> None:

@@ -2,6 +2,7 @@
 """TensorBoard and wandb of a run and of its resumption, read back from what they write offline."""
 
 import json
+import os
 import time
 
 import pytest
@@ -44,13 +45,50 @@ def written(folder):
     return parts(run_of(folder))
 
 
-def test_wandb_continues_its_run_and_ends_as_failed(tmp_path, monkeypatch, curve):
-    for variable in ("WANDB_RUN_ID", "WANDB_PROJECT", "WANDB_TAGS"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
+@pytest.fixture
+def metrics(tmp_path, monkeypatch):
+    """Keys of wandb, where neither variables nor credentials are set."""
+    for variable in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    keys = ["project=low-rank", "run_name=run 7", "group=ranks", "tags=a,b"]
+    return build_job_config([f"--metrics.wandb_{key}" for key in keys]).metrics
+
+
+def test_wandb_gets_the_tomls_values_and_stays_offline_without_credentials(tmp_path, metrics):
+    RunWandb(tmp_path, 0, {}, metrics).close()
+    (run,) = written(tmp_path)["run"]
+    values = run.project, run.display_name, run.run_group, sorted(run.tags)
+    assert values == ("low-rank", "run 7", "ranks", ["a", "b"])
+
+
+def test_wandbs_variables_win(tmp_path, metrics, monkeypatch):
+    for name, value in (("PROJECT", "mine"), ("TAGS", "c"), ("MODE", "offline")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    metrics.wandb_mode = "disabled"
+    RunWandb(tmp_path, 0, {}, metrics).close()
+    (run,) = written(tmp_path)["run"]
+    assert (run.project, run.run_group, list(run.tags)) == ("mine", "ranks", ["c"])
+
+
+@pytest.mark.parametrize("where", ["variable", "file"])
+def test_credentials_mean_online(where, tmp_path, metrics, monkeypatch):
+    if where == "variable":
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    else:
+        (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+
+    def stop(mode, resume, **_):
+        raise ConnectionError(f"{mode} {resume}")
+
+    monkeypatch.setattr("wandb.init", stop)  # it would connect
+    with pytest.raises(ConnectionError, match="online allow"):
+        RunWandb(tmp_path, 0, {}, metrics)
+
+
+def test_wandb_continues_its_run_and_ends_as_failed(tmp_path, metrics, curve):
     (tmp_path / WANDB_ID_FILE).write_text("of-before\n")
-    first = RunWandb(tmp_path, 0, {"training": {"steps": 3}})
+    first = RunWandb(tmp_path, 0, {"training": {"steps": 3}}, metrics)
     first.log({"loss": 5.0}, 3)
     first.publish(SUMMARY, curve)
     first.close()
@@ -66,7 +104,7 @@ def test_wandb_continues_its_run_and_ends_as_failed(tmp_path, monkeypatch, curve
     assert summary["curve/_type"] == "image-file"
     # A resumption from step 3, which fails: the same run in a file of its own.
     run_of(tmp_path).parent.rename(tmp_path / "first")
-    second = RunWandb(tmp_path, 3, {"training": {"steps": 9}})
+    second = RunWandb(tmp_path, 3, {"training": {"steps": 9}}, metrics)
     second.log({"loss": 4.0}, 4)
     second.exit_status = 1
     second.close()

@@ -31,7 +31,7 @@ from torchtitan_lr.optim.step import step_unless
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig
-from torchtitan_lr.titan.specs import registered_specs
+from torchtitan_lr.titan.specs import REGISTERED_SPECS
 from torchtitan_lr.training.guard import StepData, Verdict
 from torchtitan_lr.training.metrics import HistoryLogger
 from torchtitan_lr.training.trainer import Trainer
@@ -71,7 +71,7 @@ class ReplicaTrainer(Trainer):
     def __init__(self, job_config: JobConfig) -> None:
         section = self._section = job_config.fault_tolerance
         importlib.import_module(job_config.experimental.custom_import)
-        table, name = registered_specs(), job_config.model.name
+        table, name = REGISTERED_SPECS, job_config.model.name
         spec = table[name]
 
         def build(*, dp_world_size: int, dp_rank: int, **rest: Any) -> Any:

@@ -54,6 +54,18 @@ class ReductionGroups:
     replicas: dist.ProcessGroup | None = None
     stages: dist.ProcessGroup | None = None
 
+    @classmethod
+    def of(cls, parameters: Iterable[Tensor], *more: dist.ProcessGroup | None) -> "ReductionGroups":
+        """Read the mesh dimensions of more than one rank from parameters; `more` as above."""
+        groups: dict[str, dist.ProcessGroup] = {}
+        for parameter in parameters:
+            if isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
+                for dim, name in enumerate(mesh.mesh_dim_names or ()):
+                    if mesh.size(dim) > 1:
+                        groups.setdefault(name, mesh.get_group(dim))
+        return cls(groups, *more)
+
 
 @dataclass
 class Refresh:
@@ -90,6 +102,7 @@ class Synchronizer:
         all_cores: All cores of a step in one buffer, which one call clears, scales or sends. The
             stacks' cores are views of it.
         sums: Those of the running step.
+        due: The matrices that refresh in this step, by stack; None between steps.
         projected: The matrices that keep their bases in this step, stack after stack.
         drift: The matrices that were refreshed, and whether replicas computed different bases.
     """
@@ -104,6 +117,7 @@ class Synchronizer:
     ) -> None:
         self.stacks, self.dense, self.groups, self.settings = stacks, dense, groups, settings
         self.order = order
+        self.due: list[list[int]] | None = None
         self.projected: dict[ParamRef, None] = {}
         self.sums = EarlySums([], order, self._start_sum, early=False)
         self.drift: list[tuple[list[tuple[MatrixStack, int]], HostCopy]] = []
@@ -114,10 +128,15 @@ class Synchronizer:
         for stack, core in zip(stacks, self.all_cores.split(sizes), strict=True):
             stack.core = core.view(stack.average.shape)
 
-    def begin(self, due: Sequence[Sequence[int]]) -> None:
-        """Zero the cores for a new step, in which ``due`` refresh by stack, and plan its sums."""
+    def begin(self, done: int) -> None:
+        """Zero the cores for the step after ``done`` steps, and plan its refreshes and sums."""
         self.sums.wait()  # of a step that was abandoned
         self.all_cores.zero_()
+        # All numbers are on the host.
+        due = self.due = [
+            [i for i, plan in enumerate(stack.plans) if plan.is_due(done, int(stack.refreshes[i]))]
+            for stack in self.stacks
+        ]
         stacks = list(enumerate(self.stacks))
         kept = [(n, i) for n, stack in stacks for i in range(len(stack.plans)) if i not in due[n]]
         self.projected = dict.fromkeys(kept)
@@ -157,16 +176,12 @@ class Synchronizer:
             cores = [self.all_cores]  # no copy: the buffer itself is sent
         for dim, group in enumerate(self.groups.sharding.values()):
             # A one-sided core stays sharded along its long side: its blocks are no terms.
-            terms = []
-            for number, index in bucket:
-                stack = self.stacks[number]
-                splits = (*stack.layout.rows, *stack.layout.columns)
-                if dim in splits and dim not in stack.core_dims:
-                    terms.append(stack.core[index])
+            stacks = ((self.stacks[number], index) for number, index in bucket)
+            terms = [stack.core[index] for stack, index in stacks if dim in stack.contracted]
             sum_over(cores if len(terms) == len(bucket) else terms, group)()
         return sum_over(cores, self.groups.replicas)
 
-    def new_bases(self, due: Sequence[Sequence[int]]) -> list[Refresh]:
+    def new_bases(self) -> list[Refresh]:
         """Decompose the gradients of the matrices that are due.
 
         Matrices are decomposed in rounds whose sketches fit into one bucket. Those of one round
@@ -175,7 +190,8 @@ class Synchronizer:
         Returns:
             Their bases and cores, equal on all replicas; not yet applied.
         """
-        flat = [(number, index) for number, indices in enumerate(due) for index in indices]
+        due = enumerate(self.due or ())
+        flat = [(number, index) for number, indices in due for index in indices]
         sizes = [self.stacks[number].sketch_size for number, _ in flat]
         rounds: dict[tuple[int, int], dict[int, list[int]]] = {}
         for bucket, members in enumerate(split_buckets(sizes, BUCKET_ELEMENTS)):
@@ -217,31 +233,37 @@ class Synchronizer:
             found += refreshes
         return found
 
+    @torch.no_grad()
     def repair_drift(self) -> None:
         """Give all replicas the first one's matrices whose bases differed in the last step.
 
         Their weights and moments have parted since. Nothing else has: cores, dense gradients and
         the norm are sums over the replicas. So all go on as if they had used the first one's bases.
         Replicas on equal machines never differ, but one refresh with other bases would let them
-        part for good. Call it after the step, when the host has read what follows those bases.
+        part for good. Call it after the step, when the host has read what follows those bases, on
+        every rank.
         """
         drift, self.drift = self.drift, []
         for matrices, differ in drift:
             drifted = [m for m, wrong in zip(matrices, differ.read(), strict=True) if wrong]
             for stack, index in drifted:
-                take_first(stack.tensors_of(index), self.groups.replicas)
+                stacked = (stack.left, stack.right, stack.average, stack.average_square)
+                state = [tensor[index] for tensor in stacked if tensor is not None]
+                for tensor in (local_part(stack.parameters[index]), *state):
+                    sent = tensor.contiguous()
+                    dist.broadcast(sent, group_src=0, group=self.groups.replicas)
+                    tensor.copy_(sent)
             if drifted:
                 logger.warning(
                     "Replicas computed different bases for %s; the first replica's are used",
                     ", ".join(stack.plans[index].name for stack, index in drifted),
                 )
 
-    def norm(self, refreshes: Sequence[Refresh], gradients: Sequence[Tensor]) -> Tensor:
+    def norm(self, refreshes: Sequence[Refresh]) -> Tensor:
         """Return sqrt(Σ|C|² + Σ|g|²) of all cores and dense gradients, each element once, in fp64.
 
         Args:
             refreshes: Returned by `new_bases`; the cores of the others are already summed.
-            gradients: This rank's parts of the dense gradients, summed over the replicas.
 
         Returns:
             A scalar, equal on all ranks.
@@ -250,7 +272,7 @@ class Synchronizer:
         if not refreshes and not any(stack.core_dims for stack in self.stacks):
             pieces = [(self.all_cores, ())]
         pieces += [(refresh.core, refresh.stack.core_dims) for refresh in refreshes]
-        pieces += zip(gradients, (dims for _, dims in self.dense), strict=True)
+        pieces += [(whole_gradient(parameter), dims) for parameter, dims in self.dense]
         places = [group.rank() for group in self.groups.sharding.values()]
         total = torch.zeros((), dtype=torch.float64, device=self.all_cores.device)
         for part, dims in pieces:
@@ -411,24 +433,3 @@ def differences(batches: Sequence[Sequence[Tensor]], replicas: dist.ProcessGroup
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=replicas)
     high, low = extremes.view(2, -1)
     return high != -low
-
-
-def take_first(tensors: Sequence[Tensor], replicas: dist.ProcessGroup | None) -> None:
-    """Replace the tensors of all replicas by the first one's, in place."""
-    for tensor in tensors:
-        sent = tensor.contiguous()
-        dist.broadcast(sent, group_src=0, group=replicas)
-        if sent is not tensor:
-            tensor.copy_(sent)
-
-
-def mesh_groups(parameters: Iterable[Tensor]) -> dict[str, dist.ProcessGroup]:
-    """Return the group of every mesh dimension of more than one rank, in the run's common order."""
-    groups: dict[str, dist.ProcessGroup] = {}
-    for parameter in parameters:
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            for dim, name in enumerate(mesh.mesh_dim_names or ()):
-                if mesh.size(dim) > 1:
-                    groups.setdefault(name, mesh.get_group(dim))
-    return groups

@@ -26,7 +26,7 @@ from torch.optim.adamw import adamw
 from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part, own_part, shard_dims, wrap_like
 from torchtitan_lr.optim.selection import MatrixPlan, TSRSettings, plan_matrices
-from torchtitan_lr.optim.step import clip_factor, nonfinite_gradient
+from torchtitan_lr.optim.step import StoredGradients, clip_factor
 from torchtitan_lr.optim.tsr.communication import (
     DENSE,
     Layout,
@@ -34,7 +34,6 @@ from torchtitan_lr.optim.tsr.communication import (
     ReductionGroups,
     Refresh,
     Synchronizer,
-    mesh_groups,
     whole_gradient,
 )
 from torchtitan_lr.optim.tsr.randomized_svd import (
@@ -77,7 +76,7 @@ class TSROptimizers(OptimizersContainer):
             for part in model_parts
         ]
         parameters = [parameter for part in named for _, parameter in part]
-        groups = ReductionGroups(mesh_groups(parameters), replicas, stages)
+        groups = ReductionGroups.of(parameters, replicas, stages)
         shapes: list[Any] = [{name: tuple(p.shape) for part in named for name, p in part}]
         if stages is not None:
             # A stage sees its own part, and the refreshes are spread over the whole model's.
@@ -96,6 +95,7 @@ class TSROptimizers(OptimizersContainer):
         dims = [[shard_dims(p, dim, groups.sharding) for dim in range(p.dim())] for p in dense]
         split = [(p, tuple(chain(*of_p))) for p, of_p in zip(dense, dims, strict=True)]
         self.synchronizer = Synchronizer(stacks, split, groups, settings, backward)
+        self.repair_drift = self.synchronizer.repair_drift
         # A hook that kept the optimizers alive would make a cycle, and torchtitan collects none.
         reference = weakref.ref(self)
         for parameter, ref in refs.items():
@@ -114,19 +114,13 @@ class TSROptimizers(OptimizersContainer):
             )
 
     def _forget_step(self) -> None:
-        self._due: list[list[int]] | None = None  # the matrices that refresh, by stack
+        self.synchronizer.due = None
         self.in_microbatch = self._is_last = self._is_synchronized = False
         self._refreshes: list[Refresh] = []
-        self._dense: list[Tensor] = []  # gradients of the dense parameters
-
-    @torch.no_grad()
-    def repair_drift(self) -> None:
-        """Do what `Synchronizer.repair_drift` says, after a step; call it on every rank."""
-        self.synchronizer.repair_drift()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Drop all gradients, and the cores and bases of an abandoned step."""
-        if self._due is not None:  # the bases of an abandoned step were never used
+        if self.synchronizer.due is not None:  # the bases of an abandoned step were never used
             self.synchronizer.drift.clear()
         self.repair_drift()
         self.synchronizer.sums.wait()  # which may still write to the gradients
@@ -142,18 +136,9 @@ class TSROptimizers(OptimizersContainer):
         `accumulate` finds the gradients.
         """
         # Once per step: what it depends on changes in `step` alone.
-        if self._due is None:
-            self._due = self.due()
-            self.synchronizer.begin(self._due)
+        if self.synchronizer.due is None:
+            self.synchronizer.begin(int(self.optimizers[0].steps))
         self.in_microbatch, self._is_last = True, last
-
-    def due(self) -> list[list[int]]:
-        """Return the matrices that refresh in the next step, by stack."""
-        done = int(self.optimizers[0].steps)  # on the host, as the numbers of refreshes are
-        return [
-            [i for i, plan in enumerate(stack.plans) if plan.is_due(done, int(stack.refreshes[i]))]
-            for stack in self.synchronizer.stacks
-        ]
 
     @torch.no_grad()
     def gradient_arrived(self, ref: ParamRef) -> None:
@@ -209,13 +194,11 @@ class TSROptimizers(OptimizersContainer):
         Returns:
             The norm sqrt(Σ|C|² + Σ|g|²) of cores and dense gradients, equal on all ranks.
         """
-        assert self._due is not None
         # C ← ΣC over the ranks.
         self.synchronizer.sums.wait()
-        self._dense = [whole_gradient(parameter) for parameter, _ in self.synchronizer.dense]
         # Refresh: U, Σ, V ← rSVD(ΣG); then the core C = UᵀGV is Σ itself.
-        self._refreshes = self.synchronizer.new_bases(self._due)
-        norm = self.synchronizer.norm(self._refreshes, self._dense)
+        self._refreshes = self.synchronizer.new_bases()
+        norm = self.synchronizer.norm(self._refreshes)
         for refresh in self._refreshes:
             _write(refresh.stack.core, refresh.indices, refresh.core)
         self._is_synchronized = True
@@ -238,7 +221,8 @@ class TSROptimizers(OptimizersContainer):
         """Multiply cores and dense gradients, which are linear in the loss, by a scalar."""
         assert self._is_synchronized
         by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-        for tensor in (self.synchronizer.all_cores, *self._dense):
+        dense = (whole_gradient(parameter) for parameter, _ in self.synchronizer.dense)
+        for tensor in (self.synchronizer.all_cores, *dense):
             by_dtype[tensor.dtype].append(tensor)
         for dtype, same in by_dtype.items():
             torch._foreach_mul_(same, factor.to(dtype))
@@ -272,7 +256,7 @@ class TSROptimizers(OptimizersContainer):
         stacks = self.synchronizer.stacks
         cores = ((s.plans[i].name, core) for s in stacks for i, core in enumerate(s.core))
         spoilt = (name for name, core in cores if not torch.isfinite(core).all())
-        return nonfinite_gradient(self.model_parts) or next(spoilt, None)
+        return StoredGradients(self.model_parts, None).nonfinite() or next(spoilt, None)
 
 
 class TSRAdam(Optimizer):
@@ -382,21 +366,10 @@ class TSRAdam(Optimizer):
             local_part(cast(Tensor, p.grad)).to(m.dtype)
             for p, m in zip(self.dense, self._averages, strict=True)
         ]
-        constants: dict[str, Any] = {name: float(hyper[name]) for name in self.defaults}
+        options: dict[str, Any] = {name: float(hyper[name]) for name in self.defaults}
+        options |= {"fused": True, "found_inf": self.found_inf, "amsgrad": False, "maximize": False}
         ages = torch.full((len(exact),), float(self.steps) - 1, device=exact[0].device)
-        adamw(
-            exact,
-            gradients,
-            self._averages,
-            self._squares,
-            [],
-            list(ages.unbind()),
-            fused=True,
-            found_inf=self.found_inf,
-            amsgrad=False,
-            maximize=False,
-            **constants,
-        )
+        adamw(exact, gradients, self._averages, self._squares, [], list(ages.unbind()), **options)
         for weight, wide in zip(weights, exact, strict=True):
             if weight is not wide:
                 weight.copy_(wide)
@@ -435,6 +408,7 @@ class MatrixStack:
         average_square: v, of the same shape as ``average``.
         core: C of the running step, of the same shape; a part of `Synchronizer.all_cores`.
         core_dims: Mesh dimensions that split a core.
+        contracted: Mesh dimensions whose ranks each have one term of a core.
         sketch_size: Elements (m + n)k of one matrix's sketches on a rank.
         sends_dense: Whether a refresh sums dense gradients, not sketches, over the replicas.
         ages: Number of cores in the moments (b,), on the CPU.
@@ -461,6 +435,7 @@ class MatrixStack:
         self.sketch_size = sum(block) * plan.width
         self.sends_dense, _ = plan.sends(*block)
         self.core_dims = () if plan.two_sided else layout.columns
+        self.contracted = {*layout.rows, *layout.columns}.difference(self.core_dims)
         b, r, weight = len(parameters), plan.rank, local_part(parameters[0])
         m, n = self._oriented(weight).shape
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -484,12 +459,6 @@ class MatrixStack:
     def bases(self, indices: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """Return U (b, m, r) and V (b, n, r) of some matrices."""
         return _read(self.left, indices), None if self.right is None else _read(self.right, indices)
-
-    def tensors_of(self, index: int) -> list[Tensor]:
-        """Return this rank's parts of a matrix and of its state."""
-        parts = [local_part(self.parameters[index]), self.left[index]]
-        parts += [self.average[index], self.average_square[index]]
-        return parts if self.right is None else [*parts, self.right[index]]
 
     def project(self, index: int) -> None:
         """Accumulate a core, C ← C + UᵀGV, and free the gradient G (m, n)."""
