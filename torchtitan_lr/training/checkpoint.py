@@ -16,13 +16,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from torchtitan_lr.checkpoints import layout, safe_metadata
@@ -32,6 +35,7 @@ from torchtitan_lr.checkpoints.manifest import (
     from_first_rank,
     newest_whole_before,
     read_manifest,
+    read_once,
     write_manifest,
 )
 from torchtitan_lr.checkpoints.staging import BackgroundStager
@@ -44,6 +48,7 @@ from torchtitan_lr.titan.base import GarbageCollection
 from torchtitan_lr.titan.components import DATALOADER, MODEL, AsyncMode, TitanCheckpointHooks
 from torchtitan_lr.training.fingerprint import check_fingerprint
 
+_SMALL = 4096  # bytes of a tensor
 _LONG = 0.1  # seconds of waiting that the console shows
 _MODEL_ALONE = "it holds only the model, in Hugging Face's format"
 
@@ -130,7 +135,7 @@ class CheckpointManager(TitanCheckpointHooks):
         weights = self.states[MODEL].state_dict() if MODEL in self.states else ()
         writer = ManifestWriter(checkpoint_id, self.fingerprint, weights=weights)
         if async_mode == AsyncMode.DISABLED:
-            dcp.save(state_dict, storage_writer=writer)
+            dcp.save(state_dict, storage_writer=writer, planner=_Planner())
             if enable_garbage_collection:
                 GarbageCollection.collect("GC collection invoked by checkpointer.")
             return None
@@ -144,6 +149,7 @@ class CheckpointManager(TitanCheckpointHooks):
         return dcp.async_save(
             state_dict,
             storage_writer=writer,
+            planner=_Planner(),
             process_group=self.pg,
             async_checkpointer_type=way,
             async_stager=self.stager,
@@ -168,11 +174,11 @@ class CheckpointManager(TitanCheckpointHooks):
             # `load` has verified the others.
             if initial and (damage := damage_of(checkpoint_id)):
                 raise _damaged(checkpoint_id, damage, newest_whole_before(checkpoint_id))
-            manifest = read_manifest(checkpoint_id)
+            manifest = read_once(read_manifest, checkpoint_id)
             if manifest is not None:
                 may_differ = self._other_model and initial
                 check_fingerprint(manifest.model, self.fingerprint, checkpoint_id, may_differ)
-            metadata = safe_metadata.read_metadata(checkpoint_id)
+            metadata = read_once(safe_metadata.read_metadata, checkpoint_id)
             has_data = state_dict.get(DATALOADER) is not None
             if has_data and not state_dict[DATALOADER].check_checkpoint(checkpoint_id, metadata):
                 del state_dict[DATALOADER]  # the data start anew
@@ -291,6 +297,24 @@ class CheckpointManager(TitanCheckpointHooks):
         for folder in kept[: -self.keep_latest_k]:
             if renamed := layout.rename_away(folder, layout.DISCARDED):
                 self.purge_queue.put(renamed)
+
+
+class _Planner(DefaultSavePlanner):
+    """DCP's planner, with the counters and settings that all ranks load in the first one's file.
+
+    DCP spreads what several ranks hold over the files of all of them. Each rank would open as many
+    files as there are such values, hundreds in a large model, when a run resumes.
+    """
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Leave small values to the first rank that has them."""
+        plans: list[SavePlan] = []
+        placed: set[MetadataIndex] = set()
+        for plan in all_plans:
+            items = [item for item in plan.items if item.index not in placed]
+            placed |= {x.index for x in items if (x.tensor_storage_size() or 0) <= _SMALL}
+            plans.append(replace(plan, items=items))
+        return super().create_global_plan(plans)
 
 
 def _damaged(folder: str, damage: str, older: str | None) -> ConfigError:
