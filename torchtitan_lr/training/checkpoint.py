@@ -211,7 +211,7 @@ class CheckpointManager(TitanCheckpointHooks):
         """
         if not self.enable:
             return False
-        if step == -1:
+        if step == -1 and self._first:  # a thousand ranks would list the folder at the same moment
             step = max(layout.complete_steps(self.folder), default=-1)
         step = from_first_rank(step)
         if step != -1:
