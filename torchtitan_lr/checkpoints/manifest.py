@@ -17,16 +17,17 @@ import re
 import zlib
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -44,6 +45,7 @@ from torchtitan_lr.compat.collectives import least_of_all
 T = TypeVar("T")
 
 _CHUNK = 1 << 22  # bytes read at a time
+_SMALL = 4096  # bytes of a tensor
 _PART = re.compile(r"__(\d+)_\d+\.distcp")  # what a rank wrote, with its number
 
 Sum = list[int]
@@ -101,7 +103,7 @@ class ManifestWriter(FileSystemWriter):
         self.fs.sums = {}
         self._model, self._weights = model, frozenset(weights)
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files; the result includes their sizes and checksums."""
         # Checked here, where a background save works on its copy.
         weights = (
@@ -120,6 +122,24 @@ class ManifestWriter(FileSystemWriter):
         finite = all(cast(_Results, result).finite for result in results)
         self.fs.manifest = Manifest(files, self._model, finite)
         super().finish(metadata, results)
+
+
+class SavePlanner(DefaultSavePlanner):
+    """DCP's planner, with the counters and settings that all ranks load in the first one's file.
+
+    DCP spreads what several ranks hold over the files of all of them. Each rank would open as many
+    files as there are such values, hundreds in a large model, when a run resumes.
+    """
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Leave small values to the first rank that has them."""
+        plans: list[SavePlan] = []
+        placed: set[MetadataIndex] = set()
+        for plan in all_plans:
+            items = [item for item in plan.items if item.index not in placed]
+            placed |= {x.index for x in items if (x.tensor_storage_size() or 0) <= _SMALL}
+            plans.append(replace(plan, items=items))
+        return super().create_global_plan(plans)
 
 
 @torch.no_grad()

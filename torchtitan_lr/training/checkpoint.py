@@ -16,21 +16,19 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from torchtitan_lr.checkpoints import layout, safe_metadata
 from torchtitan_lr.checkpoints.manifest import (
     ManifestWriter,
+    SavePlanner,
     damage_of,
     from_first_rank,
     newest_whole_before,
@@ -48,7 +46,6 @@ from torchtitan_lr.titan.base import GarbageCollection
 from torchtitan_lr.titan.components import DATALOADER, MODEL, AsyncMode, TitanCheckpointHooks
 from torchtitan_lr.training.fingerprint import check_fingerprint
 
-_SMALL = 4096  # bytes of a tensor
 _LONG = 0.1  # seconds of waiting that the console shows
 _MODEL_ALONE = "it holds only the model, in Hugging Face's format"
 
@@ -135,7 +132,7 @@ class CheckpointManager(TitanCheckpointHooks):
         weights = self.states[MODEL].state_dict() if MODEL in self.states else ()
         writer = ManifestWriter(checkpoint_id, self.fingerprint, weights=weights)
         if async_mode == AsyncMode.DISABLED:
-            dcp.save(state_dict, storage_writer=writer, planner=_Planner())
+            dcp.save(state_dict, storage_writer=writer, planner=SavePlanner())
             if enable_garbage_collection:
                 GarbageCollection.collect("GC collection invoked by checkpointer.")
             return None
@@ -149,7 +146,7 @@ class CheckpointManager(TitanCheckpointHooks):
         return dcp.async_save(
             state_dict,
             storage_writer=writer,
-            planner=_Planner(),
+            planner=SavePlanner(),
             process_group=self.pg,
             async_checkpointer_type=way,
             async_stager=self.stager,
@@ -211,7 +208,7 @@ class CheckpointManager(TitanCheckpointHooks):
         """
         if not self.enable:
             return False
-        if step == -1:
+        if step == -1 and self._first:  # a thousand ranks would list the folder at the same moment
             step = max(layout.complete_steps(self.folder), default=-1)
         step = from_first_rank(step)
         if step != -1:
@@ -297,24 +294,6 @@ class CheckpointManager(TitanCheckpointHooks):
         for folder in kept[: -self.keep_latest_k]:
             if renamed := layout.rename_away(folder, layout.DISCARDED):
                 self.purge_queue.put(renamed)
-
-
-class _Planner(DefaultSavePlanner):
-    """DCP's planner, with the counters and settings that all ranks load in the first one's file.
-
-    DCP spreads what several ranks hold over the files of all of them. Each rank would open as many
-    files as there are such values, hundreds in a large model, when a run resumes.
-    """
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Leave small values to the first rank that has them."""
-        plans: list[SavePlan] = []
-        placed: set[MetadataIndex] = set()
-        for plan in all_plans:
-            items = [item for item in plan.items if item.index not in placed]
-            placed |= {x.index for x in items if (x.tensor_storage_size() or 0) <= _SMALL}
-            plans.append(replace(plan, items=items))
-        return super().create_global_plan(plans)
 
 
 def _damaged(folder: str, damage: str, older: str | None) -> ConfigError:
