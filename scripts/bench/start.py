@@ -8,14 +8,17 @@
 ``launcher``: files opened, wake-ups and CPU seconds of a launcher that waits for four ranks.
 ``verdict``: what one process reads and how long it takes to check a run, and what a rank needs to
 receive the verdict instead. ``first-step``: CPU seconds of rank 0 to its first step, in parts, in a
-world of torch's fake backend, whose collectives cost nothing. DCP makes one plan from the plans of
-all ranks on rank 0: that column grows with the ranks. The last two columns are the sums over ranks
-in a later step outside its passes, and the messages one after another that they take in a ring.
+world of torch's fake backend, whose collectives cost nothing. What grows with the ranks is torch's:
+the meshes, of which every rank makes the groups of all ranks; ``parallelize``, as FSDP2 cuts every
+parameter into the pieces of all ranks; DCP's plan of the plans of all, on rank 0; and its table of
+contents, which a rank that resumes searches. The last two columns are the sums over ranks in a
+later step outside its passes, and the messages one after another that they take in a ring.
 """
 
 import argparse
 import json
 import os
+import pickle
 import resource
 import subprocess
 import sys
@@ -118,6 +121,7 @@ def first_step(ranks: int, arguments: list[str]) -> dict[str, float]:
     """Return the CPU seconds of rank 0's parts up to and with its first step."""
     os.environ |= {"NGPU": str(ranks), "RANK": "0", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ""}
     from torch.distributed.checkpoint.default_planner import (
+        DefaultLoadPlanner,
         DefaultSavePlanner,
         create_default_global_save_plan,
     )
@@ -143,7 +147,10 @@ def first_step(ranks: int, arguments: list[str]) -> dict[str, float]:
         return wrapped
 
     class TimedTrainer(Trainer):
-        init_distributed = timed("mesh", Trainer.init_distributed)
+        def init_distributed(self) -> Any:
+            dims = timed("process group", super().init_distributed)()
+            timed("mesh", dims.build_mesh)()
+            return dims
 
     with tempfile.TemporaryDirectory() as folder:
         config = build_job_config([*arguments, *SMALL, f"--job.dump_folder={folder}"])
@@ -159,7 +166,7 @@ def first_step(ranks: int, arguments: list[str]) -> dict[str, float]:
         )
         begin = time.process_time()
         trainer = TimedTrainer(config)
-        inside = sum(parts[name] for name in ("mesh", "meta build", "data", "parallelize"))
+        inside = sum(seconds for name, seconds in parts.items() if name != "checks")
         parts["rest of the trainer"] = time.process_time() - begin - inside
         trainer.step = 1
         batches = trainer.batch_generator(trainer.dataloader)
@@ -173,10 +180,30 @@ def first_step(ranks: int, arguments: list[str]) -> dict[str, float]:
         planner = DefaultSavePlanner()
         planner.set_up_planner(states, is_coordinator=True)
         plan = timed("save: own plan", planner.create_local_plan)()
+        plans = [of_rank(plan, rank) for rank in range(ranks)]
         merge = timed("save: plan of all, rank 0", create_default_global_save_plan)
-        merge([plan] * ranks)  # equal plans take as long to merge as those of other shards
+        _, contents = merge(plans)
+        table = pickle.dumps(contents)
+        timed("resume: table of contents", pickle.loads)(table)
+        loader = DefaultLoadPlanner()
+        loader.set_up_planner(states, contents, is_coordinator=True)
+        timed("resume: own plan", loader.create_local_plan)()
         trainer.close()
-    return parts | {"sums of a step": sums, "their hops": 2 * (ranks - 1) * sums}
+    counts = {"MB of the table": len(table) / 1e6, "sums of a step": sums}
+    return parts | counts | {"their hops": 2 * (ranks - 1) * sums}
+
+
+def of_rank(plan: Any, rank: int) -> Any:
+    """Return the plan of another rank: its shards are others along the first dimension."""
+    items = []
+    for item in plan.items:
+        if item.type.name == "SHARD":
+            chunk = item.tensor_data.chunk
+            offsets = type(chunk.sizes)((rank * chunk.sizes[0], *chunk.offsets[1:]))
+            data = replace(item.tensor_data, chunk=replace(chunk, offsets=offsets))
+            item = replace(item, tensor_data=data, index=replace(item.index, offset=offsets))
+        items.append(item)
+    return replace(plan, items=items)
 
 
 def main() -> None:

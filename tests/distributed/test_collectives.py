@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support import parity_runs
 from tests.support.parity_cases import tp_mesh
 from tests.support.rank_pool import RankPool
 from torchtitan_lr import collectives
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.compat.collectives import second_group, set_timeouts
+from torchtitan_lr.training.trainer import Trainer
 
 SHAPE = (4, 8, 4)
 
@@ -103,3 +105,28 @@ def waited_for_a_hung_rank(seconds: float) -> float:
 def test_a_hung_rank_is_noticed_in_a_second_group(two_ranks: RankPool) -> None:
     waited = two_ranks.run(waited_for_a_hung_rank, 1.0)
     assert 0.9 < waited[0] < 10 and waited[1] < 1
+
+
+def timeouts_of(arguments: list[str]) -> list[set[timedelta]]:
+    """Train two steps; return the time-outs of a rank's groups before each, and at the end."""
+    found: list[set[timedelta]] = []
+    groups = dist.distributed_c10d._world.pg_map
+
+    class Watched(Trainer):
+        def should_continue_training(self) -> bool:
+            follows = super().should_continue_training()
+            real = [group for group in groups if dist.get_backend(group) == "gloo"]
+            backends = [group._get_backend(torch.device("cpu")) for group in real]
+            found.append({backend.options._timeout for backend in backends})
+            return follows
+
+    parity_runs.train(arguments, build=Watched)
+    return found
+
+
+def test_every_group_of_a_run_has_its_time_outs(four_ranks: RankPool) -> None:
+    # FSDP's and the pipeline's, and those of torchtitan's meshes that this run does not use.
+    layout = ["--model.name=llama_full", *parity_runs.degrees(pipeline=2, local_batch=4)]
+    times = ["--comm.init_timeout_seconds=70", "--comm.train_timeout_seconds=50"]
+    for found in four_ranks.run(timeouts_of, [*layout, *times]):
+        assert found == [{timedelta(seconds=70)}, *[{timedelta(seconds=50)}] * 2]

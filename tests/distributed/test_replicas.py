@@ -69,7 +69,7 @@ def rows_of(parts: dict[int, list[int]], config: Any) -> Any:
     class PartsTrainer(Trainer):
         def train_step(self, data_iterator: Any) -> None:
             if not hasattr(self, "loaders"):
-                build = partial(build_dataloader, tokenizer=self.tokenizer, job_config=config)
+                build = partial(build_dataloader, tokenizer=None, job_config=config)
                 size = {"dp_world_size": GROUP_SIZE}
                 self.loaders = [build(**size, dp_rank=part) for part in range(GROUP_SIZE)]
                 self.streams = [iter(loader) for loader in self.loaders]

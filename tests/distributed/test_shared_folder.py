@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Each rank writes its own part; machines that mount one folder differently save and load it."""
 
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.distributed.training import train
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.checkpoints import manifest
 from torchtitan_lr.checkpoints.manifest import damage_of
+from torchtitan_lr.training.trainer import Trainer
 
 RANKS_PER_MACHINE = 2
 
@@ -33,9 +35,26 @@ def train_on_machines(dump: str, mounts: list[str], *options: str) -> dict[str, 
     """Train with machines of two ranks, each with its own path of the checkpoints' folder.
 
     Returns:
-        What `train` returns, the names of the files that this rank wrote and verified, and the
-        bytes of large tensors that it loaded by file.
+        What `train` returns, the names of the files that this rank wrote and verified, the bytes
+        of large tensors that it loaded by file, and what it opened for reading, of the checkpoint
+        and of the tokenizer.
     """
+    opened: list[str] = []
+    watching = False
+    init_distributed = Trainer.init_distributed
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if watching and event == "open" and arguments[1] in ("r", "rb"):
+            path = Path(str(arguments[0]))
+            if path.parent.name.startswith("step-") or path.name.startswith("tokenizer"):
+                opened.append(path.name)
+
+    def begin(self: Trainer) -> Any:
+        nonlocal watching
+        watching = True  # the checks, here of each rank, are over
+        return init_distributed(self)
+
+    sys.addaudithook(hook)
     wrote: list[str] = []
     verified: list[str] = []
     loaded: Counter[str] = Counter()
@@ -63,9 +82,11 @@ def train_on_machines(dump: str, mounts: list[str], *options: str) -> dict[str, 
         patch.object(files, "create_stream", create_stream),
         patch.object(FileSystemReader, "read_data", read_data),
         patch.object(manifest, "_sum_of", sum_of),
+        patch.object(Trainer, "init_distributed", begin),
     ):
         run = train([*OPTIONS, folder, *options], "", dump)
-    return {**run, "wrote": wrote, "verified": verified, "loaded": dict(loaded)}
+    watching = False  # nothing takes the hook away
+    return {**run, "wrote": wrote, "verified": verified, "loaded": dict(loaded), "opened": opened}
 
 
 Runs = tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]
@@ -114,3 +135,9 @@ def test_a_machine_reads_its_part_alone(runs: Runs) -> None:
         assert loaded.keys() == own
         # And no rank loads what another one of the machine does.
         assert all(0.8 * sizes[name] < loaded[name] < sizes[name] for name in own)
+
+
+def test_what_all_ranks_need_is_read_by_one(runs: Runs) -> None:
+    """Besides its own part, a rank opens the first one's, which has all counters."""
+    for rank, run in enumerate(runs[2][1:], 1):
+        assert set(run["opened"]) == {"__0_0.distcp", f"__{rank}_0.distcp"}

@@ -15,18 +15,19 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -39,8 +40,12 @@ from torchtitan_lr.checkpoints.layout import (
     write_whole,
 )
 from torchtitan_lr.checkpoints.safe_metadata import DamagedError, describe, read_metadata
+from torchtitan_lr.compat.collectives import least_of_all
+
+T = TypeVar("T")
 
 _CHUNK = 1 << 22  # bytes read at a time
+_SMALL = 4096  # bytes of a tensor
 _PART = re.compile(r"__(\d+)_\d+\.distcp")  # what a rank wrote, with its number
 
 Sum = list[int]
@@ -98,7 +103,7 @@ class ManifestWriter(FileSystemWriter):
         self.fs.sums = {}
         self._model, self._weights = model, frozenset(weights)
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files; the result includes their sizes and checksums."""
         # Checked here, where a background save works on its copy.
         weights = (
@@ -117,6 +122,24 @@ class ManifestWriter(FileSystemWriter):
         finite = all(cast(_Results, result).finite for result in results)
         self.fs.manifest = Manifest(files, self._model, finite)
         super().finish(metadata, results)
+
+
+class SavePlanner(DefaultSavePlanner):
+    """DCP's planner, with the counters and settings that all ranks load in the first one's file.
+
+    DCP spreads what several ranks hold over the files of all of them. Each rank would open as many
+    files as there are such values, hundreds in a large model, when a run resumes.
+    """
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Leave small values to the first rank that has them."""
+        plans: list[SavePlan] = []
+        placed: set[MetadataIndex] = set()
+        for plan in all_plans:
+            items = [item for item in plan.items if item.index not in placed]
+            placed |= {x.index for x in items if (x.tensor_storage_size() or 0) <= _SMALL}
+            plans.append(replace(plan, items=items))
+        return super().create_global_plan(plans)
 
 
 @torch.no_grad()
@@ -145,19 +168,17 @@ def write_manifest(step_dir: str | Path, finite: bool) -> None:
         write_whole(Path(step_dir) / MANIFEST, json.dumps(asdict(manifest), indent=1))
 
 
-def find_damage(step_dir: str | Path, rank: int = 0, ranks: int = 1) -> str | None:
+def find_damage(
+    step_dir: str | Path, rank: int = 0, ranks: int = 1, files: dict[str, Sum] | None = None
+) -> str | None:
     """Compare one rank's share of a checkpoint's files with its manifest.
 
     A checkpoint without a manifest is compared with DCP's table of contents, which detects missing
     and truncated files. Returned are the damaged file and its damage, None if this share is whole.
+    Ranks get the ``files`` that one of them has read, a process alone reads them itself.
     """
     try:
-        manifest = read_manifest(step_dir)
-        files: dict[str, Sum] = {} if manifest is None else manifest.files
-        if manifest is None:
-            for info in read_metadata(step_dir).storage_data.values():
-                known = files.setdefault(info.relative_path, [0])
-                known[0] = max(known[0], info.offset + info.length)
+        files = _files_of(step_dir) if files is None else files
         names = sorted(files, key=lambda name: (-files[name][0], name))
         for name in share_of(names, rank, ranks):
             path = Path(step_dir) / name
@@ -180,6 +201,17 @@ def find_damage(step_dir: str | Path, rank: int = 0, ranks: int = 1) -> str | No
     return None
 
 
+def _files_of(step_dir: str | Path) -> dict[str, Sum]:
+    manifest = read_manifest(step_dir)
+    if manifest is not None:
+        return manifest.files
+    files: dict[str, Sum] = {}
+    for info in read_metadata(step_dir).storage_data.values():
+        known = files.setdefault(info.relative_path, [0])
+        known[0] = max(known[0], info.offset + info.length)
+    return files
+
+
 def share_of(names: list[str], rank: int, ranks: int) -> list[str]:
     """Return the files that a rank verifies; every file is in the share of one rank.
 
@@ -198,9 +230,30 @@ def damage_of(step_dir: str | Path) -> str | None:
     """As `find_damage` of the whole checkpoint; call it on every rank, each reads its share."""
     if not dist.is_initialized():
         return find_damage(step_dir)
-    verdicts: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(verdicts, find_damage(step_dir, dist.get_rank(), len(verdicts)))
-    return next(filter(None, verdicts), None)
+    try:
+        files = read_once(_files_of, step_dir)
+    except DamagedError as error:
+        return str(error)
+    found = first_found(find_damage(step_dir, dist.get_rank(), dist.get_world_size(), files))
+    return found and found[1]
+
+
+def read_once(read: Callable[[str | Path], T], step_dir: str | Path) -> T:
+    """Return what the first rank reads; a thousand would read the same file at the same moment.
+
+    Raises:
+        DamagedError: The first rank cannot read it; on every rank.
+    """
+    found: list[Any] = [None, None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            found[0] = read(step_dir)
+        except DamagedError as error:
+            found[1] = error
+    value, damage = from_first_rank(found)
+    if damage is not None:
+        raise damage
+    return cast(T, value)
 
 
 def newest_whole_before(step_dir: str | Path) -> str | None:
@@ -222,6 +275,19 @@ def from_first_rank(value: Any) -> Any:
     if dist.is_initialized():
         dist.broadcast_object_list(box)
     return box[0]
+
+
+def first_found(found: str | None) -> tuple[int, str] | None:
+    """Return the first rank with a ``found`` that is not None, and its text; else None.
+
+    Call it on every rank; the result is the same on all. No rank receives the texts of all others.
+    """
+    ranks = dist.get_world_size()
+    if (rank := least_of_all(ranks if found is None else dist.get_rank())) == ranks:
+        return None
+    box = [found]
+    dist.broadcast_object_list(box, src=rank)
+    return rank, str(box[0])
 
 
 def _sum_of(path: Path) -> Sum:

@@ -10,12 +10,7 @@ from typing import Any
 from torchtitan_lr.checks.compression import check_grad_compression
 from torchtitan_lr.checks.pipeline import check_pipeline
 from torchtitan_lr.checks.stored import check_record, check_stored_data, check_stored_model
-from torchtitan_lr.checks.support import (
-    check_compile,
-    check_cpu,
-    check_parallelism,
-    check_plans,
-)
+from torchtitan_lr.checks.support import check_compile, check_cpu, check_parallelism, check_plans
 from torchtitan_lr.checks.values import (
     check_checkpoint,
     check_data,

@@ -106,11 +106,21 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return _SECOND[group]
 
 
-def set_timeouts(timeout: timedelta) -> None:
-    """Set the time-out of every `second_group`; torch's own is 30 minutes."""
-    # Uses ``distributed_c10d._set_pg_timeout``, as torchtitan does for the groups of its meshes.
-    for group in _SECOND.values():
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+def set_timeouts(timeout: timedelta, besides: dist.ProcessGroup | None = None) -> None:
+    """Set the time-out of this rank's process groups but one; torch's own is up to 30 minutes."""
+    # Uses ``distributed_c10d._set_pg_timeout``, as torchtitan does for some groups of its meshes,
+    # and ``_world``, which alone knows all groups. Fake ones have no time-out.
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not besides and dist.get_backend(group) != "fake":
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def least_of_all(number: int) -> int:
+    """Return the least of all ranks' numbers; call it on every rank."""
+    # Torch chooses the device of pickled objects alike, by the backend.
+    least = torch.tensor(number, device=dist.distributed_c10d._get_object_coll_device())
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return int(least)
 
 
 def group_name_of(group: Any) -> str:

@@ -21,11 +21,13 @@ from torch.distributed._composable.replicate_with_fsdp import ReplicateModule as
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
 from torch.distributed.fsdp import FSDPModule
 
-# What `FSDPModule.set_custom_reduce_scatter` takes; the method is public, the class is not. If the
-# arguments of its methods change, a compressed run fails in its first backward.
+# What `FSDPModule.set_custom_reduce_scatter` takes; the method is public, the classes are not. If
+# the arguments of their methods change, a compressed run fails in its first backward. A subclass of
+# their ``DefaultReduceScatter`` would be replaced without a word by FSDP2's settings of memory.
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultReduceScatter as DefaultReduceScatter,
+    DefaultAllocMixin as DefaultAllocMixin,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import ReduceScatter as ReduceScatter
 
 
 def param_groups(module: object) -> list[Any]:

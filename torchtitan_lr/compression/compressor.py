@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 
 from torchtitan_lr.compat.collectives import reduce_scatter
-from torchtitan_lr.compat.fsdp import DefaultReduceScatter, reads_sums_at_once
+from torchtitan_lr.compat.fsdp import DefaultAllocMixin, ReduceScatter, reads_sums_at_once
 from torchtitan_lr.compression.codecs import (
     Codec,
     SketchCodec,
@@ -55,7 +55,7 @@ class Span:
     compressed: bool
 
 
-class Compressor(DefaultReduceScatter):
+class Compressor(DefaultAllocMixin, ReduceScatter):
     """Reduces the gradients of one FSDP2 unit and keeps the residual.
 
     It is FSDP2's reduce-scatter of the unit, or its method `all_reduce` is FSDP2's hook.
@@ -136,7 +136,7 @@ class Compressor(DefaultReduceScatter):
         else:
             torch.where(rejected > 0, self.residual, self._spare, out=self.residual)
 
-    def __call__(  # type: ignore[override]  # FSDP2 waits only if it gets some work
+    def __call__(  # FSDP2 waits only if it gets some work
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,

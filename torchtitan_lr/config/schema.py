@@ -11,15 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from torchtitan_lr.config.ranges import (
-    DECAY,
-    FINITE,
-    NATURAL,
-    POSITIVE,
-    SEED,
-    at_least,
-    positive,
-)
+from torchtitan_lr.config.ranges import DECAY, FINITE, NATURAL, POSITIVE, SEED, at_least, positive
 
 CONFIG_MODULE = "torchtitan_lr.config.schema"
 """This module; an experiment's may stand in its place as ``job.custom_config_module``."""

@@ -49,7 +49,7 @@ def resolve_assets_path(path: str) -> Path:
     return shipped if not here.is_dir() and os.path.isdir(shipped) else here
 
 
-@lru_cache(maxsize=4)  # the checks and the trainer share it
+@lru_cache(maxsize=4)
 def _from_hub(path: str) -> Path:
     from huggingface_hub import snapshot_download  # late: few runs need it
 
@@ -68,10 +68,9 @@ def _from_hub(path: str) -> Path:
 
 
 def build_tokenizer(job_config: Any) -> Tokenizer:
-    """Build the tokenizer of the assets folder (a ``TrainSpec`` hook).
+    """Build the tokenizer of the assets folder.
 
-    The result is cached per process until a file of the folder changes; the checks and the trainer
-    share it.
+    The result is cached per process until a file of the folder changes.
 
     Raises:
         ConfigError: The folder does not exist, or it has no readable tokenizer with some tokens.

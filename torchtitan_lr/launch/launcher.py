@@ -41,10 +41,6 @@ from torchtitan_lr.launch.report import (
 )
 from torchtitan_lr.launch.run_state import FAILED, FINISHED, is_held, read_state, write_state
 
-FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Each start of the ranks opens a store of its own. In a store that they share with torchrun, ranks
-of a later start would read keys of an earlier one, at the address of a machine that is gone."""
-
 
 def train_arguments(argv: list[str], environment: Environment) -> list[str]:
     """Complete the command line with the configuration file and the settings of a dry run.
@@ -93,7 +89,7 @@ def build_command(
         variables = loopback_variables() | variables
     else:
         rendezvous, gloo = rendezvous_arguments(environment)
-        variables = FRESH_STORE | gloo | variables
+        variables = gloo | variables
     if environment.max_restarts:
         rendezvous.append(f"--max_restarts={environment.max_restarts}")
     command = [

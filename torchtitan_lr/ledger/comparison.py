@@ -13,9 +13,7 @@ IDENTITY = ("scope", "pass", "op", "mesh_dim", "dtype")
 
 
 def compare(
-    rows: Iterable[Mapping[str, Any]],
-    expected: Iterable[Traffic],
-    dtypes: Mapping[str, str],
+    rows: Iterable[Mapping[str, Any]], expected: Iterable[Traffic], dtypes: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """Put measured rows and formulas side by side.
 

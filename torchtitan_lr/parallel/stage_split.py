@@ -2,6 +2,7 @@
 """The split of a model's modules into pipeline stages."""
 
 import math
+from itertools import accumulate
 from typing import Any
 
 SCHEDULES: dict[str, tuple[bool, bool]] = {
@@ -52,8 +53,5 @@ def modules_per_stage(job_config: Any, n_layers: int) -> list[list[str]]:
 
 def layers_before_boundaries(job_config: Any, n_layers: int) -> list[int]:
     """Return the number of blocks before each boundary."""
-    before, counts = 0, []
-    for names in modules_per_stage(job_config, n_layers)[:-1]:
-        before += sum(name.startswith("layers.") for name in names)
-        counts.append(before)
-    return counts
+    stages = modules_per_stage(job_config, n_layers)[:-1]
+    return list(accumulate(sum(name.startswith("layers.") for name in names) for names in stages))

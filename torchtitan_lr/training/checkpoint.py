@@ -28,10 +28,12 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torchtitan_lr.checkpoints import layout, safe_metadata
 from torchtitan_lr.checkpoints.manifest import (
     ManifestWriter,
+    SavePlanner,
     damage_of,
     from_first_rank,
     newest_whole_before,
     read_manifest,
+    read_once,
     write_manifest,
 )
 from torchtitan_lr.checkpoints.staging import BackgroundStager
@@ -130,7 +132,7 @@ class CheckpointManager(TitanCheckpointHooks):
         weights = self.states[MODEL].state_dict() if MODEL in self.states else ()
         writer = ManifestWriter(checkpoint_id, self.fingerprint, weights=weights)
         if async_mode == AsyncMode.DISABLED:
-            dcp.save(state_dict, storage_writer=writer)
+            dcp.save(state_dict, storage_writer=writer, planner=SavePlanner())
             if enable_garbage_collection:
                 GarbageCollection.collect("GC collection invoked by checkpointer.")
             return None
@@ -144,6 +146,7 @@ class CheckpointManager(TitanCheckpointHooks):
         return dcp.async_save(
             state_dict,
             storage_writer=writer,
+            planner=SavePlanner(),
             process_group=self.pg,
             async_checkpointer_type=way,
             async_stager=self.stager,
@@ -168,11 +171,11 @@ class CheckpointManager(TitanCheckpointHooks):
             # `load` has verified the others.
             if initial and (damage := damage_of(checkpoint_id)):
                 raise _damaged(checkpoint_id, damage, newest_whole_before(checkpoint_id))
-            manifest = read_manifest(checkpoint_id)
+            manifest = read_once(read_manifest, checkpoint_id)
             if manifest is not None:
                 may_differ = self._other_model and initial
                 check_fingerprint(manifest.model, self.fingerprint, checkpoint_id, may_differ)
-            metadata = safe_metadata.read_metadata(checkpoint_id)
+            metadata = read_once(safe_metadata.read_metadata, checkpoint_id)
             has_data = state_dict.get(DATALOADER) is not None
             if has_data and not state_dict[DATALOADER].check_checkpoint(checkpoint_id, metadata):
                 del state_dict[DATALOADER]  # the data start anew
@@ -205,7 +208,7 @@ class CheckpointManager(TitanCheckpointHooks):
         """
         if not self.enable:
             return False
-        if step == -1:
+        if step == -1 and self._first:  # a thousand ranks would list the folder at the same moment
             step = max(layout.complete_steps(self.folder), default=-1)
         step = from_first_rank(step)
         if step != -1:

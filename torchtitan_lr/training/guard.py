@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_lr.checkpoints.manifest import from_first_rank
+from torchtitan_lr.checkpoints.manifest import first_found, from_first_rank
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.errors import ConfigError, RunFailedError, require
@@ -226,10 +226,8 @@ def first_rank_with(found: str | None) -> str | None:
 
     Call it on every rank; the result is the same on all.
     """
-    everywhere: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, found)
-    named = (f"rank {rank}: {name}" for rank, name in enumerate(everywhere) if name is not None)
-    return next(named, None)
+    first = first_found(found)
+    return first and f"rank {first[0]}: {first[1]}"
 
 
 def check_same_data(identity: str) -> None:

@@ -5,7 +5,6 @@ from torch import nn
 
 from torchtitan_lr.config.schema import TSR
 from torchtitan_lr.data.dataloader import build_dataloader
-from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.models.ends import build_loss
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
 from torchtitan_lr.models.flavors import FLAVORS, FlavorTable
@@ -76,7 +75,7 @@ def register_model_family(family: ModelFamily) -> None:
         build_optimizers_fn=build_optimizers,
         build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=build_dataloader,
-        build_tokenizer_fn=build_tokenizer,
+        build_tokenizer_fn=None,  # ranks read prepared tokens
         build_loss_fn=build_loss,
         build_validator_fn=Validator,
         build_metrics_processor_fn=LowRankMetricsProcessor,

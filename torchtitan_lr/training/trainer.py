@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lr.checkpoints.layout import RESIDUALS, RUN_CONFIG, write_whole
+from torchtitan_lr.checkpoints.manifest import from_first_rank
 from torchtitan_lr.checkpoints.run_record import described, global_batch_size, write_record
 from torchtitan_lr.compat.collectives import set_timeouts
 from torchtitan_lr.compression.fsdp import compressors_of
@@ -78,6 +79,7 @@ class Trainer(TitanTrainer):
         with trainer_parts(self.checkpoint_manager):
             super().__init__(job_config)
         job_config.job.save_config_file = record or RUN_CONFIG
+        self._set_timeouts(job_config.comm.init_timeout_seconds)
         guard.check_same_data(self.dataloader.dataset.identity)
         dims = self.parallel_dims
         self._reader = guard.StepReader(
@@ -101,8 +103,9 @@ class Trainer(TitanTrainer):
                 torch.set_float32_matmul_precision("high")
         args = self.model_parts[0].model_args
         if isinstance(args, LlamaArgs):
-            tokenizer = tokenizer_digest(job_config.model.hf_assets_path)
-            self.checkpointer.fingerprint = model_fingerprint(args) | {TOKENIZER: tokenizer}
+            path = job_config.model.hf_assets_path
+            digest = from_first_rank(tokenizer_digest(path) if dist.get_rank() == 0 else "")
+            self.checkpointer.fingerprint = model_fingerprint(args) | {TOKENIZER: digest}
         self._residuals = Residuals(compressors_of(self.model_parts))
         if self._residuals.compressors and job_config.grad_compression.save_residuals:
             self.checkpointer.states[RESIDUALS] = self._residuals
@@ -139,17 +142,18 @@ class Trainer(TitanTrainer):
             self.metrics_processor.start_after(self.step)
             self._report_start()
             self._make_up_for_validation()
-        elif self.step == self._first_step + 1:
-            # Upstream does so after step 1 alone, not after a resumed run's first, and only for the
-            # groups of its meshes. Saves keep theirs: ranks wait for one another's storage.
-            timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
-            dist_utils.set_pg_timeouts(timeout, self.parallel_dims)
-            set_timeouts(timeout)
         self._settle()
+        if self.step == self._first_step + 1:  # which all ranks have ended: the verdict is a sum
+            self._set_timeouts(self.job_config.comm.train_timeout_seconds)
         if self.stopped_by:
             self.checkpointer.save_interrupted(self.step)
             return False
         return super().should_continue_training()
+
+    def _set_timeouts(self, seconds: int) -> None:
+        # Upstream does so after step 1 alone, not after a resumed run's first, and only for some
+        # groups. Saves keep theirs: ranks wait for one another's storage.
+        set_timeouts(timedelta(seconds=seconds), getattr(self.checkpointer, "pg", None))
 
     def write_record(self) -> None:
         """Write the run's configuration into the dump folder, after all checks have passed."""

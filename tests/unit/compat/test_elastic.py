@@ -9,7 +9,10 @@ import subprocess
 import sys
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from tests.unit.compat.doors import changed, parameters
 from torchtitan_lr.compat import checkpointing, elastic, interpreter
@@ -64,3 +67,19 @@ def test_elastic_how_torchrun_starts_and_ends_ranks():
         assert (handler.Popen, elastic.SubprocessContext._close) == (print, len), want
     assert handler.Popen is subprocess.Popen
     assert elastic.SubprocessContext._close is elastic.close_ranks
+
+
+def test_elastic_each_start_of_several_machines_has_a_store_of_its_own():
+    parameters = RendezvousParameters("c10d", "localhost:0", "run", 1, 1, is_host="1")
+    with elastic.ranks_started_with(print, len):
+        handler = get_rendezvous_handler(parameters)
+        stores = []
+        for _ in range(2):
+            where = handler.next_rendezvous().bootstrap_store_info
+            # The port is bound by now: ranks are clients of torchrun's store.
+            stores.append(dist.TCPStore(where.master_addr, where.master_port))
+            stores[-1].set("key of this start", "1")
+        assert handler.use_agent_store
+    want = changed("DynamicRendezvousHandler", "elastic.ranks_started_with")
+    assert stores[0].port != stores[1].port, want
+    handler.shutdown()

@@ -6,18 +6,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from torchtitan_lr.compression.compressor import Compressor, Span
 from torchtitan_lr.compression.sizes import CodecSizes
 
 
 @pytest.fixture
-def hook(tmp_path):
+def compressor(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     group, device = dist.group.WORLD, torch.device("cpu")
     sizes, spans = CodecSizes("sparse"), [Span(100, False)]
-    compressor = Compressor("u", sizes, spans, group, device, all_reduce=True)
-    yield compressor.all_reduce
+    yield Compressor("u", sizes, spans, group, device, all_reduce=True)
     dist.destroy_process_group()
 
 
@@ -30,10 +31,19 @@ class OnAnAccelerator(torch.Tensor):
         self.streams = [*getattr(self, "streams", []), stream]
 
 
-def test_the_shard_is_held_for_the_hooks_stream(hook, monkeypatch):
+def test_the_shard_is_held_for_the_hooks_stream(compressor, monkeypatch):
     """Allocated on the reduce-scatter's stream, it may be dropped before the sum is done."""
     handle = SimpleNamespace(current_stream=lambda: "the hook's stream")
     monkeypatch.setattr(torch, "get_device_module", lambda device: handle)
     shard = torch.arange(100.0).as_subclass(OnAnAccelerator)
-    hook(shard)
+    compressor.all_reduce(shard)
     assert shard.streams == ["the hook's stream"]
+
+
+def test_fsdp_does_not_replace_a_compressor_without_a_word(compressor):
+    unit = fully_shard(torch.nn.Linear(3, 3), mesh=init_device_mesh("cpu", (1,)))
+    unit.set_allocate_memory_from_process_group_for_comm(True)
+    unit.set_allocate_memory_from_process_group_for_comm(False)
+    unit.set_custom_reduce_scatter(compressor)
+    with pytest.raises(AssertionError, match="reduce scatter comm is custom: Compressor"):
+        unit.set_allocate_memory_from_process_group_for_comm(True)

@@ -74,7 +74,6 @@ def test_records_that_another_run_was_allowed_to_lose(tmp_path, config):
 def test_a_mixture_has_a_folder_and_a_share_for_each(tmp_path, config):
     (tmp_path / "b.txt").write_text("Other words.\n" * 900)
     job = config(path=None)
-    job.training.dataset_path = None
     job.training.mixture = [
         {"dataset": "local", "path": str(tmp_path / "a.jsonl"), "weight": 3, "name": "a"},
         {"dataset": "local", "path": str(tmp_path / "b.txt")},

@@ -182,7 +182,7 @@ def in_child(function):
 
 
 def test_a_killed_preparation_goes_on_and_gives_the_same_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "PIECE_BYTES", 4000)
+    monkeypatch.setattr(sources, "PIECE_BYTES", 7000)
     monkeypatch.setattr(tokenizing, "SYNC_SECONDS", 0.0)
     monkeypatch.setattr(tokenizing, "SHARD_BYTES", 30_000)
     path, killed, whole = tmp_path / "a.jsonl", tmp_path / "killed", tmp_path / "whole"
@@ -200,7 +200,7 @@ def test_a_killed_preparation_goes_on_and_gives_the_same_files(tmp_path, monkeyp
         if code == 0:
             break
         assert code == -signal.SIGKILL and not (killed / "corpus.json").exists()
-    assert 10 <= kills < 20
+    assert kills >= 10
     assert {file.name for file in killed.iterdir()} == {file.name for file in whole.iterdir()}
     assert all(file.read_bytes() == (whole / file.name).read_bytes() for file in killed.iterdir())
 

@@ -15,6 +15,7 @@ import torch
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
 from tests.unit.tiny_trainer import history, tiny_trainer
 from torchtitan_lr.data.sources import Reader, Source
+from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.titan.components import DataloaderExhaustedError
 from torchtitan_lr.training.guard import NonFiniteError
@@ -301,8 +302,9 @@ def test_validation_by_hand(tmp_path):
     options += ["--validation.seq_len=8", "--validation.local_batch_size=3"]
     with tiny_trainer(tmp_path, *RECIPE, *options) as trainer:
         trainer.validator.validate(trainer.model_parts, 1)
-        encode = partial(trainer.tokenizer.encode, add_bos=False, add_eos=False)
-        begin, end = trainer.tokenizer.bos_id, trainer.tokenizer.eos_id
+        tokenizer = build_tokenizer(trainer.job_config)
+        encode = partial(tokenizer.encode, add_bos=False, add_eos=False)
+        begin, end = tokenizer.bos_id, tokenizer.eos_id
         held_out = islice(Reader(Source("python_stdlib")).texts(held_out=True), 2)
         sequences = windows([[begin, *encode(text), end] for text in held_out], 8)[:6]
         expected = sequence_losses(on_cpu(trainer.model_parts[0]), sequences).mean().item()
