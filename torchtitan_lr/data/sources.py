@@ -187,8 +187,11 @@ class Reader:
             except Exception as error:  # pyarrow, datasets and its HTTP layer raise any type
                 why = f"{type(error).__name__}: {str(error)[:200]}"
                 want = f"a source that opens and does not break off in the middle ({why})"
-                hint = "; without a network name a folder, or files of --training.dataset=local"
-                raise DataError(self.source.key, str(unit), want + hint * (kind == "hf")) from error
+                if kind == "hf":
+                    want += (
+                        "; without a network name a folder, or files of --training.dataset=local"
+                    )
+                raise DataError(self.source.key, str(unit), want) from error
             rest = None
 
     def documents(self, piece: Piece) -> tuple[tuple[list[str], list[str]], list[Bad]]:

@@ -127,8 +127,9 @@ def tokenize(
         want = "one that lives: it was killed, probably for memory; try fewer"
         raise ConfigError("workers", workers, want) from error
     except OSError as error:
-        hint = "; what is written stays: the same command goes on where it was"
-        hint *= error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = "; what is written stays: the same command goes on where it was"
         want = f"a folder that can be written ({error.strerror or error}){hint}"
         raise ConfigError(key, str(folder), want) from error
 

@@ -126,6 +126,7 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Tokens]
 def tokenizer_identity(tokenizer: Tokenizer) -> str:
     """Return a digest of all that determines a tokenizer's ids, its library's version included."""
     ends = [tokenizer.bos_id, tokenizer.eos_id, tokenizer.hf_adds_bos, tokenizer.hf_adds_eos]
-    ends += [True] * tokenizer.tokenizer.encode_special_tokens  # is no part of its JSON
+    if tokenizer.tokenizer.encode_special_tokens:  # is no part of its JSON
+        ends.append(True)
     parts = [version("tokenizers"), repr(ends), tokenizer.tokenizer.to_str()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -111,10 +111,7 @@ class StoredGradients:
 
     def nonfinite(self) -> str | None:
         """Return the first parameter whose gradient is not finite on this rank, or None."""
-        named = chain.from_iterable(part.named_parameters() for part in self.model_parts)
-        gradients = ((name, p.grad) for name, p in named if p.grad is not None)
-        bad = (name for name, g in gradients if not torch.isfinite(local_part(g)).all())
-        return next(bad, None)
+        return nonfinite_gradient(self.model_parts)
 
     def _gradients(self) -> list[Tensor]:
         parameters = (p for part in self.model_parts for p in part.parameters())
@@ -148,6 +145,14 @@ def clip_factor(max_norm: float, norm: Tensor) -> Tensor:
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     # `torch.where` would copy the number 1 to the device.
     return factor.masked_fill(~norm.isfinite(), 1.0)
+
+
+def nonfinite_gradient(model_parts: Iterable[nn.Module]) -> str | None:
+    """Return the name of the first parameter with a non-finite gradient on this rank, or None."""
+    named = chain.from_iterable(part.named_parameters() for part in model_parts)
+    gradients = ((name, p.grad) for name, p in named if p.grad is not None)
+    bad = (name for name, g in gradients if not torch.isfinite(local_part(g)).all())
+    return next(bad, None)
 
 
 def finite_weights(model_parts: Iterable[nn.Module]) -> bool:

@@ -26,7 +26,7 @@ from torch.optim.adamw import adamw
 from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part, own_part, shard_dims, wrap_like
 from torchtitan_lr.optim.selection import MatrixPlan, TSRSettings, plan_matrices
-from torchtitan_lr.optim.step import StoredGradients, clip_factor
+from torchtitan_lr.optim.step import clip_factor, nonfinite_gradient
 from torchtitan_lr.optim.tsr.communication import (
     DENSE,
     Layout,
@@ -256,7 +256,7 @@ class TSROptimizers(OptimizersContainer):
         stacks = self.synchronizer.stacks
         cores = ((s.plans[i].name, core) for s in stacks for i, core in enumerate(s.core))
         spoilt = (name for name, core in cores if not torch.isfinite(core).all())
-        return StoredGradients(self.model_parts, None).nonfinite() or next(spoilt, None)
+        return nonfinite_gradient(self.model_parts) or next(spoilt, None)
 
 
 class TSRAdam(Optimizer):
