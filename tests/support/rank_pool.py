@@ -91,8 +91,14 @@ class RankPool:
         if not self._ranks:
             self._start()
         self._signal(signal.SIGCONT)
-        for _, pipe in self._ranks:
-            pipe.send((function, args))
+        for rank, (process, pipe) in enumerate(self._ranks):
+            try:
+                pipe.send((function, args))
+            except OSError as error:  # no later test may meet this pool
+                process.join(10)
+                self.close()
+                why = f"{DIED} between two calls, exit code {process.exitcode}"
+                raise RuntimeError(f"rank {rank}: {why}") from error
         pending = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
         while pending:
             ready = wait(list(pending), timeout)
