@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.test_tsr_training import TSR
 from tests.distributed.training import train
 from tests.support.nightly import nightly
 from tests.support.parity_runs import (
@@ -73,6 +74,11 @@ def test_a_signal_saves_and_the_run_resumes_exactly(
 TP4, TP2, PP4, PP2_TP2, PP2_FSDP2 = (
     LAYOUTS[name][1] for name in ("tp4", "fsdp2_tp2", "pp4", "pp2_tp2", "fsdp2_pp2")
 )
+# Most of the 64 ranks hold no row of a factor.
+HSDP = [*degrees(local_batch=1), "--parallelism.data_parallel_replicate_degree=8"]
+TP4_SAVING = [*degrees(tensor=4, local_batch=4), "--activation_checkpoint.mode=low_rank"]
+PP2_TP2_ZB = [*degrees(tensor=2, pipeline=2, local_batch=4), *schedule("ZBVZeroBubble")]
+MANY = [*model("cola"), *DEEP, "--training.global_batch_size=64"]
 MOVES = {
     "plans": (
         model("cola"),
@@ -91,21 +97,25 @@ MOVES = {
         [*model("full"), "--caat.lanes=4", "--caat.sync_fraction=0.5"],
         [TP4, TP2, degrees(), PP2_TP2],
     ),
+    "many": (MANY, [HSDP, TP4_SAVING, PP2_TP2_ZB]),
+    "many_tsr": ([*MANY, *TSR], [degrees(local_batch=1), HSDP, TP4_SAVING]),
 }
 
 
-@pytest.mark.parametrize("case", ["stages", "plans", *nightly("lanes")])
+@pytest.mark.parametrize("case", ["stages", "plans", *nightly("lanes", "many", "many_tsr")])
 def test_a_checkpoint_moves_between_layouts(
-    case: str, four_ranks: RankPool, one_rank: RankPool, reference: Any
+    case: str, request: pytest.FixtureRequest, one_rank: RankPool, reference: Any
 ) -> None:
     """A signal stops the run in each layout but the last, and the next one goes on."""
     arguments, layouts = MOVES[case]
+    ranks = request.getfixturevalue("many_ranks" if "many" in case else "four_ranks")
     arguments = [*arguments, f"--training.steps={len(layouts)}"]
     folder = ""
     for step, layout in enumerate(layouts, 1):
-        pool = one_rank if layout == degrees() else four_ranks
+        pool = one_rank if layout == degrees() else ranks
         options = [*arguments, *layout, "--checkpoint.enable", "--checkpoint.interval=1"]
-        run = pool.run(train, options, f"sigterm@{step}" if step < 4 else "", folder)[0]
+        stop = f"sigterm@{step}" if step < len(layouts) else ""
+        run = pool.run(train, options, stop, folder, timeout=1800)[0]
         assert run["step"] == step
         folder = run["dump_folder"]
     assert largest_difference(run, reference(*arguments)) < EXACT
