@@ -74,8 +74,8 @@ def test_a_signal_saves_and_the_run_resumes_exactly(
 TP4, TP2, PP4, PP2_TP2, PP2_FSDP2 = (
     LAYOUTS[name][1] for name in ("tp4", "fsdp2_tp2", "pp4", "pp2_tp2", "fsdp2_pp2")
 )
-# Most of the 64 ranks hold no row of a factor.
-HSDP = [*degrees(local_batch=1), "--parallelism.data_parallel_replicate_degree=8"]
+FSDP64 = degrees(local_batch=1)  # most ranks hold no row of a factor
+HSDP = [*FSDP64, "--parallelism.data_parallel_replicate_degree=8"]
 TP4_SAVING = [*degrees(tensor=4, local_batch=4), "--activation_checkpoint.mode=low_rank"]
 PP2_TP2_ZB = [*degrees(tensor=2, pipeline=2, local_batch=4), *schedule("ZBVZeroBubble")]
 MANY = [*model("cola"), *DEEP, "--training.global_batch_size=64"]
@@ -97,8 +97,8 @@ MOVES = {
         [*model("full"), "--caat.lanes=4", "--caat.sync_fraction=0.5"],
         [TP4, TP2, degrees(), PP2_TP2],
     ),
-    "many": (MANY, [HSDP, TP4_SAVING, PP2_TP2_ZB]),
-    "many_tsr": ([*MANY, *TSR], [degrees(local_batch=1), HSDP, TP4_SAVING]),
+    "many": (MANY, [FSDP64, TP4_SAVING, PP2_TP2_ZB]),
+    "many_tsr": ([*MANY, *TSR], [FSDP64, HSDP, TP4_SAVING]),
 }
 
 
@@ -115,7 +115,7 @@ def test_a_checkpoint_moves_between_layouts(
         pool = one_rank if layout == degrees() else ranks
         options = [*arguments, *layout, "--checkpoint.enable", "--checkpoint.interval=1"]
         stop = f"sigterm@{step}" if step < len(layouts) else ""
-        run = pool.run(train, options, stop, folder, timeout=1800)[0]
+        run = pool.run(train, options, stop, folder)[0]
         assert run["step"] == step
         folder = run["dump_folder"]
     assert largest_difference(run, reference(*arguments)) < EXACT
