@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed import tp_cases
 from tests.distributed.tp_cases import parities, train_steps
-from tests.distributed.tp_faults import FAULTS
 from tests.support import parity_cases
 from tests.support.nightly import nightly
 from tests.support.parity_cases import (
@@ -125,15 +124,13 @@ def deviation(result: Result, exact: Result) -> dict[str, float]:
 
 
 def rounding_errors(dtype: torch.dtype, settings: list[TPSettings]) -> list[dict[str, float]]:
-    """Errors against fp64: of one process, of each plan, and of a wrong one; on a rank."""
+    """Errors against fp64: of one process, and of each plan; on a rank."""
     case = Case(dtype=dtype)
     rounded, exact = rounded_and_exact(case)
     found = [deviation(rounded, exact)]
     for choice in settings:
         sharded = replace(case, settings=choice)
         found.append(deviation(run_model(build_model(case, shard_model(sharded))), exact))
-    with FAULTS["eps_twice"]():
-        found.append(deviation(run_model(build_model(case, shard_model(case))), exact))
     return found
 
 
@@ -147,11 +144,10 @@ def test_rounding_is_that_of_one_process(dtype: torch.dtype, four_ranks: RankPoo
     """
     plans = [TPSettings(), SEQUENCE, TPSettings(norm="sync")]
     for errors in four_ranks.run(rounding_errors, dtype, plans):
-        noise, *found, wrong = errors
+        noise, *found = errors
         for name in ("logits", "gradients"):
             assert noise[name] > torch.finfo(dtype).eps / 16
             assert all(plan[name] <= 2 * noise[name] for plan in found)
-            assert wrong[name] > 10 * noise[name]
 
 
 @pytest.mark.parametrize(

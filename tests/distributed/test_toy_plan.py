@@ -53,10 +53,6 @@ def test_ledger_equals_its_own_formula(case: Case, four_ranks: RankPool) -> None
     assert four_ranks.run(with_toy, ledger_against, case, "gathered") == [[]] * 4
 
 
-def test_another_plans_formula_is_noticed(four_ranks: RankPool) -> None:
-    assert all(four_ranks.run(with_toy, ledger_against, CASES[0], "vanilla_replicated"))
-
-
 def test_it_trains_as_one_process(one_rank: RankPool, four_ranks: RankPool) -> None:
     """Two replicas of two ranks: FSDP shards what the plan left of a parameter."""
     model = ["--model.name=llama_lax", *RUN]

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What tests alone do with a tensor-parallel case: wrappers, deliberate mistakes, some steps."""
+"""What tests alone do with a tensor-parallel case: wrappers, some steps."""
 
 from typing import Any
 
@@ -8,11 +8,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.tp_faults import FAULTS
 from tests.support.parity_cases import (
     Case,
     compile_named,
-    one_process,
     parity,
     run_model,
     tp_mesh,
@@ -39,13 +37,6 @@ def fully_shard_blocks(model: LlamaModel, case: Case) -> None:
 
 def parities(cases: list[Case]) -> list[dict[str, float]]:
     return [parity(case) for case in cases]
-
-
-def faulty_parity(case: Case, fault: str) -> dict[str, float]:
-    """Run a case with a deliberate mistake; on a rank."""
-    one_process(case)  # the reference is computed without it
-    with FAULTS[fault]():
-        return parity(case)
 
 
 def train_steps(model: LlamaModel, steps: int = 5) -> tuple[list[float], LlamaModel]:
