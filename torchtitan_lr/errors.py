@@ -15,7 +15,7 @@ _LONGEST = 500  # characters of a value in a message
 
 
 def escaped(text: str, keep: str = "") -> str:
-    """Return a text without control characters, which could change or forge what a terminal shows.
+    r"""Return a text without control characters, which could change or forge what a terminal shows.
 
     Everything that prints names, paths, values or texts from a file uses this function.
 
@@ -24,7 +24,7 @@ def escaped(text: str, keep: str = "") -> str:
         keep: Control characters that stay as they are, such as a newline.
 
     Returns:
-        The text with escapes such as ``\\x1b`` in the place of control characters.
+        The text with escapes such as ``\x1b`` in the place of control characters.
     """
     found = _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
     for control, written in (("\t", "\\t"), ("\n", "\\n")):
