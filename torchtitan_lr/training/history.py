@@ -71,7 +71,9 @@ def read_history(path: Path) -> list[dict[str, Any]]:
 
 def is_number(value: object) -> bool:
     """Return whether a value of JSON is a finite number of a size that occurs."""
-    return type(value) in (int, float) and abs(value) < 2**63  # type: ignore[operator]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < 2**63
 
 
 def build_summary(
