@@ -15,7 +15,7 @@ _LONGEST = 500  # characters of a value in a message
 
 
 def escaped(text: str, keep: str = "") -> str:
-    r"""Return a text without control characters, which could forge what a terminal shows.
+    r"""Return a text without control characters, which could change or forge what a terminal shows.
 
     Everything that prints names, paths, values or texts from a file uses this function.
 

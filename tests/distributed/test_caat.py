@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_btp_parity import five_steps, worst, wrapped_parity
-from tests.distributed.test_ledger import disagreements, expected, measure
-from tests.distributed.tp_cases import parities
+from tests.distributed.ledger_cases import disagreements, expected, measure
+from tests.distributed.tp_cases import five_steps, parities, worst, wrapped_parity
 from tests.support.nightly import nightly
 from tests.support.parity_cases import (
     BATCH,

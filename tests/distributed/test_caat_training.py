@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_tsr_training import LAYOUTS as TSR_LAYOUTS
-from tests.distributed.test_tsr_training import TSR
 from tests.distributed.training import train
+from tests.distributed.tsr_runs import LAYOUTS as TSR_LAYOUTS
+from tests.distributed.tsr_runs import TSR
 from tests.support.nightly import nightly
 from tests.support.parity_runs import (
+    CAAT,
     EXACT,
     LAYOUTS,
     flavor,
@@ -18,7 +19,6 @@ from tests.support.parity_runs import (
 )
 from tests.support.rank_pool import RankPool
 
-CAAT = ["--model.name=llama_full", "--caat.lanes=4", "--caat.sync_fraction=0.5"]
 HYBRID = ["--model.name=llama_cola", *CAAT[1:], "--parallelism.tp_plan=btp_caat"]
 TP2, TP4 = LAYOUTS["fsdp2_tp2"][1], LAYOUTS["tp4"][1]
 PP2_TP2, PP2_FSDP2 = LAYOUTS["pp2_tp2"][1], LAYOUTS["fsdp2_pp2"][1]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.data_layouts import LAYOUTS
 from tests.distributed.training import train
 from tests.support.nightly import nightly
 from tests.support.parity_runs import (
@@ -13,35 +14,6 @@ from tests.support.parity_runs import (
     model,
 )
 from tests.support.rank_pool import RankPool
-
-LAYOUTS = {
-    "fsdp4": ["--parallelism.data_parallel_shard_degree=4", "--training.local_batch_size=2"],
-    "hsdp2x2": [
-        "--parallelism.data_parallel_replicate_degree=2",
-        "--parallelism.data_parallel_shard_degree=2",
-        "--training.local_batch_size=2",
-    ],
-    "replicate4": [
-        "--parallelism.data_parallel_replicate_degree=4",
-        "--parallelism.data_parallel_shard_degree=1",
-        "--training.local_batch_size=2",
-    ],
-    "fsdp4_accumulate2": [
-        "--parallelism.data_parallel_shard_degree=4",
-        "--training.local_batch_size=1",
-    ],
-    "hsdp2x2_accumulate2": [
-        "--parallelism.data_parallel_replicate_degree=2",
-        "--parallelism.data_parallel_shard_degree=2",
-        "--training.local_batch_size=1",
-    ],
-    "replicate4_accumulate2": [
-        "--parallelism.data_parallel_replicate_degree=4",
-        "--parallelism.data_parallel_shard_degree=1",
-        "--training.local_batch_size=1",
-    ],
-}
-
 
 # Data parallelism wraps whole blocks, whatever is in them: the family with the most inputs a block
 # meets every layout, each other family two.

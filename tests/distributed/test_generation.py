@@ -188,7 +188,7 @@ def complete_on_rank(step: str, overrides: list[str], texts: list[str]) -> list[
 def test_a_checkpoint_is_read_in_parts(tmp_path: Path, two_ranks: RankPool) -> None:
     # Imported here: ranks need none of it.
     from tests.support.model_weights import ModelWeights
-    from tests.unit.hf.test_export import write_run
+    from tests.support.run_folders import write_run
     from torchtitan_lr.hf.export import export_factored
 
     step, model = write_run(tmp_path, "cola", torch.float64)

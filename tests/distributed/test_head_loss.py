@@ -5,8 +5,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.distributed.test_btp_parity import worst
-from tests.distributed.tp_cases import fully_shard_blocks
+from tests.distributed.tp_cases import fully_shard_blocks, worst
 from tests.support.parity_cases import Case, one_process, parity
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.models import ends as head_loss

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.test_ledger import build, measure, run
+from tests.distributed.ledger_cases import build, measure, run
 from tests.support.nightly import nightly
 from tests.support.parity_cases import Case, covering
 from tests.support.rank_pool import RankPool

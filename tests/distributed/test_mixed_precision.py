@@ -3,12 +3,12 @@
 
 import pytest
 
-from tests.distributed.test_caat_training import CAAT
-from tests.distributed.test_data_parallel import LAYOUTS as DATA
+from tests.distributed.data_layouts import LAYOUTS as DATA
 from tests.distributed.training import LOSS_GAP, loss_gap, train
 from tests.support.nightly import nightly
 from tests.support.parity_runs import (
     BF16,
+    CAAT,
     DEEP,
     LAYOUTS,
     ROUNDING,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_tsr_training import TSR
 from tests.distributed.training import train
+from tests.distributed.tsr_runs import TSR
 from tests.support.nightly import nightly
 from tests.support.parity_runs import (
     DEEP,

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_btp_parity import worst
-from tests.distributed.test_ledger import disagreements, expected, measure
-from tests.distributed.tp_cases import Case, parities
+from tests.distributed.ledger_cases import disagreements, expected, measure
+from tests.distributed.tp_cases import Case, parities, worst
 from tests.distributed.training import train
 from tests.support.parity_runs import EXACT, largest_difference
 from tests.support.rank_pool import RankPool

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from tests.distributed.test_btp_parity import worst, wrapped_parity
+from tests.distributed.tp_cases import worst, wrapped_parity
 from tests.support.parity_cases import TOLERANCE, Case, all_cases, covering, parity
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.parallel.plans import TPSettings

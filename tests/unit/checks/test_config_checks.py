@@ -1,40 +1,16 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Values that cannot work are refused in one line, and no others are."""
 
-import ctypes
 import json
-import struct
-import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.commands import ROOT
-from torchtitan_lr.checks.job import check_job_config
+from tests.support.config_checks import MAIN, check, refusal
 from torchtitan_lr.checks.values import check_vocabulary
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.loading import build_model_args
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.training import fingerprint
-
-MAIN = ROOT / "train_configs" / "debug_cola.toml"
-SHIPPED = "torchtitan_lr/data/assets/bpe4k"
-
-
-def check(*argv, world=4, device="cpu", config_file=MAIN):
-    config = build_job_config([f"--job.config_file={config_file}", *argv])
-    check_job_config(config, world, device)
-    return config
-
-
-def refusal(*argv, **kwargs):
-    with pytest.raises(ConfigError) as info:
-        check(*argv, **kwargs)
-    text = str(info.value)
-    assert "\n" not in text
-    return text
-
 
 # One example of every kind: a range of the schema and of torchtitan's keys, a choice, what depends
 # on another key, on the ranks, on the model, on a file.
@@ -219,17 +195,3 @@ def test_memory_budget_with_compile(tmp_path):
     assert "unless compile.enable" in refusal(*argv, "--compile.components=loss", device="cuda")
     text = refusal(*argv, "--activation_checkpoint.memory_budget=2", device="cuda")
     assert text == "activation_checkpoint.memory_budget: got 2.0, expected a number from 0 to 1"
-
-
-def without_privileges(function):
-    """Calls a function in a thread that file permissions bind, even if this process is root's."""
-
-    def call():
-        if sys.platform == "linux":
-            # Of this thread alone. Version 3 of the call, no capability of any kind.
-            nothing = ctypes.create_string_buffer(24)
-            assert ctypes.CDLL(None).capset(struct.pack("Ii", 0x20080522, 0), nothing) == 0
-        return function()
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(call).result()

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.unit.tiny_trainer import history, tiny_trainer
-from tests.unit.training.test_train import microbatches, parameters
+from tests.unit.tiny_trainer import history, microbatches, parameters, tiny_trainer
 from torchtitan_lr.compression import codecs
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
