@@ -128,7 +128,9 @@ def import_extension(module: str | None) -> None:
     try:
         importlib.import_module(module)
     except (ImportError, ValueError, TypeError) as error:  # a relative name, an empty part
-        raise ConfigError(_IMPORT_KEY, module, f"a module that can be imported ({error})") from error
+        raise ConfigError(
+            _IMPORT_KEY, module, f"a module that can be imported ({error})"
+        ) from error
 
 
 def extension_of(config: Any) -> Any | None:

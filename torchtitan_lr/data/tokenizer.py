@@ -82,7 +82,9 @@ def require_cached(path: str) -> None:
     try:
         found = snapshot_download(repository, allow_patterns=_HUB_FILES, local_files_only=True)
     except Exception as error:  # not cached, or no name of a repository
-        want = f"a tokenizer in the cache: reading a run downloads nothing; `hf download {repository}`"
+        want = (
+            f"a tokenizer in the cache: reading a run downloads nothing; `hf download {repository}`"
+        )
         raise ConfigError(_KEY, path, want) from error
     _in_cache[path] = Path(found)
 

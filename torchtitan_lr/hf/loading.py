@@ -129,7 +129,9 @@ def find_step(folder: Path) -> Path:
     record = check_record(read_record(folder / "checkpoint" / "step"))
     name = record.get("checkpoint", {}).get("folder", "checkpoint")
     if not name or os.path.isabs(name) or ".." in Path(name).parts:
-        raise ConfigError("checkpoint.folder", name, f"a folder within {folder}, or a step's folder")
+        raise ConfigError(
+            "checkpoint.folder", name, f"a folder within {folder}, or a step's folder"
+        )
     steps = folder / name
     newest = newest_whole_before(steps / f"step-{sys.maxsize}")
     if newest is None:
