@@ -6,7 +6,7 @@ import torch
 from torch.nn.utils import get_total_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.unit.allocations import peak_bytes
+from tests.support.allocations import peak_bytes
 from torchtitan_lr.numerics import blocks, joint_norm, scale_
 
 BF16_ROUNDS = torch.tensor(1 / 393_728)

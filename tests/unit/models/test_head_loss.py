@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.unit.allocations import peak_bytes
+from tests.support.allocations import peak_bytes
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.compat.fake import FakeTensorMode
 from torchtitan_lr.estimate.rehearsal import LivingStorages

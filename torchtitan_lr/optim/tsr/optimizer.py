@@ -377,7 +377,7 @@ class TSRAdam(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state into the existing tensors.
+        """Copy a state into the existing tensors; the hyperparameters stay the configured ones.
 
         Torch's own method would replace the tensors, and cast moments to a parameter's bf16.
         """
@@ -386,8 +386,6 @@ class TSRAdam(Optimizer):
         for number, parameter in zip(ids, own, strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
                 local_part(self.state[parameter][name]).copy_(local_part(torch.as_tensor(value)))
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({name: value for name, value in saved.items() if name != "params"})
 
 
 class MatrixStack:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tests.reference.tsr_adam import Hyper, ReferenceTSR
-from tests.unit.allocations import peak_bytes
+from tests.support.allocations import peak_bytes
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
