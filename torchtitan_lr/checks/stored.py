@@ -145,7 +145,7 @@ def check_stored_data(config: Any, world_size: int, device_type: str) -> None:
         return
     if not any(name.startswith("dataloader.") for name in metadata.state_dict_metadata):
         return
-    rows = TrainingRows.of(config, world_size)
+    rows = TrainingRows.of(config)
     with _cured(config):
         rows.check_checkpoint(folder, metadata)
 

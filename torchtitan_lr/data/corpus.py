@@ -34,6 +34,7 @@ import struct
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from itertools import repeat
@@ -59,6 +60,7 @@ _DTYPES = {1: np.uint8, 4: np.int32, 5: np.int64, 8: np.uint16}
 """Codes of the types that token ids and loss masks can have."""
 
 RECORD = "corpus.json"
+JOURNAL = "preparing.json"  # how far a preparation is
 PARTS = ("train", "held_out")
 FORMAT = "torchtitan_lr tokens 1"
 
@@ -174,6 +176,15 @@ class Corpus:
 
     def _pairs(self, info: ShardInfo) -> list[IndexedDataset]:
         return [self.shard(info), *([self.shard(info, loss=True)] if self.kind == "pairs" else [])]
+
+
+def is_ours(folder: Path) -> bool:
+    """Return whether a folder was prepared here, or a preparation of it has begun."""
+    if (folder / JOURNAL).is_file():
+        return True
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return bool(json.loads((folder / RECORD).read_bytes())["format"] == FORMAT)
+    return False
 
 
 def save_record(folder: Path, about: dict[str, Any], counts: list[list[list[int]]]) -> Corpus:
