@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torchtitan_lr.config.paths import find_config, near_configs
-from torchtitan_lr.errors import ConfigError, RunFailedError
+from torchtitan_lr.errors import ConfigError, RunFailedError, escaped
 
 
 def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
@@ -41,7 +41,7 @@ def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
             print(f"error: {error}", file=sys.stderr)
             return 2
         except RunFailedError as error:
-            print(error, file=sys.stderr)
+            print(escaped(str(error)), file=sys.stderr)
             return 1
         except BrokenPipeError:  # the reader, `head` for example, has what it wanted
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -126,7 +126,7 @@ class OneLineParser(argparse.ArgumentParser):
             message: The error message.
         """
         _wait_for_first_rank()
-        self.exit(2, f"error: {message}\n")
+        self.exit(2, f"error: {escaped(message)}\n")
 
 
 def check_toml(path: str, name: str = "CONFIG") -> None:

@@ -1,0 +1,32 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The bytes that operators allocate."""
+
+import gc
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Allocations(TorchDispatchMode):
+    """Knows every storage that operators made, and which of them are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                size = storage.nbytes()
+                self.storages.setdefault(storage._cdata, (StorageWeakRef(storage), size))
+        return out
+
+    def bytes_alive(self, outside: set[int]) -> int:
+        gc.collect()
+        alive = [(k, size) for k, (ref, size) in self.storages.items() if not ref.expired()]
+        return sum(size for key, size in alive if key not in outside)
