@@ -6,10 +6,11 @@ r"""Write the tokens of text into a folder that training reads.
         --tokenizer my_tokenizer --out tokens
     torchtitan-lr train --training.dataset=prepared --training.dataset_path=tokens
 
-A source is a file, folder or pattern of .txt, .jsonl (also .gz, .zst, .bz2 and .xz) or .parquet; cpython,
-python_stdlib or python_stdlib_docs; or a dataset of the Hugging Face Hub. The folder has Megatron's
-indexed format. A killed command goes on where it was. `train` prepares its dataset by itself: the
-command is for corpora that several machines share, or that are prepared elsewhere.
+A source is a file, folder or pattern of .txt, .jsonl (also .gz, .zst, .bz2 and .xz) or .parquet;
+cpython, python_stdlib or python_stdlib_docs; or a dataset of the Hugging Face Hub. The folder has
+Megatron's indexed format; it must be new, empty or this command's own. A killed command goes on
+where it was. `train` prepares its dataset by itself: the command is for corpora that several
+machines share, or that are prepared elsewhere.
 """
 
 import argparse

@@ -131,7 +131,9 @@ class TrainingRows(Dataset[Batch]):
         key, _, mine = here.partition("=")
         if key in ("training.dataset", "training.mixture"):
             advice += "; training.hf_tokens sets a Hub's dataset's size, otherwise the steps do; of"
-            advice += " an earlier version, training.dataset = 'prepared' reads its folder of tokens"
+            advice += (
+                " an earlier version, training.dataset = 'prepared' reads its folder of tokens"
+            )
         want = f"{there.removeprefix(f'{key}=')} as in {checkpoint_id} ({advice})"
         raise ConfigError(key, mine, want)
 

@@ -52,7 +52,7 @@ SHIPPED = {CPYTHON: _ASSETS / "stdlib.jsonl.zst", STDLIB_DOCS: _ASSETS / "docs.j
 EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 """Folders of the library that are not read: installed packages and test suites."""
 
-COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": bz2.open, ".xz": lzma.open}
+COMPRESSED: dict[str, Any] = {".gz": "gzip", ".zst": "zstd", ".bz2": bz2.open, ".xz": lzma.open}
 """How files are read by their suffix: pyarrow's name of the codec, or what opens them."""
 
 ENDINGS = (*(kind + end for end in ("", *COMPRESSED) for kind in (".txt", ".jsonl")), ".parquet")
@@ -253,8 +253,8 @@ class Reader:
         if piece.start is not None:
             yield from self._places(piece, bad)
             return
-        lines = piece.data if isinstance(piece.data, list) else piece.data.split(b"\n")
-        parse = self._pairs_or_text if isinstance(piece.data, list) else self._parse
+        lines: list[Any] = piece.data if isinstance(piece.data, list) else piece.data.split(b"\n")
+        parse = self._of_row if isinstance(piece.data, list) else self._of_line
         for number, line in enumerate(lines, piece.line):
             try:
                 for document in parse(line):
@@ -283,17 +283,18 @@ class Reader:
                     texts.append(_decoded(line if start else line.removeprefix(BOM)))
                 except ValueError as error:
                     bad.append(Bad(_place(piece.file, number), str(error)))
-            yield f"{name}:{place}", "".join(texts)
+            if text := "".join(texts):
+                yield f"{name}:{place}", text
 
-    def _pairs_or_text(self, text: str | bytes) -> list[str]:
-        """Return the documents of a row: of pairs those of all of its lines."""
+    def _of_row(self, text: Any) -> list[str]:
+        """Return the documents of a row; a ValueError says what was expected."""
         if len(text) > LONGEST:
             raise ValueError(f"a text of at most {LONGEST:,} characters")
         known = _decoded(text) if isinstance(text, bytes) else text
         return [part for part in (known.split("\n") if self.pairs else [known]) if part]
 
-    def _parse(self, line: bytes) -> list[str]:
-        """Return the document of a .jsonl line; a ValueError says what was expected."""
+    def _of_line(self, line: bytes) -> list[str]:
+        """Return the document of a .jsonl line, if any; errors as for a row."""
         if len(line) > LONGEST:
             raise ValueError(f"a line of at most {LONGEST:,} bytes")
         if not line.strip():
