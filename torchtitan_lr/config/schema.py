@@ -93,9 +93,9 @@ class Training:
     - 'python_stdlib_docs': pairs for fine-tuning, in the package: short functions of the files of
       'cpython', and the first lines of their docstrings
     - 'local': the .txt, .jsonl or .parquet files that ``dataset_path`` names (a path or a glob);
-      .txt and .jsonl may be compressed (.gz, .zst, .bz2, .xz), and .jsonl files may hold pairs (``prompt``,
-      ``completion``) or chats (``messages``), one per row of the batch, with loss on the answers
-      alone
+      .txt and .jsonl may be compressed (.gz, .zst, .bz2, .xz), and .jsonl files may hold pairs
+      (``prompt``, ``completion``) or chats (``messages``), one per row of the batch, with loss on
+      the answers alone
     - 'hf': the Hugging Face dataset that ``dataset_path`` names: a folder, or a name on the Hub
       such as 'owner/name' or 'owner/name@revision'
     - 'c4', 'c4_validation': streamed from the Hugging Face hub
