@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.distributed.training import small_trainer
+from tests.support.checkpointing import checkpointing
 from tests.support.nightly import nightly
 from tests.support.parity_cases import Case, build_model, model_args, shard_model, tp_mesh
 from tests.support.parity_runs import BF16, TINY, degrees, model, schedule
 from tests.support.rank_pool import RankPool
-from tests.unit.estimate.test_rehearsal import checkpointing
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.estimate.memory import rehearse_run, repeated_by_block

@@ -38,12 +38,6 @@ def test_links_lead_somewhere(page):
     assert broken_links(page.read_text(), page.parent) == []
 
 
-def test_broken_links_are_noticed(tmp_path):
-    (tmp_path / "a.md").write_text("# One two\n")
-    text = "[a](a.md#one-two) [b](b.md) [c](a.md#three) [d](https://x.y) [e](#four)"
-    assert broken_links(text, tmp_path) == ["b.md", "a.md#three", "#four"]
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_exist(page):
     blocks = re.findall(r"```(?:bash|text|)\n(.*?)```", page.read_text(), re.DOTALL)

@@ -18,6 +18,8 @@ import threading
 import time
 from types import FrameType, TracebackType
 
+from torchtitan_lr.errors import escaped
+
 CLEAN_UP_SECONDS = 3.0
 """Time for a command to clean up after a signal."""
 
@@ -86,7 +88,7 @@ def report_bug(
             with open(descriptor, "w") as file:
                 traceback.print_exception(kind, error, trace, file=file)
         line = f"error: {kind.__name__}: {error}".partition("\n")[0]
-        print(f"{line} (a bug: its traceback is in {place})", file=sys.stderr)
+        print(f"{escaped(line)} (a bug: its traceback is in {place})", file=sys.stderr)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

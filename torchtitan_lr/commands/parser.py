@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from torchtitan_lr.commands.interrupts import end_stopped, was_stopped
 from torchtitan_lr.config.paths import find_config, near_configs
-from torchtitan_lr.errors import ConfigError, RunFailedError
+from torchtitan_lr.errors import ConfigError, RunFailedError, escaped
 
 
 def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
@@ -88,7 +88,7 @@ def describe_error(error: Exception) -> str | None:
 
 def _tell(line: str) -> None:
     with contextlib.suppress(OSError):  # of a terminal that is gone
-        print(line, file=sys.stderr, flush=True)
+        print(escaped(line), file=sys.stderr, flush=True)
 
 
 def _flush_output() -> None:
@@ -175,7 +175,7 @@ class OneLineParser(argparse.ArgumentParser):
             message: The error message.
         """
         _wait_for_first_rank()
-        self.exit(2, f"error: {message}\n")
+        self.exit(2, f"error: {escaped(message)}\n")
 
 
 def check_toml(path: str, name: str = "CONFIG") -> None:

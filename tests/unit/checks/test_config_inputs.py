@@ -8,8 +8,8 @@ import shutil
 import pytest
 
 from tests.commands import ROOT
+from tests.support.config_checks import MAIN, SHIPPED, check, refusal
 from tests.support.corpora import write_jsonl
-from tests.unit.checks.test_config_checks import MAIN, SHIPPED, check, refusal
 from torchtitan_lr.checks.values import check_data
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data.corpus import Corpus

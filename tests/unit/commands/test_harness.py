@@ -10,7 +10,7 @@ import torch
 
 from tests.commands import Command
 from tests.reference.validation_loss import token_losses
-from tests.unit.hf.test_export import export, write_run
+from tests.support.run_folders import export, write_run
 from torchtitan_lr.hf.loading import load_for_inference
 
 command = Command("evaluate").ask
