@@ -178,6 +178,17 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"error: {escaped(message)}\n")
 
 
+def add_extension(parser: OneLineParser) -> None:
+    """Add ``--experimental.custom_import``, for commands that read a run or weights."""
+    parser.add_argument(
+        "--experimental.custom_import",
+        dest="custom_import",
+        metavar="MODULE",
+        help="a module of your own that registers the model's family or plan; what a run's record "
+        "names is never imported",
+    )
+
+
 def check_toml(path: str, name: str = "CONFIG") -> None:
     """Refuse a configuration file that does not exist.
 
