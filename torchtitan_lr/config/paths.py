@@ -56,12 +56,15 @@ def find_config(text: str) -> str:
     A shipped file's name is ``debug_cola``, ``debug_cola.toml`` or
     ``train_configs/debug_cola.toml``.
     """
-    if os.path.isfile(text):
-        return text
+    return text if os.path.isfile(text) else shipped_config(text) or text
+
+
+def shipped_config(text: str) -> str | None:
+    """Return the path of the shipped file of a name; None without any."""
     path = PurePath(text)
     here = path.parent in (PurePath(), PurePath(FOLDER))
     shipped = shipped_configs().get(path.name.removesuffix(".toml")) if here else None
-    return text if shipped is None else str(shipped)
+    return None if shipped is None else str(shipped)
 
 
 def near_configs(text: str) -> str:

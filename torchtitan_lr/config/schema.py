@@ -25,6 +25,9 @@ TP_PLANS = ["auto", *BUILT_IN_PLANS]
 MODELS = ("llama_full", "llama_svd", "llama_cola", "llama_lax")
 """Values of ``model.name`` that ``experimental.custom_import`` registers by default."""
 
+ITS_MODULE = "--experimental.custom_import=MODULE of the module that registers it"
+"""What else a user may give where a family or a plan is unknown."""
+
 AC_MODES = ["selective", "full", "memory_budget", "none", "low_rank"]
 """Values of ``activation_checkpoint.mode``."""
 
