@@ -32,6 +32,7 @@ from pathlib import Path
 
 from torchtitan_lr.commands.parser import OneLineParser, add_extension
 from torchtitan_lr.errors import ConfigError, DataError
+from torchtitan_lr.launch.environment import forget_other_ranks
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -78,6 +79,7 @@ def add_arguments(parser: OneLineParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Continue the prompts; return the exit status."""
+    forget_other_ranks()
     # Every rank reports a wrong option: torchrun ends the others as soon as one of them has failed.
     check_args(args)
     prompts = None

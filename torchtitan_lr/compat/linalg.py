@@ -22,7 +22,7 @@ def norms_of(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> lis
         dtype: To sum in; by default the tensors' own, to which a norm is rounded in any case.
     """
     # Torch publishes no such function; `torch.nn.utils.get_total_norm` takes no dtype.
-    return list(torch._foreach_norm(tensors, 2, dtype))
+    return list(torch._foreach_norm(list(tensors), 2, dtype))
 
 
 @contextmanager
