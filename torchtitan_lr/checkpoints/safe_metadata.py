@@ -142,7 +142,7 @@ class _Pickle:
         if type(made) is TensorProperties:
             for value, kind in zip(_only(state, tuple), PROPERTIES, strict=True):
                 _only(value, kind)
-            made.__setstate__(state)  # type: ignore[no-untyped-call]
+            made.__setstate__(state)
             return
         known = METADATA_FIELDS[type(made)]
         for name, value in _only(state, dict).items():
@@ -175,7 +175,10 @@ _OPERATIONS: dict[bytes, tuple[int, Callable[[_Pickle, Any], None]]] = {
     pickle.TUPLE3: (0, lambda self, number: self.pack(3)),
     pickle.APPEND: (0, lambda self, number: self.append([self.stack.pop()])),
     pickle.APPENDS: (0, lambda self, number: self.append(self.marked())),
-    pickle.SETITEM: (0, lambda self, number: self.set_items([self.stack.pop(-2), self.stack.pop()])),
+    pickle.SETITEM: (
+        0,
+        lambda self, number: self.set_items([self.stack.pop(-2), self.stack.pop()]),
+    ),
     pickle.SETITEMS: (0, lambda self, number: self.set_items(self.marked())),
     pickle.STACK_GLOBAL: (0, _Pickle.find),
     pickle.NEWOBJ: (0, _Pickle.create),
@@ -252,13 +255,15 @@ def _check(metadata: Any) -> None:
         raise DamagedError(f"{METADATA} is no table of contents")
     for name, stored in metadata.state_dict_metadata.items():
         _only(name, str)
-        if type(_only(stored, BytesStorageMetadata, TensorStorageMetadata)) is TensorStorageMetadata:
+        if isinstance(stored, TensorStorageMetadata):
             for chunk in stored.chunks:
                 _only(chunk, ChunkStorageMetadata)
+        else:
+            _only(stored, BytesStorageMetadata)
     for index, info in metadata.storage_data.items():
         _only(index, MetadataIndex)
         name = _only(info, _StorageInfo).relative_path
-        if name in (".", "..") or PurePath(name).name != name:
+        if name in ("", ".", "..") or PurePath(name).name != name:
             raise DamagedError(f"{METADATA} names a file outside its folder: {name!r}")
     for path in (metadata.planner_data or {}).values():
         for part in _only(path, tuple):
