@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import torchtitan_lr.training.register  # noqa: F401  (registers the models)
-
 from tests.support.corpora import write_jsonl
 from torchtitan_lr.checks.values import check_data
 from torchtitan_lr.config.build import build_job_config
