@@ -127,8 +127,8 @@ class RunWandb(WandBLogger):
             job_type=given("WANDB_RUN_JOB_TYPE"),
             id=run_id,
             mode=mode,
-            # Offline too: `wandb sync` then asks the server where the run's earlier parts end. Without
-            # it the lines of a later part would be sent as the first ones.
+            # Offline too: `wandb sync` then asks the server where the run's earlier parts end, else
+            # it would send the lines of a later part as the first ones.
             resume="allow",
             dir=str(dump_folder),
         )
