@@ -181,9 +181,7 @@ def find_prepared(config: Any, section: Section) -> dict[str, str]:
     return found
 
 
-def open_rows(
-    config: Any, section: Section, folders: dict[str, str] | None = None
-) -> list[Rows]:
+def open_rows(config: Any, section: Section, folders: dict[str, str] | None = None) -> list[Rows]:
     """Open the corpora of a run: what it trains on, or the held-out part that it validates on.
 
     Arguments and errors are those of `ensure_prepared`, which prepares what is missing; a part
