@@ -14,6 +14,7 @@ import io
 import json
 import os
 import re
+import sys
 import zlib
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ from torchtitan_lr.checkpoints.layout import (
 )
 from torchtitan_lr.checkpoints.safe_metadata import DamagedError, describe, read_metadata
 from torchtitan_lr.compat.collectives import least_of_all
+from torchtitan_lr.config.files import file_within, open_regular
 
 T = TypeVar("T")
 
@@ -181,9 +183,9 @@ def find_damage(
         files = _files_of(step_dir) if files is None else files
         names = sorted(files, key=lambda name: (-files[name][0], name))
         for name in share_of(names, rank, ranks):
-            path = Path(step_dir) / name
             size, *checksum = files[name]
             try:
+                path = file_within(Path(step_dir), name)
                 found = path.stat().st_size
                 # The table of contents does not know what follows a file's last tensor.
                 if found < size or (found > size and checksum):
@@ -292,7 +294,7 @@ def first_found(found: str | None) -> tuple[int, str] | None:
 
 def _sum_of(path: Path) -> Sum:
     size, checksum, buffer = 0, 0, bytearray(_CHUNK)
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path, sys.maxsize) as file:
         while count := file.readinto(buffer):
             size, checksum = size + count, zlib.crc32(memoryview(buffer)[:count], checksum)
     return [size, checksum]

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from torchtitan_lr.commands.parser import OneLineParser, add_extension
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, escaped
 
 DTYPES = ("checkpoint", "float32", "bfloat16")
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the export; return the exit status."""
     check_out(args)
     export(args)
-    print(f"{args.checkpoint} ({args.format}) -> {args.out}")
+    print(escaped(f"{args.checkpoint} ({args.format}) -> {args.out}"))
     return 0
 
 
@@ -121,4 +121,4 @@ def export(args: argparse.Namespace) -> None:
         raise ConfigError("OUT", str(args.out), f"a writable folder ({error})") from error
     if not assets:
         path = config.model.hf_assets_path
-        print(f"no tokenizer in {path}: exported without one", file=sys.stderr)
+        print(escaped(f"no tokenizer in {path}: exported without one"), file=sys.stderr)

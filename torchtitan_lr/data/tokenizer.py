@@ -24,7 +24,8 @@ Tokenizer: TypeAlias = "HuggingFaceTokenizer"
 
 HF_FILE = "tokenizer.json"
 RANKS_DIGEST = "ranks_sha256"  # key of tokenizer_config.json: of the rank file it was made from
-SHIPPED = "torchtitan_lr/data/assets/bpe32k"  # of the papers' sizes, in the package
+ASSETS = "torchtitan_lr/data/assets/"  # in the package
+SHIPPED = ASSETS + "bpe32k"  # of the papers' sizes, in the package
 HUB = "hf://"  # begins the name of a tokenizer on the Hugging Face hub
 
 _HUB_FILES = ["tokenizer*", "special_tokens_map.json", "chat_template*"]
