@@ -116,7 +116,7 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
     if environment.nodes == 1:
         from torchtitan_lr.data.prepare import prepare_for_ranks  # late, as are the checks
 
-        variables |= prepare_for_ranks(config, environment.world_size)
+        variables |= prepare_for_ranks(config)
         variables[HELD_VARIABLE] = os.path.realpath(dump_folder)
     group = RankGroup(command, variables, log_folder / "launcher.log", expected)
     status = group.wait()
