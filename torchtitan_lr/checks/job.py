@@ -35,6 +35,7 @@ _CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
     *(check_plans, check_pipeline, check_grad_compression, check_memory),
     *(check_data, check_stored_states),
 )
+_OF_TOKENS = {check_data, check_stored_states}
 
 _OF_FILES = {
     *(check_dump_folder, check_checkpoint, check_vocabulary, check_memory),
@@ -43,7 +44,7 @@ _OF_FILES = {
 
 
 def check_job_config(
-    config: Any, world_size: int, device_type: str, on_paper: bool = False
+    config: Any, world_size: int, device_type: str, on_paper: bool = False, prepare: bool = True
 ) -> None:
     """Raise a ConfigError for the first key with which a configuration cannot run.
 
@@ -52,6 +53,7 @@ def check_job_config(
         world_size: Number of ranks of the whole run.
         device_type: ``cpu``, ``cuda`` or ``xpu``: the device of the ranks.
         on_paper: Whether to skip the checks of this machine's files and memory, for an estimate.
+        prepare: Whether to check what reads the prepared tokens, and prepare them if needed.
     """
     if not on_paper:
         check_record(config, world_size)  # first, since it takes no time
@@ -62,5 +64,5 @@ def check_job_config(
         want = f"false, or job.custom_config_module = '{module}'"
         raise ConfigError("fault_tolerance.enable", True, want)
     for check in _CHECKS:
-        if not (on_paper and check in _OF_FILES):
+        if not (on_paper and check in _OF_FILES) and (prepare or check not in _OF_TOKENS):
             check(config, world_size, device_type)

@@ -31,7 +31,7 @@ def test_a_batch_that_cannot_fit_is_refused_with_one_that_does(machine, tmp_path
         r"([\d.]+) GiB, this machine has 8\.0; training\.check_memory = false starts anyway$",
         refused,
     )
-    assert found and 8 < float(found[2])
+    assert found and float(found[2]) > 8
     fits = int(found[1])
     check(*LARGE, *here, f"--training.local_batch_size={fits}", world=1)
     more = f"--training.local_batch_size={fits + fits // 50}"
@@ -39,7 +39,9 @@ def test_a_batch_that_cannot_fit_is_refused_with_one_that_does(machine, tmp_path
     check(*LARGE, *here, "--training.no_check_memory", world=1)
     check(*LARGE, *here, world=1, device="cuda")
     # Two ranks on one machine need twice as much.
-    assert "expected at most" in refusal(*LARGE, *here, f"--training.local_batch_size={fits}", world=2)
+    assert "expected at most" in refusal(
+        *LARGE, *here, f"--training.local_batch_size={fits}", world=2
+    )
 
 
 def test_a_sequence_that_cannot_fit_alone(machine):
