@@ -7,6 +7,9 @@ from typing import Any
 from torchtitan_lr.commands.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
+HEAVY = ["torch", "torchtitan", "triton", "sympy", "datasets", "pyarrow", "pandas", "tiktoken"]
+HEAVY += ["transformers", "matplotlib", "wandb", "tensorboard", "safetensors"]
+"""Modules that cost a second or more, which a light command does not load."""
 
 
 class Command:

@@ -3,6 +3,35 @@
 
 from __future__ import annotations
 
+import re
+
+# Controls (C0 but tab and newline, DEL, C1), line and paragraph separators, overrides of the
+# writing direction, and halves of surrogate pairs, which no output can encode.
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+_LONGEST = 500  # characters of a value in a message
+
+
+def escaped(text: str, keep: str = "") -> str:
+    r"""Return a text without control characters, which could change or forge what a terminal shows.
+
+    Everything that prints names, paths, values or texts from a file uses this function.
+
+    Args:
+        text: Any text.
+        keep: Control characters that stay as they are, such as a newline.
+
+    Returns:
+        The text with escapes such as ``\x1b`` in the place of control characters.
+    """
+    found = _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+    for control, written in (("\t", "\\t"), ("\n", "\\n")):
+        if control not in keep:
+            found = found.replace(control, written)
+    return found
+
 
 class ConfigError(ValueError):
     """Invalid setting; the message names the key, the value and the expected values on one line.
@@ -18,7 +47,10 @@ class ConfigError(ValueError):
         self.key = key
         self.got = got
         self.want = want
-        super().__init__(" ".join(f"{key}: got {got!r}, expected {want}".split()))
+        shown = repr(got)
+        if len(shown) > _LONGEST:
+            shown = f"{shown[: _LONGEST - 100]}...{shown[-50:]}"
+        super().__init__(escaped(" ".join(f"{key}: got {shown}, expected {want}".split())))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
         """Pickle by the arguments: a process of a pool raises it in its parent."""

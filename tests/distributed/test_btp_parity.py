@@ -3,16 +3,11 @@
 
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
-from tests.distributed import tp_cases
-from tests.distributed.tp_cases import parities, train_steps
-from tests.distributed.tp_faults import FAULTS
-from tests.support import parity_cases
+from tests.distributed.tp_cases import five_steps, parities, worst, wrapped_parity
 from tests.support.nightly import nightly
 from tests.support.parity_cases import (
     Case,
@@ -21,11 +16,9 @@ from tests.support.parity_cases import (
     alone,
     build_model,
     covering,
-    parity,
     relative,
     run_model,
     shard_model,
-    tp_mesh,
 )
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.parallel.plans import TPSettings
@@ -35,21 +28,6 @@ MATRIX = [
 ]
 DOUBLE = torch.float64
 SEQUENCE = TPSettings("btp", False, norm_stat="column", comm="sequence", head="scatter")
-
-
-def wrapped_parity(case: Case, names: list[str], backend: str) -> dict[str, float]:
-    replica = tp_mesh(case.degree)._get_root_mesh().get_local_rank("dp")
-    if replica and "fully_shard_blocks" not in names:
-        return {}  # it would compile and compute the same as the first one
-    known = vars(parity_cases) | vars(tp_cases) | globals()
-    with patch.object(parity_cases, "BACKEND", backend):
-        return parity(case, *(known[name] for name in names))
-
-
-def worst(results: list[dict[str, float]]) -> float:
-    results = [errors for errors in results if errors]
-    assert results and all(len(errors) > 10 for errors in results)
-    return max(max(errors.values()) for errors in results)
 
 
 @pytest.fixture(scope="module")
@@ -125,15 +103,13 @@ def deviation(result: Result, exact: Result) -> dict[str, float]:
 
 
 def rounding_errors(dtype: torch.dtype, settings: list[TPSettings]) -> list[dict[str, float]]:
-    """Errors against fp64: of one process, of each plan, and of a wrong one; on a rank."""
+    """Errors against fp64: of one process, and of each plan; on a rank."""
     case = Case(dtype=dtype)
     rounded, exact = rounded_and_exact(case)
     found = [deviation(rounded, exact)]
     for choice in settings:
         sharded = replace(case, settings=choice)
         found.append(deviation(run_model(build_model(case, shard_model(sharded))), exact))
-    with FAULTS["eps_twice"]():
-        found.append(deviation(run_model(build_model(case, shard_model(case))), exact))
     return found
 
 
@@ -147,11 +123,10 @@ def test_rounding_is_that_of_one_process(dtype: torch.dtype, four_ranks: RankPoo
     """
     plans = [TPSettings(), SEQUENCE, TPSettings(norm="sync")]
     for errors in four_ranks.run(rounding_errors, dtype, plans):
-        noise, *found, wrong = errors
+        noise, *found = errors
         for name in ("logits", "gradients"):
             assert noise[name] > torch.finfo(dtype).eps / 16
             assert all(plan[name] <= 2 * noise[name] for plan in found)
-            assert wrong[name] > 10 * noise[name]
 
 
 @pytest.mark.parametrize(
@@ -163,18 +138,3 @@ def test_five_steps(case: Case, four_ranks: RankPool) -> None:
     for norms, errors in four_ranks.run(five_steps, case):
         assert max(norms) <= 1e-12
         assert max(errors.values()) <= 1e-11
-
-
-def five_steps(case: Case) -> tuple[list[float], dict[str, float]]:
-    """Relative errors of gradient norms and of parameters after AdamW with clipping; on a rank."""
-    norms, model = train_steps(build_model(case, shard_model(case)))
-    expected_norms, expected = train_steps(build_model(case))
-    moved = dict(build_model(case).named_parameters())
-    errors = {}
-    for (name, value), (_, exact) in zip(
-        model.named_parameters(), expected.named_parameters(), strict=True
-    ):
-        assert isinstance(value, DTensor)
-        assert relative(exact.detach(), moved[name].detach()) > 1e-4  # training did something
-        errors[name] = relative(value.full_tensor().detach(), exact.detach())
-    return [abs(a / b - 1) for a, b in zip(norms, expected_norms, strict=True)], errors

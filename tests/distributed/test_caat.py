@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_btp_parity import five_steps, worst, wrapped_parity
-from tests.distributed.test_ledger import disagreements, expected, measure
-from tests.distributed.tp_cases import faulty_parity, parities
+from tests.distributed.ledger_cases import disagreements, expected, measure
+from tests.distributed.tp_cases import five_steps, parities, worst, wrapped_parity
 from tests.support.nightly import nightly
 from tests.support.parity_cases import (
     BATCH,
@@ -77,26 +76,6 @@ def test_sharing_everything_is_the_full_rank_model(
 def test_sharing_every_latent_is_the_low_rank_model(four_ranks: RankPool) -> None:
     case = Case("cola", HYBRID, lanes=4)
     assert worst(four_ranks.run(whole_parity, case, Case("cola"))) <= 1e-12
-
-
-def test_sharing_less_is_another_model(four_ranks: RankPool) -> None:
-    errors = four_ranks.run(whole_parity, HALF, Case("full"))
-    assert min(error["layers.0.attention.wq.weight"] for error in errors) > 0.1
-
-
-@pytest.mark.parametrize(
-    ("fault", "differs", "least"),
-    [
-        ("reduced_in_front_of_norms", "layers.0.attention.wq.weight", 1e-3),
-        ("unsummed_norm_gradient", "layers.0.attention_norm.weight", 0.1),
-        ("unsummed_norm_gradient", "norm.weight", 0.1),
-        ("own_embedding_gradient", "tok_embeddings.weight", 0.1),
-    ],
-)
-def test_fault_is_noticed(fault: str, differs: str, least: float, four_ranks: RankPool) -> None:
-    results = four_ranks.run(faulty_parity, HALF, fault)
-    assert max(errors[differs] for errors in results) > least
-    assert max(errors["logits"] for errors in results) <= 1e-12
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.data_layouts import LAYOUTS
 from tests.distributed.training import train
 from tests.support.nightly import nightly
 from tests.support.parity_runs import (
@@ -13,35 +14,6 @@ from tests.support.parity_runs import (
     model,
 )
 from tests.support.rank_pool import RankPool
-
-LAYOUTS = {
-    "fsdp4": ["--parallelism.data_parallel_shard_degree=4", "--training.local_batch_size=2"],
-    "hsdp2x2": [
-        "--parallelism.data_parallel_replicate_degree=2",
-        "--parallelism.data_parallel_shard_degree=2",
-        "--training.local_batch_size=2",
-    ],
-    "replicate4": [
-        "--parallelism.data_parallel_replicate_degree=4",
-        "--parallelism.data_parallel_shard_degree=1",
-        "--training.local_batch_size=2",
-    ],
-    "fsdp4_accumulate2": [
-        "--parallelism.data_parallel_shard_degree=4",
-        "--training.local_batch_size=1",
-    ],
-    "hsdp2x2_accumulate2": [
-        "--parallelism.data_parallel_replicate_degree=2",
-        "--parallelism.data_parallel_shard_degree=2",
-        "--training.local_batch_size=1",
-    ],
-    "replicate4_accumulate2": [
-        "--parallelism.data_parallel_replicate_degree=4",
-        "--parallelism.data_parallel_shard_degree=1",
-        "--training.local_batch_size=1",
-    ],
-}
-
 
 # Data parallelism wraps whole blocks, whatever is in them: the family with the most inputs a block
 # meets every layout, each other family two.
@@ -68,9 +40,3 @@ def test_layout_equals_one_process(
 def test_accumulation_on_one_process(family: str, one_rank: RankPool, reference: Any) -> None:
     run = one_rank.run(train, [*model(family), "--training.local_batch_size=2"])[0]
     assert largest_difference(run, reference(*model(family))) < EXACT
-
-
-def test_averaged_gradients_are_noticed(four_ranks: RankPool, reference: Any) -> None:
-    """The control: torchtitan's own replication divides gradients by the ranks once more."""
-    run = four_ranks.run(train, [*model("cola"), *LAYOUTS["replicate4"]], "average")[0]
-    assert largest_difference(run, reference(*model("cola"))) > 1e-2

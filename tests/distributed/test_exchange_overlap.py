@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Compressed exchanges beside backward: their own process group, and what goes on meanwhile."""
 
-from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.compression_cases import CASES, Weighted, compress, layout, step_gradients
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.compat.collectives import second_group
-from torchtitan_lr.compression import compressor as gradient_compression
 from torchtitan_lr.compression.codecs import SketchCodec
 from torchtitan_lr.ledger.ledger import identify
 from torchtitan_lr.parallel.data_parallel import sum_gradients
@@ -36,8 +34,8 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def order_of_a_step(at_once: bool) -> dict[str, Any]:
-    """The collectives of one backward, and each decode among them."""
+def order_of_a_step() -> list[tuple[str, str]]:
+    """The collectives of one backward, each with its group, and each decode among them."""
     case = CASES["sketch"]
     mesh = layout(False)["fsdp"]
     torch.manual_seed(0)
@@ -54,15 +52,13 @@ def order_of_a_step(at_once: bool) -> dict[str, Any]:
         calls.seen.append(("decode", ""))
         return decode(*args)
 
-    reads = patch.object(gradient_compression, "reads_sums_at_once", lambda *_: True)
-    with patch.object(SketchCodec, "decode", noted), calls, reads if at_once else nullcontext():
+    with patch.object(SketchCodec, "decode", noted), calls:
         loss = model(torch.zeros(2, requires_grad=True)).sum()
         calls.seen.clear()  # those of forward
         loss.backward()
     group = mesh.get_group()
     names = {group.group_name: "weights", second_group(group).group_name: "exchange", "": ""}
-    gradients = [p.grad.full_tensor().sum().item() for p in model.parameters()]
-    return {"calls": [(op, names[group]) for op, group in calls.seen], "gradients": gradients}
+    return [(op, names[group]) for op, group in calls.seen]
 
 
 def places(calls: list[tuple[str, str]], wanted: tuple[str, str]) -> list[int]:
@@ -70,9 +66,8 @@ def places(calls: list[tuple[str, str]], wanted: tuple[str, str]) -> list[int]:
 
 
 def test_next_weights_are_gathered_before_the_decode(four_ranks: RankPool) -> None:
-    results = four_ranks.run(order_of_a_step, False)
-    assert all(result["calls"] == results[0]["calls"] for result in results)
-    calls = results[0]["calls"]
+    calls, *others = four_ranks.run(order_of_a_step)
+    assert others == [calls] * 3
     starts, decodes = places(calls, ("all_to_all", "exchange")), places(calls, ("decode", ""))
     gathers = places(calls, ("all_gather", "weights"))
     assert len(starts) == len(decodes) == UNITS and len(gathers) == UNITS
@@ -83,19 +78,7 @@ def test_next_weights_are_gathered_before_the_decode(four_ranks: RankPool) -> No
 
 
 def test_each_group_has_its_own_calls(four_ranks: RankPool) -> None:
-    calls = four_ranks.run(order_of_a_step, False)[0]["calls"]
+    calls = four_ranks.run(order_of_a_step)[0]
     assert {op for op, group in calls if group == "weights"} == {"all_gather"}
     counts = {op: calls.count((op, "exchange")) for op, group in calls if group == "exchange"}
     assert counts == dict.fromkeys(("all_to_all", "reduce_scatter", "all_gather"), UNITS)
-
-
-def test_an_exchange_that_ends_at_once_is_noticed(four_ranks: RankPool) -> None:
-    """The control: same gradients, but the weights wait for the decode."""
-    results = four_ranks.run(order_of_a_step, True)
-    calls = results[0]["calls"]
-    starts, decodes = places(calls, ("all_to_all", "exchange")), places(calls, ("decode", ""))
-    gathers = places(calls, ("all_gather", "weights"))
-    for start, decode in zip(starts, decodes, strict=True):
-        assert not any(start < gather < decode for gather in gathers)
-    beside = four_ranks.run(order_of_a_step, False)
-    assert [r["gradients"] for r in results] == [r["gradients"] for r in beside]

@@ -64,18 +64,12 @@ def owed_by_name(model: nn.Module, case: Case) -> dict[str, Tensor]:
     return owed
 
 
-def books(case: Case, steps: int = 4, fault: str = "") -> dict[str, Any]:
+def books(case: Case, steps: int = 4) -> dict[str, Any]:
     """Largest |sent + owed after − owed before − gradient| of every step, and what was owed."""
     model, _ = build(case)
     before = owed_by_name(model, case)
     errors, owed = [], []
     for step in range(steps):
-        if fault == "forget" and dist.get_rank() == 1:
-            for compressor in compressors_of([model]):
-                compressor.residual.zero_()
-        if fault == "seed" and dist.get_rank() == 1:
-            for compressor in compressors_of([model]):
-                compressor.exchanges += 99
         sent = step_gradients(model, case, step)
         after = owed_by_name(model, case)
         differences = [
@@ -105,16 +99,6 @@ def test_sent_and_residual_are_the_gradient_exactly(
         assert result["errors"] == [0.0] * 4
         assert min(result["owed"]) > 100
         assert result["exchanges"] == [4, 4]
-
-
-def test_a_forgotten_residual_is_noticed(four_ranks: RankPool) -> None:
-    result = four_ranks.run(books, CASES["sketch"], 3, "forget")[0]
-    assert result["errors"][0] == 0 and min(result["errors"][1:]) > 100
-
-
-def test_a_rank_with_other_hashes_is_noticed(four_ranks: RankPool) -> None:
-    result = four_ranks.run(books, CASES["sketch"], 2, "seed")[0]
-    assert min(result["errors"]) > 100
 
 
 def after_a_nan(case: Case) -> tuple[bool, bool, float]:

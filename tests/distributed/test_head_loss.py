@@ -1,13 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The head's loss over vocabulary shards, in chunks, is that of one process."""
 
-from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
 
-from tests.distributed.test_btp_parity import worst
-from tests.distributed.tp_cases import fully_shard_blocks
+from tests.distributed.tp_cases import fully_shard_blocks, worst
 from tests.support.parity_cases import Case, one_process, parity
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.models import ends as head_loss
@@ -21,17 +19,11 @@ CASES = {
 }
 
 
-def errors_in_chunks(case: Case, shift: bool = True) -> dict[str, float]:
-    """Run a case in chunks of five of its sixteen tokens; on a rank.
-
-    Without the shift every rank has the softmax of its own part of the vocabulary.
-    """
+def errors_in_chunks(case: Case) -> dict[str, float]:
+    """Run a case in chunks of five of its sixteen tokens; on a rank."""
     one_process(case)
     wrappers = (fully_shard_blocks,) if case.degree == 2 and case.lanes == 1 else ()
-    with (
-        patch.object(head_loss, "chunk_tokens", lambda tokens, dim: 5),
-        nullcontext() if shift else patch.object(head_loss, "all_gather", lambda own, *_: own),
-    ):
+    with patch.object(head_loss, "chunk_tokens", lambda tokens, dim: 5):
         return parity(case, *wrappers)
 
 
@@ -39,8 +31,3 @@ def errors_in_chunks(case: Case, shift: bool = True) -> dict[str, float]:
 def test_chunks_of_vocabulary_shards(name: str, four_ranks: RankPool) -> None:
     errors = four_ranks.run(errors_in_chunks, CASES[name])
     assert worst(errors) <= 1e-12
-
-
-def test_a_softmax_of_the_own_shard_is_noticed(four_ranks: RankPool) -> None:
-    errors = four_ranks.run(errors_in_chunks, CASES["features"], False)
-    assert all(error["loss"] > 1e-3 for error in errors)

@@ -3,116 +3,23 @@
 
 import json
 import sys
-from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
 
-from tests.distributed.tp_cases import compile_last_block
+from tests.distributed.ledger_cases import build, count, disagreements, expected, measure
 from tests.integration import runs
 from tests.support.nightly import nightly
 from tests.support.parity_cases import (
-    BATCH,
-    TOKENS,
     Case,
-    build_model,
-    compile_blocks,
     covering,
     model_args,
-    shard_model,
-    tp_mesh,
 )
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.collectives import reduce_over_ranks
 from torchtitan_lr.formulas.data_parallel import data_parallel_traffic
-from torchtitan_lr.formulas.tensor_parallel import model_traffic
-from torchtitan_lr.formulas.traffic import Traffic
-from torchtitan_lr.ledger.comparison import compare, differences
-from torchtitan_lr.ledger.ledger import COUNTS, CommLedger
-from torchtitan_lr.models import linears
-from torchtitan_lr.models.ends import cross_entropy_sum
-from torchtitan_lr.parallel.data_parallel import sum_gradients
+from torchtitan_lr.ledger.ledger import COUNTS
 from torchtitan_lr.parallel.plans import TPSettings
-from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
-
-N = BATCH * TOKENS
-
-
-def build(case: Case, *changes: str) -> Any:
-    """Build this rank's model with tensor parallelism and, in this order, some changes."""
-
-    model = build_model(case, shard_model(case))
-    for change in changes:
-        if change.startswith("low_rank"):
-            apply_low_rank_checkpoint(model, save_attention="attention" in change)
-        elif change == "compile":
-            compile_blocks(model, case)
-        elif change == "compile_last":
-            compile_last_block(model, case)
-        elif change == "fsdp":
-            shard_as_the_trainer(model, case)
-    return model
-
-
-def shard_as_the_trainer(model: Any, case: Case) -> None:
-    """FSDP2 over the replicas; gradients are summed."""
-    mesh = tp_mesh(case.degree)._get_root_mesh()["dp"]
-    for unit in (model.tok_embeddings, *model.layers.values()):
-        fully_shard(unit, mesh=mesh)
-    fully_shard(model.output, mesh=mesh, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    sum_gradients(model)
-
-
-def measure(case: Case, *changes: str) -> list[dict[str, Any]]:
-    """Run forward and backward once on this rank under the ledger; call it on all ranks."""
-    return count(build(case, *changes), case, split_recompute="split" in changes)
-
-
-def count(model: Any, case: Case, split_recompute: bool = False) -> list[dict[str, Any]]:
-    meshes = {"tp": tp_mesh(case.degree)}
-    if case.degree < 4:
-        meshes["fsdp"] = tp_mesh(case.degree)._get_root_mesh()["dp"]
-    groups = {name: mesh.get_group() for name, mesh in meshes.items()}
-    ledger = CommLedger([model], groups)
-    with ledger:
-        run(model)
-    rows = ledger.rows(split_recompute=split_recompute)
-    for row in rows:
-        del row["overlapped_flops"]  # a compiler may order products otherwise: see test_overlap
-    return rows
-
-
-def run(model: Any) -> None:
-    """Go forward and backward once."""
-    generator = torch.Generator().manual_seed(3)
-    size = (BATCH, TOKENS)
-    tokens, labels = torch.randint(model.model_args.vocab_size, (2, *size), generator=generator)
-    output = model.output
-    if getattr(output.head, "loss_parallel", True):
-        model(tokens, targets=labels).backward()
-    else:
-        cross_entropy_sum(model(tokens), labels).backward()
-
-
-def expected(case: Case) -> list[Traffic]:
-    settings = case.settings
-    if settings.plan == "auto":
-        settings = replace(settings, plan="megatron" if case.family == "full" else "btp")
-    return model_traffic(model_args(case), settings, case.degree, N)
-
-
-def disagreements(rows: list[dict[str, Any]], traffic: list[Traffic], case: Case) -> list[Any]:
-    name = str(case.dtype).removeprefix("torch.")
-    wide = "float64" if case.dtype == torch.float64 else "float32"
-    roles = dict.fromkeys(("activation", "parameter", "gradient"), name)
-    table = compare(rows, traffic, roles | {"statistic": wide, "loss": wide})
-    assert any(row["calls"] for row in table)
-    return list(differences(table))
-
 
 BTP = [
     TPSettings("btp", grouping, norm, stat, comm, head)
@@ -155,36 +62,6 @@ def test_ledger_equals_formula(case: Case, measured: dict[Case, Any]) -> None:
     first = measured[case][0]
     assert disagreements(first, expected(case), case) == []
     assert all(rank == first for rank in measured[case])
-
-
-def test_another_formula_is_noticed(measured: dict[Case, Any]) -> None:
-    case = CASES[0]
-    assert case.settings.grouping
-    wrong = replace(case, settings=replace(case.settings, grouping=False))
-    rows = disagreements(measured[case][0], expected(wrong), case)
-    assert {row["scope"] for row in rows} == {"block 0", "block 1"}
-
-
-def measure_with_one_more_call(case: Case) -> list[dict[str, Any]]:
-    """As `measure`, with an all-reduce too many in every down edge."""
-    original = linears.down_products
-
-    def twice(x: torch.Tensor, weights: Any, how: Any) -> list[torch.Tensor]:
-        sums = original(x, weights, how)
-        return [reduce_over_ranks(h, how.ranks) / how.ranks.size for h in sums]
-
-    with patch.object(linears, "down_products", twice):
-        return measure(case)
-
-
-def test_one_call_more_is_noticed(four_ranks: RankPool) -> None:
-    case = Case("cola", TPSettings("btp"))
-    rows = four_ranks.run(measure_with_one_more_call, case)[0]
-    wrong = disagreements(rows, expected(case), case)
-    assert [(row["scope"], row["calls"] - row["expected_calls"]) for row in wrong] == [
-        ("block 0", 2),
-        ("block 1", 2),
-    ]
 
 
 def measure_compiled(case: Case) -> list[list[dict[str, Any]]]:

@@ -3,13 +3,12 @@
 
 from collections.abc import Sequence
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.test_ledger import build, measure, run
+from tests.distributed.ledger_cases import build, measure, run
 from tests.support.nightly import nightly
 from tests.support.parity_cases import Case, covering
 from tests.support.rank_pool import RankPool
@@ -119,16 +118,3 @@ def test_vanilla_repeats_its_collectives(two_ranks: RankPool) -> None:
         assert [r for r in rows if not r["recompute"]] == [
             r | {"recompute": False} for r in without
         ]
-
-
-def measure_unmarked(case: Case) -> list[dict[str, Any]]:
-    """As `measure`, when latents and statistics are not saved."""
-    from torchtitan_lr.models import norms
-
-    with patch.object(norms, "save", lambda compute: compute()):
-        return measure(case, "low_rank")
-
-
-def test_a_forgotten_mark_is_noticed(two_ranks: RankPool) -> None:
-    case = Case("cola", BTP[0], degree=2)
-    assert two_ranks.run(measure_unmarked, case)[0] != two_ranks.run(measure, case)[0]

@@ -3,11 +3,11 @@
 
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.distributed.tp_faults import replaced
 from tests.distributed.training import small_trainer
 from tests.oracle.flops import layer_flops
 from tests.support.parity_cases import Case, model_args, shard_model, tp_mesh
@@ -34,7 +34,7 @@ def rows_of_a_block(family: str, choices: dict[str, Any], hurried: bool) -> list
     if hurried:  # the control: the reduction ends before the products of the weights start
         start = linears.start_sum
         finished = lambda x, ranks, dim: wait(start(x, ranks, dim)).clone()  # noqa: E731
-        fault = replaced(linears, "start_sum", finished)
+        fault = patch.object(linears, "start_sum", finished)
     with fault, CommLedger([model], {"tp": tp_mesh(2).get_group()}) as ledger:
         out = model(tokens)
         out = out.full_tensor() if hasattr(out, "full_tensor") else out

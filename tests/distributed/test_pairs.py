@@ -7,7 +7,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from tests.distributed.training import train
 from tests.support.parity_runs import EXACT, LAYOUTS, degrees, largest_difference, model
@@ -38,22 +37,14 @@ def without_some_labels(*args: Any) -> Batch:
     return inputs, labels
 
 
-def train_on(corpus: str, arguments: list[str], average: bool = False) -> dict[str, Any]:
-    """Train; return the labels of this rank in every step too.
-
-    Args:
-        corpus: The file of pairs.
-        arguments: As on the command line.
-        average: Whether every rank divides by its own labels, which is wrong.
-    """
+def train_on(corpus: str, arguments: list[str]) -> dict[str, Any]:
+    """Train; return the labels of this rank in every step too."""
     seen: list[tuple[int, int]] = []
 
     class Reader(guard.StepReader):
         def take(self, *args: Any) -> guard.StepData:
             data = super().take(*args)
             seen.append((data.tokens, int(data.global_tokens)))
-            if average:
-                data.global_tokens = max(1, data.tokens) * torch.distributed.get_world_size()
             return data
 
     path = f"--training.dataset_path={corpus}"
@@ -91,13 +82,6 @@ def test_ranks_equal_one_process(
     if "4" in case:
         assert any(own == 0 < total for run in counts for own, total in run)
     assert largest_difference(runs[0], reference) < EXACT
-
-
-def test_a_mean_of_the_ranks_means_would_be_noticed(
-    four_ranks: RankPool, corpus: str, reference: dict[str, Any]
-) -> None:
-    run = four_ranks.run(train_on, corpus, CASES["fsdp4"], True)[0]
-    assert largest_difference(run, reference) > 1e-3
 
 
 def test_cores_of_ranks_without_labels(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_tsr_training import TSR
 from tests.distributed.training import train
+from tests.distributed.tsr_runs import TSR
 from tests.support.nightly import nightly
 from tests.support.parity_runs import (
     DEEP,
@@ -167,15 +167,6 @@ def test_a_validation_cut_off_is_made_up_for_once(
         resumed = two_ranks.run(train, FSDP2, "", folder)[0]
         assert resumed["val_losses"] == undisturbed["val_losses"]
         assert len(history.read_text().splitlines()) == len(lines)
-
-
-@pytest.mark.parametrize("part", ["dataloader", "optimizer"])
-def test_forgetting_a_part_would_be_noticed(
-    part: str, stopped: str, two_ranks: RankPool, undisturbed: dict[str, Any]
-) -> None:
-    options = [*FSDP2, f"--checkpoint.exclude_from_loading={part}"]
-    resumed = two_ranks.run(train, options, "", stopped)[0]
-    assert largest_difference(resumed, undisturbed) > 1e-3
 
 
 def test_a_half_written_checkpoint_is_not_trusted(

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_btp_parity import worst
-from tests.distributed.test_ledger import disagreements, expected, measure
-from tests.distributed.tp_cases import Case, parities
+from tests.distributed.ledger_cases import disagreements, expected, measure
+from tests.distributed.tp_cases import Case, parities, worst
 from tests.distributed.training import train
 from tests.support.parity_runs import EXACT, largest_difference
 from tests.support.rank_pool import RankPool
@@ -51,10 +50,6 @@ def test_parity(four_ranks: RankPool) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ledger_equals_its_own_formula(case: Case, four_ranks: RankPool) -> None:
     assert four_ranks.run(with_toy, ledger_against, case, "gathered") == [[]] * 4
-
-
-def test_another_plans_formula_is_noticed(four_ranks: RankPool) -> None:
-    assert all(four_ranks.run(with_toy, ledger_against, CASES[0], "vanilla_replicated"))
 
 
 def test_it_trains_as_one_process(one_rank: RankPool, four_ranks: RankPool) -> None:

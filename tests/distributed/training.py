@@ -34,11 +34,8 @@ def train(
 
     Args:
         arguments: As on the command line.
-        fault: A deliberate fault. ``average`` divides gradients by the ranks once more, as
-            torchtitan's DDP path does; ``sigterm@3`` sends rank 1 a signal in step 3; ``nan@2``
-            makes rank 1's loss NaN in step 2, ``nan_gradient@2`` one entry of one gradient. In a
-            pipeline ``raw_loss`` backpropagates the loss's sum as torchtitan does, and
-            ``reset_latents`` and ``detach_latents`` cut LaX's latents off at every boundary.
+        fault: What happens to the run: ``sigterm@3`` sends rank 1 a signal in step 3; ``nan@2``
+            makes rank 1's loss NaN in step 2, ``nan_gradient@2`` one entry of one gradient.
         dump_folder: Where to write; a new folder by default.
         exact: Whether everything that is float32 in the configuration is computed in float64.
         everywhere: Whether every rank returns the parameters, and not rank 0 alone.
@@ -139,8 +136,6 @@ def _no_sleep(seconds: float) -> None:
 def _trainer_with(fault: str, config: Any) -> Any:
     import torch.distributed as dist
 
-    from torchtitan_lr.parallel.data_parallel import fsdp_modules
-    from torchtitan_lr.parallel.pipeline import Pipeline
     from torchtitan_lr.training.trainer import Trainer
 
     kind, _, at = fault.partition("@")
@@ -162,17 +157,7 @@ def _trainer_with(fault: str, config: Any) -> Any:
                 _spoil(weight)
             return loss * float("nan") if kind == "nan" else loss
 
-    trainer = FaultyTrainer(config)
-    if kind == "average":
-        for module in fsdp_modules(trainer.model_parts):
-            module.set_gradient_divide_factor(float(dist.get_world_size()))
-    if kind == "raw_loss":
-        ones = property(lambda pipeline: 1.0, lambda pipeline, tokens: None)
-        trainer.pp_schedule.__class__ = type("Raw", (Pipeline,), {"tokens": ones})
-    if kind in ("reset_latents", "detach_latents"):
-        for part in trainer.model_parts:
-            part.register_forward_pre_hook(partial(_cut_latents, kind))
-    return trainer
+    return FaultyTrainer(config)
 
 
 def _spoil(weight: Any) -> None:
@@ -191,9 +176,3 @@ def _spoil_on_arrival(gradients: Any, weight: Any) -> None:
         arrived(place)
 
     gradients.gradient_arrived = spoilt
-
-
-def _cut_latents(kind: str, part: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    x, *latents = args
-    cut = [t.detach() if kind == "detach_latents" else t * 0.0 for t in latents]
-    return x, *cut

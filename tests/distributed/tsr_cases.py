@@ -194,14 +194,14 @@ def parts_of(layout: Layout, microbatches: int) -> list[list[int]]:
 
 
 def train(
-    case: Case, layout: Layout | None = None, clip: bool = True, steps: int = STEPS
+    case: Case, layout: Layout | None = None, steps: int = STEPS
 ) -> tuple[nn.Module, TSROptimizers, list[float]]:
     layout = layout or place(case.layout)
     model = build_model(layout, case.dtype)
     optimizer = TSROptimizers(
         [model], case.settings, DEFAULTS, replicas=layout.replicas, stages=layout.stages
     )
-    norms = [take_step(model, optimizer, layout, case, step, clip) for step in range(steps)]
+    norms = [take_step(model, optimizer, layout, case, step) for step in range(steps)]
     return model, optimizer, norms
 
 
@@ -211,7 +211,6 @@ def take_step(
     layout: Layout,
     case: Case,
     step: int,
-    clip: bool = True,
 ) -> float:
     optimizer.zero_grad()
     batches = parts_of(layout, case.microbatches)
@@ -223,8 +222,7 @@ def take_step(
             parameter.grad = piece if parameter.grad is None else parameter.grad + piece
         optimizer.accumulate(last=i == len(batches) - 1)
     norm = optimizer.synchronize()
-    if clip:
-        optimizer.clip(MAX_NORM, norm)
+    optimizer.clip(MAX_NORM, norm)
     optimizer.step()
     optimizer.repair_drift()
     return norm.item()

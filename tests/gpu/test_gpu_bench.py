@@ -4,7 +4,6 @@
 import json
 
 import pytest
-import torch
 
 from scripts.bench import gpu
 from torchtitan_lr.models.families import FAMILIES
@@ -16,17 +15,6 @@ def test_parity_with_fp64(family, device):
         errors = gpu.parity_errors(family, precision, device.type)
         assert errors["gradient"] < gpu.LIMITS[precision]
         assert errors["loss"] < gpu.LIMITS[precision]
-
-
-def test_a_wrong_product_is_beyond_the_limits(monkeypatch):
-    linear = torch.nn.functional.linear
-
-    def wrong(x, weight, bias=None):
-        scale = 1.2 if weight.dtype == torch.float32 else 1.0
-        return linear(x, scale * weight, bias)
-
-    monkeypatch.setattr("torch.nn.functional.linear", wrong)
-    assert gpu.parity_errors("full", "float32", "cpu")["gradient"] > gpu.LIMITS["bfloat16"]
 
 
 def test_a_rehearsal(tmp_path, request):

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.syncs import no_synchronization
-from tests.support.documents import masks_of_blocks
-from tests.unit.models.test_documents import alone, difference, together
+from tests.support.documents import alone, difference, masks_of_blocks, together
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.models.llama import BLOCK_MASK_DEVICES, separate
 from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.compression.test_overlap import backward
+from tests.support.units import backward
 from torchtitan_lr.compression.codecs import Steps, complete
 from torchtitan_lr.compression.overlap import ExchangeOverlap
 

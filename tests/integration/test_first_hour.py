@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.integration import runs
-from tests.unit.test_documented_commands import documented
+from tests.support.pages import documented
 
 pytestmark = pytest.mark.nightly
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.integration import runs
-from tests.integration.test_launcher import Launch
+from tests.integration.launches import Launch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
 

@@ -49,8 +49,8 @@ TINY = [
 EXACT = 1e-9
 """
 Limit of `largest_difference` between two fp64 runs of the same training. Rounding in fp64 is
-1.1e-16 per operation; three steps accumulated at most 2.2e-14 (measured on fourteen layouts). Every
-deliberate fault in these tests gives more than 1e-3.
+1.1e-16 per operation; three steps accumulated at most 2.2e-14 (measured on fourteen layouts). A
+gradient that is wrong gives more than 1e-3.
 """
 
 
@@ -95,6 +95,9 @@ def degrees(tensor: int = 1, pipeline: int = 1, local_batch: int = 8) -> list[st
 
 DEEP = ["--model.flavor=parity4"]
 """Arguments of a model with enough layers for four stages."""
+
+CAAT = ["--model.name=llama_full", "--caat.lanes=4", "--caat.sync_fraction=0.5"]
+"""Arguments of a model with four lanes that share half of their channels."""
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "dp1": (1, degrees()),

@@ -6,11 +6,11 @@
 
 import json
 import re
-import shlex
 
 import pytest
 
 from tests.commands import ROOT
+from tests.support.pages import documented
 from torchtitan_lr.checkpoints.run_record import changed
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.commands.main import COMMANDS, parser_of
@@ -24,29 +24,6 @@ MADE = re.compile(r"(mine|tiny|NAME|outputs/\w+/train)(\.toml)?$")
 
 # What one run may change when it goes on.
 GOES_ON = {"training.steps", "training.max_norm"}
-
-
-def documented(page):
-    """The commands of a page as ``(variables, name, arguments)``, in their order."""
-    found = []
-    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
-    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
-        words = shlex.split(line.removeprefix("$ "), comments=True)
-        if "|" in words:
-            words = words[words.index("|") + 1 :]
-        count = next((i for i, w in enumerate(words) if not re.match(r"[A-Z_]+=", w)), len(words))
-        variables, words = dict(w.split("=", 1) for w in words[:count]), words[count:]
-        if not words:
-            continue
-        if words[0] == "./run_llama_train.sh":
-            found.append((variables, "train", words[1:]))
-        elif words[0] == "torchtitan-lr":
-            found.append((variables, words[1], words[2:]))
-        elif "-m" in words and words[words.index("-m") + 1] == "torchtitan_lr":
-            found.append(
-                (variables, *(lambda rest: (rest[0], rest[1:]))(words[words.index("-m") + 2 :]))
-            )
-    return found
 
 
 def training_config(variables, arguments):

@@ -8,10 +8,7 @@ import sys
 
 import pytest
 
-from tests.commands import ROOT
-
-HEAVY = ["torch", "torchtitan", "triton", "sympy", "datasets", "pyarrow", "pandas", "tiktoken"]
-HEAVY += ["transformers", "matplotlib", "wandb", "tensorboard", "safetensors"]
+from tests.commands import HEAVY, ROOT
 
 LIGHT = f"""
 import json, os, sys

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Small models, and the part of a job's configuration that a model reads."""
 
+import copy
 from types import SimpleNamespace
 
 import torch
@@ -10,6 +11,9 @@ from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.llama import LlamaModel
 
 __all__ = ["FAMILIES", "build_tiny", "job_config", "tiny_args", "tokens"]
+
+MARGIN = 8
+"""Of two models in fp32, each with sums in another order, over `fp32_noise` of one of them."""
 
 
 def tiny_args(family, **changes):
@@ -53,3 +57,13 @@ def job_config(seq_len=64, seed=0, **low_rank):
         training=SimpleNamespace(seq_len=seq_len),
         debug=SimpleNamespace(seed=seed),
     )
+
+
+def max_error(a, b):
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def fp32_noise(model, ids):
+    """How far fp32's rounding moves the logits of this model on this machine."""
+    exact = copy.deepcopy(model).double()(ids)
+    return max_error(model(ids).double(), exact)

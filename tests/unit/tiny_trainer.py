@@ -16,6 +16,7 @@ from tests.unit.tiny import tiny_args
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 from torchtitan_lr.training.trainer import Trainer
 
@@ -52,8 +53,8 @@ class OwnTerms(TorchDispatchMode):
 
 
 @contextmanager
-def tiny_trainer(folder, *options, ranks=1):
-    """Builds a trainer of one rank, in fp64; or in fp32 rank 0 of some whose messages get lost.
+def tiny_trainer(folder, *options, ranks=1, exact=True):
+    """Builds a trainer of one rank, in fp64 if exact; or rank 0 of some whose messages get lost.
 
     This rank's terms stand for the lost ones.
     """
@@ -73,7 +74,7 @@ def tiny_trainer(folder, *options, ranks=1):
             config = build_job_config([*OPTIONS, f"--job.dump_folder={folder}", *options])
             check_job_config(config, ranks, "cpu")
             trainer = Trainer(config)
-            if ranks == 1:
+            if ranks == 1 and exact:
                 trainer.model_parts[0].double()
             yield trainer
     finally:
@@ -86,3 +87,19 @@ def tiny_trainer(folder, *options, ranks=1):
 def history(trainer):
     """Returns the records that the trainer has logged."""
     return read_history(Path(trainer.job_config.job.dump_folder) / HISTORY_FILE)
+
+
+def microbatches(seed=0, valid=(16, 5, 1)):
+    """Three micro-batches of two sequences; only so many of their 16 labels count."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for count in valid:
+        tokens = torch.randint(4096, (2, 9), generator=generator)
+        labels = tokens[:, 1:].clone()
+        labels.view(-1)[count:] = IGNORE_INDEX
+        batches.append(({"input": tokens[:, :-1].contiguous()}, labels))
+    return batches
+
+
+def parameters(model):
+    return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}

@@ -6,7 +6,8 @@
 
 A run is a dump folder, with job_config.json or metrics.jsonl. Its state is "running" (a process
 holds its run.lock), "finished", "stopped" (by a signal, after a checkpoint) or "failed", and why.
-The losses are the last ones, in nats per token.
+The losses are the last ones, in nats per token. What is damaged in a run's files is shown as
+unknown.
 
 Exit status: 0 success, 1 there is no run, 2 invalid arguments.
 """
@@ -21,8 +22,9 @@ from typing import Any
 
 from torchtitan_lr.checkpoints.layout import RUN_CONFIG
 from torchtitan_lr.commands.parser import OneLineParser
+from torchtitan_lr.config.files import read_json
 from torchtitan_lr.console.tables import text_table
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, escaped
 from torchtitan_lr.launch.run_state import (
     FAILED,
     FINISHED,
@@ -36,6 +38,7 @@ from torchtitan_lr.training.history import (
     SUMMARY_FILE,
     TRAIN_LOSS,
     VALIDATION_LOSS,
+    is_number,
     read_history,
 )
 
@@ -80,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--plot", str(args.plot), "a name that ends in .png")
     runs = [describe(folder) for folder in find_runs(args.paths)]
     if not runs:
-        print("error: there is no run below " + ", ".join(map(str, args.paths)), file=sys.stderr)
+        below = escaped(", ".join(map(str, args.paths)))
+        print(f"error: there is no run below {below}", file=sys.stderr)
         return 1
     if args.plot is not None:
         plot(runs, args.plot)
@@ -114,11 +118,13 @@ def describe(folder: Path) -> RunInfo:
     """
     config = _read_json(folder / RUN_CONFIG)
     history = read_history(folder / HISTORY_FILE)
-    job, model = config.get("job", {}), config.get("model", {})
-    name = job.get("config_file") or " ".join(
-        str(model[key]) for key in ("name", "flavor") if model.get(key)
-    )
-    steps = config.get("training", {}).get("steps")
+    job, model, training = (_table(config, name) for name in ("job", "model", "training"))
+    name = job.get("config_file")
+    if not name or not isinstance(name, str):
+        found = [model.get(key) for key in ("name", "flavor")]
+        name = " ".join(value for value in found if isinstance(value, str))
+    steps = training.get("steps")
+    steps = steps if type(steps) is int and is_number(steps) else None
     step = max((record["step"] for record in history), default=0)
     state, why = _state_of(folder, step, steps)
     return RunInfo(
@@ -145,15 +151,19 @@ def _state_of(folder: Path, step: int, steps: int | None) -> tuple[str, str]:
         return STOPPED, f"after step {step}; why is not recorded"
     if record["state"] == RUNNING:
         return FAILED, "killed, or its machine was: it could not record why"
-    return str(record["state"]), str(record.get("why") or "")
+    return record["state"], str(record.get("why") or "")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text())
+        return read_json(path)
     except (OSError, ValueError):
         return {}
-    return values if isinstance(values, dict) else {}
+
+
+def _table(config: dict[str, Any], name: str) -> dict[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def _last(history: list[dict[str, Any]], key: str) -> float | None:
@@ -176,7 +186,7 @@ def as_text(runs: list[RunInfo]) -> str:
     ]
     lines = text_table([*header[:5], ""], [[*row[:5], ""] for row in rows], left=2).splitlines()
     # The last column may be long: it is not padded.
-    states = [header[5], *(row[5] for row in rows)]
+    states = [header[5], *(escaped(row[5]) for row in rows)]
     width = max(map(len, lines))
     return "\n".join(f"{line:<{width}}  {s}" for line, s in zip(lines, states, strict=True))
 

@@ -54,7 +54,7 @@ def smoothed(values: list[float]) -> list[float]:
 def tokens_per_step(history: list[dict[str, Any]]) -> float:
     """Return the mean tokens per step of all ranks, 0 if they are not in the history."""
     steps, tokens = series(history, "n_tokens_seen")
-    return tokens[-1] / steps[-1] if steps else 0.0
+    return tokens[-1] / steps[-1] if steps and steps[-1] else 0.0
 
 
 def finish_axes(axes: Any, history: list[dict[str, Any]]) -> None:

@@ -12,6 +12,8 @@ import os
 import sys
 from pathlib import Path
 
+from torchtitan_lr.errors import escaped
+
 console = logging.getLogger("torchtitan_lr.console")
 """Logger of the lines that the console always shows."""
 
@@ -42,6 +44,17 @@ class _OfTheConsole(logging.Filter):
         return not record.getMessage().startswith(_NOT_ACTIONABLE)
 
 
+class _Escaping(logging.Formatter):
+    """Escapes control characters: names and texts of a record may be a stranger's."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record), keep="\n\t")
+
+
+if logging.lastResort is not None:  # prints the warnings of a process that sets up no log
+    logging.lastResort.setFormatter(_Escaping())
+
+
 class _ConsoleFormatter(logging.Formatter):
     """Writes ``time message``, with the level before warnings and errors."""
 
@@ -50,7 +63,7 @@ class _ConsoleFormatter(logging.Formatter):
         text = f"{self.formatTime(record, _TIME)} {level}{record.getMessage()}"
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
-        return text
+        return escaped(text, keep="\n\t")
 
 
 class _Lines(logging.StreamHandler):
@@ -84,14 +97,14 @@ def init_console(verbose: bool = False) -> None:
             handler.close()
     lines = _Lines(sys.stdout)
     if verbose:
-        lines.setFormatter(logging.Formatter(_DETAILS_FORMAT, _TIME))
+        lines.setFormatter(_Escaping(_DETAILS_FORMAT, _TIME))
     else:
         lines.setFormatter(_ConsoleFormatter())
         lines.addFilter(_OfTheConsole())
     root.addHandler(lines)
     if (details := details_path()) is not None:
         file = _DetailsHandler(details, delay=True)
-        file.setFormatter(logging.Formatter(_DETAILS_FORMAT, _TIME))
+        file.setFormatter(_Escaping(_DETAILS_FORMAT, _TIME))
         root.addHandler(file)
     logging.captureWarnings(True)
     # torch's profiler prints its own lines otherwise.
@@ -111,7 +124,7 @@ def say(message: str) -> None:
     if any(isinstance(handler, _Lines) for handler in logging.getLogger().handlers):
         console.info(message)
     else:
-        print(message, file=sys.stderr, flush=True)
+        print(escaped(message, keep="\n\t"), file=sys.stderr, flush=True)
 
 
 class Pace:

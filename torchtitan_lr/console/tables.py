@@ -3,6 +3,8 @@
 
 from collections.abc import Sequence
 
+from torchtitan_lr.errors import escaped
+
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format cells as a Markdown table, without a newline at its end.
@@ -11,7 +13,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     longer than 100 columns, and one new cell would change every line of its table.
     """
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return "\n".join(f"| {' | '.join(map(escaped, cells))} |" for cells in lines)
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -25,7 +27,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int =
         rows: Cells of each row, one per column.
         left: Number of left-aligned columns; the others are aligned to the right.
     """
-    lines = [list(header), *(list(row) for row in rows)]
+    lines = [[escaped(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     return "\n".join(
         "  ".join(

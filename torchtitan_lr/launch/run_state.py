@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.config.files import open_regular, read_json
 from torchtitan_lr.launch.folder_lock import LOCK_FILE
 
 STATE_FILE = "run_state.json"
@@ -47,16 +48,16 @@ def write_state(dump_folder: str | Path, state: str, why: str = "") -> None:
 def read_state(dump_folder: str | Path) -> dict[str, Any] | None:
     """Return what `write_state` recorded, None without a readable record."""
     try:
-        record = json.loads((Path(dump_folder) / STATE_FILE).read_text())
+        record = read_json(Path(dump_folder) / STATE_FILE)
     except (OSError, ValueError):
         return None
-    return record if isinstance(record, dict) and "state" in record else None
+    return record if isinstance(record.get("state"), str) else None
 
 
 def is_held(dump_folder: str | Path) -> bool:
     """Return whether a process holds the folder's ``run.lock``."""
     try:
-        with (Path(dump_folder) / LOCK_FILE).open("rb") as file:
+        with open_regular(Path(dump_folder) / LOCK_FILE) as file:
             # Released at the end of the block. A run that starts in this moment tries twice.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.console.figures import finish_axes, new_figure, series, smoothed, tokens_per_step
+from torchtitan_lr.errors import escaped
 from torchtitan_lr.training.history import TRAIN_LOSS, VALIDATION_LOSS
 
 # What others are compared with.
@@ -36,7 +37,8 @@ def draw_runs(runs: dict[str, list[dict[str, Any]]], path: Path) -> Any:
     axes = figure.add_subplot()
     for place, (name, history) in enumerate(runs.items()):
         train, color = series(history, TRAIN_LOSS), color_of(name, place)
-        axes.plot(train[0], smoothed(train[1]), linewidth=1.6, label=name, color=color)
+        label = escaped(name).replace("$", r"\$")  # a formula otherwise, and an error if it is none
+        axes.plot(train[0], smoothed(train[1]), linewidth=1.6, label=label, color=color)
         axes.plot(*train, color=color, linewidth=0.6, alpha=0.3)
         validation = series(history, VALIDATION_LOSS)
         style = {"color": color, "marker": "o", "markersize": 4}

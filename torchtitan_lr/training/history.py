@@ -4,13 +4,13 @@
 None of this needs torch: the launcher and the commands read finished runs.
 """
 
-import json
 import logging
 import math
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from torchtitan_lr.config.files import parse_json, read_regular
 from torchtitan_lr.console.figures import finish_axes, new_figure, series, smoothed
 
 HISTORY_FILE = "metrics.jsonl"
@@ -33,18 +33,47 @@ CURVE_FILE = "curve.png"
 
 _TRAIN, _VALIDATION, _RATE = "tab:blue", "tab:orange", "tab:green"
 
+_NUMBERS = (
+    *(TRAIN_LOSS, INTERVAL_LOSS, VALIDATION_LOSS, UNIGRAM_ENTROPY, "n_tokens_seen", "lr", "mfu(%)"),
+    *("throughput/tokens_per_s", "throughput/tokens_per_s_per_device"),
+)
+"""Keys that are read as numbers."""
+
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a ``metrics.jsonl``, oldest first; a line cut by a kill is skipped."""
-    if not path.is_file():
+    """Return the records of a ``metrics.jsonl``, oldest first.
+
+    A damaged record costs only itself: a line without a step is skipped, with a warning, and a
+    value that is no number is left out. A file that cannot be read has no records.
+    """
+    try:
+        lines = read_regular(path).split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        logging.getLogger().warning("%s: skipping it (%s)", path, error.strerror)
         return []
     records = []
-    for line in path.read_text().splitlines():
+    for line in filter(bytes.strip, lines):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            logging.getLogger().warning("%s: skipping a line that was cut off: %.40s", path, line)
+            record = parse_json(line.decode())
+            if type(record["step"]) is not int or not is_number(record["step"]):
+                raise ValueError("step")
+        except (ValueError, KeyError):
+            logging.getLogger().warning("%s: skipping a damaged line: %.40r", path, line)
+            continue
+        for key in _NUMBERS:
+            if record.get(key) is not None and not is_number(record[key]):
+                del record[key]
+        records.append(record)
     return records
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value of JSON is a finite number of a size that occurs."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < 2**63
 
 
 def build_summary(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.checks.test_config_checks import MAIN, check, refusal, without_privileges
+from tests.support.config_checks import MAIN, check, refusal, without_privileges
 from torchtitan_lr.checks.values import check_dump_folder
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError

@@ -16,13 +16,13 @@ BASE = [
     "--training.local_batch_size=8",
     "--parallelism.pipeline_parallel_degree=2",
 ]
-ZBV = "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"
+PIPELINE = "--parallelism.pipeline_parallel"
+ZBV = f"{PIPELINE}_schedule=ZBVZeroBubble"
 SELECTIVE = [
     "--activation_checkpoint.mode=selective",
     "--activation_checkpoint.selective_ac_option=op",
 ]
-FIRST = "--parallelism.pipeline_parallel_first_stage_less_layers=-1"
-LOOPED = "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
+LOOPED = f"{PIPELINE}_schedule=Interleaved1F1B"
 
 
 def check(*arguments, ranks=4):
@@ -32,72 +32,16 @@ def check(*arguments, ranks=4):
 @pytest.mark.parametrize(
     ("arguments", "key", "want"),
     [
-        (["--parallelism.pipeline_parallel_degree=3"], "pipeline_parallel_degree", "a divisor of"),
-        (
-            ["--parallelism.tensor_parallel_degree=4"],
-            "pipeline_parallel_degree",
-            "a divisor of the 1 ranks: 1",
-        ),
-        (
-            ["--parallelism.data_parallel_shard_degree=4"],
-            "data_parallel_shard_degree",
-            "pipeline_parallel_degree (2), tensor_parallel_degree (1) and it multiply to the 4",
-        ),
-        (
-            ["--parallelism.pipeline_parallel_schedule=DualPipeV"],
-            "pipeline_parallel_schedule",
-            "one of 1F1B, GPipe, Interleaved1F1B, ZBVZeroBubble",
-        ),
-        (
-            ["--parallelism.pipeline_parallel_schedule_csv=x.csv"],
-            "pipeline_parallel_schedule_csv",
-            "'' with a pipeline",
-        ),
+        ([f"{PIPELINE}_degree=3"], "degree", "a divisor of"),
+        (["--parallelism.data_parallel_shard_degree=4"], "shard_degree", "(1) and it multiply to"),
+        ([f"{PIPELINE}_schedule=DualPipeV"], "schedule", "one of 1F1B, GPipe, Interleaved1F1B"),
         (["--comm.mode=fake_backend"], "comm.mode", "'default' with a pipeline"),
         ([ZBV, "--compile.enable"], "compile.enable", "one backward, not two"),
-        (
-            [ZBV, "--parallelism.fsdp_reshard_after_forward=always"],
-            "fsdp_reshard_after_forward",
-            "'default' or 'never'",
-        ),
         ([ZBV, *SELECTIVE], "selective_ac_option", "a number of blocks"),
-        (
-            ["--parallelism.pipeline_parallel_microbatch_size=3"],
-            "pipeline_parallel_microbatch_size",
-            "a divisor of training.local_batch_size (8)",
-        ),
-        (
-            ["--parallelism.pipeline_parallel_microbatch_size=8"],
-            "pipeline_parallel_microbatch_size",
-            "at least 2 micro-batches",
-        ),
-        (
-            [LOOPED, "--training.local_batch_size=5"],
-            "pipeline_parallel_microbatch_size",
-            "a multiple of 2 micro-batches",
-        ),
-        (
-            ["--parallelism.pipeline_parallel_layers_per_stage=2"],
-            "pipeline_parallel_layers_per_stage",
-            "1 stage under 1F1B; this makes 1.5 a rank",
-        ),
-        (
-            [LOOPED, "--parallelism.pipeline_parallel_layers_per_stage=3"],
-            "pipeline_parallel_layers_per_stage",
-            "2 or more stages",
-        ),
-        (
-            [ZBV, "--parallelism.pipeline_parallel_layers_per_stage=1"],
-            "pipeline_parallel_layers_per_stage",
-            "2 stages under ZBVZeroBubble; this makes 3 a rank",
-        ),
-        (["--parallelism.pipeline_parallel_layers_per_stage=0"], "layers_per_stage", "a positive"),
-        ([FIRST], "first_stage", "0 or more"),
-        (
-            [ZBV, "--parallelism.pipeline_parallel_degree=4"],
-            "pipeline_parallel_degree",
-            "fewer stages than 8, into which 4 blocks do not go",
-        ),
+        ([f"{PIPELINE}_microbatch_size=3"], "microbatch_size", "a divisor of training.local_batch"),
+        ([LOOPED, "--training.local_batch_size=5"], "microbatch_size", "a multiple of 2 micro-"),
+        ([f"{PIPELINE}_layers_per_stage=2"], "layers_per_stage", "this makes 1.5 a rank"),
+        ([ZBV, f"{PIPELINE}_degree=4"], "degree", "fewer stages than 8, into which 4 blocks"),
     ],
 )
 def test_refusals(arguments, key, want):

@@ -9,9 +9,8 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from tests.commands import ROOT
-from tests.integration.test_sockets import listening
-from tests.unit.test_imports import HEAVY
+from tests.commands import HEAVY, ROOT
+from tests.support.sockets import listening
 from torchtitan_lr.commands.main import COMMANDS, main
 from torchtitan_lr.commands.train import make_seed_checkpoint
 from torchtitan_lr.config.paths import shipped_configs

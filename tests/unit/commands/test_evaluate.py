@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``scripts/evaluate.py`` against a loss computed token by token, in fp64."""
+"""``evaluate`` against a loss computed token by token, in fp64."""
 
 import itertools
 import json
@@ -11,7 +11,7 @@ import torch
 
 from tests.commands import Command
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
-from tests.unit.hf.test_export import run_record, write_run
+from tests.support.run_folders import run_record, write_run
 from torchtitan_lr.data.sources import Reader, Source
 from torchtitan_lr.hf.loading import load_for_inference
 from torchtitan_lr.hf.text import Document, EvaluationSet

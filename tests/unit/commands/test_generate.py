@@ -8,7 +8,7 @@ import torch
 
 from tests.commands import ROOT, Command
 from tests.support.decoding import generate
-from tests.unit.hf.test_export import run_record, write_run
+from tests.support.run_folders import run_record, write_run
 from torchtitan_lr.checkpoints.manifest import write_manifest
 from torchtitan_lr.commands.chat import converse
 from torchtitan_lr.errors import ConfigError

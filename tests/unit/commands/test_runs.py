@@ -2,6 +2,7 @@
 """The list of runs, from folders as runs leave them."""
 
 import json
+import os
 
 import pytest
 
@@ -114,3 +115,64 @@ def test_refusals(tmp_path, capsys, arguments, status, told):
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith(told.format(tmp_path))
     assert len(said.err.splitlines()) == 1
+
+
+CONTROLS = "\x1b[2J\x07\r\x9b\u202e"
+
+BROKEN = {
+    "metrics.jsonl": [
+        *(b"", b"5", b"null", b"[1]", b'"a"', b"{", b"\xff\xfe", b"[" * 100_000, b"1" * 5000),
+        *(b"{}", b'{"step": null}', b'{"step": "3"}', b'{"step": true}', b'{"step": [1]}'),
+        *(b'{"step": 1e999}', b'{"step": 1' + b"0" * 400 + b"}", b'{"step": NaN}'),
+        *(
+            b'{"step": 0, "n_tokens_seen": 5, "loss_metrics/global_avg_loss": ' + value + b"}"
+            for value in (b'"\\u001b"', b"[]", b"{}", b"true", b"NaN", b"1" + b"0" * 400, b"null")
+        ),
+    ],
+    "job_config.json": [
+        *(b"", b"5", b"null", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"job": 5}', b'{"job": []}'),
+        *(b'{"job": {"config_file": 5}}', b'{"job": {"config_file": ["a"]}}', b'{"model": "a"}'),
+        *(b'{"model": {"name": 3, "flavor": {}}}', b'{"training": null}', b'{"training": [1]}'),
+        *(b'{"training": {"steps": %s}}' % v for v in (b'"5"', b"[]", b"true", b"1e400", b"{}")),
+        json.dumps({"job": {"config_file": CONTROLS}}).encode(),
+    ],
+    "run_state.json": [
+        *(b"", b"5", b"{", b"\xff", b'{"state": 5}', b'{"state": []}', b'{"state": null}'),
+        *(b'{"state": "failed", "why": %s}' % value for value in (b"5", b"[]", b"null", b"{}")),
+        json.dumps({"state": "failed", "why": CONTROLS}).encode(),
+    ],
+    "summary.json": [b"5", b"[]", b"{", b'{"steps": []}'],
+}
+"""Contents that runs, disks and strangers leave."""
+
+
+def test_a_damaged_run_costs_its_own_cells(tmp_path, capsys):
+    leave(tmp_path / "whole", 10, state=FINISHED)
+    for file, contents in BROKEN.items():
+        for place, content in enumerate(contents):
+            folder = tmp_path / f"{file}-{place}"
+            leave(folder, 3)
+            (folder / file).write_bytes(content)
+    for file in (*BROKEN, LOCK_FILE):  # what never ends, or waits
+        for name, make in {"pipe": os.mkfifo, "folder": os.mkdir}.items():
+            leave(tmp_path / f"{file}-{name}", 3)
+            (tmp_path / f"{file}-{name}" / file).unlink(missing_ok=True)
+            make(tmp_path / f"{file}-{name}" / file)
+        leave(tmp_path / f"{file}-device", 3)
+        (tmp_path / f"{file}-device" / file).unlink(missing_ok=True)
+        (tmp_path / f"{file}-device" / file).symlink_to("/dev/zero")
+    odd = tmp_path / f"$\\frac$ <b>{CONTROLS}"
+    leave(odd, 3)
+    assert runs.main([str(odd), "--plot", str(tmp_path / "a.png")]) == 0
+    capsys.readouterr()
+    assert runs.main([str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(list(tmp_path.glob("*/"))) and "".join(lines).isprintable()
+    (whole,) = (line for line in lines if "/whole" in line)
+    assert whole.split()[1:] == ["a.toml", "10/10", "-1.0000", "5.5000", "finished"]
+    assert runs.main([str(tmp_path), "--json"]) == 0
+    rows = {os.path.basename(row["folder"]): row for row in json.loads(capsys.readouterr().out)}
+    # The rest of a record, and of a run, is there.
+    assert {row["step"] for name, row in rows.items() if name.startswith("job_config")} == {3}
+    assert rows["job_config.json-8"]["config"] == "-"
+    assert rows["metrics.jsonl-pipe"]["config"] == "a.toml"

@@ -1,19 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from tests.support.host_reads import reads
 from tests.unit.compat.doors import changed
 from torchtitan_lr.compat.linalg import convergence_on_device
 
 WANT = changed("aten::_linalg_check_errors", "linalg.convergence_on_device")
-
-
-def reads(call):
-    """How often the host reads a number of the device, below every operator too."""
-    with profile(activities=[ProfilerActivity.CPU]) as found:
-        call()
-    return sum(event.name == "aten::_local_scalar_dense" for event in found.events())
 
 
 @pytest.mark.parametrize("decompose", [torch.linalg.eigh, torch.linalg.svd])

@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from tests.support.units import backward
 from torchtitan_lr.compression.codecs import complete
 from torchtitan_lr.compression.overlap import ExchangeOverlap
 
@@ -22,28 +23,6 @@ def exchange(log, name):
     log.append(f"start {name}")
     yield [Work(log, name)]
     log.append(f"end {name}")
-
-
-class Unit(torch.autograd.Function):
-    """Starts an exchange in backward, as a unit's communicator does."""
-
-    @staticmethod
-    def forward(ctx, x, call):
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.call()
-        return gradient, None
-
-
-def backward(*calls):
-    x = torch.ones(1, requires_grad=True)
-    y = x
-    for call in reversed(calls):
-        y = Unit.apply(y, call)
-    y.sum().backward()
 
 
 def run(queue, log, name, may_wait=True, tensors=()):

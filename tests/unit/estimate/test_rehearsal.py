@@ -2,38 +2,23 @@
 """Blocks rehearsed without data leave what real ones leave; other plans: tests/distributed."""
 
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.oracle.activations import kept_bytes
+from tests.support.allocations import Allocations
+from tests.support.checkpointing import checkpointing
 from tests.support.nightly import nightly
-from tests.unit.parallel.test_low_rank_checkpoint import Allocations
 from tests.unit.tiny import build_tiny, tiny_args
 from torchtitan_lr.estimate.rehearsal import Workload, rehearse
 from torchtitan_lr.parallel.plans import TPSettings
-from torchtitan_lr.parallel.recompute import apply_activation_checkpoint
-from torchtitan_lr.titan.base import ActivationCheckpoint
 
 BATCH, SEQ, LAYERS = 2, 16, 4
 # The modes once, and the families where the blocks differ: LaX carries latents, full has none.
 CASES = [("cola", mode) for mode in ("selective 2", "low_rank")]
 CASES += [("full", "none"), *nightly(("lax", "low_rank"), ("cola", "none"), ("cola", "full"))]
 CONTROL = {"cola": "full", "lax": "low_rank", "full": "full"}
-
-
-def checkpointing(mode):
-    name, _, option = mode.partition(" ")
-    section = ActivationCheckpoint(mode=name, preserve_rng_state=False)
-    section.selective_ac_option = option or "2"
-    section.low_rank_save_attention = False
-    config = SimpleNamespace(
-        activation_checkpoint=section,
-        compile=SimpleNamespace(enable=False, components=[]),
-        job=SimpleNamespace(dump_folder=""),
-    )
-    return lambda model: apply_activation_checkpoint(model, config)
 
 
 @cache

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, processors
 
 from tests.commands import ROOT, Command
-from tests.unit.hf.test_export import write_run
+from tests.support.run_folders import write_run
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.hf.tokenizer import export_tokenizer

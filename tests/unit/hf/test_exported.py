@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.commands import Command
-from tests.unit.hf.test_export import export, write_run
+from tests.support.run_folders import export, write_run
 from torchtitan_lr.hf.exported import export_dtype
 
 evaluate, generate = Command("evaluate"), Command("generate")

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.commands import ROOT, Command
 from tests.support.model_weights import ModelWeights
-from tests.unit.hf.test_export_hf import model_of
+from tests.unit.hf.hf_models import model_of
 from tests.unit.tiny import tokens
 from torchtitan_lr.checkpoints.manifest import damage_of, read_manifest
 from torchtitan_lr.checks.job import check_job_config

@@ -7,92 +7,29 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.documents import masks_of_blocks
+from tests.support.documents import (
+    alone,
+    difference,
+    masks_of_blocks,
+    together,
+)
 from tests.unit.tiny import FAMILIES, build_tiny
 from torchtitan_lr.compat.dispatch import (
     ATTENTION_OPERATORS,
     FLEX_ATTENTION,
     FLEX_ATTENTION_CALL,
 )
-from torchtitan_lr.data.corpus import labelled
 from torchtitan_lr.estimate.memory import mask_bytes
-from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.models.llama import separate
 from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
-from torchtitan_lr.titan import IGNORE_INDEX
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-BOS, EOS = 0, 1
-LENGTHS = [(7, 2, 12, 11), (1, 30, 1), (32,)]  # of the documents of each row
 
 
 @pytest.fixture(params=["added", "blocks"])
 def mask(request):
     with masks_of_blocks() if request.param == "blocks" else nullcontext():
         yield
-
-
-def documents():
-    """Rows of documents, each BOS, text and, if there is room, EOS."""
-    generator = torch.Generator().manual_seed(5)
-    return [
-        [
-            torch.cat([torch.tensor([BOS]), torch.randint(2, 96, (n - 1,), generator=generator)])
-            for n in row
-        ]
-        for row in LENGTHS
-    ]
-
-
-def packed():
-    rows = torch.stack([torch.cat(row) for row in documents()])
-    after = torch.full((len(rows), 1), 17)
-    return rows, torch.cat([rows[:, 1:], after], dim=1)
-
-
-def gradients(model):
-    found = {
-        name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()
-    }
-    return {name: p.grad.clone() for name, p in found.items()}
-
-
-def alone(model):
-    """Loss and gradients of the documents one by one, without a mask."""
-    model.zero_grad()
-    _, labels = packed()
-    total = torch.zeros((), dtype=torch.float64)
-    for row, row_labels in zip(documents(), labels, strict=True):
-        start = 0
-        for document in row:
-            target = row_labels[start : start + len(document)].clone()
-            start += len(document)
-            if start < len(row_labels):
-                target[-1] = IGNORE_INDEX  # the next document's first token
-            loss = cross_entropy_sum(model(document[None]), target[None])
-            loss.backward()
-            total += loss.detach()
-    return total, gradients(model)
-
-
-def together(model, change=None):
-    model.zero_grad()
-    inputs, labels = packed()
-    tokens = torch.cat([inputs, labels[:, -1:]], dim=1).numpy()
-    batch, labels = labelled(tokens, begins=tokens == BOS)
-    found = batch["documents"] if change is None else change(batch["documents"])
-    inputs, found, labels = (x.to(model.freqs_cis.device) for x in (inputs, found, labels))
-    loss = cross_entropy_sum(model(inputs, documents=found), labels)
-    loss.backward()
-    return loss.detach(), gradients(model)
-
-
-def difference(ours, theirs):
-    worst = abs(ours[0] / theirs[0] - 1).item()
-    for name, gradient in ours[1].items():
-        expected = theirs[1][name]
-        worst = max(worst, ((gradient - expected).norm() / expected.norm()).item())
-    return worst
 
 
 CASES = [(family, {}) for family in FAMILIES]

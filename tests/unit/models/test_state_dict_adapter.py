@@ -1,10 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-import copy
 
 import pytest
 import torch
 
-from tests.unit.tiny import build_tiny, tiny_args, tokens
+from tests.unit.tiny import MARGIN, build_tiny, fp32_noise, max_error, tiny_args, tokens
 from torchtitan_lr.hf.export import build_hf_config
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter, merge_factors
@@ -29,20 +28,6 @@ def build_hf(args, seed=0):
 def hf_logits(model, ids):
     with torch.no_grad():
         return model(ids).logits
-
-
-def max_error(a, b):
-    return ((a - b).abs().max() / b.abs().max()).item()
-
-
-def fp32_noise(model, ids):
-    """How far fp32's rounding moves the logits of this model on this machine."""
-    exact = copy.deepcopy(model).double()(ids)
-    return max_error(model(ids).double(), exact)
-
-
-# Two models in fp32, each with sums in another order, over the noise of one of them.
-MARGIN = 8
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -2,7 +2,6 @@
 """Low-rank checkpointing on one device: exact gradients, and the memory and work it promises."""
 
 import copy
-import gc
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
@@ -11,13 +10,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.oracle.activations import kept_bytes, recompute_flops
+from tests.support.allocations import Allocations
 from torchtitan_lr.estimate.rehearsal import fake_ranks
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models import linears, norms
@@ -79,28 +77,6 @@ def test_another_path_in_backward_is_refused() -> None:
         loss = model(torch.zeros(BATCH, SEQ, dtype=torch.long)).sum()
     with pytest.raises(RuntimeError, match="such as sdpa_kernel"):
         loss.backward()
-
-
-class Allocations(TorchDispatchMode):
-    """Knows every storage that operators made, and which of them are still there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                size = storage.nbytes()
-                self.storages.setdefault(storage._cdata, (StorageWeakRef(storage), size))
-        return out
-
-    def bytes_alive(self, outside: set[int]) -> int:
-        gc.collect()
-        alive = [(k, size) for k, (ref, size) in self.storages.items() if not ref.expired()]
-        return sum(size for key, size in alive if key not in outside)
 
 
 def saved_bytes(model: LlamaModel) -> int:

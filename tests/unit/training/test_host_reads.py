@@ -13,12 +13,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.unit.tiny_trainer import history, tiny_trainer
-from tests.unit.training.test_train import microbatches, parameters
+from tests.unit.tiny_trainer import history, microbatches, parameters, tiny_trainer
 from torchtitan_lr.compression import codecs
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
-from torchtitan_lr.training import trainer as trainer_module
 from torchtitan_lr.training.guard import NonFiniteError
 
 # Their result's size, or a number of Python, depends on values.
@@ -121,14 +119,6 @@ def test_a_step_reads_nothing_and_sums_once(options, ranks, tmp_path, monkeypatc
         assert sums == (ranks > 1)
 
 
-def test_a_sum_between_two_steps_is_noticed(tmp_path, monkeypatch):
-    """The control: a reader that forgets the sums of what it read ahead."""
-    with tiny_trainer(tmp_path, *OPTIONS, "--training.max_skipped_steps=9", ranks=2) as trainer:
-        reader, take = trainer._reader, trainer._reader.take
-        monkeypatch.setattr(reader, "take", lambda *a: (setattr(reader, "sums", ()), take(*a))[1])
-        assert counted(trainer)[1] == 2
-
-
 @pytest.mark.parametrize(("moments", "replicas"), [("rotate", 1), ("reset", 1), ("rotate", 2)])
 def test_a_refresh_reads_nothing_and_copies_no_list(moments, replicas, tmp_path):
     each = [f"--optimizer.tsr_{name}refresh_interval=1" for name in ("", "embedding_")]
@@ -144,21 +134,6 @@ def test_a_refresh_reads_nothing_and_copies_no_list(moments, replicas, tmp_path)
     with Reads(names=LISTS) as reads:
         stacks[0].left[[0]] = 1.0 + stacks[0].left[[0]]
     assert reads.found.total() == 2
-
-
-def test_a_decision_of_the_host_is_noticed(tmp_path, monkeypatch):
-    """The control: the optimizers know no verdict, or the host reads it before it steps."""
-
-    def on_host(rejected, optimizers):
-        if not rejected.item():
-            optimizers.step()
-
-    with tiny_trainer(tmp_path / "host", *OPTIONS) as trainer, monkeypatch.context() as patch:
-        patch.setattr(trainer_module, "step_unless", on_host)
-        assert counted(trainer)[0] == {"_local_scalar_dense": 1}
-    foreach = "--optimizer.implementation=foreach"
-    with tiny_trainer(tmp_path / "foreach", *OPTIONS, foreach) as trainer:
-        assert counted(trainer)[0]["_local_scalar_dense"] > 1
 
 
 def test_what_blocks_is_counted():

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
-from tests.unit.tiny_trainer import history, tiny_trainer
+from tests.unit.tiny_trainer import history, microbatches, parameters, tiny_trainer
 from torchtitan_lr.data.sources import Reader, Source
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.titan import IGNORE_INDEX
@@ -44,18 +44,6 @@ LOSS, LARGEST = "loss_metrics/global_avg_loss", "loss_metrics/global_max_loss"
 def trainer(tmp_path):
     with tiny_trainer(tmp_path, *RECIPE, "--training.max_skipped_steps=1") as trainer:
         yield trainer
-
-
-def microbatches(seed=0, valid=(16, 5, 1)):
-    """Three micro-batches of two sequences; only so many of their 16 labels count."""
-    generator = torch.Generator().manual_seed(seed)
-    batches = []
-    for count in valid:
-        tokens = torch.randint(4096, (2, 9), generator=generator)
-        labels = tokens[:, 1:].clone()
-        labels.view(-1)[count:] = IGNORE_INDEX
-        batches.append(({"input": tokens[:, :-1].contiguous()}, labels))
-    return batches
 
 
 def step(trainer, batches):
@@ -92,10 +80,6 @@ def norm_by_hand(gradients):
 def first_update_by_hand(weight, gradient, rate):
     """AdamW's first step: both moments are the gradient's own after the correction of bias."""
     return weight - rate * (gradient / (gradient.abs() + EPS) + DECAY * weight)
-
-
-def parameters(model):
-    return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
 
 
 def assert_equal(tensors, expected):

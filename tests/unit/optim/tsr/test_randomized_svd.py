@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from tests.reference.solve_alone import solve_alone
-from tests.unit.compat.test_linalg import reads
+from tests.support.host_reads import reads
 from torchtitan_lr.optim.tsr.randomized_svd import (
     Gather,
     Sum,

@@ -1,0 +1,102 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The launcher, with a small real program in place of the training (TRAIN_FILE)."""
+
+from tests.integration import runs
+from tests.integration.runs import ROOT
+
+STANDIN = """
+import json, os, signal, sys
+from pathlib import Path
+
+mode, rank = os.environ["STANDIN"], os.environ.get("RANK", "0")
+folder = Path(next(a for a in sys.argv if a.startswith("--job.dump_folder=")).partition("=")[2])
+read, write = os.pipe()
+
+
+def leave(name, text=""):
+    # Under its name at once with all that it holds.
+    (folder / f"new-{name}").write_text(text)
+    os.replace(folder / f"new-{name}", folder / name)
+
+
+def wait_for_signal():
+    os.read(read, 1)
+
+
+if mode != "deaf":
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os.write(write, b"1"))
+leave(f"pid{rank}", str(os.getpid()))
+print("threads", os.environ["OMP_NUM_THREADS"], flush=True)
+print("ready", rank, flush=True)
+print("a warning", file=sys.stderr, flush=True)
+if mode.startswith("refuse"):
+    # The ranks that STANDIN names say it, one after the other; the last one ends.
+    order = mode.removeprefix("refuse")
+    if rank == order[0]:
+        print("error: some.key: got 1, expected 2", file=sys.stderr, flush=True)
+        if order[1:]:
+            (folder / "turn").open("w").close()
+    elif rank == order[-1]:
+        (folder / "turn").open().close()
+        print("error: some.key: got 1, expected 2", file=sys.stderr, flush=True)
+    if rank == order[-1]:
+        sys.exit(2)
+    wait_for_signal()  # torchrun's
+    sys.exit(2)
+if mode in ("wait", "deaf", "stubborn"):
+    wait_for_signal()
+if mode == "stubborn":
+    leave(f"asked{rank}")
+    wait_for_signal()
+if mode == "fail" and rank == "1":
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    @record
+    def boom():
+        raise ValueError("no such luck\\nsecond line")
+
+    boom()
+if mode == "full" and rank == "1":
+    try:
+        with (folder / "filler").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+    except OSError:
+        print("words that the disk has no place for\\n" * 1000, file=sys.stderr, flush=True)
+    sys.exit(1)
+if mode == "end" and rank == "0":
+    (folder / "summary.json").write_text(json.dumps({"steps": 3, "train_loss": 2.5, "mfu": None}))
+if mode == "wait" and rank == "0":
+    print("INFO - Stopped by SIGTERM after step 3 of 9: resume so", file=sys.stderr, flush=True)
+leave(f"saved{rank}")
+"""
+
+
+class Launch(runs.Process):
+    """A launcher of that program."""
+
+    def __init__(self, folder, mode, ranks=2, ignored=(), **variables):
+        (folder / "standin.py").write_text(STANDIN)
+        self.folder, self.ranks = folder, ranks
+        standard = {
+            "PYTHONPATH": f"{ROOT}:{folder}",
+            "TRAIN_FILE": "standin",
+            "STANDIN": mode,
+            "NGPU": str(ranks),
+            "CONFIG_FILE": str(ROOT / "train_configs" / "debug_cola.toml"),
+        }
+        command = [*runs.LAUNCH, f"--job.dump_folder={folder}"]
+        super().__init__(command, ignored=ignored, **standard | variables)
+
+    def wait_for(self, what):
+        """Waits for the file of every rank."""
+        paths = [self.folder / f"{what}{rank}" for rank in range(self.ranks)]
+        self.wait_until(lambda: all(path.exists() for path in paths))
+        return paths
+
+    def wait_for_ranks(self):
+        return [int(path.read_text()) for path in self.wait_for("pid")]
+
+    def saved(self):
+        return sorted(path.name for path in self.folder.glob("saved*"))

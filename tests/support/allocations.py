@@ -1,0 +1,49 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The bytes that operators allocate."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Allocations(TorchDispatchMode):
+    """Knows every storage that operators made, and which of them are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                size = storage.nbytes()
+                self.storages.setdefault(storage._cdata, (StorageWeakRef(storage), size))
+        return out
+
+    def bytes_alive(self, outside: set[int]) -> int:
+        gc.collect()
+        alive = [(k, size) for k, (ref, size) in self.storages.items() if not ref.expired()]
+        return sum(size for key, size in alive if key not in outside)
+
+
+def peak_bytes(function: Callable[[], Any]) -> int:
+    """Return a function's peak on the CPU beyond what was there before, from torch's allocator.
+
+    A dispatch mode does not see the copies that a kernel makes of its inputs.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        function()
+    living = peak = 0
+    for event in record.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            living += event.nbytes()
+            peak = max(peak, living)
+    return peak

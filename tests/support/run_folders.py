@@ -1,0 +1,54 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Folders of runs with one checkpoint, written without training."""
+
+import json
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.commands import Command
+from torchtitan_lr.hf.loading import (
+    build_model_args,
+    read_run_config,
+)
+from torchtitan_lr.models.llama import LlamaModel
+
+export = Command("export")
+
+
+def run_record(family, seq_len=64, **low_rank):
+    """What a run writes about itself, as far as a model is concerned."""
+    section = {"rank": 0, "rank_attention": 0, "rank_ffn": 0}
+    section |= {"activation": "flavor", "lax_gate": "identity"}
+    return {
+        "model": {
+            "name": f"llama_{family}",
+            "flavor": "debug",
+            "hf_assets_path": "torchtitan_lr/data/assets/bpe4k",
+        },
+        "training": {"seq_len": seq_len},
+        "debug": {"seed": 3},
+        "low_rank": {**section, **low_rank},
+    }
+
+
+def write_run(folder, family, dtype=torch.float32, vocab_size=None, **low_rank):
+    """A dump folder with one checkpoint, laid out as torchtitan's CheckpointManager does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record = run_record(family, **low_rank)
+    if vocab_size is not None:
+        record["model"]["vocab_size"] = vocab_size
+    (folder / "job_config.json").write_text(json.dumps(record))
+    step = folder / "checkpoint" / "step-20"
+    args = build_model_args(read_run_config(step))
+    model = LlamaModel(args)
+    model.init_weights()
+    model.to(dtype)
+    state = dict(model.state_dict())
+    state["optimizer"] = {"state": {"output.weight": {"exp_avg": torch.ones(3)}}}
+    state["train_state"] = {"step": torch.tensor(20)}
+    state["lr_scheduler"] = {"last_epoch": 20}
+    state["dataloader"] = {"sample": 1280}
+    state["grad_compression"] = {"layers.0.residual": torch.ones(2, 5), "layers.0.exchanges": 20}
+    dcp.save(state, checkpoint_id=str(step), no_dist=True)
+    return step, model

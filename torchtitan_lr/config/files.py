@@ -1,0 +1,102 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Reading small files of a folder that somebody else may have made; needs no torch.
+
+A folder can hold links to other places, pipes and devices that never end, files of any size, and
+JSON of any type and depth. Everything that reads a record, a configuration or a manifest reads it
+with these functions.
+"""
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MOST_BYTES = 1 << 28
+"""Largest size of such a file: the record of a long run's steps has tens of megabytes."""
+
+
+@contextmanager
+def open_regular(path: str | Path, most: int = MOST_BYTES) -> Iterator[BinaryIO]:
+    """Open a file that ends, for reading.
+
+    Args:
+        path: The file.
+        most: Its largest size in bytes.
+
+    Raises:
+        OSError: It is no regular file, such as a pipe or a device, or is larger.
+    """
+    # Opening a pipe waits for its writer; opening some devices acts.
+    _check_regular(os.stat(path), path, most)
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(number, "rb") as file:
+        _check_regular(os.fstat(number), path, most)  # not exchanged in between
+        yield file
+
+
+def _check_regular(status: os.stat_result, path: str | Path, most: int) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    if status.st_size > most:
+        raise OSError(errno.EFBIG, f"more than {most} bytes", str(path))
+
+
+def read_regular(path: str | Path, most: int = MOST_BYTES) -> bytes:
+    """Read a file; errors as for `open_regular`."""
+    with open_regular(path, most) as file:
+        # No more than its size: files of /proc have none, and reading some of them never ends.
+        return file.read(os.fstat(file.fileno()).st_size)
+
+
+def read_json(path: str | Path, most: int = MOST_BYTES) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        OSError: As for `open_regular`.
+        ValueError: It is not UTF-8, not JSON, no object, or nested too deeply.
+    """
+    return parse_json(read_regular(path, most).decode())
+
+
+def parse_json(text: str) -> dict[str, Any]:
+    """Return the JSON object of a text; errors as for `read_json`."""
+    try:
+        values = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(values, dict):
+        raise ValueError("no JSON object")
+    return values
+
+
+def file_within(folder: Path, name: str) -> Path:
+    """Return a file that lies in a folder itself; the folder may be a link.
+
+    In the cache of the Hugging Face hub, ``snapshots/COMMIT`` holds links into ``blobs``, which
+    belong to it.
+
+    Args:
+        folder: The folder.
+        name: The file's name.
+
+    Returns:
+        Its path, with every link resolved; there may be no such file.
+
+    Raises:
+        OSError: The name leads out of the folder, by itself or by a link.
+    """
+    try:
+        home = folder.resolve()
+        file = (home / name).resolve()
+    except (RuntimeError, ValueError) as error:  # links in a circle; a null character
+        raise OSError(errno.EINVAL, str(error), name) from error
+    own = [home]
+    if home.parent.name == "snapshots":
+        own.append(home.parents[1] / "blobs")
+    if file.parent not in own:
+        raise OSError(errno.EINVAL, "a link to outside of its folder: copy the file there", name)
+    return file
