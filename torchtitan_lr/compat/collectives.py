@@ -97,9 +97,9 @@ def _give_gloo_one_worker() -> None:
     # One worker cannot wait for itself: a group's collectives start in the same order on all its
     # ranks (their tags require it), none waits for a later one, and each group has its own worker.
     #
-    # Torch ignores ``pg_options`` for gloo, so this replaces the constructor. If ``_Options`` or one
-    # of its fields is renamed, the first group raises an AttributeError. Torch's ``split_group``
-    # does not come here: only a group that is bound to a GPU can be split.
+    # Torch ignores ``pg_options`` for gloo, so this replaces the constructor. If ``_Options`` or a
+    # field of it is renamed, the first group raises an AttributeError. ``split_group`` does not
+    # come here: torch can only split a group that is bound to a GPU.
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs know no options
     construct = gloo.__init__
 
