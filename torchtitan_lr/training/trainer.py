@@ -322,6 +322,8 @@ class Trainer(TitanTrainer):
         for index, (input_dict, labels) in enumerate(microbatches):
             last = index == len(microbatches) - 1
             synchronize_gradients(self.model_parts, last)
+            if self.parallel_dims.pp_enabled:  # it synchronizes at the end of the batch
+                self.pp_schedule.is_last_round = last
             self._gradients.prepare(last)
             loss = self.forward_backward_step(
                 input_dict={k: v.to(self.device, non_blocking=True) for k, v in input_dict.items()},
