@@ -158,7 +158,7 @@ def weight_files(folder: Path, key: str = "DIR") -> list[Path]:
         ConfigError: There are none, the index is damaged, or a file of it is missing.
     """
     for file in folder.glob("*.safetensors"):  # under torchrun DCP opens all of them
-        _within(folder, file.name, key)
+        _check_regular(file, key)
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     index = folder / HF_INDEX
@@ -189,13 +189,14 @@ def check_depth(args: LlamaArgs, tensors: int, key: str, folder: Path) -> None:
         raise ConfigError(key, str(folder), want)
 
 
-def _within(folder: Path, name: str, key: str) -> None:
+def _check_regular(file: Path, key: str) -> None:
+    """Refuse a pipe or a device; a link to weights elsewhere is usual, and gives nothing else."""
     try:
-        with open_regular(file_within(folder, name), sys.maxsize):
+        with open_regular(file, sys.maxsize):
             pass
     except OSError as error:
         want = f"a file of weights that can be read ({error.strerror})"
-        raise ConfigError(key, str(folder / name), want) from error
+        raise ConfigError(key, str(file), want) from error
 
 
 def _stored(folder: Path, key: str) -> dict[str, Place]:

@@ -340,16 +340,14 @@ def test_a_damaged_file_of_a_model_is_refused_in_one_line(dense, tmp_path, capsy
         assert status == 2 and told.startswith("error: ") and told.count("\n") == 1
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe", "device"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
 @pytest.mark.parametrize("name", ["model.safetensors", "other.safetensors"])
-def test_files_of_a_model_lie_in_its_folder(dense, tmp_path, capsys, name, kind):
-    place = tmp_path / "elsewhere.safetensors"
-    place.write_bytes((dense / "model.safetensors").read_bytes())
+def test_weights_are_regular_files(dense, tmp_path, capsys, name, kind):
     (dense / name).unlink(missing_ok=True)
     if kind == "pipe":
         os.mkfifo(dense / name)
     else:
-        (dense / name).symlink_to({"link": place, "device": "/dev/zero"}[kind])
+        (dense / name).symlink_to("/dev/zero")
     status, _, told = Command("import").ask(capsys, dense, tmp_path / "out")
     assert status == 2 and told.startswith("error: ") and told.count("\n") == 1
 
