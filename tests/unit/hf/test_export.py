@@ -108,6 +108,11 @@ def test_damage_is_refused(tmp_path, capsys):
     assert "found: __0_0.distcp has 1000 bytes instead of " in line
     shard.unlink()
     assert "__0_0.distcp is missing" in refusal(capsys, step, tmp_path / "out")
+    (step / "manifest.json").unlink()
+    advice = "manifest.json is missing: nothing says what was saved; checkpoint.allow_unverified"
+    assert advice in refusal(capsys, step, tmp_path / "out")
+    step = "--checkpoint.allow_unverified", step
+    assert "__0_0.distcp is missing" in refusal(capsys, *step, tmp_path / "out")
     whole = (step / ".metadata").read_bytes()
     for text in (b"not a pickle", whole[: len(whole) // 2], b""):
         (step / ".metadata").write_bytes(text)
