@@ -187,7 +187,7 @@ def check_stored_states(config: Any, world_size: int, device_type: str) -> None:
         # The positions of replicas are several.
         has_position = any(name.startswith("dataloader.") for name in metadata.state_dict_metadata)
         if has_position and "dataloader" not in excluded and not config.fault_tolerance.enable:
-            TrainingRows.of(config, world_size).check_checkpoint(folder, metadata)
+            TrainingRows.of(config).check_checkpoint(folder, metadata)
 
 
 def _stored_states(config: Any) -> tuple[str, Any]:

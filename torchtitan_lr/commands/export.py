@@ -16,7 +16,11 @@ import argparse
 import sys
 from pathlib import Path
 
+<<<<<<< HEAD
 from torchtitan_lr.commands.parser import OneLineParser, add_allow_unverified
+=======
+from torchtitan_lr.commands.parser import OneLineParser, add_extension
+>>>>>>> main
 from torchtitan_lr.errors import ConfigError
 
 DTYPES = ("checkpoint", "float32", "bfloat16")
@@ -36,7 +40,11 @@ def add_arguments(parser: OneLineParser) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="checkpoint", help="precision written")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
+<<<<<<< HEAD
     add_allow_unverified(parser)
+=======
+    add_extension(parser)
+>>>>>>> main
     parser.add_argument(
         "--keep_factors", action="store_true", help="hf: keep the factors of llama_svd too"
     )
@@ -83,6 +91,7 @@ def export(args: argparse.Namespace) -> None:
     """
     import torch
 
+    from torchtitan_lr.config.build import import_extension
     from torchtitan_lr.hf.export import check_hf_exportable, export_factored
     from torchtitan_lr.hf.folder import add_tokenizer, export_folder, find_tokenizer
     from torchtitan_lr.hf.loading import (
@@ -93,6 +102,7 @@ def export(args: argparse.Namespace) -> None:
     )
     from torchtitan_lr.hf.shards import plan_shards
 
+    import_extension(args.custom_import)
     plan_shards({}, args.max_shard_size)  # refuse a wrong size before anything is written
     args.checkpoint = find_step(args.checkpoint, args.allow_unverified)
     config = read_run_config(args.checkpoint, args.config)

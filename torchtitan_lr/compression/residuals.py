@@ -15,6 +15,7 @@ from torchtitan_lr.checkpoints.layout import RESIDUALS, is_dcp
 from torchtitan_lr.checkpoints.safe_metadata import read_metadata
 from torchtitan_lr.compression.compressor import COUNTS, Compressor
 from torchtitan_lr.errors import require
+from torchtitan_lr.numerics import joint_norm
 
 
 @dataclass
@@ -65,7 +66,7 @@ class Residuals:
             measured.
         """
         measured = [
-            torch.cat([c.counts, c.residual.double().square().sum().view(1)])
+            torch.cat([c.counts, joint_norm([c.residual]).double().square().view(1)])
             for c in self.compressors
             if c.counts is not None
         ]

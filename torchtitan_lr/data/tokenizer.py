@@ -43,7 +43,7 @@ def resolve_assets_path(path: str) -> Path:
             hub that cannot be downloaded.
     """
     if path.startswith(HUB):
-        return _from_hub(path)
+        return _in_cache.get(path) or _from_hub(path)
     here = user_path(path, _KEY)
     shipped = Path(__file__).resolve().parents[2] / path
     return shipped if not here.is_dir() and os.path.isdir(shipped) else here
@@ -65,6 +65,28 @@ def _from_hub(path: str) -> Path:
             f" --local-dir {folder}` writes a folder to name instead; or {SHIPPED}, in the package"
         )
         raise ConfigError(_KEY, path, want) from error
+
+
+_in_cache: dict[str, Path] = {}  # what `require_cached` found
+
+
+def require_cached(path: str) -> None:
+    """Find a tokenizer of the hub in the cache of Hugging Face; nothing is downloaded from then on.
+
+    Raises:
+        ConfigError: The cache has no such tokenizer.
+    """
+    from huggingface_hub import snapshot_download
+
+    repository = path.removeprefix(HUB)
+    try:
+        found = snapshot_download(repository, allow_patterns=_HUB_FILES, local_files_only=True)
+    except Exception as error:  # not cached, or no name of a repository
+        want = (
+            f"a tokenizer in the cache: reading a run downloads nothing; `hf download {repository}`"
+        )
+        raise ConfigError(_KEY, path, want) from error
+    _in_cache[path] = Path(found)
 
 
 def build_tokenizer(job_config: Any) -> Tokenizer:

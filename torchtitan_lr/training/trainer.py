@@ -123,6 +123,8 @@ class Trainer(TitanTrainer):
             how = "run the same command again to resume" if saved else "checkpointing is off"
             if saved and self.job_config.checkpoint.load_step != -1:
                 how = "run the command again without checkpoint.load_step to resume"
+            if self.stopped_by == guard.MACHINES_CHANGED:
+                how = "the run goes on by itself"
             total = self.job_config.training.steps
             what = "Stopped by %s after step %d of %d, checkpoint %s: %s"
             console.info(what, self.stopped_by, self.step, total, saved, how)
