@@ -27,11 +27,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-<<<<<<< HEAD
-from torchtitan_lr.commands.parser import OneLineParser, add_allow_unverified, check_at_least
-=======
-from torchtitan_lr.commands.parser import OneLineParser, add_extension, check_at_least
->>>>>>> main
+from torchtitan_lr.commands.parser import (
+    OneLineParser,
+    add_allow_unverified,
+    add_extension,
+    check_at_least,
+)
 from torchtitan_lr.errors import ConfigError
 
 
@@ -76,11 +77,8 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--num_fewshot", type=int, help="examples per request; default: the task's")
     parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
-<<<<<<< HEAD
     add_allow_unverified(parser)
-=======
     add_extension(parser)
->>>>>>> main
     parser.add_argument("--out", type=Path, help="JSON file to write as well")
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
 

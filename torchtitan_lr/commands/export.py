@@ -16,11 +16,7 @@ import argparse
 import sys
 from pathlib import Path
 
-<<<<<<< HEAD
-from torchtitan_lr.commands.parser import OneLineParser, add_allow_unverified
-=======
-from torchtitan_lr.commands.parser import OneLineParser, add_extension
->>>>>>> main
+from torchtitan_lr.commands.parser import OneLineParser, add_allow_unverified, add_extension
 from torchtitan_lr.errors import ConfigError
 
 DTYPES = ("checkpoint", "float32", "bfloat16")
@@ -40,11 +36,8 @@ def add_arguments(parser: OneLineParser) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="checkpoint", help="precision written")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
-<<<<<<< HEAD
     add_allow_unverified(parser)
-=======
     add_extension(parser)
->>>>>>> main
     parser.add_argument(
         "--keep_factors", action="store_true", help="hf: keep the factors of llama_svd too"
     )

@@ -30,11 +30,7 @@ import os
 import sys
 from pathlib import Path
 
-<<<<<<< HEAD
-from torchtitan_lr.commands.parser import OneLineParser, add_allow_unverified
-=======
-from torchtitan_lr.commands.parser import OneLineParser, add_extension
->>>>>>> main
+from torchtitan_lr.commands.parser import OneLineParser, add_allow_unverified, add_extension
 from torchtitan_lr.errors import ConfigError, DataError
 from torchtitan_lr.launch.environment import forget_other_ranks
 
@@ -77,11 +73,8 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--compile", action="store_true", help="compile the step; slow to start")
     parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
-<<<<<<< HEAD
     add_allow_unverified(parser)
-=======
     add_extension(parser)
->>>>>>> main
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
 
 

@@ -178,7 +178,6 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"error: {escaped(message)}\n")
 
 
-<<<<<<< HEAD
 def add_allow_unverified(parser: OneLineParser) -> None:
     """Add ``--checkpoint.allow_unverified``, for commands that read a checkpoint."""
     parser.add_argument(
@@ -186,7 +185,9 @@ def add_allow_unverified(parser: OneLineParser) -> None:
         dest="allow_unverified",
         action="store_true",
         help="read a checkpoint whose manifest.json is missing, damaged or not of all files",
-=======
+    )
+
+
 def add_extension(parser: OneLineParser) -> None:
     """Add ``--experimental.custom_import``, for commands that read a run or weights."""
     parser.add_argument(
@@ -195,7 +196,6 @@ def add_extension(parser: OneLineParser) -> None:
         metavar="MODULE",
         help="a module of your own that registers the model's family or plan; what a run's record "
         "names is never imported",
->>>>>>> main
     )
 
 
