@@ -155,6 +155,10 @@ class Training:
     """Keep the documents of a sequence apart: a token attends to its own document only, positions
     restart, and the token after a document's last is not predicted. Also in validation."""
 
+    check_memory: bool = True
+    """Refuse ranks on the CPU that need more memory than their machine has, by the estimate of
+    ``torchtitan-lr estimate``. False starts them anyway."""
+
     shuffle: bool = True
     """Read the sequences of a corpus in a seeded order, another one in each epoch. False reads them
     from its start to its end."""
