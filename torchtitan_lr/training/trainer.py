@@ -300,6 +300,8 @@ class Trainer(TitanTrainer):
             f"{config.training.seq_len:,} tokens per step"
         )
         console.info(f"Training starts at step {self.step + 1}")
+        if config.compile.enable and self.device.type == "cpu":
+            console.info("The first step compiles the model: on a CPU that may take minutes")
 
     def _stop_for_data(self, why: str) -> None:
         """Save the state before this step, and raise a BadDataError on every rank."""
@@ -320,6 +322,8 @@ class Trainer(TitanTrainer):
         for index, (input_dict, labels) in enumerate(microbatches):
             last = index == len(microbatches) - 1
             synchronize_gradients(self.model_parts, last)
+            if self.parallel_dims.pp_enabled:  # it synchronizes at the end of the batch
+                self.pp_schedule.is_last_round = last
             self._gradients.prepare(last)
             loss = self.forward_backward_step(
                 input_dict={k: v.to(self.device, non_blocking=True) for k, v in input_dict.items()},

@@ -131,9 +131,11 @@ def test_a_dataset_is_read_and_gone_on_with(tmp_path, monkeypatch, streaming, sa
     pieces = list(reader.pieces())
     texts = [reader.documents(piece)[0][0] for piece in pieces]
     assert list(chain(*texts)) == TEXTS and len(pieces) > 5
-    # From the place behind the third piece: what a killed preparation goes on with.
-    rest = reader.pieces(json.loads(json.dumps(pieces[2].position)))
+    # From the place behind the third piece: what a killed preparation goes on with, twice.
+    rest = list(reader.pieces(json.loads(json.dumps(pieces[2].position))))
     assert [reader.documents(piece)[0][0] for piece in rest] == texts[3:]
+    last = reader.pieces(json.loads(json.dumps(rest[0].position)))
+    assert [reader.documents(piece)[0][0] for piece in last] == texts[4:]
     corpus = prepare(None, tmp_path / "out", replace(source, tokens=2000))
     assert 2000 <= corpus.tokens() < 3000 and not corpus.held_out
     found = read_documents(corpus)
