@@ -77,7 +77,7 @@ WAYS_IN: dict[str, Callable[[Path], Any]] = {
     "itself": read_metadata,
     "load": lambda step: load({"half": torch.zeros(2, 3)}, step, no_dist=True),
     "residuals": lambda step: saved_residuals(str(step)),
-    "scripts": lambda step: load_model(step, tiny_args("cola")),
+    "scripts": lambda step: load_model(step, tiny_args("cola"), allow_unverified=True),
 }
 
 
@@ -254,3 +254,14 @@ def test_a_manifest_names_files_of_its_folder_alone(saved: Path, name: str) -> N
     (saved / "manifest.json").write_text(json.dumps({"files": files}))
     damage = find_damage(saved)
     assert damage is not None and damage.startswith(f"{name} cannot be read")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"5", b"[]", b"{", b"\xff", b"[" * 10**5, b'{"files": 5}', b'{"files": {"a": 5}}', b'{"b": 1}']
+    + [b'{"files": {"a": [%s, 1]}}' % size for size in (b'"5"', b"null", b"[]", b"1e400", b"true")],
+)
+def test_a_manifest_of_other_types_is_damage(saved: Path, content: bytes) -> None:
+    (saved / "manifest.json").write_bytes(content)
+    damage = find_damage(saved)
+    assert damage is not None and damage.startswith("manifest.json cannot be read (")
