@@ -51,7 +51,8 @@ ENDINGS = (".txt", ".jsonl", ".parquet", ".txt.gz", ".jsonl.gz", ".txt.zst", ".j
 
 PIECE_BYTES = 1 << 20  # of text: some 0.2 seconds of work for a tokenizer
 PLACE_BYTES = 1 << 12  # of a .txt file, whose lines are held out together
-HEAD_BYTES = 1 << 16  # of a file, in which its encoding, and pairs, are looked for
+HEAD_BYTES = 1 << 16  # of a file, in which its encoding is looked for
+FIRST_BYTES = 1 << 26  # of a line that may be the first pair; a longer one is none
 
 ONE_IN = 200
 USUAL_LIMIT = (1 << 64) // ONE_IN  # a large corpus holds out the documents with lower hashes
@@ -124,12 +125,13 @@ class Reader:
 
     def _holds_pairs(self) -> bool:
         """Return whether the first JSON object of the first .jsonl file is a pair or a chat."""
-        files, head = [file for file in self.files if kind_of(file) == ".jsonl"], b""
+        files, first = [file for file in self.files if kind_of(file) == ".jsonl"], None
         # There may be none, and reading it later reports what is wrong.
         with suppress(IndexError, OSError), files[0].open("rb") as raw:
-            head = _decompressed(raw, files[0]).read(HEAD_BYTES)
-        records = map(_from_json, head.split(b"\n"))
-        first = next((record for record in records if isinstance(record, dict)), {})
+            lines = io.BufferedReader(_decompressed(raw, files[0]))
+            while not isinstance(first, dict) and (line := lines.readline(FIRST_BYTES)):
+                first = _from_json(line)
+        first = first if isinstance(first, dict) else {}
         if "text" in first or not first.keys() & {PROMPT, MESSAGES}:
             return False
         if other := [file for file in self.files if file not in files]:

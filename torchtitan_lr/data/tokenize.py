@@ -32,6 +32,7 @@ import numpy.typing as npt
 
 from torchtitan_lr.checkpoints.layout import write_whole
 from torchtitan_lr.compat.interpreter import cores, end_with
+from torchtitan_lr.console.log import say
 from torchtitan_lr.data.corpus import PARTS, Corpus, save_record, write_index
 from torchtitan_lr.data.pairs import PairEncoder
 from torchtitan_lr.data.sources import ONE_IN, Bad, Piece, Reader, Source
@@ -85,7 +86,8 @@ def signature_of(readers: Sequence[Reader], tokenizer: Tokenizer) -> str:
     """Return a hash of all that determines a prepared folder."""
     sources = [reader.stamp() for reader in readers]
     template = PairEncoder(tokenizer).digest if readers[0].pairs else ""
-    text = json.dumps([1, ONE_IN, sources, tokenizer_identity(tokenizer), template])
+    # 2: names of special tokens in a document are text; labels of chats are transformers'.
+    text = json.dumps([2, ONE_IN, sources, tokenizer_identity(tokenizer), template])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -117,6 +119,9 @@ def tokenize(
     if len({reader.pairs for reader in readers}) > 1:
         named = next(str(reader.source) for reader in readers if reader.pairs)
         raise ConfigError(key, named, "sources that all hold text, or all hold pairs")
+    if not readers[0].pairs and tokenizer.eos_id is None:
+        where = tokenizer.tokenizer_path
+        say(f"warning: no end of document: {where} has no eos_token in its tokenizer_config.json")
     workers = workers or cores()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -304,7 +309,8 @@ def _encode(index: int, piece: Piece) -> Encoded:
     parts, bad = readers[index].documents(piece)
     encoded: list[Arrays] = []
     for documents in parts:
-        found = [*map(pairs.encode, documents)] if pairs else encode_documents(tokenizer, documents)
+        one_by_one = map(pairs.encode, documents) if pairs else None
+        found = list(one_by_one or encode_documents(tokenizer, documents))
         lengths = np.array([len(tokens) for tokens in found], dtype="<i4")
         joined = np.concatenate([np.empty(0, dtype=np.int32), *found])
         # Complements are tokens of prompts (`data.pairs`).

@@ -24,10 +24,10 @@ from torchtitan_lr.data.corpus import Rows
 from torchtitan_lr.data.pairs import PairEncoder, parse_pair
 from torchtitan_lr.data.sources import USUAL_LIMIT, Reader, Source, document_hash
 from torchtitan_lr.data.tokenize import tokenize
+from torchtitan_lr.data.tokenizer import Tokenizer
 from torchtitan_lr.errors import ConfigError, DataError
-from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
-TOKENIZER = HuggingFaceTokenizer("torchtitan_lr/data/assets/bpe4k")
+TOKENIZER = Tokenizer("torchtitan_lr/data/assets/bpe4k")
 TEXTS = [f"Document {i} of {i * i} words: {'more and ' * (i % 7)}\nend é." for i in range(400)]
 
 
