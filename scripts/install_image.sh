@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-${PYTHON:-python3} -m venv .venv
+"${PYTHON:-python3}" -m venv .venv
 # torch with its CUDA libraries: where an image is built there is no GPU, where it runs there is.
 .venv/bin/python -m pip install --quiet --disable-pip-version-check ${TORCH:+"$TORCH"} -e .
 .venv/bin/python scripts/check_env.py

@@ -16,7 +16,12 @@ python_is_new_enough() {
 # The interpreter of an activated environment (`python3`) first, then the newest version.
 find_base_python() {
     local candidate
-    for candidate in ${PYTHON:-python3 python python3.13 python3.12 python3.11 python3.10}; do
+    if [ -n "${PYTHON:-}" ]; then
+        set -- "$PYTHON" # may have spaces
+    else
+        set -- python3 python python3.13 python3.12 python3.11 python3.10
+    fi
+    for candidate in "$@"; do
         if python_is_new_enough "$candidate"; then
             command -v "$candidate"
             return
@@ -93,7 +98,8 @@ install_venv() {
         torch=$CPU_TORCH
         "$@" --no-deps --retries 0 --timeout 20 "torch==$torch" \
             --index-url https://download.pytorch.org/whl/cpu >/dev/null 2>&1 ||
-            echo "download.pytorch.org cannot be reached: taking torch from pip's own index"
+            echo "download.pytorch.org cannot be reached: taking torch from pip's own index (a build" \
+                "for GPUs: about 5.4 GB with its libraries)"
     fi
     [ -z "$torch" ] || echo "torch==$torch" >.venv/constraints.txt
     "$@" ${torch:+-c .venv/constraints.txt} -e "$target" ||

@@ -7,11 +7,13 @@ makes it: a process with its own id, session and signal handlers, a child of the
 it, with the arguments, environment, working directory and files that this one chose.
 `subprocess.Popen` in such a program forks in the same way, so torchrun is a real child of the
 launcher and the ranks are of torchrun. What is different: modules are imported already, and a
-child begins with a copy of its parent's. `tests/integration/test_fork_server.py` compares both.
+child begins with a copy of its parent's. ``Process(truly=True)`` in `tests/integration/runs.py` is
+a true start.
 """
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import importlib
 import inspect
@@ -50,6 +52,7 @@ class ForkServer:
     def __init__(self):
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
+        self._keepers = weakref.WeakSet()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())],
@@ -76,9 +79,12 @@ class ForkServer:
         with theirs, self._lock:
             descriptors = [theirs.fileno(), stdout, stderr]
             socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
+            self._keepers.add(ours)
         return Forked(ours)
 
     def close(self):
+        for keeper in list(self._keepers):  # of programs that a failed test has not waited for
+            keeper.close()
         self._control.close()
         self._process.wait()
 
@@ -252,6 +258,8 @@ def _take_signals():
 def _run(arguments):
     """Runs a module or script as ``__main__`` and returns the exit status, negative for SIGINT."""
     subprocess.Popen._execute_child = _execute_child
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
     _name_frames()
     importlib.invalidate_caches()
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]

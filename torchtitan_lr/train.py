@@ -56,11 +56,8 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         init_console(config.metrics.verbose)
         folder, ranks = config.job.dump_folder, launched_ranks(config.comm.mode)
 
-        def check() -> dict[str, str]:
-            check_job_config(config, ranks, device_type)
-            return prepare_for_ranks(config, ranks)
-
-        checked_once(folder, check)
+        check = partial(check_job_config, config, ranks, device_type)
+        checked_once(folder, check, partial(prepare_for_ranks, config))
         still_ours = lock.enter_context(locked_by_rank(folder, os.environ))
         record = partial(_record, folder)
         if (extension := extension_of(config)) is not None:

@@ -100,7 +100,7 @@ def verdict(ranks: int, arguments: list[str]) -> dict[str, float]:
         opened = counted_files()
         begin = time.perf_counter()
         check_job_config(config, ranks, "cpu")
-        variables = prepare_for_ranks(config, ranks)
+        variables = prepare_for_ranks(config)
         check = time.perf_counter() - begin
     files = len([name for name in opened if not name.endswith((".py", ".pyc"))])
     store = loopback_store()

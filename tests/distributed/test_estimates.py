@@ -32,6 +32,8 @@ TSR = [
     "--optimizer.tsr_rank=8",
     "--optimizer.tsr_embedding_rank=4",
 ]
+HSDP2X2 = ["--parallelism.data_parallel_replicate_degree=2"]
+REPLICATE2 = [*HSDP2X2, "--parallelism.data_parallel_shard_degree=1"]
 RUNS: dict[str, list[str]] = {
     "fsdp4": [*model("full"), *degrees(local_batch=2)],
     "fsdp4_accumulating": [*model("cola"), *degrees(local_batch=1), *BF16],
@@ -66,7 +68,15 @@ RUNS: dict[str, list[str]] = {
         *("--grad_compression.layers=patterns", "--grad_compression.min_size=1"),
         "--grad_compression.patterns=layers.*.attention_norm.*,output.*",
     ],
+    # Accumulating: sums over replicas run at the end of the last round alone.
+    "pp2_replicate2": [*model("lax"), *degrees(pipeline=2, local_batch=2), *REPLICATE2],
+    "pp2_hsdp2x2": [
+        *(*model("cola"), *degrees(pipeline=2, local_batch=1)),
+        *(*schedule("GPipe"), *HSDP2X2),
+    ],
 }
+EIGHT_RANKS = ["pp2_hsdp2x2"]
+"""Names of the runs that have more than four."""
 
 
 def measure(arguments: list[str]) -> dict[str, Any]:
@@ -119,15 +129,18 @@ def runs() -> dict[str, Run]:
     found = {}
     for name, arguments in RUNS.items():
         config = build_job_config([*TINY, *arguments])
-        check_job_config(config, 4, "cpu", on_paper=True)
-        found[name] = read_run(config, 4)
+        world = 8 if name in EIGHT_RANKS else 4
+        check_job_config(config, world, "cpu", on_paper=True)
+        found[name] = read_run(config, world)
     return found
 
 
 @pytest.fixture(scope="module")
-def measured(four_ranks: RankPool) -> Callable[[str], list[dict[str, Any]]]:
+def measured(four_ranks: RankPool, eight_ranks: RankPool) -> Callable[[str], list[dict[str, Any]]]:
     """What the ranks measured, by name of the run."""
-    return cache(lambda name: four_ranks.run(measure, RUNS[name]))
+    return cache(
+        lambda name: (eight_ranks if name in EIGHT_RANKS else four_ranks).run(measure, RUNS[name])
+    )
 
 
 SELDOM = ("fsdp4", "pp2_fsdp2", "tsr_tp2_fsdp2", "tagc_small_units")

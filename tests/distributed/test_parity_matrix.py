@@ -38,7 +38,7 @@ def worst_errors(cases: list[Case]) -> list[float]:
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_case_of_a_plan(plan: str, four_ranks: RankPool) -> None:
     cases = [case for case in all_cases() if case.settings.plan == plan]
-    for errors in four_ranks.run(worst_errors, cases, timeout=3600):
+    for errors in four_ranks.run(worst_errors, cases):
         wrong = {str(c): e for c, e in zip(cases, errors, strict=True) if e > TOLERANCE[c.dtype]}
         assert not wrong and len(errors) == len(cases)
 
@@ -55,5 +55,5 @@ def test_every_layout_of_a_family(
     expected = one_rank.run(train, [*model(family), *LAYOUTS["dp1"][1], *start])[0]
     for ranks, options in (LAYOUTS | SCHEDULES).values():
         pool = request.getfixturevalue(pools[ranks])
-        run = pool.run(train, [*model(family), *options, *start], timeout=900)[0]
+        run = pool.run(train, [*model(family), *options, *start])[0]
         assert largest_difference(run, expected) < EXACT, options

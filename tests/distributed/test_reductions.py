@@ -19,7 +19,8 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.models.lanes import share_channels
-from torchtitan_lr.optim.step import StoredGradients, gradient_norm
+from torchtitan_lr.numerics import joint_norm
+from torchtitan_lr.optim.step import StoredGradients
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel, synchronize_gradients
 from torchtitan_lr.titan.base import ParallelDims
 from torchtitan_lr.titan.device import bind_device
@@ -143,7 +144,7 @@ def stage_norms() -> dict[str, float]:
         parameter.grad = torch.full_like(parameter, value * (rank + 1))
     pipeline = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
     found["stages"] = summed(stage, pipeline)
-    found["alone"] = gradient_norm(p.grad for p in stage if p.grad is not None).item()
+    found["alone"] = joint_norm(p.grad for p in stage if p.grad is not None).item()
     found["copies"] = summed(stage)
 
     meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.gpu.trainers import IGNORED, micro_batches, trainer_on
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.step import gradient_norm
+from torchtitan_lr.numerics import joint_norm
 from torchtitan_lr.training import guard
 from torchtitan_lr.training.trainer import Batch, Trainer
 
@@ -104,7 +104,7 @@ def test_gradient_norm(fp64: bool | None, device: torch.device) -> None:
     parameters[0].grad = torch.full((300,), 0.1, device=device)
     parameters[1].grad = torch.full((5,), -2.0, device=device)
     gradients = [p.grad for p in parameters if p.grad is not None]  # the third has none
-    found = gradient_norm(gradients, fp64=fp64)
+    found = joint_norm(gradients, fp64=fp64)
     assert found.dim() == 0 and found.device.type == device.type
     in_fp64 = fp64 is None and device.type == "cpu"
     assert found.dtype == (torch.float64 if in_fp64 else torch.float32)
@@ -115,5 +115,5 @@ def test_gradient_norm(fp64: bool | None, device: torch.device) -> None:
 
 def test_gradient_norm_is_fp32_where_the_device_is_no_cpu(unread_device: torch.device) -> None:
     gradient = torch.zeros(3, device=unread_device)
-    norm = gradient_norm([gradient])
+    norm = joint_norm([gradient])
     assert norm.device.type == unread_device.type and norm.dtype == torch.float32

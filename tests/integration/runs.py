@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.fork_server import AVAILABLE, ROOT, ForkServer
-from tests.support.kills import child_pids, process_state
+from tests.support.kills import below, child_pids, process_state
 
 LIMIT = 480  # seconds a process may take before it counts as hung; a quiet machine needs ten
 
@@ -93,6 +94,7 @@ def environment(**variables):
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "NETRC": "/nonexistent",
+        "PYTHONFAULTHANDLER": "1",  # a process that hangs prints its stacks at SIGABRT
         **variables,
     }
 
@@ -183,8 +185,11 @@ class Process:
         return Finished(self._popen.returncode, *self._texts)
 
     def _give_up(self):
-        # The launcher's ranks end with it; then the pipes close.
-        self._popen.kill()
+        """Ends the process and all below it; each prints the stacks of its threads."""
+        pids = [self.pid, *below(self.pid)]
+        for number in (signal.SIGCONT, signal.SIGABRT):
+            send_all(pids, number)
+        wait_until_gone(pids[1:])
         self._popen.wait()
         for reader in self._readers:
             reader.join(30)

@@ -9,11 +9,14 @@ import json
 import shutil
 import signal
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from tests.integration import runs
+from tests.support.kills import process_state
+from torchtitan_lr.launch.processes import SAME_SIGNAL_SECONDS
 from torchtitan_lr.launch.run_state import read_state
 
 STEPS = 14  # checkpoints at 4, 8, 12 and the last
@@ -82,6 +85,9 @@ class Life:
         pids = process.wait_for_held(2)
         process.send(signal.SIGTERM)
         self._wait_until_asked(process, pids)
+        process.send(signal.SIGTERM)  # as `timeout` does: the same signal once more
+        time.sleep(2 * SAME_SIGNAL_SECONDS)
+        assert [*map(process_state, pids)] == ["T", "T"]
         process.send(signal.SIGTERM)
         return {"pids": pids}
 

@@ -2,10 +2,12 @@
 """The bytes that operators allocate."""
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,3 +32,18 @@ class Allocations(TorchDispatchMode):
         gc.collect()
         alive = [(k, size) for k, (ref, size) in self.storages.items() if not ref.expired()]
         return sum(size for key, size in alive if key not in outside)
+
+
+def peak_bytes(function: Callable[[], Any]) -> int:
+    """Return a function's peak on the CPU beyond what was there before, from torch's allocator.
+
+    A dispatch mode does not see the copies that a kernel makes of its inputs.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        function()
+    living = peak = 0
+    for event in record.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            living += event.nbytes()
+            peak = max(peak, living)
+    return peak

@@ -3,8 +3,8 @@
 
 Importing torchtitan and launching gloo takes seconds, so tests send functions to processes that
 already form a process group. If a function fails on any rank, the test fails with that rank's
-traceback. After a failure or a time-out the pool is rebuilt, because collectives may be out of
-order.
+traceback. After a failure, or when the test's time is up, the pool is rebuilt, because collectives
+may be out of order.
 """
 
 import contextlib
@@ -43,32 +43,30 @@ class RankPool:
         self._folder = tempfile.mkdtemp(prefix="ranks-")
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 480) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``function(*args)`` on every rank and return the results in rank order.
 
         Args:
             function: A module-level function.
             *args: Picklable arguments, equal on all ranks.
-            timeout: Seconds for all ranks together.
 
         Raises:
             RuntimeError: With the traceback of the first rank that failed.
         """
         results = {}
-        for rank, failed, value in self._answers(function, args, timeout):
+        for rank, failed, value in self._answers(function, args):
             if failed:
                 self.close()
                 raise RuntimeError(f"rank {rank}:\n{value}")
             results[rank] = value
         return [results[rank] for rank in range(self.world_size)]
 
-    def errors(self, function: Callable[..., Any], *args: Any, timeout: float = 480) -> list[str]:
+    def errors(self, function: Callable[..., Any], *args: Any) -> list[str]:
         """Call a function that must raise on every rank; the pool stays usable.
 
         Args:
             function: A module-level function that leaves no collective unfinished.
             *args: Picklable arguments, equal on all ranks.
-            timeout: Seconds for all ranks together.
 
         Returns:
             The traceback of every rank, in rank order.
@@ -77,7 +75,7 @@ class RankPool:
             RuntimeError: A rank returned, or died.
         """
         results = {}
-        for rank, failed, value in self._answers(function, args, timeout):
+        for rank, failed, value in self._answers(function, args):
             if not failed or value.startswith(DIED):
                 self.close()
                 raise RuntimeError(f"rank {rank} raised nothing: {value}")
@@ -85,7 +83,7 @@ class RankPool:
         return [results[rank] for rank in range(self.world_size)]
 
     def _answers(
-        self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
+        self, function: Callable[..., Any], args: tuple[Any, ...]
     ) -> Iterator[tuple[int, bool, Any]]:
         """Yield (rank, whether it failed, its result or traceback) in order of arrival."""
         if not self._ranks:
@@ -96,10 +94,12 @@ class RankPool:
                 pipe.send((function, args))
         pending = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
         while pending:
-            ready = wait(list(pending), timeout)
-            if not ready:
+            try:
+                ready = wait(list(pending))
+            except BaseException:  # pytest-timeout's, or Ctrl-C
+                self._abort(sorted(pending.values()))
                 self.close()
-                raise RuntimeError(f"ranks {sorted(pending.values())} gave no answer in time")
+                raise
             for pipe in [pipe for pipe in pending if pipe in ready]:
                 rank = pending.pop(pipe)
                 try:
@@ -116,6 +116,14 @@ class RankPool:
         for process, _ in self._ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
+
+    def _abort(self, ranks: Sequence[int]) -> None:
+        """End ranks, one after the other, each of which prints the stacks of its threads."""
+        for rank in ranks:
+            process, _ = self._ranks[rank]
+            print(f"rank {rank} gave no answer:", file=sys.stderr, flush=True)
+            os.kill(process.pid, signal.SIGABRT)  # faulthandler prints, whatever the rank waits for
+            process.join(10)
 
     def close(self) -> None:
         """End all processes."""
@@ -189,7 +197,7 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
     import torch.distributed as dist
     from torch.distributed import device_mesh
 
-    faulthandler.enable()  # prints the stack of a crash in native code
+    faulthandler.enable()  # prints the stacks at a crash in native code, and for `_abort`
     torch.set_num_threads(1)
     # A daemon may have no children, but the first rank that needs a corpus prepares it with some.
     multiprocessing.current_process()._config["daemon"] = False

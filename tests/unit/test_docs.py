@@ -1,7 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What the pages name exists: links, commands, configurations."""
+"""What the pages name exists: links, commands, configurations, files, commits."""
 
 import re
+import subprocess
 
 import pytest
 
@@ -46,3 +47,51 @@ def test_commands_exist(page):
     assert set(named) <= set(COMMANDS)
     configs = {m for line in lines for m in re.findall(r"train_configs/(\w+)\.toml", line)}
     assert configs <= set(shipped_configs()) | {"mine"}
+
+
+def test_the_page_start_lists_every_command():
+    table = (DOCS / "index.md").read_text().partition("## The command")[2].partition("## ")[0]
+    rows = re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)
+    assert {name for row in rows for name in re.findall("`([a-z-]+)`", row)} == set(COMMANDS)
+
+
+def git(*arguments):
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout if done.returncode == 0 else None
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """All texts of the repository with the paths they stand in, CHANGELOG.md aside."""
+    kinds = ("md", "py", "sh", "sbatch", "toml", "yaml", "yml")
+    files = git("ls-files", *(f"*.{kind}" for kind in kinds))
+    if files is None or git("rev-parse", "--is-shallow-repository") != "false\n":
+        pytest.skip("no clone with its history")
+    paths = [ROOT / name for name in files.splitlines() if name != "CHANGELOG.md"]
+    return {path: path.read_text() for path in paths if path.exists()}
+
+
+FILE = re.compile(
+    r"\b(?:scripts|tests|torchtitan_lr|docs)/[\w/.-]*\w\.(?:py|sh|sbatch|toml|yaml|md)\b"
+)
+COMMIT = re.compile(r"\b[Cc]ommit\s+([0-9a-f]{7,40})\b")
+
+
+def test_commits_that_are_cited_exist(texts):
+    cited = {(commit, path) for path, text in texts.items() for commit in COMMIT.findall(text)}
+    assert len(cited) > 10
+    lost = [item for item in cited if git("cat-file", "-t", item[0]) != "commit\n"]
+    assert lost == []
+
+
+def test_files_that_are_named_exist(texts):
+    """Or existed at the commit that the same paragraph cites."""
+    lost = []
+    for path, text in texts.items():
+        for paragraph in text.split("\n\n"):
+            commits = COMMIT.findall(paragraph)
+            for name in FILE.findall(paragraph):
+                there = (ROOT / name).exists() or "NAME" in name
+                if not there and not any(git("cat-file", "-t", f"{c}:{name}") for c in commits):
+                    lost.append((path.name, name))
+    assert lost == []

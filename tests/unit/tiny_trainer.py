@@ -53,8 +53,8 @@ class OwnTerms(TorchDispatchMode):
 
 
 @contextmanager
-def tiny_trainer(folder, *options, ranks=1):
-    """Builds a trainer of one rank, in fp64; or in fp32 rank 0 of some whose messages get lost.
+def tiny_trainer(folder, *options, ranks=1, exact=True):
+    """Builds a trainer of one rank, in fp64 if exact; or rank 0 of some whose messages get lost.
 
     This rank's terms stand for the lost ones.
     """
@@ -74,7 +74,7 @@ def tiny_trainer(folder, *options, ranks=1):
             config = build_job_config([*OPTIONS, f"--job.dump_folder={folder}", *options])
             check_job_config(config, ranks, "cpu")
             trainer = Trainer(config)
-            if ranks == 1:
+            if ranks == 1 and exact:
                 trainer.model_parts[0].double()
             yield trainer
     finally:

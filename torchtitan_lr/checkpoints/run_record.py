@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.checkpoints.layout import RUN_CONFIG, write_whole
+from torchtitan_lr.config.schema import TSR
+from torchtitan_lr.titan import logger
 
 CHANGES = "changes"
 """Key of the record: a list of ``{"after_step": n, "optimizer.lr": [before, after], ...}``."""
@@ -32,6 +34,8 @@ _WITHOUT_EFFECT = frozenset(
         *("training.token_folder", "training.token_folder_gb"),
         *("training.gc_freq", "training.gc_debug", "training.allow_changed_corpus"),
         *("training.max_bad_records", "training.max_skipped_steps", "optimizer.implementation"),
+        *("optimizer.tsr_refresh", "optimizer.tsr_overlap_buckets"),
+        "grad_compression.save_residuals",
     }
 )
 
@@ -44,8 +48,8 @@ def record_path(config: Any) -> Path:
 def read_record(config: Any) -> dict[str, Any]:
     """Return the record in the dump folder of a configuration; {} without a readable one."""
     try:
-        record = json.loads(record_path(config).read_text())
-    except (OSError, ValueError):
+        record = json.loads(record_path(config).read_bytes())
+    except (OSError, ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
 
@@ -67,24 +71,45 @@ def global_batch_size(config: Any, ranks: int) -> int:
 def changed(record: dict[str, Any], config: Any, ranks: int = 1) -> dict[str, list[Any]]:
     """Return the keys that change what a resumed run computes.
 
+    A resumed run applies each of them, or `torchtitan_lr.checks.stored` refuses it
+    (``tests/unit/training/test_resume.py`` goes through all keys).
+
     Returns:
         ``[recorded value, value now]`` by dotted key; keys that only one of the two has are left
         out.
     """
     now = json.loads(json.dumps(config.to_dict()))  # tuples become lists, as in the record
-    pairs: dict[str, list[Any]] = {
-        f"{section}.{key}": [record[section][key], value]
-        for section in _SECTIONS
-        for key, value in now.get(section, {}).items()
-        if key in record.get(section, {})
-    }
-    given = pairs.get("training.global_batch_size", [-1])
-    # The record of an earlier version has the setting only. Where the batch is the same, the other
-    # key only splits it.
-    if given[0] == given[-1] > 0 or record.get(BATCH) == global_batch_size(config, ranks):
-        pairs.pop("training.global_batch_size", None)
+    pairs: dict[str, list[Any]] = {}
+    for section in _SECTIONS:
+        before = record.get(section)
+        if isinstance(before, dict):  # a damaged record may hold anything
+            here = now.get(section, {})
+            pairs |= {f"{section}.{key}": [before[key], here[key]] for key in here if key in before}
+    # What counts are the sequences of all ranks; the local batch only splits them. The record of
+    # an earlier version has the setting alone: how many ranks its -1 stands for is unknown.
+    setting = pairs.pop("training.global_batch_size", [-1])[0]
+    batch = record.get(BATCH, setting)
+    if batch != -1:
         pairs.pop("training.local_batch_size", None)
-    return {k: v for k, v in pairs.items() if v[0] != v[1] and k not in _WITHOUT_EFFECT}
+        pairs["training.global_batch_size"] = [batch, global_batch_size(config, ranks)]
+    unused = [key for key in pairs if _is_unused(key, config)]
+    return {
+        key: [was, is_now]
+        for key, (was, is_now) in pairs.items()
+        if was != is_now and key not in _WITHOUT_EFFECT and key not in unused
+    }
+
+
+def _is_unused(key: str, config: Any) -> bool:
+    """Return whether this run reads no such key: those of another optimizer, or of no codec."""
+    if key.startswith("optimizer.tsr_"):
+        return bool(config.optimizer.name != TSR)
+    section, _, name = key.partition(".")
+    return (
+        section == "grad_compression"
+        and name != "codec"
+        and config.grad_compression.codec == "none"
+    )
 
 
 def described(changes: dict[str, list[Any]]) -> str:
@@ -95,15 +120,27 @@ def described(changes: dict[str, list[Any]]) -> str:
 def write_record(config: Any, step: int, ranks: int = 1) -> dict[str, list[Any]]:
     """Write the record of a run that resumes ``step``; 0 is a new run, which has no changes.
 
+    A record that is damaged, wholly or in its list of changes, is kept beside the new one.
+
     Returns:
         What changed since the record before; empty for a new run.
     """
-    path, before = record_path(config), read_record(config) if step else {}
-    changes = changed(before, config, ranks)
-    history = [entry for entry in before.get(CHANGES, []) if entry["after_step"] <= step]
+    path, found = record_path(config), read_record(config)
+    listed = found.get(CHANGES, [])
+    entries = [entry for entry in listed if _is_entry(entry)] if isinstance(listed, list) else []
+    if path.is_file() and (not found or entries != listed):
+        aside = path.with_name(f"{path.name}.damaged")
+        path.replace(aside)
+        logger.warning("%s is damaged: it is kept as %s and written anew", path, aside)
+    changes = changed(found, config, ranks) if step else {}
+    history = [entry for entry in entries if entry["after_step"] <= step] if step else []
     history += [{"after_step": step, **changes}] if changes else []
     record = config.to_dict() | {BATCH: global_batch_size(config, ranks)}
     record |= {CHANGES: history} if history else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(record, indent=2))
     return changes
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("after_step"), int)

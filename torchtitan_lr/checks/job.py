@@ -9,7 +9,12 @@ from typing import Any
 
 from torchtitan_lr.checks.compression import check_grad_compression
 from torchtitan_lr.checks.pipeline import check_pipeline
-from torchtitan_lr.checks.stored import check_record, check_stored_data, check_stored_model
+from torchtitan_lr.checks.stored import (
+    check_record,
+    check_stored_model,
+    check_stored_optimizer,
+    check_stored_states,
+)
 from torchtitan_lr.checks.support import check_compile, check_cpu, check_parallelism, check_plans
 from torchtitan_lr.checks.values import (
     check_checkpoint,
@@ -25,13 +30,13 @@ from torchtitan_lr.errors import ConfigError
 # What reads data or builds models comes last.
 _CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
     *(check_parallelism, check_compile, check_cpu, check_training, check_dump_folder),
-    *(check_checkpoint, check_model, check_vocabulary, check_stored_model, check_data),
-    *(check_plans, check_pipeline, check_grad_compression, check_stored_data),
+    *(check_checkpoint, check_model, check_vocabulary, check_stored_model, check_stored_optimizer),
+    *(check_data, check_plans, check_pipeline, check_grad_compression, check_stored_states),
 )
 
 _OF_FILES = {
     *(check_dump_folder, check_checkpoint, check_vocabulary),
-    *(check_stored_model, check_data, check_stored_data),
+    *(check_stored_model, check_stored_optimizer, check_data, check_stored_states),
 }
 
 

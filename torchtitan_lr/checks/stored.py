@@ -13,11 +13,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.checkpoints.layout import MANIFEST, complete_steps, step_folder
+from torchtitan_lr.checkpoints.layout import MANIFEST, RESIDUALS, complete_steps, step_folder
 from torchtitan_lr.checkpoints.run_record import changed, described, read_record, record_path
-from torchtitan_lr.config.schema import vocabulary_rows
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.configured import configured_args
+from torchtitan_lr.config.schema import TSR, vocabulary_rows
+from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.models.configured import configured_args, llama_args
+from torchtitan_lr.optim.selection import stored_settings
 
 # Keys with which no run is resumed; 0, -1 and an empty text stand for another key's value.
 _NEVER_RESUMED = ("model.name", "low_rank.rank", "training.dataset")
@@ -47,25 +48,29 @@ def nothing_to_train(config: Any) -> str:
 
 
 def check_record(config: Any, world_size: int) -> None:
-    """Compare with the record of the run that would be resumed; needs neither torch nor data."""
-    record, (step, folder) = read_record(config), resumed(config)
-    if not record or step <= 0:  # a seed checkpoint, of step 0, has trained nothing
+    """Compare with the run that would be resumed and its record; needs neither torch nor data."""
+    step, folder = resumed(config)
+    if step <= 0:  # a seed checkpoint, of step 0, has trained nothing
         return
     with _cured(config):
         _check_numbers(config, folder)
-    differences, line = changed(record, config, world_size), nothing_to_train(config)
-    training = config.training
+    line, steps = nothing_to_train(config), config.training.steps
+    want = f"more than {step}: {line}"
+    differences = changed(read_record(config), config, world_size)
     for key, (there, here) in differences.items():
-        mixed = key == "training.dataset" and (training.mixture or training.allow_changed_corpus)
+        mixed = key == "training.dataset" and (
+            config.training.mixture or config.training.allow_changed_corpus
+        )
         never = key in _NEVER_RESUMED and not mixed and not {there, here} & {None, 0, -1, ""}
         # More steps do not help a run of another model either.
         if never or (line and key.partition(".")[0] in ("model", "low_rank", "caat")):
-            want = f"{there!r} as in {record_path(config)}, whose run would be resumed"
+            other = f"{there!r} as in {record_path(config)}, whose run would be resumed"
             with _cured(config):
-                raise ConfigError(key, here, want)
+                raise ConfigError(key, here, other)
     if differences and line:
-        want = f"more than {step}: {line}; changed: {described(differences)}"
-        raise ConfigError("training.steps", training.steps, want)
+        raise ConfigError("training.steps", steps, f"{want}; changed: {described(differences)}")
+    # With as many steps as it has, a run that was killed behind the last one still validates.
+    require(not line or steps == step, "training.steps", steps, want)
 
 
 def _check_numbers(config: Any, folder: str) -> None:
@@ -125,29 +130,89 @@ def check_stored_model(config: Any, world_size: int, device_type: str) -> None:
                 check_fingerprint(manifest.model, here, path)
 
 
-def check_stored_data(config: Any, world_size: int, device_type: str) -> None:
-    """Check that the position in the data belongs to this corpus and order.
+def check_stored_optimizer(config: Any, world_size: int, device_type: str) -> None:
+    """Check that the optimizer's state to load has the tensors of this optimizer.
+
+    Its hyperparameters may differ: those of the configuration are used.
+    """
+    folder, metadata = _stored_states(config)
+    prefix = "optimizer.state."
+    stored = metadata.state_dict_metadata if metadata else {}
+    sizes = {
+        name.removeprefix(prefix): entry.size
+        for name, entry in stored.items()
+        if name.startswith(prefix) and hasattr(entry, "size")
+    }
+    # Nothing to compare if the model alone was saved.
+    if not sizes or "optimizer" in config.checkpoint.exclude_from_loading:
+        return
+    section = config.optimizer
+    for name, there in stored_settings(sizes).items():
+        here = getattr(section, name)
+        if name == "name" and not there:  # AdamW or Adam, whose states are alike
+            there = "AdamW" if here == TSR else here
+        want = f"{there!r} as in the checkpoint {folder}, whose optimizer has another state"
+        want += "; checkpoint.exclude_from_loading = ['optimizer'] starts without it"
+        with _cured(config):
+            require(here == there, f"optimizer.{name}", here, want)
+
+
+def check_stored_states(config: Any, world_size: int, device_type: str) -> None:
+    """Check that residuals and position in the data belong to these ranks, this corpus and order.
 
     Of the checkpoint one value is read, of the corpus its record.
+    """
+    from torchtitan_lr.data.dataloader import TrainingRows
+
+    folder, metadata = _stored_states(config)
+    if metadata is None:
+        return
+    excluded = config.checkpoint.exclude_from_loading
+    with _cured(config):
+        if RESIDUALS not in excluded:
+            _check_residuals(config, world_size, metadata, folder)
+        # The positions of replicas are several.
+        has_position = any(name.startswith("dataloader.") for name in metadata.state_dict_metadata)
+        if has_position and "dataloader" not in excluded and not config.fault_tolerance.enable:
+            TrainingRows.of(config).check_checkpoint(folder, metadata)
+
+
+def _stored_states(config: Any) -> tuple[str, Any]:
+    """Return the checkpoint whose states besides the model will be loaded, if any.
+
+    Returns:
+        Its folder and its table of contents; None instead if loading it will report its damage.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
     from torchtitan_lr.checkpoints.safe_metadata import DamagedError, read_metadata
-    from torchtitan_lr.data.dataloader import TrainingRows
 
-    (step, folder), replicas = resumed(config), config.fault_tolerance.enable  # theirs are several
+    checkpoint, (step, folder) = config.checkpoint, resumed(config)
+    if step == -1 and checkpoint.enable and not checkpoint.initial_load_model_only:
+        folder = checkpoint.initial_load_path or ""
     # Of a seed checkpoint, of step 0, only the model is loaded.
-    if step <= 0 or replicas or "dataloader" in config.checkpoint.exclude_from_loading:
-        return
+    if not folder or step == 0 or checkpoint.create_seed_checkpoint:
+        return "", None
     try:
-        metadata = read_metadata(folder)
-    except (DamagedError, CheckpointException):  # loading it reports them
+        return folder, read_metadata(folder)
+    except (DamagedError, CheckpointException):
+        return folder, None
+
+
+def _check_residuals(config: Any, world_size: int, metadata: Any, folder: str) -> None:
+    """Compare the residuals of compressed gradients with those of this run's ranks."""
+    section = config.grad_compression
+    if section.codec == "none" or not section.save_residuals or llama_args(config) is None:
         return
-    if not any(name.startswith("dataloader.") for name in metadata.state_dict_metadata):
-        return
-    rows = TrainingRows.of(config, world_size)
-    with _cured(config):
-        rows.check_checkpoint(folder, metadata)
+    from torchtitan_lr.compression.residuals import check_residuals
+    from torchtitan_lr.estimate.run import read_run
+    from torchtitan_lr.estimate.traffic import exchanged_units
+
+    units = [unit for _, unit in exchanged_units(read_run(config, world_size))]
+    exchanged = [unit for unit in units if unit.compressed and unit.ranks > 1]
+    if exchanged:  # a rank alone exchanges nothing
+        shapes = [(world_size, unit.ranks, unit.compressed) for unit in exchanged]
+        check_residuals(shapes, folder, metadata)
 
 
 @contextmanager

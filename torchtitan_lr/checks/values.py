@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from torchtitan_lr.checkpoints import layout
-from torchtitan_lr.checkpoints.run_record import data_ranks
+from torchtitan_lr.checkpoints.run_record import data_ranks, global_batch_size
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import configured_args
@@ -153,7 +153,7 @@ def check_data(config: Any, world_size: int, device_type: str) -> None:
             a validation corpus with training files.
         DataError: A record or a shard is unreadable.
     """
-    from torchtitan_lr.data.prepare import Section, open_rows, wanted
+    from torchtitan_lr.data.prepare import Section, ensure_prepared, open_rows, wanted
     from torchtitan_lr.data.sources import Reader
 
     workers, key = config.training.dataloader.num_workers, "training.dataloader.num_workers"
@@ -163,7 +163,7 @@ def check_data(config: Any, world_size: int, device_type: str) -> None:
         trained, validated = (
             {
                 str(file.resolve())
-                for each in wanted(config, section, world_size)
+                for each in wanted(config, section)
                 for source in each.sources
                 if source.name == "local"
                 for file in Reader(source).files
@@ -174,8 +174,14 @@ def check_data(config: Any, world_size: int, device_type: str) -> None:
         advice = "validation.dataset = 'training' takes what is held out from it"
         want = f"files that are not trained on ({shared} is); {advice}"
         require(shared is None, "validation.dataset_path", validation.dataset_path, want)
-    for section in sections[: 1 + validation.enable]:
-        opened = open_rows(config, section, world_size)
+    _check_hub_tokens(config, world_size)
+    used = sections[: 1 + validation.enable]
+    ensure_prepared(config, *used)  # all that is missing is found before the first is prepared
+    rows_of_model = configured_args(config).vocab_size
+    for section in used:
+        opened = open_rows(config, section)
+        for part in opened:
+            part.corpus.check_ids(rows_of_model)
         for part in (part for part in opened if part.cut):
             logger.warning(
                 "%d pairs of %s are longer than %s.seq_len = %d and are cut; %d of them have no "
@@ -190,3 +196,18 @@ def check_data(config: Any, world_size: int, device_type: str) -> None:
                 "of %d",
                 *(rows, validation.seq_len, batch),
             )
+
+
+def _check_hub_tokens(config: Any, world_size: int) -> None:
+    """Refuse a streamed dataset whose size would depend on the number of ranks."""
+    from torchtitan_lr.data.prepare import wanted
+
+    training = config.training
+    limited = any(source.tokens for part in wanted(config) for source in part.sources)
+    batch = global_batch_size(config, world_size)
+    if limited and not training.hf_tokens and batch > training.local_batch_size:
+        tokens = (training.steps + 1) * batch * (training.seq_len + 1)
+        want = f"{tokens:,} tokens ({tokens}) as all steps read on {data_ranks(config, world_size)}"
+        want += f" data-parallel ranks, or training.global_batch_size = {batch}: what is prepared"
+        want += " of a streamed dataset does not depend on the ranks"
+        require(training.global_batch_size > 0, "training.hf_tokens", 0, want)

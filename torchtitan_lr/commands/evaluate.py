@@ -27,7 +27,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.commands.parser import OneLineParser, check_at_least
+from torchtitan_lr.commands.parser import OneLineParser, add_extension, check_at_least
 from torchtitan_lr.errors import ConfigError
 
 
@@ -72,20 +72,25 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--num_fewshot", type=int, help="examples per request; default: the task's")
     parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
+    add_extension(parser)
     parser.add_argument("--out", type=Path, help="JSON file to write as well")
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
 
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate and print the results on rank 0; return the exit status."""
+    from torchtitan_lr.launch.environment import forget_other_ranks
     from torchtitan_lr.launch.processes import end_with_torchrun, exit_without_teardown
 
     end_with_torchrun()
+    forget_other_ranks()
     check_at_least(args, documents=0, seq_len=0, batch_size=1)
     check_corpus(args)
     check_tasks(args)
+    from torchtitan_lr.config.build import import_extension
     from torchtitan_lr.hf.loading import find_step
 
+    import_extension(args.custom_import)
     if args.tasks:
         from torchtitan_lr.hf.harness import evaluate_tasks as evaluate
     else:

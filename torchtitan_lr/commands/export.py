@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from torchtitan_lr.checkpoints.layout import is_free, unfinished
-from torchtitan_lr.commands.parser import OneLineParser
+from torchtitan_lr.commands.parser import OneLineParser, add_extension
 from torchtitan_lr.errors import ConfigError
 
 DTYPES = ("checkpoint", "float32", "bfloat16")
@@ -37,6 +37,7 @@ def add_arguments(parser: OneLineParser) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="checkpoint", help="precision written")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
+    add_extension(parser)
     parser.add_argument(
         "--keep_factors", action="store_true", help="hf: keep the factors of llama_svd too"
     )
@@ -83,6 +84,7 @@ def export(args: argparse.Namespace) -> None:
     """
     import torch
 
+    from torchtitan_lr.config.build import import_extension
     from torchtitan_lr.hf.export import check_hf_exportable, export_factored
     from torchtitan_lr.hf.folder import add_tokenizer, export_folder, find_tokenizer
     from torchtitan_lr.hf.loading import (
@@ -93,6 +95,7 @@ def export(args: argparse.Namespace) -> None:
     )
     from torchtitan_lr.hf.shards import plan_shards
 
+    import_extension(args.custom_import)
     plan_shards({}, args.max_shard_size)  # refuse a wrong size before anything is written
     args.checkpoint = find_step(args.checkpoint)
     config = read_run_config(args.checkpoint, args.config)

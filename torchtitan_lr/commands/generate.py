@@ -30,8 +30,9 @@ import os
 import sys
 from pathlib import Path
 
-from torchtitan_lr.commands.parser import OneLineParser
+from torchtitan_lr.commands.parser import OneLineParser, add_extension
 from torchtitan_lr.errors import ConfigError, DataError
+from torchtitan_lr.launch.environment import forget_other_ranks
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -72,11 +73,13 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--compile", action="store_true", help="compile the step; slow to start")
     parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
+    add_extension(parser)
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
 
 
 def run(args: argparse.Namespace) -> int:
     """Continue the prompts; return the exit status."""
+    forget_other_ranks()
     # Every rank reports a wrong option: torchrun ends the others as soon as one of them has failed.
     check_args(args)
     prompts = None
@@ -183,11 +186,13 @@ def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
         ConfigError: The model cannot be loaded, or a prompt cannot be continued.
     """
     from torchtitan_lr.checkpoints.manifest import from_first_rank
+    from torchtitan_lr.config.build import import_extension
     from torchtitan_lr.hf.generate_ranks import load_on_ranks
     from torchtitan_lr.hf.loading import find_step
     from torchtitan_lr.inference.completion import Settings, complete
     from torchtitan_lr.inference.decode import Sampling, compile_blocks
 
+    import_extension(args.custom_import)
     first = prompts is not None
     model, tokenizer, choice = load_on_ranks(
         find_step(args.checkpoint), args.config, args.device, args.cache, args.overrides

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.commands.export import add_out, check_out
-from torchtitan_lr.commands.parser import OneLineParser, check_at_least
+from torchtitan_lr.commands.parser import OneLineParser, add_extension, check_at_least
 
 DTYPES = ("float32", "bfloat16")
 
@@ -49,6 +49,7 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument(
         "--device", default="", help="svd: where to compute; default: cuda where there is one"
     )
+    add_extension(parser)
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
 
 
@@ -56,8 +57,10 @@ def run(args: argparse.Namespace) -> int:
     """Write the checkpoint; return the exit status."""
     check_out(args)
     check_at_least(args, calibration_tokens=1)
+    from torchtitan_lr.config.build import import_extension
     from torchtitan_lr.hf.import_hf import import_folder
 
+    import_extension(args.custom_import)
     report = (lambda matrix: None) if args.json else print_matrix
     result = import_folder(args, report, lambda text: print(text, file=sys.stderr))
     print(json.dumps(result, indent=2) if args.json else as_text(result))

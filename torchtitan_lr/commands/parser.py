@@ -7,14 +7,17 @@ default. An error is one line, ``error: ...``, with status 2.
 """
 
 import argparse
+import contextlib
 import functools
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torchtitan_lr.commands.interrupts import end_stopped, was_stopped
 from torchtitan_lr.config.paths import find_config, near_configs
 from torchtitan_lr.errors import ConfigError, RunFailedError, escaped
 
@@ -26,8 +29,9 @@ def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
         main: Takes the arguments, or None for the process's own.
 
     Returns:
-        A function that returns 2 for a `ConfigError`, and 1 for a `RunFailedError` or a closed
-        output.
+        A function that returns 2 for a `ConfigError`, 128 and the number of a signal that stopped
+        it, and 1 for a `RunFailedError`, a closed output, or an error of the system such as a full
+        disk.
     """
 
     @functools.wraps(main)
@@ -36,18 +40,63 @@ def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
             status = main(argv)
             sys.stdout.flush()
             return status
-        except ConfigError as error:
-            _wait_for_first_rank()
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        except RunFailedError as error:
-            print(escaped(str(error)), file=sys.stderr)
-            return 1
-        except BrokenPipeError:  # the reader, `head` for example, has what it wanted
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except (KeyboardInterrupt, Exception) as error:
+            if was_stopped():  # a library may have turned the exception into its own
+                from torchtitan_lr.launch.processes import exit_without_teardown
+
+                exit_without_teardown(end_stopped())
+            if isinstance(error, KeyboardInterrupt):  # Python's own handler
+                return end_stopped()
+            _flush_output()
+            if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has what it wants
+                return 1
+            if isinstance(error, ConfigError):
+                _wait_for_first_rank()
+                _tell(f"error: {error}")
+                return 2
+            line = describe_error(error)
+            if line is None:
+                raise
+            _tell(line)
             return 1
 
     return wrapped
+
+
+_OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory", re.IGNORECASE)  # torch's words
+
+
+def describe_error(error: Exception) -> str | None:
+    """Return the line for an error that is no `ConfigError`; None for one that only a bug raises.
+
+    Libraries wrap the errors of the system in their own: causes are looked at too.
+    """
+    if isinstance(error, RunFailedError):
+        return str(error)
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+    for found in causes:
+        if isinstance(found, MemoryError) or _OUT_OF_MEMORY.search(str(found)):
+            return "error: this machine has too little memory for that"
+        if isinstance(found, OSError):
+            name = found.filename
+            where = f"{os.fsdecode(name)}: " if isinstance(name, (str, bytes)) else ""
+            return " ".join(f"error: {where}{found.strerror or found}".split())
+    return None
+
+
+def _tell(line: str) -> None:
+    with contextlib.suppress(OSError):  # of a terminal that is gone
+        print(escaped(line), file=sys.stderr, flush=True)
+
+
+def _flush_output() -> None:
+    """Write what stdout still holds, or drop it: its last flush would fail at the process's end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 FIRST_RANK_SECONDS = 5
@@ -127,6 +176,17 @@ class OneLineParser(argparse.ArgumentParser):
         """
         _wait_for_first_rank()
         self.exit(2, f"error: {escaped(message)}\n")
+
+
+def add_extension(parser: OneLineParser) -> None:
+    """Add ``--experimental.custom_import``, for commands that read a run or weights."""
+    parser.add_argument(
+        "--experimental.custom_import",
+        dest="custom_import",
+        metavar="MODULE",
+        help="a module of your own that registers the model's family or plan; what a run's record "
+        "names is never imported",
+    )
 
 
 def check_toml(path: str, name: str = "CONFIG") -> None:

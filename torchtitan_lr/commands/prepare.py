@@ -6,10 +6,11 @@ r"""Write the tokens of text into a folder that training reads.
         --tokenizer my_tokenizer --out tokens
     torchtitan-lr train --training.dataset=prepared --training.dataset_path=tokens
 
-A source is a file, folder or pattern of .txt, .jsonl (also .gz and .zst) or .parquet; cpython,
-python_stdlib or python_stdlib_docs; or a dataset of the Hugging Face Hub. The folder has Megatron's
-indexed format. A killed command goes on where it was. `train` prepares its dataset by itself: the
-command is for corpora that several machines share, or that are prepared elsewhere.
+A source is a file, folder or pattern of .txt, .jsonl (also .gz, .zst, .bz2 and .xz) or .parquet;
+cpython, python_stdlib or python_stdlib_docs; or a dataset of the Hugging Face Hub. The folder has
+Megatron's indexed format; it must be new, empty or this command's own. A killed command goes on
+where it was. `train` prepares its dataset by itself: the command is for corpora that several
+machines share, or that are prepared elsewhere.
 """
 
 import argparse
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """Prepare or verify a folder, and print its size; return the exit status."""
     from torchtitan_lr.console.progress import progress
     from torchtitan_lr.data.corpus import Corpus
+    from torchtitan_lr.data.prepare import losses
 
     if args.verify:
         corpus = Corpus.open(args.out, "--out")
@@ -58,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
             corpus.check_shard(shard)
     else:
         corpus = _prepare(args)
-        for bad in corpus.record["bad_records"]:
-            print(f"left out {bad}")
+        for line in losses(corpus, len(corpus.record["bad_records"])):
+            print(line)
     train, held_out = corpus.tokens(), corpus.tokens(held_out=True)
     print(f"{train:,} tokens to train on, {held_out:,} held out -> {args.out}")
     return 0

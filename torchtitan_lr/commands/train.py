@@ -28,7 +28,6 @@ checkpoint.initial_load_path names it, starts from these weights in any layout a
 
 import argparse
 import os
-import signal
 from pathlib import Path
 
 from torchtitan_lr.commands.parser import OneLineParser
@@ -64,19 +63,18 @@ def add_arguments(parser: OneLineParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train: as a rank under torchrun, else through the launcher; return the exit status."""
+    from torchtitan_lr.config.build import build_job_config
     from torchtitan_lr.launch.environment import read_environment
-    from torchtitan_lr.launch.launcher import main, stop_before_ranks, train_arguments
+    from torchtitan_lr.launch.launcher import main, train_arguments
     from torchtitan_lr.launch.processes import exit_without_teardown
 
-    # A process started with `cmd &` ignores SIGINT; keep it ignored.
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, stop_before_ranks)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from torchtitan_lr.train import main as train_rank
 
         exit_without_teardown(train_rank(train_arguments(args.arguments, read_environment())))
-    if any("create_seed_checkpoint" in argument for argument in args.arguments):
-        print(make_seed_checkpoint(train_arguments(args.arguments, read_environment())))
+    arguments = train_arguments(args.arguments, read_environment())
+    if build_job_config(arguments).checkpoint.create_seed_checkpoint:
+        print(make_seed_checkpoint(arguments))
         return 0
     exit_without_teardown(main(args.arguments))
 

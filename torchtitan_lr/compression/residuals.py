@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torchtitan_lr.checkpoints.layout import RESIDUALS, is_dcp
 from torchtitan_lr.checkpoints.safe_metadata import read_metadata
 from torchtitan_lr.compression.compressor import COUNTS, Compressor
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import require
+from torchtitan_lr.numerics import joint_norm
 
 
 @dataclass
@@ -65,7 +66,7 @@ class Residuals:
             measured.
         """
         measured = [
-            torch.cat([c.counts, c.residual.double().square().sum().view(1)])
+            torch.cat([c.counts, joint_norm([c.residual]).double().square().view(1)])
             for c in self.compressors
             if c.counts is not None
         ]
@@ -83,25 +84,34 @@ class Residuals:
         }
 
     def check_checkpoint(self, checkpoint_id: str, metadata: Metadata | None = None) -> None:
-        """Raise for a checkpoint with other residuals, before it is loaded.
-
-        Raises:
-            ConfigError: It has no residuals, or residuals of other ranks or tensors.
-        """
-        saved = saved_residuals(checkpoint_id, metadata)
-        skip = f"checkpoint.exclude_from_loading = ['{RESIDUALS}'] to start without residuals"
-        if not saved:
-            want = f"a checkpoint saved with gradient compression, or {skip}"
-            raise ConfigError("checkpoint", checkpoint_id, want)
+        """As `check_residuals`, of the compressors of this rank."""
         world = dist.get_world_size()
-        here = {f"{c.name}.residual": (world, *c.residual.shape) for c in self.compressors}
-        if saved != here:
-            ranks = next(iter(saved.values()))[0]
-            want = (
-                f"one of {world} ranks and these compressed tensors (it has {ranks} ranks: "
-                f"residuals cannot be resharded), or {skip}"
-            )
-            raise ConfigError("checkpoint", checkpoint_id, want)
+        shapes = [(world, *compressor.residual.shape) for compressor in self.compressors]
+        check_residuals(shapes, checkpoint_id, metadata)
+
+
+def check_residuals(
+    here: Iterable[tuple[int, ...]], checkpoint_id: str, metadata: Metadata | None = None
+) -> None:
+    """Raise for a checkpoint with other residuals, before it is loaded.
+
+    Args:
+        here: Shape (world, W, m) of the residual of every unit of this run.
+        checkpoint_id: The checkpoint's folder.
+        metadata: Its table of contents, where it has been read already.
+
+    Raises:
+        ConfigError: It has no residuals, or residuals of other ranks or tensors.
+    """
+    saved = saved_residuals(checkpoint_id, metadata)
+    skip = f"checkpoint.exclude_from_loading = ['{RESIDUALS}'] to start without residuals"
+    want = f"'none' as in {checkpoint_id}, not saved with gradient compression, or {skip}"
+    require(saved, "grad_compression.codec", "a codec", want)
+    ranks = next(iter(saved.values()))[0]
+    want = f"the ranks ({ranks}), layout and compressed tensors of {checkpoint_id}, "
+    want += f"whose residuals cannot be resharded, or {skip}"
+    fits = sorted(saved.values()) == sorted(here)
+    require(fits, "grad_compression", "other residuals", want)
 
 
 def saved_residuals(

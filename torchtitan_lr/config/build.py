@@ -19,7 +19,7 @@ from torchtitan_lr.config.parse import (
 )
 from torchtitan_lr.config.paths import find_config, user_path
 from torchtitan_lr.config.ranges import check_ranges
-from torchtitan_lr.config.schema import AC_MODES, CONFIG_MODULE, MODELS, TP_PLANS
+from torchtitan_lr.config.schema import AC_MODES, CONFIG_MODULE, ITS_MODULE, MODELS, TP_PLANS
 from torchtitan_lr.errors import ConfigError, require
 
 _MODULE_KEY, _IMPORT_KEY = "job.custom_config_module", "experimental.custom_import"
@@ -39,7 +39,8 @@ def build_job_config(argv: list[str], record: dict[str, Any] | None = None) -> A
         argv: Arguments such as ``["--job.config_file", "debug_cola", "--training.steps=10"]``,
             with the name of a shipped file or a path.
         record: The saved record of a run, instead of a file. Its keys that this version does not
-            have are ignored; what it lacks has its default.
+            have are ignored; what it lacks has its default. It may be somebody else's: modules that
+            it names are neither looked up nor imported (`import_extension`).
 
     Returns:
         torchtitan's JobConfig with the sections of ``torchtitan_lr.config.schema`` merged in.
@@ -54,7 +55,7 @@ def build_job_config(argv: list[str], record: dict[str, Any] | None = None) -> A
             overrides[place] = Override(key, path)
     if path == "":
         raise ConfigError(CONFIG_FILE_KEY, "", "a TOML file such as train_configs/debug_cola.toml")
-    raw = record
+    raw = without_code(record) if record is not None else None
     if raw is None:
         raw = load_toml(path) if path else {}
         want = "a TOML file with settings; it has none"
@@ -79,8 +80,8 @@ def _fill(raw: dict[str, Any], overrides: list[Override], of_record: bool) -> An
         _importable(module, _IMPORT_KEY, "a module that can be imported")
         # It may register an unknown name; otherwise the ranks import it later.
         if any(isinstance(name, str) and name not in known for name, known in names):
-            importlib.import_module(module)
-    checked = check_toml(raw, config_cls, skip_unknown=of_record)
+            import_extension(module)
+    checked = check_record(raw) if of_record else check_toml(raw, config_cls)
     values = apply_overrides(checked, overrides, config_cls)
     check_ranges(values, config_cls)
     if (folder := values.get("job", {}).get("dump_folder")) is not None:
@@ -92,6 +93,44 @@ def _fill(raw: dict[str, Any], overrides: list[Override], of_record: bool) -> An
     if (extension := extension_of(config)) is not None:
         extension.complete(config)
     return config
+
+
+def without_code(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a run's record without the names of modules: a run that is read chooses no code."""
+    kept = {name: table for name, table in record.items() if name != "experimental"}
+    if isinstance(job := kept.get("job"), dict):
+        kept["job"] = {key: value for key, value in job.items() if key != "custom_config_module"}
+    return kept
+
+
+def check_record(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the known keys of a run's record, or of some of its sections.
+
+    Raises:
+        ConfigError: A value has a wrong type, or a plan is unknown.
+    """
+    try:
+        return check_toml(record, config_class(), skip_unknown=True)
+    except ConfigError as error:
+        if error.key not in REGISTERED:
+            raise
+        raise ConfigError(error.key, error.got, f"{error.want}, or {ITS_MODULE}") from error
+
+
+def import_extension(module: str | None) -> None:
+    """Import the module that a command line or its TOML names by ``experimental.custom_import``.
+
+    Raises:
+        ConfigError: It cannot be imported.
+    """
+    if not module:
+        return
+    try:
+        importlib.import_module(module)
+    except (ImportError, ValueError, TypeError) as error:  # a relative name, an empty part
+        raise ConfigError(
+            _IMPORT_KEY, module, f"a module that can be imported ({error})"
+        ) from error
 
 
 def extension_of(config: Any) -> Any | None:
@@ -111,7 +150,6 @@ def extension_of(config: Any) -> Any | None:
 
 def _extension_name(name: Any) -> str:
     """Return a valid ``job.custom_config_module``: the package's own or an experiment's."""
-    # Records of checkpoints name one too, and must not make this process import just any module.
     name, want = name or CONFIG_MODULE, f"{CONFIG_MODULE}, or a module of torchtitan_lr.experiments"
     if name != CONFIG_MODULE and not str(name).startswith("torchtitan_lr.experiments."):
         raise ConfigError(_MODULE_KEY, name, want)

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 import tomli
 
-from torchtitan_lr.config.paths import near_configs
+from torchtitan_lr.config.paths import near_configs, shipped_config
 from torchtitan_lr.errors import ConfigError, require
 
 CONFIG_FILE_KEY = "job.config_file"
@@ -66,16 +66,16 @@ def split_arguments(argv: list[str]) -> list[Override]:
 def load_toml(path: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
     """Read a TOML file, over the file that its key ``include`` names.
 
-    The included file may include another one; ``above`` are the files that led to this one. Tables
-    are merged key by key; a value of the file, arrays included, replaces that of the included file.
-    ``${config_dir}`` is a file's own folder.
+    That is a path from the file's own folder, or a shipped file's name. It may include another one;
+    ``above`` are the files that led to this one. Tables are merged key by key; a value of the file,
+    arrays included, replaces that of the included file. ``${config_dir}`` is a file's own folder.
 
     Raises:
         ConfigError: A file is missing, unreadable or not TOML, or includes itself; a syntax error
             is reported as ``file:line``.
     """
     try:
-        text = Path(path).read_bytes().decode("utf-8")
+        text = Path(path).read_bytes().decode("utf-8-sig")  # Windows' editors begin with a mark
         values = tomli.loads(in_folder(text, Path(path).parent))
     except UnicodeDecodeError as error:
         raise ConfigError(CONFIG_FILE_KEY, path, f"a UTF-8 text file ({error.reason})") from error
@@ -99,8 +99,13 @@ def load_toml(path: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
     where, chain = f"include of {path}", (*above, os.path.realpath(path))
     named = isinstance(base, str) and base
     require(named, where, base, 'one file, such as include = "base.toml"')
-    file = Path(path).parent / base
-    require(file.is_file(), where, base, f"a TOML file, relative to {Path(path).parent}")
+    file: str | Path = Path(path).parent / base
+    if not os.path.isfile(file):
+        file = shipped_config(base) or file
+    near = near_configs(base)
+    want = f"a TOML file, relative to {Path(path).parent}, or a shipped one"
+    want += f": did you mean {near}?" if near else ""
+    require(os.path.isfile(file), where, base, want)
     new = os.path.realpath(file) not in chain
     require(new, where, base, "a file that does not lead back to this one")
     return _merge(load_toml(str(file), chain), values)

@@ -33,6 +33,18 @@ def user_path(path: str, key: str) -> Path:
     return expanded
 
 
+def leads_out(path: Path, folder: Path) -> bool:
+    """Return whether a path of a folder leads out of it by links.
+
+    The cache of the Hugging Face Hub links its snapshots' files to ``blobs`` beside their folders:
+    these belong to the snapshot.
+    """
+    target, root = path.resolve(), folder.resolve()
+    if target.is_relative_to(root):
+        return False
+    return target.parent.name != "blobs" or target.parents[1] not in root.parents
+
+
 def shipped_configs() -> dict[str, Path]:
     """Return the TOML files of ``train_configs`` by name, such as ``debug_cola``, sorted."""
     return {path.stem: path for path in sorted(SHIPPED.glob("*.toml"))}
@@ -44,12 +56,15 @@ def find_config(text: str) -> str:
     A shipped file's name is ``debug_cola``, ``debug_cola.toml`` or
     ``train_configs/debug_cola.toml``.
     """
-    if os.path.isfile(text):
-        return text
+    return text if os.path.isfile(text) else shipped_config(text) or text
+
+
+def shipped_config(text: str) -> str | None:
+    """Return the path of the shipped file of a name; None without any."""
     path = PurePath(text)
     here = path.parent in (PurePath(), PurePath(FOLDER))
     shipped = shipped_configs().get(path.name.removesuffix(".toml")) if here else None
-    return text if shipped is None else str(shipped)
+    return None if shipped is None else str(shipped)
 
 
 def near_configs(text: str) -> str:

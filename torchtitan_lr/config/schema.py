@@ -25,6 +25,9 @@ TP_PLANS = ["auto", *BUILT_IN_PLANS]
 MODELS = ("llama_full", "llama_svd", "llama_cola", "llama_lax")
 """Values of ``model.name`` that ``experimental.custom_import`` registers by default."""
 
+ITS_MODULE = "--experimental.custom_import=MODULE of the module that registers it"
+"""What else a user may give where a family or a plan is unknown."""
+
 AC_MODES = ["selective", "full", "memory_budget", "none", "low_rank"]
 """Values of ``activation_checkpoint.mode``."""
 
@@ -93,9 +96,9 @@ class Training:
     - 'python_stdlib_docs': pairs for fine-tuning, in the package: short functions of the files of
       'cpython', and the first lines of their docstrings
     - 'local': the .txt, .jsonl or .parquet files that ``dataset_path`` names (a path or a glob);
-      .txt and .jsonl may be compressed (.gz, .zst), and .jsonl files may hold pairs (``prompt``,
-      ``completion``) or chats (``messages``), one per row of the batch, with loss on the answers
-      alone
+      .txt and .jsonl may be compressed (.gz, .zst, .bz2, .xz), and .jsonl files may hold pairs
+      (``prompt``, ``completion``) or chats (``messages``), one per row of the batch, with loss on
+      the answers alone
     - 'hf': the Hugging Face dataset that ``dataset_path`` names: a folder, or a name on the Hub
       such as 'owner/name' or 'owner/name@revision'
     - 'c4', 'c4_validation': streamed from the Hugging Face hub
@@ -121,8 +124,9 @@ class Training:
     it and prepares all of it."""
 
     hf_tokens: Annotated[int, NATURAL] = 0
-    """'hf': tokens to prepare of a streamed dataset; 0 takes those that ``training.steps`` read.
-    Another number is another corpus, so set it where a run may get more steps later."""
+    """'hf': tokens to prepare of a streamed dataset; 0 takes those that ``training.steps`` read in
+    batches of ``training.global_batch_size``. Another number is another corpus, so set it where a
+    run may get more steps later, or has no ``global_batch_size`` and several data ranks."""
 
     mixture: list[dict[str, str | float]] = field(default_factory=list)
     """Several corpora instead of ``dataset``: a table ``[[training.mixture]]`` for each, with the
@@ -139,8 +143,8 @@ class Training:
     before it stops. 0 stops at the first."""
 
     max_bad_records: Annotated[int, NATURAL] = 0
-    """Number of unreadable records (an invalid JSON line) that a preparation may leave out. With
-    more of them nothing is trained. A file that breaks off is never left out."""
+    """Number of unreadable records (a line that is no JSON, or not UTF-8) that a preparation may
+    leave out. With more of them nothing is trained. A file that breaks off is never left out."""
 
     allow_changed_corpus: bool = False
     """Resume from a checkpoint of another corpus, order or ``seq_len``, or of a version whose

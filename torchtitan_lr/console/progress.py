@@ -54,7 +54,7 @@ class Plain:
 
     Args:
         what: The work.
-        total: Number of items, None if unknown.
+        total: Number of items, None if unknown; they may be more.
         unit: Name of the items.
         clock: Returns seconds.
         write: Prints a line.
@@ -81,13 +81,13 @@ class Plain:
         elapsed = now - self._started
         # A quarter of the time so far: an hour of work has about 20 lines.
         self._due = now + max(QUIET_SECONDS, elapsed / 4)
-        if self._total is None:
+        if not self._total:
             self._write(f"{self._what}: {count:,} {self._unit} in {duration(elapsed)}")
             return
-        left = duration(elapsed * (self._total / count - 1))
+        left = duration(elapsed * max(0.0, self._total / count - 1))
         self._write(
             f"{self._what}: {count:,} of {self._total:,} {self._unit} "
-            f"({count / self._total:.0%}), {left} left"
+            f"({min(count / self._total, 1):.0%}), {left} left"
         )
 
 
@@ -127,9 +127,10 @@ class Preparing:
         rate = (tokens - self._before[0]) / elapsed
         text = f"preparing: {documents:,} documents, {tokens:,} tokens, {rate:,.0f} tokens/s"
         if share is not None:
+            share = min(share, 1.0)  # an estimate from the sizes of files may be too small
             new = share - self._before[1]
             left = f", {duration(elapsed * (1 - share) / new)} left" if new > 0 else ""
-            text += f", {min(share, 1):.0%}{left}"
+            text += f", {share:.0%}{left}"
         if self._terminal:
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
             self._due = now + 0.2

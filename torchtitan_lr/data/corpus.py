@@ -28,12 +28,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
 import os
 import struct
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from itertools import repeat
@@ -44,6 +46,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_lr.checkpoints.layout import write_whole
+from torchtitan_lr.console.progress import progress
 from torchtitan_lr.errors import ConfigError, DataError, require
 from torchtitan_lr.titan import IGNORE_INDEX
 
@@ -59,6 +62,7 @@ _DTYPES = {1: np.uint8, 4: np.int32, 5: np.int64, 8: np.uint16}
 """Codes of the types that token ids and loss masks can have."""
 
 RECORD = "corpus.json"
+JOURNAL = "preparing.json"  # how far a preparation is
 PARTS = ("train", "held_out")
 FORMAT = "torchtitan_lr tokens 1"
 
@@ -172,8 +176,34 @@ class Corpus:
             want += ": they were changed; prepare them again"
             raise DataError(KEY, opened[0].prefix, want)
 
+    def check_ids(self, vocabulary: int) -> None:
+        """Check that all token ids are rows of a model's vocabulary, before a run.
+
+        What was prepared with a tokenizer of as many tokens is read up to :data:`CHECKED_BYTES`;
+        of other writers everything.
+
+        Raises:
+            DataError: A token is none of ``0 .. vocabulary - 1``; it names the file and the place.
+        """
+        known = self.record.get("tokenizer", {}).get("vocabulary", math.inf)
+        left = CHECKED_BYTES if known <= vocabulary else math.inf
+        for info in progress(self.train + self.held_out, "checking token ids", unit="shards"):
+            if left > 0:
+                shard = self.shard(info)
+                shard.check_ids(vocabulary)
+                left -= 2 * shard.num_tokens
+
     def _pairs(self, info: ShardInfo) -> list[IndexedDataset]:
         return [self.shard(info), *([self.shard(info, loss=True)] if self.kind == "pairs" else [])]
+
+
+def is_ours(folder: Path) -> bool:
+    """Return whether a folder was prepared here, or a preparation of it has begun."""
+    if (folder / JOURNAL).is_file():
+        return True
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return bool(json.loads((folder / RECORD).read_bytes())["format"] == FORMAT)
+    return False
 
 
 def save_record(folder: Path, about: dict[str, Any], counts: list[list[list[int]]]) -> Corpus:
@@ -286,6 +316,19 @@ class IndexedDataset:
             return np.frombuffer(found, self._dtype, count // self._size)
         except (OSError, ValueError) as error:  # ValueError: fewer tokens than there were
             raise self._error(".bin", f"a file whose tokens can all be read ({error})") from error
+
+    def check_ids(self, vocabulary: int) -> None:
+        """Read all tokens; errors as for :meth:`Corpus.check_ids`."""
+        most = np.iinfo(self._dtype).max
+        if self._dtype.kind == "u" and most < vocabulary:
+            return
+        for start in range(0, self.num_tokens, 1 << 20):
+            ids = self.read(start, min(start + (1 << 20), self.num_tokens))
+            if ids.min() < 0 or ids.max() >= vocabulary:
+                place = int(np.argmax((ids < 0) | (ids >= vocabulary)))
+                want = f"token ids from 0 to {vocabulary - 1}, the model's, not {ids[place]} as "
+                want += f"token {start + place}; model.vocab_size sets another number"
+                raise self._error(".bin", want)
 
     def starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the places of ``start .. stop - 1`` at which a document begins ``(n,)``."""

@@ -77,11 +77,11 @@ class TrainingRows(Dataset[Batch]):
         self.identity += f"training.shuffle_seed={seed}"
 
     @staticmethod
-    def of(job_config: Any, world_size: int | None = None) -> TrainingRows:
-        """Open the rows of a run; arguments and errors as for `open_rows`."""
+    def of(job_config: Any) -> TrainingRows:
+        """Open the rows of a run; errors as for `open_rows`."""
         training, other = job_config.training, job_config.debug.seed or 0
         seed = other if training.shuffle_seed is None else training.shuffle_seed
-        rows = open_rows(job_config, "training", world_size)
+        rows = open_rows(job_config, "training")
         return TrainingRows(rows, seed if training.shuffle else None, training.allow_changed_corpus)
 
     def __getitems__(self, rows: list[int]) -> Batch:
@@ -130,7 +130,10 @@ class TrainingRows(Dataset[Batch]):
         here, there = next(pair for pair in words if pair[0] != pair[1])
         key, _, mine = here.partition("=")
         if key in ("training.dataset", "training.mixture"):
-            advice += "; training.hf_tokens sets a Hub's dataset's size, otherwise the steps do"
+            advice += "; training.hf_tokens sets a Hub's dataset's size, otherwise the steps do; of"
+            advice += (
+                " an earlier version, training.dataset = 'prepared' reads its folder of tokens"
+            )
         want = f"{there.removeprefix(f'{key}=')} as in {checkpoint_id} ({advice})"
         raise ConfigError(key, mine, want)
 

@@ -6,29 +6,33 @@ into ``training.token_folder``, which all runs of a user share. The name of a fo
 of all that determines its content: the files with their sizes and times, the tokenizer, the rule
 of the held-out part. A run locks the folders that it reads, and shares these locks with other runs:
 no folder is deleted while it is read. Who prepares one has a second lock alone. Locks are the
-kernel's (``flock``), so none outlives its process. On a file system without locks two runs may
-prepare the same folder at once: each machine writes into a folder of its own, and the first to be
-ready is used.
+kernel's (``flock``), so none outlives its process. On a file system without locks the second lock
+is a name of a socket, which one process of a machine can have, and several machines may prepare the
+same folder at once: each writes into a folder of its own, and the first to be ready is used.
+
+What is prepared does not depend on the number of ranks: one process evaluates what 64 train on.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import socket
+import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
-from torchtitan_lr.checkpoints.run_record import data_ranks, global_batch_size
 from torchtitan_lr.console.log import say
 from torchtitan_lr.console.progress import Preparing
-from torchtitan_lr.data.corpus import RECORD, Corpus, Rows
+from torchtitan_lr.data.corpus import JOURNAL, RECORD, Corpus, Rows, is_ours
 from torchtitan_lr.data.sources import LIBRARIES, Reader, Source, data_path
 from torchtitan_lr.data.tokenize import signature_of, tokenize
 from torchtitan_lr.data.tokenizer import Tokenizer, build_tokenizer
@@ -59,7 +63,18 @@ KEY = "training.token_folder"
 
 Section = Literal["training", "validation"]
 
-_held: dict[Path, IO[bytes]] = {}  # the locks of the folders that this process reads
+HELD_OUT_TOKENS = 1 << 24
+"""Tokens that are prepared of a Hub's held-out split, unless validation reads all of it."""
+
+STORED = re.compile(r"[a-z0-9_]+-[0-9a-f]{20}")
+"""Names of folders in the shared store: no others are ever deleted."""
+
+
+class _Lock(Protocol):
+    def close(self) -> None: ...
+
+
+_held: dict[Path, _Lock] = {}  # the locks of the folders that this process reads
 
 
 @dataclass(frozen=True)
@@ -72,16 +87,14 @@ class Part:
     folder: str = ""  # of its tokens; empty until it is prepared
 
 
-def wanted(config: Any, section: Section = "training", world_size: int = 1) -> list[Part]:
+def wanted(config: Any, section: Section = "training") -> list[Part]:
     """Return what a section of a run's ``JobConfig`` or record reads.
-
-    Of a dataset of the Hub the ranks of the run determine how much is prepared.
 
     Raises:
         ConfigError: An unknown corpus, or a path that is missing, unused or does not exist.
     """
     training, validation = config.training, config.validation
-    tokens, held_out = _tokens(config, world_size)
+    tokens, held_out = _tokens(config)
     if section == "validation" and validation.dataset != "training":
         entries, tokens = [{"dataset": validation.dataset, "path": validation.dataset_path}], 0
     else:
@@ -98,22 +111,35 @@ def wanted(config: Any, section: Section = "training", world_size: int = 1) -> l
     return found
 
 
-def ensure_prepared(
-    config: Any, section: Section = "training", world_size: int | None = None
-) -> list[Part]:
+def ensure_prepared(config: Any, *sections: Section) -> list[Part]:
     """Return the corpora of a run with their folders, after preparing those that are missing.
 
     In a rank of the launcher they are known. Elsewhere the first process prepares them and others
-    wait. The folders stay locked until the process ends. Errors are those of :func:`wanted` and
-    :func:`tokenize`; ``world_size`` is that of the environment by default.
+    wait. The folders stay locked until the process ends.
+
+    Args:
+        config: A run's ``JobConfig`` or record.
+        *sections: Whose corpora, one after the other; those of ``training`` by default.
+
+    Raises:
+        ConfigError: As for :func:`wanted` and :func:`tokenize`.
+        DataError: As for :func:`tokenize`.
     """
-    parts = wanted(config, section, world_size or int(os.environ.get("WORLD_SIZE", "1")))
+    parts = [part for section in sections or ("training",) for part in wanted(config, section)]
     known = json.loads(os.environ.get(PREPARED, "{}"))
-    folders = [known.get(repr(p.sources)) or p.folder or _prepared(config, p) for p in parts]
-    return [replace(part, folder=folder) for part, folder in zip(parts, folders, strict=True)]
+    folders = [known.get(repr(part.sources)) or part.folder for part in parts]
+    # All are looked for before the first is prepared: that may take hours.
+    readers = [
+        [] if folder else [Reader(source) for source in part.sources]
+        for part, folder in zip(parts, folders, strict=True)
+    ]
+    return [
+        replace(part, folder=folder or _prepared(config, part, own))
+        for part, folder, own in zip(parts, folders, readers, strict=True)
+    ]
 
 
-def open_rows(config: Any, section: Section, world_size: int | None = None) -> list[Rows]:
+def open_rows(config: Any, section: Section) -> list[Rows]:
     """Open the corpora of a run: what it trains on, or the held-out part that it validates on.
 
     Arguments and errors are those of `ensure_prepared`, which prepares what is missing; a part
@@ -122,7 +148,7 @@ def open_rows(config: Any, section: Section, world_size: int | None = None) -> l
     masked = getattr(config.training, "mask_documents", False)
     seq_len, held_out = getattr(config, section).seq_len, section == "validation"
     opened = []
-    for part in ensure_prepared(config, section, world_size):
+    for part in ensure_prepared(config, section):
         corpus = Corpus.open(part.folder)
         want = "another corpus, or false for validation.enable: nothing of it is held out"
         require(not held_out or corpus.held_out, "validation.dataset", part.name, want)
@@ -130,16 +156,13 @@ def open_rows(config: Any, section: Section, world_size: int | None = None) -> l
     return opened
 
 
-def prepare_for_ranks(config: Any, world_size: int) -> dict[str, str]:
+def prepare_for_ranks(config: Any) -> dict[str, str]:
     """Prepare and check all folders of a run, and return environment variables for its ranks.
 
     Errors are those of :func:`ensure_prepared`; a damaged folder is a DataError too.
     """
-    known = {
-        repr(part.sources): part.folder
-        for section in get_args(Section)[: 1 + bool(config.validation.enable)]
-        for part in ensure_prepared(config, section, world_size)
-    }
+    sections = get_args(Section)[: 1 + bool(config.validation.enable)]
+    known = {repr(part.sources): part.folder for part in ensure_prepared(config, *sections)}
     for folder in set(known.values()):
         Corpus.open(folder).check()
     return {PREPARED: json.dumps(known)}
@@ -194,25 +217,24 @@ def _entries(training: Any) -> list[dict[str, Any]]:
     return entries
 
 
-def _tokens(config: Any, world_size: int) -> tuple[int, int | None]:
-    """Return the tokens that a run reads to train on, and in one validation (None for all).
+def _tokens(config: Any) -> tuple[int, int | None]:
+    """Return how many tokens to prepare of the Hub: to train on, and held out (None for all).
 
-    The first are ``training.hf_tokens``, else those of all steps and of one step more.
+    The first are ``training.hf_tokens``, else those of all steps and of one step more. Without a
+    ``training.global_batch_size`` the batch counts as that of one data-parallel rank.
     """
     training, section = config.training, config.validation
-    steps = (training.steps + 1) * global_batch_size(config, world_size)
+    batch = max(training.global_batch_size, 0) or training.local_batch_size
+    steps = (training.steps + 1) * batch * (training.seq_len + 1)
     # Records of earlier runs lack the key.
-    tokens = int(getattr(training, "hf_tokens", 0) or steps * (training.seq_len + 1))
-    if section.enable and section.steps < 0:
-        return tokens, None
-    rows = section.enable * section.steps * section.local_batch_size
-    return tokens, max(1, rows * data_ranks(config, world_size) * (section.seq_len + 1))
+    tokens = int(getattr(training, "hf_tokens", 0) or steps)
+    return tokens, None if section.enable and section.steps < 0 else HELD_OUT_TOKENS
 
 
-def _prepared(config: Any, part: Part) -> str:
+def _prepared(config: Any, part: Part, readers: Sequence[Reader]) -> str:
     """Return the folder of a part, locked until this process ends; prepare it if needed."""
     training, most = config.training, config.training.max_bad_records
-    tokenizer, readers = build_tokenizer(config), [Reader(source) for source in part.sources]
+    tokenizer = build_tokenizer(config)
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     store = data_path(training.token_folder or f"{cache}/torchtitan_lr/tokens", KEY)
     folder = store / f"{part.sources[0].name}-{signature_of(readers, tokenizer)[:20]}"
@@ -226,13 +248,22 @@ def _prepared(config: Any, part: Part) -> str:
     want = f"training.max_bad_records = {len(lost)}: {folder / RECORD} lists what was left out"
     require(len(lost) <= most, "training.max_bad_records", most, want)
     if is_new:
-        for bad in lost[:20]:
-            say(f"warning: left out {bad}")
+        for line in losses(corpus):
+            say(f"warning: {line}")
         limit = training.token_folder_gb
         kept = free(store, limit * 1e9) / 1e9
         counts = f"{corpus.tokens():,} tokens to train on and {corpus.tokens(True):,} held out"
         say(f"prepared {counts}; {store} has {kept:,.2f} GB of at most {limit:g} GB")
     return str(folder)
+
+
+def losses(corpus: Corpus, most: int = 20) -> list[str]:
+    """Return a line for each of the first records that were left out, and one for those changed."""
+    lines = [f"left out {bad}" for bad in corpus.record["bad_records"][:most]]
+    replaced = corpus.record.get("replaced", {"records": 0})  # earlier versions did not count
+    if count := replaced["records"]:
+        lines.append(f"changed {count:,} records, the first {replaced['first'][0]}")
+    return lines
 
 
 def prepare_folder(
@@ -248,11 +279,16 @@ def prepare_folder(
         DataError: As for :func:`tokenize`.
     """
     lock, scratch = folder / ".lock", folder
+    if folder.is_dir() and not is_ours(folder):
+        begun = (lock.name, JOURNAL)  # with its ending while it is written
+        foreign = next((name for name in os.listdir(folder) if not name.startswith(begun)), None)
+        want = f"a folder that is new, empty or was begun by this command; it holds {foreign!r}"
+        require(key == KEY or foreign is None, key, str(folder), want)
     if key == KEY:
         lock = folder.parent / "preparing" / folder.name
         scratch = Path(f"{folder}.preparing-{socket.gethostname()}")
     if not (folder / RECORD).is_file():
-        with _locked(lock, fcntl.LOCK_EX, key), closing(Preparing()) as shown:
+        with closing(_locked(lock, fcntl.LOCK_EX, key)), closing(Preparing()) as shown:
             if not (folder / RECORD).is_file():  # another run may have prepared it meanwhile
                 tokenize(readers, tokenizer, scratch, key=key, report=shown, **options)
                 if scratch != folder:
@@ -262,13 +298,17 @@ def prepare_folder(
                         os.rename(scratch, folder)
                     shutil.rmtree(scratch, ignore_errors=True)
     corpus = Corpus.open(folder, key)
-    want = "another folder: it was prepared from other sources, or with another tokenizer"
+    want = "another folder: it was prepared from other sources, with another tokenizer, or by an"
+    want += " earlier version that read these differently"
     require(corpus.record["signature"] == signature_of(readers, tokenizer), key, str(folder), want)
     return corpus
 
 
-def _locked(path: Path, kind: int, key: str) -> IO[bytes]:
-    """Open and lock a file, where its file system has locks; its time is that of the last use."""
+def _locked(path: Path, kind: int, key: str) -> _Lock:
+    """Open and lock a file; its time is that of the last use.
+
+    Where its file system has no locks, a shared one is none.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("ab")
@@ -276,22 +316,43 @@ def _locked(path: Path, kind: int, key: str) -> IO[bytes]:
     except OSError as error:
         want = f"a folder that can be written ({error.strerror})"
         raise ConfigError(key, str(path.parent), want) from error
-    with suppress(OSError):
-        try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"waiting for another run, which has locked {path} to prepare the same tokens")
-            fcntl.flock(file, kind)
+    waiting = f"waiting for another run, which has locked {path} to prepare the same tokens"
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        say(waiting)
+        fcntl.flock(file, kind)
+    except OSError:
+        return _named(path, waiting) if kind == fcntl.LOCK_EX else file
     return file
+
+
+def _named(path: Path, waiting: str) -> _Lock:
+    """Take the name of a path on this machine, as soon as no other process has it.
+
+    The kernel keeps the names of abstract sockets, and drops one when its process ends.
+    """
+    name = f"\0torchtitan_lr-{hashlib.sha256(os.path.realpath(path).encode()).hexdigest()}"
+    held = socket.socket(socket.AF_UNIX)
+    while True:
+        try:
+            held.bind(name)
+            return held
+        except OSError:
+            if waiting:
+                say(waiting)
+            waiting = ""
+            time.sleep(0.5)
 
 
 def free(store: Path, limit: float) -> int:
     """Delete the folders that were not used for longest, until the others fit a limit in bytes.
 
     A folder that a run reads or prepares is kept, and so is every folder where the file system has
-    no locks. Returns the bytes that are left.
+    no locks, or whose name is not one of :data:`STORED`. Returns the bytes that are left.
     """
-    locks = sorted((store / "locks").iterdir(), key=lambda lock: lock.stat().st_mtime)
+    locks = [lock for lock in (store / "locks").iterdir() if STORED.fullmatch(lock.name)]
+    locks.sort(key=lambda lock: lock.stat().st_mtime)
     sizes = dict.fromkeys(locks, 0)
     for lock in locks:  # the folder of each, and those of machines that prepare it
         with suppress(FileNotFoundError):  # another run has just renamed or deleted its own

@@ -12,27 +12,33 @@ choice depends on the document alone, so all copies of one are in the same part.
 would be nothing or a few words: a small corpus holds out the documents with the lowest hashes, up
 to a tenth of the text or 16 KiB. A pair is chosen by its question, a module of the library (one in
 20) by its path. A .txt file has no documents: its pieces of 4 KiB are chosen by their place.
+
+Of a folder, hidden files and folders are not read (backups of editors, ``.ipynb_checkpoints``), nor
+what was prepared there. A link that leads out of the folder is refused: who sent the folder could
+have named any file of this machine.
 """
 
 from __future__ import annotations
 
+import bz2
 import glob
 import hashlib
 import io
 import json
+import lzma
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import accumulate, groupby, islice
-from operator import itemgetter
+from itertools import accumulate, count, groupby, islice
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, TypeAlias
+from typing import IO, Any, Literal, NamedTuple
 
-from torchtitan_lr.config.paths import user_path
+from torchtitan_lr.config.paths import leads_out, user_path
+from torchtitan_lr.data.corpus import is_ours
 from torchtitan_lr.data.pairs import MESSAGES, PROMPT, parse_pair, question_of
 from torchtitan_lr.errors import ConfigError, DataError, require
 
@@ -46,13 +52,24 @@ SHIPPED = {CPYTHON: _ASSETS / "stdlib.jsonl.zst", STDLIB_DOCS: _ASSETS / "docs.j
 EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 """Folders of the library that are not read: installed packages and test suites."""
 
-COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # suffixes, and pyarrow's names of the codecs
-ENDINGS = (".txt", ".jsonl", ".parquet", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst")
+COMPRESSED: dict[str, Any] = {".gz": "gzip", ".zst": "zstd", ".bz2": bz2.open, ".xz": lzma.open}
+"""How files are read by their suffix: pyarrow's name of the codec, or what opens them."""
+
+ENDINGS = (*(kind + end for end in ("", *COMPRESSED) for kind in (".txt", ".jsonl")), ".parquet")
 
 PIECE_BYTES = 1 << 20  # of text: some 0.2 seconds of work for a tokenizer
 PLACE_BYTES = 1 << 12  # of a .txt file, whose lines are held out together
 HEAD_BYTES = 1 << 16  # of a file, in which its encoding is looked for
-FIRST_BYTES = 1 << 26  # of a line that may be the first pair; a longer one is none
+LONGEST = 1 << 24
+"""Bytes of the longest line of a .jsonl file (characters of a column's text) that is read.
+
+A tokenizer takes some 130 bytes of memory per byte of one document: 2 GB for these 16 MiB."""
+
+ROWS_BYTES = 1 << 29
+"""Bytes up to which rows of a .parquet file are read at once, if each has its chunk's longest text:
+661 bytes can hold 256 rows of 13 MB each."""
+
+BOM = b"\xef\xbb\xbf"  # some editors write it before a text in UTF-8
 
 ONE_IN = 200
 USUAL_LIMIT = (1 << 64) // ONE_IN  # a large corpus holds out the documents with lower hashes
@@ -87,16 +104,20 @@ class Piece(NamedTuple):
     """Some text as it was read."""
 
     file: str  # for errors
-    data: bytes | list[str]  # whole lines, or texts
+    data: bytes | list[str | bytes]  # whole lines, or texts; as bytes if they are no UTF-8
     position: Any  # where to read on behind it (JSON)
     share: float = 0.0  # of the source that is read then; 0 if unknown
     start: int | None = None  # bytes of a .txt file before it; None of others, with documents
-    line: int = 1  # the number of its first one
+    line: int = 1  # the number of its first line or row
     held_out: bool | None = None  # the part of all its documents; None to choose by hash
 
 
-Bad: TypeAlias = tuple[str, str]
-"""The place of a record that cannot be read, and what was expected there."""
+class Bad(NamedTuple):
+    """A record that is left out, or of which a part is replaced."""
+
+    place: str
+    want: str  # what was expected there
+    replaced: bool = False  # it is not left out
 
 
 class Reader:
@@ -122,6 +143,7 @@ class Reader:
             self.files = library_files(self._root)
         elif (place := data_path(source.paths[0], source.key)).is_dir():
             self.files = sorted(file for file in place.rglob("*") if file.is_file())
+            _refuse_links(self.files, place, source.key)
 
     def _holds_pairs(self) -> bool:
         """Return whether the first JSON object of the first .jsonl file is a pair or a chat."""
@@ -129,7 +151,7 @@ class Reader:
         # There may be none, and reading it later reports what is wrong.
         with suppress(IndexError, OSError), files[0].open("rb") as raw:
             lines = io.BufferedReader(_decompressed(raw, files[0]))
-            while not isinstance(first, dict) and (line := lines.readline(FIRST_BYTES)):
+            while not isinstance(first, dict) and (line := lines.readline(LONGEST + 1)):
                 first = _from_json(line)
         first = first if isinstance(first, dict) else {}
         if "text" in first or not first.keys() & {PROMPT, MESSAGES}:
@@ -143,6 +165,8 @@ class Reader:
         stats = ((os.path.abspath(file), file.stat()) for file in self.files)
         files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         named = asdict(replace(self.source, key="", paths=() if files else self.source.paths))
+        if any(kind_of(file) == ".txt" for file in self.files):
+            named["txt"] = 2  # 1 replaced what is not UTF-8, and kept the mark at the beginning
         return named | {"files": files}
 
     @cached_property
@@ -154,8 +178,7 @@ class Reader:
         sizes: Counter[int] = Counter()
         for piece in self.pieces():
             for hashed, text in self._records(piece, []):
-                size = len(text if isinstance(text, bytes) else text.encode())
-                sizes[document_hash(hashed)] += size
+                sizes[document_hash(hashed)] += len(text.encode())
         if len(sizes) < 2:
             return 0
         wanted, held = min(ENOUGH_BYTES, sizes.total() // 10), 0
@@ -211,9 +234,7 @@ class Reader:
 
         for held_out, run in groupby(self._records(piece, bad), part):
             texts = [text for _, text in run]
-            if piece.start is not None:
-                texts = [b"".join(texts).decode("utf-8", errors="replace")]
-            parts[held_out].extend(texts)
+            parts[held_out].extend(texts if piece.start is None else ["".join(texts)])
         return parts, bad
 
     def texts(self, held_out: bool = False) -> Iterator[str]:
@@ -224,40 +245,68 @@ class Reader:
         """
         for piece in self.pieces():
             parts, bad = self.documents(piece)
-            if bad:
-                raise DataError(self.source.key, *bad[0])
+            if lost := [record for record in bad if not record.replaced]:
+                raise DataError(self.source.key, lost[0].place, lost[0].want)
             yield from parts[held_out]
 
-    def _records(self, piece: Piece, bad: list[Bad]) -> Iterator[tuple[str, Any]]:
-        """Yield what is hashed to choose the part of a text, and the text; of .txt its bytes."""
-        if isinstance(piece.data, list):
-            pairs = (pair for text in piece.data for pair in text.split("\n"))
-            yield from ((text, text) for text in (pairs if self.pairs else piece.data) if text)
-        elif piece.start is not None:
-            # The lines that start in the same bytes have the name of their place.
-            name, lines = Path(piece.file).relative_to(self._root), list(io.BytesIO(piece.data))
-            starts = accumulate(map(len, lines), initial=piece.start)
-            places = (f"{name.as_posix()}:{start // PLACE_BYTES}" for start in starts)
-            for place, run in groupby(zip(places, lines, strict=False), itemgetter(0)):
-                yield place, b"".join(line for _, line in run)
-        else:
-            for number, line in enumerate(piece.data.split(b"\n"), piece.line):
-                try:
-                    if line.strip() and (document := self._parse(line)):
-                        yield question_of(document) if self.pairs else document, document
-                except ValueError as error:
-                    bad.append((f"{piece.file}:{number}", str(error)))
+    def _records(self, piece: Piece, bad: list[Bad]) -> Iterator[tuple[str, str]]:
+        """Yield what is hashed to choose the part of a text, and the text."""
+        if piece.start is not None:
+            yield from self._places(piece, bad)
+            return
+        lines: list[Any] = piece.data if isinstance(piece.data, list) else piece.data.split(b"\n")
+        parse = self._of_row if isinstance(piece.data, list) else self._of_line
+        for number, line in enumerate(lines, piece.line):
+            try:
+                for document in parse(line):
+                    clean = document
+                    if not document.isascii():
+                        # JSON can encode a lone surrogate, which tokenizers reject.
+                        clean = document.encode("utf-8", errors="replace").decode("utf-8")
+                    if clean != document:
+                        want = "no lone surrogate, which '?' replaces"
+                        bad.append(Bad(_place(piece.file, number), want, replaced=True))
+                    yield question_of(clean) if self.pairs else clean, clean
+            except ValueError as error:
+                bad.append(Bad(_place(piece.file, number), str(error)))
 
-    def _parse(self, line: bytes) -> str:
-        """Return the document of a .jsonl line; a ValueError says what was expected."""
-        record, column = _from_json(line), self.source.column
-        text = record.get(column) if isinstance(record, dict) else None
+    def _places(self, piece: Piece, bad: list[Bad]) -> Iterator[tuple[str, str]]:
+        """Yield the lines of .txt that start in the same bytes, with the name of their place."""
+        assert isinstance(piece.data, bytes) and piece.start is not None
+        name = Path(piece.file).relative_to(self._root).as_posix()
+        lines = list(io.BytesIO(piece.data))
+        starts = accumulate(map(len, lines), initial=piece.start)
+        numbered = zip(starts, count(piece.line), lines, strict=False)
+        for place, run in groupby(numbered, lambda each: each[0] // PLACE_BYTES):
+            texts = []
+            for start, number, line in run:
+                try:
+                    texts.append(_decoded(line if start else line.removeprefix(BOM)))
+                except ValueError as error:
+                    bad.append(Bad(_place(piece.file, number), str(error)))
+            if text := "".join(texts):
+                yield f"{name}:{place}", text
+
+    def _of_row(self, text: Any) -> list[str]:
+        """Return the documents of a row; a ValueError says what was expected."""
+        if len(text) > LONGEST:
+            raise ValueError(f"a text of at most {LONGEST:,} characters")
+        known = _decoded(text) if isinstance(text, bytes) else text
+        return [part for part in (known.split("\n") if self.pairs else [known]) if part]
+
+    def _of_line(self, line: bytes) -> list[str]:
+        """Return the document of a .jsonl line, if any; errors as for a row."""
+        if len(line) > LONGEST:
+            raise ValueError(f"a line of at most {LONGEST:,} bytes")
+        if not line.strip():
+            return []
+        record, column = _from_json(_decoded(line.removeprefix(BOM))), self.source.column
         if self.pairs:
-            text = parse_pair(record)
-        elif not isinstance(text, str):
+            return [parse_pair(record)]
+        text = record.get(column) if isinstance(record, dict) else None
+        if not isinstance(text, str):
             raise ValueError(f'a JSON object with a string "{column}"')
-        # JSON can encode a lone surrogate, which tokenizers reject.
-        return text.encode("utf-8", errors="replace").decode("utf-8")
+        return [text] if text else []
 
     def _lines(self, path: Path, rest: Any) -> Iterator[Piece]:
         """Read a .txt or .jsonl file behind ``rest``: so many bytes, and the number of the line."""
@@ -266,23 +315,33 @@ class Reader:
             left = start - (raw.seek(start) if file is raw else 0)
             while left:
                 left -= len(file.read(min(left, PIECE_BYTES)))
-            data, place, new = b"", start, b"first"
-            while new:
-                # Up to multiples of the size: what is resumed is cut as if it had not been stopped.
-                new = file.read(PIECE_BYTES - place % PIECE_BYTES)
-                data, place = data + new, place + len(new)
-                cut = data.rfind(b"\n") + 1 if new else len(data)  # a carriage return ends no line
-                head = data[:HEAD_BYTES].decode("utf-8", errors="replace") if not start else ""
-                # A few bad bytes are no other encoding.
-                if "\0" in head or head.count("\ufffd") * 10 > len(head):
-                    want = "text in UTF-8; this is UTF-16, in another encoding or binary"
-                    raise DataError(self.source.key, str(path), want)
+            held, place = bytearray(), start  # of a line that goes on; bytes that were read
+            # Up to multiples of the size: what is resumed is cut as if it had not been stopped.
+            while new := file.read(PIECE_BYTES - place % PIECE_BYTES):
+                if not place:
+                    self._refuse_other_encodings(path, new[:HEAD_BYTES])
+                place += len(new)
+                cut = new.rfind(b"\n") + 1  # a carriage return ends no line
+                if is_plain and not cut and len(held) + len(new) >= PIECE_BYTES:
+                    cut = _cut_in_line(new)
+                # The rest of a line that is too long is not kept.
+                held += new[:cut] if cut else new[: max(0, LONGEST + 1 - len(held))]
                 if cut:
-                    after = (start + cut, line + data.count(b"\n", 0, cut))
+                    after = (place - len(new) + cut, line + held.count(b"\n"))
                     share = raw.tell() / path.stat().st_size
                     before = start if is_plain else None
-                    yield Piece(str(path), data[:cut], after, share, before, line)
-                    (start, line), data = after, data[cut:]
+                    yield Piece(str(path), bytes(held), after, share, before, line)
+                    (start, line), held = after, bytearray(new[cut:])
+            if held:
+                before = start if is_plain else None
+                yield Piece(str(path), bytes(held), (place, line), 1.0, before, line)
+
+    def _refuse_other_encodings(self, path: Path, head: bytes) -> None:
+        """Raise a DataError for what is no text in UTF-8; a few bad bytes are bad lines."""
+        found = head.decode("utf-8", errors="replace")
+        if "\0" in found or found.count("\ufffd") * 10 > len(found):
+            want = "text in UTF-8; this is UTF-16, in another encoding or binary"
+            raise DataError(self.source.key, str(path), want)
 
     def _rows(self, path: Path, rest: Any) -> Iterator[Piece]:
         """Read a .parquet file behind its first ``rest`` rows."""
@@ -293,13 +352,20 @@ class Reader:
         done, column = rest or 0, self.source.column
         with pq.ParquetFile(path) as file:
             kinds = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
-            if kinds.get(column) not in (pa.string(), pa.large_string()):
+            kind = kinds.get(column)
+            kind = kind.value_type if isinstance(kind, pa.DictionaryType) else kind
+            if kind not in (pa.string(), pa.large_string(), pa.string_view()):
                 raise DataError(self.source.key, str(path), f"strings in column '{column}'")
-            batches = file.iter_batches(256, columns=[column], use_threads=False)
-            texts = (text or "" for batch in batches for text in batch.column(0).to_pylist())
+            groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+            leaves = [file.metadata.schema.column(i).path for i in range(file.metadata.num_columns)]
+            sizes = (group.column(leaves.index(column)).total_uncompressed_size for group in groups)
+            many = min(256, max(1, ROWS_BYTES // max(1, *sizes, 1)))
+            batches = file.iter_batches(many, columns=[column], use_threads=False)
+            texts = (text for batch in batches for text in _strings(batch.column(0)))
             for some in _grouped(islice(texts, done, None)):
+                share = (done + len(some)) / file.metadata.num_rows
+                yield Piece(str(path), some, done + len(some), share, line=done + 1)
                 done += len(some)
-                yield Piece(str(path), some, done, done / file.metadata.num_rows)
 
     def _modules(self, path: Path, rest: Any) -> Iterator[Piece]:
         """Read the library's files behind the first ``rest``.
@@ -349,10 +415,12 @@ class Reader:
         want = f"one of the columns of {given!r}: {', '.join(known)}"
         require(source.column in known, "training.text_column", source.column, want)
         rows = rows.to_iterable_dataset() if isinstance(rows, datasets.Dataset) else rows
-        if rest is not None:
-            rows.load_state_dict(rest)
-        for some in _grouped(row.get(source.column) or "" for row in rows):
-            yield Piece(str(path), some, rows.state_dict())
+        done, state = rest or (0, None)
+        if state is not None:
+            rows.load_state_dict(state)
+        for some in _grouped(_text_of_row(row, source.column) for row in rows):
+            yield Piece(str(path), some, (done + len(some), rows.state_dict()), line=done + 1)
+            done += len(some)
 
 
 def document_hash(document: str) -> int:
@@ -372,18 +440,50 @@ def kind_of(path: Path) -> str:
 
 
 def find_files(paths: tuple[str, ...], key: str) -> list[Path]:
-    """Return the files of paths, folders and patterns that hold text, sorted by path."""
-    sizes: dict[Path, int] = {}
+    """Return the files of paths, folders and patterns that hold text, sorted by path.
+
+    Raises:
+        ConfigError: There are none, or a link leads out of a folder.
+    """
+    found: dict[Path, Path] = {}  # by their places without links: a loop of folders ends
     for path in paths:
-        target = data_path(path, key)
-        found = [target] if target.is_file() else list(target.rglob("*"))
-        found = found or [Path(name) for name in glob.glob(str(target), recursive=True)]
-        require(found, key, path, "an existing file or folder, or a pattern that matches")
-        known = (file for file in found if file.name.endswith(ENDINGS) and file.is_file())
-        sizes |= {Path(os.path.abspath(file)): file.stat().st_size for file in known}
-    want = "files that are not empty" if sizes else "files that end in " + ", ".join(ENDINGS)
-    require(any(sizes.values()), key, ", ".join(paths), want)
-    return sorted((file for file, size in sizes.items() if size), key=Path.as_posix)
+        target, folder = data_path(path, key), None
+        if target.is_file():
+            files = [target]
+        elif target.is_dir():
+            files, folder = _walked(target), target
+        else:
+            files = [Path(name) for name in sorted(glob.glob(str(target), recursive=True), key=len)]
+            folder = Path(os.path.dirname(glob.escape(str(target)).partition("[")[0]))
+        require(files, key, path, "an existing file or folder, or a pattern that matches")
+        known = [file for file in files if file.name.endswith(ENDINGS) and file.is_file()]
+        if folder is not None:
+            _refuse_links(known, folder, key)
+        for file in known:
+            found.setdefault(file.parent.resolve() / file.name, Path(os.path.abspath(file)))
+    want = "files that are not empty" if found else "files that end in " + ", ".join(ENDINGS)
+    filled = [file for file in found.values() if file.stat().st_size]
+    require(filled, key, ", ".join(paths), want)
+    return sorted(filled, key=Path.as_posix)
+
+
+def _walked(root: Path) -> list[Path]:
+    """Return the files below a folder but hidden ones, and those of prepared folders."""
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        if not is_ours(Path(folder)):
+            files += [Path(folder, name) for name in names if not name.startswith(".")]
+    return files
+
+
+def _refuse_links(files: list[Path], folder: Path, key: str) -> None:
+    for file in files:
+        if leads_out(file, folder):
+            want = (
+                f"files of {folder}; this one is a link to {file.resolve()}: name that to read it"
+            )
+            raise ConfigError(key, str(file), want)
 
 
 def library_files(root: Path) -> list[Path]:
@@ -399,30 +499,75 @@ def library_files(root: Path) -> list[Path]:
     return found
 
 
-def _from_json(line: bytes) -> Any:
+def _from_json(line: str | bytes) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
         return None
 
 
+def _decoded(text: bytes) -> str:
+    """Return text in UTF-8; a ValueError says what else it has."""
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        want = f"text in UTF-8, not the byte 0x{text[error.start]:02x} at {error.start}"
+        raise ValueError(f"{want} (`iconv -f LATIN1 -t UTF-8` converts ISO-8859-1)") from error
+
+
+def _place(file: str, number: int) -> str:
+    """Name a line or a row; what a terminal cannot show of a file's name is escaped."""
+    return f"{repr(file)[1:-1]}:{number}"
+
+
+def _cut_in_line(text: bytes) -> int:
+    """Return where to cut a long line of .txt: before its last space, or between characters."""
+    cut = text.rfind(b" ")
+    if cut > 0:
+        return cut
+    first = max(1, len(text) - 3)
+    starts = (place for place in range(len(text) - 1, first - 1, -1) if text[place] & 0xC0 != 0x80)
+    return next(starts, len(text))
+
+
 def _decompressed(raw: IO[bytes], path: Path) -> Any:
     """Return a file's text for reading bytes; reading raises OSError where a file is cut."""
-    if path.suffix not in COMPRESSED:
+    codec = COMPRESSED.get(path.suffix)
+    if codec is None:
         return raw
+    if not isinstance(codec, str):
+        return codec(raw)
     import pyarrow as pa  # imported late: plain text does not need it
 
-    return pa.CompressedInputStream(pa.PythonFile(raw, "r"), COMPRESSED[path.suffix])
+    return pa.CompressedInputStream(pa.PythonFile(raw, "r"), codec)
 
 
-def _grouped(documents: Iterator[str]) -> Iterator[list[str]]:
-    """Yield documents in lists of about :data:`PIECE_BYTES`."""
-    some, size = list[str](), 0
+def _strings(column: Any) -> list[Any]:
+    """Return the texts of an arrow column; as bytes where one is not UTF-8."""
+    import pyarrow as pa
+
+    if isinstance(column.type, pa.DictionaryType):
+        column = column.dictionary_decode()
+    try:
+        return [text or "" for text in column.to_pylist()]
+    except UnicodeDecodeError:
+        return [text or b"" for text in column.cast(pa.large_binary()).to_pylist()]
+
+
+def _text_of_row(row: dict[str, Any], column: str) -> str:
+    text = row.get(column) or ""
+    if not isinstance(text, str):
+        raise TypeError("the column has other values than text")
+    return text
+
+
+def _grouped(documents: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yield texts in lists of about :data:`PIECE_BYTES`."""
+    some, size = list[Any](), 0
     for document in documents:
-        if not isinstance(document, str):
-            raise TypeError("the column has other values than text")
-        some.append(document)
-        size += len(document)
+        # The rest of a text that is too long is not kept.
+        some.append(document[: LONGEST + 1])
+        size += len(some[-1])
         if size >= PIECE_BYTES:
             yield some
             some, size = [], 0

@@ -189,7 +189,10 @@ def _of_config(given: Any) -> dict[str, str]:
 
 @contextmanager
 def _limited_time() -> Iterator[None]:
-    """Raise a TimeoutError behind `MOST_SECONDS`; only in the main thread, which has signals."""
+    """Raise a TimeoutError behind `MOST_SECONDS` of work, in the main thread: others get no signal.
+
+    The timer counts the process's own time, so `signal.alarm` stays free for others.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -197,13 +200,13 @@ def _limited_time() -> Iterator[None]:
     def stop(*_: Any) -> NoReturn:
         raise TimeoutError(f"it takes more than {MOST_SECONDS:g} seconds")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _check_length(length: int) -> None:

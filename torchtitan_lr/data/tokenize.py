@@ -5,6 +5,10 @@ Pieces go out and come back in the order of the source, so the folder does not d
 of processes. Every two seconds the tokens are written, and then a journal records how many there
 are and where reading goes on: a killed preparation continues there, and its folder is that of one
 that was never killed. Memory holds a few pieces per process and these tokens, whatever the source.
+
+The journal is written before anything else, so a folder without one is not ours, and its digest
+finds a changed byte. Locks keep two processes apart (:mod:`torchtitan_lr.data.prepare`); where none
+work, a process that finds the journal of another one stops before it writes.
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ import json
 import math
 import multiprocessing
 import os
+import re
+import resource
+import secrets
 import signal
 import time
 from collections import deque
@@ -33,18 +40,22 @@ import numpy.typing as npt
 from torchtitan_lr.checkpoints.layout import write_whole
 from torchtitan_lr.compat.interpreter import cores, end_with
 from torchtitan_lr.console.log import say
-from torchtitan_lr.data.corpus import PARTS, Corpus, save_record, write_index
+from torchtitan_lr.data.corpus import JOURNAL, PARTS, Corpus, save_record, write_index
 from torchtitan_lr.data.pairs import PairEncoder
 from torchtitan_lr.data.sources import ONE_IN, Bad, Piece, Reader, Source
 from torchtitan_lr.data.tokenizer import Tokenizer, encode_documents, tokenizer_identity, vocabulary
 from torchtitan_lr.errors import ConfigError, DataError, require
 
-JOURNAL = "preparing.json"
 BAD_RECORDS = "bad_records.txt"
+SHARD_FILE = re.compile(rf"({'|'.join(PARTS)})-\d{{5}}(\.loss)?\.(bin|idx|lengths)")
 
 SHARD_BYTES = 4 << 30  # of tokens, after which a shard ends: 250 shards in a terabyte
 MOST_LISTED = 1000  # bad records beyond those that may be lost, before a preparation gives up
 SYNC_SECONDS = 2.0
+PIECE_SECONDS = 900
+"""Seconds after which the process of a piece is ended: some tokenizers' rules never end."""
+
+LEAST_MEMORY = 4 << 30  # bytes that each process may take, also where the machine has fewer
 
 Arrays = list[npt.NDArray[Any]]
 """Lengths of documents, their tokens, and of pairs the loss mask."""
@@ -69,17 +80,47 @@ class Journal:
     tokens: int = 0  # of it so far, as far as they count for its limit
     shards: list[list[list[int]]] = field(default_factory=lambda: [[], []])
     """Documents and tokens of each shard, by part."""
-    bad: list[list[str]] = field(default_factory=list)  # the records that cannot be read
+    bad: list[list[str]] = field(default_factory=list)  # the records that are left out
+    replaced: int = 0  # records of which a part is replaced
+    replaced_first: list[list[str]] = field(default_factory=list)
     commits: list[str | None] = field(default_factory=list)  # of each source; None if not known
+    owner: str = ""  # of the process that writes it
 
     @staticmethod
     def load(folder: Path, signature: str) -> Journal:
-        """Read it; a new one where there is none, or of other sources."""
-        with suppress(OSError, ValueError, TypeError):
-            found = Journal(**json.loads((folder / JOURNAL).read_text()))
-            if found.signature == signature:
-                return found
+        """Read it; a new one where there is none, or one that is damaged or of other sources."""
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            found = json.loads((folder / JOURNAL).read_text())
+            if found.pop("digest") == _digest(found) and found["signature"] == signature:
+                return Journal(**found)
         return Journal(signature)
+
+    def save(self, folder: Path) -> None:
+        """Write it, until it is on the disk."""
+        record = asdict(self)
+        write_whole(folder / JOURNAL, json.dumps(record | {"digest": _digest(record)}, indent=1))
+
+    def check_owner(self, folder: Path, key: str) -> None:
+        """Raise a ConfigError if another process has written its own since."""
+        found = {}
+        with suppress(OSError, ValueError):
+            found = json.loads((folder / JOURNAL).read_text())
+        want = "a folder that no other process prepares or deletes meanwhile"
+        require(found.get("owner") == self.owner, key, str(folder), want)
+
+    def add_bad(self, bad: Sequence[Bad]) -> None:
+        """Count records that are left out or changed."""
+        for record in bad:
+            if not record.replaced:
+                self.bad.append([record.place, record.want])
+                continue
+            self.replaced += 1
+            if len(self.replaced_first) < MOST_LISTED:
+                self.replaced_first.append([record.place, record.want])
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def signature_of(readers: Sequence[Reader], tokenizer: Tokenizer) -> str:
@@ -125,12 +166,9 @@ def tokenize(
     workers = workers or cores()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with closing(_Preparation(readers, tokenizer, folder, workers)) as work:
+        with closing(_Preparation(readers, tokenizer, folder, workers, key)) as work:
             work.run(max_bad_records, report)
             return work.finish()
-    except BrokenProcessPool as error:
-        want = "one that lives: it was killed, probably for memory; try fewer"
-        raise ConfigError("workers", workers, want) from error
     except OSError as error:
         hint = ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -143,9 +181,9 @@ class _Preparation:
     """One run of :func:`tokenize`; see there."""
 
     def __init__(
-        self, readers: Sequence[Reader], tokenizer: Tokenizer, folder: Path, workers: int
+        self, readers: Sequence[Reader], tokenizer: Tokenizer, folder: Path, workers: int, key: str
     ) -> None:
-        self._readers, self._tokenizer, self._folder = readers, tokenizer, folder
+        self._readers, self._tokenizer, self._folder, self._key = readers, tokenizer, folder, key
         self._journal = Journal.load(folder, signature_of(readers, tokenizer))
         dtype = np.dtype("<u2" if vocabulary(tokenizer) < 1 << 16 else "<i4")
         types = {"": dtype} | ({".loss": np.dtype(np.uint8)} if readers[0].pairs else {})
@@ -153,25 +191,38 @@ class _Preparation:
             _Shards(folder / part, types, SHARD_BYTES // dtype.itemsize, counts)
             for part, counts in zip(PARTS, self._journal.shards, strict=True)
         ]
+        begun = (folder / JOURNAL).is_file()
+        if begun and (not self._journal.owner or not all(part.is_whole() for part in self._parts)):
+            say(f"starting over in {folder}: what it has is of other sources, or damaged")
+            self._start_over()
+        self._journal.owner = secrets.token_hex(8)
+        self._journal.save(folder)
         for reader, commit in zip(readers, self._journal.commits, strict=False):
             reader.commit = commit
         self._limits = [reader.limit for reader in readers]  # before the fork: all need it
         # Forked, so that no process imports or reads anything again.
         context = multiprocessing.get_context("fork")
         pairs = PairEncoder(tokenizer) if readers[0].pairs else None
-        work = (os.getpid(), readers, tokenizer, dtype, pairs)
+        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory = max(LEAST_MEMORY, machine // workers)
+        work = (os.getpid(), memory, readers, tokenizer, dtype, pairs)
         self._pool, self._workers = ProcessPoolExecutor(workers, context, _begin, work), workers
 
     def run(self, most: int, report: Report | None) -> None:
         """Read, tokenize and write everything; ``most`` records may be lost."""
         journal, due = self._journal, time.monotonic() + SYNC_SECONDS
         for source, piece, encoded in self._encoded():
-            parts, bad = encoded.result()
+            try:
+                parts, bad = encoded.result()
+            except (BrokenProcessPool, MemoryError) as error:
+                want = "one that lives: it was killed, for memory (try fewer) or after"
+                want += f" {PIECE_SECONDS} s with one piece of text, near {piece.file}:{piece.line}"
+                raise ConfigError("workers", self._workers, want) from error
             for part, arrays in zip(self._parts, parts, strict=True):
                 part.append(arrays)
             journal.tokens += len(parts[source.part == "held_out"][1])
             journal.position = piece.position
-            journal.bad += map(list, bad)
+            journal.add_bad(bad)
             if len(journal.bad) > most + MOST_LISTED:
                 break
             if report:
@@ -185,7 +236,7 @@ class _Preparation:
         self._sync()
         if (count := len(journal.bad)) > most:
             listed = self._folder / BAD_RECORDS
-            listed.write_text("".join(f"{where}: expected {want}\n" for where, want in journal.bad))
+            listed.write_text("".join(f"{line}\n" for line in _listed(journal.bad)))
             where, want = journal.bad[0]
             want += f" ({count} records, listed in {listed}; --max_bad_records or"
             want += f" training.max_bad_records = {count} leaves them out)"
@@ -209,11 +260,21 @@ class _Preparation:
                 yield ahead.popleft()
 
     def _sync(self) -> None:
+        self._journal.check_owner(self._folder, self._key)
         for part in self._parts:
             if part.waiting:
                 part.write()
         self._journal.commits = [reader.commit for reader in self._readers]
-        write_whole(self._folder / JOURNAL, json.dumps(asdict(self._journal), indent=1))
+        self._journal.save(self._folder)
+
+    def _start_over(self) -> None:
+        """Delete what a preparation has written; its journal is written anew."""
+        for file in self._folder.iterdir():
+            if SHARD_FILE.fullmatch(file.name):
+                file.unlink()
+        self._journal = Journal(self._journal.signature)
+        for part, counts in zip(self._parts, self._journal.shards, strict=True):
+            part.counts = counts
 
     def finish(self) -> Corpus:
         """Write the indices and the record."""
@@ -230,16 +291,24 @@ class _Preparation:
             "sources": sources,
             "held_out_share": [float(limit) / 2**64 for limit in self._limits],
             "signature": journal.signature,
-            "bad_records": [f"{where}: expected {want}" for where, want in journal.bad],
+            "bad_records": _listed(journal.bad),
+            "replaced": {"records": journal.replaced, "first": _listed(journal.replaced_first)},
         }
         corpus = save_record(self._folder, about, journal.shards)
-        for scratch in (*self._folder.glob("*.lengths"), self._folder / JOURNAL):
-            scratch.unlink()
+        for part in self._parts:
+            for index in range(len(part.counts)):
+                Path(f"{part.prefix}-{index:05d}.lengths").unlink()
+        (self._folder / BAD_RECORDS).unlink(missing_ok=True)
+        (self._folder / JOURNAL).unlink()
         return corpus
 
     def close(self) -> None:
         """End the processes."""
         self._pool.shutdown(cancel_futures=True)
+
+
+def _listed(bad: list[list[str]]) -> list[str]:
+    return [f"{place}: expected {want}" for place, want in bad]
 
 
 @dataclass
@@ -254,6 +323,22 @@ class _Shards:
     most: int  # tokens after which one ends
     counts: list[list[int]]  # documents and tokens of each so far; kept up to date
     waiting: list[Arrays] = field(default_factory=list)  # of the last one, not yet written
+
+    def is_whole(self) -> bool:
+        """Return whether the files have what the counts say; a killed process may leave more."""
+        for index, (documents, tokens) in enumerate(self.counts):
+            prefix = f"{self.prefix}-{index:05d}"
+            try:
+                lengths = np.fromfile(f"{prefix}.lengths", "<i4", documents)
+                sizes = {
+                    os.path.getsize(f"{prefix}{end}.bin") // kind.itemsize
+                    for end, kind in self.types.items()
+                }
+            except OSError:
+                return False
+            if (len(lengths), lengths.sum()) != (documents, tokens) or min(sizes) < tokens:
+                return False
+        return True
 
     def append(self, arrays: Arrays) -> None:
         """Add documents, which are written with the next ones."""
@@ -293,11 +378,15 @@ class _Shards:
                 write_index(prefix + end, kind, lengths)
 
 
-def _begin(parent: int, *work: Any) -> None:
+def _begin(parent: int, memory: int, *work: Any) -> None:
     """Set up a process that tokenizes, in one thread: there is one per core."""
     global _work
     _work = work
     end_with(parent)
+    # A normalizer can make a text grow without end: this process then ends, and not the machine.
+    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (used + memory, resource.RLIM_INFINITY))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the processes
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -306,15 +395,16 @@ def _begin(parent: int, *work: Any) -> None:
 def _encode(index: int, piece: Piece) -> Encoded:
     """Decode and tokenize a piece of a source."""
     readers, tokenizer, dtype, pairs = _work
+    signal.alarm(PIECE_SECONDS)  # the kernel ends this process then, in whatever code it is
     parts, bad = readers[index].documents(piece)
     encoded: list[Arrays] = []
     for documents in parts:
-        one_by_one = map(pairs.encode, documents) if pairs else None
-        found = list(one_by_one or encode_documents(tokenizer, documents))
+        found = [*map(pairs.encode, documents)] if pairs else encode_documents(tokenizer, documents)
         lengths = np.array([len(tokens) for tokens in found], dtype="<i4")
         joined = np.concatenate([np.empty(0, dtype=np.int32), *found])
         # Complements are tokens of prompts (`data.pairs`).
         is_target = joined >= 0
         tokens = np.where(is_target, joined, ~joined).astype(dtype)
         encoded.append([lengths, tokens] + [is_target.astype(np.uint8)] * (pairs is not None))
+    signal.alarm(0)
     return encoded, bad

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib.metadata import version
 from itertools import islice
@@ -50,7 +50,7 @@ def resolve_assets_path(path: str) -> Path:
             hub that cannot be downloaded.
     """
     if path.startswith(HUB):
-        return _from_hub(path)
+        return _in_cache.get(path) or _from_hub(path)
     here = user_path(path, _KEY)
     shipped = Path(__file__).resolve().parents[2] / path
     return shipped if not here.is_dir() and os.path.isdir(shipped) else here
@@ -72,6 +72,28 @@ def _from_hub(path: str) -> Path:
             f" --local-dir {folder}` writes a folder to name instead; or {SHIPPED}, in the package"
         )
         raise ConfigError(_KEY, path, want) from error
+
+
+_in_cache: dict[str, Path] = {}  # what `require_cached` found
+
+
+def require_cached(path: str) -> None:
+    """Find a tokenizer of the hub in the cache of Hugging Face; nothing is downloaded from then on.
+
+    Raises:
+        ConfigError: The cache has no such tokenizer.
+    """
+    from huggingface_hub import snapshot_download
+
+    repository = path.removeprefix(HUB)
+    try:
+        found = snapshot_download(repository, allow_patterns=_HUB_FILES, local_files_only=True)
+    except Exception as error:  # not cached, or no name of a repository
+        want = (
+            f"a tokenizer in the cache: reading a run downloads nothing; `hf download {repository}`"
+        )
+        raise ConfigError(_KEY, path, want) from error
+    _in_cache[path] = Path(found)
 
 
 def build_tokenizer(job_config: Any) -> Tokenizer:
@@ -281,7 +303,7 @@ def vocabulary(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab_size(), 1 + max(tokenizer.get_vocab().values(), default=-1))
 
 
-def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[Tokens]:
+def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Tokens]:
     """Tokenise documents, on all cores and without Python's lock.
 
     The ids are those of ``encode(text, add_bos=True, add_eos=True)``, which keeps the lock.
@@ -289,8 +311,9 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[Tok
     rust = tokenizer.tokenizer
     rust.encode_special_tokens = True
     # The fast call omits the offsets of the tokens in the text.
-    for encoding in rust.encode_batch_fast(list(texts), add_special_tokens=False):
-        yield np.array([*tokenizer.begin, *encoding.ids, *tokenizer.end], dtype=np.int32)
+    found = rust.encode_batch_fast(list(texts), add_special_tokens=False)
+    begin, end = tokenizer.begin, tokenizer.end
+    return [np.array([*begin, *each.ids, *end], dtype=np.int32) for each in found]
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> str:

@@ -95,6 +95,7 @@ def named_parameters(
     block: dict[str, tuple[int, ...]] = {}
     for name, (d_in, d_out) in zip(linears, widths, strict=True):
         rank = shape.rank_attention if name.startswith("attention") else shape.rank_ffn
+        weights: list[tuple[str, tuple[int, int], int | None]]
         weights = [(f"{name}.weight", (d_out, d_in), 0)]
         if shape.family != "full":
             a, b = formula.factors
@@ -104,8 +105,11 @@ def named_parameters(
             ]
         elif name in ("attention.wo", "feed_forward.w2"):  # row-parallel
             weights = [(f"{name}.weight", (d_out, d_in), 1)]
-        for key, (rows, columns), dim in weights:
-            block[key] = (rows // t, columns) if dim == 0 else (rows, columns // t)
+        for key, size, dim in weights:
+            part = list(size)
+            if dim is not None:
+                part[dim] //= t
+            block[key] = tuple(part)
     block |= {"attention_norm.weight": norm, "ffn_norm.weight": norm}
     gated = shape.family == "lax" and shape.lax_gate == "scalar"
     gates = dict.fromkeys((f"{name}.gate" for name in linears), (1,)) if gated else {}

@@ -45,15 +45,16 @@ class PlanFormula:
             exchange a statistic per token.
         shards_latents: Whether a rank holds r/T features of each latent.
         shards_heads: Whether a rank attends with its share of the heads, and not with all of them.
-        factors: Which dimension of A (r, d_in) and of B (d_out, r) the ranks split. A rank
-            multiplies with what it stores: these are also the shapes of its products.
+        factors: Which dimension of A (r, d_in) and of B (d_out, r) the ranks split, None for none
+            (Replicate). A rank multiplies with what it stores: these are also the shapes of its
+            products.
     """
 
     traffic: Callable[[LlamaArgs, TPSettings, int, int], Parts]
     shards_stream: bool = False
     shards_latents: bool = False
     shards_heads: bool = True
-    factors: tuple[int, int] = (0, 1)
+    factors: tuple[int | None, int | None] = (0, 1)
 
 
 def chunk_groups(shape: LlamaArgs) -> list[tuple[list[int], bool]]:

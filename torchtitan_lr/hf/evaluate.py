@@ -16,7 +16,7 @@ from torchtitan_lr.console.progress import progress
 from torchtitan_lr.data.corpus import Corpus, ValidationSet, moved
 from torchtitan_lr.data.prepare import C4_NAME, ensure_prepared, open_rows
 from torchtitan_lr.data.sources import Source, data_path
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.hf.exported import is_export
 from torchtitan_lr.hf.loading import (
     build_model_args,
@@ -71,6 +71,7 @@ def _alone(options: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = load_for_inference(options.checkpoint, options.config, options.device)
     seq_len = options.seq_len or model.model_args.max_seq_len
     if config is not None and options.as_validated:
+        _check_validated(config)
         seq_len = config.validation.seq_len
     else:
         check_window(options.seq_len, model.model_args.max_seq_len)
@@ -90,6 +91,8 @@ def _on_ranks(options: argparse.Namespace) -> dict[str, Any]:
     length = None if options.as_validated else options.seq_len
     model = options.checkpoint, options.config, options.overrides
     config = build_config(*model, ranks, device_type, length)
+    if options.as_validated:
+        _check_validated(config)
     tokenizer = load_tokenizer(config, build_model_args(config))
     if source is not None:
         next(encoded(source, tokenizer), None)
@@ -105,6 +108,13 @@ def _on_ranks(options: argparse.Namespace) -> dict[str, Any]:
     about = {"checkpoint": str(options.checkpoint), "corpus": name, "seq_len": seq_len}
     result = _result(batches, name, lambda: total_loss_of(batches))
     return about | result | {"ranks": ranks}
+
+
+def _check_validated(config: Any) -> None:
+    """Refuse a run's validation that its model has no rotary positions for."""
+    given, most = config.validation.seq_len, config.training.seq_len
+    want = f"at most training.seq_len ({most}); evaluate without --as_validated uses that"
+    require(given <= most, "validation.seq_len", given, want)
 
 
 def _result(

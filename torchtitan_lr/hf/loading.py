@@ -2,6 +2,7 @@
 """Load a training checkpoint into a model in one process, without a process group."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +20,11 @@ from torchtitan_lr.checkpoints.manifest import (
     read_manifest,
 )
 from torchtitan_lr.checkpoints.safe_metadata import read_metadata
+from torchtitan_lr.config.build import build_job_config, check_record
+from torchtitan_lr.config.files import parse_json, read_regular
 from torchtitan_lr.config.parse import in_folder
-from torchtitan_lr.data.tokenizer import build_tokenizer, vocabulary
+from torchtitan_lr.config.schema import ITS_MODULE
+from torchtitan_lr.data.tokenizer import HUB, build_tokenizer, require_cached, vocabulary
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.weights import StoredWeights, no_checkpoint, parameter_shapes
 from torchtitan_lr.models.args import LlamaArgs
@@ -37,6 +41,9 @@ from torchtitan_lr.training.fingerprint import (
     tokenizer_digest,
 )
 
+SECTIONS = ("model", "low_rank", "caat", "training", "validation", "parallelism", "debug")
+"""Sections of a run's record that decide its model, its corpora and its layout."""
+
 
 def read_run_config(step_dir: Path, config_file: Path | None = None) -> Any:
     """Read the configuration of a checkpoint's run.
@@ -52,26 +59,39 @@ def read_run_config(step_dir: Path, config_file: Path | None = None) -> Any:
         ConfigError: There is no readable configuration.
     """
     if config_file is not None:
-        # Imported late: only this case needs torchtitan's configuration classes.
-        from torchtitan_lr.config.build import build_job_config
-
         return build_job_config([f"--job.config_file={config_file}"])
-    return json.loads(
-        json.dumps(read_record(step_dir)), object_hook=lambda items: SimpleNamespace(**items)
-    )
+    record = read_record(step_dir)
+    checked = check_record({name: record[name] for name in SECTIONS if name in record})
+    return json.loads(json.dumps(checked), object_hook=lambda items: SimpleNamespace(**items))
+
+
+def run_folder(step_dir: Path) -> Path:
+    """Return the dump folder of a step's run, two levels above; the step may be a link.
+
+    A linked step belongs to the run that wrote it. Where the folder of all steps is the link, the
+    run is where the link is.
+    """
+    above = step_dir.resolve().parent.parent
+    return above if (above / RUN_CONFIG).is_file() else step_dir.absolute().parent.parent
 
 
 def read_record(step_dir: Path) -> dict[str, Any]:
-    """Read the record of a checkpoint's run; errors as for `read_run_config`."""
-    path = step_dir.resolve().parent.parent / RUN_CONFIG
+    """Read the record of a checkpoint's run; errors as for `read_run_config`.
+
+    A record may be somebody else's. The tokenizer that it names is not downloaded.
+    """
+    path = run_folder(step_dir) / RUN_CONFIG
     try:
-        record: dict[str, Any] = json.loads(in_folder(path.read_text(), path.parent))
-        return record
+        record = parse_json(in_folder(read_regular(path).decode(), path.parent))
     except FileNotFoundError:
         want = f"a step's folder two levels below the run's {RUN_CONFIG}, or --config with its TOML"
         raise ConfigError("CHECKPOINT", str(step_dir), want) from None
     except (OSError, ValueError) as error:
         raise ConfigError(str(path), str(error), "the JSON that the run wrote") from error
+    model = record.get("model")
+    if isinstance(model, dict) and str(model.get("hf_assets_path")).startswith(HUB):
+        require_cached(model["hf_assets_path"])
+    return record
 
 
 def read_job_config(step_dir: Path, config_file: Path | None = None) -> Any:
@@ -84,9 +104,6 @@ def read_job_config(step_dir: Path, config_file: Path | None = None) -> Any:
     Raises:
         ConfigError: There is no readable configuration, or it names no corpus.
     """
-    # Imported late: only what reads a run's corpus needs torchtitan's configuration classes.
-    from torchtitan_lr.config.build import build_job_config
-
     found = read_run_config(step_dir, config_file)
     if config_file is not None:
         return found
@@ -109,8 +126,13 @@ def find_step(folder: Path) -> Path:
     """
     if not (folder / RUN_CONFIG).is_file():
         return folder
-    record = read_record(folder / "checkpoint" / "step")
-    steps = folder / record.get("checkpoint", {}).get("folder", "checkpoint")
+    record = check_record(read_record(folder / "checkpoint" / "step"))
+    name = record.get("checkpoint", {}).get("folder", "checkpoint")
+    if not name or os.path.isabs(name) or ".." in Path(name).parts:
+        raise ConfigError(
+            "checkpoint.folder", name, f"a folder within {folder}, or a step's folder"
+        )
+    steps = folder / name
     newest = newest_whole_before(steps / f"step-{sys.maxsize}")
     if newest is None:
         raise ConfigError("CHECKPOINT", str(folder), f"a run with a whole checkpoint in {steps}")
@@ -132,7 +154,7 @@ def build_model_args(config: Any) -> LlamaArgs:
         family = find_family(str(name))
         if family is None:
             choices = ", ".join(family.model_name for family in FAMILIES.values())
-            raise ConfigError("model.name", name, f"one of {choices}")
+            raise ConfigError("model.name", name, f"one of {choices}, or {ITS_MODULE}")
         flavors = FLAVORS[family.name]
         if flavor not in flavors:
             raise ConfigError("model.flavor", flavor, "one of " + ", ".join(flavors))

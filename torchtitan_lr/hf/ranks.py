@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A trained model on the ranks of torchrun, in any layout that training has, without gradients."""
 
-import importlib
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -23,7 +22,7 @@ from torchtitan_lr.hf.exported import (
     is_export,
     read_export_args,
 )
-from torchtitan_lr.hf.loading import build_model_args, open_weights, read_record
+from torchtitan_lr.hf.loading import SECTIONS, build_model_args, open_weights, read_record
 from torchtitan_lr.hf.weights import no_checkpoint
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.ends import cross_entropy_sum
@@ -34,9 +33,6 @@ from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, ParallelDims, dist_utils, 
 from torchtitan_lr.titan.components import ModelWrapper
 from torchtitan_lr.titan.specs import get_train_spec
 from torchtitan_lr.training.validate import sum_over_ranks
-
-_SECTIONS = ("model", "low_rank", "caat", "training", "validation", "parallelism", "experimental")
-"""Sections of a run's record that decide its model, its corpora and its layout."""
 
 _OVERRIDES = ("parallelism", "comm")
 """Sections that the command line may change."""
@@ -97,10 +93,8 @@ def build_config(
         record = read_record(checkpoint)
     if not (is_export(checkpoint) or is_dcp(checkpoint)):
         raise no_checkpoint(checkpoint, "no table of contents")
-    kept = {name: record[name] for name in _SECTIONS if name in record}
+    kept = {name: record[name] for name in SECTIONS if name in record}
     config = build_job_config(overrides, kept)
-    if config.experimental.custom_import:
-        importlib.import_module(config.experimental.custom_import)
     _without_training(config, seq_len)
     build_model_args(config)  # refuses another package's model
     check_job_config(config, world_size, device_type, on_paper=True)

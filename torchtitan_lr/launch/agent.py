@@ -122,12 +122,14 @@ class Ranks:
         self.cause = ""
         self.restarts_left = 0
         self._parent = os.getpid()
+        self._first = 0  # the first rank of this machine
 
     def popen(self, *args: Any, env: Mapping[str, str], **keys: Any) -> subprocess.Popen[bytes]:
         """Start a rank that the kernel kills if this process ends; arguments as for Popen."""
         done = int(env["TORCHELASTIC_RESTART_COUNT"])
         most = int(env["TORCHELASTIC_MAX_RESTARTS"])
         self.restarts_left = most - done
+        self._first = int(env["RANK"]) - int(env["LOCAL_RANK"])
         if self.cause and env["LOCAL_RANK"] == "0":
             machines, world = int(env["GROUP_WORLD_SIZE"]), int(env["WORLD_SIZE"])
             size = f"{machines} machine{'s'[: machines > 1]}, {world} rank{'s'[: world > 1]}"
@@ -135,7 +137,9 @@ class Ranks:
         start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
         process = start(*args, env=env, preexec_fn=self._prepare, **keys)
         # The launcher sends signals to the ranks; it would search all processes for them.
-        _say(f"process {process.pid} {RANK_STARTED}")
+        _say(
+            f"process {process.pid} {RANK_STARTED} {env['RANK']} (local_rank: {env['LOCAL_RANK']})"
+        )
         return process
 
     def _prepare(self) -> None:
@@ -149,7 +153,8 @@ class Ranks:
         """End the remaining ranks; arguments as torchrun gives them.
 
         After a failure they have `GRACE_SECONDS`; torchrun has no setting for this time. Without a
-        failure the number of machines changes, and they have torchrun's time to save.
+        failure the number of machines changes: they have torchrun's time to save, and SIGUSR2 tells
+        them that they will start again.
 
         torchrun's report does not distinguish ranks that it killed from ranks that were killed by
         others. Therefore this prints a line for each into the launcher's log (see
@@ -162,9 +167,11 @@ class Ranks:
         codes = {rank: process.poll() for rank, process in processes.items()}
         left = [processes[rank] for rank, code in codes.items() if code is None]
         failed = {rank: code for rank, code in codes.items() if code}
-        self.cause = why_ended(failed)
-        unhurt = processes and len(left) == len(processes)
-        close_ranks(context, death_sig, timeout if unhurt else min(timeout, GRACE_SECONDS))
+        self.cause = why_ended({self._first + rank: code for rank, code in failed.items()})
+        if processes and len(left) == len(processes):
+            close_ranks(context, signal.SIGUSR2, timeout)
+        else:
+            close_ranks(context, death_sig, min(timeout, GRACE_SECONDS))
         for process in left:
             if process.poll() == -signal.SIGKILL:
                 _say(f"rank process {process.pid} {DID_NOT_END}")
@@ -177,7 +184,7 @@ def why_ended(codes: Mapping[int, int]) -> str:
     """Describe why the ranks of this machine are ended.
 
     Args:
-        codes: Exit status of each rank that failed, negative for a signal.
+        codes: Exit status by rank of those that failed on this machine, negative for a signal.
     """
     if not codes:
         return "the machines of the run changed"

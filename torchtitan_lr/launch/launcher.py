@@ -6,14 +6,12 @@ invalid configuration is reported before any rank starts, in one line, with exit
 """
 
 import os
-import signal
 import sys
 import time
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from torchtitan_lr.checkpoints.layout import complete_steps, step_folder
 from torchtitan_lr.checks.stored import nothing_to_train
@@ -32,7 +30,7 @@ from torchtitan_lr.launch.placement import DEFAULT_CONFIG_FILE, place
 from torchtitan_lr.launch.processes import RankGroup
 from torchtitan_lr.launch.report import (
     describe_failure,
-    full_disk,
+    disk_trouble,
     hidden_errors,
     killed_rank,
     read_summary,
@@ -81,6 +79,8 @@ def build_command(
     if not variables.get("OMP_NUM_THREADS"):
         variables["OMP_NUM_THREADS"] = str(max(1, cores() // environment.ranks))
     variables["PYTHONUNBUFFERED"] = "1"
+    # The run's ranks, not this machine's.
+    variables.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank${rank}]:")
     if environment.comm_mode:
         variables |= {"NGPU": str(environment.ranks), "LOCAL_RANK": "0", "RANK": "0"}
         return [sys.executable, "-m", environment.train_module, *arguments], variables
@@ -116,7 +116,7 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
     if environment.nodes == 1:
         from torchtitan_lr.data.prepare import prepare_for_ranks  # late, as are the checks
 
-        variables |= prepare_for_ranks(config, environment.world_size)
+        variables |= prepare_for_ranks(config)
         variables[HELD_VARIABLE] = os.path.realpath(dump_folder)
     group = RankGroup(command, variables, log_folder / "launcher.log", expected)
     status = group.wait()
@@ -131,7 +131,7 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
     if status != 0:
         if expected:
             failure = describe_failure(log_folder, status)
-            hint = full_disk(dump_folder, failure)
+            hint = disk_trouble(dump_folder, failure)
             if environment.nodes > 1 and "gloo" in failure.lower():
                 interface = variables.get("GLOO_SOCKET_IFNAME", "that of the machine's name")
                 hint += f"; gloo's interface is {interface}, set by GLOO_SOCKET_IFNAME"
@@ -204,13 +204,3 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-
-
-def stop_before_ranks(number: int, frame: FrameType | None) -> NoReturn:
-    """Handle a signal before any rank is started: exit at once.
-
-    Python's default handler would print a traceback from torch's imports.
-    """
-    name = signal.Signals(number).name
-    os.write(2, f"error: stopped before any rank started, by {name}\n".encode())
-    os._exit(128 + number)

@@ -26,10 +26,12 @@ from torchtitan_lr.compat.interpreter import end_with, run_exit_functions
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _CONSOLE_LINE = re.compile(rb"\[rank\d+\]:|restart")
-RANK_STARTED = "started as a rank"
-"""End of the line ``process PID ...`` by which `torchtitan_lr.launch.agent` names each rank."""
+RANK_STARTED = "started as rank"
+"""In the line ``process PID started as rank R (local_rank: L)`` of `torchtitan_lr.launch.agent`."""
 _STARTED_LINE = re.compile(rb"process (\d+) " + RANK_STARTED.encode())
 _WATCH_SECONDS = 0.5
+SAME_SIGNAL_SECONDS = 1.0
+"""Time in which a second signal is the first one once more."""
 _END_SECONDS = 15  # for torchrun to end when a signal finds no rank: it may have to restart them
 
 
@@ -39,8 +41,9 @@ class RankGroup:
     The first SIGTERM, SIGINT or SIGHUP (as SIGTERM) is forwarded to the ranks if all of them have
     installed a handler: they finish the step and save. Ranks that have already ended are skipped.
     Before the handlers are installed there is nothing to save, so the ranks are killed. A second
-    signal also kills them. SIGUSR1 is a scheduler's notice: it acts like SIGTERM as the first
-    signal, and after another one, or repeated, it changes nothing.
+    signal also kills them, unless it follows within a second: ``timeout`` signals a process and
+    then its whole group. SIGUSR1 is a scheduler's notice: it acts like SIGTERM as the first signal,
+    and after another one, or repeated, it changes nothing.
 
     torchrun may start the ranks again after a failure. Ranks that start after a signal are killed.
 
@@ -66,7 +69,7 @@ class RankGroup:
         self._expected = expected
         self._ranks: list[int] = []  # of all starts; the reader appends them
         self._seen = 0
-        self._deadline = math.inf
+        self._signalled = self._deadline = math.inf  # of the monotonic clock
         self._process: subprocess.Popen[bytes] | None = None
         for number in _FORWARDED:
             # Keep signals ignored that ``nohup`` or ``cmd &`` set to be ignored.
@@ -126,11 +129,12 @@ class RankGroup:
             self.signal_number = number
             return
         if self.signal_number:
-            if signal.SIGUSR1 not in (number, self.signal_number):
+            again = time.monotonic() - self._signalled > SAME_SIGNAL_SECONDS
+            if again and signal.SIGUSR1 not in (number, self.signal_number):
                 self._kill()
             return
         self._watch()
-        self.signal_number = number
+        self.signal_number, self._signalled = number, time.monotonic()
         if not self.was_ready:
             self._kill()
             return

@@ -7,10 +7,12 @@ import os
 import re
 import shutil
 import signal
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.launch.processes import RANK_STARTED
 from torchtitan_lr.launch.run_state import RUNNING
 from torchtitan_lr.training.history import SUMMARY_FILE
 
@@ -19,7 +21,11 @@ _FINAL_LINE = re.compile(r"^error: |\bStopped by .* after step ")
 # Before torch 2.13 the line ends here; later the signal's name follows.
 _ENDED_BY_SIGNAL = re.compile(r"local_rank: (\d+)\)\n\s*exitcode\s*: -(\d+) \(pid: (\d+)\)")
 _FRAME = re.compile(r'File "([^"]+)", line \d+, in (\w+)')
+_STARTED = re.compile(RANK_STARTED + r" (\d+) \(local_rank: (\d+)\)")
 _LOST_RENDEZVOUS = re.compile(r"^\S*Rendezvous(Connection|Closed|Timeout)Error", re.MULTILINE)
+_LOST_CONNECTION = re.compile(
+    r"connection (was )?(reset|closed|refused)|broken pipe", re.IGNORECASE
+)
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 DID_NOT_END = "did not end on SIGTERM, and was killed"
 """End of the ``launcher.log`` line ``rank process PID ...`` of a rank that torchrun killed."""
@@ -81,15 +87,19 @@ def describe_failure(log_folder: Path, status: int) -> str:
     """Describe in one line which rank failed first, why, and where the logs are.
 
     A rank that was ended by a signal writes no error; the other ranks then fail with network errors
-    that hide the cause. Therefore this looks for such a rank first.
+    that hide the cause. Therefore this looks for such a rank first. torchrun's folders have the
+    numbers of this machine's ranks, the line those of the run's.
     """
+    first_rank = _first_rank(log_folder)
+    lost = _LOST_RENDEZVOUS.search(_launcher_log(log_folder))
+    unreachable = "the machine of RDZV_ENDPOINT cannot be reached, or the run ended there"
     killed = killed_rank(log_folder)
     if killed is not None:
         rank, name = killed
         (folder, *_) = [*_of_last_start(log_folder, f"{rank}"), log_folder]
         hint = " (the kernel also sends it when memory runs out)"
         hint = hint if name == "SIGKILL" else ""
-        return f"rank {rank} was ended by {name}{hint}; its output: {folder}"
+        return f"rank {first_rank + rank} was ended by {name}{hint}; its output: {folder}"
     failures = []
     for path in _of_last_start(log_folder, "*/error.json"):
         try:
@@ -104,13 +114,17 @@ def describe_failure(log_folder: Path, status: int) -> str:
         what = reason.strip().partition("\n")[0]
         if _TIMED_OUT.search(what):
             what += _collective_of(stack)
-        stuck = [f"rank {rank}" for rank, _, did_not_end in _signalled(log_folder) if did_not_end]
+        if _LOST_CONNECTION.search(what):
+            what += (
+                f"; {unreachable if lost else 'another rank ended before, or cannot be reached'}"
+            )
+        signalled = _signalled(log_folder)
+        stuck = [f"rank {first_rank + rank}" for rank, _, did_not_end in signalled if did_not_end]
         if stuck:
             what += f"; {', '.join(stuck)} did not end on SIGTERM: stopped, or stuck"
-        return f"rank {folder.name} failed: {what}; its output: {folder}"
-    if _LOST_RENDEZVOUS.search(_launcher_log(log_folder)):
-        what = "the machine of RDZV_ENDPOINT cannot be reached, or the run ended there"
-        return f"{what}; the ranks' output: {log_folder}"
+        return f"rank {first_rank + int(folder.name)} failed: {what}; its output: {folder}"
+    if lost:
+        return f"{unreachable}; the ranks' output: {log_folder}"
     if status < 0:
         name = signal.Signals(-status).name
         return f"torchrun was ended by {name}, and its ranks with it; their output: {log_folder}"
@@ -129,12 +143,20 @@ def recorded_by_rank_0(failure: str, record: dict[str, Any] | None) -> bool:
     return failure.startswith((_UNKNOWN_CAUSE, "rank 0 failed: "))
 
 
-def full_disk(folder: Path, failure: str) -> str:
-    """Return a hint if the disk is full or was full; ranks often cannot report this themselves.
+def disk_trouble(folder: Path, failure: str) -> str:
+    """Return a hint if a folder cannot be written, or its disk is or was full.
+
+    Ranks often cannot report this themselves.
 
     Returns:
-        The end of a sentence, empty if there is space.
+        The end of a sentence, empty if the folder can be written.
     """
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return f"; {folder} cannot be written ({error.strerror})"
     free = shutil.disk_usage(folder).free
     reported = (os.strerror(number) in failure for number in (errno.ENOSPC, errno.EDQUOT))
     if free >= _LITTLE_SPACE and not any(reported):
@@ -156,6 +178,12 @@ def killed_rank(log_folder: Path) -> tuple[int, str] | None:
         if name != "SIGTERM" and not reported and not did_not_end:  # torchrun sends SIGTERM
             return rank, name
     return None
+
+
+def _first_rank(log_folder: Path) -> int:
+    """Return the first rank of this machine in the last start; 0 if there was none."""
+    *_, (rank, local_rank) = [("0", "0"), *_STARTED.findall(_launcher_log(log_folder))]
+    return int(rank) - int(local_rank)
 
 
 def _of_last_start(log_folder: Path, pattern: str) -> list[Path]:
@@ -205,10 +233,12 @@ def hidden_errors(log_folder: Path, shown: Collection[int]) -> list[str]:
         The lines of the lowest rank that printed an error or how to resume, with its prefix.
     """
     errors: dict[int, list[str]] = {}
+    first_rank = _first_rank(log_folder)
     for path in _of_last_start(log_folder, "*/std*.log"):
         if lines := _final_lines(path):
             rank = int(path.parent.name)
-            errors[rank] = errors.get(rank, []) + [f"[rank{rank}]:{line}" for line in lines]
+            prefix = f"[rank{first_rank + rank}]:"
+            errors[rank] = errors.get(rank, []) + [prefix + line for line in lines]
     if not errors or errors.keys() & set(shown):
         return []
     return errors[min(errors)]

@@ -3,11 +3,13 @@
 
 On one machine it is the launcher, before any rank starts. On several machines, and below plain
 torchrun, it is rank 0: the checks read the corpus, the tokenizer and the checkpoint, and a thousand
-ranks would read them at the same moment.
+ranks would read them at the same moment. Then one rank of each machine finds the prepared tokens
+there, or prepares them: machines need not share a folder.
 """
 
 import json
 import os
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,45 +22,59 @@ _stores: list[Any] = []  # on rank 0 the store's server lives with the object, a
 _READ_SECONDS = 10.0  # in which the other ranks must have read a refusal: then the store may end
 
 
-def checked_once(dump_folder: str, check: Callable[[], dict[str, str]]) -> None:
-    """Check a run in one process, and raise its refusal in all.
+def checked_once(
+    dump_folder: str, check: Callable[[], None], prepare: Callable[[], dict[str, str]]
+) -> None:
+    """Check a run in one process, prepare it in one of each machine, raise refusals in all.
 
-    The ranks meet at the store of ``env://``, at which the process group then meets too. Each rank
-    but the first makes one request.
+    The ranks meet at the store of ``env://``, at which the process group then meets too. Most ranks
+    make two requests.
 
     Args:
         dump_folder: ``job.dump_folder``.
-        check: Checks the run, and returns environment variables for all ranks.
+        check: Checks the run.
+        prepare: Prepares what a machine needs, whose folders may be its own, and returns
+            environment variables for its ranks.
 
     Raises:
-        ConfigError: The run cannot start; the same on all ranks.
+        ConfigError: The run cannot start; the same on all ranks that it was found for.
     """
     if os.environ.get(HELD_VARIABLE) == os.path.realpath(dump_folder):
         return  # the launcher has checked it
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        os.environ.update(check())
+        check()
+        os.environ.update(prepare())
         return
     from torch.distributed import rendezvous
 
     store, rank, ranks = next(rendezvous("env://"))
     _stores.append(store)
     key = f"verdict/{ranks}"  # another number of ranks, after a machine is lost, is checked anew
-    if rank:
-        # Rank 0 may prepare a corpus for hours; if it ends, torchrun ends this rank too.
+    _told(store, key, rank == 0, ranks, check)
+    machine = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '0')}"
+    local, here = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if "LOCAL_RANK" not in os.environ:  # each rank for itself: who shares a machine is unknown
+        machine, here = f"rank {rank}", 1
+    os.environ.update(_told(store, f"{key}/{machine}", local == 0, here, prepare))
+
+
+def _told(store: Any, key: str, first: bool, ranks: int, work: Callable[[], Any]) -> Any:
+    """Do some work in the first of some ranks; return its result, or raise its refusal, in all."""
+    if not first:
+        # The first may prepare a corpus for hours; if it ends, torchrun ends this rank too.
         store.wait([key], timedelta(days=7))
-        verdict = json.loads(store.get(key))
-        if (refusal := verdict.get("refusal")) is not None:
+        told = json.loads(store.get(key))
+        if (refusal := told.get("refusal")) is not None:
             store.add(f"{key}/read", 1)
             raise ConfigError(*refusal)
-        os.environ.update(verdict["variables"])
-        return
+        return told["result"]
     try:
-        variables = check()
+        result = work()
     except Exception as error:
         _refuse(store, key, error, ranks)
         raise
-    store.set(key, json.dumps({"variables": variables}))
-    os.environ.update(variables)
+    store.set(key, json.dumps({"result": result}))
+    return result
 
 
 def _refuse(store: Any, key: str, error: Exception, ranks: int) -> None:

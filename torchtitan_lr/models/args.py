@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from torchtitan_lr.config.schema import vocabulary_rows
+from torchtitan_lr.config.schema import ITS_MODULE, vocabulary_rows
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
 from torchtitan_lr.titan.base import BaseModelArgs
@@ -118,13 +118,15 @@ class LlamaArgs(BaseModelArgs):
             ConfigError: With the first value that cannot work.
         """
         for key, value, choices in (
-            ("model.name", self.family, tuple(FAMILIES)),
             ("low_rank.activation", self.activation, ACTIVATIONS),
             ("low_rank.lax_gate", self.lax_gate, get_args(LaxGate)),
             ("caat.backward_sum", self.backward_sum, get_args(BackwardSum)),
         ):
             if value not in choices:
                 raise ConfigError(key, value, "one of " + ", ".join(choices))
+        if self.family not in tuple(FAMILIES):
+            want = f"one of {', '.join(FAMILIES)}, or {ITS_MODULE}"
+            raise ConfigError("model.name", self.family, want)
         # No fields, since they follow from the fields, and files hold those alone.
         self.low_rank = self.model_family.low_rank
         self.head_dim = self.dim // max(1, self.n_heads)  # whether it divides is checked below

@@ -44,6 +44,7 @@ from torchtitan_lr.collectives import (
 from torchtitan_lr.compat.autograd import backward_may_repeat
 from torchtitan_lr.models.lanes import lane_linear
 from torchtitan_lr.models.norms import norm_numbers, normalize, sync_norm
+from torchtitan_lr.numerics import scale_
 from torchtitan_lr.titan import IGNORE_INDEX, logger
 from torchtitan_lr.titan.base import JobConfig, LossFunction
 
@@ -254,13 +255,17 @@ class _LinearLoss(torch.autograd.Function):
         if not ctx.whole:
             dx, dweight = ctx.saved_tensors
             # New memory as large as the weight costs more time than the product.
-            scaled = torch.mul if backward_may_repeat() else Tensor.mul_
-            return scaled(dx, gradient), scaled(dweight, gradient), None, None, None
+            if backward_may_repeat():
+                dx, dweight = dx.clone(), dweight.clone()
+            scale_([dx, dweight], gradient)
+            return dx, dweight, None, None, None
         # The one chunk kept its errors, which are smaller than the weight's gradient.
         errors, counted, weight, valid = ctx.saved_tensors
         dx, dweight = torch.empty_like(counted), torch.empty_like(weight)
         _add_gradients(errors, counted, weight, dx, dweight, first=True)
-        return dx * (valid * gradient).to(dx.dtype), dweight * gradient, None, None, None
+        dx *= valid
+        scale_([dx, dweight], gradient)
+        return dx, dweight, None, None, None
 
 
 def _chunk_loss(
@@ -302,7 +307,9 @@ def _chunk_loss(
     place = torch.where(here, place, 0)[:, None]
     of_target = logits.gather(1, place)[:, 0].to(p.dtype)
     largest = logits.amax(1).to(p.dtype)
-    torch.softmax(logits, 1, dtype=p.dtype, out=p)
+    if p.dtype != logits.dtype:
+        p.copy_(logits)  # softmax with a dtype would cast into memory of its own
+    torch.softmax(p, 1, out=p)
     # The largest p is exp(0) / Σ exp(logit - largest). The target's own p may underflow.
     log_largest_p = p.amax(1).log()
     log_p = of_target - largest + log_largest_p

@@ -13,6 +13,7 @@ from collections import UserDict
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
@@ -66,7 +67,7 @@ def read_model_args(path: Path) -> LlamaArgs:
         ConfigError: The file is missing or unreadable, or does not describe a valid model.
     """
     try:
-        values = json.loads(path.read_text())
+        values = read_json(path)
         scaling = values.pop("rope_scaling", None)
         return LlamaArgs(**values, rope_scaling=scaling and RoPEScalingArgs(**scaling))
     except ConfigError:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from torchtitan_lr.config.schema import TSR
 from torchtitan_lr.errors import ConfigError
 
 EMBEDDING = "tok_embeddings.weight"
@@ -47,6 +48,35 @@ class TSRSettings:
     def from_config(cls, optimizer: Any) -> "TSRSettings":
         """Read the settings from ``[optimizer]``."""
         return cls(**{name: getattr(optimizer, f"tsr_{name}") for name in cls.__dataclass_fields__})
+
+
+def stored_settings(sizes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Return the settings that decide which tensors an optimizer's state has, and of what shape.
+
+    A state that was saved with other ones cannot be loaded.
+
+    Args:
+        sizes: Size by name of the tensors of a state, such as ``output.weight.left``.
+
+    Returns:
+        Values by the key of ``[optimizer]``; ``name`` is `TSR` or, for every other optimizer, "".
+    """
+    ranks = {
+        name.removesuffix(".left"): size[1]
+        for name, size in sizes.items()
+        if name.endswith(".left")
+    }
+    if not ranks:
+        return {"name": ""}
+    two_sided = any(name.endswith(".right") for name in sizes)
+    return {
+        "name": TSR,
+        "tsr_projection": "two_sided" if two_sided else "one_sided",
+        "tsr_compress_head": HEAD in ranks,
+        "tsr_embedding_rank": ranks.pop(EMBEDDING, 0),
+        # Every linear has this one; a model without linears has none to compare.
+        **({"tsr_rank": next(iter(ranks.values()))} if ranks else {}),
+    }
 
 
 @dataclass(frozen=True)

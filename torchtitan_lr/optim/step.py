@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.utils import get_total_norm
 
 from torchtitan_lr.checkpoints.manifest import all_finite
 from torchtitan_lr.compat.dtensor import StridedShard, local_part
+from torchtitan_lr.numerics import joint_norm, scale_
 from torchtitan_lr.titan.components import OptimizersContainer
 
 
@@ -98,16 +98,13 @@ class StoredGradients:
                 sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
                 splits = math.prod(n for n, part in sizes if isinstance(part, Shard | StridedShard))
             alike[ranks // splits].append(gradient)
-        shares = [gradient_norm(same).double().square() / n for n, same in alike.items()]
+        shares = [joint_norm(same).double().square() / n for n, same in alike.items()]
         return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale this rank's shards of the gradients in place, if the norm is finite."""
-        shards = [local_part(gradient) for gradient in self._gradients()]
-        coefficient = clip_factor(max_norm, norm)
-        if shards:  # with CPU offload the gradients and the norm may be on different devices
-            torch._foreach_mul_(shards, coefficient.to(shards[0]))
+        scale_(map(local_part, self._gradients()), clip_factor(max_norm, norm))
 
     def nonfinite(self) -> str | None:
         """Return the first parameter whose gradient is not finite on this rank, or None."""
@@ -116,25 +113,6 @@ class StoredGradients:
     def _gradients(self) -> list[Tensor]:
         parameters = (p for part in self.model_parts for p in part.parameters())
         return [p.grad for p in parameters if p.grad is not None]
-
-
-@torch.no_grad()
-def gradient_norm(gradients: Iterable[Tensor], fp64: bool | None = None) -> Tensor:
-    """Return the joint 2-norm of this rank's parts of some gradients.
-
-    Args:
-        gradients: Plain tensors or DTensors.
-        fp64: Whether to sum in fp64, a plain scalar; by default if all gradients are on a CPU.
-    """
-    parts = [local_part(gradient) for gradient in gradients]
-    if fp64 is None:
-        # On a CPU torch sums the squares of a large fp32 tensor sequentially, with an error of 2e-5
-        # for a million entries that depends on the sharding.
-        fp64 = all(part.device.type == "cpu" for part in parts)
-    if fp64:
-        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
-        return torch.linalg.vector_norm(torch.stack(norms))
-    return get_total_norm(parts, foreach=True)
 
 
 def clip_factor(max_norm: float, norm: Tensor) -> Tensor:

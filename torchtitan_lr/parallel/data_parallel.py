@@ -129,6 +129,7 @@ def synchronize_gradients(model_parts: Sequence[nn.Module], enabled: bool) -> No
         if isinstance(module, ReplicateModule) or module in COMPRESSORS:
             module.set_requires_gradient_sync(enabled, recurse=False)
         else:
+            module.set_requires_gradient_sync(True, recurse=False)  # a pipeline disables it
             module.set_requires_all_reduce(enabled, recurse=False)
 
 

@@ -10,7 +10,7 @@ ledger reads which boundary a message crosses from an attribute of its tensor.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -31,6 +31,7 @@ from torchtitan_lr.compat.pipelining import (
 )
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.ends import head_computes_loss
+from torchtitan_lr.parallel.data_parallel import synchronize_gradients
 from torchtitan_lr.parallel.plans import Boundary, TPSettings, stage_boundary, tp_settings
 from torchtitan_lr.parallel.stage_split import layers_before_boundaries
 from torchtitan_lr.titan.base import (
@@ -171,6 +172,7 @@ class Pipeline:
         loss_fn: Returns the sum over tokens.
         tokens: The divisor of the training loss, the valid tokens of the global batch; set before
             each step.
+        is_last_round: Whether the batch is the last one that a step accumulates; set before each.
         parts: This rank's parts of the model, by stage.
         schedule: The training schedule, which calls ``loss``.
         step: Its method: forward and backward of a batch.
@@ -182,6 +184,7 @@ class Pipeline:
     group: Any
     loss_fn: LossFunction
     tokens: float | Tensor = 1.0
+    is_last_round: bool = True
     parts: dict[int, nn.Module] = field(default_factory=dict)
     schedule: PipelineSchedule = field(init=False)
     step: Callable[..., Any] = field(init=False)
@@ -197,6 +200,16 @@ class Pipeline:
         loss: Tensor = self.loss_fn(prediction, labels) / self.tokens
         return loss
 
+    @cached_property
+    def settings(self) -> TPSettings:
+        """The run's tensor-parallel settings, resolved once: that may warn."""
+        degree = self.job_config.parallelism.tensor_parallel_degree
+        return tp_settings(self.job_config, self.args, degree)
+
+    def boundaries(self, seq_len: int) -> list[Boundary]:
+        """Return the boundaries between the stages, for sequences of ``seq_len``."""
+        return stage_boundaries(self.job_config, self.args, seq_len, self.settings)
+
     def build_stage(self, part: nn.Module, index: int, batch: int, seq_len: int) -> Stage:
         """Build a stage with static shapes, for micro-batches (batch, seq_len)."""
         # Without shapes torch runs the model once to infer them, with tensor-parallel collectives,
@@ -205,13 +218,13 @@ class Pipeline:
         dtype = TORCH_DTYPE_MAP[self.job_config.training.mixed_precision_param]
         messages = [
             empty((batch, *boundary.shape), dtype=dtype, requires_grad=True)
-            for boundary in stage_boundaries(self.job_config, self.args, seq_len)
+            for boundary in self.boundaries(seq_len)
         ]
         tokens = empty((batch, seq_len), dtype=torch.int64)
         output = empty((batch, seq_len, self.args.vocab_size), dtype=dtype)
         if head_computes_loss(self.job_config):
             output = empty((), dtype=torch.promote_types(dtype, torch.float32))
-        return Stage(
+        stage = Stage(
             part,
             index,
             len(messages) + 1,
@@ -220,6 +233,8 @@ class Pipeline:
             output_args=[*messages, output][index],
             group=self.group,
         )
+        stage.enable_reductions = lambda: synchronize_gradients([part], self.is_last_round)
+        return stage
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **arguments: Tensor) -> Tensor:
         """Return the summed loss of a batch of any size, without gradients.
@@ -253,7 +268,7 @@ class Pipeline:
                 scale_grads=False,
             )
             self._evaluations[key] = forward_only(schedule)
-        last = len(stage_boundaries(self.job_config, self.args, seq_len)) in self.parts
+        last = len(self.boundaries(seq_len)) in self.parts
         losses: list[Tensor] = []
         self._evaluations[key].eval(
             *((tokens,) if 0 in self.parts else ()),
@@ -300,7 +315,7 @@ def pipeline_llama(
         indices.append(index)
         return pipeline.build_stage(part, index, size, seq_len)
 
-    boundaries = stage_boundaries(job_config, args, seq_len)
+    boundaries = pipeline.boundaries(seq_len)
     with stages_built_by(build):
         schedule, model_parts, has_first, has_last = pipeline_llm(
             model, parallel_dims, job_config, device, model_args, parallelize_fn, pipeline.loss
@@ -314,11 +329,10 @@ def pipeline_llama(
 
 
 def stage_boundaries(
-    job_config: JobConfig, args: LlamaArgs, seq_len: int, settings: TPSettings | None = None
+    job_config: JobConfig, args: LlamaArgs, seq_len: int, settings: TPSettings
 ) -> list[Boundary]:
     """Return all boundaries of a run's pipeline on one rank, for sequences of ``seq_len``."""
     degree = job_config.parallelism.tensor_parallel_degree
-    settings = settings or tp_settings(job_config, args, degree)
     return [
         stage_boundary(args, settings, degree, seq_len, latents=0 < before < args.n_layers)
         for before in layers_before_boundaries(job_config, args.n_layers)

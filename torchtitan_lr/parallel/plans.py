@@ -145,7 +145,7 @@ class Plan:
         split: The plan.
         low_rank: Whether it splits factorised linears, or dense ones.
         lanes: Whether it is for models with CAAT-Net's lanes.
-        factors: Placements of A and B, for factorised linears.
+        factors: Placements of A and B, for factorised linears: Shard(0), Shard(1) or Replicate().
         shards_stream: Whether a rank holds d/T features of the residual stream and sends them to
             the next stage. The norms' weights in the blocks are sharded in the same way.
         shards_latents: Whether it sends r/T features of each of LaX's latents.
@@ -156,7 +156,7 @@ class Plan:
     split: Callable[[LlamaArgs, TPSettings], Splits]
     low_rank: bool = True
     lanes: bool = False
-    factors: tuple[Shard, Shard] = (Shard(1), Shard(0))
+    factors: tuple[Placement, Placement] = (Shard(1), Shard(0))
     shards_stream: bool = False
     shards_latents: bool = False
     shards_heads: bool = True

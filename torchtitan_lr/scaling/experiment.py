@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The file of a scaling experiment: one TOML, strictly typed. Reading it needs no torch."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -163,11 +164,13 @@ def _check(given: Experiment) -> None:
         want = "either flavor, or positive dim, ffn_dim, n_layers and n_heads"
         checks.append((f"sizes.{name}", size.flavor or sides, shape, want))
         for key, numbers in (("seeds", size.seeds), ("budgets", size.budgets)):
-            right = len({*numbers}) == len(numbers) and all(number >= 0 for number in numbers)
-            checks.append((f"sizes.{name}.{key}", numbers, right, "different numbers, 0 or more"))
+            right = numbers and len({*numbers}) == len(numbers)
+            right = right and all(0 <= number < math.inf for number in numbers)
+            want = "at least one, different numbers of 0 or more"
+            checks.append((f"sizes.{name}.{key}", numbers, bool(right), want))
     for name, family in given.families.items():
         grid, want = family.learning_rates, "one value, or at least three in ascending order"
-        right = grid == sorted({*grid}) and len(grid) != 2 and grid[0] > 0
+        right = grid == sorted({*grid}) and len(grid) not in (0, 2) and 0 < grid[0] < math.inf
         checks.append((f"families.{name}.learning_rates", grid, right, want))
         checks.append((f"families.{name}.ranks", family.ranks, family.ranks > 0, "1 or more"))
     for key, got, right, want in checks:

@@ -31,7 +31,10 @@ from torchtitan_lr.optim.step import HostCopy
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.titan.components import DataloaderExhaustedError
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+MACHINES_CHANGED = "a change of machines"
+"""Name of SIGUSR2, with which `launch.agent` ends the ranks to start them again."""
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class NonFiniteError(RunFailedError):
@@ -142,10 +145,10 @@ class StepReader:
 
 @dataclass
 class StopSignal:
-    """Records SIGTERM, SIGINT or SIGUSR1, so that the trainer can finish and save its step.
+    """Records a signal to stop, so that the trainer can finish and save its step.
 
     Attributes:
-        name: The received signal, None until one arrives.
+        name: The received signal, or `MACHINES_CHANGED`; None until one arrives.
     """
 
     name: str | None = None
@@ -159,6 +162,8 @@ class StopSignal:
 
         def receive(number: int, frame: FrameType | None) -> None:
             self.name = signal.Signals(number).name
+            if number == signal.SIGUSR2:
+                self.name = MACHINES_CHANGED
             later = signal.SIG_IGN if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIG_DFL
             for other in _STOP_SIGNALS:
                 signal.signal(other, later)

@@ -127,8 +127,9 @@ class RunWandb(WandBLogger):
             job_type=given("WANDB_RUN_JOB_TYPE"),
             id=run_id,
             mode=mode,
-            # Offline, wandb ignores `resume`; the equal id joins the parts when they are synced.
-            resume=None if mode == "offline" else "allow",
+            # Offline too: `wandb sync` then asks the server where the run's earlier parts end, else
+            # it would send the lines of a later part as the first ones.
+            resume="allow",
             dir=str(dump_folder),
         )
         # A resumed run may have another configuration, such as more steps.

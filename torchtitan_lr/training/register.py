@@ -1,6 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """One torchtitan TrainSpec per model family; importing this module registers them."""
 
+from typing import Any
+
 from torch import nn
 
 from torchtitan_lr.config.schema import TSR
@@ -10,6 +12,7 @@ from torchtitan_lr.models.families import FAMILIES, ModelFamily
 from torchtitan_lr.models.flavors import FLAVORS, FlavorTable
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
+from torchtitan_lr.optim.resume import ConfiguredLR, keep_hyperparameters
 from torchtitan_lr.optim.selection import TSRSettings
 from torchtitan_lr.optim.step import ON_SHARDS
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
@@ -21,9 +24,9 @@ from torchtitan_lr.parallel.parallelize import (
     parallelize_llama_svd,
 )
 from torchtitan_lr.parallel.pipeline import pipeline_llama
+from torchtitan_lr.titan import components
 from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
-from torchtitan_lr.titan.components import OptimizersContainer, build_lr_schedulers
-from torchtitan_lr.titan.components import build_optimizers as titan_build_optimizers
+from torchtitan_lr.titan.components import LRSchedulersContainer, OptimizersContainer
 from torchtitan_lr.titan.specs import REGISTERED_SPECS, TrainSpec, register_train_spec
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
 from torchtitan_lr.training.validate import Validator
@@ -50,11 +53,22 @@ def build_optimizers(
             {name: getattr(optimizer_config, name) for name in names},
             *(None if mesh is None else mesh.get_group() for mesh in meshes),
         )
-    optimizers = titan_build_optimizers(model_parts, optimizer_config, parallel_dims)
+    optimizers = components.build_optimizers(model_parts, optimizer_config, parallel_dims)
     for optimizer in optimizers:
         # Other optimizers than Adam and AdamW are left alone.
         optimizer.__class__ = ON_SHARDS.get(type(optimizer), type(optimizer))
+        optimizer.register_load_state_dict_pre_hook(keep_hyperparameters)
     return optimizers
+
+
+def build_lr_schedulers(
+    optimizers: OptimizersContainer, config: Any, steps: int
+) -> LRSchedulersContainer:
+    """Build torchtitan's schedules, of which a resumed run loads the step alone."""
+    schedulers = components.build_lr_schedulers(optimizers, config, steps)
+    for scheduler in schedulers:
+        scheduler.__class__ = ConfiguredLR
+    return schedulers
 
 
 def register_model_family(family: ModelFamily) -> None:

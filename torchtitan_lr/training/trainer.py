@@ -123,6 +123,8 @@ class Trainer(TitanTrainer):
             how = "run the same command again to resume" if saved else "checkpointing is off"
             if saved and self.job_config.checkpoint.load_step != -1:
                 how = "run the command again without checkpoint.load_step to resume"
+            if self.stopped_by == guard.MACHINES_CHANGED:
+                how = "the run goes on by itself"
             total = self.job_config.training.steps
             what = "Stopped by %s after step %d of %d, checkpoint %s: %s"
             console.info(what, self.stopped_by, self.step, total, saved, how)
@@ -318,6 +320,8 @@ class Trainer(TitanTrainer):
         for index, (input_dict, labels) in enumerate(microbatches):
             last = index == len(microbatches) - 1
             synchronize_gradients(self.model_parts, last)
+            if self.parallel_dims.pp_enabled:  # it synchronizes at the end of the batch
+                self.pp_schedule.is_last_round = last
             self._gradients.prepare(last)
             loss = self.forward_backward_step(
                 input_dict={k: v.to(self.device, non_blocking=True) for k, v in input_dict.items()},

@@ -18,12 +18,19 @@ def test_both_values_stay_in_the_record(tmp_path):
     # What changes no number is no change, and neither is a list for a tuple.
     same = config(tmp_path, "--training.gc_freq=9", "--metrics.log_freq=3")
     assert write_record(same, 5) == {}
-    batch = {"training.local_batch_size": [8, 4]}
+    batch = {"training.global_batch_size": [8, 4]}
     assert write_record(config(tmp_path, "--training.local_batch_size=4"), 5) == batch
     # debug_cola on 4 ranks has 2 of 8 sequences; only the way to write it is another.
     write_record(config(tmp_path), 0, ranks=4)
     assert write_record(config(tmp_path, "--training.global_batch_size=16"), 5, ranks=2) == {}
     assert write_record(config(tmp_path, "--training.global_batch_size=32"), 5, ranks=2)
+    # The same settings on fewer ranks are another batch; a record of an earlier version has -1.
+    write_record(config(tmp_path), 0, ranks=4)
+    assert write_record(config(tmp_path), 5, ranks=2) == {"training.global_batch_size": [16, 8]}
+    earlier = json.loads((tmp_path / "job_config.json").read_text())
+    del earlier["global_batch_size"], earlier["changes"]
+    (tmp_path / "job_config.json").write_text(json.dumps(earlier))
+    assert write_record(config(tmp_path), 5, ranks=4) == {}
     write_record(config(tmp_path), 0)
     first = {"optimizer.lr": [0.006, 0.001]}
     assert write_record(config(tmp_path, "--optimizer.lr=1e-3"), 10) == first

@@ -4,6 +4,7 @@
 import io
 import os
 import pickle
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,3 +128,114 @@ def test_a_value_is_not_run_either(saved: Path, tmp_path: Path) -> None:
     # The control: DCP's own way runs it.
     dcp.load({"train_state": dict.fromkeys(VALUES)}, checkpoint_id=str(saved), no_dist=True)
     assert (tmp_path / "made").is_dir()
+
+
+def pickled(*operations: bytes) -> bytes:
+    return b"".join([pickle.PROTO, b"\x04", *operations, pickle.STOP])
+
+
+def text(value: str) -> bytes:
+    return pickle.SHORT_BINUNICODE + bytes([len(value)]) + value.encode()
+
+
+def named(module: str, name: str) -> bytes:
+    return text(module) + text(name) + pickle.STACK_GLOBAL
+
+
+THEIRS = "torch.distributed.checkpoint.metadata"
+
+ATTACKS = {
+    "an attribute of a class": pickled(
+        named("pathlib", "PosixPath"), pickle.EMPTY_DICT, text("__truediv__"), pickle.NONE,
+        pickle.SETITEM, pickle.BUILD,
+    ),
+    "an attribute of DCP's class": pickled(
+        named(THEIRS, "Metadata"), pickle.EMPTY_DICT, text("version"), text("x"), pickle.SETITEM,
+        pickle.BUILD,
+    ),
+    "an attribute by slots": pickled(
+        named(THEIRS, "Metadata"), pickle.NONE, pickle.EMPTY_DICT, text("version"), text("x"),
+        pickle.SETITEM, pickle.TUPLE2, pickle.BUILD,
+    ),
+    "a member of an enumeration": pickled(
+        named(THEIRS, "_MEM_FORMAT_ENCODING"), pickle.BININT1 + b"\0", pickle.TUPLE1, pickle.REDUCE,
+        pickle.EMPTY_DICT, text("_value_"), text("x"), pickle.SETITEM, pickle.BUILD,
+    ),
+    # Hashing it takes 2 to the power of 60 steps.
+    "a key of nested tuples": pickled(
+        pickle.EMPTY_DICT, pickle.EMPTY_TUPLE, pickle.MEMOIZE,
+        *(pickle.BINGET + bytes([n]) + pickle.TUPLE2 + pickle.MEMOIZE for n in range(60)),
+        pickle.NONE, pickle.SETITEM,
+    ),
+    "nested tuples in a key's attribute": pickled(
+        named(THEIRS, "MetadataIndex"), pickle.EMPTY_TUPLE, pickle.NEWOBJ, pickle.EMPTY_DICT,
+        text("fqn"), pickle.EMPTY_TUPLE, pickle.SETITEM, pickle.BUILD,
+    ),
+    "a set": pickled(pickle.EMPTY_SET),
+    "deep lists": pickled(pickle.EMPTY_LIST * 50_000, pickle.APPEND * 49_999),
+    "a huge size": pickled(
+        named("torch", "Size"), pickle.EMPTY_LIST, pickle.TUPLE1, pickle.REDUCE
+    ),
+    "a function of torch": pickled(named("torch", "load")),
+    "a text without an end": pickled(pickle.BINUNICODE + b"\xff\xff\xff\x7f"),
+    "nothing": b"",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_what_a_table_of_contents_has_no_use_for(attack: str, saved: Path) -> None:
+    (saved / ".metadata").write_bytes(ATTACKS[attack])
+    classes = [Path, type(Path()), Format, dcp.Metadata, torch.Size]
+    before = [dict(vars(each)) for each in classes]
+    with pytest.raises(DamagedError):
+        read_metadata(saved)
+    assert [dict(vars(each)) for each in classes] == before
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_flipped_bits_are_damage_or_data(saved: Path, protocol: int) -> None:
+    """Whatever bits flip, what is read has the types of what DCP writes."""
+    metadata = read_metadata(saved)
+    whole = pickle.dumps(metadata, protocol)
+    draw = random.Random(protocol)
+    damaged = 0
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(draw.choice([1, 1, 2, 20])):
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        (saved / ".metadata").write_bytes(data)
+        try:
+            found = read_metadata(saved)
+        except DamagedError as error:
+            damaged += 1
+            assert "\n" not in str(error)
+            continue
+        assert all(type(name) is str for name in found.state_dict_metadata)
+        assert all("/" not in info.relative_path for info in found.storage_data.values())
+    assert damaged > 150
+
+
+def test_what_later_versions_add_is_left_out(saved: Path) -> None:
+    metadata = read_metadata(saved)
+    wanted = pickle.dumps(metadata)
+    metadata.new = {"a": [1]}  # type: ignore[attr-defined]
+    other = pickle.dumps(metadata).replace(b"\x07pathlib", b"\x0epathlib._local")  # Python 3.13
+    (saved / ".metadata").write_bytes(other)
+    found = read_metadata(saved)
+    assert pickle.dumps(found) == wanted and not hasattr(found, "new")
+
+
+@pytest.mark.parametrize("name", ["../a", "/etc/passwd", "a/b", "..", ".", ""])
+def test_files_elsewhere_are_refused(saved: Path, name: str) -> None:
+    metadata = read_metadata(saved)
+    next(iter(metadata.storage_data.values())).relative_path = name
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DamagedError, match="names a file outside its folder"):
+        read_metadata(saved)
+
+
+def test_a_pipe_is_not_waited_for(saved: Path) -> None:
+    (saved / ".metadata").unlink()
+    os.mkfifo(saved / ".metadata")
+    with pytest.raises(DamagedError, match="not a regular file"):
+        read_metadata(saved)

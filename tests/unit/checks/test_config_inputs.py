@@ -78,14 +78,12 @@ def test_a_part_without_one_sequence_is_refused_before_ranks_start(own, section)
         own(f"--{section}.seq_len={tokens}")
 
 
-@pytest.mark.parametrize("pattern", ["a.jsonl", "*.jsonl", "../corpus", "link.jsonl"])
+@pytest.mark.parametrize("pattern", ["a.jsonl", "*.jsonl", "../{}", "link.jsonl"])
 def test_validation_on_files_that_are_trained_on_is_refused(own, tmp_path, pattern):
-    (tmp_path / "corpus").mkdir()
-    for name in ("a.jsonl", "link.jsonl"):
-        (tmp_path / "corpus" / name).symlink_to(tmp_path / "a.jsonl")
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "a.jsonl")
     path = "--validation.dataset=local", f"--validation.dataset_path={tmp_path}"
     with pytest.raises(ConfigError, match=r"^validation\.dataset_path: got .*not trained on .*;"):
-        own(path[0], f"{path[1]}/corpus/{pattern}")
+        own(path[0], f"{path[1]}/{pattern}".format(tmp_path.name))
     shutil.copy(tmp_path / "a.jsonl", tmp_path / "other.jsonl")
     config = own(path[0], f"{path[1]}/other.jsonl")
     corpus = Corpus.open(ensure_prepared(config, "validation")[0].folder)

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``scripts/evaluate.py`` against a loss computed token by token, in fp64."""
+"""``evaluate`` against a loss computed token by token, in fp64."""
 
 import itertools
 import json

@@ -5,12 +5,14 @@ import importlib.util
 import json
 from types import SimpleNamespace
 
+import lm_eval
 import pytest
 import torch
 
 from tests.commands import Command
 from tests.reference.validation_loss import token_losses
 from tests.support.run_folders import export, write_run
+from torchtitan_lr.hf import harness
 from torchtitan_lr.hf.loading import load_for_inference
 
 command = Command("evaluate").ask
@@ -51,14 +53,6 @@ def test_without_the_harness_the_extra_is_named(capsys, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def harness():
-    pytest.importorskip("lm_eval", reason="lm-eval, the extra eval, is not installed")
-    from torchtitan_lr.commands import harness
-
-    return harness
-
-
-@pytest.fixture(scope="module")
 def step(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     step, _ = write_run(folder, "cola")
@@ -72,7 +66,7 @@ def requests(*arguments):
     return [SimpleNamespace(args=args) for args in arguments]
 
 
-def test_texts_by_hand(harness, step):
+def test_texts_by_hand(step):
     model, tokenizer = load_for_inference(step)
     model.double()
     adapter = harness.HarnessModel(model, tokenizer, 2)
@@ -118,15 +112,38 @@ def test_texts_by_hand(harness, step):
         assert answer == tokenizer.decode(ids[start:]).split("\n")[0]
 
 
-def test_it_scores_as_the_harness_own_model_does(harness, step, code_cache, tmp_path, capsys):
-    pytest.importorskip("accelerate", reason="the harness' model hf needs accelerate")
-    import lm_eval
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """A folder with a task of two sums, and one of four possible next words."""
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "sums.jsonl").write_text('{"question": "1 + 1 =", "answer": " 2"}\n' * 3)
+    (folder / "sums.yaml").write_text(
+        "task: sums\noutput_type: loglikelihood\ntest_split: test\n"
+        f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/sums.jsonl}}}}\n"
+        "doc_to_text: '{{question}}'\ndoc_to_target: '{{answer}}'\ntarget_delimiter: ''\n"
+        "metric_list: [{metric: perplexity}, {metric: acc}]\n"
+    )
+    words = ["os", "def power(x", "return None", "self"]
+    (folder / "next.jsonl").write_text(
+        "".join(
+            json.dumps({"text": f"import sys\nx = {n}\n", "words": words, "right": n % 4}) + "\n"
+            for n in range(12)
+        )
+    )
+    (folder / "next.yaml").write_text(
+        "task: next\noutput_type: multiple_choice\ntest_split: test\n"
+        f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/next.jsonl}}}}\n"
+        "doc_to_text: '{{text}}'\ndoc_to_target: right\ndoc_to_choice: words\n"
+        "metric_list: [{metric: acc}, {metric: acc_norm}]\n"
+    )
+    return folder
 
+
+def test_it_scores_as_the_harness_own_model_does(step, tasks, code_cache, tmp_path, capsys):
     out = tmp_path / "out"
     assert export.main(["--format", "hf", str(step), str(out)]) == 0
     capsys.readouterr()
-    manager = harness.find_tasks(["python_stdlib_next"], None)
-    options = {"tasks": ["python_stdlib_next"], "task_manager": manager, "limit": 12}
+    options = {"tasks": ["next"], "task_manager": harness.find_tasks(["next"], tasks)}
     arguments = {"pretrained": str(out), "dtype": "float32", "trust_remote_code": True}
     theirs = lm_eval.simple_evaluate(
         model="hf", model_args=arguments, device="cpu", batch_size=4, **options
@@ -137,34 +154,24 @@ def test_it_scores_as_the_harness_own_model_does(harness, step, code_cache, tmp_
         results.append(lm_eval.simple_evaluate(model=adapter, **options))
     for ours in results:
         for metric in ("acc,none", "acc_norm,none"):
-            name = "python_stdlib_next"
-            assert ours["results"][name][metric] == theirs["results"][name][metric]
-        for a, b in zip(*(r["samples"][name] for r in (ours, theirs)), strict=True):
+            assert ours["results"]["next"][metric] == theirs["results"]["next"][metric]
+        for a, b in zip(*(r["samples"]["next"] for r in (ours, theirs)), strict=True):
             values = [[float(value) for value, _ in s["filtered_resps"]] for s in (a, b)]
             assert values[0] == pytest.approx(values[1], rel=1e-5)
             assert len(set(values[0])) == 4
 
 
-def test_the_command_with_a_task_file(harness, step, tmp_path, capsys):
-    (tmp_path / "data.jsonl").write_text('{"question": "1 + 1 =", "answer": " 2"}\n' * 3)
-    (tmp_path / "sums.yaml").write_text(
-        "task: sums\ndataset_path: json\n"
-        f"dataset_kwargs: {{data_files: {{test: {tmp_path / 'data.jsonl'}}}}}\n"
-        "output_type: loglikelihood\ntest_split: test\n"
-        "doc_to_text: '{{question}}'\ndoc_to_target: '{{answer}}'\ntarget_delimiter: ''\n"
-        "metric_list: [{metric: perplexity}, {metric: acc}]\n"
-    )
-    usual = (step, "--device", "cpu", "--task_path", tmp_path)
-    names = "sums,python_stdlib_next"
-    status, out, err = command(capsys, *usual, "--tasks", names, "--documents", 2, "--json")
+def test_the_command_with_task_files(step, tasks, capsys):
+    usual = (step, "--device", "cpu", "--task_path", tasks)
+    status, out, err = command(capsys, *usual, "--tasks", "sums,next", "--documents", 2, "--json")
     assert status == 0, err
     found = json.loads(out)
-    assert found["samples"] == {"sums": 2, "python_stdlib_next": 2}
+    assert found["samples"] == {"sums": 2, "next": 2}
     assert {"perplexity", "acc"} <= found["tasks"]["sums"].keys()
     status, out, err = command(capsys, *usual, "--tasks", "no_such_task")
     assert status == 2 and err.startswith("error: --tasks: got 'no_such_task', expected a task of")
     assert err.count("\n") == 1
-    (tmp_path / "data.jsonl").unlink()
+    (tasks / "sums.jsonl").unlink()
     status, out, err = command(capsys, *usual, "--tasks", "sums")
     assert status == 2 and err.startswith("error: --tasks: got 'sums', expected tasks whose files")
     assert err.count("\n") == 1

@@ -51,6 +51,29 @@ def test_refusals_and_failed_runs_become_a_status(capsys):
     assert capsys.readouterr().err == "error: x\n"
 
 
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(28, "No space left on device"), "error: No space left on device"),
+        (OSError(30, "Read-only file system", "/a/b"), "error: /a/b: Read-only file system"),
+        (PermissionError(13, "Permission denied", "/a"), "error: /a: Permission denied"),
+        (MemoryError(), "error: this machine has too little memory for that"),
+        (RuntimeError("[x] DefaultCPUAllocator: can't allocate memory: 1"), "error: this machine"),
+    ],
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_errors_of_the_system_are_one_line(error, line, wrapped, capsys):
+    @in_one_line
+    def fails(argv=None):
+        if not wrapped:
+            raise error
+        raise ValueError(f"a library's own: {error}") from error
+
+    assert fails([]) == 1
+    (found,) = capsys.readouterr().err.splitlines()
+    assert found.startswith(line)
+
+
 def test_only_the_first_rank_reports_what_all_ranks_found(monkeypatch, capsys):
     waited = []
     monkeypatch.setattr("time.sleep", waited.append)

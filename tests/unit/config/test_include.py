@@ -32,9 +32,25 @@ def test_the_including_file_wins_key_by_key(write):
     assert (config.training.steps, config.training.seq_len) == (2, 16)
 
 
+@pytest.mark.parametrize("name", ["debug_cola", "debug_cola.toml", "train_configs/debug_cola.toml"])
+def test_a_shipped_file_is_included_by_its_name(write, name):
+    shipped = load_toml("train_configs/debug_cola.toml")
+    top = write("a.toml", f'include = "{name}"\n[training]\nsteps = 2\n')
+    assert load_toml(top) == shipped | {"training": shipped["training"] | {"steps": 2}}
+    write(name, "[training]\nseq_len = 9\n")  # a neighbour comes first
+    assert load_toml(top) == {"training": {"steps": 2, "seq_len": 9}}
+
+
+def test_a_file_of_a_windows_editor(tmp_path):
+    (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbf# first\r\n[training]\r\nsteps = 2\r\n")
+    assert load_toml(str(tmp_path / "a.toml")) == {"training": {"steps": 2}}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ('include = "debug_coal.toml"', "or a shipped one: did you mean debug_cola"),
+        (f'include = "{"x" * 5000}"', "expected a TOML file, relative to "),
         ('include = "none.toml"', "got 'none.toml', expected a TOML file, relative to "),
         ("include = 3", "got 3, expected one file, such as"),
         ('include = ""', "got '', expected one file, such as"),

@@ -104,3 +104,20 @@ def test_a_bar_on_a_terminal(terminal, monkeypatch, capsys):
     drawn = read_of(reader)
     assert "validation:" in drawn and "0/3" in drawn and "\r" in drawn
     assert drawn.rstrip(" ").endswith("\r")  # nothing is left of it
+
+
+@pytest.mark.parametrize(
+    ("total", "left"), [(4, "(75%), 0:00:04 left"), (2, "(100%), 0:00:00 left")]
+)
+def test_more_items_than_expected_leave_no_negative_time(total, left):
+    times, lines = iter([0.0, 12.0]), []
+    bars.Plain("reading", total, "rows", times.__next__, lines.append).done(3)
+    assert lines == [f"reading: 3 of {total} rows {left}"]
+
+
+def test_a_preparation_beyond_its_estimate_leaves_no_negative_time():
+    times, lines = iter([0.0, 1.0, 20.0]), []
+    shown = bars.Preparing(times.__next__, lines.append)
+    shown(0, 0, 0.0)
+    shown(5, 100, 1.7)
+    assert lines == ["preparing: 5 documents, 100 tokens, 5 tokens/s, 100%, 0:00:00 left"]

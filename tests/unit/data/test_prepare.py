@@ -9,12 +9,22 @@ from pathlib import Path
 
 import pytest
 
+import torchtitan_lr.training.register  # noqa: F401  (registers the models)
 from tests.support.corpora import write_jsonl
+from torchtitan_lr.checks.values import check_data
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data import prepare
 from torchtitan_lr.data.corpus import Corpus
-from torchtitan_lr.data.prepare import ensure_prepared, free, prepare_for_ranks, wanted
+from torchtitan_lr.data.prepare import (
+    ensure_prepared,
+    free,
+    prepare_folder,
+    prepare_for_ranks,
+    wanted,
+)
+from torchtitan_lr.data.sources import Reader, Source
 from torchtitan_lr.errors import ConfigError, DataError
+from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
 TEXTS = [f"Line {i} of {i * i} words. " * 3 for i in range(200)]
 
@@ -35,7 +45,7 @@ def config(tmp_path, monkeypatch):
 
 def test_a_run_prepares_once_and_its_ranks_find_it(tmp_path, config, monkeypatch):
     job = config("--validation.enable")
-    variables = prepare_for_ranks(job, world_size=2)
+    variables = prepare_for_ranks(job)
     (part,) = ensure_prepared(job)
     assert (part.weight, part.name) == (1.0, "local")
     corpus = Corpus.open(part.folder)
@@ -81,6 +91,12 @@ def test_a_mixture_has_a_folder_and_a_share_for_each(tmp_path, config):
     parts = ensure_prepared(job)
     assert [(part.name, part.weight) for part in parts] == [("a", 0.75), ("local", 0.25)]
     assert len({part.folder for part in parts}) == 2
+    # Before the hours of the first, the second is found to be missing.
+    job.training.mixture[1]["path"] = str(tmp_path / "c.txt")
+    job.training.token_folder = str(tmp_path / "other")
+    with pytest.raises(ConfigError, match="an existing file"):
+        ensure_prepared(job)
+    assert not (tmp_path / "other").exists()
     for entry, why in [
         ({"dataset": "local", "path": "x", "wieght": 1}, "one of the keys dataset, weight, path"),
         ({"path": "x"}, "a corpus such as 'local'"),
@@ -96,8 +112,7 @@ def test_a_mixture_has_a_folder_and_a_share_for_each(tmp_path, config):
 
 HF = {"dataset": "hf", "dataset_path": "a/b@1.0"}
 SPLIT = {"dataset": "hf", "path": "a/b", "hf_split": "web", "hf_name": "en"}  # in a mixture
-TRAIN, TEST = 10 * 8 * 100, 2 * 4 * 4 * 50  # of the steps and one more, and of one validation
-
+TRAIN, TEST = 10 * 8 * 100, 1 << 24  # of the steps and one more; of validation, whatever it reads
 
 C4 = [f"allenai/c4 en train train {TRAIN}", f"allenai/c4 en validation held_out {TEST}"]
 OWN_SPLITS = [f"a/b en web train {TRAIN}", f"a/b en test held_out {TEST}"]
@@ -120,11 +135,33 @@ def test_how_much_of_a_dataset_of_the_hub_is_prepared(config, section, training,
     options += " --validation.seq_len=49 --parallelism.tensor_parallel_degree=2"
     job = config(options, "--validation.dataset=c4_validation", path=None)
     vars(job.training).update(training)
-    (part,) = wanted(job, section, world_size=8)
+    (part,) = wanted(job, section)
     assert [
         f"{source.paths[0]} {source.config} {source.split} {source.part} {source.tokens}"
         for source in part.sources
     ] == expected
+
+
+def test_ranks_do_not_change_what_is_prepared_of_the_hub(tmp_path, config):
+    """One rank takes a batch of its own; others are asked for the number of tokens."""
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    write_jsonl(folder / "train.jsonl", TEXTS)
+    options = f"--training.dataset=hf --training.dataset_path={folder} --training.steps=2"
+    options += " --parallelism.tensor_parallel_degree=1 --training.seq_len=15"
+    options += " --validation.no_enable --training.local_batch_size=4"
+    found = []
+    for ranks, more in [
+        (1, ""),
+        (4, "--training.global_batch_size=4"),
+        (2, "--training.hf_tokens=192"),
+    ]:
+        job = config(options, more, path=None)
+        check_data(job, ranks, "cpu")
+        found.append(ensure_prepared(job)[0].folder)
+    assert found[0] == found[1] == found[2]
+    with pytest.raises(ConfigError, match=r"hf_tokens: got 0, .*\(384\).*global_batch_size = 8"):
+        check_data(config(options, path=None), 2, "cpu")
 
 
 def test_a_prepared_folder_of_the_user(tmp_path, config):
@@ -134,12 +171,15 @@ def test_a_prepared_folder_of_the_user(tmp_path, config):
     shard = folder / "train-00000.bin"
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(DataError, match="it was cut"):
-        prepare_for_ranks(job, 1)
+        prepare_for_ranks(job)
 
 
-def test_two_runs_prepare_a_folder_once_and_train_at_the_same_time(config, monkeypatch):
+@pytest.mark.parametrize("locks", [True, False], ids=["locks", "a file system without locks"])
+def test_two_runs_prepare_a_folder_once_and_train_at_the_same_time(config, monkeypatch, locks):
     tokenize, context = prepare.tokenize, multiprocessing.get_context("fork")
     calls, barrier = context.Value("i"), context.Barrier(3)
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", lambda *_: os.truncate("/no/such", 0))  # an OSError
 
     def slow(*args, **options):
         with calls.get_lock():
@@ -164,6 +204,8 @@ def test_two_runs_prepare_a_folder_once_and_train_at_the_same_time(config, monke
 def test_the_oldest_unused_folders_go(tmp_path, config, monkeypatch):
     store, folders = tmp_path / "store", []
     (store / "of the user").mkdir(parents=True)
+    (store / "locks").mkdir()
+    (store / "locks" / "of").touch()  # a file of that name deletes nothing
     for age, lines in enumerate((200, 50, 70)):
         path = write_jsonl(tmp_path / f"{age}.jsonl", TEXTS[:lines])
         folders.append(Path(ensure_prepared(config(path=path))[0].folder))
@@ -183,3 +225,31 @@ def test_the_oldest_unused_folders_go(tmp_path, config, monkeypatch):
     ensure_prepared(config(path=tmp_path / "1.jsonl"))
     free(store, 0)
     assert all((folder / "corpus.json").exists() for folder in folders)
+
+
+def test_a_folder_of_others_is_not_written_to(tmp_path):
+    """Nor is what was prepared in a folder read as its text."""
+    data, out = tmp_path / "data", tmp_path / "data" / "tokens"
+    data.mkdir()
+    write_jsonl(data / "a.jsonl", TEXTS)
+    tokenizer = HuggingFaceTokenizer("torchtitan_lr/data/assets/bpe4k")
+
+    def command(folder, **options):
+        reader = Reader(Source("local", (str(data),)))
+        return prepare_folder([reader], tokenizer, folder, "--out", workers=1, **options)
+
+    foreign = data / "train-00000.bin"
+    foreign.write_bytes(b"of another program")
+    with pytest.raises(ConfigError, match="new, empty or was begun by this command; it holds"):
+        command(data)
+    assert foreign.read_bytes() == b"of another program"
+    assert sorted(os.listdir(data)) == ["a.jsonl", "train-00000.bin"]
+    with (data / "a.jsonl").open("a") as file:
+        file.write("{\n")
+    with pytest.raises(DataError, match="max_bad_records"):
+        command(out)
+    assert (out / "bad_records.txt").exists()
+    corpus = command(out, max_bad_records=1)  # its own begun folder
+    assert [source["files"] for source in corpus.record["sources"]] == [1]
+    assert not (out / "bad_records.txt").exists()
+    assert command(out, max_bad_records=1).identity == corpus.identity

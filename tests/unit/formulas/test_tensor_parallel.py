@@ -4,9 +4,11 @@
 from typing import Any
 
 import pytest
+import torch
 
 from tests.oracle.parameters import count_parameters
 from torchtitan_lr.formulas import tensor_parallel
+from torchtitan_lr.formulas.data_parallel import named_parameters
 from torchtitan_lr.formulas.tensor_parallel import part_traffic
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
@@ -30,6 +32,21 @@ def shape(family: str = "cola", **changes: Any) -> LlamaArgs:
 
 def btp(**settings: Any) -> TPSettings:
     return TPSettings("btp", **settings)
+
+
+@pytest.mark.parametrize("a", [0, 1, -1, None])
+@pytest.mark.parametrize("b", [0, 1, -2, None])
+def test_a_rank_stores_what_the_placements_of_the_factors_say(
+    a: int | None, b: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None is Replicate."""
+    formula = tensor_parallel.PlanFormula(lambda *_: {}, factors=(a, b))
+    monkeypatch.setitem(tensor_parallel.FORMULAS, "other", formula)
+    found = named_parameters(shape(), TPSettings("other"), 4)["block 0"]
+    for key, size, dim in (("A", (R, F), a), ("B", (D, R), b)):
+        whole = torch.empty(size)
+        part = whole if dim is None else whole.chunk(4, dim)[0]
+        assert found[f"layers.0.feed_forward.w2.{key}.weight"] == part.shape
 
 
 BSD, BSF, BSR = BS * D, BS * F, BS * R

@@ -208,7 +208,8 @@ def test_it_is_one_graph(exported, case):
 
 @pytest.mark.parametrize("case", ["lax_gated", "lanes"])
 def test_adapters_find_their_linears(exported, case):
-    peft = pytest.importorskip("peft", reason="needs peft")
+    import peft  # takes two seconds
+
     _, _, folder = exported(case)
     model, config = load(folder), peft.LoraConfig(task_type="CAUSAL_LM", r=2)
     if case == "lanes":  # the control: nothing there that PEFT can adapt

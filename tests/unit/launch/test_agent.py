@@ -54,11 +54,12 @@ def process(status):
 )
 def test_a_killed_rank_is_the_cause(monkeypatch, statuses, cause, seconds):
     given = []
-    monkeypatch.setattr(agent, "close_ranks", lambda *values: given.append(values[-1]))
+    monkeypatch.setattr(agent, "close_ranks", lambda *values: given.append(values[1:]))
     ranks = agent.Ranks()
     context = SimpleNamespace(subprocess_handlers=dict(enumerate(map(process, statuses))))
     ranks.close(context, signal.SIGTERM, timeout=30)
-    assert (ranks.cause, given) == (cause, [seconds])
+    number = signal.SIGUSR2 if seconds == 30 else signal.SIGTERM  # they will start again
+    assert (ranks.cause, given) == (cause, [(number, seconds)])
 
 
 @pytest.mark.parametrize(("status", "left", "ends"), [(2, 1, True), (2, 0, False), (1, 1, False)])
@@ -82,6 +83,7 @@ STARTED = {
     "TORCHELASTIC_MAX_RESTARTS": "3",
     "GROUP_WORLD_SIZE": "2",
     "WORLD_SIZE": "4",
+    "RANK": "2",
     "LOCAL_RANK": "0",
 }
 
@@ -90,13 +92,13 @@ def test_a_restart_is_one_line(monkeypatch, capfd):
     monkeypatch.setattr(agent.subprocess, "Popen", lambda *_, **__: SimpleNamespace(pid=7))
     ranks = agent.Ranks()
     ranks.popen(["x"], env=STARTED)
-    started = "process 7 started as a rank"
-    assert capfd.readouterr().err.splitlines() == [started]  # the first start is none
+    started = "process 7 started as rank {0} (local_rank: {1})"
+    assert capfd.readouterr().err.splitlines() == [started.format(2, 0)]  # the first start is none
     ranks.cause = "rank 3 was ended by SIGKILL"
-    for rank in "01":
-        ranks.popen(["x"], env=STARTED | {"LOCAL_RANK": rank})
+    for rank in range(2):
+        ranks.popen(["x"], env=STARTED | {"RANK": str(2 + rank), "LOCAL_RANK": str(rank)})
     line, *rest = capfd.readouterr().err.splitlines()
-    assert rest == [started] * 2
+    assert rest == [started.format(2, 0), started.format(3, 1)]
     what = "rank 3 was ended by SIGKILL; 2 machines, 4 ranks"
     assert line == f"restart (1 of 3 after failures): {what}"
     assert ranks.restarts_left == 2

@@ -2,12 +2,16 @@
 """What the launcher says at the end."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from torchtitan_lr.launch.processes import RANK_STARTED
 from torchtitan_lr.launch.report import (
     DID_NOT_END,
     describe_failure,
+    disk_trouble,
+    hidden_errors,
     killed_rank,
     recorded_by_rank_0,
 )
@@ -91,6 +95,41 @@ def test_a_rank_that_torchrun_had_to_kill_is_not_the_cause(tmp_path, stuck):
         "(guard.py: agree); rank 1 did not end on SIGTERM: stopped, or stuck; "
         f"its output: {folder}"
     )
+
+
+def test_ranks_have_the_numbers_of_the_run(tmp_path):
+    """The second machine of two ranks each: torchrun's folders are 0 and 1, the ranks 2 and 3."""
+    log = tmp_path / "launcher.log"
+    started = "".join(
+        f"process {pid} {RANK_STARTED} {pid} (local_rank: {pid - 2})\n" for pid in (2, 3)
+    )
+    log.write_text(started + REPORT.format(code="-9 (pid: 3)  (SIGKILL)"))
+    assert describe_failure(tmp_path, 1).startswith("rank 3 was ended by SIGKILL (the kernel")
+    log.write_text(started)
+    folder = tmp_path / "run" / "attempt_0" / "1"
+    folder.mkdir(parents=True)
+    what = "RuntimeError: [pair.cc:542] Connection reset by peer [10.0.0.1]:5"
+    error = {"message": what, "extraInfo": {"timestamp": "1"}}
+    (folder / "error.json").write_text(json.dumps({"message": error}))
+    (folder / "stderr.log").write_text(f"error: {what}\n")
+    told = describe_failure(tmp_path, 1)
+    assert told.startswith(
+        f"rank 3 failed: {what}; another rank ended before, or cannot be reached;"
+    )
+    assert hidden_errors(tmp_path, {0}) == [f"[rank3]:error: {what}"]
+    log.write_text(
+        started + "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: x"
+    )
+    assert "; the machine of RDZV_ENDPOINT cannot be reached" in describe_failure(tmp_path, 1)
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    assert disk_trouble(tmp_path, "rank 0 failed") == ""
+    assert (
+        disk_trouble(Path("/proc"), "") == "; /proc cannot be written (No such file or directory)"
+    )
+    full = disk_trouble(tmp_path, "OSError: No space left on device")
+    assert full.startswith(f"; no space left in {tmp_path} (")
 
 
 @pytest.mark.parametrize(

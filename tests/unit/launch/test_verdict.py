@@ -17,14 +17,25 @@ def check():
     print("checked")
     if sys.argv[2] == "refuse":
         raise ConfigError("some.key", 7, "a number such as 8")
-    return {"FOUND": "corpus"}
+
+def prepare():
+    if sys.argv[2] == "no text":
+        raise ConfigError("some.path", "a.txt", "text on this machine")
+    return {"FOUND": f"corpus of machine {os.environ['GROUP_RANK']}"}
 
 try:
-    checked_once(sys.argv[1], check)
+    checked_once(sys.argv[1], check, prepare)
     print(os.environ["FOUND"])
 except ConfigError as error:
     print(error)
 """
+
+
+MACHINES = [  # two ranks on the first, one on the second
+    {"GROUP_RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+    {"GROUP_RANK": "0", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+    {"GROUP_RANK": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+]
 
 
 def ranks_say(folder, verdict, **variables):
@@ -35,21 +46,25 @@ def ranks_say(folder, verdict, **variables):
     ranks = [
         subprocess.Popen(
             command,
-            env=os.environ | meeting | variables | {"RANK": str(rank)},
+            env=os.environ | meeting | variables | {"RANK": str(rank)} | machine,
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(3)
+        for rank, machine in enumerate(MACHINES)
     ]
     return [rank.communicate(timeout=300)[0].splitlines() for rank in ranks]
 
 
 @pytest.mark.parametrize(
-    ("verdict", "line"),
-    [("accept", "corpus"), ("refuse", "some.key: got 7, expected a number such as 8")],
+    ("verdict", "lines"),
+    [
+        ("accept", [f"corpus of machine {number}" for number in (0, 0, 1)]),
+        ("refuse", ["some.key: got 7, expected a number such as 8"] * 3),
+        ("no text", ["some.path: got 'a.txt', expected text on this machine"] * 3),
+    ],
 )
-def test_rank_0_checks_for_all(tmp_path, verdict, line):
-    assert ranks_say(tmp_path, verdict) == [["checked", line], [line], [line]]
+def test_rank_0_checks_for_all_and_each_machine_prepares(tmp_path, verdict, lines):
+    assert ranks_say(tmp_path, verdict) == [["checked", lines[0]], [lines[1]], [lines[2]]]
 
 
 def test_what_the_launcher_has_checked_is_not_checked_again(tmp_path):

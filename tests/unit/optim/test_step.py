@@ -141,6 +141,19 @@ def test_norm_and_clipping(parts):
     assert parts[1].bias.grad is None
 
 
+def test_bf16_gradients_are_clipped_as_fp64_ones():
+    """Neither the norm nor the factor is rounded to bf16."""
+    model = nn.Linear(200, 50, bias=False, dtype=torch.bfloat16)
+    model.weight.grad = torch.randn(50, 200, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = model.weight.grad.double()
+    gradients = StoredGradients([model], None)
+    norm = gradients.reduce_and_square_norm().sqrt()
+    assert norm.item() == pytest.approx(exact.norm().item(), rel=1e-12)
+    gradients.clip(exact.norm().item() / 393_728, norm)  # bf16 rounds this factor by 0.24%
+    scale = (model.weight.grad.double() * exact).sum() / exact.square().sum()
+    assert scale.item() * 393_728 == pytest.approx(1, abs=1e-3)  # products: 6e-4
+
+
 def test_what_is_not_finite_is_named(parts):
     gradients = StoredGradients(parts, None)
     assert gradients.nonfinite() is None

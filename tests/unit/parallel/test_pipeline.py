@@ -9,6 +9,7 @@ import torch
 
 from tests.oracle.pipeline import boundary_elements
 from tests.unit.tiny import tiny_args
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.parallel.pipeline import Pipeline, stage_boundaries
 from torchtitan_lr.parallel.plans import Boundary, TPSettings, stage_boundary
@@ -57,6 +58,17 @@ def test_latents_cross_between_blocks_only():
         for before in layers_before_boundaries(config, 3)
     ]
     assert elements == [prod(boundary.shape) for boundary in boundaries]
+
+
+def test_settings_that_warn_are_resolved_once(caplog):
+    """Not for every batch of a validation."""
+    options = ["tensor_parallel_degree=2", "tp_comm=sequence", "pipeline_parallel_degree=2"]
+    config = build_job_config(
+        [*(f"--parallelism.{option}" for option in options), "--training.seq_len=15"]
+    )
+    pipeline = Pipeline(config, tiny_args("cola"), None, None, cross_entropy_sum)
+    assert [len(pipeline.boundaries(seq_len)) for seq_len in (15, 15, 16)] == [1, 1, 1]
+    assert caplog.text.count("falls back") == 1
 
 
 def test_the_loss_is_divided_before_backward():

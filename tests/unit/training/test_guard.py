@@ -9,15 +9,23 @@ import torch
 from torchtitan_lr.training.guard import Findings, StopSignal, Verdict
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_remembered_and_the_next_one_acts(number: signal.Signals) -> None:
-    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        (signal.SIGTERM, "SIGTERM"),
+        (signal.SIGINT, "SIGINT"),
+        (signal.SIGUSR2, "a change of machines"),
+    ],
+)
+def test_a_signal_is_remembered_and_the_next_one_acts(number: signal.Signals, name: str) -> None:
+    stops = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    before = {n: signal.getsignal(n) for n in stops}
     try:
         stop = StopSignal()
         stop.install()
         assert stop.name is None
         os.kill(os.getpid(), number)
-        assert stop.name == number.name
+        assert stop.name == name
         assert signal.getsignal(number) is signal.SIG_DFL
     finally:
         for n, handler in before.items():

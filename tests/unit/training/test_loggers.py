@@ -94,7 +94,7 @@ def test_wandb_continues_its_run_and_ends_as_failed(tmp_path, metrics, curve):
     first.close()
     found = written(tmp_path)
     kept = (tmp_path / WANDB_ID_FILE).read_text().strip()
-    assert [run.run_id for run in found["run"]] == [kept]
+    assert [(run.run_id, run.resume) for run in found["run"]] == [(kept, True)]
     assert kept != "of-before"  # the control: this run starts anew
     assert [end.exit_code for end in found["exit"]] == [0]
     summary = {}
@@ -109,7 +109,8 @@ def test_wandb_continues_its_run_and_ends_as_failed(tmp_path, metrics, curve):
     second.exit_status = 1
     second.close()
     found = written(tmp_path)
-    assert [run.run_id for run in found["run"]] == [kept]
+    # By `resume`, `wandb sync` asks for the end of the first part and appends to it.
+    assert [(run.run_id, run.resume) for run in found["run"]] == [(kept, True)]
     assert [end.exit_code for end in found["exit"]] == [1]
     config = {}
     for change in [found["run"][0].config, *found.get("config", [])]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.numerics import blocks, joint_norm
 from torchtitan_lr.optim.selection import BUCKET_ELEMENTS, TSRSettings, split_buckets
 from torchtitan_lr.optim.step import HostCopy
 from torchtitan_lr.optim.tsr.randomized_svd import SVD, Answer, Gather, Request, Steps, Sum, summed
@@ -30,6 +31,9 @@ ParamRef = tuple[int, int]
 
 DENSE = -1
 """Stands for the number of a stack in the `ParamRef` of a parameter that is not compressed."""
+
+CHECKED = 2**18
+"""Words of a checksum that are cast at a time."""
 
 
 @dataclass(frozen=True)
@@ -274,11 +278,15 @@ class Synchronizer:
         pieces += [(refresh.core, refresh.stack.core_dims) for refresh in refreshes]
         pieces += [(whole_gradient(parameter), dims) for parameter, dims in self.dense]
         places = [group.rank() for group in self.groups.sharding.values()]
+        # Along the dimensions that do not shard it, all ranks hold the same part.
+        own = [
+            part
+            for part, dims in pieces
+            if all(place == 0 or dim in dims for dim, place in enumerate(places))
+        ]
         total = torch.zeros((), dtype=torch.float64, device=self.all_cores.device)
-        for part, dims in pieces:
-            # Along the dimensions that do not shard it, all ranks hold the same part.
-            if all(place == 0 or dim in dims for dim, place in enumerate(places)):
-                total += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+        if own:
+            total += joint_norm(own).double().square()
         for group in (*self.groups.sharding.values(), self.groups.stages):
             if group is not None:
                 dist.all_reduce(total, group=group)
@@ -418,18 +426,29 @@ def differences(batches: Sequence[Sequence[Tensor]], replicas: dist.ProcessGroup
     Returns:
         One truth value per batch (n,), the same on all replicas.
     """
-    sums = []
-    for batch in batches:
-        of_batch = []
-        for tensor in batch:
-            # A weighted sum of the bits as integers, so that swapped entries show; int64 wraps.
-            bits = tensor.contiguous().view(-1).view(torch.int32).to(torch.int64)
-            weights = torch.arange(bits.numel(), device=bits.device).remainder_(8191).add_(1)
-            of_batch.append((bits * weights).sum())
-        # Below 2⁶², the checksum's negative is in int64's range too.
-        sums.append(torch.stack(of_batch).sum().remainder(2**62))
-    checksums = torch.stack(sums)
+    weights = torch.arange(1, CHECKED + 1, device=batches[0][0].device)
+    products = torch.empty_like(weights)
+    checksums = torch.stack([checksum(batch, weights, products) for batch in batches])
     extremes = torch.cat([checksums, -checksums])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=replicas)
     high, low = extremes.view(2, -1)
     return high != -low
+
+
+def checksum(tensors: Sequence[Tensor], weights: Tensor, products: Tensor) -> Tensor:
+    """Return a number in [0, 2⁶²), int64, that every bit of some tensors and its place change.
+
+    Args:
+        tensors: In fp32 or fp64.
+        weights: Of the 32-bit words of a block (n,), int64.
+        products: Memory (n,), int64: the tensors are cast a block at a time.
+    """
+    total = weights.new_zeros(())
+    for tensor in tensors:
+        for block in blocks(tensor, len(weights) // 2):
+            bits = block.contiguous().view(-1).view(torch.int32)
+            terms = products[: len(bits)].copy_(bits).mul_(weights[: len(bits)])
+            # By the weights swapped entries show, by the factor swapped blocks; int64 wraps.
+            total.mul_(1_000_003).add_(terms.sum())
+    # Below 2⁶², the number's negative is in int64's range too.
+    return total.remainder(2**62)

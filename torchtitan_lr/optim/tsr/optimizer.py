@@ -25,6 +25,7 @@ from torch.optim.adamw import adamw
 
 from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part, own_part, shard_dims, wrap_like
+from torchtitan_lr.numerics import scale_
 from torchtitan_lr.optim.selection import MatrixPlan, TSRSettings, plan_matrices
 from torchtitan_lr.optim.step import clip_factor, nonfinite_gradient
 from torchtitan_lr.optim.tsr.communication import (
@@ -220,12 +221,8 @@ class TSROptimizers(OptimizersContainer):
     def scale(self, factor: Tensor) -> None:
         """Multiply cores and dense gradients, which are linear in the loss, by a scalar."""
         assert self._is_synchronized
-        by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         dense = (whole_gradient(parameter) for parameter, _ in self.synchronizer.dense)
-        for tensor in (self.synchronizer.all_cores, *dense):
-            by_dtype[tensor.dtype].append(tensor)
-        for dtype, same in by_dtype.items():
-            torch._foreach_mul_(same, factor.to(dtype))
+        scale_([self.synchronizer.all_cores, *dense], factor)
 
     @torch.no_grad()
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -343,14 +340,18 @@ class TSRAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters, if their gradients are summed over all ranks.
+        """Update all parameters from gradients that `TSROptimizers` has summed over all ranks.
 
-        DCP calls ``step`` with zero gradients to create missing optimizer state. No state is
-        missing here, so such a call does nothing. Dense weights of a narrower dtype are updated in
-        the moments' dtype, and rounded once.
+        Dense weights of a narrower dtype are updated in the moments' dtype, and rounded once.
+
+        Raises:
+            RuntimeError: The gradients are not summed: `TSROptimizers.step` sums and then steps.
         """
+        # DCP's own call, which creates missing state, never comes: no state is missing.
         if not self.is_synchronized:
-            return
+            raise RuntimeError(
+                "TSRAdam.step() needs summed gradients: call the step() of its TSROptimizers"
+            )
         self.is_synchronized = False
         self.steps += 1
         hyper = self.param_groups[0]
@@ -376,7 +377,7 @@ class TSRAdam(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state into the existing tensors.
+        """Copy a state into the existing tensors; the hyperparameters stay the configured ones.
 
         Torch's own method would replace the tensors, and cast moments to a parameter's bf16.
         """
@@ -385,8 +386,6 @@ class TSRAdam(Optimizer):
         for number, parameter in zip(ids, own, strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
                 local_part(self.state[parameter][name]).copy_(local_part(torch.as_tensor(value)))
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({name: value for name, value in saved.items() if name != "params"})
 
 
 class MatrixStack:

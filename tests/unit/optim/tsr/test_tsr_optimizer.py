@@ -6,10 +6,12 @@ import torch
 from torch import nn
 
 from tests.reference.tsr_adam import Hyper, ReferenceTSR
+from tests.support.allocations import peak_bytes
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
 from torchtitan_lr.optim.step import step_unless
+from torchtitan_lr.optim.tsr.communication import CHECKED, checksum
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 
 SETTINGS = TSRSettings(rank=3, embedding_rank=2, refresh_interval=3, embedding_refresh_interval=2)
@@ -72,6 +74,53 @@ class Weights(nn.Module):
             generator = torch.Generator().manual_seed(len(name) + len(shape))
             value = torch.randn(shape, generator=generator, dtype=torch.float64)
             owner.register_parameter(last, nn.Parameter(value))
+
+
+def test_bf16_gradients_are_clipped_as_fp64_ones():
+    model, optimizer = build(dtype=torch.bfloat16)
+    give(model, 0)
+    norms = {n: p.grad.double() for n, p in model.named_parameters() if p.ndim == 1}
+    optimizer.accumulate(last=True)
+    norm = optimizer.synchronize()
+    optimizer.clip(norm.item() / 393_728, norm)  # bf16 rounds this factor by 0.24%
+    exact = torch.cat([*norms.values()])
+    found = torch.cat([model.get_parameter(name).grad.double() for name in norms])
+    scale = found.dot(exact) / exact.square().sum()
+    assert scale.item() * 393_728 == pytest.approx(1, abs=1e-3)
+
+
+def test_a_part_does_not_step_without_its_container():
+    """Its gradients would not be summed over the ranks."""
+    model, optimizer = build()
+    before = parameters(model)
+    give(model, 0)
+    with pytest.raises(RuntimeError, match="needs summed gradients"):
+        optimizer.optimizers[0].step()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    optimizer.step()
+    assert not all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_checksum_changes_with_every_bit_and_place_and_takes_no_copy(dtype):
+    basis = torch.randn(2000, 400, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weights = torch.arange(1, CHECKED + 1)
+    products = torch.empty_like(weights)
+
+    def of(tensor):
+        return checksum([basis[0], tensor, basis[1]], weights, products).item()
+
+    flipped = basis.clone()
+    flipped[:, 3] *= -1  # a singular vector's sign
+    last = basis.clone()
+    last[-1, -1] = torch.nextafter(last[-1, -1], torch.tensor(9.0, dtype=dtype))
+    swapped = torch.cat([basis[1000:], basis[:1000]])
+    others = [of(x) for x in (flipped, last, swapped, -basis, basis[:-1])]
+    assert of(basis) == of(basis.clone())
+    assert len({of(basis), *others}) == 6
+    assert min(of(basis), *others) >= 0 and max(of(basis), *others) < 2**62
+    for stored in (basis, basis.mT):
+        assert peak_bytes(lambda x=stored: of(x)) < basis.nbytes
 
 
 @pytest.mark.parametrize(

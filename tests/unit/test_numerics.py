@@ -1,0 +1,77 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Norms and products of low precision against fp64, and the memory that they take."""
+
+import pytest
+import torch
+from torch.nn.utils import get_total_norm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.allocations import peak_bytes
+from torchtitan_lr.numerics import blocks, joint_norm, scale_
+
+BF16_ROUNDS = torch.tensor(1 / 393_728)
+"""One over a number of tokens; bf16 is off by 0.24%."""
+
+
+def numbers(*shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_norm_is_that_of_fp64_without_a_copy(strided, dtype):
+    x = numbers(1000, 700, dtype=dtype)
+    x = x.mT if strided else x
+    others = [numbers(3), torch.zeros(0, 4), torch.tensor(2.0)]
+    exact = sum(t.double().square().sum() for t in (x, *others)).sqrt()
+    assert joint_norm([x, *others]).item() == pytest.approx(exact.item(), rel=1e-14)
+    assert peak_bytes(lambda: joint_norm([x])) < x.nbytes / 2
+    # The control: torch's own copies within the kernel.
+    copied = peak_bytes(lambda: torch.linalg.vector_norm(x, dtype=torch.float64))
+    assert copied >= 8 * x.numel()
+
+
+def test_a_norm_of_bf16_is_not_rounded_to_bf16():
+    parts = [numbers(301, 40, dtype=torch.bfloat16), numbers(77, dtype=torch.bfloat16)]
+    exact = joint_norm([part.double() for part in parts])
+    found = joint_norm(parts, fp64=False)  # as on a GPU
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(exact.item(), rel=1e-5)
+    # The control: torch's own.
+    assert abs(get_total_norm(parts).item() / exact.item() - 1) > 1e-4
+
+
+def test_a_single_row_is_cut_too():
+    x = numbers(10, 3).mT[:, ::2]
+    assert [block.numel() for block in blocks(x, 4)] == [4, 1] * 3
+    assert torch.equal(torch.cat([*blocks(x, 4)]), x.flatten())
+
+
+def test_a_product_is_rounded_once():
+    tensors = [numbers(50, 3, dtype=torch.bfloat16), numbers(9), torch.tensor(3.0).bfloat16()]
+    expected = [(t.float() * BF16_ROUNDS).to(t.dtype) for t in tensors]
+    scale_(tensors, BF16_ROUNDS.double())
+    assert all(torch.equal(*pair) for pair in zip(tensors, expected, strict=True))
+    x = numbers(1000, 100, dtype=torch.bfloat16)
+    assert peak_bytes(lambda: scale_([x], BF16_ROUNDS)) < x.nbytes / 10
+
+
+class Factors(TorchDispatchMode):
+    """Records dtype and dimensions of what multiplies bf16 tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "mul" in str(func):
+            self.found.append((args[1].dtype, args[1].ndim))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gpu_multiplies_bf16_in_fp32():
+    """Its kernel would round a factor without dimensions; ``meta`` stands for it."""
+    tensors = [torch.zeros(shape, dtype=torch.bfloat16, device="meta") for shape in ((2, 3), (4,))]
+    with Factors() as factors:
+        scale_(tensors, BF16_ROUNDS.to("meta"))
+    assert factors.found == [(torch.float32, 2), (torch.float32, 1)]

@@ -1,0 +1,288 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Each key of a resumed run is applied, refused before any rank starts, or changes no number."""
+
+import copy
+import json
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.tiny_trainer import history, tiny_trainer
+from torchtitan_lr.checkpoints.run_record import changed
+from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.config.build import build_job_config, config_class
+from torchtitan_lr.config.parse import _keys
+from torchtitan_lr.errors import ConfigError
+
+BASE = {
+    "training.dataset": "local",
+    "training.steps": 4,
+    "training.shuffle_seed": 1,
+    "training.max_norm": 1e9,
+    "optimizer.lr": 0.02,
+    "lr_scheduler.warmup_steps": 1,
+    "lr_scheduler.decay_ratio": 0.75,
+}
+TSR = {
+    "optimizer.name": "TSRAdam",
+    "optimizer.tsr_rank": 2,
+    "optimizer.tsr_embedding_rank": 3,
+    "optimizer.tsr_refresh_interval": 4,
+    "optimizer.tsr_embedding_refresh_interval": 2,
+    "optimizer.tsr_oversampling": 1,
+    "optimizer.tsr_stagger": True,  # some matrices refresh for the first time in the resumed steps
+    "optimizer.tsr_start": "random",
+}
+RECIPES = {"adam": BASE, "tsr": BASE | TSR}
+
+ADAM = {
+    "optimizer.lr": 0.005,
+    "optimizer.beta1": 0.5,
+    "optimizer.beta2": 0.9,
+    "optimizer.eps": 1e-3,
+    "optimizer.weight_decay": 0.5,
+}
+APPLIED = {
+    "adam": ADAM
+    | {
+        "optimizer.name": "Adam",
+        "lr_scheduler.warmup_steps": 4,
+        "lr_scheduler.total_steps": 9,
+        "lr_scheduler.decay_ratio": 0.25,
+        "lr_scheduler.decay_type": "cosine",
+        "lr_scheduler.min_lr_factor": 0.5,
+        "training.steps": 9,
+        "training.global_batch_size": 4,
+        "training.local_batch_size": 1,  # of one rank with a batch of -1
+        "training.max_norm": 0.01,
+        "training.mask_documents": True,
+        "training.dtype": "bfloat16",
+        "training.mixed_precision_param": "bfloat16",
+    },
+    "tsr": ADAM
+    | {
+        "optimizer.tsr_scale": 0.1,
+        "optimizer.tsr_refresh_interval": 2,
+        "optimizer.tsr_embedding_refresh_interval": 1,
+        "optimizer.tsr_start": "gradient",
+        "optimizer.tsr_oversampling": 0,
+        "optimizer.tsr_power_iterations": 0,
+        "optimizer.tsr_vocabulary_power_iterations": 0,
+        "optimizer.tsr_moments": "reset",
+        "optimizer.tsr_stagger": False,
+    },
+}
+"""Another value of each key that a resumed run applies."""
+
+REFUSED = {
+    "adam": {
+        "optimizer.name": "TSRAdam",
+        "model.name": "llama_cola",
+        "model.flavor": "tiny",
+        "model.vocab_size": 8192,
+        "model.hf_assets_path": "torchtitan_lr/data/assets/bpe32k",
+        "low_rank.rank": 3,
+        "low_rank.rank_attention": 3,
+        "low_rank.rank_ffn": 3,
+        "low_rank.activation": "none",
+        "training.text_column": "other",
+        "training.seq_len": 4,
+        "training.shuffle_seed": 2,
+    },
+    "tsr": {
+        "optimizer.name": "AdamW",
+        "optimizer.tsr_rank": 1,
+        "optimizer.tsr_embedding_rank": 2,
+        "optimizer.tsr_projection": "one_sided",
+        "optimizer.tsr_compress_head": True,
+    },
+}
+"""Another value of each key with which a run is not resumed."""
+
+WITHOUT_EFFECT = {
+    # Another way to the same sums: rounding alone may differ.
+    "parallelism": """data_parallel_replicate_degree data_parallel_shard_degree
+        fsdp_reshard_after_forward tensor_parallel_degree disable_loss_parallel
+        enable_async_tensor_parallel pipeline_parallel_degree module_fqns_per_model_part
+        pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers
+        pipeline_parallel_layers_per_stage pipeline_parallel_schedule
+        pipeline_parallel_schedule_csv pipeline_parallel_microbatch_size
+        pipeline_parallel_expert_parallel_overlap context_parallel_degree
+        context_parallel_load_balancer context_parallel_rotate_method expert_parallel_degree
+        expert_tensor_parallel_degree expert_parallel_comm_backend tp_plan tp_grouping tp_norm
+        tp_norm_stat tp_comm tp_head""",
+    "activation_checkpoint": """mode selective_ac_option early_stop memory_budget
+        per_op_sac_force_recompute_mm_shapes_by_fqns visualize_memory_budget_pareto
+        preserve_rng_state determinism_check debug low_rank_save_attention""",
+    "compile": "enable components backend",
+    "optimizer": "implementation tsr_refresh tsr_overlap_buckets early_step_in_backward",
+    "training": """enable_cpu_offload gc_freq gc_debug dataloader.num_workers mixed_precision_reduce
+        dataloader.persistent_workers dataloader.pin_memory dataloader.prefetch_factor
+        token_folder token_folder_gb max_bad_records max_skipped_steps allow_changed_corpus""",
+    "grad_compression": "save_residuals",
+    # It draws the first weights; the order of the data has training.shuffle_seed's record.
+    "debug": "seed deterministic deterministic_warn_only moe_force_load_balance",
+    # What is loaded, saved, validated and shown.
+    "checkpoint": """enable enable_ft_dataloader_checkpoints folder interval initial_load_path
+        initial_load_model_only initial_load_in_hf initial_load_in_hf_quantized export_dtype
+        last_save_model_only last_save_in_hf async_mode keep_latest_k load_step
+        exclude_from_loading enable_first_step_checkpoint create_seed_checkpoint load_only
+        fall_back initial_load_other_model""",
+    "validation": """enable dataset dataset_path local_batch_size seq_len freq steps first_step
+        dataloader.num_workers dataloader.persistent_workers dataloader.pin_memory
+        dataloader.prefetch_factor""",
+    "job": "config_file dump_folder description print_config save_config_file custom_config_module",
+    "model": "tokenizer_path converters print_after_conversion",
+    "profiling": """enable_profiling save_traces_folder profile_freq profiler_active
+        profiler_warmup enable_memory_snapshot save_memory_snapshot_folder""",
+    "metrics": """log_freq enable_tensorboard disable_color_printing save_tb_folder
+        save_for_all_ranks enable_wandb verbose wandb_project wandb_run_name wandb_group
+        wandb_tags wandb_mode comm_ledger""",
+    "comm": """init_timeout_seconds train_timeout_seconds trace_buf_size save_traces_folder
+        save_traces_file_prefix mode""",
+    "memory_estimation": "enable disable_fake_mode",
+    "experimental": "custom_import custom_args_module",
+    # Of features that are refused wholly, or that an experiment compares by itself.
+    "quantize": """linear.float8.enable_fsdp_float8_all_gather linear.float8.recipe_name
+        linear.float8.precompute_float8_dynamic_scale_for_fsdp linear.float8.filter_fqns
+        linear.float8.emulate linear.mx.mxfp8_dim1_cast_kernel_choice linear.mx.recipe_name
+        linear.mx.filter_fqns grouped_mm.float8.fqns grouped_mm.mx.recipe_name
+        grouped_mm.mx.fqns""",
+    "fault_tolerance": """enable process_group process_group_timeout_ms replica_id group_size
+        min_replica_size semi_sync_method""",
+}
+"""Keys that change no number of a resumed run beyond rounding, by section."""
+
+ELSEWHERE = {
+    # Refused as training.dataset, whose identity has them: tests/unit/data/test_dataloader.py.
+    "training": """dataset dataset_path hf_name hf_split hf_held_out hf_streaming hf_tokens mixture
+        shuffle""",
+    # They need several ranks: tests/distributed/test_compressed_training.py.
+    "grad_compression": "codec level c theta auto layers patterns min_size residual_dtype",
+    # Families with lanes or a gate: tests/unit/training/test_fingerprint.py; the last is applied.
+    "caat": "lanes sync_fraction backward_sum",
+    "low_rank": "lax_gate",
+}
+"""Keys that are applied or refused and need another model, corpus or layout."""
+
+
+def trainer_of(folder, recipe, **changes):
+    options = [f"--{key}={value}" for key, value in {**recipe, **changes}.items()]
+    return tiny_trainer(folder, *options, exact=False)
+
+
+def two_steps(trainer):
+    """Train two steps; return the weights after them and the rates that were logged."""
+    batches = trainer.batch_generator(trainer.dataloader)
+    for _ in range(2):
+        trainer.step += 1
+        trainer.train_step(batches)
+    weights = [local_part(p).detach().clone() for p in trainer.model_parts[0].parameters()]
+    return weights, [record["lr"] for record in history(trainer)][-2:]
+
+
+@cache
+def stopped(name):
+    """A run of two steps: its recipe, its folder, and a copy of what it has learned."""
+    folder = Path(tempfile.mkdtemp())
+    texts = folder / "short.jsonl"  # several documents in a row of 8 tokens
+    records = [{"text": f"{n}={n * 5}", "other": f"{n}"} for n in range(500)]
+    texts.write_text("".join(json.dumps(record) + "\n" for record in records))
+    recipe = RECIPES[name] | {"training.dataset_path": texts, "checkpoint.enable": True}
+    with trainer_of(folder, recipe) as trainer:
+        weights, _ = two_steps(trainer)
+        trainer.write_record()
+        trainer.checkpointer.save(2, last_step=True)
+        (optimizer,) = trainer.optimizers
+        states = [optimizer.state[p] for p in optimizer.param_groups[0]["params"]]
+        return recipe, folder, copy.deepcopy((weights, states))
+
+
+@cache
+def resumed(name, key="", value=None):
+    """Weights and rates of two more steps."""
+    recipe, folder, _ = stopped(name)
+    with trainer_of(folder, recipe, **{key: value} if key else {}) as trainer:
+        assert trainer.checkpointer.load(2)
+        return two_steps(trainer)
+
+
+def own_training(name, key, value):
+    """The same of a run that has the value from its start, and is given what the other learned."""
+    recipe, folder, (weights, states) = stopped(name)
+    with trainer_of(folder / "own", recipe, **{key: value}) as trainer:
+        (optimizer,) = trainer.optimizers
+        parameters = optimizer.param_groups[0]["params"]
+        for parameter, weight, saved in zip(parameters, weights, states, strict=True):
+            local_part(parameter.detach()).copy_(weight)
+            own = optimizer.state[parameter]
+            for part, value in saved.items():
+                if part in own:  # TSR-Adam has all its state from the start
+                    local_part(own[part]).copy_(local_part(value))
+                else:
+                    dtype = torch.float32 if part == "step" else parameter.dtype
+                    own[part] = local_part(value).to(dtype, copy=True)
+        trainer.lr_schedulers.step()
+        trainer.lr_schedulers.step()
+        trainer.dataloader.seek(4)  # two steps of two rows
+        trainer.step = 2
+        return two_steps(trainer)
+
+
+def same(run, other):
+    return run[1] == other[1] and all(map(torch.equal, run[0], other[0]))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [(name, *pair) for name, values in APPLIED.items() for pair in values.items()],
+)
+def test_applied(name, key, value):
+    found = resumed(name, key, value)
+    assert same(found, own_training(name, key, value))
+    assert not same(found, resumed(name))
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["record", "checkpoint_alone"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, recorded, tmp_path):
+    recipe, folder, _ = stopped(name)
+    folder = shutil.copytree(folder, tmp_path / "run")
+    if not recorded:
+        (folder / "job_config.json").unlink()
+    for key, value in REFUSED[name].items():
+        with pytest.raises(ConfigError) as error, trainer_of(folder, recipe, **{key: value}):
+            pass
+        blamed = "training.dataset" if key == "training.text_column" else key
+        assert str(error.value).startswith(f"{blamed}: got "), key
+        assert " as in " in str(error.value) and "--job.dump_folder=" in str(error.value)
+
+
+def test_every_key_is_declared(tmp_path):
+    """And the record lists what is applied or refused, and nothing else, among the changes."""
+    numbers = {key for table in (APPLIED, REFUSED) for keys in table.values() for key in keys}
+    numbers |= keys_of(ELSEWHERE)
+    none = keys_of(WITHOUT_EFFECT)
+    assert numbers | none == set(_keys(config_class()))
+    assert not numbers & none
+    all_used = ["--optimizer.name=TSRAdam", "--grad_compression.codec=sparse"]
+    config = build_job_config(all_used)
+    other = {
+        section: {key: ["another value"] for key in keys}
+        for section, keys in config.to_dict().items()
+    }
+    listed = set(changed(other, config))
+    # The checkpoint has digests of the tokenizer and of the order of the data.
+    digests = {"model.hf_assets_path", "training.shuffle", "training.shuffle_seed"}
+    digests.add("training.local_batch_size")  # it is named as the batch of all ranks
+    one_value = {"model.converters", "optimizer.early_step_in_backward"}
+    assert listed == (numbers - digests) | one_value | {"training.mixed_precision_reduce"}
+
+
+def keys_of(table):
+    return {f"{section}.{key}" for section, keys in table.items() for key in keys.split()}

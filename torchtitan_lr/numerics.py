@@ -1,0 +1,86 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Norms and products that torch's own operators would round, or compute from a hidden copy.
+
+On a CPU, and for fp64 on a GPU too, a reduction with another dtype first casts the whole tensor
+within the kernel: `torch.linalg.vector_norm` of an fp32 tensor in fp64 takes memory for twice the
+tensor. A `TorchDispatchMode` does not see such a copy.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.compat.linalg import norms_of
+
+BLOCK = 2**15
+"""Entries of a norm that a CPU casts at a time; the fp64 copy stays in its cache."""
+
+
+def blocks(tensor: Tensor, entries: int) -> Iterator[Tensor]:
+    """Yield a tensor in views, in an order that depends on its shape and strides alone.
+
+    Args:
+        tensor: Of any shape; a contiguous one is cut as if it were flat, another one by rows.
+        entries: Of a view, at most.
+    """
+    if tensor.is_contiguous():
+        yield from tensor.view(-1).split(entries)
+        return
+    for rows in tensor.split(max(1, entries * len(tensor) // tensor.numel())):
+        if rows.numel() <= entries:
+            yield rows
+        else:  # a single long row
+            yield from blocks(rows[0], entries)
+
+
+@torch.no_grad()
+def joint_norm(tensors: Iterable[Tensor], fp64: bool | None = None) -> Tensor:
+    """Return the joint 2-norm of this rank's parts of some tensors, in at least fp32.
+
+    Args:
+        tensors: Plain tensors or DTensors; at least one.
+        fp64: Whether to sum in fp64, a plain scalar; by default if all tensors are on a CPU.
+    """
+    parts = [local_part(tensor) for tensor in tensors]
+    if fp64 is None:
+        # On a CPU torch sums the squares of a large fp32 tensor sequentially, with an error of 2e-5
+        # for a million entries that depends on the sharding.
+        fp64 = all(part.device.type == "cpu" for part in parts)
+    if not fp64:
+        # Without a dtype, norms of bf16 tensors are rounded to bf16.
+        dtype = reduce(torch.promote_types, (part.dtype for part in parts), torch.float32)
+        return torch.linalg.vector_norm(torch.stack(norms_of(parts, dtype)))
+    # One buffer for all blocks: small results between new ones would fragment the heap.
+    wide = parts[0].new_empty(BLOCK, dtype=torch.float64)
+    square = wide.new_zeros(())
+    for part in parts:
+        for block in blocks(part, BLOCK):
+            flat = wide[: block.numel()]
+            flat.view(block.shape).copy_(block)
+            square += flat.dot(flat)
+    return square.sqrt()
+
+
+def scale_(tensors: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply plain tensors in place by one scalar, and round the products alone.
+
+    Args:
+        tensors: Of any dtypes, on one device.
+        factor: A scalar tensor in at least fp32, on any device.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_dtype[tensor.dtype].append(tensor)
+    for dtype, same in by_dtype.items():
+        exact = factor.to(same[0].device, torch.promote_types(dtype, torch.float32))
+        if dtype == exact.dtype or exact.device.type == "cpu":
+            torch._foreach_mul_(same, exact)
+            continue
+        # A GPU's kernel rounds a factor without dimensions to bf16 before it multiplies. One with
+        # dimensions raises the product to fp32, for which a CPU would copy the tensor.
+        for tensor in same:
+            tensor.mul_(exact.view([1] * tensor.ndim))
