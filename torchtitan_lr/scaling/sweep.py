@@ -206,7 +206,7 @@ class Sweep:
                 self._gpus[point.name] = placed.environment.ranks
 
     def run(self, lock: IO[str]) -> int:
-        """Run the points that are not done; SIGTERM or Ctrl-C saves the active ones and ends.
+        """Run the points that are not done; a signal to stop saves the active ones and ends.
 
         Returns:
             The exit status: 0 all points are done, 1 some failed, 130 stopped.
@@ -216,7 +216,8 @@ class Sweep:
         def stop(number: int, frame: FrameType | None) -> None:
             signals.append(signal.Signals(number).name)
 
-        before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+        stops = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        before = {number: signal.getsignal(number) for number in stops}
         for number, handler in before.items():
             if handler is not signal.SIG_IGN:  # `nohup` and `cmd &` ignore a signal: keep that
                 signal.signal(number, stop)
