@@ -29,7 +29,7 @@ from torchtitan_lr.console.log import init_console
 from torchtitan_lr.data.prepare import prepare_for_ranks
 from torchtitan_lr.errors import ConfigError, RunFailedError, describe_error, escaped
 from torchtitan_lr.launch.environment import launched_ranks
-from torchtitan_lr.launch.folder_lock import locked_by_rank
+from torchtitan_lr.launch.folder_lock import StillOurs, locked_by_rank
 from torchtitan_lr.launch.run_state import FAILED, FINISHED, RUNNING, STOPPED, write_state
 from torchtitan_lr.launch.verdict import checked_once
 from torchtitan_lr.titan.device import bind_device
@@ -60,11 +60,12 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         check = partial(check_job_config, config, ranks, device_type)
         checked_once(folder, check, partial(prepare_for_ranks, config))
         still_ours = lock.enter_context(locked_by_rank(folder, os.environ))
-        record = partial(_record, folder)
+        record = partial(_record, folder, still_ours)
         if (extension := extension_of(config)) is not None:
             trainer_class = extension.trainer_class(config)
         trainer = trainer_class(config)
         trainer.checkpointer.before_save = still_ours
+        trainer.metrics_processor.before_writing = still_ours
         trainer.before_start = partial(record, RUNNING)
         if config.checkpoint.create_seed_checkpoint:
             trainer.write_record()
@@ -101,10 +102,12 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
     return status
 
 
-def _record(dump_folder: str, state: str, why: str = "") -> None:
-    """Record the run's state, on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        write_state(dump_folder, state, why)
+def _record(dump_folder: str, still_ours: StillOurs, state: str, why: str = "") -> None:
+    """Record the run's state, on rank 0, unless the folder is another run's by now."""
+    with suppress(ConfigError):
+        still_ours()
+        if os.environ.get("RANK", "0") == "0":
+            write_state(dump_folder, state, why)
 
 
 def _no_record(*_: str) -> None:

@@ -30,7 +30,7 @@ import os
 import sys
 from pathlib import Path
 
-from torchtitan_lr.commands.parser import OneLineParser, add_extension
+from torchtitan_lr.commands.parser import OneLineParser, add_allow_unverified, add_extension
 from torchtitan_lr.errors import ConfigError, DataError
 from torchtitan_lr.launch.environment import forget_other_ranks
 
@@ -73,6 +73,7 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--compile", action="store_true", help="compile the step; slow to start")
     parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
+    add_allow_unverified(parser)
     add_extension(parser)
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
 
@@ -188,7 +189,12 @@ def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
     import_extension(args.custom_import)
     first = prompts is not None
     model, tokenizer, choice = load_on_ranks(
-        find_step(args.checkpoint), args.config, args.device, args.cache, args.overrides
+        find_step(args.checkpoint, args.allow_unverified),
+        args.config,
+        args.device,
+        args.cache,
+        args.overrides,
+        args.allow_unverified,
     )
     prompts = from_first_rank(prompts) or []  # stdin has one reader
     settings = Settings(

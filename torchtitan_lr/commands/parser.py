@@ -154,6 +154,16 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"error: {escaped(message)}\n")
 
 
+def add_allow_unverified(parser: OneLineParser) -> None:
+    """Add ``--checkpoint.allow_unverified``, for commands that read a checkpoint."""
+    parser.add_argument(
+        "--checkpoint.allow_unverified",
+        dest="allow_unverified",
+        action="store_true",
+        help="read a checkpoint whose manifest.json is missing, damaged or not of all files",
+    )
+
+
 def add_extension(parser: OneLineParser) -> None:
     """Add ``--experimental.custom_import``, for commands that read a run or weights."""
     parser.add_argument(

@@ -423,6 +423,10 @@ class Checkpoint:
     """If the checkpoint to resume is damaged, resume from the newest whole one before it, instead
     of stopping with an error. The damaged checkpoint is renamed."""
 
+    allow_unverified: bool = False
+    """Load a checkpoint whose ``manifest.json`` is missing (as before there were manifests), is
+    damaged or does not name all files. A changed byte or a model of equal shapes goes unnoticed."""
+
     initial_load_other_model: bool = False
     """Allow ``initial_load_path`` to be a checkpoint of another family, activation or tokenizer
     with the same weight names and shapes. A run's own checkpoints must always match the model."""

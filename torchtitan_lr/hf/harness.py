@@ -193,7 +193,8 @@ def evaluate_tasks(options: argparse.Namespace) -> dict[str, Any]:
         why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         want = f"tasks whose files and data can be read ({why[:200]})"
         raise ConfigError("--tasks", ",".join(names), want) from error
-    model, tokenizer = load_for_inference(options.checkpoint, options.config, options.device)
+    where = options.checkpoint, options.config, options.device
+    model, tokenizer = load_for_inference(*where, allow_unverified=options.allow_unverified)
     started = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):  # the harness' remarks
         results = lm_eval.simple_evaluate(
