@@ -340,9 +340,7 @@ class Reader:
         """Raise a DataError for what is no text in UTF-8; a few bad bytes are bad lines."""
         found = head.decode("utf-8", errors="replace")
         if "\0" in found or found.count("\ufffd") * 10 > len(found):
-            want = (
-                "text in UTF-8; this is UTF-16, in another encoding (iconv converts it) or binary"
-            )
+            want = "text in UTF-8; this is UTF-16, another encoding (iconv converts it) or binary"
             raise DataError(self.source.key, str(path), want)
 
     def _rows(self, path: Path, rest: Any) -> Iterator[Piece]:
