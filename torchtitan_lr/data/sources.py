@@ -149,7 +149,7 @@ class Reader:
         """Return whether the first JSON object of the first .jsonl file is a pair or a chat."""
         files, head = [file for file in self.files if kind_of(file) == ".jsonl"], b""
         # There may be none, and reading it later reports what is wrong.
-        with suppress(IndexError, OSError), files[0].open("rb") as raw:
+        with suppress(IndexError, OSError, EOFError, lzma.LZMAError), files[0].open("rb") as raw:
             head = _decompressed(raw, files[0]).read(HEAD_BYTES)
         records = map(_from_json, head.split(b"\n"))
         first = next((record for record in records if isinstance(record, dict)), {})
@@ -273,7 +273,7 @@ class Reader:
         """Yield the lines of .txt that start in the same bytes, with the name of their place."""
         assert isinstance(piece.data, bytes) and piece.start is not None
         name = Path(piece.file).relative_to(self._root).as_posix()
-        lines = list(io.BytesIO(piece.data))
+        lines = list(io.BytesIO(piece.data)) if b"\n" in piece.data else _split(piece.data)
         starts = accumulate(map(len, lines), initial=piece.start)
         numbered = zip(starts, count(piece.line), lines, strict=False)
         for place, run in groupby(numbered, lambda each: each[0] // PLACE_BYTES):
@@ -339,7 +339,7 @@ class Reader:
         """Raise a DataError for what is no text in UTF-8; a few bad bytes are bad lines."""
         found = head.decode("utf-8", errors="replace")
         if "\0" in found or found.count("\ufffd") * 10 > len(found):
-            want = "text in UTF-8; this is UTF-16, in another encoding or binary"
+            want = "text in UTF-8; this is UTF-16, another encoding (iconv converts it) or binary"
             raise DataError(self.source.key, str(path), want)
 
     def _rows(self, path: Path, rest: Any) -> Iterator[Piece]:
@@ -527,6 +527,15 @@ def _cut_in_line(text: bytes) -> int:
     first = max(1, len(text) - 3)
     starts = (place for place in range(len(text) - 1, first - 1, -1) if text[place] & 0xC0 != 0x80)
     return next(starts, len(text))
+
+
+def _split(line: bytes) -> list[bytes]:
+    """Cut a line that does not end into parts of at most :data:`PLACE_BYTES`."""
+    parts, start = list[bytes](), 0
+    while len(line) - start > PLACE_BYTES:
+        parts.append(line[start : start + _cut_in_line(line[start : start + PLACE_BYTES])])
+        start += len(parts[-1])
+    return [*parts, line[start:]]
 
 
 def _decompressed(raw: IO[bytes], path: Path) -> Any:
