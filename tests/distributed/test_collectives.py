@@ -98,9 +98,9 @@ def test_a_hung_rank_is_noticed_in_a_second_group(two_ranks: RankPool) -> None:
     assert 0.9 < waited[0] < 10 and waited[1] < 1
 
 
-def timeouts_of(arguments: list[str]) -> list[set[timedelta]]:
-    """Train two steps; return the time-outs of a rank's groups before each, and at the end."""
-    found: list[set[timedelta]] = []
+def options_of(arguments: list[str]) -> list[set[tuple[timedelta, int]]]:
+    """Train two steps; time-outs and workers of a rank's groups before each, and at the end."""
+    found: list[set[tuple[timedelta, int]]] = []
     groups = dist.distributed_c10d._world.pg_map
 
     class Watched(Trainer):
@@ -108,16 +108,17 @@ def timeouts_of(arguments: list[str]) -> list[set[timedelta]]:
             follows = super().should_continue_training()
             real = [group for group in groups if dist.get_backend(group) == "gloo"]
             backends = [group._get_backend(torch.device("cpu")) for group in real]
-            found.append({backend.options._timeout for backend in backends})
+            options = [backend.options for backend in backends]
+            found.append({(option._timeout, option._threads) for option in options})
             return follows
 
     parity_runs.train(arguments, build=Watched)
     return found
 
 
-def test_every_group_of_a_run_has_its_time_outs(four_ranks: RankPool) -> None:
+def test_every_group_of_a_run_has_its_time_outs_and_one_worker(four_ranks: RankPool) -> None:
     # FSDP's and the pipeline's, and those of torchtitan's meshes that this run does not use.
     layout = ["--model.name=llama_full", *parity_runs.degrees(pipeline=2, local_batch=4)]
     times = ["--comm.init_timeout_seconds=70", "--comm.train_timeout_seconds=50"]
-    for found in four_ranks.run(timeouts_of, [*layout, *times]):
-        assert found == [{timedelta(seconds=70)}, *[{timedelta(seconds=50)}] * 2]
+    for found in four_ranks.run(options_of, [*layout, *times]):
+        assert found == [{(timedelta(seconds=n), 1)} for n in (70, 50, 50)]

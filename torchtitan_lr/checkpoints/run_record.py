@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.checkpoints.layout import RUN_CONFIG, write_whole
+from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.schema import TSR
 from torchtitan_lr.titan import logger
 
@@ -48,10 +49,9 @@ def record_path(config: Any) -> Path:
 def read_record(config: Any) -> dict[str, Any]:
     """Return the record in the dump folder of a configuration; {} without a readable one."""
     try:
-        record = json.loads(record_path(config).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return read_json(record_path(config))
+    except (OSError, ValueError):
         return {}
-    return record if isinstance(record, dict) else {}
 
 
 def data_ranks(config: Any, ranks: int) -> int:

@@ -27,7 +27,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.commands.parser import OneLineParser, add_extension, check_at_least
+from torchtitan_lr.commands.parser import (
+    OneLineParser,
+    add_allow_unverified,
+    add_extension,
+    check_at_least,
+)
 from torchtitan_lr.errors import ConfigError
 
 
@@ -72,6 +77,7 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--num_fewshot", type=int, help="examples per request; default: the task's")
     parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
+    add_allow_unverified(parser)
     add_extension(parser)
     parser.add_argument("--out", type=Path, help="JSON file to write as well")
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
@@ -96,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         from torchtitan_lr.hf.evaluate import evaluate
 
-    args.checkpoint = find_step(args.checkpoint)
+    args.checkpoint = find_step(args.checkpoint, args.allow_unverified)
     result = evaluate(args)
     if os.environ.get("RANK", "0") == "0":
         if args.out is not None:

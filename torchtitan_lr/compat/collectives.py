@@ -1,12 +1,16 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Operators and groups of torch.distributed, for `torch.compile` and the ledger.
 
+Importing this module gives every gloo group that this process creates from then on one worker
+thread: with two, torch can end the process (docs/gloo_crash.md).
+
 Only the functional operators can be traced by `torch.compile` and take a group by name. The tables
 list every collective that torch dispatches; torch itself has no such list.
 
 Tested with torch 2.11, 2.13 and 2.15. The ledger raises for an operator that is not in the table.
 """
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
@@ -82,6 +86,52 @@ OPERATIONS: dict[str, str] = {
     "batch_p2p_ops": "send_recv",
 }
 """Maps every operator to its common name."""
+
+
+def _give_gloo_one_worker() -> None:
+    # Gloo gives a group two worker threads per network device. Both write the name of the operation
+    # that they have completed into one string, without a lock (``ProcessGroupGloo::runLoop``, torch
+    # 2.8 to 2.15). A functional all-gather has a name of more than 15 characters, whose memory
+    # they then free twice. The process dies later, in any allocation.
+    #
+    # One worker cannot wait for itself: a group's collectives start in the same order on all its
+    # ranks (their tags require it), none waits for a later one, and each group has its own worker.
+    #
+    # Torch ignores ``pg_options`` for gloo, so this replaces the constructor. If ``_Options`` or a
+    # field of it is renamed, the first group raises an AttributeError. ``split_group`` does not
+    # come here: torch can only split a group that is bound to a GPU.
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs know no options
+    construct = gloo.__init__
+
+    def init(
+        group: Any,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        options: Any = None,
+        *,
+        timeout: timedelta | None = None,
+        **fields: Any,  # torch 2.15: ``enable_reconfigure``
+    ) -> None:
+        if isinstance(options, timedelta):  # the same position in the constructor without options
+            options, timeout = None, options
+        if options is None:
+            # As torch's own, of which it makes no Python object before the group exists.
+            options = gloo._Options()
+            names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+            options._devices = [gloo.create_device(interface=name) for name in names]
+            options._devices = options._devices or [gloo.create_default_device()]
+            options._timeout = timeout or options._timeout
+            for name, value in fields.items():
+                setattr(options, name, value)
+        options._threads = 1
+        construct(group, store, rank, size, options)
+
+    gloo.__init__ = init
+
+
+if dist.is_gloo_available():
+    _give_gloo_one_worker()
 
 
 _SECOND: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()

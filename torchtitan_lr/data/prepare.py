@@ -15,6 +15,7 @@ What is prepared does not depend on the number of ranks: one process evaluates w
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import hashlib
 import json
@@ -23,6 +24,7 @@ import os
 import re
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -111,7 +113,9 @@ def wanted(config: Any, section: Section = "training") -> list[Part]:
     return found
 
 
-def ensure_prepared(config: Any, *sections: Section) -> list[Part]:
+def ensure_prepared(
+    config: Any, *sections: Section, folders: dict[str, str] | None = None
+) -> list[Part]:
     """Return the corpora of a run with their folders, after preparing those that are missing.
 
     In a rank of the launcher they are known. Elsewhere the first process prepares them and others
@@ -120,26 +124,64 @@ def ensure_prepared(config: Any, *sections: Section) -> list[Part]:
     Args:
         config: A run's ``JobConfig`` or record.
         *sections: Whose corpora, one after the other; those of ``training`` by default.
+        folders: What `find_prepared` found; by default what the launcher has prepared.
 
     Raises:
         ConfigError: As for :func:`wanted` and :func:`tokenize`.
         DataError: As for :func:`tokenize`.
     """
     parts = [part for section in sections or ("training",) for part in wanted(config, section)]
-    known = json.loads(os.environ.get(PREPARED, "{}"))
-    folders = [known.get(repr(part.sources)) or part.folder for part in parts]
+    known = json.loads(os.environ.get(PREPARED, "{}")) if folders is None else folders
+    places = [known.get(repr(part.sources)) or part.folder for part in parts]
     # All are looked for before the first is prepared: that may take hours.
     readers = [
-        [] if folder else [Reader(source) for source in part.sources]
-        for part, folder in zip(parts, folders, strict=True)
+        [] if place else [Reader(source) for source in part.sources]
+        for part, place in zip(parts, places, strict=True)
     ]
     return [
-        replace(part, folder=folder or _prepared(config, part, own))
-        for part, folder, own in zip(parts, folders, readers, strict=True)
+        replace(part, folder=place or _prepared(config, part, own))
+        for part, place, own in zip(parts, places, readers, strict=True)
     ]
 
 
-def open_rows(config: Any, section: Section) -> list[Rows]:
+def find_prepared(config: Any, section: Section) -> dict[str, str]:
+    """Find the tokens of somebody's run; its record may name any folder, corpus or limit.
+
+    Nothing is downloaded, and nothing is written, pruned or deleted where the record says. The text
+    that comes with Python or this package is prepared in a temporary folder where its tokens are
+    missing.
+
+    Returns:
+        Folders for `ensure_prepared`.
+
+    Raises:
+        ConfigError: The tokens are not prepared on this machine.
+    """
+    found: dict[str, str] = {}
+    for part in wanted(config, section):
+        if part.folder:
+            continue
+        readers, tokenizer = [Reader(source) for source in part.sources], build_tokenizer(config)
+        folder = _place(config, part, readers, tokenizer)
+        if (folder / RECORD).is_file():
+            with suppress(OSError):  # made by whoever prepared it
+                _held[folder] = lock = (folder.parent / "locks" / folder.name).open("rb")
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        else:
+            want = "tokens that are prepared here, since reading a run prepares and downloads none:"
+            want += " name a text with --corpus, or with --config the run's TOML to prepare them"
+            name = ", ".join(map(str, part.sources))
+            require(part.sources[0].name in LIBRARIES, f"{section}.dataset", name, want)
+            temporary = tempfile.mkdtemp(prefix="torchtitan_lr-")
+            atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+            folder = Path(temporary) / "tokens"
+            most = config.training.max_bad_records
+            prepare_folder(readers, tokenizer, folder, f"{section}.dataset", max_bad_records=most)
+        found[repr(part.sources)] = str(folder)
+    return found
+
+
+def open_rows(config: Any, section: Section, folders: dict[str, str] | None = None) -> list[Rows]:
     """Open the corpora of a run: what it trains on, or the held-out part that it validates on.
 
     Arguments and errors are those of `ensure_prepared`, which prepares what is missing; a part
@@ -148,7 +190,7 @@ def open_rows(config: Any, section: Section) -> list[Rows]:
     masked = getattr(config.training, "mask_documents", False)
     seq_len, held_out = getattr(config, section).seq_len, section == "validation"
     opened = []
-    for part in ensure_prepared(config, section):
+    for part in ensure_prepared(config, section, folders=folders):
         corpus = Corpus.open(part.folder)
         want = "another corpus, or false for validation.enable: nothing of it is held out"
         require(not held_out or corpus.held_out, "validation.dataset", part.name, want)
@@ -235,9 +277,8 @@ def _prepared(config: Any, part: Part, readers: Sequence[Reader]) -> str:
     """Return the folder of a part, locked until this process ends; prepare it if needed."""
     training, most = config.training, config.training.max_bad_records
     tokenizer = build_tokenizer(config)
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    store = data_path(training.token_folder or f"{cache}/torchtitan_lr/tokens", KEY)
-    folder = store / f"{part.sources[0].name}-{signature_of(readers, tokenizer)[:20]}"
+    folder = _place(config, part, readers, tokenizer)
+    store = folder.parent
     if folder not in _held:
         _held[folder] = _locked(store / "locks" / folder.name, fcntl.LOCK_SH, KEY)
     is_new = not (folder / RECORD).is_file()
@@ -255,6 +296,13 @@ def _prepared(config: Any, part: Part, readers: Sequence[Reader]) -> str:
         counts = f"{corpus.tokens():,} tokens to train on and {corpus.tokens(True):,} held out"
         say(f"prepared {counts}; {store} has {kept:,.2f} GB of at most {limit:g} GB")
     return str(folder)
+
+
+def _place(config: Any, part: Part, readers: Sequence[Reader], tokenizer: Tokenizer) -> Path:
+    """Return the folder of a part in the shared store; it may not exist."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    store = data_path(config.training.token_folder or f"{cache}/torchtitan_lr/tokens", KEY)
+    return store / f"{part.sources[0].name}-{signature_of(readers, tokenizer)[:20]}"
 
 
 def losses(corpus: Corpus, most: int = 20) -> list[str]:

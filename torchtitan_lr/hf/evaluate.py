@@ -14,7 +14,7 @@ import torch
 
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.data.corpus import Corpus, ValidationSet, moved
-from torchtitan_lr.data.prepare import C4_NAME, ensure_prepared, open_rows
+from torchtitan_lr.data.prepare import C4_NAME, ensure_prepared, find_prepared, open_rows
 from torchtitan_lr.data.sources import Source, data_path
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.hf.exported import is_export
@@ -68,7 +68,8 @@ def _alone(options: argparse.Namespace) -> dict[str, Any]:
     config = None
     if source is None:
         config = read_job_config(options.checkpoint, options.config)
-    model, tokenizer = load_for_inference(options.checkpoint, options.config, options.device)
+    where = options.checkpoint, options.config, options.device
+    model, tokenizer = load_for_inference(*where, allow_unverified=options.allow_unverified)
     seq_len = options.seq_len or model.model_args.max_seq_len
     if config is not None and options.as_validated:
         _check_validated(config)
@@ -102,7 +103,9 @@ def _on_ranks(options: argparse.Namespace) -> dict[str, Any]:
         getattr(torch, device_type).set_device(device)
 
     parallel_dims = start_group(config)
-    total_loss_of = load_on_ranks(options.checkpoint, config, parallel_dims, device)
+    total_loss_of = load_on_ranks(
+        options.checkpoint, config, parallel_dims, device, options.allow_unverified
+    )
     seq_len, share = config.validation.seq_len, data_share(parallel_dims)
     batches, name = _batches(options, source, config, tokenizer, seq_len, share)
     about = {"checkpoint": str(options.checkpoint), "corpus": name, "seq_len": seq_len}
@@ -185,6 +188,9 @@ def _batches(
         share: Data-parallel ranks, and which of them this one is.
     """
     masked = config is not None and config.training.mask_documents
+    folders = None
+    if source is None and options.config is None:
+        folders = find_prepared(config, "validation")
     if source is not None:
         if config is None and (options.config is not None or not is_export(options.checkpoint)):
             record = read_run_config(options.checkpoint, options.config)
@@ -192,12 +198,12 @@ def _batches(
         name = f"{options.corpus} (all)" if options.corpus == "local" else options.corpus
         documents: Callable[[], Iterator[Document]] = partial(encoded, source, tokenizer)
     elif options.as_validated:
-        rows = open_rows(config, "validation")
+        rows = open_rows(config, "validation", folders)
         section = config.validation
         held_out = ValidationSet(rows, section.local_batch_size, *share, section.steps)
         return held_out, f"{' + '.join(part.name for part in rows)} (as validated)"
     else:
-        parts = ensure_prepared(config, "validation")
+        parts = ensure_prepared(config, "validation", folders=folders)
         corpora = [Corpus.open(part.folder) for part in parts]
         name = f"{' + '.join(part.name for part in parts)} (held out)"
         documents = partial(prepared, corpora, tokenizer)

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.errors import OUT_OF_MEMORY
 from torchtitan_lr.launch.processes import RANK_STARTED
 from torchtitan_lr.launch.run_state import RUNNING
 from torchtitan_lr.training.history import SUMMARY_FILE
@@ -30,6 +31,7 @@ _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 DID_NOT_END = "did not end on SIGTERM, and was killed"
 """End of the ``launcher.log`` line ``rank process PID ...`` of a rank that torchrun killed."""
 _NAMES = {number.value: number.name for number in signal.Signals}
+_LESS_MEMORY = "a smaller training.local_batch_size or training.seq_len needs less"
 _UNKNOWN_CAUSE = "the ranks ended with status"
 _TAIL_BYTES = 1 << 16
 _LITTLE_SPACE = 1 << 20  # bytes; a disk with less free space counts as full
@@ -97,7 +99,7 @@ def describe_failure(log_folder: Path, status: int) -> str:
     if killed is not None:
         rank, name = killed
         (folder, *_) = [*_of_last_start(log_folder, f"{rank}"), log_folder]
-        hint = " (the kernel also sends it when memory runs out)"
+        hint = f" (the kernel also sends it when memory runs out: {_LESS_MEMORY})"
         hint = hint if name == "SIGKILL" else ""
         return f"rank {first_rank + rank} was ended by {name}{hint}; its output: {folder}"
     failures = []
@@ -114,6 +116,8 @@ def describe_failure(log_folder: Path, status: int) -> str:
         what = reason.strip().partition("\n")[0]
         if _TIMED_OUT.search(what):
             what += _collective_of(stack)
+        if OUT_OF_MEMORY.search(what):
+            what += f"; {_LESS_MEMORY}"
         if _LOST_CONNECTION.search(what):
             what += (
                 f"; {unreachable if lost else 'another rank ended before, or cannot be reached'}"

@@ -27,8 +27,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from torchtitan_lr.checkpoints import layout, safe_metadata
 from torchtitan_lr.checkpoints.manifest import (
+    Manifest,
     ManifestWriter,
     SavePlanner,
+    UnverifiedError,
     damage_of,
     from_first_rank,
     newest_whole_before,
@@ -65,9 +67,10 @@ class CheckpointManager(TitanCheckpointHooks):
 
     def __init__(self, *, checkpoint_config: Any, **parts: Any) -> None:
         self.fingerprint: dict[str, Any] = {}
-        # torchtitan's own section has neither key.
+        # torchtitan's own section has none of these keys.
         self._fall_back = getattr(checkpoint_config, "fall_back", False)
         self._other_model = getattr(checkpoint_config, "initial_load_other_model", False)
+        self._unverified = getattr(checkpoint_config, "allow_unverified", False)
         self._first = not dist.is_initialized() or dist.get_rank() == 0
         # Deletes what was renamed: the other ranks wait only for its renaming.
         self._deletions = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deletions")
@@ -163,18 +166,20 @@ class CheckpointManager(TitanCheckpointHooks):
         """
         if from_hf:
             has_manifest = from_first_rank((Path(checkpoint_id) / layout.MANIFEST).is_file())
-            if has_manifest and (damage := damage_of(checkpoint_id)):
+            if has_manifest and (damage := self._damage_of(checkpoint_id)):
                 raise _damaged(checkpoint_id, damage, None)
             return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
         initial = checkpoint_id == self.initial_load_path
         try:
             # `load` has verified the others.
-            if initial and (damage := damage_of(checkpoint_id)):
+            if initial and (damage := self._damage_of(checkpoint_id)):
                 raise _damaged(checkpoint_id, damage, newest_whole_before(checkpoint_id))
-            manifest = read_once(read_manifest, checkpoint_id)
+            manifest = read_once(self._manifest_of, checkpoint_id)
             if manifest is not None:
                 may_differ = self._other_model and initial
-                check_fingerprint(manifest.model, self.fingerprint, checkpoint_id, may_differ)
+                check_fingerprint(
+                    manifest.model, self.fingerprint, checkpoint_id, may_differ, self._unverified
+                )
             metadata = read_once(safe_metadata.read_metadata, checkpoint_id)
             has_data = state_dict.get(DATALOADER) is not None
             if has_data and not state_dict[DATALOADER].check_checkpoint(checkpoint_id, metadata):
@@ -191,10 +196,22 @@ class CheckpointManager(TitanCheckpointHooks):
             want = f"a complete checkpoint of this model ({cause})"
             raise ConfigError("checkpoint", checkpoint_id, want) from error
         if manifest is None and self._first:
-            logger.warning("%s has no manifest: loading it without checksums", checkpoint_id)
+            logger.warning("%s has no manifest: loading it without a check", checkpoint_id)
         # The model's states are flattened into the dictionary, so DCP cannot load them itself.
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
+
+    def _damage_of(self, folder: str) -> str | None:
+        return damage_of(folder, self._unverified)
+
+    def _manifest_of(self, folder: str | Path) -> Manifest | None:
+        """Return a checkpoint's manifest; None if it cannot be used and need not be."""
+        try:
+            return read_manifest(folder)
+        except UnverifiedError:
+            if not self._unverified:
+                raise
+            return None
 
     def load(self, step: int = -1) -> bool:
         """Load step ``step``, or at -1 the newest complete one, then rename all later steps.
@@ -214,7 +231,7 @@ class CheckpointManager(TitanCheckpointHooks):
         if step != -1:
             folder = self.checkpoint_folder(step)
             whole = from_first_rank(layout.is_dcp(folder))
-            if damage := damage_of(folder) if whole else _MODEL_ALONE:
+            if damage := self._damage_of(folder) if whole else _MODEL_ALONE:
                 older = newest_whole_before(folder)
                 if older is None or not self._fall_back:
                     raise _damaged(folder, damage, older)
@@ -280,7 +297,7 @@ class CheckpointManager(TitanCheckpointHooks):
         for step in reversed(layout.complete_steps(self.folder)):
             folder = self.checkpoint_folder(step)
             with suppress(safe_metadata.DamagedError):
-                if not finite or (manifest := read_manifest(folder)) is None or manifest.finite:
+                if not finite or (manifest := self._manifest_of(folder)) is None or manifest.finite:
                     return folder
         return None
 

@@ -305,6 +305,8 @@ class Trainer(TitanTrainer):
             f"{config.training.seq_len:,} tokens per step"
         )
         console.info(f"Training starts at step {self.step + 1}")
+        if config.compile.enable and self.device.type == "cpu":
+            console.info("The first step compiles the model: on a CPU that may take minutes")
 
     def _stop_for_data(self, why: str) -> None:
         """Save the state before this step, and raise a BadDataError on every rank."""

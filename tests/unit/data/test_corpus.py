@@ -70,6 +70,18 @@ def index_of(lengths, borders):
     return head + b"".join(part.tobytes() for part in parts)
 
 
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+@pytest.mark.parametrize("vocabulary", [119, 120])
+def test_ids_are_rows_of_the_model(tmp_path, dtype, vocabulary):
+    write_shard(tmp_path / "a", dtype, [[5, 6], [], [7, 119, 3]])
+    corpus = Corpus.open(tmp_path)
+    if vocabulary == 120:
+        corpus.check_ids(vocabulary)
+        return
+    with pytest.raises(DataError, match=r"a\.bin', .* from 0 to 118, .* not 119 as token 3;"):
+        corpus.check_ids(vocabulary)
+
+
 LENGTHS, OFFSETS, BORDERS = 34, 34 + 5 * 4, 34 + 5 * (4 + 8)
 """Places in an index of five documents."""
 

@@ -108,13 +108,18 @@ def test_damage_is_refused(tmp_path, capsys):
     assert "found: __0_0.distcp has 1000 bytes instead of " in line
     shard.unlink()
     assert "__0_0.distcp is missing" in refusal(capsys, step, tmp_path / "out")
+    (step / "manifest.json").unlink()
+    advice = "manifest.json is missing: nothing says what was saved; checkpoint.allow_unverified"
+    assert advice in refusal(capsys, step, tmp_path / "out")
+    old = "--checkpoint.allow_unverified"
+    assert "__0_0.distcp is missing" in refusal(capsys, old, step, tmp_path / "out")
     whole = (step / ".metadata").read_bytes()
     for text in (b"not a pickle", whole[: len(whole) // 2], b""):
         (step / ".metadata").write_bytes(text)
-        assert ".metadata cannot be read (" in refusal(capsys, step, tmp_path / "out")
+        assert ".metadata cannot be read (" in refusal(capsys, old, step, tmp_path / "out")
     (step / ".metadata").unlink()
-    assert ".metadata is missing" in refusal(capsys, step, tmp_path / "out")
+    assert ".metadata is missing" in refusal(capsys, old, step, tmp_path / "out")
     (tmp_path / "run" / "job_config.json").write_text("{")
-    assert "job_config.json" in refusal(capsys, step, tmp_path / "out")
+    assert "job_config.json" in refusal(capsys, old, step, tmp_path / "out")
     (tmp_path / "run" / "job_config.json").write_text('{"model": {}}')
-    assert "job_config.json" in refusal(capsys, step, tmp_path / "out")
+    assert "job_config.json" in refusal(capsys, old, step, tmp_path / "out")

@@ -2,6 +2,7 @@
 """Somebody else's run is data: it chooses no code, no network and no place to read or write."""
 
 import json
+import socket
 import sys
 
 import pytest
@@ -154,3 +155,82 @@ def test_a_value_of_another_type_is_refused_in_one_line(run, place, wrong, capsy
     status, _, told = generate.ask(capsys, run, *prompt)
     assert status == 2, told
     assert told.startswith("error: ") and told.count("\n") == 1 and len(told) < 2000
+
+
+def tree(folder):
+    return {path: path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
+
+
+@pytest.fixture
+def library(small_library, tmp_path, monkeypatch):
+    """A small corpus that needs no path, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return "python_stdlib"
+
+
+def test_evaluating_a_run_writes_nowhere(run, library, tmp_path, capsys):
+    """Of a record with a store of a limit 0: other corpora were deleted from it."""
+    kept = tmp_path / "store" / "local-0123456789abcdef0123"
+    kept.mkdir(parents=True)
+    (kept / "corpus.json").write_text("{}")
+    (tmp_path / "store" / "locks").mkdir()
+    (tmp_path / "store" / "locks" / kept.name).write_text("")
+    store = {"token_folder": str(tmp_path / "store"), "token_folder_gb": 0.0}
+    held_out = {"dataset": "training", "seq_len": 48, "steps": -1}
+    change(run, {"training": {"dataset": library} | store, "validation": held_out})
+    before = tree(tmp_path)
+    losses = []
+    for options in ([], ["--as_validated"]):
+        status, said, told = evaluate.ask(capsys, run, "--json", "--device", "cpu", *options)
+        assert status == 0, told
+        losses.append(json.loads(said)["loss"])
+    assert tree(tmp_path) == before and not (tmp_path / "cache").exists()
+    # Tokens that are there are used.
+    toml = tmp_path / "run.toml"
+    toml.write_text(run_toml(run).replace("token_folder_gb = 0.0", "token_folder_gb = 9.0"))
+    assert evaluate.ask(capsys, run, "--config", toml, "--json", "--device", "cpu")[0] == 0
+    assert len(list((tmp_path / "store").glob("python_stdlib-*"))) == 1
+    before = tree(tmp_path)
+    status, said, _ = evaluate.ask(capsys, run, "--json", "--device", "cpu")
+    assert status == 0 and json.loads(said)["loss"] == losses[0] and tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "corpus",
+    [
+        {"dataset": "local", "dataset_path": "TEXT"},
+        {"dataset": "hf", "dataset_path": "stranger/corpus"},
+        {"dataset": "c4"},
+    ],
+    ids=lambda corpus: corpus["dataset"],
+)
+def test_other_corpora_are_named_on_the_command_line(run, tmp_path, capsys, monkeypatch, corpus):
+    (tmp_path / "a.txt").write_text("a\n" * 99)
+    corpus = {key: value.replace("TEXT", str(tmp_path / "a.txt")) for key, value in corpus.items()}
+    change(run, {"training": corpus, "validation": CORPORA["validation"]})
+    no_network(monkeypatch)
+    before = tree(tmp_path)
+    status, _, told = evaluate.ask(capsys, run, "--device", "cpu")
+    assert status == 2 and "validation.dataset: got" in told and told.count("\n") == 1
+    assert "--corpus" in told and tree(tmp_path) == before
+
+
+def no_network(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a network was asked for")
+
+    for name in ("connect", "connect_ex", "sendto"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def test_a_tokenizer_of_the_hub_is_read_from_the_cache_alone(run, tmp_path, capsys, monkeypatch):
+    change(run, {"model": {"hf_assets_path": "hf://stranger/tokenizer"}})
+    no_network(monkeypatch)
+    for ask, options in (
+        (generate, ["--prompt", "a"]),
+        (export, [tmp_path / "out"]),
+        (evaluate, []),
+    ):
+        status, _, told = ask.ask(capsys, run, *options)
+        assert status == 2 and "hf download stranger/tokenizer" in told and told.count("\n") == 1

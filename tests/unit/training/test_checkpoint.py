@@ -239,13 +239,17 @@ def test_another_models_weights_need_a_word(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_an_old_checkpoint_loads_with_one_warning(
+def test_an_old_checkpoint_loads_with_a_key_and_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoints = model_only(tmp_path, steps=1)
     assert checkpoints.load()
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
     (tmp_path / "checkpoint/step-1/manifest.json").unlink()
+    with pytest.raises(ConfigError, match=r"manifest.json is missing.*allow_unverified = true"):
+        checkpoints.load()
+    caplog.clear()
+    checkpoints._unverified = True
     assert checkpoints.load()
     (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
     assert "step-1 has no manifest" in warning.getMessage()
@@ -279,6 +283,7 @@ def test_damage_without_a_manifest_is_one_line_too(
     name: str, left: float | None, line: str, tmp_path: Path
 ) -> None:
     checkpoints = model_only(tmp_path, steps=1)
+    checkpoints._unverified = True
     (tmp_path / "checkpoint/step-1/manifest.json").unlink()
     path = tmp_path / "checkpoint/step-1" / name
     data = path.read_bytes()
