@@ -39,7 +39,7 @@ def roundtrip(folder, out):
 
 
 def same_ids(ours, theirs):
-    wanted = [ours.encode(text, add_bos=True, add_eos=False) for text in TEXTS]
+    wanted = [ours.encode(text, add_bos=True, special=True) for text in TEXTS]
     assert theirs(TEXTS).input_ids == wanted
     for ids in wanted:
         assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(
