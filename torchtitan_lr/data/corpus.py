@@ -46,6 +46,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_lr.checkpoints.layout import write_whole
+from torchtitan_lr.config.files import read_json
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.errors import ConfigError, DataError, require
 from torchtitan_lr.titan import IGNORE_INDEX
@@ -112,7 +113,7 @@ class Corpus:
         """
         place = Path(folder)
         try:
-            found = json.loads((place / RECORD).read_text(encoding="utf-8"))
+            found = read_json(place / RECORD)
             if found["format"] != FORMAT:
                 raise ValueError(f"format {found['format']!r}")
             train, held_out = ([ShardInfo(**shard) for shard in found[part]] for part in PARTS)
@@ -202,7 +203,7 @@ def is_ours(folder: Path) -> bool:
     if (folder / JOURNAL).is_file():
         return True
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return bool(json.loads((folder / RECORD).read_bytes())["format"] == FORMAT)
+        return bool(read_json(folder / RECORD)["format"] == FORMAT)
     return False
 
 
