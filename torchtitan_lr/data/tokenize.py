@@ -128,7 +128,8 @@ def signature_of(readers: Sequence[Reader], tokenizer: Tokenizer) -> str:
     """Return a hash of all that determines a prepared folder."""
     sources = [reader.stamp() for reader in readers]
     template = PairEncoder(tokenizer).digest if readers[0].pairs else ""
-    text = json.dumps([1, ONE_IN, sources, tokenizer_identity(tokenizer), template])
+    # 2: names of special tokens in a document are text; labels of chats are transformers'.
+    text = json.dumps([2, ONE_IN, sources, tokenizer_identity(tokenizer), template])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -160,6 +161,9 @@ def tokenize(
     if len({reader.pairs for reader in readers}) > 1:
         named = next(str(reader.source) for reader in readers if reader.pairs)
         raise ConfigError(key, named, "sources that all hold text, or all hold pairs")
+    if not readers[0].pairs and tokenizer.eos_id is None:
+        where = tokenizer.tokenizer_path
+        say(f"warning: no end of document: {where} has no eos_token in its tokenizer_config.json")
     workers = workers or cores()
     try:
         folder.mkdir(parents=True, exist_ok=True)
