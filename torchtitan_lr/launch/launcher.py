@@ -5,6 +5,7 @@ The command ``train`` runs it with torchtitan's environment variables (see `comm
 invalid configuration is reported before any rank starts, in one line, with exit status 2.
 """
 
+import getpass
 import os
 import sys
 import time
@@ -86,6 +87,10 @@ def build_command(
     variables["PYTHONUNBUFFERED"] = "1"
     # The run's ranks, not this machine's.
     variables.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank${rank}]:")
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name: torch's compiler asks for one
+        variables["LOGNAME"] = f"uid_{os.getuid()}"
     if environment.comm_mode:
         variables |= {"NGPU": str(environment.ranks), "LOCAL_RANK": "0", "RANK": "0"}
         return [sys.executable, "-m", environment.train_module, *arguments], variables

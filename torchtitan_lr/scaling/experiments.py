@@ -86,14 +86,22 @@ def start(
     return Started(process, stderr)
 
 
-def place_run(arguments: Sequence[str], ranks: int | None = None) -> Placement:
+def place_run(
+    arguments: Sequence[str], ranks: int | None = None, prepare: bool = True
+) -> Placement:
     """Check a run's configuration and return its ranks, as the launcher chooses them.
+
+    Args:
+        arguments: The run's arguments.
+        ranks: Their number; None for ``NGPU``.
+        prepare: Whether its corpus is checked too, and prepared if needed.
 
     Raises:
         ConfigError: The configuration is not valid.
     """
     placed = place(_one_machine(ranks), list(arguments))
-    check_job_config(placed.config, placed.environment.ranks, placed.device)
+    ranks = placed.environment.ranks
+    check_job_config(placed.config, ranks, placed.device, prepare=prepare)
     return placed
 
 

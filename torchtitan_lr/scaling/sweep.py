@@ -171,7 +171,7 @@ class Sweep:
             path = work / point.name / POINT_FILE
             point.row = {"status": "to do"}
             if path.is_file():
-                known = json.loads(path.read_text())
+                known = _read_point(path)
                 if _decisive(known["arguments"]) != _decisive([point.config, *point.arguments]):
                     want = f"a folder without a point {point.name} of other settings"
                     raise ConfigError("--out", str(work), want)
@@ -321,7 +321,22 @@ def _decisive(arguments: list[str]) -> list[str]:
 def recorded(work: Path) -> dict[str, dict[str, Any]]:
     """Return the rows of all points that were started in a folder, by name."""
     paths = sorted(work.glob(f"*/{POINT_FILE}"))
-    return {path.parent.name: json.loads(path.read_text())["row"] for path in paths}
+    return {path.parent.name: _read_point(path)["row"] for path in paths}
+
+
+def _read_point(path: Path) -> dict[str, Any]:
+    """Read what `Sweep` has written of a point.
+
+    Raises:
+        ConfigError: The file is damaged.
+    """
+    try:
+        known = json.loads(path.read_text())
+        if isinstance(known["arguments"], list) and isinstance(known["row"]["status"], str):
+            return dict(known)
+    except (ValueError, LookupError, TypeError):
+        pass
+    raise ConfigError("--out", str(path), "a file of a sweep; without it the point runs again")
 
 
 def as_markdown(rows: list[dict[str, Any]]) -> str:

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What the launcher refuses, and what it would start; its processes are in tests/integration."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -130,3 +131,16 @@ def test_how_to_go_on(tmp_path):
     assert launch.how_to_resume(config).endswith(f"resume from {tmp_path}/checkpoint/step-4")
     checkpoint.enable = False
     assert launch.how_to_resume(config) == "; there is no checkpoint to resume from"
+
+
+def test_a_user_without_a_name_has_one_for_torchs_compiler(variables, tmp_path):
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        variables.setenv(name, "")
+    named = launch.build_command(launch.read_environment(), [], tmp_path)[1]
+
+    def unknown(uid):
+        raise KeyError(uid)
+
+    variables.setattr("pwd.getpwuid", unknown)
+    ranks = launch.build_command(launch.read_environment(), [], tmp_path)[1]
+    assert named["LOGNAME"] == "" and ranks["LOGNAME"] == f"uid_{os.getuid()}"
