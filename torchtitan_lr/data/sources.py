@@ -59,7 +59,7 @@ ENDINGS = (*(kind + end for end in ("", *COMPRESSED) for kind in (".txt", ".json
 
 PIECE_BYTES = 1 << 20  # of text: some 0.2 seconds of work for a tokenizer
 PLACE_BYTES = 1 << 12  # of a .txt file, whose lines are held out together
-HEAD_BYTES = 1 << 16  # of a file, in which its encoding, and pairs, are looked for
+HEAD_BYTES = 1 << 16  # of a file, in which its encoding is looked for
 LONGEST = 1 << 24
 """Bytes of the longest line of a .jsonl file (characters of a column's text) that is read.
 
@@ -147,12 +147,13 @@ class Reader:
 
     def _holds_pairs(self) -> bool:
         """Return whether the first JSON object of the first .jsonl file is a pair or a chat."""
-        files, head = [file for file in self.files if kind_of(file) == ".jsonl"], b""
+        files, first = [file for file in self.files if kind_of(file) == ".jsonl"], None
         # There may be none, and reading it later reports what is wrong.
         with suppress(IndexError, OSError, EOFError, lzma.LZMAError), files[0].open("rb") as raw:
-            head = _decompressed(raw, files[0]).read(HEAD_BYTES)
-        records = map(_from_json, head.split(b"\n"))
-        first = next((record for record in records if isinstance(record, dict)), {})
+            lines = io.BufferedReader(_decompressed(raw, files[0]))
+            while not isinstance(first, dict) and (line := lines.readline(LONGEST + 1)):
+                first = _from_json(line)
+        first = first if isinstance(first, dict) else {}
         if "text" in first or not first.keys() & {PROMPT, MESSAGES}:
             return False
         if other := [file for file in self.files if file not in files]:

@@ -77,10 +77,8 @@ class HarnessModel(TemplateLM):
     ) -> list[int]:
         """Encode a text, with BOS unless ``add_special_tokens`` is False."""
         wanted = add_special_tokens is not False
-        ids: list[int] = self._encoder.encode(string, add_bos=wanted, add_eos=False)
-        # Some tokenizers put BOS in front by themselves.
-        begins = bool(ids) and self._encoder.bos_id is not None and ids[0] == self._encoder.bos_id
-        return ids[1:] if begins and not wanted else ids
+        ids: list[int] = self._encoder.encode(string, add_bos=wanted, special=True)
+        return ids
 
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = True

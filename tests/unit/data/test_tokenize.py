@@ -26,10 +26,10 @@ from torchtitan_lr.data.corpus import Rows
 from torchtitan_lr.data.pairs import PairEncoder, parse_pair
 from torchtitan_lr.data.sources import USUAL_LIMIT, Reader, Source, document_hash
 from torchtitan_lr.data.tokenize import tokenize
+from torchtitan_lr.data.tokenizer import Tokenizer
 from torchtitan_lr.errors import ConfigError, DataError
-from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
-TOKENIZER = HuggingFaceTokenizer("torchtitan_lr/data/assets/bpe4k")
+TOKENIZER = Tokenizer("torchtitan_lr/data/assets/bpe4k")
 TEXTS = [f"Document {i} of {i * i} words: {'more and ' * (i % 7)}\nend é." for i in range(400)]
 
 
@@ -413,7 +413,7 @@ def test_a_template_without_end_is_ended(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"1 s with one piece of text, near .*a\.jsonl:1"):
         tokenize(
             [reader],
-            HuggingFaceTokenizer(str(tmp_path / "bpe")),
+            Tokenizer(str(tmp_path / "bpe")),
             tmp_path / "out",
             key="--out",
             workers=1,
