@@ -9,7 +9,7 @@ import tomli_w
 from huggingface_hub import ModelCard, ModelCardData
 
 from torchtitan_lr.config.build import build_job_config, config_class
-from torchtitan_lr.hf.loading import read_record
+from torchtitan_lr.hf.loading import named_step, read_record
 from torchtitan_lr.hf.step_zero import TRAIN_TOML
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.training import history
@@ -58,17 +58,18 @@ def write_card(
         written: Number of exported parameters.
         coded: Whether the model's code is in the export.
     """
-    step = step_dir.resolve().name.removeprefix("step-")
+    step_dir = named_step(step_dir)
+    step = step_dir.name.removeprefix("step-")
     name = f"{args.model_family.model_name} {config.model.flavor}"
     loading = ", trust_remote_code=True" if coded else ""
-    rows = _model_rows(args, written) + _run_rows(config, step_dir.resolve(), step)
+    rows = _model_rows(args, written) + _run_rows(config, step_dir, step)
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["torchtitan_lr", args.model_family.model_name],
     )
     table = "\n".join(f"| {key} | {value} |" for key, value in rows)
-    ranks = _ranks(step_dir.resolve().parent.parent)
+    ranks = _ranks(step_dir.parent.parent)
     command = f"{f'NGPU={ranks} ' if ranks else ''}torchtitan-lr train {TRAIN_TOML}"
     kind = _KINDS[args.family]
     text = _TEXT.format(
