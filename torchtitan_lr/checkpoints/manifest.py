@@ -17,6 +17,7 @@ import io
 import json
 import os
 import re
+import sys
 import zlib
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -46,7 +47,7 @@ from torchtitan_lr.checkpoints.layout import (
 )
 from torchtitan_lr.checkpoints.safe_metadata import DamagedError, describe, read_metadata
 from torchtitan_lr.compat.collectives import least_of_all
-from torchtitan_lr.config.files import read_json
+from torchtitan_lr.config.files import file_within, open_regular, read_json
 
 T = TypeVar("T")
 
@@ -98,7 +99,8 @@ def read_manifest(step_dir: str | Path) -> Manifest:
         seal = content.pop(_SEAL, None)  # earlier versions wrote none
         manifest = Manifest(**content)
         for size, checksum in manifest.files.values():
-            int(size), int(checksum)
+            if type(size) is not int or type(checksum) is not int:
+                raise TypeError("a size or a checksum is no integer")
         manifest.model.items()
     except FileNotFoundError as error:
         raise UnverifiedError(f"{MANIFEST} is missing") from error
@@ -219,9 +221,9 @@ def find_damage(
         files = _files_of(step_dir, allow_unverified) if files is None else files
         names = sorted(files, key=lambda name: (-files[name][0], name))
         for name in share_of(names, rank, ranks):
-            path = Path(step_dir) / name
             size, *checksum = files[name]
             try:
+                path = file_within(Path(step_dir), name)
                 found = path.stat().st_size
                 # The table of contents does not know what follows a file's last tensor.
                 if found < size or (found > size and checksum):
@@ -346,7 +348,7 @@ def first_found(found: str | None) -> tuple[int, str] | None:
 
 def _sum_of(path: Path) -> Sum:
     size, checksum, buffer = 0, 0, bytearray(_CHUNK)
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path, sys.maxsize) as file:
         while count := file.readinto(buffer):
             size, checksum = size + count, zlib.crc32(memoryview(buffer)[:count], checksum)
     return [size, checksum]

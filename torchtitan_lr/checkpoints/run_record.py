@@ -128,7 +128,8 @@ def write_record(config: Any, step: int, ranks: int = 1) -> dict[str, list[Any]]
     path, found = record_path(config), read_record(config)
     listed = found.get(CHANGES, [])
     entries = [entry for entry in listed if _is_entry(entry)] if isinstance(listed, list) else []
-    if path.is_file() and (not found or entries != listed):
+    tables = all(isinstance(found.get(section, {}), dict) for section in _SECTIONS)
+    if path.is_file() and not (found and tables and entries == listed):
         aside = path.with_name(f"{path.name}.damaged")
         path.replace(aside)
         logger.warning("%s is damaged: it is kept as %s and written anew", path, aside)

@@ -33,7 +33,7 @@ from torchtitan_lr.commands.parser import (
     add_extension,
     check_at_least,
 )
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, escaped
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -193,4 +193,4 @@ def as_text(result: dict[str, Any]) -> str:
         lines["bits per byte"] = f"{result['bits_per_byte']:.4f}"
     ranks = f" ({result['ranks']} ranks)" if result["ranks"] > 1 else ""
     lines["tokens/s"] = f"{result['tokens'] / result['seconds']:,.0f}{ranks}"
-    return "\n".join(f"{name:<15}{value}" for name, value in lines.items())
+    return "\n".join(f"{name:<15}{escaped(value)}" for name, value in lines.items())

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torchtitan_lr.checkpoints.layout import is_free, unfinished
 from torchtitan_lr.commands.parser import OneLineParser, add_allow_unverified, add_extension
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, escaped
 
 DTYPES = ("checkpoint", "float32", "bfloat16")
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the export; return the exit status."""
     check_out(args)
     export(args)
-    print(f"{args.checkpoint} ({args.format}) -> {args.out}")
+    print(escaped(f"{args.checkpoint} ({args.format}) -> {args.out}"))
     return 0
 
 
@@ -124,4 +124,4 @@ def export(args: argparse.Namespace) -> None:
         raise ConfigError("OUT", str(args.out), f"a writable folder ({error})") from error
     if not assets:
         path = config.model.hf_assets_path
-        print(f"no tokenizer in {path}: exported without one", file=sys.stderr)
+        print(escaped(f"no tokenizer in {path}: exported without one"), file=sys.stderr)

@@ -31,7 +31,7 @@ import sys
 from pathlib import Path
 
 from torchtitan_lr.commands.parser import OneLineParser, add_allow_unverified, add_extension
-from torchtitan_lr.errors import ConfigError, DataError
+from torchtitan_lr.errors import ConfigError, DataError, escaped
 from torchtitan_lr.launch.environment import forget_other_ranks
 
 
@@ -256,4 +256,5 @@ def _ask() -> str | None:
 
 
 def _print(piece: str) -> None:
-    print(piece, end="", flush=True)
+    # Also into a pipe, which may lead to a terminal; --json and --out have the exact text.
+    print(escaped(piece, keep="\n\t"), end="", flush=True)

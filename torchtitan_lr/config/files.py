@@ -12,15 +12,16 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 MOST_BYTES = 1 << 28
 """Largest size of such a file: the record of a long run's steps has tens of megabytes."""
 
 
 @contextmanager
-def open_regular(path: str | Path, most: int = MOST_BYTES) -> Iterator[BinaryIO]:
+def open_regular(path: str | Path, most: int = MOST_BYTES) -> Iterator[BufferedReader]:
     """Open a file that ends, for reading.
 
     Args:

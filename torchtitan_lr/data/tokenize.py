@@ -39,6 +39,7 @@ import numpy.typing as npt
 
 from torchtitan_lr.checkpoints.layout import write_whole
 from torchtitan_lr.compat.interpreter import cores, end_with
+from torchtitan_lr.config.files import read_json
 from torchtitan_lr.console.log import say
 from torchtitan_lr.data.corpus import JOURNAL, PARTS, Corpus, save_record, write_index
 from torchtitan_lr.data.pairs import PairEncoder
@@ -90,7 +91,7 @@ class Journal:
     def load(folder: Path, signature: str) -> Journal:
         """Read it; a new one where there is none, or one that is damaged or of other sources."""
         with suppress(OSError, ValueError, TypeError, KeyError):
-            found = json.loads((folder / JOURNAL).read_text())
+            found = read_json(folder / JOURNAL)
             if found.pop("digest") == _digest(found) and found["signature"] == signature:
                 return Journal(**found)
         return Journal(signature)
@@ -102,9 +103,9 @@ class Journal:
 
     def check_owner(self, folder: Path, key: str) -> None:
         """Raise a ConfigError if another process has written its own since."""
-        found = {}
+        found = dict[str, Any]()
         with suppress(OSError, ValueError):
-            found = json.loads((folder / JOURNAL).read_text())
+            found = read_json(folder / JOURNAL)
         want = "a folder that no other process prepares or deletes meanwhile"
         require(found.get("owner") == self.owner, key, str(folder), want)
 

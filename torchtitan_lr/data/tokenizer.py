@@ -28,7 +28,8 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 GENERATION_CONFIG = "generation_config.json"
 RANKS_DIGEST = "ranks_sha256"  # key of tokenizer_config.json: of the rank file it was made from
-SHIPPED = "torchtitan_lr/data/assets/bpe32k"  # of the papers' sizes, in the package
+ASSETS = "torchtitan_lr/data/assets/"  # in the package
+SHIPPED = ASSETS + "bpe32k"  # of the papers' sizes, in the package
 HUB = "hf://"  # begins the name of a tokenizer on the Hugging Face hub
 
 _HUB_FILES = [

@@ -27,6 +27,7 @@ from torchtitan_lr.config.parse import in_folder
 from torchtitan_lr.config.schema import ITS_MODULE
 from torchtitan_lr.data.tokenizer import HUB, build_tokenizer, require_cached, vocabulary
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.hf.folder_weights import check_depth
 from torchtitan_lr.hf.weights import StoredWeights, no_checkpoint, parameter_shapes
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families import FAMILIES, find_family
@@ -205,6 +206,7 @@ def open_weights(
         raise no_checkpoint(step_dir, damage, newest_whole_before(step_dir))
     metadata = read_metadata(step_dir)
     stored = metadata.state_dict_metadata
+    check_depth(args, len(stored), "CHECKPOINT", step_dir)
     with torch.device("meta"):
         model = LlamaModel(args)
     dtype = _check_stored(step_dir, stored, model)

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.config.files import read_json
 from torchtitan_lr.errors import OUT_OF_MEMORY
 from torchtitan_lr.launch.processes import RANK_STARTED
 from torchtitan_lr.launch.run_state import RUNNING
@@ -48,10 +49,10 @@ def read_summary(dump_folder: Path, newer_than: float) -> dict[str, Any] | None:
         The keys of ``summary.json``, or None if this run wrote none.
     """
     path = dump_folder / SUMMARY_FILE
-    if not path.is_file() or path.stat().st_mtime < newer_than:
+    try:
+        return read_json(path) if path.stat().st_mtime >= newer_than else None
+    except (OSError, ValueError):  # there is none, or it is damaged
         return None
-    summary: dict[str, Any] = json.loads(path.read_text())
-    return summary
 
 
 def summary_lines(summary: dict[str, Any], dump_folder: Path, log_folder: Path) -> list[str]:

@@ -9,6 +9,7 @@ deletes the contents. Before a load, it compares the files with the manifest of 
 changes nothing in the folder until then.
 """
 
+import functools
 import glob
 import os
 import shutil
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,15 +42,35 @@ from torchtitan_lr.checkpoints.manifest import (
 from torchtitan_lr.checkpoints.staging import BackgroundStager
 from torchtitan_lr.compression.residuals import saved_residuals
 from torchtitan_lr.console.log import console
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.optim.step import finite_weights
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import GarbageCollection
 from torchtitan_lr.titan.components import DATALOADER, MODEL, AsyncMode, TitanCheckpointHooks
 from torchtitan_lr.training.fingerprint import check_fingerprint
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _LONG = 0.1  # seconds of waiting that the console shows
 _MODEL_ALONE = "it holds only the model, in Hugging Face's format"
+
+
+def _tells_why(save: Callable[P, R]) -> Callable[P, R]:
+    """Let a save that fails, here or in the background, raise its cause in one line.
+
+    DCP's own exception derives from BaseException: no ``except Exception`` reports it.
+    """
+
+    @functools.wraps(save)
+    def wrapped(*args: P.args, **options: P.kwargs) -> R:
+        try:
+            return save(*args, **options)
+        except CheckpointException as error:
+            cause = safe_metadata.describe(next(iter(error.failures.values()))[0])
+            raise RunFailedError(f"a checkpoint cannot be written ({cause})") from error
+
+    return wrapped
 
 
 class CheckpointManager(TitanCheckpointHooks):
@@ -87,6 +108,7 @@ class CheckpointManager(TitanCheckpointHooks):
         super().close()
         self._deletions.shutdown()
 
+    @_tells_why
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Save if the step is due, and purge after the last step too, which upstream does not."""
         started = time.perf_counter()
@@ -100,6 +122,7 @@ class CheckpointManager(TitanCheckpointHooks):
         if last_step and self.enable and not self.load_only:
             self._purge_stale_checkpoints()
 
+    @_tells_why
     def maybe_wait_for_staging(self) -> None:
         """Wait until a background save has copied the states; call it before they change.
 
@@ -268,6 +291,7 @@ class CheckpointManager(TitanCheckpointHooks):
         for leftover in glob.glob(os.path.join(glob.escape(self.folder), f"{layout.DISCARDED}*")):
             self._deletions.submit(shutil.rmtree, leftover, True)
 
+    @_tells_why
     def save_interrupted(self, step: int) -> str | None:
         """Save all of ``step``, even if the last save should hold the model only.
 
@@ -285,6 +309,7 @@ class CheckpointManager(TitanCheckpointHooks):
             self._purge_stale_checkpoints()
         return folder
 
+    @_tells_why
     def newest(self, finite: bool = False) -> str | None:
         """Wait for a background save, and return the newest complete checkpoint's folder, if any.
 

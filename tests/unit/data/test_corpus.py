@@ -138,7 +138,9 @@ def test_what_is_no_corpus(tmp_path):
     path = tmp_path / "corpus.json"
     whole = path.read_text()
     for content, why in [
-        (whole.replace('s": 25', 's": 24'), "as recorded"),
+        (whole.replace('s": 25', 's": 24'), "it was changed; delete its folder"),
+        (whole.replace('s": 25', 's": "x"'), "it was changed; delete its folder"),
+        (whole.replace('"sha256": "",', ""), "KeyError: 'sha256'"),
         (whole.replace("train-00000", "../../etc/passwd"), f"{tmp_path}/passwd.idx"),  # inside
         ("{", "a record of format"),
         ("[]", "a record of format"),
