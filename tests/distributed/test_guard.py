@@ -81,3 +81,9 @@ def test_the_rank_whose_backward_made_a_nan_is_named(layout: str, four_ranks: Ra
     options = [*model("cola"), *LAYOUTS[layout], "--training.steps=2"]
     errors = four_ranks.errors(train, options, "nan_gradient@2")
     assert all(message in error for error in errors)
+
+
+def test_a_sum_of_finite_gradients_is_no_ranks_fault(four_ranks: RankPool) -> None:
+    where = "only in the sum over the ranks, rank 1: layers.1.ffn_norm.weight"
+    errors = four_ranks.errors(train, [*LAYOUTS["fsdp"], "--training.steps=2"], "nan_sum@2")
+    assert all(f"gradient norm is nan ({where})" in error for error in errors)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.support import parity_runs
 from tests.support.rank_pool import new_folder
+from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.titan.base import ParallelDims
 
 SPOILT = "layers.1.feed_forward.w3.B.weight"
@@ -35,7 +36,8 @@ def train(
         arguments: As on the command line.
         fault: What happens to the run: ``sigterm@3`` sends rank 1 a signal in step 3; ``nan@2``
             makes rank 1's loss NaN in step 2, ``nan_gradient@2`` one entry of the gradient of its
-            last block's output, in backward.
+            last block's output in backward, and ``nan_sum@2`` a gradient after it, as a sum over
+            the ranks that overflows.
         dump_folder: Where to write; a new folder by default.
         exact: Whether everything that is float32 in the configuration is computed in float64.
         everywhere: Whether every rank returns the parameters, and not rank 0 alone.
@@ -153,6 +155,9 @@ def _trainer_with(fault: str, config: Any) -> Any:
             loss = super().forward_backward_step(**kwargs)
             if kind == "nan_gradient":
                 handle.remove()
+            if kind == "nan_sum":
+                gradient = block.get_parameter("ffn_norm.weight").grad
+                local_part(gradient).fill_(float("nan"))
             return loss * float("nan") if kind == "nan" else loss
 
     return FaultyTrainer(config)

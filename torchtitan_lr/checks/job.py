@@ -26,7 +26,7 @@ from torchtitan_lr.checks.values import (
     check_vocabulary,
 )
 from torchtitan_lr.config.build import extension_of
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, require
 
 # What builds models comes behind the rest, and at the end what prepares data, for hours maybe.
 _CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
@@ -43,6 +43,10 @@ _OF_FILES = {
 }
 
 
+MOST_RANKS = 1 << 20
+"""What is listed by rank, or by pairs of ranks, then fits in memory."""
+
+
 def check_job_config(
     config: Any, world_size: int, device_type: str, on_paper: bool = False, prepare: bool = True
 ) -> None:
@@ -55,6 +59,8 @@ def check_job_config(
         on_paper: Whether to skip the checks of this machine's files and memory, for an estimate.
         prepare: Whether to check what reads the prepared tokens, and prepare them if needed.
     """
+    want = f"at most {MOST_RANKS} ranks: the product of the degrees, --world or NGPU"
+    require(world_size <= MOST_RANKS, "parallelism", world_size, want)
     if not on_paper:
         check_record(config, world_size)  # first, since it takes no time
     if (extension := extension_of(config)) is not None:

@@ -8,11 +8,11 @@ settings and the tokenizer, under the TOML keys that set them.
 
 import dataclasses
 import hashlib
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_lr.config.files import read_json, read_regular
 from torchtitan_lr.data.tokenizer import HF_FILE, RANKS_DIGEST, resolve_assets_path
 from torchtitan_lr.errors import ConfigError
 
@@ -52,11 +52,11 @@ def tokenizer_digest(assets_path: str) -> str:
     """
     folder = resolve_assets_path(assets_path)
     file, config = folder / HF_FILE, folder / "tokenizer_config.json"
-    digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+    digest = hashlib.sha256(read_regular(file)).hexdigest() if file.is_file() else ""
     if digest:
         # No such file is usual; building the tokenizer reports one that cannot be read.
-        with suppress(OSError, ValueError, AttributeError):
-            digest = json.loads(config.read_bytes()).get(RANKS_DIGEST, digest)
+        with suppress(OSError, ValueError):
+            digest = str(read_json(config).get(RANKS_DIGEST, digest))
     return digest and f"sha256:{digest[:16]}"
 
 

@@ -388,11 +388,13 @@ class Trainer(TitanTrainer):
         if self.parallel_dims.pp_enabled:
             parts = self.pp_schedule.parts
             stages = len(self.pp_schedule.boundaries(self.job_config.training.seq_len)) + 1
-        # A rank's own gradients first. What FSDP and DDP leave are sums over the ranks.
-        summed = any(fsdp_modules(self.model_parts))
-        sources = {"": self._own_gradients.nonfinite} if summed else {}
-        sources["only in the sum over the ranks, " if summed else ""] = self._gradients.nonfinite
-        for kind, nonfinite in sources.items():
+        sources = [("", self._gradients.nonfinite)]
+        if fsdp_modules(self.model_parts):  # they leave sums over the ranks: a rank's own first
+            sources = [
+                ("", self._own_gradients.nonfinite),
+                ("only in the sum over the ranks, ", self._gradients.nonfinite),
+            ]
+        for kind, nonfinite in sources:
             for stage in reversed(range(stages)):
                 names = nonfinite(parts[stage]) if stage in parts else []
                 if at := guard.first_rank_with(names[-1] if names else None):
