@@ -14,7 +14,7 @@ from torchtitan_lr.config.build import build_job_config, config_class, without_c
 from torchtitan_lr.config.parse import CONFIG_DIR
 from torchtitan_lr.data.tokenizer import ASSETS, HUB
 from torchtitan_lr.errors import escaped
-from torchtitan_lr.hf.loading import read_record, run_folder
+from torchtitan_lr.hf.loading import named_step, read_record
 from torchtitan_lr.hf.step_zero import TRAIN_TOML
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import SUFFIX, write_model_args
@@ -72,7 +72,8 @@ def write_card(
         written: Number of exported parameters.
         coded: Whether the model's code is in the export.
     """
-    step = step_dir.resolve().name.removeprefix("step-")
+    step_dir = named_step(step_dir)
+    step = step_dir.name.removeprefix("step-")
     name, flavor = args.model_family.model_name, config.model.flavor
     of_file = flavor.endswith(SUFFIX)  # an imported model's
     name += f", {written:,} parameters" if of_file else f" {flavor}"
@@ -84,7 +85,7 @@ def write_card(
         tags=["torchtitan_lr", args.model_family.model_name],
     )
     table = "\n".join(f"| {key} | {_plain(value)} |" for key, value in rows)
-    ranks = _ranks(run_folder(step_dir))
+    ranks = _ranks(step_dir.parent.parent)
     command = f"{f'NGPU={ranks} ' if ranks else ''}torchtitan-lr train {TRAIN_TOML}"
     origin = "initial or imported weights, not trained with torchtitan_lr"
     repeat = ""
@@ -199,7 +200,7 @@ def _model_rows(args: LlamaArgs, written: int) -> list[tuple[str, Any]]:
 def _run_rows(config: Any, step_dir: Path, step: str) -> list[tuple[str, Any]]:
     """Return rows from the record and the history of the run."""
     training = config.training
-    records = history.read_history(run_folder(step_dir) / history.HISTORY_FILE)
+    records = history.read_history(step_dir.parent.parent / history.HISTORY_FILE)
     rows: list[tuple[str, Any]] = []
     dataset = getattr(training, "dataset", None)
     if dataset and step != "0":

@@ -43,6 +43,9 @@ from torchtitan_lr.training.fingerprint import (
     tokenizer_digest,
 )
 
+_MOST_LINKS = 40
+"""As many as Linux follows; two links to each other would never end."""
+
 SECTIONS = ("model", "low_rank", "caat", "training", "validation", "parallelism", "debug")
 """Sections of a run's record that decide its model, its corpora and its layout."""
 
@@ -67,14 +70,22 @@ def read_run_config(step_dir: Path, config_file: Path | None = None) -> Any:
     return json.loads(json.dumps(checked), object_hook=lambda items: SimpleNamespace(**items))
 
 
-def run_folder(step_dir: Path) -> Path:
-    """Return the dump folder of a step's run, two levels above; the step may be a link.
+def named_step(step_dir: Path) -> Path:
+    """Return a step's folder as its run names it: two levels below the run's record.
 
-    A linked step belongs to the run that wrote it. Where the folder of all steps is the link, the
-    run is where the link is.
+    A linked step belongs to the run that wrote it. Where the step or the folder of all steps was
+    moved to another disk and a link is left, there is no record: the run is where the link is.
     """
-    above = step_dir.resolve().parent.parent
-    return above if (above / RUN_CONFIG).is_file() else step_dir.absolute().parent.parent
+    names = [step_dir.resolve(), step_dir.absolute()]
+    while names[-1].is_symlink() and len(names) < _MOST_LINKS:
+        names.append(names[-1].parent / names[-1].readlink())
+    recorded = (name for name in names if (name.parent.parent / RUN_CONFIG).is_file())
+    return next(recorded, names[0])
+
+
+def run_folder(step_dir: Path) -> Path:
+    """Return the dump folder of a step's run, two levels above; both may be links."""
+    return named_step(step_dir).parent.parent
 
 
 def read_record(step_dir: Path) -> dict[str, Any]:
