@@ -39,15 +39,15 @@ def satisfied(requirement: str) -> bool:
     specifier, _, marker = requirement.partition(";")
     if not applies(marker):
         return True
-    name = re.split(r"[<>=\s]", specifier.strip())[0]
+    name = re.split(r"[<>=!\s]", specifier.strip())[0]
     found = installed(name)
     if found is None:
         return False
     have = release(found)
-    tests = {">=": have.__ge__, "<": have.__lt__, "==": have.__eq__}
+    tests = {">=": have.__ge__, "<": have.__lt__, "==": have.__eq__, "!=": have.__ne__}
     return all(
         tests[operator](release(version))
-        for operator, version in re.findall(r"(>=|==|<)\s*([\w.]+)", specifier)
+        for operator, version in re.findall(r"(>=|==|!=|<)\s*([\w.]+)", specifier)
     )
 
 

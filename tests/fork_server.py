@@ -222,6 +222,7 @@ def _forget_parent(unbuffered):
     weakref.finalize._registry.clear()
     weakref.finalize._registered_with_atexit = False
     threading._threading_atexits.clear()
+    sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
     if futures := sys.modules.get("concurrent.futures.thread"):
         threading._register_atexit(futures._python_exit)  # else the end waits for idle threads
     for descriptor, name in ((1, "stdout"), (2, "stderr")):

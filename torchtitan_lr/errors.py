@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+
+OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory", re.IGNORECASE)
+"""Torch's words for a device, or a machine, without memory."""
 
 # Controls (C0 but tab and newline, DEL, C1), line and paragraph separators, overrides of the
 # writing direction, and halves of surrogate pairs, which no output can encode.
@@ -69,3 +73,24 @@ class DataError(ConfigError):
 
 class RunFailedError(RuntimeError):
     """A run ended with an error; the message is one line."""
+
+
+def describe_error(error: BaseException) -> str | None:
+    """Return the line for an error that is no `ConfigError`; None for one that only a bug raises.
+
+    Libraries wrap the errors of the system in their own: causes are looked at too.
+    """
+    if isinstance(error, RunFailedError):
+        return str(error)
+    causes = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+    for found in causes:
+        if isinstance(found, MemoryError) or OUT_OF_MEMORY.search(str(found)):
+            text = str(found).partition("\n")[0] or "the machine has no more"
+            return f"error: too little memory: {text}"
+        if isinstance(found, OSError):
+            name = found.filename
+            where = f"{os.fsdecode(name)}: " if isinstance(name, (str, bytes)) else ""
+            return " ".join(f"error: {where}{found.strerror or found}".split())
+    return None

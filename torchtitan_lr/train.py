@@ -5,10 +5,11 @@ Start it with ``torchtitan-lr train`` or with ``torchrun -m torchtitan_lr.train
 --job.config_file FILE``.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 
 from torchtitan_lr.compat.interpreter import collector_off
@@ -26,9 +27,9 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config, extension_of
 from torchtitan_lr.console.log import init_console
 from torchtitan_lr.data.prepare import prepare_for_ranks
-from torchtitan_lr.errors import ConfigError, RunFailedError
+from torchtitan_lr.errors import ConfigError, RunFailedError, describe_error, escaped
 from torchtitan_lr.launch.environment import launched_ranks
-from torchtitan_lr.launch.folder_lock import locked_by_rank
+from torchtitan_lr.launch.folder_lock import StillOurs, locked_by_rank
 from torchtitan_lr.launch.run_state import FAILED, FINISHED, RUNNING, STOPPED, write_state
 from torchtitan_lr.launch.verdict import checked_once
 from torchtitan_lr.titan.device import bind_device
@@ -59,11 +60,12 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         check = partial(check_job_config, config, ranks, device_type)
         checked_once(folder, check, partial(prepare_for_ranks, config))
         still_ours = lock.enter_context(locked_by_rank(folder, os.environ))
-        record = partial(_record, folder)
+        record = partial(_record, folder, still_ours)
         if (extension := extension_of(config)) is not None:
             trainer_class = extension.trainer_class(config)
         trainer = trainer_class(config)
         trainer.checkpointer.before_save = still_ours
+        trainer.metrics_processor.before_writing = still_ours
         trainer.before_start = partial(record, RUNNING)
         if config.checkpoint.create_seed_checkpoint:
             trainer.write_record()
@@ -81,22 +83,31 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         print(f"error: {error}", file=sys.stderr, flush=True)
         status = 2 if isinstance(error, ConfigError) else 1
     except Exception as error:
-        record(FAILED, f"{type(error).__name__}: {error}".partition("\n")[0])
-        raise
+        line = describe_error(error)
+        why = line or f"{type(error).__name__}: {error}".partition("\n")[0]
+        record(FAILED, why.removeprefix("error: "))
+        if line is None:
+            raise
+        logging.getLogger(__name__).info(line, exc_info=True)  # its place is in details.log
+        print(escaped(line), file=sys.stderr, flush=True)
     finally:
         if trainer is not None:
             trainer.metrics_processor.exit_status = status
-            trainer.close()
+            # A run that has failed has told why; what fails in its wake is no news.
+            with suppress(Exception) if status else nullcontext():
+                trainer.close()
         lock.close()
     if status == 0:
         torch.distributed.destroy_process_group()
     return status
 
 
-def _record(dump_folder: str, state: str, why: str = "") -> None:
-    """Record the run's state, on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        write_state(dump_folder, state, why)
+def _record(dump_folder: str, still_ours: StillOurs, state: str, why: str = "") -> None:
+    """Record the run's state, on rank 0, unless the folder is another run's by now."""
+    with suppress(ConfigError):
+        still_ours()
+        if os.environ.get("RANK", "0") == "0":
+            write_state(dump_folder, state, why)
 
 
 def _no_record(*_: str) -> None:

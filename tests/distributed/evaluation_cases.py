@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.support import parity_runs  # adds the flavor `parity`  # noqa: F401
+from torchtitan_lr.checkpoints.manifest import ManifestWriter
 from torchtitan_lr.hf.evaluate import evaluate
 from torchtitan_lr.hf.loading import build_model_args, read_run_config
 from torchtitan_lr.models.families import FAMILIES
@@ -49,7 +50,7 @@ def write_run(folder: Path, family: str, **sections: dict[str, Any]) -> tuple[Pa
                 parameter.mul_(SHARPER)
             if name.endswith("gate"):
                 parameter.mul_(0.7)
-    dcp.save(dict(model.state_dict()), checkpoint_id=str(step), no_dist=True)
+    dcp.save(dict(model.state_dict()), storage_writer=ManifestWriter(step, {}), no_dist=True)
     return step, model.eval()
 
 
@@ -57,6 +58,7 @@ def options_of(checkpoint: Path, *overrides: str, **changes: Any) -> SimpleNames
     """What the command ``evaluate`` parses."""
     usual: dict[str, Any] = {"corpus": "local", "path": None, "documents": 0, "seq_len": 0}
     usual |= {"batch_size": 2, "as_validated": False, "device": "", "config": None}
+    usual["allow_unverified"] = False
     usual |= {"checkpoint": checkpoint, "overrides": list(overrides)}
     return SimpleNamespace(**(usual | changes))
 

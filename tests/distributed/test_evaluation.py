@@ -14,9 +14,9 @@ from tests.distributed.evaluation_cases import WINDOW, evaluate_all, options_of,
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
 from tests.support.model_weights import ModelWeights
 from tests.support.rank_pool import RankPool
+from torchtitan_lr.data.tokenizer import Tokenizer as Ours
 from torchtitan_lr.hf.export import export_factored, export_hf
 from torchtitan_lr.hf.tokenizer import export_tokenizer
-from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -86,7 +86,7 @@ def found(
             where.mkdir()
             write = export_hf if form == "hf" else export_factored
             write(ModelWeights(built), where, max_size="200000")
-            export_tokenizer(HuggingFaceTokenizer(ASSETS), Path(ASSETS), where, WINDOW)
+            export_tokenizer(Ours(ASSETS), Path(ASSETS), where, WINDOW)
         cases.append(options_of(where, *layout, path=str(corpus), **options))
     ranks = four_ranks.run(evaluate_all, cases)
     return dict(zip(CASES, zip(*ranks, strict=True), strict=True))

@@ -19,8 +19,8 @@ from tests.support.rank_pool import new_folder
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.titan.base import ParallelDims
 
-SPOILT = "layers.1.feed_forward.w1.A.weight"
-"""Whose gradient the fault ``nan_gradient`` spoils."""
+SPOILT = "layers.1.feed_forward.w3.B.weight"
+"""The last parameter whose gradient the fault ``nan_gradient`` spoils on a rank with all layers."""
 
 
 def train(
@@ -35,7 +35,9 @@ def train(
     Args:
         arguments: As on the command line.
         fault: What happens to the run: ``sigterm@3`` sends rank 1 a signal in step 3; ``nan@2``
-            makes rank 1's loss NaN in step 2, ``nan_gradient@2`` one entry of one gradient.
+            makes rank 1's loss NaN in step 2, ``nan_gradient@2`` one entry of the gradient of its
+            last block's output in backward, and ``nan_sum@2`` a gradient after it, as a sum over
+            the ranks that overflows.
         dump_folder: Where to write; a new folder by default.
         exact: Whether everything that is float32 in the configuration is computed in float64.
         everywhere: Whether every rank returns the parameters, and not rank 0 alone.
@@ -143,36 +145,30 @@ def _trainer_with(fault: str, config: Any) -> Any:
 
     class FaultyTrainer(Trainer):
         def forward_backward_step(self, **kwargs: Any) -> Any:
-            spoils = kind == "nan_gradient" and guilty and str(self.step) == at
-            if spoils:
-                weight = dict(self.model_parts[0].named_parameters())[SPOILT]
-                _spoil_on_arrival(self._gradients, weight)
-            loss = super().forward_backward_step(**kwargs)
-            vars(self._gradients).pop("gradient_arrived", None)
             if not guilty or str(self.step) != at:
-                return loss
+                return super().forward_backward_step(**kwargs)
             if kind == "sigterm":
                 os.kill(os.getpid(), signal.SIGTERM)
-            if spoils:
-                _spoil(weight)
+            *_, block = self.model_parts[-1].get_submodule("layers").children()
+            if kind == "nan_gradient":
+                handle = block.register_forward_hook(_spoil_gradient)
+            loss = super().forward_backward_step(**kwargs)
+            if kind == "nan_gradient":
+                handle.remove()
+            if kind == "nan_sum":
+                gradient = block.get_parameter("ffn_norm.weight").grad
+                local_part(gradient).fill_(float("nan"))
             return loss * float("nan") if kind == "nan" else loss
 
     return FaultyTrainer(config)
 
 
-def _spoil(weight: Any) -> None:
-    if weight.grad is not None:
-        local_part(weight.grad).view(-1)[0] = float("nan")
+def _spoil_gradient(block: Any, args: Any, output: Any) -> None:
+    """Make one entry of the gradient of a block's output NaN."""
 
+    def spoilt(gradient: Any) -> Any:
+        gradient = gradient.clone()
+        gradient.view(-1)[0] = float("nan")
+        return gradient
 
-def _spoil_on_arrival(gradients: Any, weight: Any) -> None:
-    """TSR-Adam takes a gradient during backward: spoil it just before."""
-    if not hasattr(gradients, "gradient_arrived"):
-        return
-    arrived = gradients.gradient_arrived
-
-    def spoilt(place: Any) -> None:
-        _spoil(weight)
-        arrived(place)
-
-    gradients.gradient_arrived = spoilt
+    (output[0] if isinstance(output, tuple) else output).register_hook(spoilt)

@@ -6,7 +6,6 @@ does the same in a clean environment.
 """
 
 import json
-import shutil
 import tarfile
 
 import pytest
@@ -63,15 +62,3 @@ def test_it_trains_from_the_wheel(programs, work):
     record.write_text(json.dumps({"job": {"config_file": f"{ROOT}/train_configs/debug_cola.toml"}}))
     with pytest.raises(RunFailedError, match="is not in"):
         installed.check_origin(programs, folder, "debug_cola")
-
-
-def test_without_the_shipped_files_it_does_not(programs, work):
-    """The control: the checkout's files are not found from an environment that lacks its own."""
-    (package,) = (work / "environment").glob("lib/*/site-packages/torchtitan_lr")
-    shutil.move(package / "train_configs", work / "aside")
-    with pytest.raises(RunFailedError) as info:
-        installed.train(programs, work, ["debug_cola"])
-    shutil.move(work / "aside", package / "train_configs")
-    refused = "job.config_file: got 'debug_cola', expected a TOML file"
-    assert f": error: {refused}" in str(info.value)
-    assert len(str(info.value).splitlines()) == 1

@@ -25,7 +25,7 @@ backend-path = ["."]
 name = "small"
 dependencies = [
     "torch>=2.11,<2.16",
-    "needed>=1",
+    "needed>=1,!=1.5",
 ]
 
 [project.optional-dependencies]
@@ -49,7 +49,7 @@ WHEEL = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
 
 REQUIRED = """Requires-Dist: torch>=2.11,<2.16
-Requires-Dist: needed>=1
+Requires-Dist: needed>=1,!=1.5
 Provides-Extra: dev
 Requires-Dist: more>=1; extra == "dev"
 """
@@ -141,7 +141,7 @@ def test_a_torch_that_is_there_stays(project):
     project.install("torch==2.15.0")
     status, out = project.setup()
     assert status == 0, out
-    assert "Not installed: needed>=1" in out
+    assert "Not installed: needed>=1,!=1.5" in out
     assert project.version("torch") == "2.15.0"
     project.install("torch==2.16.0")
     status, out = project.setup()

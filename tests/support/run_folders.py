@@ -7,6 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.commands import Command
+from torchtitan_lr.checkpoints.manifest import ManifestWriter
 from torchtitan_lr.hf.loading import (
     build_model_args,
     read_run_config,
@@ -50,5 +51,5 @@ def write_run(folder, family, dtype=torch.float32, vocab_size=None, **low_rank):
     state["lr_scheduler"] = {"last_epoch": 20}
     state["dataloader"] = {"sample": 1280}
     state["grad_compression"] = {"layers.0.residual": torch.ones(2, 5), "layers.0.exchanges": 20}
-    dcp.save(state, checkpoint_id=str(step), no_dist=True)
+    dcp.save(state, storage_writer=ManifestWriter(step, {}), no_dist=True)
     return step, model

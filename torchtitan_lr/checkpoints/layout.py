@@ -1,9 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Names of checkpoint folders and of the files and states in them; needs no torch."""
 
+import errno
+import fcntl
 import itertools
 import os
 import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 RUN_CONFIG = "job_config.json"
@@ -75,6 +80,61 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(f"{path}.tmp", path)
+
+
+UNFINISHED = ".unfinished"
+"""Folder in the output folder of a command, with what it has written so far."""
+
+
+@contextmanager
+def unfinished(out: Path) -> Iterator[Path]:
+    """Give a folder to write into, whose content is moved into ``out`` at the end.
+
+    A failed command leaves nothing, and a killed one nothing but `UNFINISHED`, which the next one
+    into the same folder deletes.
+
+    Args:
+        out: A folder that is new or empty, see `is_free`.
+
+    Raises:
+        OSError: The folder cannot be written, or another process is writing it.
+    """
+    aside, is_new = out / UNFINISHED, not out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError), _locked(aside):
+        shutil.rmtree(aside)
+    aside.mkdir()
+    try:
+        with _locked(aside):
+            yield aside
+            for file in aside.iterdir():
+                file.rename(out / file.name)
+    finally:
+        shutil.rmtree(aside)
+        if is_new:
+            with suppress(OSError):  # it is not empty
+                out.rmdir()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    number, busy = os.open(folder, os.O_RDONLY), False
+    try:
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                busy = True
+        if busy:
+            raise OSError(errno.EBUSY, "another process is writing it")
+        yield
+    finally:
+        os.close(number)
+
+
+def is_free(out: Path) -> bool:
+    """Return whether a folder is new or empty; what a killed command left does not count."""
+    return not out.exists() or (out.is_dir() and {*os.listdir(out)} <= {UNFINISHED})
 
 
 def rename_away(folder: str, prefix: str) -> str | None:

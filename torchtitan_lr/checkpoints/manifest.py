@@ -8,16 +8,21 @@ manifest, even after a kill. Before a load the ranks read all files and compare 
 rank its share: the files that its machine is likely to load, so that the load finds them in memory
 and storage is read once per machine. Files in Hugging Face's format are written by another library,
 so their checksums are computed after the save.
+
+A manifest has a checksum of its own. If it is missing, damaged or does not name all files, nothing
+says what was saved: the checkpoint is refused, unless ``checkpoint.allow_unverified`` is set.
 """
 
 import io
 import json
 import os
 import re
+import sys
 import zlib
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -32,6 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchtitan_lr.checkpoints.layout import (
+    HF_INDEX,
     MANIFEST,
     METADATA,
     complete_steps,
@@ -41,11 +47,13 @@ from torchtitan_lr.checkpoints.layout import (
 )
 from torchtitan_lr.checkpoints.safe_metadata import DamagedError, describe, read_metadata
 from torchtitan_lr.compat.collectives import least_of_all
+from torchtitan_lr.config.files import file_within, open_regular, read_json
 
 T = TypeVar("T")
 
 _CHUNK = 1 << 22  # bytes read at a time
 _SMALL = 4096  # bytes of a tensor
+_SEAL = "checksum"  # key of the manifest's own
 _PART = re.compile(r"__(\d+)_\d+\.distcp")  # what a rank wrote, with its number
 
 Sum = list[int]
@@ -66,24 +74,45 @@ class Manifest:
     model: dict[str, Any] = field(default_factory=dict)
     finite: bool = True
 
+    def as_json(self) -> str:
+        """Return the file's text, with a checksum of its content."""
+        content = asdict(self)
+        return json.dumps(content | {_SEAL: _seal(content)}, indent=1)
 
-def read_manifest(step_dir: str | Path) -> Manifest | None:
-    """Read a checkpoint's manifest; None for an old checkpoint without one.
+
+class UnverifiedError(DamagedError):
+    """No manifest says what was saved; the message has the key that loads the files as they are."""
+
+    def __init__(self, why: str) -> None:
+        advice = "checkpoint.allow_unverified = true loads the files without a check"
+        super().__init__(f"{why}: nothing says what was saved; {advice}")
+
+
+def read_manifest(step_dir: str | Path) -> Manifest:
+    """Read a checkpoint's manifest.
 
     Raises:
-        DamagedError: The manifest cannot be read.
+        UnverifiedError: The manifest is missing, cannot be read or is not what was written.
     """
     try:
-        manifest = Manifest(**json.loads((Path(step_dir) / MANIFEST).read_text()))
+        content = read_json(Path(step_dir) / MANIFEST)
+        seal = content.pop(_SEAL, None)  # earlier versions wrote none
+        manifest = Manifest(**content)
         for size, checksum in manifest.files.values():
-            int(size), int(checksum)
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DamagedError(f"{MANIFEST} cannot be read ({describe(error)})") from error
-    except (ValueError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{MANIFEST} is damaged ({describe(error)})") from error
+            if type(size) is not int or type(checksum) is not int:
+                raise TypeError("a size or a checksum is no integer")
+        manifest.model.items()
+    except FileNotFoundError as error:
+        raise UnverifiedError(f"{MANIFEST} is missing") from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UnverifiedError(f"{MANIFEST} cannot be read ({describe(error)})") from error
+    if seal is not None and seal != _seal(content):
+        raise UnverifiedError(f"{MANIFEST} has another checksum than when it was written")
     return manifest
+
+
+def _seal(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 class ManifestWriter(FileSystemWriter):
@@ -165,25 +194,36 @@ def write_manifest(step_dir: str | Path, finite: bool) -> None:
     if rank == 0:
         files = {name: found for share in shares for name, found in share.items()}
         manifest = Manifest(files, finite=finite)
-        write_whole(Path(step_dir) / MANIFEST, json.dumps(asdict(manifest), indent=1))
+        write_whole(Path(step_dir) / MANIFEST, manifest.as_json())
 
 
 def find_damage(
-    step_dir: str | Path, rank: int = 0, ranks: int = 1, files: dict[str, Sum] | None = None
+    step_dir: str | Path,
+    rank: int = 0,
+    ranks: int = 1,
+    files: dict[str, Sum] | None = None,
+    allow_unverified: bool = False,
 ) -> str | None:
     """Compare one rank's share of a checkpoint's files with its manifest.
 
-    A checkpoint without a manifest is compared with DCP's table of contents, which detects missing
-    and truncated files. Returned are the damaged file and its damage, None if this share is whole.
-    Ranks get the ``files`` that one of them has read, a process alone reads them itself.
+    Args:
+        step_dir: The checkpoint's folder.
+        rank: Of the share.
+        ranks: Number of shares.
+        files: What one of the ranks has read for all; a process alone reads them itself.
+        allow_unverified: Whether to compare with DCP's table of contents instead, which detects
+            missing and truncated files, if there is no manifest that can be used.
+
+    Returns:
+        The damaged file and its damage; None if this share is whole.
     """
     try:
-        files = _files_of(step_dir) if files is None else files
+        files = _files_of(step_dir, allow_unverified) if files is None else files
         names = sorted(files, key=lambda name: (-files[name][0], name))
         for name in share_of(names, rank, ranks):
-            path = Path(step_dir) / name
             size, *checksum = files[name]
             try:
+                path = file_within(Path(step_dir), name)
                 found = path.stat().st_size
                 # The table of contents does not know what follows a file's last tensor.
                 if found < size or (found > size and checksum):
@@ -194,22 +234,37 @@ def find_damage(
                 raise DamagedError(f"{name} is missing") from error
             except OSError as error:
                 raise DamagedError(f"{name} cannot be read ({describe(error)})") from error
-        if rank == 0 and METADATA in files:
-            read_metadata(step_dir)
+        if rank == 0:
+            unnamed = _stored_files(step_dir) - files.keys()
+            if unnamed and not allow_unverified:
+                raise UnverifiedError(f"{MANIFEST} does not name {min(unnamed)}")
     except DamagedError as error:
         return str(error)
     return None
 
 
-def _files_of(step_dir: str | Path) -> dict[str, Sum]:
-    manifest = read_manifest(step_dir)
-    if manifest is not None:
-        return manifest.files
+def _files_of(step_dir: str | Path, allow_unverified: bool) -> dict[str, Sum]:
+    try:
+        return read_manifest(step_dir).files
+    except UnverifiedError:
+        if not allow_unverified:
+            raise
     files: dict[str, Sum] = {}
     for info in read_metadata(step_dir).storage_data.values():
         known = files.setdefault(info.relative_path, [0])
         known[0] = max(known[0], info.offset + info.length)
     return files
+
+
+def _stored_files(step_dir: str | Path) -> set[str]:
+    """Return the names of the files that a checkpoint's table of contents says it has."""
+    if is_dcp(step_dir):
+        stored = read_metadata(step_dir).storage_data.values()
+        return {METADATA, *(info.relative_path for info in stored)}
+    try:
+        return {HF_INDEX, *read_json(Path(step_dir) / HF_INDEX)["weight_map"].values()}
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise DamagedError(f"{HF_INDEX} cannot be read ({describe(error)})") from error
 
 
 def share_of(names: list[str], rank: int, ranks: int) -> list[str]:
@@ -226,15 +281,16 @@ def share_of(names: list[str], rank: int, ranks: int) -> list[str]:
     return mine + others[rank::ranks]
 
 
-def damage_of(step_dir: str | Path) -> str | None:
+def damage_of(step_dir: str | Path, allow_unverified: bool = False) -> str | None:
     """As `find_damage` of the whole checkpoint; call it on every rank, each reads its share."""
     if not dist.is_initialized():
-        return find_damage(step_dir)
+        return find_damage(step_dir, allow_unverified=allow_unverified)
     try:
-        files = read_once(_files_of, step_dir)
+        files = read_once(partial(_files_of, allow_unverified=allow_unverified), step_dir)
     except DamagedError as error:
         return str(error)
-    found = first_found(find_damage(step_dir, dist.get_rank(), dist.get_world_size(), files))
+    share = dist.get_rank(), dist.get_world_size()
+    found = first_found(find_damage(step_dir, *share, files, allow_unverified))
     return found and found[1]
 
 
@@ -249,21 +305,21 @@ def read_once(read: Callable[[str | Path], T], step_dir: str | Path) -> T:
         try:
             found[0] = read(step_dir)
         except DamagedError as error:
-            found[1] = error
+            found[1] = str(error)
     value, damage = from_first_rank(found)
     if damage is not None:
-        raise damage
+        raise DamagedError(damage)
     return cast(T, value)
 
 
-def newest_whole_before(step_dir: str | Path) -> str | None:
+def newest_whole_before(step_dir: str | Path, allow_unverified: bool = False) -> str | None:
     """Return the folder of the newest whole step before a damaged one; call it on every rank."""
     folder, name = os.path.split(os.path.normpath(step_dir))
     number = name.removeprefix("step-")
     steps = complete_steps(folder or ".") if number.isdecimal() else []
     for step in from_first_rank([step for step in steps if step < int(number)])[::-1]:
         older = step_folder(folder, step)
-        if is_dcp(older) and damage_of(older) is None:
+        if is_dcp(older) and damage_of(older, allow_unverified) is None:
             return older
     return None
 
@@ -292,7 +348,7 @@ def first_found(found: str | None) -> tuple[int, str] | None:
 
 def _sum_of(path: Path) -> Sum:
     size, checksum, buffer = 0, 0, bytearray(_CHUNK)
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path, sys.maxsize) as file:
         while count := file.readinto(buffer):
             size, checksum = size + count, zlib.crc32(memoryview(buffer)[:count], checksum)
     return [size, checksum]
@@ -309,11 +365,16 @@ class _SummedFile(io.BufferedWriter):
     """A file that computes size and checksum of the written data; it must not be seeked."""
 
     size = checksum = 0
+    failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.size += memoryview(data).nbytes
         self.checksum = zlib.crc32(data, self.checksum)
-        return super().write(data)
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
 
 
 class _SummingFileSystem(FileSystem):
@@ -325,13 +386,18 @@ class _SummingFileSystem(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
         with _SummedFile(io.FileIO(path, mode)) as stream:
-            yield stream
+            try:
+                yield stream
+            except RuntimeError as error:
+                if stream.failure is None:
+                    raise
+                # torch's writer of archives hides a full disk behind an error of its own.
+                raise stream.failure from error
             self.sums[Path(path).name] = [stream.size, stream.checksum]
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         # Here, because the writer has no other hook between the last file and its renaming.
         if self.manifest is not None and Path(new_path).name == METADATA:
             self.manifest.files[METADATA] = self.sums[Path(path).name]
-            content = json.dumps(asdict(self.manifest), indent=1)
-            write_whole(Path(new_path).with_name(MANIFEST), content)
+            write_whole(Path(new_path).with_name(MANIFEST), self.manifest.as_json())
         super().rename(path, new_path)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.checkpoints.layout import RUN_CONFIG, write_whole
+from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.schema import TSR
 from torchtitan_lr.titan import logger
 
@@ -48,10 +49,9 @@ def record_path(config: Any) -> Path:
 def read_record(config: Any) -> dict[str, Any]:
     """Return the record in the dump folder of a configuration; {} without a readable one."""
     try:
-        record = json.loads(record_path(config).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return read_json(record_path(config))
+    except (OSError, ValueError):
         return {}
-    return record if isinstance(record, dict) else {}
 
 
 def data_ranks(config: Any, ranks: int) -> int:
@@ -128,7 +128,8 @@ def write_record(config: Any, step: int, ranks: int = 1) -> dict[str, list[Any]]
     path, found = record_path(config), read_record(config)
     listed = found.get(CHANGES, [])
     entries = [entry for entry in listed if _is_entry(entry)] if isinstance(listed, list) else []
-    if path.is_file() and (not found or entries != listed):
+    tables = all(isinstance(found.get(section, {}), dict) for section in _SECTIONS)
+    if path.is_file() and not (found and tables and entries == listed):
         aside = path.with_name(f"{path.name}.damaged")
         path.replace(aside)
         logger.warning("%s is damaged: it is kept as %s and written anew", path, aside)

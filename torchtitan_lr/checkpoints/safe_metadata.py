@@ -66,7 +66,7 @@ class _Pickle:
         place, stop, operations = 0, pickle.STOP[0], {k[0]: v for k, v in _OPERATIONS.items()}
         while (code := data[place]) != stop:
             if code not in operations:
-                raise DamagedError(f"{METADATA} has operation {code}, which no checkpoint needs")
+                raise ValueError(f"it has operation {code}, which no checkpoint needs")
             width, act = operations[code]
             place += 1
             number = 0

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchtitan_lr.checks.compression import check_grad_compression
+from torchtitan_lr.checks.memory import check_memory
 from torchtitan_lr.checks.pipeline import check_pipeline
 from torchtitan_lr.checks.stored import (
     check_record,
@@ -25,23 +26,29 @@ from torchtitan_lr.checks.values import (
     check_vocabulary,
 )
 from torchtitan_lr.config.build import extension_of
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, require
 
-# What reads data or builds models comes last.
+# What builds models comes behind the rest, and at the end what prepares data, for hours maybe.
 _CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
     *(check_parallelism, check_compile, check_cpu, check_training, check_dump_folder),
     *(check_checkpoint, check_model, check_vocabulary, check_stored_model, check_stored_optimizer),
-    *(check_data, check_plans, check_pipeline, check_grad_compression, check_stored_states),
+    *(check_plans, check_pipeline, check_grad_compression, check_memory),
+    *(check_data, check_stored_states),
 )
+_OF_TOKENS = {check_data, check_stored_states}
 
 _OF_FILES = {
-    *(check_dump_folder, check_checkpoint, check_vocabulary),
+    *(check_dump_folder, check_checkpoint, check_vocabulary, check_memory),
     *(check_stored_model, check_stored_optimizer, check_data, check_stored_states),
 }
 
 
+MOST_RANKS = 1 << 20
+"""What is listed by rank, or by pairs of ranks, then fits in memory."""
+
+
 def check_job_config(
-    config: Any, world_size: int, device_type: str, on_paper: bool = False
+    config: Any, world_size: int, device_type: str, on_paper: bool = False, prepare: bool = True
 ) -> None:
     """Raise a ConfigError for the first key with which a configuration cannot run.
 
@@ -49,8 +56,11 @@ def check_job_config(
         config: The result of :func:`build_job_config`.
         world_size: Number of ranks of the whole run.
         device_type: ``cpu``, ``cuda`` or ``xpu``: the device of the ranks.
-        on_paper: Whether to skip the checks of files on this machine, for an estimate.
+        on_paper: Whether to skip the checks of this machine's files and memory, for an estimate.
+        prepare: Whether to check what reads the prepared tokens, and prepare them if needed.
     """
+    want = f"at most {MOST_RANKS} ranks: the product of the degrees, --world or NGPU"
+    require(world_size <= MOST_RANKS, "parallelism", world_size, want)
     if not on_paper:
         check_record(config, world_size)  # first, since it takes no time
     if (extension := extension_of(config)) is not None:
@@ -60,5 +70,5 @@ def check_job_config(
         want = f"false, or job.custom_config_module = '{module}'"
         raise ConfigError("fault_tolerance.enable", True, want)
     for check in _CHECKS:
-        if not (on_paper and check in _OF_FILES):
+        if not (on_paper and check in _OF_FILES) and (prepare or check not in _OF_TOKENS):
             check(config, world_size, device_type)

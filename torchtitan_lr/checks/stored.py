@@ -6,15 +6,21 @@ any data are read, with the override that starts a new run; so is a run without 
 """
 
 import itertools
-import json
 import operator
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.checkpoints.layout import MANIFEST, RESIDUALS, complete_steps, step_folder
+from torchtitan_lr.checkpoints.layout import (
+    MANIFEST,
+    RESIDUALS,
+    complete_steps,
+    is_dcp,
+    step_folder,
+)
 from torchtitan_lr.checkpoints.run_record import changed, described, read_record, record_path
+from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.schema import TSR, vocabulary_rows
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import configured_args, llama_args
@@ -83,7 +89,7 @@ def _check_numbers(config: Any, folder: str) -> None:
     from torchtitan_lr.training.fingerprint import TOKENIZER, tokenizer_digest
 
     try:
-        stored = json.loads((Path(folder) / MANIFEST).read_text())["model"]
+        stored = read_json(Path(folder) / MANIFEST)["model"]
         stored["model.vocab_size"] = stored.pop("model.flavor")["vocab_size"]
     except (OSError, ValueError, LookupError, TypeError):  # an old checkpoint, or a damaged one
         return
@@ -107,8 +113,7 @@ def _check_numbers(config: Any, folder: str) -> None:
 
 def check_stored_model(config: Any, world_size: int, device_type: str) -> None:
     """Check that the checkpoint to load holds this model; reads its manifest only."""
-    from torchtitan_lr.checkpoints.manifest import read_manifest
-    from torchtitan_lr.checkpoints.safe_metadata import DamagedError
+    from torchtitan_lr.checkpoints.manifest import UnverifiedError, read_manifest
     from torchtitan_lr.training.fingerprint import (
         TOKENIZER,
         check_fingerprint,
@@ -116,18 +121,26 @@ def check_stored_model(config: Any, world_size: int, device_type: str) -> None:
         tokenizer_digest,
     )
 
-    checkpoint, path = config.checkpoint, resumed(config)[1]
-    if not (path or checkpoint.initial_load_in_hf or checkpoint.initial_load_other_model):
-        path = checkpoint.initial_load_path
-    if not checkpoint.enable or not path:
+    checkpoint, own = config.checkpoint, resumed(config)[1]
+    path = own or ("" if checkpoint.initial_load_in_hf else checkpoint.initial_load_path)
+    if not checkpoint.enable or not path or not is_dcp(path):
         return
-    # Of a damaged one the ranks look for an undamaged one.
-    with suppress(DamagedError):
-        if (manifest := read_manifest(path)) is not None:
-            here = model_fingerprint(configured_args(config))
-            here[TOKENIZER] = tokenizer_digest(config.model.hf_assets_path)
-            with _cured(config):
-                check_fingerprint(manifest.model, here, path)
+    try:
+        manifest = read_manifest(path)
+    except UnverifiedError as error:
+        # The ranks read it as it is, or look for a verified one.
+        if checkpoint.allow_unverified or (own and checkpoint.fall_back):
+            return
+        want = f"a whole one ({error})"
+        if own:
+            want += "; checkpoint.fall_back = true resumes from the newest older whole one"
+        with _cured(config):
+            raise ConfigError("checkpoint", path, want) from error
+    here = model_fingerprint(configured_args(config))
+    here[TOKENIZER] = tokenizer_digest(config.model.hf_assets_path)
+    with _cured(config):
+        may_differ = not own and checkpoint.initial_load_other_model
+        check_fingerprint(manifest.model, here, path, may_differ, checkpoint.allow_unverified)
 
 
 def check_stored_optimizer(config: Any, world_size: int, device_type: str) -> None:

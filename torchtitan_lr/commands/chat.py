@@ -15,8 +15,6 @@ from torchtitan_lr.models.llama import LlamaModel
 
 Message = dict[str, str]
 
-_PROBE = "ANSWER"
-
 
 def converse(
     model: LlamaModel,
@@ -46,9 +44,8 @@ def converse(
     """
     encoder = PairEncoder(tokenizer)
     # An answer ends at the template's mark, such as ``<|im_end|>``.
-    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
-    mark = encoder.segments(chat)[-1][0].rpartition(_PROBE)[2].strip()
-    ids = tokenizer.encode(mark, add_bos=False, add_eos=False) if mark else []
+    mark = encoder.end_mark()
+    ids = tokenizer.encode(mark, special=True)
     if ids and tokenizer.decode(ids[:1], skip_special_tokens=True):
         settings = replace(settings, stops=[*settings.stops, mark])
     elif ids:  # special tokens have no text
@@ -58,7 +55,7 @@ def converse(
         messages.append({"role": "user", "content": question})
         limit = settings.max_new_tokens or USUAL_NEW_TOKENS
         while True:
-            record = {MESSAGES: [*messages, {"role": "assistant", "content": _PROBE}]}
+            record = {MESSAGES: [*messages, {"role": "assistant", "content": ""}]}
             tokens = encoder.encode(json.dumps(record), answered=False)
             ids = np.maximum(tokens, ~tokens).tolist()  # complements are no labels
             if len(ids) + limit <= model.model_args.max_seq_len:

@@ -15,7 +15,7 @@ The output of `show` is a TOML file. Behind each key is its origin:
     launcher        changed to fit the ranks: NGPU, or the GPUs of this machine
 
 Values of the flavor that no key can change are comments. A configuration that cannot run here is
-shown too, with the reason on stderr.
+shown too, with the reason on stderr; its corpus is not read.
 
 Exit status: 0, or 2 for an invalid configuration.
 """

@@ -27,8 +27,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.commands.parser import OneLineParser, add_extension, check_at_least
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.commands.parser import (
+    OneLineParser,
+    add_allow_unverified,
+    add_extension,
+    check_at_least,
+)
+from torchtitan_lr.errors import ConfigError, escaped
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -72,6 +77,7 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--num_fewshot", type=int, help="examples per request; default: the task's")
     parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
+    add_allow_unverified(parser)
     add_extension(parser)
     parser.add_argument("--out", type=Path, help="JSON file to write as well")
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
@@ -96,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         from torchtitan_lr.hf.evaluate import evaluate
 
-    args.checkpoint = find_step(args.checkpoint)
+    args.checkpoint = find_step(args.checkpoint, args.allow_unverified)
     result = evaluate(args)
     if os.environ.get("RANK", "0") == "0":
         if args.out is not None:
@@ -187,4 +193,4 @@ def as_text(result: dict[str, Any]) -> str:
         lines["bits per byte"] = f"{result['bits_per_byte']:.4f}"
     ranks = f" ({result['ranks']} ranks)" if result["ranks"] > 1 else ""
     lines["tokens/s"] = f"{result['tokens'] / result['seconds']:,.0f}{ranks}"
-    return "\n".join(f"{name:<15}{value}" for name, value in lines.items())
+    return "\n".join(f"{name:<15}{escaped(value)}" for name, value in lines.items())

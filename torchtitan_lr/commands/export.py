@@ -16,8 +16,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchtitan_lr.commands.parser import OneLineParser, add_extension
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.checkpoints.layout import is_free, unfinished
+from torchtitan_lr.commands.parser import OneLineParser, add_allow_unverified, add_extension
+from torchtitan_lr.errors import ConfigError, escaped
 
 DTYPES = ("checkpoint", "float32", "bfloat16")
 
@@ -36,6 +37,7 @@ def add_arguments(parser: OneLineParser) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="checkpoint", help="precision written")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
+    add_allow_unverified(parser)
     add_extension(parser)
     parser.add_argument(
         "--keep_factors", action="store_true", help="hf: keep the factors of llama_svd too"
@@ -60,7 +62,7 @@ def check_out(args: argparse.Namespace) -> None:
     if (args.out is None) == (args.out_option is None):
         raise ConfigError("OUT", args.out and str(args.out), "one folder to write into")
     args.out = args.out or args.out_option
-    if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
+    if not is_free(args.out):
         raise ConfigError("OUT", str(args.out), "a folder that is empty or new")
 
 
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the export; return the exit status."""
     check_out(args)
     export(args)
-    print(f"{args.checkpoint} ({args.format}) -> {args.out}")
+    print(escaped(f"{args.checkpoint} ({args.format}) -> {args.out}"))
     return 0
 
 
@@ -96,7 +98,7 @@ def export(args: argparse.Namespace) -> None:
 
     import_extension(args.custom_import)
     plan_shards({}, args.max_shard_size)  # refuse a wrong size before anything is written
-    args.checkpoint = find_step(args.checkpoint)
+    args.checkpoint = find_step(args.checkpoint, args.allow_unverified)
     config = read_run_config(args.checkpoint, args.config)
     model_args, size = build_model_args(config), args.max_shard_size
     hf = args.format == "hf"
@@ -107,18 +109,19 @@ def export(args: argparse.Namespace) -> None:
     if hf:
         check_hf_exportable(model_args, args.keep_factors)
     assets = find_tokenizer(config, model_args)
-    source = open_weights(args.checkpoint, model_args, assets)
+    allow = args.allow_unverified
+    source = open_weights(args.checkpoint, model_args, assets, allow_unverified=allow)
     dtype = None if args.dtype == "checkpoint" else getattr(torch, args.dtype)
     try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        if hf:
-            export_folder(source, config, args.out, dtype, size, args.keep_factors, assets)
-        else:
-            export_factored(source, args.out, dtype, size)
-            if assets:
-                add_tokenizer(config, args.out, model_args.max_seq_len)
+        with unfinished(args.out) as aside:
+            if hf:
+                export_folder(source, config, aside, dtype, size, args.keep_factors, assets)
+            else:
+                export_factored(source, aside, dtype, size)
+                if assets:
+                    add_tokenizer(config, aside, model_args.max_seq_len)
     except OSError as error:
         raise ConfigError("OUT", str(args.out), f"a writable folder ({error})") from error
     if not assets:
         path = config.model.hf_assets_path
-        print(f"no tokenizer in {path}: exported without one", file=sys.stderr)
+        print(escaped(f"no tokenizer in {path}: exported without one"), file=sys.stderr)

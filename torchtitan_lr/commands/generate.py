@@ -30,8 +30,8 @@ import os
 import sys
 from pathlib import Path
 
-from torchtitan_lr.commands.parser import OneLineParser, add_extension
-from torchtitan_lr.errors import ConfigError, DataError
+from torchtitan_lr.commands.parser import OneLineParser, add_allow_unverified, add_extension
+from torchtitan_lr.errors import ConfigError, DataError, escaped
 from torchtitan_lr.launch.environment import forget_other_ranks
 
 
@@ -73,6 +73,7 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--compile", action="store_true", help="compile the step; slow to start")
     parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
+    add_allow_unverified(parser)
     add_extension(parser)
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
 
@@ -116,11 +117,7 @@ def check_args(args: argparse.Namespace) -> None:
         raise ConfigError("--batch_size", args.batch_size, "a positive integer")
     for key, texts in (("--prompt", [args.prompt or ""]), ("--stop", args.stop)):
         for text in texts:
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:  # the command line is not UTF-8
-                want = f"text in UTF-8 (position {error.start}: {error.reason})"
-                raise ConfigError(key, text, want) from error
+            _check_text(key, text, text)
     for name in ("out", "json"):
         if args.chat and getattr(args, name):
             raise ConfigError(f"--{name}", str(getattr(args, name)), "no such option with --chat")
@@ -130,6 +127,15 @@ def check_args(args: argparse.Namespace) -> None:
         raise ConfigError("--stop", "", "a text of at least one character")
     if args.out is not None and (args.out.is_dir() or not args.out.absolute().parent.is_dir()):
         raise ConfigError("--out", str(args.out), "a file in a folder that exists")
+
+
+def _check_text(key: str, got: str, text: str) -> None:
+    """Raise for lone surrogates: JSON can have them, and bytes that are not UTF-8 become some."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        want = f"text in UTF-8 (position {error.start}: {error.reason})"
+        raise ConfigError(key, got, want) from error
 
 
 def read_prompts(source: Path) -> list[str]:
@@ -146,6 +152,7 @@ def read_prompts(source: Path) -> list[str]:
     try:
         piped = str(source) == "-"
         text = sys.stdin.read() if piped else source.read_bytes().decode("utf-8")
+        text = text.removeprefix("\ufeff")  # editors on Windows write it in front
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("--prompts", str(source), f"a file in UTF-8 or - ({error})") from error
     prompts = []
@@ -155,14 +162,15 @@ def read_prompts(source: Path) -> list[str]:
         if source.suffix == ".jsonl" or (piped and line.startswith("{")):
             try:
                 prompt = json.loads(line)["prompt"]
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, RecursionError):
                 prompt = None
             if not isinstance(prompt, str):
                 want = 'a line such as {"prompt": "text"}'
                 raise DataError("--prompts", f"{source}:{number}", want)
-            prompts.append(prompt)
         else:
-            prompts.append(line.rstrip("\r"))
+            prompt = line.removesuffix("\r")
+        _check_text("--prompts", f"{source}:{number}", prompt)
+        prompts.append(prompt)
     if not prompts:
         raise ConfigError("--prompts", str(source), "at least one line that is not empty")
     return prompts
@@ -188,7 +196,12 @@ def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
     import_extension(args.custom_import)
     first = prompts is not None
     model, tokenizer, choice = load_on_ranks(
-        find_step(args.checkpoint), args.config, args.device, args.cache, args.overrides
+        find_step(args.checkpoint, args.allow_unverified),
+        args.config,
+        args.device,
+        args.cache,
+        args.overrides,
+        args.allow_unverified,
     )
     prompts = from_first_rank(prompts) or []  # stdin has one reader
     settings = Settings(
@@ -238,8 +251,10 @@ def _ask() -> str | None:
         except EOFError:
             return None
         if line:
+            _check_text("message", line, line)
             return line
 
 
 def _print(piece: str) -> None:
-    print(piece, end="", flush=True)
+    # Also into a pipe, which may lead to a terminal; --json and --out have the exact text.
+    print(escaped(piece, keep="\n\t"), end="", flush=True)

@@ -22,6 +22,7 @@ from typing import Any
 
 from torchtitan_lr.commands.export import add_out, check_out
 from torchtitan_lr.commands.parser import OneLineParser, add_extension, check_at_least
+from torchtitan_lr.errors import escaped
 
 DTYPES = ("float32", "bfloat16")
 
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
     import_extension(args.custom_import)
     report = (lambda matrix: None) if args.json else print_matrix
-    result = import_folder(args, report, lambda text: print(text, file=sys.stderr))
+    result = import_folder(args, report, lambda text: print(escaped(text), file=sys.stderr))
     print(json.dumps(result, indent=2) if args.json else as_text(result))
     return 0
 
@@ -93,4 +94,4 @@ def as_text(result: dict[str, Any]) -> str:
             lines["mean " + key.replace("_", " ")] = f"{sum(errors) / len(errors):.4f}"
     lines["checkpoint"] = result["checkpoint"]
     lines["train it"] = f"torchtitan-lr train {result['config']}"
-    return "\n".join(f"{name:<21}{value}" for name, value in lines.items())
+    return "\n".join(f"{name:<21}{escaped(value)}" for name, value in lines.items())

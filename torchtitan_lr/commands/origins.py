@@ -12,6 +12,7 @@ from torchtitan_lr.config.build import build_job_config, config_class
 from torchtitan_lr.config.parse import CONFIG_FILE_KEY, apply_overrides, load_toml, split_arguments
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import read_environment
+from torchtitan_lr.launch.machines import check_machines
 from torchtitan_lr.launch.placement import place
 from torchtitan_lr.models.configured import llama_args
 from torchtitan_lr.titan.base import drop_marker
@@ -70,11 +71,11 @@ def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], 
     origins |= dict.fromkeys(_set_by(arguments), COMMAND_LINE)
     try:
         placed = place(read_environment(), arguments)
-    except ConfigError as error:
-        note = f"note: it does not run here: {error}"
-    else:
         built, note = placed.config, placed.note and f"note: {placed.note}"
         origins |= dict.fromkeys(_set_by(placed.arguments[len(arguments) :]), LAUNCHER)
+        check_machines(built, placed.environment, placed.device, prepare=False)
+    except ConfigError as error:
+        note = f"note: it does not run here: {error}"
     check_model(built, 1, "cpu")
     found = [Setting(key, value, origins.get(key, DEFAULT)) for key, value in _values(built)]
     return _with_flavor(found, built), note

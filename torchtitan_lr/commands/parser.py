@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import functools
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from typing import Any, NoReturn
 
 from torchtitan_lr.commands.interrupts import end_stopped, was_stopped
 from torchtitan_lr.config.paths import find_config, near_configs
-from torchtitan_lr.errors import ConfigError, RunFailedError, escaped
+from torchtitan_lr.errors import ConfigError, describe_error, escaped
 
 
 def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
@@ -61,29 +60,6 @@ def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
             return 1
 
     return wrapped
-
-
-_OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory", re.IGNORECASE)  # torch's words
-
-
-def describe_error(error: Exception) -> str | None:
-    """Return the line for an error that is no `ConfigError`; None for one that only a bug raises.
-
-    Libraries wrap the errors of the system in their own: causes are looked at too.
-    """
-    if isinstance(error, RunFailedError):
-        return str(error)
-    causes: list[BaseException] = [error]
-    while (cause := causes[-1].__cause__) is not None:
-        causes.append(cause)
-    for found in causes:
-        if isinstance(found, MemoryError) or _OUT_OF_MEMORY.search(str(found)):
-            return "error: this machine has too little memory for that"
-        if isinstance(found, OSError):
-            name = found.filename
-            where = f"{os.fsdecode(name)}: " if isinstance(name, (str, bytes)) else ""
-            return " ".join(f"error: {where}{found.strerror or found}".split())
-    return None
 
 
 def _tell(line: str) -> None:
@@ -176,6 +152,16 @@ class OneLineParser(argparse.ArgumentParser):
         """
         _wait_for_first_rank()
         self.exit(2, f"error: {escaped(message)}\n")
+
+
+def add_allow_unverified(parser: OneLineParser) -> None:
+    """Add ``--checkpoint.allow_unverified``, for commands that read a checkpoint."""
+    parser.add_argument(
+        "--checkpoint.allow_unverified",
+        dest="allow_unverified",
+        action="store_true",
+        help="read a checkpoint whose manifest.json is missing, damaged or not of all files",
+    )
 
 
 def add_extension(parser: OneLineParser) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_lr.checkpoints.layout import write_whole
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.errors import ConfigError
 
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     """Train or convert and write the tokenizer, and print its size; return the exit status."""
     from torchtitan_lr.data.pairs import text_of
     from torchtitan_lr.data.sources import Reader, Source
-    from torchtitan_lr.data.tokenizer import HF_FILE, RANKS_DIGEST
+    from torchtitan_lr.data.tokenizer import HF_FILE, RANKS_DIGEST, TOKENIZER_CONFIG
 
     _check_out(args.out)  # training may take minutes
     for name in ("corpus", "path", "vocab_size"):
@@ -87,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
         vocab_size = 4096 if args.vocab_size is None else args.vocab_size
         tokenizer = train_bpe(map(text_of, texts) if reader.pairs else texts, vocab_size)
     args.out.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(args.out / HF_FILE), pretty=False)
-    (args.out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_whole(args.out / HF_FILE, tokenizer.to_str(pretty=False))
+    write_whole(args.out / TOKENIZER_CONFIG, json.dumps(config, indent=2) + "\n")
     print(f"{tokenizer.get_vocab_size()} tokens -> {args.out}")
     return 0
 

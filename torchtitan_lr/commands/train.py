@@ -18,8 +18,8 @@ CONFIG is a TOML file or the name of a shipped one such as cola_60m; arguments o
   RDZV_CONF     torchrun's times, e.g. join_timeout=600,last_call_timeout=30 (seconds)
   PYTHON        the interpreter to use or to make .venv from
 `torchtitan-lr config show CONFIG` prints all keys.
-SIGTERM or Ctrl-C finishes the step, saves a checkpoint and exits 0; a second one kills at once.
-SIGUSR1, a scheduler's notice, does the same and may be repeated.
+SIGTERM or Ctrl-C finishes the step, saves a checkpoint and exits 0; another one, a second or more
+later, kills at once. SIGUSR1, a scheduler's notice, does the same and may be repeated.
 
 --checkpoint.create_seed_checkpoint writes the initial weights as a checkpoint of step 0, in one
 process on the CPU, and prints its folder. A job with the same dump folder, or whose

@@ -2,8 +2,9 @@
 """Private parts of FSDP2: a unit's sharded parameters and its communication calls.
 
 Gradient compression needs the layout of a unit's buffer, and the ledger needs the unit that
-communicates; FSDP2 publishes neither. A run without ``[grad_compression]`` and without the ledger
-uses only `replicate` from this module.
+communicates; FSDP2 publishes neither. The guard needs a rank's own gradients, which FSDP2 frees
+when they are summed. A run without ``[grad_compression]`` and without the ledger uses only
+`replicate` and `watch_gradients` from this module.
 
 Tested with torch 2.11, 2.13 and 2.15, between which the fields of a parameter group changed.
 """
@@ -13,6 +14,7 @@ from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor, nn
 
 # Replication built on FSDP2. The public `replicate` of torch 2.11 to 2.15 is DDP's, which averages
@@ -28,6 +30,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllocMixin as DefaultAllocMixin,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import ReduceScatter as ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.compat.linalg import norms_of
 
 
 def param_groups(module: object) -> list[Any]:
@@ -41,6 +47,40 @@ def param_groups(module: object) -> list[Any]:
     if groups is None:  # before torch 2.13
         groups = [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+class WatchedGroup(FSDPParamGroup):
+    """A parameter group that notes the norms of this rank's own gradients before it reduces them.
+
+    Attributes:
+        norms: Gets, at every reduction, the sharded parameters and their gradients' norms (n,).
+    """
+
+    norms: list[tuple[tuple[Tensor, ...], Tensor]]
+
+    def post_backward(self, *unused: Any) -> None:
+        """Note the norms, and go on as FSDP2 does."""
+        if self.reduce_grads:
+            # A gradient may be in two terms: of earlier backward passes, and of the last one.
+            own = [
+                (parameter.sharded_param, local_part(term))
+                for parameter in self.fsdp_params
+                if hasattr(parameter, "_unsharded_param")
+                for term in (parameter.unsharded_accumulated_grad, parameter.unsharded_param.grad)
+                if term is not None
+            ]
+            if own:
+                parameters, terms = zip(*own, strict=True)
+                self.norms.append((parameters, torch.stack(norms_of(terms))))
+        super().post_backward(*unused)
+
+
+def watch_gradients(module: FSDPModule, norms: list[tuple[tuple[Tensor, ...], Tensor]]) -> None:
+    """Let a unit add the norms of this rank's own gradients to a list, see `WatchedGroup`."""
+    # If upstream reduces elsewhere than in ``post_backward``, the list stays empty, and a rank that
+    # made a NaN is not named.
+    for group in param_groups(module):
+        group.__class__, group.norms = WatchedGroup, norms
 
 
 def unit_parameters(module: FSDPModule) -> Iterator[tuple[Tensor, int]]:

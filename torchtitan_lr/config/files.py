@@ -12,15 +12,16 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 MOST_BYTES = 1 << 28
 """Largest size of such a file: the record of a long run's steps has tens of megabytes."""
 
 
 @contextmanager
-def open_regular(path: str | Path, most: int = MOST_BYTES) -> Iterator[BinaryIO]:
+def open_regular(path: str | Path, most: int = MOST_BYTES) -> Iterator[BufferedReader]:
     """Open a file that ends, for reading.
 
     Args:
@@ -74,14 +75,14 @@ def parse_json(text: str) -> dict[str, Any]:
 
 
 def file_within(folder: Path, name: str) -> Path:
-    """Return a file that lies in a folder itself; the folder may be a link.
+    """Return a file that lies in a folder or below it; the folder may be a link.
 
     In the cache of the Hugging Face hub, ``snapshots/COMMIT`` holds links into ``blobs``, which
     belong to it.
 
     Args:
         folder: The folder.
-        name: The file's name.
+        name: The file's name, which may begin with that of a folder in it.
 
     Returns:
         Its path, with every link resolved; there may be no such file.
@@ -97,6 +98,6 @@ def file_within(folder: Path, name: str) -> Path:
     own = [home]
     if home.parent.name == "snapshots":
         own.append(home.parents[1] / "blobs")
-    if file.parent not in own:
+    if not any(file.is_relative_to(place) for place in own):
         raise OSError(errno.EINVAL, "a link to outside of its folder: copy the file there", name)
     return file

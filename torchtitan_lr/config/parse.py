@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 import tomli
 
+from torchtitan_lr.config.files import read_regular
 from torchtitan_lr.config.paths import near_configs, shipped_config
 from torchtitan_lr.errors import ConfigError, require
 
@@ -75,7 +76,7 @@ def load_toml(path: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
             is reported as ``file:line``.
     """
     try:
-        text = Path(path).read_bytes().decode("utf-8-sig")  # Windows' editors begin with a mark
+        text = read_regular(path).decode("utf-8-sig")  # Windows' editors begin with a mark
         values = tomli.loads(in_folder(text, Path(path).parent))
     except UnicodeDecodeError as error:
         raise ConfigError(CONFIG_FILE_KEY, path, f"a UTF-8 text file ({error.reason})") from error

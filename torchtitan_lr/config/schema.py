@@ -155,6 +155,10 @@ class Training:
     """Keep the documents of a sequence apart: a token attends to its own document only, positions
     restart, and the token after a document's last is not predicted. Also in validation."""
 
+    check_memory: bool = True
+    """Refuse ranks on the CPU that need more memory than their machine has, by the estimate of
+    ``torchtitan-lr estimate``. False starts them anyway."""
+
     shuffle: bool = True
     """Read the sequences of a corpus in a seeded order, another one in each epoch. False reads them
     from its start to its end."""
@@ -418,6 +422,10 @@ class Checkpoint:
     fall_back: bool = False
     """If the checkpoint to resume is damaged, resume from the newest whole one before it, instead
     of stopping with an error. The damaged checkpoint is renamed."""
+
+    allow_unverified: bool = False
+    """Load a checkpoint whose ``manifest.json`` is missing (as before there were manifests), is
+    damaged or does not name all files. A changed byte or a model of equal shapes goes unnoticed."""
 
     initial_load_other_model: bool = False
     """Allow ``initial_load_path`` to be a checkpoint of another family, activation or tokenizer

@@ -32,6 +32,7 @@ import math
 import mmap
 import os
 import struct
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +47,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_lr.checkpoints.layout import write_whole
+from torchtitan_lr.config.files import open_regular, read_json
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.errors import ConfigError, DataError, require
 from torchtitan_lr.titan import IGNORE_INDEX
@@ -112,11 +114,14 @@ class Corpus:
         """
         place = Path(folder)
         try:
-            found = json.loads((place / RECORD).read_text(encoding="utf-8"))
+            found = read_json(place / RECORD)
             if found["format"] != FORMAT:
                 raise ValueError(f"format {found['format']!r}")
             train, held_out = ([ShardInfo(**shard) for shard in found[part]] for part in PARTS)
-            return Corpus(place, train, held_out, found["kind"], found["identity"], found)
+            given, tokenizer = found["identity"], found["tokenizer"]["sha256"]
+            if given != identity_of(found["kind"], tokenizer, [train, held_out]):
+                raise ValueError("it was changed; delete its folder and prepare it again")
+            return Corpus(place, train, held_out, found["kind"], given, found)
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -201,8 +206,8 @@ def is_ours(folder: Path) -> bool:
     """Return whether a folder was prepared here, or a preparation of it has begun."""
     if (folder / JOURNAL).is_file():
         return True
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return bool(json.loads((folder / RECORD).read_bytes())["format"] == FORMAT)
+    with suppress(OSError, ValueError, KeyError):
+        return bool(read_json(folder / RECORD)["format"] == FORMAT)
     return False
 
 
@@ -267,9 +272,10 @@ class IndexedDataset:
     def __init__(self, prefix: str | Path, key: str = KEY) -> None:
         self.prefix, self._key = str(prefix), key
         try:
-            with open(f"{prefix}.idx", "rb") as file:
+            with open_regular(f"{prefix}.idx", sys.maxsize) as file:
                 index = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self._file = os.open(f"{prefix}.bin", os.O_RDONLY)
+            with open_regular(f"{prefix}.bin", sys.maxsize) as file:
+                self._file = os.dup(file.fileno())
         except (OSError, ValueError) as error:  # ValueError: there is nothing to map
             raise self._error(".idx", f"a readable pair of .bin and .idx ({error})") from error
         weakref.finalize(self, os.close, self._file)

@@ -5,50 +5,47 @@ A record is ``{"prompt": ..., "completion": ...}`` or ``{"messages": [...]}``. I
 made canonical JSON where it is read, and encoded where it is prepared. A token that is no label is
 encoded as its complement ``~t``, which is negative; on disk the two are tokens and a loss mask.
 
-A chat becomes text by the template of the tokenizer's folder: ``chat_template.jinja``, or
-``chat_template`` of ``tokenizer_config.json``, rendered as transformers does: in a sandbox, with
-the folder's special tokens. Without one every message is a heading and its text, and each answer
-ends with EOS.
+A chat becomes text by the tokenizer's template (:mod:`torchtitan_lr.data.template`); its tokens are
+those of transformers' ``apply_chat_template``, and its labels are the tokens of
+``return_assistant_tokens_mask``. Without a template every message is a heading and its text, and
+each answer ends with EOS. The name of a special token in a message is text, as with
+``sanitize_control_tokens`` of transformers.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections.abc import Sequence
-from functools import cached_property, partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from torchtitan_lr.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torchtitan_lr.titan.base import HuggingFaceTokenizer
-
-Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
-"""The ids of one document, BOS and EOS included: ``(n,)``, of any integer type."""
+from torchtitan_lr.data.template import ChatTemplate, Rendered
+from torchtitan_lr.data.tokenizer import Tokenizer, Tokens
 
 Segment: TypeAlias = tuple[str, bool]
 """A part of a record's text, and whether its tokens are labels."""
 
-PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
+PROMPT, COMPLETION, MESSAGES, TOOLS = "prompt", "completion", "messages", "tools"
 
-_KEY, _TEMPLATE = "model.hf_assets_path", "a chat template in Jinja, or none at all"
+_MARKS = "\ufdd0", "\ufdd1"
+"""Stand around the name of a special token in a message: no characters of any text."""
 
 
 def parse_pair(record: Any) -> str:
     """Check a record, and return it as canonical JSON.
+
+    The content of a message may be a list of texts, ``{"type": "text", "text": ...}``, which are
+    joined. Other keys of messages, and ``tools``, are for the template.
 
     Raises:
         ValueError: It is not a pair or a chat; the message is what was expected.
     """
     found = record if isinstance(record, dict) else {}
     if MESSAGES in found:
-        found = {MESSAGES: _parse_messages(found[MESSAGES])}
+        tools = {TOOLS: found[TOOLS]} if found.get(TOOLS) else {}
+        found = tools | {MESSAGES: _parse_messages(found[MESSAGES])}
     else:
         found = {name: found.get(name) for name in (PROMPT, COMPLETION)}
         if not all(isinstance(text, str) for text in found.values()):
@@ -59,22 +56,35 @@ def parse_pair(record: Any) -> str:
     return json.dumps(found, ensure_ascii=False, sort_keys=True)
 
 
-def _parse_messages(messages: Any) -> list[dict[str, str]]:
+def _parse_messages(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'a list of messages in "{MESSAGES}"')
     found, roles = [], ["system", "user"]
     for place, message in enumerate(messages, 1):
         parts = message if isinstance(message, dict) else {}
-        role, content = parts.get("role"), parts.get("content")
-        if not isinstance(content, str) or not content.strip():
-            raise ValueError(f'a "content" that is not empty in message {place}')
+        role, content = parts.get("role"), _content(parts.get("content"), place)
         if role not in roles:
             raise ValueError(f"the role {' or '.join(roles)} in message {place}, not {role!r}")
-        found.append({"role": role, "content": content})
+        given = {name: value for name, value in parts.items() if value is not None}
+        found.append(given | {"role": role, "content": content})
         roles = ["assistant"] if role == "user" else ["user"]
     if role != "assistant":
         raise ValueError("an answer of the assistant as the last message")
     return found
+
+
+def _content(given: Any, place: int) -> str:
+    """Return the text of a message's content, a string or a list of texts."""
+    parts = given if isinstance(given, list) else [{"text": given}]
+    content = ""
+    for part in parts:
+        text = part.get("text") if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            raise ValueError(f'a string, or a list of texts, as "content" of message {place}')
+        content += text
+    if not content.strip():
+        raise ValueError(f'a "content" that is not empty in message {place}')
+    return content
 
 
 def question_of(document: str) -> str:
@@ -82,8 +92,9 @@ def question_of(document: str) -> str:
     record = json.loads(document)
     if MESSAGES not in record:
         return str(record[PROMPT])
-    roles = [message["role"] for message in record[MESSAGES]]
-    return json.dumps(record[MESSAGES][: roles.index("assistant")])
+    messages = [{name: m[name] for name in ("content", "role")} for m in record[MESSAGES]]
+    roles = [message["role"] for message in messages]
+    return json.dumps(messages[: roles.index("assistant")])
 
 
 def text_of(document: str) -> str:
@@ -109,9 +120,13 @@ def _plain(record: dict[str, Any]) -> list[Segment]:
 class PairEncoder:
     """Pairs to tokens; chats by the template of the tokenizer's folder.
 
-    The tokens of a prompt are those of the prompt alone, as generation gives them to the model. The
-    tokens of an answer are what the tokenizer appends to them for the whole text. Where it would
-    merge tokens across the border, the answer is encoded alone.
+    The tokens of a pair's prompt are those of the prompt alone, as generation gives them to the
+    model. The tokens of an answer are what the tokenizer appends to them for the whole text. Where
+    it would merge tokens across the border, the answer is encoded alone. A chat with a template is
+    encoded as a whole, as transformers does.
+
+    Args:
+        tokenizer: Its folder has the template.
 
     Attributes:
         digest: Identity of the chat template; empty for the plain form.
@@ -120,82 +135,15 @@ class PairEncoder:
         ConfigError: The template is unreadable or has no text; at the first chat, is not valid.
     """
 
-    def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
-        self._tokenizer, self.digest, self._bos = tokenizer, "", ""
-        path, config = Path(tokenizer.tokenizer_path, "chat_template.jinja"), tokenizer.config or {}
-        try:
-            source = path.read_text("utf-8") if path.is_file() else config.get("chat_template")
-            if source is None:
-                return
-            if not path.is_file():
-                path = path.with_name("tokenizer_config.json")
-            if isinstance(source, list):  # several by name
-                source = {each["name"]: each["template"] for each in source}["default"]
-            if not source.strip():
-                raise ValueError("it has no text")
-        except Exception as error:  # unreadable, or of another type
-            raise ConfigError(_KEY, str(path), f"{_TEMPLATE} ({error})") from error
-        self._where, self._source = (_KEY, str(path)), source
-        self.digest = hashlib.sha256(source.encode()).hexdigest()[:8]
-        self._special = {
-            name: token["content"] if isinstance(token, dict) else token
-            for name, token in config.items()
-            if name.endswith("_token") and token
-        }
-        self._bos = self._special.get("bos_token", "")
-
-    @cached_property  # prompts with completions need none
-    def _template(self) -> Any:
-        # Imported late: few runs have a template. torch itself requires jinja2. transformers would
-        # also give a template the date: the tokens of a corpus would depend on the day.
-        from jinja2 import TemplateError
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        def refuse(message: str) -> NoReturn:
-            raise TemplateError(message)
-
-        blocks = {"trim_blocks": True, "lstrip_blocks": True}
-        environment = ImmutableSandboxedEnvironment(extensions=[loopcontrols], **blocks)
-        # As transformers does: jinja2's own filter escapes HTML.
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        environment.globals["raise_exception"] = refuse
-        # The block that marks answers for transformers is only its content, with its own names.
-        source = re.sub(r"(\{%[-+]?\s*)(end)?generation\b", r"\1\2with", self._source)
-        try:
-            return environment.from_string(source)
-        except Exception as error:  # a feature that is not there
-            raise ConfigError(*self._where, f"{_TEMPLATE} ({error})") from error
-
-    def segments(self, messages: Sequence[dict[str, str]]) -> list[Segment]:
-        """Render a chat, messages of ``role`` and ``content``, of which the last is an answer.
-
-        Returns:
-            The parts in order; an answer has the end mark that the template writes behind it.
-
-        Raises:
-            ConfigError: The template cannot render it, or a part changes with the messages after.
-        """
-        if not self.digest:
-            return _plain({MESSAGES: messages})
-        parts, text = list[Segment](), ""
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        template = self._template
-        try:
-            for count, opened in ((i + after, not after) for i in answers for after in (0, 1)):
-                given = {"messages": list(messages[:count]), "add_generation_prompt": opened}
-                longer = str(template.render(given, **self._special))
-                if not longer.startswith(text):
-                    raise ValueError("it needs text that only grows from one message to the next")
-                if longer == text and not opened:
-                    raise ValueError("it needs some text for every answer")
-                parts.append((longer[len(text) :], not opened))
-                text = longer
-        except Exception as error:  # a template can raise anything
-            start = json.dumps(list(messages), ensure_ascii=False)[:80]
-            want = f"a template that renders every chat ({error}); the chat begins with {start}"
-            raise ConfigError(*self._where, want) from error
-        return parts
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer)
+        self.digest = self._template.digest
+        added = tokenizer.tokenizer.get_added_tokens_decoder().values()
+        names = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        some = "|".join(map(re.escape, names)) or "(?!)"
+        self._names = re.compile(some)
+        # A template that cuts a text can leave one mark alone.
+        self._marks = re.compile(f"{_MARKS[0]}({some}){_MARKS[1]}|[{''.join(_MARKS)}]")
 
     def encode(self, document: str, answered: bool = True) -> Tokens:
         """Encode a pair.
@@ -208,27 +156,78 @@ class PairEncoder:
             Its tokens ``(n,)``, int32; those that are no labels as complements. A text begins
             with BOS (a chat if its template does), an answer without a template ends with EOS.
         """
-        record, bos = json.loads(document), True
-        templated = MESSAGES in record and bool(self.digest)
-        parts = self.segments(record[MESSAGES]) if templated else _plain(record)
-        if templated:
-            bos = bool(self._bos) and parts[0][0].startswith(self._bos)
-            parts[0] = parts[0][0].removeprefix(self._bos), False
-        text, known = "", self._ids("", bos)  # since the beginning or the last EOS
+        record = json.loads(document)
+        if MESSAGES in record and self.digest:
+            return self._encode_chat(record, answered)
+        parts, bos = _plain(record), True
+        text, known = "", self._tokenizer.encode("", add_bos=True)  # since the last EOS
         found = [~token for token in known]
         for piece, answer in parts if answered else parts[:-1]:
             text += piece
-            whole, border = self._ids(text, bos), len(known)
-            new = whole[border:] if whole[:border] == known else self._ids(piece, False)
+            whole, border = self._tokenizer.encode(text, add_bos=bos), len(known)
+            new = whole[border:] if whole[:border] == known else self._tokenizer.encode(piece)
             known = known + new
-            if answer and not templated and self._tokenizer.eos_id is not None:
-                new = [*new, self._tokenizer.eos_id]
+            if answer and self._tokenizer.eos_id is not None:
+                new = [*new, *self._tokenizer.end]
                 text, known, bos = "", [], False
             found += new if answer else [~token for token in new]
         return np.array(found, dtype=np.int32)
 
-    def _ids(self, text: str, bos: bool) -> list[int]:
-        """Encode a text, with BOS or without; a tokenizer that adds its own is corrected."""
-        ids = self._tokenizer.encode(text, add_bos=bos, add_eos=False)
-        ids = ids[: len(ids) - self._tokenizer.hf_adds_eos]
-        return ids if bos else ids[self._tokenizer.hf_adds_bos :]
+    def end_mark(self) -> str:
+        """Return what the template writes behind an answer, such as ``<|im_end|>``."""
+        probe = "ANSWER"
+        chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": probe}]
+        text = self._template.answered(chat).text if self.digest else ""
+        return text.rpartition(probe)[2].strip()
+
+    def _encode_chat(self, record: dict[str, Any], answered: bool) -> Tokens:
+        """Encode a chat by the template, as a whole: a token is a label if any of it is."""
+        messages, tools = self._marked(record[MESSAGES]), self._marked(record.get(TOOLS))
+        if answered:
+            rendered = self._template.answered(messages, tools)
+        else:
+            rendered = Rendered(self._template.asked(messages[:-1], tools), [])
+        found, answers = list[int](), iter([*rendered.answers, (len(rendered.text) + 1,) * 2])
+        begin, end = next(answers)
+        for token, first, last in self._tokens(rendered.text):
+            while first >= end:
+                begin, end = next(answers)
+            found.append(token if last > begin else ~token)
+        return np.array(found, dtype=np.int32)
+
+    def _tokens(self, text: str) -> list[tuple[int, int, int]]:
+        """Encode a rendered chat: ids, with where they begin and end in the text."""
+        found, place = list[tuple[int, int, int]](), 0
+        for match in [*self._marks.finditer(text), None]:
+            end = len(text) if match is None else match.start()
+            found += self._piece(text, place, end, special=True)
+            if match is not None:
+                found += self._piece(text, *match.span(1), special=False)
+                place = match.end()
+        return found
+
+    def _piece(
+        self, text: str, start: int, end: int, special: bool
+    ) -> Iterator[tuple[int, int, int]]:
+        """Encode a part of a text; ids, with where they begin and end in the text."""
+        if start == end:
+            return
+        # Behind a line break: some tokenizers begin every text with a space.
+        before = self._tokenizer.encode("\n") if start else []
+        encoding = self._tokenizer.encode_text("\n" * bool(start) + text[start:end], special)
+        ahead, shift = len(before), start - bool(start)
+        if encoding.ids[:ahead] != before:
+            encoding = self._tokenizer.encode_text(text[start:end], special)
+            ahead, shift = 0, start
+        for token, (first, last) in list(zip(encoding.ids, encoding.offsets, strict=True))[ahead:]:
+            yield token, shift + first, shift + last
+
+    def _marked(self, value: Any) -> Any:
+        """Mark the names of special tokens in the texts of a chat."""
+        if isinstance(value, str):
+            for mark in _MARKS:
+                value = value.replace(mark, "")
+            return self._names.sub("\\g<0>".join(_MARKS), value)
+        if isinstance(value, dict):
+            return {name: self._marked(each) for name, each in value.items()}
+        return [self._marked(each) for each in value] if isinstance(value, list) else value

@@ -59,7 +59,7 @@ ENDINGS = (*(kind + end for end in ("", *COMPRESSED) for kind in (".txt", ".json
 
 PIECE_BYTES = 1 << 20  # of text: some 0.2 seconds of work for a tokenizer
 PLACE_BYTES = 1 << 12  # of a .txt file, whose lines are held out together
-HEAD_BYTES = 1 << 16  # of a file, in which its encoding, and pairs, are looked for
+HEAD_BYTES = 1 << 16  # of a file, in which its encoding is looked for
 LONGEST = 1 << 24
 """Bytes of the longest line of a .jsonl file (characters of a column's text) that is read.
 
@@ -147,12 +147,13 @@ class Reader:
 
     def _holds_pairs(self) -> bool:
         """Return whether the first JSON object of the first .jsonl file is a pair or a chat."""
-        files, head = [file for file in self.files if kind_of(file) == ".jsonl"], b""
+        files, first = [file for file in self.files if kind_of(file) == ".jsonl"], None
         # There may be none, and reading it later reports what is wrong.
-        with suppress(IndexError, OSError), files[0].open("rb") as raw:
-            head = _decompressed(raw, files[0]).read(HEAD_BYTES)
-        records = map(_from_json, head.split(b"\n"))
-        first = next((record for record in records if isinstance(record, dict)), {})
+        with suppress(IndexError, OSError, EOFError, lzma.LZMAError), files[0].open("rb") as raw:
+            lines = io.BufferedReader(_decompressed(raw, files[0]))
+            while not isinstance(first, dict) and (line := lines.readline(LONGEST + 1)):
+                first = _from_json(line)
+        first = first if isinstance(first, dict) else {}
         if "text" in first or not first.keys() & {PROMPT, MESSAGES}:
             return False
         if other := [file for file in self.files if file not in files]:
@@ -164,8 +165,6 @@ class Reader:
         stats = ((os.path.abspath(file), file.stat()) for file in self.files)
         files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         named = asdict(replace(self.source, key="", paths=() if files else self.source.paths))
-        if any(kind_of(file) == ".txt" for file in self.files):
-            named["txt"] = 2  # 1 replaced what is not UTF-8, and kept the mark at the beginning
         return named | {"files": files}
 
     @cached_property
@@ -273,7 +272,7 @@ class Reader:
         """Yield the lines of .txt that start in the same bytes, with the name of their place."""
         assert isinstance(piece.data, bytes) and piece.start is not None
         name = Path(piece.file).relative_to(self._root).as_posix()
-        lines = list(io.BytesIO(piece.data))
+        lines = list(io.BytesIO(piece.data)) if b"\n" in piece.data else _split(piece.data)
         starts = accumulate(map(len, lines), initial=piece.start)
         numbered = zip(starts, count(piece.line), lines, strict=False)
         for place, run in groupby(numbered, lambda each: each[0] // PLACE_BYTES):
@@ -339,7 +338,7 @@ class Reader:
         """Raise a DataError for what is no text in UTF-8; a few bad bytes are bad lines."""
         found = head.decode("utf-8", errors="replace")
         if "\0" in found or found.count("\ufffd") * 10 > len(found):
-            want = "text in UTF-8; this is UTF-16, in another encoding or binary"
+            want = "text in UTF-8; this is UTF-16, another encoding (iconv converts it) or binary"
             raise DataError(self.source.key, str(path), want)
 
     def _rows(self, path: Path, rest: Any) -> Iterator[Piece]:
@@ -358,7 +357,7 @@ class Reader:
             groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
             leaves = [file.metadata.schema.column(i).path for i in range(file.metadata.num_columns)]
             sizes = (group.column(leaves.index(column)).total_uncompressed_size for group in groups)
-            many = min(256, max(1, ROWS_BYTES // max(1, *sizes, 1)))
+            many = min(256, max(1, ROWS_BYTES // max([1, *sizes])))
             batches = file.iter_batches(many, columns=[column], use_threads=False)
             texts = (text for batch in batches for text in _strings(batch.column(0)))
             for some in _grouped(islice(texts, done, None)):
@@ -527,6 +526,15 @@ def _cut_in_line(text: bytes) -> int:
     first = max(1, len(text) - 3)
     starts = (place for place in range(len(text) - 1, first - 1, -1) if text[place] & 0xC0 != 0x80)
     return next(starts, len(text))
+
+
+def _split(line: bytes) -> list[bytes]:
+    """Cut a line that does not end into parts of at most :data:`PLACE_BYTES`."""
+    parts, start = list[bytes](), 0
+    while len(line) - start > PLACE_BYTES:
+        parts.append(line[start : start + _cut_in_line(line[start : start + PLACE_BYTES])])
+        start += len(parts[-1])
+    return [*parts, line[start:]]
 
 
 def _decompressed(raw: IO[bytes], path: Path) -> Any:

@@ -39,6 +39,7 @@ import numpy.typing as npt
 
 from torchtitan_lr.checkpoints.layout import write_whole
 from torchtitan_lr.compat.interpreter import cores, end_with
+from torchtitan_lr.config.files import read_json
 from torchtitan_lr.console.log import say
 from torchtitan_lr.data.corpus import JOURNAL, PARTS, Corpus, save_record, write_index
 from torchtitan_lr.data.pairs import PairEncoder
@@ -90,7 +91,7 @@ class Journal:
     def load(folder: Path, signature: str) -> Journal:
         """Read it; a new one where there is none, or one that is damaged or of other sources."""
         with suppress(OSError, ValueError, TypeError, KeyError):
-            found = json.loads((folder / JOURNAL).read_text())
+            found = read_json(folder / JOURNAL)
             if found.pop("digest") == _digest(found) and found["signature"] == signature:
                 return Journal(**found)
         return Journal(signature)
@@ -102,9 +103,9 @@ class Journal:
 
     def check_owner(self, folder: Path, key: str) -> None:
         """Raise a ConfigError if another process has written its own since."""
-        found = {}
+        found = dict[str, Any]()
         with suppress(OSError, ValueError):
-            found = json.loads((folder / JOURNAL).read_text())
+            found = read_json(folder / JOURNAL)
         want = "a folder that no other process prepares or deletes meanwhile"
         require(found.get("owner") == self.owner, key, str(folder), want)
 
@@ -127,7 +128,9 @@ def signature_of(readers: Sequence[Reader], tokenizer: Tokenizer) -> str:
     """Return a hash of all that determines a prepared folder."""
     sources = [reader.stamp() for reader in readers]
     template = PairEncoder(tokenizer).digest if readers[0].pairs else ""
-    text = json.dumps([1, ONE_IN, sources, tokenizer_identity(tokenizer), template])
+    # 2: names of special tokens in a document are text; labels of chats are transformers'; bytes
+    # that are no UTF-8 are not replaced, and the mark at the beginning of .txt is no text.
+    text = json.dumps([2, ONE_IN, sources, tokenizer_identity(tokenizer), template])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -159,6 +162,9 @@ def tokenize(
     if len({reader.pairs for reader in readers}) > 1:
         named = next(str(reader.source) for reader in readers if reader.pairs)
         raise ConfigError(key, named, "sources that all hold text, or all hold pairs")
+    if not readers[0].pairs and tokenizer.eos_id is None:
+        where = tokenizer.tokenizer_path
+        say(f"warning: no end of document: {where} has no eos_token in its tokenizer_config.json")
     workers = workers or cores()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -383,7 +389,8 @@ def _begin(parent: int, memory: int, *work: Any) -> None:
     used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_DATA, (used + memory, resource.RLIM_INFINITY))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the processes
+    for number in (signal.SIGINT, signal.SIGHUP):  # the parent ends the processes
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The run's tokenizer: torchtitan's, from a ``tokenizer.json``; and the ids of documents."""
+"""The run's tokenizer, from a ``tokenizer.json`` as transformers reads it; the ids of documents."""
 
 from __future__ import annotations
 
@@ -8,26 +8,34 @@ import os
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
+import tokenizers
 
+from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.paths import user_path
-from torchtitan_lr.data.pairs import Tokens
 from torchtitan_lr.errors import ConfigError, require
 
-if TYPE_CHECKING:
-    from torchtitan_lr.titan.base import HuggingFaceTokenizer
-
-Tokenizer: TypeAlias = "HuggingFaceTokenizer"
+Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
+"""The ids of one document, BOS and EOS included: ``(n,)``, of any integer type."""
 
 HF_FILE = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+GENERATION_CONFIG = "generation_config.json"
 RANKS_DIGEST = "ranks_sha256"  # key of tokenizer_config.json: of the rank file it was made from
-SHIPPED = "torchtitan_lr/data/assets/bpe32k"  # of the papers' sizes, in the package
+ASSETS = "torchtitan_lr/data/assets/"  # in the package
+SHIPPED = ASSETS + "bpe32k"  # of the papers' sizes, in the package
 HUB = "hf://"  # begins the name of a tokenizer on the Hugging Face hub
 
-_HUB_FILES = ["tokenizer*", "special_tokens_map.json", "chat_template*"]
+_HUB_FILES = [
+    *("tokenizer*", SPECIAL_TOKENS_MAP, "added_tokens.json", GENERATION_CONFIG),
+    *("chat_template*", "additional_chat_templates/*"),
+]
 _KEY = "model.hf_assets_path"
 
 
@@ -113,15 +121,182 @@ def build_tokenizer(job_config: Any) -> Tokenizer:
 
 @lru_cache(maxsize=2)
 def _read(folder: str, versions: tuple[Any, ...]) -> Tokenizer:
-    from torchtitan_lr.titan.base import HuggingFaceTokenizer  # late: it imports torchtitan
-
-    tokenizer = HuggingFaceTokenizer(folder)
+    tokenizer = Tokenizer(folder)
     if not vocabulary(tokenizer):
         raise ValueError("it has no tokens")
-    # The name of a special token in a text is then text: no document can forge the end of one.
-    split = (tokenizer.config or {}).get("split_special_tokens", False)
-    tokenizer.tokenizer.encode_special_tokens = bool(split)
     return tokenizer
+
+
+class Tokenizer:
+    """A folder's ``tokenizer.json``, with the special tokens of the files beside it.
+
+    Which tokens are special, and which are BOS and EOS, is what transformers reads from
+    ``tokenizer_config.json``, ``special_tokens_map.json`` and ``added_tokens.json``. Truncation and
+    padding of the file are for batches of other models, and are off: a document keeps its length.
+
+    Args:
+        folder: The folder.
+
+    Attributes:
+        tokenizer: The library's tokenizer.
+        tokenizer_path: The folder.
+        config: Contents of ``tokenizer_config.json``; empty where there is none.
+        special_tokens: Text by name, such as ``bos_token``.
+        more_special_tokens: Special tokens without a name, as the files have them.
+        added: Ids that the library itself puts in front of a text and behind it.
+        begin, end: Ids that stand around a document: ``added``, and BOS and EOS where there are
+            such tokens and ``added`` has them not.
+        cleans_up: Whether decoding removes spaces in front of punctuation.
+        stop_ids: Tokens that end a generated text: EOS, and those of ``generation_config.json``.
+
+    Raises:
+        Exception: A file is unreadable; the library raises no narrower type.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.tokenizer_path, place = folder, Path(folder)
+        self.tokenizer = tokenizers.Tokenizer.from_file(str(place / HF_FILE))
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self.config = _read_if_there(place / TOKENIZER_CONFIG)
+        named, self.more_special_tokens = _named_tokens(place, self.config)
+        self.special_tokens = {name: _text(token) for name, token in named.items()}
+        _add_tokens(self.tokenizer, place, self.config, named, self.more_special_tokens)
+        # Of BPE it would remove spaces that are the text's own.
+        self.cleans_up = self.config.get("clean_up_tokenization_spaces") is True
+        self.cleans_up &= not isinstance(self.tokenizer.model, tokenizers.models.BPE)
+        self.bos_id, self.eos_id = (
+            None if text is None else self.tokenizer.token_to_id(text)
+            for text in map(self.special_tokens.get, ("bos_token", "eos_token"))
+        )
+        self.added = first, last = self._added_around()
+        bos = [] if self.bos_id is None or self.bos_id in first else [self.bos_id]
+        eos = [] if self.eos_id is None or self.eos_id in last else [self.eos_id]
+        self.begin, self.end = bos + first, last + eos
+        self.stop_ids = {*stop_ids_of(place), self.eos_id} - {None}
+
+    def _added_around(self) -> tuple[list[int], list[int]]:
+        """Return the ids that the tokenizer itself puts in front of a text and behind it."""
+        for text in ("a", *islice(self.get_vocab(), 100)):
+            plain = self.tokenizer.encode(text, add_special_tokens=False).ids
+            whole = self.tokenizer.encode(text).ids
+            start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), None)
+            if plain and start is not None:
+                return whole[:start], whole[start + len(plain) :]
+        return [], []
+
+    def encode(
+        self, text: str, add_bos: bool = False, add_eos: bool = False, special: bool = False
+    ) -> list[int]:
+        """Encode a text.
+
+        Args:
+            text: The text.
+            add_bos: Whether to put in front of it what begins a document.
+            add_eos: Whether to put behind it what ends a document.
+            special: Whether the name of a special token in it is that token, and not just text:
+                for templates and for prompts, but not for documents, which could forge their end.
+
+        Returns:
+            Its ids.
+        """
+        ids = self.encode_text(text, special).ids
+        return self.begin * add_bos + ids + self.end * add_eos
+
+    def encode_text(self, text: str, special: bool = False) -> Any:
+        """Return the library's ``Encoding`` of a text alone, see :meth:`encode`."""
+        special = special and not self.config.get("split_special_tokens", False)
+        self.tokenizer.encode_special_tokens = not special
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens, as transformers' ``decode`` does."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if self.cleans_up:
+            for end in (".", "?", "!", ",", "n't", "'m", "'s", "'ve", "'re"):
+                text = text.replace(f" {end}", end)
+            text = text.replace(" ' ", "'")
+        return text
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the ids by token, the added ones included."""
+        found: dict[str, int] = self.tokenizer.get_vocab()
+        return found
+
+    def get_vocab_size(self) -> int:
+        """Return the number of tokens, the added ones included."""
+        return int(self.tokenizer.get_vocab_size())
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _text(token: Any) -> str:
+    """Return the text of a special token: a string, or a table of its settings."""
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise ValueError(f"a special token that is no text: {token!r}")
+    return text
+
+
+def _named_tokens(place: Path, config: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """Return the special tokens with a name, such as ``eos_token``, and those without one."""
+    given = dict(config)
+    if "added_tokens_decoder" not in config:  # else transformers ignores the older file
+        given |= _read_if_there(place / SPECIAL_TOKENS_MAP)
+    more = given.get("extra_special_tokens") or given.get("additional_special_tokens") or []
+    if isinstance(more, dict):
+        given |= more
+        more = list(more.values())
+    named = {
+        name: token
+        for name, token in given.items()
+        if name.endswith("_token") and isinstance(token, str | dict)
+    }
+    return named, more
+
+
+def _add_tokens(
+    backend: Any, place: Path, config: dict[str, Any], named: dict[str, Any], more: list[Any]
+) -> None:
+    """Add tokens, or replace their settings, as far as ``tokenizer.json`` has them otherwise."""
+
+    def token_of(given: Any) -> Any:
+        settings = given if isinstance(given, dict) else {"content": given, "special": True}
+        settings = {name: value for name, value in settings.items() if name != "__type"}
+        return tokenizers.AddedToken(**settings)
+
+    names = {_text(token) for token in named.values()}
+    listed = config.get("added_tokens_decoder")
+    if listed is None:
+        ids = _read_if_there(place / "added_tokens.json")
+        listed = {number: {"content": text, "special": False} for text, number in ids.items()}
+    known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
+    tokens = [token_of(listed[number]) for number in sorted(listed, key=int)]
+    tokens = [token for token in tokens if repr(token) not in known]
+    there = {token.content for token in (*tokens, *backend.get_added_tokens_decoder().values())}
+    tokens += [token_of(each) for each in (*named.values(), *more) if _text(each) not in there]
+    for token in tokens:
+        token.special |= token.content in names
+    backend.add_tokens(tokens)
+
+
+def stop_ids_of(folder: Path) -> list[int]:
+    """Return the tokens that end a text: of ``generation_config.json``, else ``config.json``.
+
+    Raises:
+        ConfigError: They are no ids.
+    """
+    for name in (GENERATION_CONFIG, "config.json"):
+        given = _read_if_there(folder / name).get("eos_token_id")
+        if given is None and not (folder / name).is_file():
+            continue
+        found = given if isinstance(given, list) else [] if given is None else [given]
+        want = f"a number or a list of numbers, in {folder / name}"
+        require(all(type(each) is int for each in found), "eos_token_id", given, want)
+        return found
+    return []
 
 
 def vocabulary(tokenizer: Tokenizer) -> int:
@@ -135,20 +310,19 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Tokens]
     The ids are those of ``encode(text, add_bos=True, add_eos=True)``, which keeps the lock.
     """
     rust = tokenizer.tokenizer
-    # A tokenizer that pads would pad to the longest document of the batch.
-    batches = [[text] for text in texts] if rust.padding else [list(texts)]
+    rust.encode_special_tokens = True
     # The fast call omits the offsets of the tokens in the text.
-    found = (each.ids for batch in batches for each in rust.encode_batch_fast(batch))
-    bos, eos = tokenizer.bos_id, tokenizer.eos_id
-    begin = [] if tokenizer.hf_adds_bos or bos is None else [bos]
-    end = [] if tokenizer.hf_adds_eos or eos is None else [eos]
-    return [np.array([*begin, *ids, *end], dtype=np.int32) for ids in found]
+    found = rust.encode_batch_fast(list(texts), add_special_tokens=False)
+    begin, end = tokenizer.begin, tokenizer.end
+    return [np.array([*begin, *each.ids, *end], dtype=np.int32) for each in found]
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> str:
     """Return a digest of all that determines a tokenizer's ids, its library's version included."""
-    ends = [tokenizer.bos_id, tokenizer.eos_id, tokenizer.hf_adds_bos, tokenizer.hf_adds_eos]
-    if tokenizer.tokenizer.encode_special_tokens:  # is no part of its JSON
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    # The list is that of earlier versions: what they have prepared keeps its identity.
+    ends = [bos, eos, bos in tokenizer.added[0], eos in tokenizer.added[1]]
+    if tokenizer.config.get("split_special_tokens", False):
         ends.append(True)
     parts = [version("tokenizers"), repr(ends), tokenizer.tokenizer.to_str()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import tomli
 
+from torchtitan_lr.config.files import read_regular
 from torchtitan_lr.errors import ConfigError
 
 
@@ -75,7 +76,7 @@ def load_hardware(name: str) -> Hardware:
         shipped = ", ".join(sorted(file.stem for file in MACHINES.glob("*.toml")))
         raise ConfigError("--hardware", name, f"a TOML file, or one of {shipped}")
     try:
-        values = tomli.loads(path.read_text(encoding="utf-8"))
+        values = tomli.loads(read_regular(path).decode("utf-8"))
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("--hardware", name, f"a TOML file ({error})") from error
     known = {field.name: field for field in fields(Hardware)}

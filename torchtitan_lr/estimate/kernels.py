@@ -133,8 +133,11 @@ class KernelRecorder(RehearsalMode):
         out = func(*args, **(kwargs or {}))
         if not self.finding_shapes:
             # What an operator writes its result into is no input.
-            inputs = {name: value for name, value in (kwargs or {}).items() if name != "out"}
-            self._record(func, tree_leaves((args, inputs)), tree_leaves(out), args)
+            named = {name: value for name, value in (kwargs or {}).items() if name != "out"}
+            inputs = (args[1:] if func is torch.ops.aten.copy_.default else args, named)
+            # An operator on a list in place returns nothing.
+            results = args[0] if out is None and "_foreach" in str(func) else out
+            self._record(func, tree_leaves(inputs), tree_leaves(results), args)
         return out
 
     def _record(self, func: Any, inputs: list[Any], outputs: list[Any], args: Any) -> None:

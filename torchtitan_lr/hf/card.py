@@ -1,21 +1,33 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The README.md of an export: what the model is, what it was trained on, and how well it does."""
 
+import html
 import math
-from pathlib import Path
+import re
+from pathlib import Path, PurePath
 from typing import Any
 
 import tomli_w
 from huggingface_hub import ModelCard, ModelCardData
 
-from torchtitan_lr.config.build import build_job_config, config_class
-from torchtitan_lr.hf.loading import read_record
+from torchtitan_lr.config.build import build_job_config, config_class, without_code
+from torchtitan_lr.config.parse import CONFIG_DIR
+from torchtitan_lr.data.tokenizer import ASSETS, HUB
+from torchtitan_lr.errors import escaped
+from torchtitan_lr.hf.loading import named_step, read_record
 from torchtitan_lr.hf.step_zero import TRAIN_TOML
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.flavors import SUFFIX, write_model_args
 from torchtitan_lr.training import history
 from torchtitan_lr.training.history import TRAIN_LOSS, VALIDATION_LOSS
 
 CARD = "README.md"
+
+_ARGS = "train_args.json"
+"""The model's shape beside the TOML, where the run read its shape from a file."""
+
+# A path that begins at a root, at a home or above the working directory, up to the next blank.
+_PLACE = re.compile(r"""(?<![^\s,;=("'])(?:/|~|\.\./|[A-Za-z]:[\\/]|\\\\|file:)[^\s,;)"']+""")
 
 _KINDS = {
     "full": "full-rank LLaMA",
@@ -27,7 +39,7 @@ _KINDS = {
 
 _TEXT = """# {name}, step {step}
 
-A {kind}, pre-trained with torchtitan_lr.
+A {kind}, {origin}.
 
 | | |
 | --- | --- |
@@ -40,9 +52,11 @@ model = AutoModelForCausalLM.from_pretrained("."{more})
 tokenizer = AutoTokenizer.from_pretrained("."{more})
 ```
 
-A base model: it continues text. `{command}` in this folder repeats its training: {toml} holds every
-value of the run that is not a default.
+A base model: it continues text.{repeat}
 """
+
+_REPEAT = """ `{command}` in this folder repeats its training: {toml} holds every value of the
+run that is not a default. Of paths outside of the run {toml} holds the last part."""
 
 
 def write_card(
@@ -58,32 +72,89 @@ def write_card(
         written: Number of exported parameters.
         coded: Whether the model's code is in the export.
     """
-    step = step_dir.resolve().name.removeprefix("step-")
-    name = f"{args.model_family.model_name} {config.model.flavor}"
+    step_dir = named_step(step_dir)
+    step = step_dir.name.removeprefix("step-")
+    name, flavor = args.model_family.model_name, config.model.flavor
+    of_file = flavor.endswith(SUFFIX)  # an imported model's
+    name += f", {written:,} parameters" if of_file else f" {flavor}"
     loading = ", trust_remote_code=True" if coded else ""
-    rows = _model_rows(args, written) + _run_rows(config, step_dir.resolve(), step)
+    rows = _model_rows(args, written) + _run_rows(config, step_dir, step)
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["torchtitan_lr", args.model_family.model_name],
     )
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows)
-    ranks = _ranks(step_dir.resolve().parent.parent)
+    table = "\n".join(f"| {key} | {_plain(value)} |" for key, value in rows)
+    ranks = _ranks(step_dir.parent.parent)
     command = f"{f'NGPU={ranks} ' if ranks else ''}torchtitan-lr train {TRAIN_TOML}"
-    kind = _KINDS[args.family]
+    origin = "initial or imported weights, not trained with torchtitan_lr"
+    repeat = ""
+    if step != "0":
+        start = read_record(step_dir).get("checkpoint") or {}
+        imported = bool(start.get("initial_load_path"))
+        origin = f"{'trained from other weights' if imported else 'pre-trained'} with torchtitan_lr"
+        repeat = _REPEAT.format(command=command, toml=TRAIN_TOML)
+        (out_dir / TRAIN_TOML).write_text(run_toml(step_dir, published=True))
+        if of_file:
+            write_model_args(args, out_dir / _ARGS)
     text = _TEXT.format(
-        name=name, step=step, kind=kind, table=table, more=loading, command=command, toml=TRAIN_TOML
+        name=_plain(name),
+        step=_plain(step),
+        kind=_KINDS[args.family],
+        origin=origin,
+        table=table,
+        more=loading,
+        repeat=repeat,
     )
-    (out_dir / TRAIN_TOML).write_text(run_toml(step_dir))
     ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(out_dir / CARD)
 
 
-def run_toml(step_dir: Path) -> str:
-    """Return the TOML that repeats a run: all values of its record that are no defaults."""
+def run_toml(step_dir: Path, published: bool = False) -> str:
+    """Return the TOML that repeats a run: all values of its record that are no defaults.
+
+    It names no module of the run.
+
+    Args:
+        step_dir: A checkpoint of the run.
+        published: Whether it goes into an export, with the run's tokenizer and shape beside it: of
+            other places of the training machine it then has the last part of their paths.
+    """
     defaults = config_class()().to_dict()
-    changed = _changed(build_job_config([], read_record(step_dir)).to_dict(), defaults)
+    record = without_code(build_job_config([], read_record(step_dir)).to_dict())
+    changed = _changed(record, defaults)
     changed.get("job", {}).pop("config_file", None)
+    if published:
+        changed.get("job", {}).pop("dump_folder", None)
+        model = changed.setdefault("model", {})
+        if not record["model"]["hf_assets_path"].startswith((HUB, ASSETS)):
+            model["hf_assets_path"] = CONFIG_DIR
+        if str(model.get("flavor")).endswith(SUFFIX):
+            model["flavor"] = f"{CONFIG_DIR}/{_ARGS}"
+        changed = _without_places(changed)
     return tomli_w.dumps({name: keys for name, keys in changed.items() if keys})
+
+
+def _without_places(value: Any) -> Any:
+    """Shorten the paths in the values of a table that lead to a place of one machine."""
+    if isinstance(value, dict):
+        return {key: _without_places(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_places(inner) for inner in value]
+    if not isinstance(value, str):
+        return value
+    if _PLACE.match(value):  # a name in the path may have blanks
+        return _last_part(value)
+    return _PLACE.sub(lambda found: _last_part(found[0]), value)
+
+
+def _last_part(path: str) -> str:
+    return PurePath(path.replace("\\", "/")).name
+
+
+def _plain(value: Any) -> str:
+    """Return a text as Markdown shows it: no HTML, no link, no picture and no other cell."""
+    text = html.escape(escaped(str(_without_places(value))), quote=False)
+    return re.sub(r"[\\`*\[\]|~]", r"\\\g<0>", text)
 
 
 def _ranks(dump: Path) -> int | None:
@@ -129,13 +200,12 @@ def _model_rows(args: LlamaArgs, written: int) -> list[tuple[str, Any]]:
 def _run_rows(config: Any, step_dir: Path, step: str) -> list[tuple[str, Any]]:
     """Return rows from the record and the history of the run."""
     training = config.training
-    dump = step_dir.parent.parent
-    records = history.read_history(dump / history.HISTORY_FILE)
+    records = history.read_history(step_dir.parent.parent / history.HISTORY_FILE)
     rows: list[tuple[str, Any]] = []
     dataset = getattr(training, "dataset", None)
-    if dataset:
+    if dataset and step != "0":
         path = getattr(training, "dataset_path", None)
-        rows.append(("data", f"{dataset} ({path})" if path else dataset))
+        rows.append(("data", f"{dataset} ({_without_places(path)})" if path else dataset))
     rows.append(("steps", step))
     if not step.isdecimal():
         return rows

@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Read back what ``export`` wrote, in both formats, or another LLaMA of theirs."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
+from torchtitan_lr.config.files import read_json
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.export import CODED_TYPE, HF_CONFIG, build_coded_config
 from torchtitan_lr.hf.folder_weights import FolderWeights, open_folder
@@ -110,7 +110,7 @@ def read_export_args(folder: Path) -> LlamaArgs:
         return read_model_args(folder / MODEL_ARGS)
     path = folder / HF_CONFIG
     try:
-        values = json.loads(path.read_text())
+        values = read_json(path)
         if values["model_type"] != CODED_TYPE:
             return read_llama_args(path)[0]
         own = {name: values[name] for name in ("lax_gate", "lanes", "sync_fraction")}
@@ -128,7 +128,7 @@ def read_export_args(folder: Path) -> LlamaArgs:
         raise ValueError("unknown places of the nonlinearities")
     except ConfigError:
         raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, ArithmeticError, TypeError, KeyError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ConfigError(str(path), why, "what `export` wrote") from error
 
@@ -138,4 +138,7 @@ def is_llama(folder: Path) -> bool:
     path = folder / HF_CONFIG
     if (folder / MODEL_ARGS).is_file() or not path.is_file():
         return False
-    return bool(json.loads(path.read_text())["model_type"] == "llama")
+    try:
+        return read_json(path).get("model_type") == "llama"
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), str(error), "the configuration of a model") from error

@@ -17,7 +17,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.card import write_card
 from torchtitan_lr.hf.export import HF_CONFIG, export_hf, is_hf_llama
 from torchtitan_lr.hf.shards import write_json
-from torchtitan_lr.hf.tokenizer import GENERATION_CONFIG, export_tokenizer
+from torchtitan_lr.hf.tokenizer import export_tokenizer
 from torchtitan_lr.hf.weights import StoredWeights
 from torchtitan_lr.models.args import LlamaArgs
 
@@ -43,10 +43,10 @@ def find_tokenizer(config: Any, args: LlamaArgs) -> str:
     return path
 
 
-def add_tokenizer(config: Any, out_dir: Path, length: int) -> None:
-    """Write a run's tokenizer into an export."""
+def add_tokenizer(config: Any, out_dir: Path, length: int) -> dict[str, Any]:
+    """Write a run's tokenizer into an export; return what `export_tokenizer` does."""
     folder = resolve_assets_path(config.model.hf_assets_path)
-    export_tokenizer(build_tokenizer(config), folder, out_dir, length)
+    return export_tokenizer(build_tokenizer(config), folder, out_dir, length)
 
 
 def export_folder(
@@ -75,8 +75,7 @@ def export_folder(
     args = source.args
     written = export_hf(source, out_dir, dtype, max_size, keep_factors)
     if assets:
-        add_tokenizer(config, out_dir, args.max_seq_len)
-        ids = json.loads((out_dir / GENERATION_CONFIG).read_text())
+        ids = add_tokenizer(config, out_dir, args.max_seq_len)
         model = json.loads((out_dir / HF_CONFIG).read_text())
         write_json(out_dir / HF_CONFIG, model | {k: ids[k] for k in _MODEL_IDS if k in ids})
     coded = not is_hf_llama(args, keep_factors)

@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The weights of a folder of safetensors by this package's names, read tensor by tensor."""
 
-import json
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from torchtitan_lr.checkpoints.layout import HF_INDEX
+from torchtitan_lr.config.files import file_within, open_regular, read_json
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.shards import WEIGHTS
 from torchtitan_lr.hf.weights import parameter_shapes
@@ -117,6 +118,7 @@ def open_folder(
             quantized, or not of this model.
     """
     stored = _stored(folder, key)
+    check_depth(args, len(stored), key, folder)
     with torch.device("meta"):
         model = LlamaModel(args)
     places: dict[str, Place] = {}
@@ -155,6 +157,8 @@ def weight_files(folder: Path, key: str = "DIR") -> list[Path]:
     Raises:
         ConfigError: There are none, the index is damaged, or a file of it is missing.
     """
+    for file in folder.glob("*.safetensors"):  # under torchrun DCP opens all of them
+        _check_regular(file, key)
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     index = folder / HF_INDEX
@@ -164,7 +168,7 @@ def weight_files(folder: Path, key: str = "DIR") -> list[Path]:
             want += "; transformers' save_pretrained writes it for a model of .bin files"
         raise ConfigError(key, str(folder), want)
     try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        names = set(read_json(file_within(folder, HF_INDEX))["weight_map"].values())
         files = [folder / Path(name).name for name in sorted(names)]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(key, str(index), f"an undamaged index ({error})") from error
@@ -172,6 +176,27 @@ def weight_files(folder: Path, key: str = "DIR") -> list[Path]:
         if not file.is_file():
             raise ConfigError(key, str(folder), f"all files of {HF_INDEX}: {file.name} is missing")
     return files
+
+
+def check_depth(args: LlamaArgs, tensors: int, key: str, folder: Path) -> None:
+    """Refuse more blocks than stored tensors, before a model of so many is built.
+
+    Raises:
+        ConfigError: A block has more than one tensor.
+    """
+    if args.n_layers > tensors:
+        want = f"the weights of {args.n_layers} blocks, not {tensors} tensors"
+        raise ConfigError(key, str(folder), want)
+
+
+def _check_regular(file: Path, key: str) -> None:
+    """Refuse a pipe or a device; a link to weights elsewhere is usual, and gives nothing else."""
+    try:
+        with open_regular(file, sys.maxsize):
+            pass
+    except OSError as error:
+        want = f"a file of weights that can be read ({error.strerror})"
+        raise ConfigError(key, str(file), want) from error
 
 
 def _stored(folder: Path, key: str) -> dict[str, Place]:

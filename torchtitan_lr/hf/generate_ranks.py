@@ -2,7 +2,7 @@
 """Generation under torchrun: the ranks' settings, their part of the model."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_lr.collectives import Ranks
@@ -84,6 +85,7 @@ def load_on_ranks(
     device: str,
     cache: str,
     overrides: Sequence[str],
+    allow_unverified: bool = False,
 ) -> tuple[LlamaModel, Any, Choice | None]:
     """Load this rank's part of a model; the process group is started if there are several ranks.
 
@@ -97,10 +99,13 @@ def load_on_ranks(
     config, args, tokenizer = read_for_inference(step_dir, config_file)
     settings = generation_settings(read_parallelism(config, overrides, world), args, world, cache)
     if world == 1:
-        model, tokenizer = load_for_inference(step_dir, config_file, device)
+        model, tokenizer = load_for_inference(
+            step_dir, config_file, device, allow_unverified=allow_unverified
+        )
         return model, tokenizer, None
     mesh = _start(device)
-    model = _load_part(step_dir, config, args, mesh, settings)
+    opened = open_on_ranks(step_dir, args, config.model.hf_assets_path, allow_unverified)
+    model = _load_part(*opened, args, mesh, settings)
     return model, tokenizer, partial(sharded_choice, Ranks.of(mesh))
 
 
@@ -123,10 +128,13 @@ def _start(device: str) -> DeviceMesh:
 
 
 def _load_part(
-    step_dir: Path, config: Any, args: LlamaArgs, mesh: DeviceMesh, settings: TPSettings
+    dtype: torch.dtype,
+    fill: Callable[[list[nn.Module]], None],
+    args: LlamaArgs,
+    mesh: DeviceMesh,
+    settings: TPSettings,
 ) -> LlamaModel:
     """Load a rank's part of the model."""
-    dtype, fill = open_on_ranks(step_dir, args, config.model.hf_assets_path)
     with torch.device("meta"):
         model = LlamaModel(args)
     model.to(dtype)

@@ -77,10 +77,8 @@ class HarnessModel(TemplateLM):
     ) -> list[int]:
         """Encode a text, with BOS unless ``add_special_tokens`` is False."""
         wanted = add_special_tokens is not False
-        ids: list[int] = self._encoder.encode(string, add_bos=wanted, add_eos=False)
-        # Some tokenizers put BOS in front by themselves.
-        begins = bool(ids) and self._encoder.bos_id is not None and ids[0] == self._encoder.bos_id
-        return ids[1:] if begins and not wanted else ids
+        ids: list[int] = self._encoder.encode(string, add_bos=wanted, special=True)
+        return ids
 
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = True
@@ -193,7 +191,8 @@ def evaluate_tasks(options: argparse.Namespace) -> dict[str, Any]:
         why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         want = f"tasks whose files and data can be read ({why[:200]})"
         raise ConfigError("--tasks", ",".join(names), want) from error
-    model, tokenizer = load_for_inference(options.checkpoint, options.config, options.device)
+    where = options.checkpoint, options.config, options.device
+    model, tokenizer = load_for_inference(*where, allow_unverified=options.allow_unverified)
     started = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):  # the harness' remarks
         results = lm_eval.simple_evaluate(

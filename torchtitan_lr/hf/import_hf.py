@@ -3,7 +3,6 @@
 
 import argparse
 import math
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from torchtitan_lr.checkpoints.layout import unfinished
 from torchtitan_lr.data.sources import Source
 from torchtitan_lr.data.tokenizer import build_tokenizer, resolve_assets_path, vocabulary
 from torchtitan_lr.errors import ConfigError
@@ -34,19 +34,13 @@ from torchtitan_lr.hf.svd_import import (
     limit_tokens,
 )
 from torchtitan_lr.hf.text import EvaluationSet, encoded
+from torchtitan_lr.hf.tokenizer import import_tokenizer
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families import FAMILIES
 
 _SHIPPED = ("cpython", "python_stdlib")
 """Values of ``--calibration`` that are no paths: the corpus's training part."""
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
 _WINDOWS = 8
 """Windows of the calibration text that are computed together."""
 
@@ -75,13 +69,13 @@ def import_folder(
     if tied:
         notice("the embedding is also the head there; here both are trained on their own")
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        tokenizer = _take_tokenizer(options.tokenizer or folder, out, args, notice)
-        weights: WeightSource = source
-        if family is not None:
-            batches = _calibration(options, tokenizer, args)
-            weights = TruncatedWeights(source, args, batches, device, report)
-        write_step_zero(weights, out)
+        with unfinished(out) as aside:
+            tokenizer = _take_tokenizer(options, aside, args, notice)
+            weights: WeightSource = source
+            if family is not None:
+                batches = _calibration(options, tokenizer, args)
+                weights = TruncatedWeights(source, args, batches, device, report)
+            write_step_zero(weights, aside)
     except OSError as error:
         raise ConfigError("OUT", str(out), f"a writable folder ({error})") from error
     return {
@@ -126,15 +120,17 @@ def _device(name: str) -> str:
 
 
 def _take_tokenizer(
-    folder: Path, out: Path, args: LlamaArgs, notice: Callable[[str], object]
+    options: argparse.Namespace, out: Path, args: LlamaArgs, notice: Callable[[str], object]
 ) -> Any:
     """Copy a tokenizer that training can use.
 
     Returns:
-        The tokenizer; None if there is none, which `notice` got.
+        The tokenizer; None if the model's folder has none, which `notice` got.
+
+    Raises:
+        ConfigError: That of ``--tokenizer`` cannot be used, or a file is a link out of its folder.
     """
-    folder = resolve_assets_path(str(folder))
-    names = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+    folder = resolve_assets_path(str(options.tokenizer or options.folder))
     config = SimpleNamespace(model=SimpleNamespace(hf_assets_path=str(folder)))
     try:
         tokenizer = build_tokenizer(config)
@@ -143,11 +139,11 @@ def _take_tokenizer(
             want = f"at most {args.vocab_size} tokens, not {tokens}"
             raise ConfigError("--tokenizer", str(folder), want)
     except ConfigError as error:
+        if options.tokenizer:
+            raise ConfigError("--tokenizer", error.got, error.want) from error
         notice(f"without a tokenizer (model.hf_assets_path): {error}")
         return None
-    (out / TOKENIZER_FOLDER).mkdir()
-    for name in names:
-        shutil.copyfile(folder / name, out / TOKENIZER_FOLDER / name)
+    import_tokenizer(folder, options.folder, out / TOKENIZER_FOLDER)
     return tokenizer
 
 

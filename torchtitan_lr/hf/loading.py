@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchtitan_lr.checkpoints.layout import RUN_CONFIG, TRAINING_STATES
 from torchtitan_lr.checkpoints.manifest import (
+    UnverifiedError,
     find_damage,
     newest_whole_before,
     read_manifest,
@@ -26,6 +27,7 @@ from torchtitan_lr.config.parse import in_folder
 from torchtitan_lr.config.schema import ITS_MODULE
 from torchtitan_lr.data.tokenizer import HUB, build_tokenizer, require_cached, vocabulary
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.hf.folder_weights import check_depth
 from torchtitan_lr.hf.weights import StoredWeights, no_checkpoint, parameter_shapes
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families import FAMILIES, find_family
@@ -40,6 +42,9 @@ from torchtitan_lr.training.fingerprint import (
     model_fingerprint,
     tokenizer_digest,
 )
+
+_MOST_LINKS = 40
+"""As many as Linux follows; two links to each other would never end."""
 
 SECTIONS = ("model", "low_rank", "caat", "training", "validation", "parallelism", "debug")
 """Sections of a run's record that decide its model, its corpora and its layout."""
@@ -65,14 +70,22 @@ def read_run_config(step_dir: Path, config_file: Path | None = None) -> Any:
     return json.loads(json.dumps(checked), object_hook=lambda items: SimpleNamespace(**items))
 
 
-def run_folder(step_dir: Path) -> Path:
-    """Return the dump folder of a step's run, two levels above; the step may be a link.
+def named_step(step_dir: Path) -> Path:
+    """Return a step's folder as its run names it: two levels below the run's record.
 
-    A linked step belongs to the run that wrote it. Where the folder of all steps is the link, the
-    run is where the link is.
+    A linked step belongs to the run that wrote it. Where the step or the folder of all steps was
+    moved to another disk and a link is left, there is no record: the run is where the link is.
     """
-    above = step_dir.resolve().parent.parent
-    return above if (above / RUN_CONFIG).is_file() else step_dir.absolute().parent.parent
+    names = [step_dir.resolve(), step_dir.absolute()]
+    while names[-1].is_symlink() and len(names) < _MOST_LINKS:
+        names.append(names[-1].parent / names[-1].readlink())
+    recorded = (name for name in names if (name.parent.parent / RUN_CONFIG).is_file())
+    return next(recorded, names[0])
+
+
+def run_folder(step_dir: Path) -> Path:
+    """Return the dump folder of a step's run, two levels above; both may be links."""
+    return named_step(step_dir).parent.parent
 
 
 def read_record(step_dir: Path) -> dict[str, Any]:
@@ -115,11 +128,12 @@ def read_job_config(step_dir: Path, config_file: Path | None = None) -> Any:
     return build_job_config([], record)
 
 
-def find_step(folder: Path) -> Path:
+def find_step(folder: Path, allow_unverified: bool = False) -> Path:
     """Return the newest whole step of a run's folder; any other folder is returned as it is.
 
     Args:
         folder: A run's dump folder, a step's folder or an export.
+        allow_unverified: As ``checkpoint.allow_unverified``.
 
     Raises:
         ConfigError: The run has no whole checkpoint.
@@ -133,9 +147,10 @@ def find_step(folder: Path) -> Path:
             "checkpoint.folder", name, f"a folder within {folder}, or a step's folder"
         )
     steps = folder / name
-    newest = newest_whole_before(steps / f"step-{sys.maxsize}")
+    newest = newest_whole_before(steps / f"step-{sys.maxsize}", allow_unverified)
     if newest is None:
-        raise ConfigError("CHECKPOINT", str(folder), f"a run with a whole checkpoint in {steps}")
+        want = f"a run with a whole checkpoint in {steps}; name one to hear what it lacks"
+        raise ConfigError("CHECKPOINT", str(folder), want)
     return Path(newest)
 
 
@@ -169,7 +184,8 @@ def open_weights(
     step_dir: Path,
     args: LlamaArgs,
     assets_path: str = "",
-    damage_of: Callable[[Path], str | None] = find_damage,
+    damage_of: Callable[..., str | None] = find_damage,
+    allow_unverified: bool = False,
 ) -> StoredWeights:
     """Verify a checkpoint of any number of ranks, without loading its weights.
 
@@ -178,6 +194,7 @@ def open_weights(
         args: The model's arguments.
         assets_path: Folder of the tokenizer to use with it, if any.
         damage_of: Verifies the files; `manifest.damage_of` shares them among the ranks.
+        allow_unverified: As ``checkpoint.allow_unverified``.
 
     Returns:
         The weights, which are read on demand.
@@ -185,23 +202,32 @@ def open_weights(
     Raises:
         ConfigError: The folder is not a complete checkpoint, is damaged, or contains another model.
     """
-    if (damage := damage_of(step_dir)) is not None:
+    if (damage := damage_of(step_dir, allow_unverified=allow_unverified)) is not None:
         raise no_checkpoint(step_dir, damage, newest_whole_before(step_dir))
-    manifest, metadata = read_manifest(step_dir), read_metadata(step_dir)
+    metadata = read_metadata(step_dir)
     stored = metadata.state_dict_metadata
+    check_depth(args, len(stored), "CHECKPOINT", step_dir)
     with torch.device("meta"):
         model = LlamaModel(args)
     dtype = _check_stored(step_dir, stored, model)
-    if manifest is not None:
+    try:
+        manifest = read_manifest(step_dir)
+    except UnverifiedError:  # as allowed
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            logger.warning("%s has no manifest: loading it without a check", step_dir)
+    else:
         tokenizer = {TOKENIZER: tokenizer_digest(assets_path)} if assets_path else {}
-        check_fingerprint(manifest.model, model_fingerprint(args) | tokenizer, step_dir)
-    elif not dist.is_initialized() or dist.get_rank() == 0:
-        logger.warning("%s has no manifest: loading it without checksums", step_dir)
+        here = model_fingerprint(args) | tokenizer
+        check_fingerprint(manifest.model, here, step_dir, allow_unverified=allow_unverified)
     return StoredWeights(args, step_dir, metadata, parameter_shapes(model), dtype)
 
 
-def load_model(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> LlamaModel:
+def load_model(
+    step_dir: Path, args: LlamaArgs, assets_path: str = "", allow_unverified: bool = False
+) -> LlamaModel:
     """Verify a checkpoint of any number of ranks and load its weights onto the CPU.
+
+    The arguments are those of `open_weights`.
 
     Returns:
         The model in the checkpoint's dtype, in evaluation mode.
@@ -209,7 +235,7 @@ def load_model(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> LlamaM
     Raises:
         ConfigError: The folder is not a complete checkpoint, is damaged, or contains another model.
     """
-    stored = open_weights(step_dir, args, assets_path)
+    stored = open_weights(step_dir, args, assets_path, allow_unverified=allow_unverified)
     with torch.device("meta"):
         model = LlamaModel(args)
     model.to(stored.dtype).to_empty(device="cpu")
@@ -222,6 +248,7 @@ def load_for_inference(
     config_file: Path | None = None,
     device: str = "",
     check: Callable[[LlamaArgs], object] | None = None,
+    allow_unverified: bool = False,
 ) -> tuple[LlamaModel, Any]:
     """Load a checkpoint's model onto a device, with the tokenizer of its run.
 
@@ -232,6 +259,7 @@ def load_for_inference(
         config_file: A TOML to read instead of the run's saved configuration.
         device: Name of the device; by default cuda if there is one, else cpu.
         check: Called with the model's arguments before the weights are read; may raise.
+        allow_unverified: As ``checkpoint.allow_unverified``.
 
     Returns:
         The model in evaluation mode, and the tokenizer.
@@ -251,7 +279,7 @@ def load_for_inference(
     if is_export(step_dir):
         model = load_export(step_dir)
     else:
-        model = load_model(step_dir, args, config.model.hf_assets_path)
+        model = load_model(step_dir, args, config.model.hf_assets_path, allow_unverified)
     try:
         return model.to(device), tokenizer
     except (RuntimeError, AssertionError) as error:

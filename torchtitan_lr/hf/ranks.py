@@ -173,7 +173,11 @@ def start_group(config: Any) -> ParallelDims:
 
 
 def load_on_ranks(
-    checkpoint: Path, config: Any, parallel_dims: ParallelDims, device: torch.device
+    checkpoint: Path,
+    config: Any,
+    parallel_dims: ParallelDims,
+    device: torch.device,
+    allow_unverified: bool = False,
 ) -> Callable[[Batches], tuple[float, int]]:
     """Build this rank's part of the model and read its shards of the weights.
 
@@ -182,6 +186,7 @@ def load_on_ranks(
         config: Result of `build_config`.
         parallel_dims: Result of `start_group`.
         device: Of this rank.
+        allow_unverified: As ``checkpoint.allow_unverified``.
 
     Returns:
         A function that gives the loss summed over the tokens of all ranks, in nats, and their
@@ -191,7 +196,8 @@ def load_on_ranks(
         ConfigError: The files are damaged or hold another model.
     """
     args = build_model_args(config)
-    dtype, fill = open_on_ranks(checkpoint, args, config.model.hf_assets_path)
+    assets = config.model.hf_assets_path
+    dtype, fill = open_on_ranks(checkpoint, args, assets, allow_unverified)
     # The wrappers compute in the weights' own precision, as one process does.
     names = {value: name for name, value in TORCH_DTYPE_MAP.items()}
     if dtype not in names:
@@ -214,7 +220,7 @@ def load_on_ranks(
 
 
 def open_on_ranks(
-    checkpoint: Path, args: LlamaArgs, assets_path: str
+    checkpoint: Path, args: LlamaArgs, assets_path: str, allow_unverified: bool = False
 ) -> tuple[torch.dtype, Callable[[list[nn.Module]], None]]:
     """Verify a checkpoint or an export on all ranks, without loading its weights.
 
@@ -228,7 +234,7 @@ def open_on_ranks(
     if is_export(checkpoint):
         dtype = export_dtype(checkpoint)
         return dtype, lambda parts: fill_from_export(checkpoint, ModelWrapper(parts))
-    stored = open_weights(checkpoint, args, assets_path, damage_of)
+    stored = open_weights(checkpoint, args, assets_path, damage_of, allow_unverified)
 
     def fill(parts: list[nn.Module]) -> None:
         wrapper = ModelWrapper(parts)

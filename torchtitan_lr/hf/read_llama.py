@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Read the ``config.json`` of a Hugging Face LLaMA: what ``llama_full`` computes, and no more."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.config.files import read_json
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.titan.specs import RoPEScalingArgs
@@ -41,9 +41,9 @@ def read_llama_args(path: Path) -> tuple[LlamaArgs, bool]:
             names the key.
     """
     try:
-        values = json.loads(path.read_text())
+        values = read_json(path)
         kind = values["model_type"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, KeyError) as error:
         want = "the configuration of a Hugging Face LLaMA"
         raise ConfigError(str(path), f"{type(error).__name__}: {error}", want) from error
     if kind != "llama":
@@ -78,7 +78,7 @@ class _Reader:
         value = self.values.get(key)
         value = default if value is None else value
         kinds = (int,) if kind is int else (int, float)
-        if not isinstance(value, kinds) or isinstance(value, bool) or value <= 0:
+        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < 2**63:
             raise ConfigError(key, value, f"a positive number in {self.path}")
         return kind(value)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,7 @@ import numpy.typing as npt
 from torchtitan_lr.data.corpus import Batch, Corpus, labelled
 from torchtitan_lr.data.pairs import PairEncoder
 from torchtitan_lr.data.sources import Reader, Source
-
-if TYPE_CHECKING:
-    from torchtitan_lr.titan.base import BaseTokenizer
+from torchtitan_lr.data.tokenizer import Tokenizer
 
 
 class Document(NamedTuple):
@@ -105,7 +103,7 @@ class EvaluationSet:
             yield rest
 
 
-def encoded(source: Source, tokenizer: BaseTokenizer, held_out: bool = True) -> Iterator[Document]:
+def encoded(source: Source, tokenizer: Tokenizer, held_out: bool = True) -> Iterator[Document]:
     """Read and encode a source, document by document.
 
     Args:
@@ -128,7 +126,7 @@ def encoded(source: Source, tokenizer: BaseTokenizer, held_out: bool = True) -> 
             yield Document(np.maximum(pair, ~pair), 0, (pair >= 0).astype(np.int64))
 
 
-def prepared(corpora: Sequence[Corpus], tokenizer: BaseTokenizer) -> Iterator[Document]:
+def prepared(corpora: Sequence[Corpus], tokenizer: Tokenizer) -> Iterator[Document]:
     """Read the held-out documents of prepared corpora; their bytes are those of decoded text."""
     for corpus, info in ((each, info) for each in corpora for info in each.held_out):
         shard, start = corpus.shard(info), 0

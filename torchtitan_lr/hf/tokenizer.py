@@ -1,50 +1,106 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Write a run's tokenizer so that transformers' AutoTokenizer gives the ids of training."""
+"""Tokenizers that come with a model and go along with it: all their files, in and out."""
 
-import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer as Backend
+from tokenizers import processors
 
-from torchtitan_lr.data.tokenizer import HF_FILE
+from torchtitan_lr.config.files import file_within, read_json, read_regular
+from torchtitan_lr.data.template import template_files
+from torchtitan_lr.data.tokenizer import (
+    GENERATION_CONFIG,
+    HF_FILE,
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER_CONFIG,
+    Tokenizer,
+    stop_ids_of,
+)
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.shards import write_json
-from torchtitan_lr.titan.base import BaseTokenizer, HuggingFaceTokenizer
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
-CHAT_TEMPLATE = "chat_template.jinja"
-GENERATION_CONFIG = "generation_config.json"
+_FILES = (HF_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "added_tokens.json", GENERATION_CONFIG)
 
 # What transformers would rebuild the tokenizer from, in its own way.
-_REPLACED = ("add_bos_token", "add_eos_token", "added_tokens_decoder", "auto_map")
+_REPLACED = ("add_bos_token", "add_eos_token", "auto_map")
 
 
-def export_tokenizer(tokenizer: BaseTokenizer, folder: Path, out_dir: Path, length: int) -> None:
+def import_tokenizer(folder: Path, model: Path, out_dir: Path) -> None:
+    """Copy a tokenizer's files.
+
+    Args:
+        folder: The tokenizer's folder.
+        model: The folder of its model, which says what ends a generated text if the first does not.
+        out_dir: A new folder.
+
+    Raises:
+        ConfigError: A file is a link to a place outside of the folder, or cannot be read.
+    """
+    there = [name for name in _FILES if (folder / name).is_file()]
+    copy_files(folder, [*there, *template_files(folder).values()], out_dir)
+    if (out_dir / GENERATION_CONFIG).exists():
+        return
+    if (model / GENERATION_CONFIG).is_file():
+        copy_files(model, [GENERATION_CONFIG], out_dir)
+        return
+    given = read_json(model / "config.json") if (model / "config.json").is_file() else {}
+    ids = {name: given.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if stop_ids_of(model):  # transformers reads them from there, too
+        values = {name: value for name, value in ids.items() if value is not None}
+        write_json(out_dir / GENERATION_CONFIG, values)
+
+
+def copy_files(folder: Path, names: Iterable[str], out_dir: Path) -> None:
+    """Copy files of a folder, byte by byte; errors as for `import_tokenizer`."""
+    for name in names:
+        try:
+            content = read_regular(file_within(folder, name))
+        except OSError as error:
+            want = f"a file that can be copied ({error.strerror})"
+            raise ConfigError("model.hf_assets_path", str(folder / name), want) from error
+        (out_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (out_dir / name).write_bytes(content)
+
+
+def export_tokenizer(
+    tokenizer: Tokenizer, folder: Path, out_dir: Path, length: int
+) -> dict[str, Any]:
     """Write ``tokenizer.json``, ``tokenizer_config.json`` and ``generation_config.json``.
 
     The exported tokenizer puts BOS in front exactly where training did: for every text, if there
     is a BOS. It adds no EOS, unless the tokenizer does so by itself. Batches are padded on the
-    left; padding is the EOS where the tokenizer has no token for it.
+    left; padding is the EOS where the tokenizer has no token for it. A ``generation_config.json``
+    and chat templates of the folder go along as they are.
 
     Args:
         tokenizer: The run's tokenizer.
-        folder: Where it came from; its chat template, if any, goes along.
+        folder: Where it came from.
         out_dir: An existing folder.
         length: Length of the sequences that the model was trained on.
+
+    Returns:
+        The ids of the special tokens, by their names in ``config.json``.
+
+    Raises:
+        ConfigError: A file is a link to a place outside of the folder, or cannot be read.
     """
-    assert isinstance(tokenizer, HuggingFaceTokenizer)
-    backend = Tokenizer.from_str(tokenizer.tokenizer.to_str())  # its own is in use
-    given: dict[str, Any] = tokenizer.config or {}
-    config = {name: value for name, value in given.items() if name not in _REPLACED}
-    ids = {}  # of bos, eos and pad, as far as there are any
+    backend = Backend.from_str(tokenizer.tokenizer.to_str())  # its own is in use
+    given = {name: value for name, value in tokenizer.config.items() if name not in _REPLACED}
+    named = {name: given.get(name) or text for name, text in tokenizer.special_tokens.items()}
+    config: dict[str, Any] = given | named
+    if tokenizer.more_special_tokens and not given.get("extra_special_tokens"):
+        config["additional_special_tokens"] = tokenizer.more_special_tokens
+    ids: dict[str, Any] = {}  # of bos, eos and pad, as far as there are any
     for name in ("bos_token", "eos_token", "pad_token"):
-        token = config.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
+        token = tokenizer.special_tokens.get(name)
         number = None if token is None else backend.token_to_id(token)
         if number is not None:
             ids[f"{name}_id"] = number
-    if not tokenizer.hf_adds_bos and "bos_token_id" in ids:
-        _add_bos(backend, ids["bos_token_id"])
+    bos = ids.get("bos_token_id")
+    if bos is not None and bos not in tokenizer.added[0]:
+        _add_bos(backend, bos)
     if "pad_token_id" not in ids and "eos_token_id" in ids:
         ids["pad_token_id"] = ids["eos_token_id"]
         config["pad_token"] = config["eos_token"]
@@ -54,16 +110,23 @@ def export_tokenizer(tokenizer: BaseTokenizer, folder: Path, out_dir: Path, leng
         "padding_side": "left",
         # Without token_type_ids, which LLaMA has no use for.
         "model_input_names": ["input_ids", "attention_mask"],
-        "clean_up_tokenization_spaces": False,
+        # Of BPE it would remove spaces of the text itself.
+        "clean_up_tokenization_spaces": tokenizer.cleans_up,
     }
+    stops = stop_ids_of(folder)
+    if len(stops) > 1:
+        ids["eos_token_id"] = stops
     backend.save(str(out_dir / HF_FILE))
     write_json(out_dir / TOKENIZER_CONFIG, config)
+    copy_files(folder, template_files(folder).values(), out_dir)
+    if (folder / GENERATION_CONFIG).is_file():
+        copy_files(folder, [GENERATION_CONFIG], out_dir)
+        return ids | {k: v for k, v in read_json(out_dir / GENERATION_CONFIG).items() if k in ids}
     write_json(out_dir / GENERATION_CONFIG, ids)
-    if (folder / CHAT_TEMPLATE).is_file():
-        shutil.copyfile(folder / CHAT_TEMPLATE, out_dir / CHAT_TEMPLATE)
+    return ids
 
 
-def _add_bos(backend: Tokenizer, bos_id: int) -> None:
+def _add_bos(backend: Backend, bos_id: int) -> None:
     """Let a tokenizer put BOS in front of every text."""
     bos = backend.id_to_token(bos_id)
     template = processors.TemplateProcessing(

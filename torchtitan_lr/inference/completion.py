@@ -81,7 +81,7 @@ def complete(
     rows: list[tuple[str, list[int], int, int]] = []  # prompt, ids, limit, seed
     for index, prompt in enumerate(prompts):
         key = "--prompt" if len(prompts) == 1 else f"--prompts, prompt {index + 1}"
-        ids = tokenizer.encode(prompt, add_bos=True, add_eos=False)
+        ids = tokenizer.encode(prompt, add_bos=True, special=True)
         limit = settings.max_new_tokens
         most = max_new_tokens(model.model_args, len(ids), key, limit)
         limit = min(USUAL_NEW_TOKENS, most) if limit is None else limit
@@ -102,7 +102,7 @@ def complete_batch(
 ) -> list[Completion]:
     """Continue rows ``(prompt, ids, limit, seed)`` together; ``write`` as for `complete`."""
     prompts, ids, limits, seeds = zip(*rows, strict=True)
-    stop_ids = {tokenizer.eos_id, *settings.stop_ids} - {None}  # a tokenizer may have no EOS
+    stop_ids = {*tokenizer.stop_ids, *settings.stop_ids}
     decoder = Decoder(
         model,
         ids,

@@ -5,11 +5,11 @@ The kernel releases the lock (``flock``) when its process ends for any reason. T
 remains and records the last holder. On one machine the launcher takes the lock before any rank
 starts, otherwise rank 0 does. On NFS a lock holds between machines if the server's lock service
 runs; with the mount options ``nolock`` or ``local_lock``, each machine sees only its own locks.
-There rank 0 compares the recorded holder with itself before each save: the start that signed last
-goes on, and an earlier one ends without writing.
+There rank 0 compares the recorded holder with itself before it writes a save or a metric: the start
+that signed last goes on, and an earlier one ends without writing. So does a run whose ``run.lock``
+was deleted, since nothing keeps another start out of its folder any more.
 """
 
-import contextlib
 import fcntl
 import json
 import os
@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -29,16 +30,46 @@ LOCK_FILE = "run.lock"
 HELD_VARIABLE = "TORCHTITAN_LR_LOCKED"
 """Environment variable of the ranks: the dump folder that the launcher has locked."""
 
+SIGNATURE_VARIABLE = "TORCHTITAN_LR_LOCK"
+"""Environment variable of the ranks: what the launcher has written into ``run.lock``."""
+
 StillOurs = Callable[[], None]
-"""Raises a ConfigError if another start has taken the folder."""
+"""Raises a ConfigError if another start has taken the folder, or could take it."""
+
+
+@dataclass(frozen=True)
+class FolderLock:
+    """The lock of a start; calling it checks that the folder is still this start's.
+
+    Args:
+        dump_folder: ``job.dump_folder``.
+        signature: What this start has written into ``run.lock``.
+    """
+
+    dump_folder: str
+    signature: str
+
+    def __call__(self) -> None:
+        """Raise a ConfigError if the lock's file is gone, or another start has signed it."""
+        path = Path(self.dump_folder) / LOCK_FILE
+        try:
+            found = path.read_bytes()
+        except FileNotFoundError:
+            want = f"a folder whose {LOCK_FILE} stays: it was deleted, and another run may start "
+            want += "there, so this one ends without writing; run the same command to resume"
+            raise ConfigError("job.dump_folder", self.dump_folder, want) from None
+        except OSError:  # a file server that does not answer proves nothing
+            return
+        if found not in (self.signature.encode(), b""):  # a start that signs has emptied it before
+            raise _taken(self.dump_folder, path)
 
 
 @contextmanager
-def locked(dump_folder: str) -> Iterator[StillOurs]:
+def locked(dump_folder: str) -> Iterator[FolderLock]:
     """Lock a job's dump folder, which is created if needed.
 
     Yields:
-        What checks that no other start has taken the folder since, for file systems without locks.
+        What checks that the folder is still this start's.
 
     Raises:
         ConfigError: Another job uses the folder, or the folder is not writable.
@@ -56,21 +87,15 @@ def locked(dump_folder: str) -> Iterator[StillOurs]:
                 lock_file(file, path)
             since = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
             who = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
-            signature = json.dumps(who).encode()
+            signature = json.dumps(who)
             file.truncate(0)
-            file.write(signature)
+            file.write(signature.encode())
         except BlockingIOError:
             raise _taken(dump_folder, path) from None
         except OSError as error:
             want = f"a folder in which {path} can be written ({error.strerror})"
             raise ConfigError("job.dump_folder", dump_folder, want) from error
-
-        def check() -> None:
-            with contextlib.suppress(OSError):  # a start that signs has emptied the file before
-                if path.read_bytes() not in (signature, b""):
-                    raise _taken(dump_folder, path)
-
-        yield check
+        yield FolderLock(dump_folder, signature)
 
 
 @contextmanager
@@ -82,14 +107,16 @@ def locked_by_rank(dump_folder: str, variables: Mapping[str, str]) -> Iterator[S
         variables: The rank's environment.
 
     Yields:
-        As `locked`; what does nothing, where this rank did not lock.
+        As `locked`, also of the launcher's lock; what does nothing on other ranks.
 
     Raises:
         ConfigError: As for `locked`.
     """
-    by_launcher = variables.get(HELD_VARIABLE) == os.path.realpath(dump_folder)
-    if by_launcher or variables.get("RANK", "0") != "0":
+    if variables.get("RANK", "0") != "0":
         yield lambda: None
+        return
+    if variables.get(HELD_VARIABLE) == os.path.realpath(dump_folder):
+        yield FolderLock(dump_folder, variables[SIGNATURE_VARIABLE])
         return
     with locked(dump_folder) as check:
         yield check

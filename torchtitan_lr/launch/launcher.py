@@ -5,10 +5,11 @@ The command ``train`` runs it with torchtitan's environment variables (see `comm
 invalid configuration is reported before any rank starts, in one line, with exit status 2.
 """
 
+import getpass
 import os
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,12 @@ from torchtitan_lr.launch.environment import (
     loopback_variables,
     read_environment,
 )
-from torchtitan_lr.launch.folder_lock import HELD_VARIABLE, locked
+from torchtitan_lr.launch.folder_lock import (
+    HELD_VARIABLE,
+    SIGNATURE_VARIABLE,
+    FolderLock,
+    locked,
+)
 from torchtitan_lr.launch.machines import check_machines, rendezvous_arguments
 from torchtitan_lr.launch.placement import DEFAULT_CONFIG_FILE, place
 from torchtitan_lr.launch.processes import RankGroup
@@ -81,6 +87,10 @@ def build_command(
     variables["PYTHONUNBUFFERED"] = "1"
     # The run's ranks, not this machine's.
     variables.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank${rank}]:")
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name: torch's compiler asks for one
+        variables["LOGNAME"] = f"uid_{os.getuid()}"
     if environment.comm_mode:
         variables |= {"NGPU": str(environment.ranks), "LOCAL_RANK": "0", "RANK": "0"}
         return [sys.executable, "-m", environment.train_module, *arguments], variables
@@ -102,8 +112,21 @@ def build_command(
     return command, variables
 
 
-def run(environment: Environment, arguments: list[str], log_folder: Path, config: Any) -> int:
+def run(
+    environment: Environment,
+    arguments: list[str],
+    log_folder: Path,
+    config: Any,
+    lock: FolderLock | None,
+) -> int:
     """Run all ranks to their end and report; arguments as for `build_command`.
+
+    Args:
+        environment: The launch's environment.
+        arguments: The command line.
+        log_folder: Where the ranks' output goes.
+        config: The configuration.
+        lock: The dump folder's, if this launcher has locked it.
 
     Returns:
         The exit status: 0 for a run that finished, or that a signal stopped and that saved.
@@ -117,13 +140,15 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
         from torchtitan_lr.data.prepare import prepare_for_ranks  # late, as are the checks
 
         variables |= prepare_for_ranks(config)
+    if lock is not None:
         variables[HELD_VARIABLE] = os.path.realpath(dump_folder)
+        variables[SIGNATURE_VARIABLE] = lock.signature
     group = RankGroup(command, variables, log_folder / "launcher.log", expected)
     status = group.wait()
     if group.killed:
         what = "killed" if group.was_ready else "stopped before training began"
         print(f"error: {what} by {group.signal_name}; logs: {log_folder}", file=sys.stderr)
-        write_state(dump_folder, FAILED, f"{what} by {group.signal_name}")
+        _record_failure(lock, dump_folder, f"{what} by {group.signal_name}")
         return 128 + group.signal_number
     if expected:
         for line in hidden_errors(log_folder, set(map(int, environment.log_ranks.split(",")))):
@@ -141,7 +166,7 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
             print(f"error: {failure}{hint}", file=sys.stderr)
             elsewhere = environment.nodes > 1 and is_held(dump_folder)
             if not elsewhere and not recorded_by_rank_0(failure, read_state(dump_folder)):
-                write_state(dump_folder, FAILED, failure)
+                _record_failure(lock, dump_folder, failure)
         return status if 0 < status < 126 else 1
     if not expected:
         print(f"dry run passed: one step as rank 0 of {environment.world_size}")
@@ -150,6 +175,14 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
     if summary is not None:
         print("\n".join(summary_lines(summary, dump_folder, log_folder)))
     return 0
+
+
+def _record_failure(lock: FolderLock | None, dump_folder: Path, why: str) -> None:
+    """Record why a run failed, unless its folder is another run's by now."""
+    with suppress(ConfigError):
+        if lock is not None:
+            lock()
+        write_state(dump_folder, FAILED, why)
 
 
 def how_to_resume(config: Any) -> str:
@@ -193,14 +226,14 @@ def main(argv: list[str] | None = None) -> int:
             print(placed.note, flush=True)
         # The launchers of several machines share the folder; then rank 0 locks it.
         folder = config.job.dump_folder
-        with locked(folder) if environment.nodes == 1 else nullcontext():
+        with locked(folder) if environment.nodes == 1 else nullcontext() as lock:
             log_folder = Path(folder, "logs", f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
             try:
                 log_folder.mkdir(parents=True)
             except OSError as error:
                 want = f"a folder in which {log_folder} can be created ({error.strerror})"
                 raise ConfigError("job.dump_folder", folder, want) from error
-            return run(environment, arguments, log_folder, config)
+            return run(environment, arguments, log_folder, config, lock)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

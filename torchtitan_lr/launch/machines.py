@@ -31,7 +31,9 @@ _SIOCGIFADDR = 0x8915  # of Linux's <bits/ioctls.h>
 _BATCH = "training.global_batch_size"
 
 
-def check_machines(config: Any, environment: Environment, device_type: str) -> None:
+def check_machines(
+    config: Any, environment: Environment, device_type: str, prepare: bool = True
+) -> None:
     """Check the configuration for every number of machines that the run may have.
 
     The launchers of several machines read no file: rank 0 does, for all (`launch.verdict`).
@@ -40,6 +42,7 @@ def check_machines(config: Any, environment: Environment, device_type: str) -> N
         config: Result of :func:`build_job_config`.
         environment: The launch's environment.
         device_type: ``cpu``, ``cuda`` or ``xpu``.
+        prepare: As for `check_job_config`.
 
     Raises:
         ConfigError: The configuration cannot run, cannot be restarted, or does not fit one of the
@@ -53,7 +56,7 @@ def check_machines(config: Any, environment: Environment, device_type: str) -> N
         want = f"-1 with MAX_RESTARTS={restarts}: every restart would return to this step"
         raise ConfigError("checkpoint.load_step", config.checkpoint.load_step, want)
     on_paper = environment.nodes > 1
-    check_job_config(config, environment.world_size, device_type, on_paper)
+    check_job_config(config, environment.world_size, device_type, on_paper, prepare)
     if environment.min_nodes is None:
         return
     if config.training.global_batch_size == -1:

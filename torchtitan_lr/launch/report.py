@@ -12,6 +12,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.config.files import read_json
+from torchtitan_lr.errors import OUT_OF_MEMORY
 from torchtitan_lr.launch.processes import RANK_STARTED
 from torchtitan_lr.launch.run_state import RUNNING
 from torchtitan_lr.training.history import SUMMARY_FILE
@@ -30,6 +32,8 @@ _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 DID_NOT_END = "did not end on SIGTERM, and was killed"
 """End of the ``launcher.log`` line ``rank process PID ...`` of a rank that torchrun killed."""
 _NAMES = {number.value: number.name for number in signal.Signals}
+_LESS_MEMORY = "a smaller training.local_batch_size or training.seq_len needs less"
+_OTHER_RANK = "another rank ended before, or cannot be reached"
 _UNKNOWN_CAUSE = "the ranks ended with status"
 _TAIL_BYTES = 1 << 16
 _LITTLE_SPACE = 1 << 20  # bytes; a disk with less free space counts as full
@@ -46,10 +50,10 @@ def read_summary(dump_folder: Path, newer_than: float) -> dict[str, Any] | None:
         The keys of ``summary.json``, or None if this run wrote none.
     """
     path = dump_folder / SUMMARY_FILE
-    if not path.is_file() or path.stat().st_mtime < newer_than:
+    try:
+        return read_json(path) if path.stat().st_mtime >= newer_than else None
+    except (OSError, ValueError):  # there is none, or it is damaged
         return None
-    summary: dict[str, Any] = json.loads(path.read_text())
-    return summary
 
 
 def summary_lines(summary: dict[str, Any], dump_folder: Path, log_folder: Path) -> list[str]:
@@ -97,7 +101,7 @@ def describe_failure(log_folder: Path, status: int) -> str:
     if killed is not None:
         rank, name = killed
         (folder, *_) = [*_of_last_start(log_folder, f"{rank}"), log_folder]
-        hint = " (the kernel also sends it when memory runs out)"
+        hint = f" (the kernel also sends it when memory runs out: {_LESS_MEMORY})"
         hint = hint if name == "SIGKILL" else ""
         return f"rank {first_rank + rank} was ended by {name}{hint}; its output: {folder}"
     failures = []
@@ -114,10 +118,10 @@ def describe_failure(log_folder: Path, status: int) -> str:
         what = reason.strip().partition("\n")[0]
         if _TIMED_OUT.search(what):
             what += _collective_of(stack)
+        if OUT_OF_MEMORY.search(what):
+            what += f"; {_LESS_MEMORY}"
         if _LOST_CONNECTION.search(what):
-            what += (
-                f"; {unreachable if lost else 'another rank ended before, or cannot be reached'}"
-            )
+            what += f"; {unreachable if lost else _OTHER_RANK}"
         signalled = _signalled(log_folder)
         stuck = [f"rank {first_rank + rank}" for rank, _, did_not_end in signalled if did_not_end]
         if stuck:

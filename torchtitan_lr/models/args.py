@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What defines a model: one dataclass, checked as a whole, filled from the job's configuration."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -15,6 +16,8 @@ from torchtitan_lr.titan.specs import RoPEScalingArgs
 Activation = Literal["both", "lowrank", "reduced", "fullrank", "none"]
 LaxGate = Literal["identity", "scalar"]
 BackwardSum = Literal["float32", "activation"]
+
+_LONGEST = 1 << 24  # positions
 
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
@@ -127,6 +130,7 @@ class LlamaArgs(BaseModelArgs):
         if self.family not in tuple(FAMILIES):
             want = f"one of {', '.join(FAMILIES)}, or {ITS_MODULE}"
             raise ConfigError("model.name", self.family, want)
+        self._check_numbers()
         # No fields, since they follow from the fields, and files hold those alone.
         self.low_rank = self.model_family.low_rank
         self.head_dim = self.dim // max(1, self.n_heads)  # whether it divides is checked below
@@ -160,6 +164,22 @@ class LlamaArgs(BaseModelArgs):
         for name, width in widths.items():
             if width % lanes:
                 raise ConfigError("caat.lanes", lanes, f"a divisor of the model's {name} = {width}")
+
+    def _check_numbers(self) -> None:
+        """Check the types of all numbers, which a file may set."""
+        integers = ("n_layers", "n_heads", "dim", "ffn_dim", "vocab_size", "max_seq_len", "lanes")
+        for name in (*integers, "n_kv_heads", "rank_attention", "rank_ffn", "init_seed"):
+            value = getattr(self, name)
+            if type(value) is not int and not (name == "n_kv_heads" and value is None):
+                raise ConfigError(f"model.{name}", value, "an integer")
+        scaling = {} if self.rope_scaling is None else vars(self.rope_scaling)
+        names = ("norm_eps", "rope_theta", "sync_fraction")
+        for name, value in ({name: getattr(self, name) for name in names} | scaling).items():
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                raise ConfigError(f"model.{name}", value, "a finite number of at least 0")
+        if self.max_seq_len > _LONGEST:
+            want = f"at most {_LONGEST}, for which the rotary table has gigabytes"
+            raise ConfigError("training.seq_len", self.max_seq_len, want)
 
     def __post_init__(self) -> None:
         self.check()

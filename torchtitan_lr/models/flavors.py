@@ -72,7 +72,7 @@ def read_model_args(path: Path) -> LlamaArgs:
         return LlamaArgs(**values, rope_scaling=scaling and RoPEScalingArgs(**scaling))
     except ConfigError:
         raise
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, ArithmeticError, TypeError, AttributeError) as error:
         raise ConfigError(str(path), str(error), _WRITERS) from error
 
 

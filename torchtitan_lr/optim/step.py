@@ -14,7 +14,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan_lr.checkpoints.manifest import all_finite
+from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import StridedShard, local_part
 from torchtitan_lr.numerics import joint_norm, scale_
 from torchtitan_lr.titan.components import OptimizersContainer
@@ -106,9 +106,9 @@ class StoredGradients:
         """Scale this rank's shards of the gradients in place, if the norm is finite."""
         scale_(map(local_part, self._gradients()), clip_factor(max_norm, norm))
 
-    def nonfinite(self) -> str | None:
-        """Return the first parameter whose gradient is not finite on this rank, or None."""
-        return nonfinite_gradient(self.model_parts)
+    def nonfinite(self, part: nn.Module) -> list[str]:
+        """Return the names of a part's parameters whose gradient is not finite on this rank."""
+        return nonfinite_gradients(part)
 
     def _gradients(self) -> list[Tensor]:
         parameters = (p for part in self.model_parts for p in part.parameters())
@@ -125,12 +125,10 @@ def clip_factor(max_norm: float, norm: Tensor) -> Tensor:
     return factor.masked_fill(~norm.isfinite(), 1.0)
 
 
-def nonfinite_gradient(model_parts: Iterable[nn.Module]) -> str | None:
-    """Return the name of the first parameter with a non-finite gradient on this rank, or None."""
-    named = chain.from_iterable(part.named_parameters() for part in model_parts)
-    gradients = ((name, p.grad) for name, p in named if p.grad is not None)
-    bad = (name for name, g in gradients if not torch.isfinite(local_part(g)).all())
-    return next(bad, None)
+def nonfinite_gradients(part: nn.Module) -> list[str]:
+    """Return the names of a part's parameters whose gradient is not finite on this rank."""
+    gradients = ((clean_name(name), p.grad) for name, p in part.named_parameters())
+    return [n for n, g in gradients if g is not None and not torch.isfinite(local_part(g)).all()]
 
 
 def finite_weights(model_parts: Iterable[nn.Module]) -> bool:

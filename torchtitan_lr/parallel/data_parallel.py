@@ -12,10 +12,11 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from torchtitan_lr.compat.fsdp import ReplicateModule, replicate
+from torchtitan_lr.compat.autograd import clean_name
+from torchtitan_lr.compat.fsdp import ReplicateModule, replicate, watch_gradients
 from torchtitan_lr.compression.fsdp import COMPRESSORS, apply_gradient_compression
 from torchtitan_lr.compression.settings import compression_settings
 from torchtitan_lr.config.schema import TSR
@@ -131,6 +132,36 @@ def synchronize_gradients(model_parts: Sequence[nn.Module], enabled: bool) -> No
         else:
             module.set_requires_gradient_sync(True, recurse=False)  # a pipeline disables it
             module.set_requires_all_reduce(enabled, recurse=False)
+
+
+class OwnGradients:
+    """Norms of the gradients that this rank's own backward made, before any sum over ranks.
+
+    After the sum over data-parallel ranks, a NaN of one is in all of them. The norms stay on the
+    device; nothing reads them unless a step is rejected.
+
+    Args:
+        model_parts: Wrapped by `apply_data_parallel`; parts that it left unwrapped are not watched.
+    """
+
+    def __init__(self, model_parts: Sequence[nn.Module]) -> None:
+        self._norms: list[tuple[tuple[Tensor, ...], Tensor]] = []
+        for module in fsdp_modules(model_parts):
+            watch_gradients(module, self._norms)
+
+    def clear(self) -> None:
+        """Forget the norms of the last step."""
+        self._norms.clear()
+
+    def nonfinite(self, part: nn.Module) -> list[str]:
+        """Return the names of a part's parameters whose own gradient was not finite."""
+        spoilt = {
+            id(parameter)
+            for parameters, norms in self._norms
+            for parameter, finite in zip(parameters, norms.isfinite().tolist(), strict=True)
+            if not finite
+        }
+        return [clean_name(name) for name, p in part.named_parameters() if id(p) in spoilt]
 
 
 def fsdp_modules(model_parts: Iterable[nn.Module]) -> list[FSDPModule]:

@@ -4,6 +4,7 @@
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,10 @@ from torchtitan_lr.training.history import HISTORY_FILE, TRAIN_LOSS, read_histor
 
 SECONDS = "time_metrics/end_to_end(s)"
 """Key in ``metrics.jsonl``: seconds per step, averaged since the last record."""
+
+_ERROR = re.compile(
+    r"^(?:\[rank\d+\]: *)?(?:error: (.*)|([\w.]*(?:Error|Exception)\b:.*))", re.MULTILINE
+)
 
 RANKS_RESULT = "TORCHTITAN_LR_RANKS_RESULT"
 """Environment variable of a module's ranks: the file for rank 0's result."""
@@ -86,14 +91,22 @@ def start(
     return Started(process, stderr)
 
 
-def place_run(arguments: Sequence[str], ranks: int | None = None) -> Placement:
+def place_run(
+    arguments: Sequence[str], ranks: int | None = None, prepare: bool = True
+) -> Placement:
     """Check a run's configuration and return its ranks, as the launcher chooses them.
+
+    Args:
+        arguments: The run's arguments.
+        ranks: Their number; None for ``NGPU``.
+        prepare: Whether its corpus is checked too, and prepared if needed.
 
     Raises:
         ConfigError: The configuration is not valid.
     """
     placed = place(_one_machine(ranks), list(arguments))
-    check_job_config(placed.config, placed.environment.ranks, placed.device)
+    ranks = placed.environment.ranks
+    check_job_config(placed.config, ranks, placed.device, prepare=prepare)
     return placed
 
 
@@ -118,7 +131,7 @@ def run_on_ranks(module: str, arguments: Sequence[str], ranks: int | None = None
 
     Raises:
         ConfigError: The ranks cannot run on this machine.
-        RunFailedError: A rank failed; the message is its full output.
+        RunFailedError: A rank failed; the message names the file with its full output.
     """
     environment = _one_machine(ranks)
     find_device(environment)
@@ -139,8 +152,18 @@ def run_on_ranks(module: str, arguments: Sequence[str], ranks: int | None = None
             preexec_fn=functools.partial(end_with, os.getpid()),
         )
         if done.returncode != 0 or not result.exists():
-            raise RunFailedError(done.stderr.strip() or "the ranks ended without a result")
+            raise RunFailedError(_first_error(done.stderr, done.returncode))
         return json.loads(result.read_text())
+
+
+def _first_error(output: str, status: int) -> str:
+    """Keep the output of ranks that failed; return a line with their first error and its file."""
+    descriptor, kept = tempfile.mkstemp(".txt", "torchtitan_lr-ranks-")
+    with open(descriptor, "w") as file:
+        file.write(output)
+    found = _ERROR.search(output)
+    what = found[1] or found[2] if found else f"they ended with status {status}"
+    return f"error: the ranks failed: {what}; their output: {kept}"
 
 
 def report_from_rank(measure: Callable[[list[str]], Any], arguments: list[str]) -> None:

@@ -171,7 +171,7 @@ class Sweep:
             path = work / point.name / POINT_FILE
             point.row = {"status": "to do"}
             if path.is_file():
-                known = json.loads(path.read_text())
+                known = _read_point(path)
                 if _decisive(known["arguments"]) != _decisive([point.config, *point.arguments]):
                     want = f"a folder without a point {point.name} of other settings"
                     raise ConfigError("--out", str(work), want)
@@ -206,7 +206,7 @@ class Sweep:
                 self._gpus[point.name] = placed.environment.ranks
 
     def run(self, lock: IO[str]) -> int:
-        """Run the points that are not done; SIGTERM or Ctrl-C saves the active ones and ends.
+        """Run the points that are not done; a signal to stop saves the active ones and ends.
 
         Returns:
             The exit status: 0 all points are done, 1 some failed, 130 stopped.
@@ -216,7 +216,8 @@ class Sweep:
         def stop(number: int, frame: FrameType | None) -> None:
             signals.append(signal.Signals(number).name)
 
-        before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+        stops = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        before = {number: signal.getsignal(number) for number in stops}
         for number, handler in before.items():
             if handler is not signal.SIG_IGN:  # `nohup` and `cmd &` ignore a signal: keep that
                 signal.signal(number, stop)
@@ -320,7 +321,22 @@ def _decisive(arguments: list[str]) -> list[str]:
 def recorded(work: Path) -> dict[str, dict[str, Any]]:
     """Return the rows of all points that were started in a folder, by name."""
     paths = sorted(work.glob(f"*/{POINT_FILE}"))
-    return {path.parent.name: json.loads(path.read_text())["row"] for path in paths}
+    return {path.parent.name: _read_point(path)["row"] for path in paths}
+
+
+def _read_point(path: Path) -> dict[str, Any]:
+    """Read what `Sweep` has written of a point.
+
+    Raises:
+        ConfigError: The file is damaged.
+    """
+    try:
+        known = json.loads(path.read_text())
+        if isinstance(known["arguments"], list) and isinstance(known["row"]["status"], str):
+            return dict(known)
+    except (ValueError, LookupError, TypeError):
+        pass
+    raise ConfigError("--out", str(path), "a file of a sweep; without it the point runs again")
 
 
 def as_markdown(rows: list[dict[str, Any]]) -> str:

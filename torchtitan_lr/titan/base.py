@@ -10,7 +10,6 @@ from typing import Any
 from torch.nn.attention.flex_attention import BlockMask as BlockMask
 from torchtitan.components.loss import LossFunction as LossFunction
 from torchtitan.components.tokenizer import BaseTokenizer as BaseTokenizer
-from torchtitan.components.tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer
 from torchtitan.config import TORCH_DTYPE_MAP as TORCH_DTYPE_MAP
 from torchtitan.config import JobConfig as JobConfig
 from torchtitan.config import Optimizer

@@ -9,6 +9,7 @@ deletes the contents. Before a load, it compares the files with the manifest of 
 changes nothing in the folder until then.
 """
 
+import functools
 import glob
 import os
 import shutil
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from torchtitan_lr.checkpoints import layout, safe_metadata
 from torchtitan_lr.checkpoints.manifest import (
+    Manifest,
     ManifestWriter,
     SavePlanner,
+    UnverifiedError,
     damage_of,
     from_first_rank,
     newest_whole_before,
@@ -39,15 +42,35 @@ from torchtitan_lr.checkpoints.manifest import (
 from torchtitan_lr.checkpoints.staging import BackgroundStager
 from torchtitan_lr.compression.residuals import saved_residuals
 from torchtitan_lr.console.log import console
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.optim.step import finite_weights
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import GarbageCollection
 from torchtitan_lr.titan.components import DATALOADER, MODEL, AsyncMode, TitanCheckpointHooks
 from torchtitan_lr.training.fingerprint import check_fingerprint
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _LONG = 0.1  # seconds of waiting that the console shows
 _MODEL_ALONE = "it holds only the model, in Hugging Face's format"
+
+
+def _tells_why(save: Callable[P, R]) -> Callable[P, R]:
+    """Let a save that fails, here or in the background, raise its cause in one line.
+
+    DCP's own exception derives from BaseException: no ``except Exception`` reports it.
+    """
+
+    @functools.wraps(save)
+    def wrapped(*args: P.args, **options: P.kwargs) -> R:
+        try:
+            return save(*args, **options)
+        except CheckpointException as error:
+            cause = safe_metadata.describe(next(iter(error.failures.values()))[0])
+            raise RunFailedError(f"a checkpoint cannot be written ({cause})") from error
+
+    return wrapped
 
 
 class CheckpointManager(TitanCheckpointHooks):
@@ -65,9 +88,10 @@ class CheckpointManager(TitanCheckpointHooks):
 
     def __init__(self, *, checkpoint_config: Any, **parts: Any) -> None:
         self.fingerprint: dict[str, Any] = {}
-        # torchtitan's own section has neither key.
+        # torchtitan's own section has none of these keys.
         self._fall_back = getattr(checkpoint_config, "fall_back", False)
         self._other_model = getattr(checkpoint_config, "initial_load_other_model", False)
+        self._unverified = getattr(checkpoint_config, "allow_unverified", False)
         self._first = not dist.is_initialized() or dist.get_rank() == 0
         # Deletes what was renamed: the other ranks wait only for its renaming.
         self._deletions = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deletions")
@@ -84,6 +108,7 @@ class CheckpointManager(TitanCheckpointHooks):
         super().close()
         self._deletions.shutdown()
 
+    @_tells_why
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Save if the step is due, and purge after the last step too, which upstream does not."""
         started = time.perf_counter()
@@ -97,6 +122,7 @@ class CheckpointManager(TitanCheckpointHooks):
         if last_step and self.enable and not self.load_only:
             self._purge_stale_checkpoints()
 
+    @_tells_why
     def maybe_wait_for_staging(self) -> None:
         """Wait until a background save has copied the states; call it before they change.
 
@@ -163,18 +189,20 @@ class CheckpointManager(TitanCheckpointHooks):
         """
         if from_hf:
             has_manifest = from_first_rank((Path(checkpoint_id) / layout.MANIFEST).is_file())
-            if has_manifest and (damage := damage_of(checkpoint_id)):
+            if has_manifest and (damage := self._damage_of(checkpoint_id)):
                 raise _damaged(checkpoint_id, damage, None)
             return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
         initial = checkpoint_id == self.initial_load_path
         try:
             # `load` has verified the others.
-            if initial and (damage := damage_of(checkpoint_id)):
+            if initial and (damage := self._damage_of(checkpoint_id)):
                 raise _damaged(checkpoint_id, damage, newest_whole_before(checkpoint_id))
-            manifest = read_once(read_manifest, checkpoint_id)
+            manifest = read_once(self._manifest_of, checkpoint_id)
             if manifest is not None:
                 may_differ = self._other_model and initial
-                check_fingerprint(manifest.model, self.fingerprint, checkpoint_id, may_differ)
+                check_fingerprint(
+                    manifest.model, self.fingerprint, checkpoint_id, may_differ, self._unverified
+                )
             metadata = read_once(safe_metadata.read_metadata, checkpoint_id)
             has_data = state_dict.get(DATALOADER) is not None
             if has_data and not state_dict[DATALOADER].check_checkpoint(checkpoint_id, metadata):
@@ -191,10 +219,22 @@ class CheckpointManager(TitanCheckpointHooks):
             want = f"a complete checkpoint of this model ({cause})"
             raise ConfigError("checkpoint", checkpoint_id, want) from error
         if manifest is None and self._first:
-            logger.warning("%s has no manifest: loading it without checksums", checkpoint_id)
+            logger.warning("%s has no manifest: loading it without a check", checkpoint_id)
         # The model's states are flattened into the dictionary, so DCP cannot load them itself.
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
+
+    def _damage_of(self, folder: str) -> str | None:
+        return damage_of(folder, self._unverified)
+
+    def _manifest_of(self, folder: str | Path) -> Manifest | None:
+        """Return a checkpoint's manifest; None if it cannot be used and need not be."""
+        try:
+            return read_manifest(folder)
+        except UnverifiedError:
+            if not self._unverified:
+                raise
+            return None
 
     def load(self, step: int = -1) -> bool:
         """Load step ``step``, or at -1 the newest complete one, then rename all later steps.
@@ -214,7 +254,7 @@ class CheckpointManager(TitanCheckpointHooks):
         if step != -1:
             folder = self.checkpoint_folder(step)
             whole = from_first_rank(layout.is_dcp(folder))
-            if damage := damage_of(folder) if whole else _MODEL_ALONE:
+            if damage := self._damage_of(folder) if whole else _MODEL_ALONE:
                 older = newest_whole_before(folder)
                 if older is None or not self._fall_back:
                     raise _damaged(folder, damage, older)
@@ -251,6 +291,7 @@ class CheckpointManager(TitanCheckpointHooks):
         for leftover in glob.glob(os.path.join(glob.escape(self.folder), f"{layout.DISCARDED}*")):
             self._deletions.submit(shutil.rmtree, leftover, True)
 
+    @_tells_why
     def save_interrupted(self, step: int) -> str | None:
         """Save all of ``step``, even if the last save should hold the model only.
 
@@ -268,6 +309,7 @@ class CheckpointManager(TitanCheckpointHooks):
             self._purge_stale_checkpoints()
         return folder
 
+    @_tells_why
     def newest(self, finite: bool = False) -> str | None:
         """Wait for a background save, and return the newest complete checkpoint's folder, if any.
 
@@ -280,7 +322,7 @@ class CheckpointManager(TitanCheckpointHooks):
         for step in reversed(layout.complete_steps(self.folder)):
             folder = self.checkpoint_folder(step)
             with suppress(safe_metadata.DamagedError):
-                if not finite or (manifest := read_manifest(folder)) is None or manifest.finite:
+                if not finite or (manifest := self._manifest_of(folder)) is None or manifest.finite:
                     return folder
         return None
 

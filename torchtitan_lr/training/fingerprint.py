@@ -8,11 +8,11 @@ settings and the tokenizer, under the TOML keys that set them.
 
 import dataclasses
 import hashlib
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_lr.config.files import read_json, read_regular
 from torchtitan_lr.data.tokenizer import HF_FILE, RANKS_DIGEST, resolve_assets_path
 from torchtitan_lr.errors import ConfigError
 
@@ -52,29 +52,39 @@ def tokenizer_digest(assets_path: str) -> str:
     """
     folder = resolve_assets_path(assets_path)
     file, config = folder / HF_FILE, folder / "tokenizer_config.json"
-    digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+    digest = hashlib.sha256(read_regular(file)).hexdigest() if file.is_file() else ""
     if digest:
         # No such file is usual; building the tokenizer reports one that cannot be read.
-        with suppress(OSError, ValueError, AttributeError):
-            digest = json.loads(config.read_bytes()).get(RANKS_DIGEST, digest)
+        with suppress(OSError, ValueError):
+            digest = str(read_json(config).get(RANKS_DIGEST, digest))
     return digest and f"sha256:{digest[:16]}"
 
 
 def check_fingerprint(
-    stored: dict[str, Any], here: dict[str, Any], step_dir: str | Path, other_model: bool = False
+    stored: dict[str, Any],
+    here: dict[str, Any],
+    step_dir: str | Path,
+    other_model: bool = False,
+    allow_unverified: bool = False,
 ) -> None:
     """Raise for a checkpoint of another model; call this before loading its weights.
 
     Args:
-        stored: The checkpoint's fingerprint. Only keys of both fingerprints are compared.
-        here: The current model's.
+        stored: The checkpoint's fingerprint. It may lack keys, as of an earlier version.
+        here: The current model's; empty for another package's model.
         step_dir: The checkpoint's folder.
         other_model: Whether the checkpoint may hold another model; its lanes are compared anyway.
+        allow_unverified: Whether unknown keys are ignored.
 
     Raises:
-        ConfigError: The fingerprints differ; the error names the first differing key.
+        ConfigError: The fingerprints differ; the error names the first differing key. Or the
+            checkpoint's has an unknown key, as after a flipped bit.
     """
     for key, there in stored.items():
+        if here and key not in {*here, TOKENIZER} and not (other_model or allow_unverified):
+            want = f"a manifest without {key!r}, a key that no model of this version has; "
+            want += "checkpoint.allow_unverified = true ignores it"
+            raise ConfigError("checkpoint", str(step_dir), want)
         got = here.get(key, there)
         # Weights of other lanes fit in name and shape, but no family could go on from them.
         if got == there or (other_model and not key.startswith("caat.")):

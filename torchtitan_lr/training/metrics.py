@@ -14,6 +14,7 @@ import os
 import platform
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from importlib.metadata import distributions
@@ -186,6 +187,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
         exit_status: The run's; wandb shows a run with another status than 0 as failed.
         opened: TensorBoard and wandb, once the run has started; they take the summary.
         history: ``metrics.jsonl``, on rank 0.
+        before_writing: Called before each record; an exception prevents it.
     """
 
     logger: LoggerContainer
@@ -203,6 +205,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
             super().__init__(job_config, parallel_dims)
         self._model_args = model_args
         self.exit_status = 0
+        self.before_writing: Callable[[], None] = lambda: None
         self._pace = Pace(job_config.training.steps)
         self.opened: list[RunTensorBoard | RunWandb] = []
         self.history: HistoryLogger | None = None
@@ -274,6 +277,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
         The losses are nats per token: the mean over all valid tokens of all ranks, and the largest
         mean of a rank. The norm is the full gradient's before clipping.
         """
+        self.before_writing()
         seconds = time.perf_counter() - self.time_last_log
         steps = step - self._last_logged_step
         # Tokens per second per device: the ranks of a tensor-parallel group read the same tokens.
@@ -321,6 +325,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
         self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
     ) -> None:
         """Log a validation after ``step``: its token-weighted mean loss in nats, and more."""
+        self.before_writing()
         memory = self.device_memory_monitor.get_peak_stats()
         metrics = {
             "validation_metrics/loss": loss,

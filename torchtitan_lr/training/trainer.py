@@ -28,7 +28,11 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.step import StoredGradients, step_unless
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
-from torchtitan_lr.parallel.data_parallel import synchronize_gradients
+from torchtitan_lr.parallel.data_parallel import (
+    OwnGradients,
+    fsdp_modules,
+    synchronize_gradients,
+)
 from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, ParallelDims, dist_utils
@@ -92,6 +96,7 @@ class Trainer(TitanTrainer):
         stages = dims.get_optional_mesh("pp")
         self._gradients: StoredGradients | TSROptimizers
         self._gradients = StoredGradients(self.model_parts, stages)
+        self._own_gradients = OwnGradients(self.model_parts)
         if isinstance(self.optimizers, TSROptimizers):  # it reduces them itself
             self._gradients = self.optimizers
             if (
@@ -300,6 +305,8 @@ class Trainer(TitanTrainer):
             f"{config.training.seq_len:,} tokens per step"
         )
         console.info(f"Training starts at step {self.step + 1}")
+        if config.compile.enable and self.device.type == "cpu":
+            console.info("The first step compiles the model: on a CPU that may take minutes")
 
     def _stop_for_data(self, why: str) -> None:
         """Save the state before this step, and raise a BadDataError on every rank."""
@@ -315,6 +322,7 @@ class Trainer(TitanTrainer):
     def _forward_backward(self, microbatches: list[Batch], global_tokens: float) -> torch.Tensor:
         """Accumulate gradients; return this rank's share of the loss (detached scalar)."""
         losses = []
+        self._own_gradients.clear()
         # Filled on the device: `torch.tensor` would stop the host until its copy has arrived.
         tokens = torch.full((), global_tokens, device=self.device)
         for index, (input_dict, labels) in enumerate(microbatches):
@@ -361,9 +369,7 @@ class Trainer(TitanTrainer):
             at = guard.first_rank_with(None if findings.loss_is_finite else "") or ""
             what = f"loss of {at.rstrip(': ')} is not finite"
         else:
-            at = guard.first_rank_with(self._gradients.nonfinite()) or ""
-            at = at or "every entry is finite, but the squares overflow"
-            what = f"gradient norm is {findings.norm} ({at})"
+            what = f"gradient norm is {findings.norm} ({self._where_not_finite()})"
         if self.skipped_steps >= self.job_config.training.max_skipped_steps:
             raise guard.NonFiniteError(
                 f"step {step}: {what}; last good checkpoint: "
@@ -371,6 +377,29 @@ class Trainer(TitanTrainer):
             )
         self.skipped_steps += 1
         logger.warning("step %d: %s; optimizer step skipped", step, what)
+
+    def _where_not_finite(self) -> str:
+        """Say which rank's backward made a gradient that is not finite; call it on every rank.
+
+        A NaN spreads against the order of the layers: the last parameter that has one is nearest to
+        its origin. Tensor-parallel ranks share sums in backward, so the first of them is named.
+        """
+        parts, stages = {0: self.model_parts[0]}, 1
+        if self.parallel_dims.pp_enabled:
+            parts = self.pp_schedule.parts
+            stages = len(self.pp_schedule.boundaries(self.job_config.training.seq_len)) + 1
+        sources = [("", self._gradients.nonfinite)]
+        if fsdp_modules(self.model_parts):  # they leave sums over the ranks: a rank's own first
+            sources = [
+                ("", self._own_gradients.nonfinite),
+                ("only in the sum over the ranks, ", self._gradients.nonfinite),
+            ]
+        for kind, nonfinite in sources:
+            for stage in reversed(range(stages)):
+                names = nonfinite(parts[stage]) if stage in parts else []
+                if at := guard.first_rank_with(names[-1] if names else None):
+                    return kind + at
+        return "every entry is finite, but the squares overflow"
 
     def _log_step(
         self, loss: torch.Tensor, token_share: float, grad_norm: torch.Tensor, lr: float

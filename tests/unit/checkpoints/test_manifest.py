@@ -1,18 +1,25 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A flipped bit, a short file and a missing one are found; a kill leaves no half-known save."""
 
+import json
 import os
+import random
 import shutil
 import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.unit.tiny import tiny_args
 from torchtitan_lr.checkpoints import manifest
 from torchtitan_lr.checkpoints.layout import all_steps, complete_steps
 from torchtitan_lr.checkpoints.manifest import (
+    Manifest,
     ManifestWriter,
     damage_of,
     find_damage,
@@ -20,6 +27,8 @@ from torchtitan_lr.checkpoints.manifest import (
     read_manifest,
     share_of,
 )
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.training.fingerprint import check_fingerprint, model_fingerprint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -66,19 +75,67 @@ def test_one_bit_is_noticed(name: str, at: int, step: Path) -> None:
 def test_short_and_missing_files(recorded: bool, step: Path) -> None:
     if not recorded:
         (step / "manifest.json").unlink()
-        assert damage_of(step) is None
+        assert damage_of(step, allow_unverified=True) is None
     shard = step / "__0_0.distcp"
     size = shard.stat().st_size
     shard.write_bytes(shard.read_bytes()[:-64])
-    assert damage_of(step) == f"__0_0.distcp has {size - 64} bytes instead of {size}"
+    expected = f"__0_0.distcp has {size - 64} bytes instead of {size}"
+    assert damage_of(step, allow_unverified=not recorded) == expected
     shard.unlink()
-    assert damage_of(step) == "__0_0.distcp is missing"
+    assert damage_of(step, allow_unverified=not recorded) == "__0_0.distcp is missing"
+
+
+ADVICE = ": nothing says what was saved; checkpoint.allow_unverified = true loads"
+
+
+@pytest.mark.parametrize("lost", ["all", "file", "files", ".metadata", "list"])
+def test_a_manifest_that_names_too_little_is_refused(lost: str, step: Path) -> None:
+    path = step / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["checksum"]  # as of a version that wrote none
+    if lost == "files":
+        content["files"] = {}
+    elif lost == "list":
+        content = [content]
+    else:
+        content["files"].pop("__0_0.distcp" if lost == "file" else lost, None)
+    path.write_text(json.dumps(content))
+    if lost == "all":
+        path.unlink()
+    assert ADVICE in str(damage_of(step))
+    assert find_damage(step, rank=1, ranks=2, files={}) is None  # the first rank finds it
+    assert damage_of(step, allow_unverified=True) is None
+
+
+def flipped_bits(content: bytes, count: int) -> Iterator[bytes]:
+    """Copies of some bytes with one bit flipped, another one in each."""
+    source = random.Random(0)
+    for at in source.sample(range(8 * len(content)), count):
+        data = bytearray(content)
+        data[at // 8] ^= 1 << at % 8
+        yield bytes(data)
+
+
+@pytest.mark.parametrize("sealed", [True, False], ids=["checksum", "earlier_version"])
+def test_no_flipped_bit_of_a_manifest_loses_a_check(sealed: bool, step: Path) -> None:
+    model = model_fingerprint(tiny_args("cola"))
+    path, whole = step / "manifest.json", replace(read_manifest(step), model=model)
+    content = json.loads(whole.as_json())
+    if not sealed:
+        del content["checksum"]
+    for data in flipped_bits(json.dumps(content, indent=1).encode(), 400):
+        path.write_bytes(data)
+        with suppress(ConfigError):
+            if damage_of(step) is None:
+                check_fingerprint(read_manifest(step).model, model, step)
+                assert read_manifest(step) == whole, data
 
 
 def test_a_damaged_name_is_a_damage(step: Path) -> None:
     """Not an error of one rank, for which the others would wait."""
-    manifest = step / "manifest.json"
-    manifest.write_text(manifest.read_text().replace("__0_0.distcp", "_/0_0.distcp"))
+    path = step / "manifest.json"
+    files = {name.replace("__0_0", "_/0_0"): s for name, s in read_manifest(step).files.items()}
+    path.write_text(Manifest(files).as_json())
     assert damage_of(step) == "_/0_0.distcp is missing"
 
 

@@ -3,7 +3,10 @@
 
 import json
 
+import pytest
+
 from torchtitan_lr.checkpoints.run_record import read_record, write_record
+from torchtitan_lr.checks.stored import check_record
 from torchtitan_lr.config.build import build_job_config
 
 
@@ -46,3 +49,35 @@ def test_both_values_stay_in_the_record(tmp_path):
     assert steps == [10, 15]
     write_record(config(tmp_path), 0)
     assert "changes" not in read_record(config(tmp_path))
+
+
+CUT = b'{"job": {'
+ENTRY = {"after_step": 5, "optimizer.lr": [0.006, 0.001]}
+
+
+@pytest.mark.parametrize(
+    ("damage", "keeps"),
+    [
+        (lambda record: CUT, False),
+        (lambda record: json.dumps(record).encode().replace(b"cosine", b"cosin\xe5"), False),
+        (lambda record: b"5", False),
+        (lambda record: b"[" * 100_000, False),
+        (lambda record: json.dumps(record | {"changes": 5}).encode(), False),
+        (lambda record: json.dumps(record | {"changes": [5, {}, ENTRY]}).encode(), True),
+        (lambda record: json.dumps(record | {"optimizer": [5], "training": 5}).encode(), True),
+    ],
+)
+def test_a_damaged_record_costs_itself_alone_and_is_kept(damage, keeps, tmp_path, caplog):
+    write_record(config(tmp_path), 0)
+    again = config(tmp_path, "--optimizer.lr=1e-3")
+    write_record(again, 5)
+    path = tmp_path / "job_config.json"
+    damaged = damage(json.loads(path.read_text()))
+    path.write_bytes(damaged)
+    check_record(again, 1)
+    assert "training.steps" not in write_record(again, 7)
+    assert (tmp_path / "job_config.json.damaged").read_bytes() == damaged
+    assert "job_config.json is damaged: it is kept as " in caplog.text
+    record = json.loads(path.read_text())
+    assert record["optimizer"]["lr"] == 1e-3
+    assert (ENTRY in record.get("changes", [])) == keeps

@@ -2,9 +2,11 @@
 """No way into a checkpoint runs what its pickles name."""
 
 import io
+import json
 import os
 import pickle
 import random
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as Format
 
 from tests.unit.tiny import build_tiny, tiny_args
+from torchtitan_lr.checkpoints.manifest import find_damage
 from torchtitan_lr.checkpoints.safe_metadata import DamagedError, load, read_metadata
 from torchtitan_lr.compression.residuals import saved_residuals
 from torchtitan_lr.errors import ConfigError
@@ -74,7 +77,7 @@ WAYS_IN: dict[str, Callable[[Path], Any]] = {
     "itself": read_metadata,
     "load": lambda step: load({"half": torch.zeros(2, 3)}, step, no_dist=True),
     "residuals": lambda step: saved_residuals(str(step)),
-    "scripts": lambda step: load_model(step, tiny_args("cola")),
+    "scripts": lambda step: load_model(step, tiny_args("cola"), allow_unverified=True),
 }
 
 
@@ -239,3 +242,26 @@ def test_a_pipe_is_not_waited_for(saved: Path) -> None:
     os.mkfifo(saved / ".metadata")
     with pytest.raises(DamagedError, match="not a regular file"):
         read_metadata(saved)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/dev/zero", "link", "pipe"])
+def test_a_manifest_names_files_of_its_folder_alone(saved: Path, name: str) -> None:
+    (saved.parent / "secret").write_bytes(b"secret")
+    (saved / "link").symlink_to(saved.parent / "secret")
+    os.mkfifo(saved / "pipe")
+    size = 0 if name in ("/dev/zero", "pipe") else 6
+    files = {name: [size, zlib.crc32(b"secret")]}
+    (saved / "manifest.json").write_text(json.dumps({"files": files}))
+    damage = find_damage(saved)
+    assert damage is not None and damage.startswith(f"{name} cannot be read")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"5", b"[]", b"{", b"\xff", b"[" * 10**5, b'{"files": 5}', b'{"files": {"a": 5}}', b'{"b": 1}']
+    + [b'{"files": {"a": [%s, 1]}}' % size for size in (b'"5"', b"null", b"[]", b"1e400", b"true")],
+)
+def test_a_manifest_of_other_types_is_damage(saved: Path, content: bytes) -> None:
+    (saved / "manifest.json").write_bytes(content)
+    damage = find_damage(saved)
+    assert damage is not None and damage.startswith("manifest.json cannot be read (")

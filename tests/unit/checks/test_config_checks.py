@@ -147,12 +147,13 @@ def test_load_step_lists_what_there_is(tmp_path):
     for step in (11, 110):
         text = refusal(f"--checkpoint.load_step={step}", f"--job.dump_folder={tmp_path}")
         assert text == f"checkpoint.load_step: got {step}, expected one of 9, 10, 100"
-    check("--checkpoint.load_step=10", f"--job.dump_folder={tmp_path}")
+    old = "--checkpoint.allow_unverified"
+    check("--checkpoint.load_step=10", f"--job.dump_folder={tmp_path}", old)
     check("--checkpoint.load_step=100", f"--job.dump_folder={tmp_path}")
     text = refusal(f"--checkpoint.initial_load_path={folder}/step-110")
     assert text.endswith(f"; in {folder} are the steps 9, 10, 100")
     assert refusal(f"--checkpoint.initial_load_path={folder}").endswith("9, 10, 100")
-    check(f"--checkpoint.initial_load_path={folder}/step-9")
+    check(f"--checkpoint.initial_load_path={folder}/step-9", old)
 
 
 def test_a_checkpoint_of_another_family_is_refused_before_any_rank(tmp_path):
@@ -168,8 +169,14 @@ def test_a_checkpoint_of_another_family_is_refused_before_any_rank(tmp_path):
     elsewhere = [f"--job.dump_folder={tmp_path}/new", f"--checkpoint.initial_load_path={step}"]
     assert refusal(*elsewhere, svd).startswith(line)
     check(*elsewhere, svd, "--checkpoint.initial_load_other_model")
-    (step / "manifest.json").write_text("{")
-    check(here, svd)  # the ranks find out what is whole
+    for content in ("{", "[]", json.dumps({"model": {}, "checksum": 1})):
+        (step / "manifest.json").write_text(content)
+        for where in ([here], elsewhere):
+            line = refusal(*where, svd)
+            assert line.startswith(f"checkpoint: got '{step}', expected a whole one (manifest.json")
+            assert "checkpoint.allow_unverified = true" in line
+            check(*where, svd, "--checkpoint.allow_unverified")
+        check(here, svd, "--checkpoint.fall_back")  # the ranks find out what is whole
 
 
 def test_cpu_offload_needs_shards(tmp_path):

@@ -77,16 +77,13 @@ def test_a_sketch_that_would_not_peel_names_the_smallest_theta(world, options, l
 @pytest.mark.parametrize(
     ("world", "options"),
     [
-        (2, ["level=2x"]),
         (4, ["level=10x"]),
-        (8, ["codec=sparse", "level=2x"]),
         (4, ["level=custom", "c=0.5", "theta=0"]),
         (4, ["layers=patterns", "patterns=layers.*.feed_forward.*,output.*"]),
         # The head is large enough, and the sparse codec needs no size.
         (4, ["layers=patterns", "patterns=layers.*.ffn_norm.*,output.*", "min_size=1"]),
         (4, ["codec=sparse", "layers=patterns", "patterns=layers.*.ffn_norm.*", "min_size=1"]),
         (1, ["layers=patterns", "patterns=layers.*.ffn_norm.*", "min_size=1"]),
-        (1, []),
     ],
 )
 def test_no_false_refusals(world, options):

@@ -96,3 +96,17 @@ def test_what_is_shown_configures_the_same_run(name, tmp_path):
     # What the ranks here cannot run is shown too.
     if before.parallelism.tensor_parallel_degree > 4:
         assert note.startswith("note: it does not run here: parallelism.tensor_parallel_degree")
+
+
+@pytest.mark.parametrize(
+    ("override", "note"),
+    [
+        ("--checkpoint.load_step=3", "note: it does not run here: checkpoint.load_step: got 3"),
+        ("--training.global_batch_size=3", "note: it does not run here: training.global_batch"),
+        ("--model.hf_assets_path=/none", "note: it does not run here: model.hf_assets_path: got"),
+        ("--training.dataset_path=/none", "note: no GPU here"),  # the control: a corpus is not read
+    ],
+)
+def test_what_train_would_refuse_is_noted(override, note):
+    settings, told = read_origins("debug_cola", [override])
+    assert told.startswith(note) and settings

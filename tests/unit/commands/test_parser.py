@@ -57,8 +57,8 @@ def test_refusals_and_failed_runs_become_a_status(capsys):
         (OSError(28, "No space left on device"), "error: No space left on device"),
         (OSError(30, "Read-only file system", "/a/b"), "error: /a/b: Read-only file system"),
         (PermissionError(13, "Permission denied", "/a"), "error: /a: Permission denied"),
-        (MemoryError(), "error: this machine has too little memory for that"),
-        (RuntimeError("[x] DefaultCPUAllocator: can't allocate memory: 1"), "error: this machine"),
+        (MemoryError(), "error: too little memory: the machine has no more"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you"), "error: too little mem"),
     ],
 )
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -44,8 +44,8 @@ def test_size_special_tokens_and_round_trip(text, tmp_path):
     assert train(text, tmp_path / "hf", "--vocab_size", "700") == 0
     tokenizer = load(tmp_path / "hf")
     assert tokenizer.get_vocab_size() == 700
-    assert tokenizer.id_to_token(tokenizer.bos_id) == "<|begin_of_text|>"
-    assert tokenizer.id_to_token(tokenizer.eos_id) == "<|end_of_text|>"
+    assert tokenizer.tokenizer.id_to_token(tokenizer.bos_id) == "<|begin_of_text|>"
+    assert tokenizer.tokenizer.id_to_token(tokenizer.eos_id) == "<|end_of_text|>"
     unseen = "\x00\x7f never seen: \u4e00 \U0001f680\r\n"
     assert tokenizer.decode(tokenizer.encode(unseen)) == unseen
     trained = len(tokenizer.encode(WORDS, add_bos=False, add_eos=False))
@@ -83,7 +83,7 @@ def test_a_rank_file_has_the_ids_of_tiktoken(text, tmp_path):
     # Llama 3.1's published ids, less its 128,000 ranks.
     places = {"reserved_special_token_0": 2, "start_header_id": 6, "eot_id": 9}
     for name, place in (places | {"python_tag": 10, "reserved_special_token_247": 255}).items():
-        assert tokenizer.token_to_id(f"<|{name}|>") == 600 + place
+        assert tokenizer.tokenizer.token_to_id(f"<|{name}|>") == 600 + place
     theirs = tiktoken.Encoding("x", pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens={})
     # Names of special tokens in a text are text: no document can forge the end of one.
     forged = "a document <|end_of_text|> and <|eot_id|> more"

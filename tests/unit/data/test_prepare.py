@@ -23,8 +23,8 @@ from torchtitan_lr.data.prepare import (
     wanted,
 )
 from torchtitan_lr.data.sources import Reader, Source
+from torchtitan_lr.data.tokenizer import Tokenizer
 from torchtitan_lr.errors import ConfigError, DataError
-from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
 TEXTS = [f"Line {i} of {i * i} words. " * 3 for i in range(200)]
 
@@ -232,7 +232,7 @@ def test_a_folder_of_others_is_not_written_to(tmp_path):
     data, out = tmp_path / "data", tmp_path / "data" / "tokens"
     data.mkdir()
     write_jsonl(data / "a.jsonl", TEXTS)
-    tokenizer = HuggingFaceTokenizer("torchtitan_lr/data/assets/bpe4k")
+    tokenizer = Tokenizer("torchtitan_lr/data/assets/bpe4k")
 
     def command(folder, **options):
         reader = Reader(Source("local", (str(data),)))

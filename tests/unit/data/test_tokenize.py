@@ -3,9 +3,11 @@
 
 import gzip
 import json
+import lzma
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 from dataclasses import replace
 from functools import partial
@@ -24,10 +26,10 @@ from torchtitan_lr.data.corpus import Rows
 from torchtitan_lr.data.pairs import PairEncoder, parse_pair
 from torchtitan_lr.data.sources import USUAL_LIMIT, Reader, Source, document_hash
 from torchtitan_lr.data.tokenize import tokenize
+from torchtitan_lr.data.tokenizer import Tokenizer
 from torchtitan_lr.errors import ConfigError, DataError
-from torchtitan_lr.titan.base import HuggingFaceTokenizer
 
-TOKENIZER = HuggingFaceTokenizer("torchtitan_lr/data/assets/bpe4k")
+TOKENIZER = Tokenizer("torchtitan_lr/data/assets/bpe4k")
 TEXTS = [f"Document {i} of {i * i} words: {'more and ' * (i % 7)}\nend é." for i in range(400)]
 
 
@@ -46,6 +48,7 @@ WRITERS = {
     "a.jsonl.zst": partial(
         write_jsonl, opener=lambda path, _: pa.output_stream(str(path), compression="zstd")
     ),
+    "a.jsonl.xz": partial(write_jsonl, opener=lzma.open),
     "a.parquet": lambda path, texts: pq.write_table(pa.table({"text": texts}), path, 64),
 }
 
@@ -128,9 +131,11 @@ def test_a_dataset_is_read_and_gone_on_with(tmp_path, monkeypatch, streaming, sa
     pieces = list(reader.pieces())
     texts = [reader.documents(piece)[0][0] for piece in pieces]
     assert list(chain(*texts)) == TEXTS and len(pieces) > 5
-    # From the place behind the third piece: what a killed preparation goes on with.
-    rest = reader.pieces(json.loads(json.dumps(pieces[2].position)))
+    # From the place behind the third piece: what a killed preparation goes on with, twice.
+    rest = list(reader.pieces(json.loads(json.dumps(pieces[2].position))))
     assert [reader.documents(piece)[0][0] for piece in rest] == texts[3:]
+    last = reader.pieces(json.loads(json.dumps(rest[0].position)))
+    assert [reader.documents(piece)[0][0] for piece in last] == texts[4:]
     corpus = prepare(None, tmp_path / "out", replace(source, tokens=2000))
     assert 2000 <= corpus.tokens() < 3000 and not corpus.held_out
     found = read_documents(corpus)
@@ -156,6 +161,124 @@ def test_every_bad_line_is_listed(tmp_path, monkeypatch):
     corpus = prepare(path, tmp_path / "out", max_bad_records=3)
     assert len(corpus.record["bad_records"]) == 3
     assert sum(info.documents for info in corpus.train + corpus.held_out) == 397
+
+
+def decoded(corpus):
+    parts = read_documents(corpus) + read_documents(corpus, held_out=True)
+    return sorted(TOKENIZER.decode(part) for part in parts)
+
+
+BOM = b"\xef\xbb\xbf"
+LOST = [  # name, content, the line that is lost, and the texts that are left
+    ("a.txt", BOM + b"one and more\nl'\xe9t\xe9\nthree\n", 2, ["one and more\nthree\n"]),
+    ("a.jsonl", BOM + b'{"text": "one"}\r\n\r\n{"text": "l\xe9"}\r\n', 3, ["one"]),
+    ("a.jsonl", b'{"text": "one"}\n{"text": "\xed\xa0\xbd"}\n', 2, ["one"]),
+    (
+        "a.jsonl",
+        b'{"text": "one"}\n{"text": "' + b"long " * 60 + b'"}\n{"text": "\xc3\xa9"}',
+        2,
+        ["one", "\xe9"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "line", "left"), LOST)
+def test_what_is_lost_is_a_counted_record(tmp_path, monkeypatch, name, content, line, left):
+    monkeypatch.setattr(sources, "LONGEST", 200)
+    monkeypatch.setattr(sources, "PIECE_BYTES", 64)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"got '[^']*{name}:{line}', .*\(1 records"):
+        prepare(tmp_path / name, tmp_path / "out")
+    corpus = prepare(tmp_path / name, tmp_path / "out", max_bad_records=1)
+    assert [bad.split(": ")[0] for bad in corpus.record["bad_records"]] == [
+        f"{tmp_path / name}:{line}"
+    ]
+    assert decoded(corpus) == left
+
+
+def test_a_lone_surrogate_is_replaced_and_listed(tmp_path):
+    lines = ['{"text": "pair \\ud83d\\ude00"}', '{"text": "half \\ud83d of it"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    corpus = prepare(tmp_path / "a.jsonl", tmp_path / "out")
+    assert decoded(corpus) == ["half ? of it", "pair \U0001f600"]
+    replaced = corpus.record["replaced"]
+    assert replaced["records"] == 1 and f"{tmp_path / 'a.jsonl'}:2: " in replaced["first"][0]
+    assert not corpus.record["bad_records"]
+
+
+@pytest.mark.parametrize("text", ["some words " * 400, "\u5317\u4eac" * 900, "x" * 5000])
+def test_a_long_line_of_txt_is_cut_and_whole(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(sources, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(sources, "PLACE_BYTES", 100)
+    (tmp_path / "a.txt").write_text(f"{text}\nend\n", encoding="utf-8")
+    reader = Reader(Source("local", (str(tmp_path),), part="train"))
+    pieces = list(reader.pieces())
+    assert (
+        "".join(text for piece in pieces for text in reader.documents(piece)[0][0])
+        == f"{text}\nend\n"
+    )
+    assert max(len(piece.data) for piece in pieces) <= 2000 and len(pieces) > 3
+    assert list(reader.pieces(json.loads(json.dumps(pieces[1].position)))) == pieces[2:]
+
+
+def test_a_folder_has_no_hidden_files_and_no_links_out_of_it(tmp_path):
+    data = tmp_path / "data"
+    for name in ("a", ".ipynb_checkpoints/a-checkpoint", "._a", "b.jsonl/c"):
+        (data / name).parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(data / f"{name}.jsonl", TEXTS[:9])
+    (data / "loop").symlink_to(".")
+    (data / "inside.jsonl").symlink_to("a.jsonl")
+    wanted = [str(data / name) for name in ("a.jsonl", "b.jsonl/c.jsonl", "inside.jsonl")]
+    for path in (data, f"{data}/**/*.jsonl"):
+        assert [*map(str, Reader(Source("local", (str(path),))).files)] == wanted
+    # A snapshot in the Hub's cache is made of links into the folder beside it.
+    snapshot = tmp_path / "datasets--a--b" / "snapshots" / "1"
+    (snapshot.parents[1] / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    shutil.copy(data / "a.jsonl", snapshot.parents[1] / "blobs" / "0a")
+    (snapshot / "train.jsonl").symlink_to("../../blobs/0a")
+    assert len(Reader(Source("local", (str(snapshot),))).files) == 1
+    (data / "x.txt").symlink_to("/etc/passwd")
+    for source in ("local", "hf"):
+        with pytest.raises(ConfigError, match=r"x\.txt', .* a link to /etc/passwd"):
+            Reader(Source(source, (str(data),)))
+    with pytest.raises(ConfigError, match="a link to /etc/passwd"):
+        Reader(Source("local", (f"{data}/*",)))
+
+
+def test_columns_of_text_have_several_types(tmp_path):
+    texts = [*TEXTS[:30], None, ""]
+    column = pa.array(texts, pa.string())
+    forms = [
+        column,
+        column.cast(pa.string_view()),
+        column.cast(pa.large_string()),
+        column.dictionary_encode(),
+    ]
+    found = []
+    for index, form in enumerate(forms):
+        pq.write_table(pa.table({"text": form}), tmp_path / f"{index}.parquet")
+        found.append(prepare(tmp_path / f"{index}.parquet", tmp_path / f"out{index}").identity)
+    assert len(set(found)) == 1
+    raw = pa.array([b"one", b"l\xe9", b"three"], pa.binary())
+    broken = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
+    pq.write_table(pa.table({"text": broken}), tmp_path / "bad.parquet")
+    with pytest.raises(
+        DataError, match=r"bad\.parquet:2', expected text in UTF-8, not the byte 0xe9"
+    ):
+        prepare(tmp_path / "bad.parquet", tmp_path / "bad")
+
+
+def test_rows_that_repeat_one_long_text_are_read_in_little_memory(tmp_path, monkeypatch):
+    """A few hundred bytes of parquet can be gigabytes of text."""
+    monkeypatch.setattr(sources, "ROWS_BYTES", 4 << 20)
+    text = pa.DictionaryArray.from_arrays(pa.array([0] * 256, pa.int32()), ["x" * (1 << 20)])
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": text}), path, compression="zstd", store_schema=False)
+    before = pa.default_memory_pool().max_memory()
+    pieces = Reader(Source("local", (str(path),))).pieces()
+    assert sum(len(text) for piece in pieces for text in piece.data) == 256 << 20
+    assert pa.default_memory_pool().max_memory() - before < 64 << 20
 
 
 @pytest.mark.parametrize(
@@ -237,3 +360,61 @@ def test_few_descriptors_suffice_for_many_files_and_shards(tmp_path):
         assert np.array_equal(inputs, wanted[:, :-1])
 
     assert in_child(run) == 0
+
+
+def test_a_damaged_journal_starts_over_and_that_of_others_stops(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE_BYTES", 2000)
+    monkeypatch.setattr(tokenizing, "SYNC_SECONDS", 0.0)
+    path, out, journal = tmp_path / "a.jsonl", tmp_path / "out", tmp_path / "out" / "preparing.json"
+    write_jsonl(path, TEXTS)
+    whole = prepare(path, tmp_path / "whole").identity
+
+    def begin():
+        def stop(documents, *_):
+            if documents > 100:
+                raise InterruptedError
+
+        with pytest.raises(ConfigError):
+            prepare(path, out, report=stop)
+
+    def changed_count():
+        record = json.loads(journal.read_text())
+        record["shards"][0][0][1] += 1
+        journal.write_text(json.dumps(record))
+
+    for damage in (
+        changed_count,
+        lambda: journal.write_text("{"),
+        (out / "train-00000.bin").unlink,
+        lambda: os.truncate(out / "train-00000.lengths", 8),
+    ):
+        begin()
+        damage()
+        corpus = prepare(path, out)
+        corpus.check()
+        assert corpus.identity == whole
+        shutil.rmtree(out)
+
+    def taken_over(*_):
+        journal.write_text(json.dumps(json.loads(journal.read_text()) | {"owner": "another"}))
+
+    with pytest.raises(ConfigError, match="no other process prepares"):
+        prepare(path, out, report=taken_over)
+
+
+def test_a_template_without_end_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizing, "PIECE_SECONDS", 1)
+    shutil.copytree("torchtitan_lr/data/assets/bpe4k", tmp_path / "bpe")
+    long = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+    (tmp_path / "bpe" / "chat_template.jinja").write_text(long)
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    reader = Reader(Source("local", (str(tmp_path / "a.jsonl"),)))
+    with pytest.raises(ConfigError, match=r"1 s with one piece of text, near .*a\.jsonl:1"):
+        tokenize(
+            [reader],
+            Tokenizer(str(tmp_path / "bpe")),
+            tmp_path / "out",
+            key="--out",
+            workers=1,
+        )

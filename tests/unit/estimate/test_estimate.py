@@ -188,8 +188,6 @@ GOOD = (MACHINES / "h100.toml").read_text()
         (GOOD + "\ncolour = 'green'\n", "machine.toml: colour: got 'green'"),
         (GOOD.replace("memory_gib = 80.0", ""), "machine.toml: memory_gib: got None"),
         (GOOD.replace("= 80.0", "= 'much'"), "machine.toml: memory_gib: got 'much'"),
-        (GOOD.replace("= 80.0", "= true"), "machine.toml: memory_gib: got True"),
-        (GOOD.replace("= 80.0", "= -1"), "machine.toml: memory_gib: got -1"),
         (GOOD.replace("= 80.0", "= nan"), "machine.toml: memory_gib: got nan"),
         (GOOD.replace("node = 8", "node = 8.5"), "machine.toml: devices_per_node: got 8.5"),
         (GOOD.replace("0.65", "1.5"), "machine.toml: matmul_efficiency: got 1.5"),
@@ -212,9 +210,7 @@ def test_wrong_hardware(text, message, tmp_path, script, capsys):
         ([DEBUG, "--world=0"], "--world: got 0, expected at least 1"),
         ([DEBUG, "--training.sequence=3"], "training.sequence"),
         ([DEBUG, "--checkpointing=btp"], "--checkpointing: got 'btp', expected COLUMN=MODE"),
-        ([DEBUG, "--checkpointing=lax=full"], "of full, vanilla, btp and selective, full"),
         ([DEBUG, "--checkpointing=full=low_rank"], "--checkpointing: got 'full=low_rank'"),
-        ([DEBUG, "--checkpointing=btp=memory_budget"], "activation_checkpoint.mode: got"),
     ],
 )
 def test_refusals(arguments, message, script, capsys):

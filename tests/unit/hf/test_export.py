@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from tests.support.run_folders import export, write_run
 from tests.unit.tiny import MARGIN, fp32_noise, max_error, tokens
 from torchtitan_lr.hf.loading import (
+    named_step,
     read_model_args,
 )
 from torchtitan_lr.models.llama import LlamaModel
@@ -108,13 +109,34 @@ def test_damage_is_refused(tmp_path, capsys):
     assert "found: __0_0.distcp has 1000 bytes instead of " in line
     shard.unlink()
     assert "__0_0.distcp is missing" in refusal(capsys, step, tmp_path / "out")
+    (step / "manifest.json").unlink()
+    advice = "manifest.json is missing: nothing says what was saved; checkpoint.allow_unverified"
+    assert advice in refusal(capsys, step, tmp_path / "out")
+    old = "--checkpoint.allow_unverified"
+    assert "__0_0.distcp is missing" in refusal(capsys, old, step, tmp_path / "out")
     whole = (step / ".metadata").read_bytes()
     for text in (b"not a pickle", whole[: len(whole) // 2], b""):
         (step / ".metadata").write_bytes(text)
-        assert ".metadata cannot be read (" in refusal(capsys, step, tmp_path / "out")
+        assert ".metadata cannot be read (" in refusal(capsys, old, step, tmp_path / "out")
     (step / ".metadata").unlink()
-    assert ".metadata is missing" in refusal(capsys, step, tmp_path / "out")
+    assert ".metadata is missing" in refusal(capsys, old, step, tmp_path / "out")
     (tmp_path / "run" / "job_config.json").write_text("{")
-    assert "job_config.json" in refusal(capsys, step, tmp_path / "out")
+    assert "job_config.json" in refusal(capsys, old, step, tmp_path / "out")
     (tmp_path / "run" / "job_config.json").write_text('{"model": {}}')
-    assert "job_config.json" in refusal(capsys, step, tmp_path / "out")
+    assert "job_config.json" in refusal(capsys, old, step, tmp_path / "out")
+
+
+def test_links_lead_to_the_run(tmp_path):
+    """A step, the folder of all steps, or both on another disk; links to links to them."""
+    for name in ("whole", "moved_step", "moved_steps"):
+        (tmp_path / name / "checkpoint" / "step-4").mkdir(parents=True)
+        (tmp_path / name / "job_config.json").touch()
+    step, steps = (tmp_path / f"{name}/checkpoint" for name in ("moved_step", "moved_steps"))
+    (step / "step-4").rename(tmp_path / "disk")
+    (step / "step-4").symlink_to("../../disk")
+    steps.rename(tmp_path / "disks")
+    steps.symlink_to(tmp_path / "disks")
+    for name in ("whole", "moved_step", "moved_steps"):
+        wanted = tmp_path / name / "checkpoint" / "step-4"
+        (tmp_path / f"newest_{name}").symlink_to(f"{name}/checkpoint/step-4")
+        assert named_step(wanted) == named_step(tmp_path / f"newest_{name}") == wanted

@@ -4,6 +4,7 @@
 import copy
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.commands import ROOT, Command
 from tests.support.model_weights import ModelWeights
 from tests.unit.hf.hf_models import model_of
 from tests.unit.tiny import tokens
+from torchtitan_lr.checkpoints.layout import UNFINISHED, unfinished
 from torchtitan_lr.checkpoints.manifest import damage_of, read_manifest
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
@@ -331,3 +333,55 @@ def test_an_imported_folder_can_be_moved(tmp_path):
         assert path.startswith(f"{moved}/")
     check_job_config(config, 1, "cpu")
     assert str(there) not in (moved / "job_config.json").read_text()
+
+
+@pytest.mark.parametrize("version", [4, 5])
+def test_there_and_back_everything_is_what_it_was(version, tmp_path):
+    """From the cache of the hub, whose files are links, into a checkpoint and out again."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    theirs = build("llama3", torch.float32, bos_token_id=0, eos_token_id=[1, 7])
+    snapshot, blobs = tmp_path / "models--a--b/snapshots/c0ffee", tmp_path / "models--a--b/blobs"
+    write(theirs, snapshot, version)
+    ends = {"bos_token_id": 0, "eos_token_id": [1, 7], "temperature": 0.6, "do_sample": True}
+    (snapshot / "generation_config.json").write_text(json.dumps(ends, indent=3))
+    (snapshot / "chat_template.jinja").write_text("{{ messages }}")
+    (snapshot / "additional_chat_templates").mkdir()
+    (snapshot / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    blobs.mkdir()
+    for number, file in enumerate([file for file in snapshot.rglob("*") if file.is_file()]):
+        file.rename(blobs / str(number))
+        file.symlink_to(blobs / str(number))
+    bring_in(snapshot, tmp_path / "in")
+    assert Command("export").main([str(tmp_path / "in"), str(tmp_path / "out"), "--format=hf"]) == 0
+    folders = (snapshot, tmp_path / "out")
+    configs = [AutoConfig.from_pretrained(folder).to_dict() for folder in folders]
+    assert configs[0] == configs[1] | {"_name_or_path": str(snapshot)}
+    first, last = map(AutoTokenizer.from_pretrained, folders)
+    assert first.chat_template == last.chat_template
+    same = (tmp_path / "out" / "generation_config.json").read_bytes()
+    assert same == (snapshot / "generation_config.json").read_bytes()
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [1, 7]
+    weights = [load_file(folder / "model.safetensors") for folder in folders]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+def test_nothing_half_made_is_left(plain, tmp_path, capsys):
+    out = tmp_path / "out"
+    svd = ("--family", "svd", "--rank", 8, "--calibration", tmp_path / "none.txt")
+    assert "--calibration" in refused(capsys, plain, out, *svd)
+    assert "--tokenizer" in refused(capsys, plain, out, "--tokenizer", tmp_path / "none")
+    assert not out.exists()
+    copied = shutil.copytree(plain, tmp_path / "copied")
+    (tmp_path / "secret").write_text("secret")
+    (copied / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    assert "a link to outside" in refused(capsys, copied, out)
+    with unfinished(out) as aside:  # another process is at work there
+        assert "another process is writing it" in refused(capsys, plain, out)
+        shutil.copytree(plain, tmp_path / "killed" / UNFINISHED)  # and one that was killed
+        assert aside.exists()
+    assert not out.exists()
+    for place in (out, tmp_path / "killed"):
+        bring_in(plain, place)
+        assert not (place / UNFINISHED).exists()

@@ -2,20 +2,32 @@
 """Somebody else's run is data: it chooses no code, no network and no place to read or write."""
 
 import json
+import math
+import os
 import socket
 import sys
+import time
 
 import pytest
 
 from tests.commands import Command
 from tests.support.run_folders import write_run
+from torchtitan_lr.commands.generate import _print
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.card import run_toml
-from torchtitan_lr.hf.loading import find_step, read_job_config, read_record, read_run_config
+from torchtitan_lr.hf.loading import (
+    build_model_args,
+    find_step,
+    read_job_config,
+    read_record,
+    read_run_config,
+)
 from torchtitan_lr.hf.ranks import build_config
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.titan.specs import REGISTERED_SPECS
+from torchtitan_lr.training.fingerprint import model_fingerprint
 
 generate, export, evaluate = Command("generate"), Command("export"), Command("evaluate")
 
@@ -234,3 +246,127 @@ def test_a_tokenizer_of_the_hub_is_read_from_the_cache_alone(run, tmp_path, caps
     ):
         status, _, told = ask.ask(capsys, run, *options)
         assert status == 2 and "hf download stranger/tokenizer" in told and told.count("\n") == 1
+
+
+def test_an_export_publishes_no_place_and_no_html(run, tmp_path):
+    html = "<script>alert(1)</script> ![a](http://b) | `c` \x1b[2J"
+    places = {
+        "job": {"description": f"of /home/me/secret/notes, {html}", "dump_folder": str(tmp_path)},
+        "training": {"dataset": "local", "dataset_path": f"/home/me/{html}.txt"},
+        "validation": {"dataset": "local", "dataset_path": "~/corpora/held_out.txt"},
+        "checkpoint": {"initial_load_path": "../../me/checkpoint/step-0"},
+        "metrics": {"save_tb_folder": "C:\\\\me\\\\secret\\\\tb"},
+        "experimental": {"custom_import": "my.secret"},
+    }
+    change(run, places)
+    out = tmp_path / "out"
+    assert export.main([str(run), str(out), "--format", "hf"]) == 0
+    card, toml = (out / "README.md").read_text(), (out / "train.toml").read_text()
+    for text in (card, toml):
+        for secret in ("/home", "me/", "secret", "~", str(tmp_path), "..", "custom_import"):
+            assert secret not in text.replace("./", "")
+        assert "\x1b" not in text
+    assert "<script" not in card and "![" not in card and " | `" not in card
+    assert "trained from other weights with torchtitan_lr" in card
+    config = build_job_config([f"--job.config_file={out}/train.toml"])
+    assert config.validation.dataset_path == "held_out.txt"
+    assert config.checkpoint.initial_load_path == "step-0" and config.metrics.save_tb_folder == "tb"
+
+
+def test_the_card_of_an_imported_model(run, tmp_path):
+    """It has a name, and was trained by nobody here; what trains from it has its shape."""
+    factored, imported = tmp_path / "factored", tmp_path / "imported"
+    assert export.main([str(run), str(factored)]) == 0
+    assert Command("import").main([str(factored), str(imported)]) == 0
+    out = tmp_path / "out"
+    assert export.main([str(imported), str(out), "--format", "hf"]) == 0
+    card = (out / "README.md").read_text()
+    (title,) = (line for line in card.splitlines() if line.startswith("# "))
+    assert title.startswith("# llama_cola, ") and title.endswith(" parameters, step 0")
+    assert "not trained with torchtitan_lr" in card and "repeats" not in card
+    assert str(tmp_path) not in card and "cpython" not in card
+    (imported / "checkpoint" / "step-0").rename(imported / "checkpoint" / "step-7")
+    assert export.main([str(imported), str(tmp_path / "later"), "--format", "hf"]) == 0
+    config = build_job_config([f"--job.config_file={tmp_path}/later/train.toml"])
+    ours, theirs = build_model_args(config), build_model_args(read_run_config(run))
+    assert model_fingerprint(ours) == model_fingerprint(theirs)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rms_norm_eps": math.inf},
+        {"rms_norm_eps": math.nan},
+        {"rope_theta": math.nan},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}},
+        {"num_hidden_layers": 10**5},
+        {"num_hidden_layers": 10**30},
+        {"hidden_size": "64"},
+        {"hidden_size": [64]},
+        {"num_attention_heads": True},
+        {"vocab_size": 10**15},
+        {"max_position_embeddings": 10**12},
+        {"model_type": ["llama"]},
+        {"rope_scaling": {"rope_type": "llama3", "factor": math.inf}},
+        {"torch_dtype": 5, "architectures": 5, "eos_token_id": "x" * 9, "num_hidden_layers": 0},
+    ],
+    ids=lambda changes: ", ".join(f"{k}={v}" for k, v in changes.items())[:50],
+)
+def test_a_configuration_of_other_values_is_refused_in_one_line(dense, tmp_path, capsys, changes):
+    config = dense / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    started = time.monotonic()
+    status, _, told = Command("import").ask(capsys, dense, tmp_path / "out")
+    assert status == 2 and told.startswith("error: ") and told.count("\n") == 1
+    assert len(told) < 2000 and time.monotonic() - started < 5
+
+
+@pytest.fixture
+def dense(tmp_path):
+    """A folder of a Hugging Face LLaMA."""
+    step = write_run(tmp_path / "dense", "full")[0]
+    assert export.main([str(step), str(tmp_path / "hf"), "--format", "hf"]) == 0
+    return tmp_path / "hf"
+
+
+@pytest.mark.parametrize("content", [b"", b"5", b"[]", b"{", b"\xff", b"[" * 10**5, b"{}"])
+@pytest.mark.parametrize("name", ["config.json", "model_args.json", "model.safetensors.index.json"])
+def test_a_damaged_file_of_a_model_is_refused_in_one_line(dense, tmp_path, capsys, name, content):
+    if "index" in name:
+        (dense / "model.safetensors").unlink()
+    (dense / name).write_bytes(content)
+    for ask, options in ((Command("import"), [tmp_path / "out"]), (generate, ["--prompt", "a"])):
+        status, _, told = ask.ask(capsys, dense, *options)
+        assert status == 2 and told.startswith("error: ") and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize("name", ["model.safetensors", "other.safetensors"])
+def test_weights_are_regular_files(dense, tmp_path, capsys, name, kind):
+    (dense / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(dense / name)
+    else:
+        (dense / name).symlink_to("/dev/zero")
+    status, _, told = Command("import").ask(capsys, dense, tmp_path / "out")
+    assert status == 2 and told.startswith("error: ") and told.count("\n") == 1
+
+
+def test_the_cache_of_the_hub_is_a_folder_of_links(dense, tmp_path, capsys):
+    """As is a folder of a user that is a link itself."""
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    blobs = tmp_path / "models--a--b" / "blobs"
+    dense.rename(blobs)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    (tmp_path / "mine").symlink_to(snapshot)
+    for number, folder in enumerate((snapshot, tmp_path / "mine")):
+        out = tmp_path / f"out{number}"
+        assert Command("import").ask(capsys, folder, out)[0] == 0
+        assert (out / "tokenizer" / "tokenizer.json").is_file()
+
+
+def test_generated_text_reaches_no_terminal_with_controls(capsys):
+    _print("a\x1b[2J\x07\r\n\tb\x9b\u202ec é 日本\u3000\u200d")
+    assert capsys.readouterr().out == "a\\x1b[2J\\x07\\r\n\tb\\x9b\\u202ec é 日本\u3000\u200d"

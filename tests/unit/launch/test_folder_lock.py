@@ -3,6 +3,7 @@
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from torchtitan_lr.launch import folder_lock
 from torchtitan_lr.launch.folder_lock import (
     HELD_VARIABLE,
     LOCK_FILE,
+    SIGNATURE_VARIABLE,
     locked,
     locked_by_rank,
 )
@@ -51,12 +53,31 @@ def test_rank_0_locks(tmp_path, variables, takes):
 
 def test_a_rank_relies_on_its_launcher_for_that_folder_only(tmp_path):
     folder = str(tmp_path / "dump")
-    with locked(folder):
-        with locked_by_rank(folder, {"RANK": "0", HELD_VARIABLE: os.path.realpath(folder)}):
-            pass
+    with locked(folder) as lock:
+        with locked_by_rank(folder, variables_of(lock)) as still_ours:
+            still_ours()
         other = {"RANK": "0", HELD_VARIABLE: str(tmp_path)}
         with pytest.raises(ConfigError), locked_by_rank(folder, other):
             pass
+
+
+def variables_of(lock):
+    held = {HELD_VARIABLE: os.path.realpath(lock.dump_folder)}
+    return held | {"RANK": "0", SIGNATURE_VARIABLE: lock.signature}
+
+
+def test_a_run_whose_lock_was_deleted_writes_no_more(tmp_path, monkeypatch):
+    folder = str(tmp_path)
+    with locked(folder) as lock, locked_by_rank(folder, variables_of(lock)) as still_ours:
+        Path(folder, LOCK_FILE).unlink()
+        for check in (lock, still_ours):
+            with pytest.raises(ConfigError, match=r"run.lock stays: it was deleted"):
+                check()
+        monkeypatch.setattr(socket, "gethostname", lambda: "another")
+        with locked(folder) as second:
+            second()
+            with pytest.raises(ConfigError, match="on another has used it"):
+                still_ours()
 
 
 def test_a_later_start_stops_the_saves_of_an_earlier_one(tmp_path, monkeypatch):

@@ -42,17 +42,11 @@ def test_ranks_per_group(overrides, ranks):
     ("family", "overrides", "key"),
     [
         ("cola", {"rank": -1}, "low_rank.rank"),
-        ("cola", {"rank": 129}, "low_rank.rank"),
-        ("cola", {"rank_attention": 129}, "low_rank.rank_attention"),
         ("cola", {"rank_attention": -5}, "low_rank.rank_attention"),
-        ("cola", {"rank_ffn": 129}, "low_rank.rank_ffn"),
         ("cola", {"activation": "gelu"}, "low_rank.activation"),
-        ("cola", {"lax_gate": "scalar"}, "low_rank.lax_gate"),
         ("lax", {"lax_gate": "vector"}, "low_rank.lax_gate"),
         ("svd", {"activation": "both"}, "low_rank.activation"),
         ("full", {"rank": 64}, "low_rank.rank"),
-        ("full", {"rank_ffn": 64}, "low_rank.rank_ffn"),
-        ("full", {"activation": "lowrank"}, "low_rank.activation"),
         ("cola", {"seq_len": 0}, "training.seq_len"),
     ],
 )

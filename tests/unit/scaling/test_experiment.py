@@ -93,6 +93,20 @@ def test_mistakes_are_one_line(tmp_path, capsys, old, new, message):
     assert message in error and error.count("\n") == 1
 
 
+def test_a_plan_reads_no_corpus_and_names_a_damaged_point(tmp_path, capsys):
+    corpus = ["--training.dataset=local", "--training.dataset_path=/none.jsonl"]
+    arguments = ["plan", write(tmp_path), f"--out={tmp_path / 'o'}", *corpus]
+    assert scaling.main(arguments) == 0
+    capsys.readouterr()
+    for text in ("[]", '{"arguments": ["x"', '{"arguments": [], "row": {}}', "null"):
+        (tmp_path / "o" / "point").mkdir(exist_ok=True)
+        (tmp_path / "o" / "point" / "point.json").write_text(text)
+        assert scaling.main(arguments) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: --out: got '{tmp_path}/o/point/point.json'")
+        assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize("folder", ["train_configs", "scripts/research"])
 def test_our_experiments(folder):
     paths = sorted(ROOT.glob(f"{folder}/experiments/*.toml"))

@@ -2,6 +2,7 @@
 """Runs that commands start: their records, failures and stops; tests/integration has whole ones."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from torchtitan_lr.scaling import experiments
 from torchtitan_lr.scaling.experiments import (
     RunFailedError,
+    run_on_ranks,
     start,
 )
 
@@ -52,3 +54,15 @@ def test_arguments_and_environment(monkeypatch, tmp_path):
         "--training.steps=3",
     ]
     assert (ranks, x) == ("3", "y")
+
+
+def test_ranks_that_fail_are_one_line_and_a_file(monkeypatch, tmp_path):
+    """The module of these ranks raises; torchrun's report and their tracebacks are in the file."""
+    (tmp_path / "broken.py").write_text("raise ValueError('no such luck')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(RunFailedError) as info:
+        run_on_ranks("broken", [], ranks=1)
+    (kept,) = tmp_path.glob("torchtitan_lr-ranks-*.txt")
+    line = f"error: the ranks failed: ValueError: no such luck; their output: {kept}"
+    assert str(info.value) == line and "Traceback" in kept.read_text()

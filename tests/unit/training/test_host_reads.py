@@ -136,18 +136,6 @@ def test_a_refresh_reads_nothing_and_copies_no_list(moments, replicas, tmp_path)
     assert reads.found.total() == 2
 
 
-def test_what_blocks_is_counted():
-    x, there = torch.arange(3.0), torch.zeros(3, device="meta")
-    with Reads() as reads:
-        assert x.sum().item() == 3 and len(x.nonzero()) == 2
-        there.copy_(x)
-        there.copy_(x, non_blocking=True)
-        x.to("meta")
-        x.to("meta", non_blocking=True)
-        x.copy_(x + 1)
-    assert reads.found == {"_local_scalar_dense": 1, "nonzero": 1, "copy_": 1, "_to_copy": 1}
-
-
 def state_of(trainer):
     """Clones of weights, moments, step counts and other state of the optimizer."""
     found = {k: v for k, v in trainer.optimizers.state_dict().items() if torch.is_tensor(v)}

@@ -131,7 +131,7 @@ WITHOUT_EFFECT = {
         initial_load_model_only initial_load_in_hf initial_load_in_hf_quantized export_dtype
         last_save_model_only last_save_in_hf async_mode keep_latest_k load_step
         exclude_from_loading enable_first_step_checkpoint create_seed_checkpoint load_only
-        fall_back initial_load_other_model""",
+        fall_back initial_load_other_model allow_unverified""",
     "validation": """enable dataset dataset_path local_batch_size seq_len freq steps first_step
         dataloader.num_workers dataloader.persistent_workers dataloader.pin_memory
         dataloader.prefetch_factor""",

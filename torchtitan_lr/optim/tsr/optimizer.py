@@ -27,7 +27,7 @@ from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part, own_part, shard_dims, wrap_like
 from torchtitan_lr.numerics import scale_
 from torchtitan_lr.optim.selection import MatrixPlan, TSRSettings, plan_matrices
-from torchtitan_lr.optim.step import clip_factor, nonfinite_gradient
+from torchtitan_lr.optim.step import clip_factor, nonfinite_gradients
 from torchtitan_lr.optim.tsr.communication import (
     DENSE,
     Layout,
@@ -248,12 +248,14 @@ class TSROptimizers(OptimizersContainer):
         counters = [count for part in self for count in part.counters]
         torch._foreach_copy_(counters, self._counts_before)
 
-    def nonfinite(self) -> str | None:
-        """Return the first parameter of this rank whose gradient or core is not finite, or None."""
-        stacks = self.synchronizer.stacks
+    def nonfinite(self, part: nn.Module) -> list[str]:
+        """Return the names of a part's parameters whose gradient or core is not finite here."""
+        stacks = self.optimizers[self.model_parts.index(part)].stacks
         cores = ((s.plans[i].name, core) for s in stacks for i, core in enumerate(s.core))
-        spoilt = (name for name, core in cores if not torch.isfinite(core).all())
-        return nonfinite_gradient(self.model_parts) or next(spoilt, None)
+        spoilt = {name for name, core in cores if not torch.isfinite(core).all()}
+        spoilt.update(nonfinite_gradients(part))
+        names = (clean_name(name) for name, _ in part.named_parameters())
+        return [name for name in names if name in spoilt]
 
 
 class TSRAdam(Optimizer):

@@ -1,0 +1,283 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The chat template of a tokenizer's folder: chats to text, and which of it are answers.
+
+A template is found and rendered as transformers' ``apply_chat_template`` does: in a sandbox, with
+the folder's special tokens, without tools and documents. One thing differs: a template is not given
+the date, because the tokens of a corpus would then depend on the day.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from torchtitan_lr.config.files import file_within, read_regular
+from torchtitan_lr.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
+from torchtitan_lr.errors import ConfigError
+
+CHAT_TEMPLATE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
+"""Folder of templates with names, such as ``tool_use.jinja``."""
+
+MOST_SECONDS = 10.0
+"""Time to render one chat: a template can have a loop without end."""
+MOST_CHARACTERS = 1 << 26
+"""Length of one rendered chat, and of a repeated text in a template."""
+
+_KEY, _WANT = "model.hf_assets_path", "a chat template in Jinja, or none at all"
+_MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+Message = dict[str, Any]
+Span = tuple[int, int]
+"""Begin and end of a part of a text, in characters."""
+
+
+class Rendered(NamedTuple):
+    """A chat as text, and the places of its answers, in order."""
+
+    text: str
+    answers: list[Span]
+
+
+def template_files(folder: Path) -> dict[str, str]:
+    """Return the names of the files of a folder's chat templates, by the templates' names."""
+    found = {"default": CHAT_TEMPLATE} if (folder / CHAT_TEMPLATE).is_file() else {}
+    more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+    return found | {file.stem: f"{MORE_TEMPLATES}/{file.name}" for file in more}
+
+
+class ChatTemplate:
+    """The chat templates of a tokenizer.
+
+    Args:
+        tokenizer: The tokenizer.
+
+    Attributes:
+        digest: Identity of the templates; empty where there are none.
+
+    Raises:
+        ConfigError: A template is unreadable or has no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        folder = Path(tokenizer.tokenizer_path)
+        self._special, self._where = tokenizer.special_tokens, str(folder / CHAT_TEMPLATE)
+        try:
+            files = template_files(folder)
+            self._sources: dict[str, str] = {
+                name: _read_text(file_within(folder, file)) for name, file in files.items()
+            }
+            if not files:  # files replace all templates of the configuration
+                self._where = str(folder / TOKENIZER_CONFIG)
+                self._sources = _of_config(tokenizer.config.get("chat_template"))
+            if not all(source.strip() for source in self._sources.values()):
+                raise ValueError("it has no text")
+        except Exception as error:  # unreadable, or of another type
+            raise ConfigError(_KEY, self._where, f"{_WANT} ({error})") from error
+        self._compiled: dict[str, Any] = {}
+        used = [self._sources[n] for n in ("default", "tool_use") if n in self._sources]
+        text = "\0".join(used) or repr(self._sources)
+        self.digest = hashlib.sha256(text.encode()).hexdigest()[:8] if self._sources else ""
+
+    def render(self, messages: list[Message], tools: Any = None, opened: bool = False) -> Rendered:
+        """Render a chat.
+
+        Args:
+            messages: The messages; each has ``role`` and ``content``.
+            tools: The tools that the chat may use, as transformers takes them.
+            opened: Whether an answer is to follow.
+
+        Returns:
+            The text; its answers are those that the template marks with ``{% generation %}``.
+
+        Raises:
+            Exception: The template cannot render it: a template can raise anything.
+        """
+        name = self._name(tools)
+        if name not in self._compiled:  # prompts with completions need none
+            self._compiled[name] = _environment().from_string(self._sources[name])
+        template, answers = self._compiled[name], list[Span]()
+        given = {"messages": messages, "tools": tools or None, "documents": None}
+        given |= {"add_generation_prompt": opened}
+        pieces, length = list[str](), 0
+        with _limited_time(), template.environment.marking(lambda: length, answers):
+            for piece in template.generate(self._special | given):
+                pieces.append(piece)
+                length += len(piece)
+                _check_length(length)
+        return Rendered("".join(pieces), answers)
+
+    def answered(self, messages: list[Message], tools: Any = None) -> Rendered:
+        """Render a chat with the places of its answers; an answer has the end mark behind it.
+
+        Without marks in the template an answer is what it adds to the text in front of the answer.
+
+        Raises:
+            ConfigError: The template cannot render it, or needs marks.
+        """
+        try:
+            whole = self.render(messages, tools)
+            if not _MARKED.search(self._sources[self._name(tools)]):
+                whole = Rendered(whole.text, list(self._by_prefixes(messages, tools, whole.text)))
+            if any(begin == end for begin, end in whole.answers) or not whole.answers:
+                raise ValueError("it needs some text for every answer")
+            return whole
+        except Exception as error:  # a template can raise anything
+            raise self._error(error, messages) from error
+
+    def asked(self, messages: list[Message], tools: Any = None) -> str:
+        """Return the text up to the next answer.
+
+        Raises:
+            ConfigError: The template cannot render it.
+        """
+        try:
+            return self.render(messages, tools, opened=True).text
+        except Exception as error:  # a template can raise anything
+            raise self._error(error, messages) from error
+
+    def _name(self, tools: Any) -> str:
+        """Return the name of the template for a chat."""
+        name = "tool_use" if tools and "tool_use" in self._sources else "default"
+        if name not in self._sources:
+            raise ValueError(f"it needs a template named 'default', not {[*self._sources]}")
+        return name
+
+    def _by_prefixes(self, messages: list[Message], tools: Any, whole: str) -> Iterator[Span]:
+        """Yield the places of answers, from the texts of the chat's beginnings."""
+        end = 0
+        for place, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self.render(messages[:place], tools, opened=True).text
+            after = self.render(messages[: place + 1], tools).text
+            if not (whole.startswith(after) and after.startswith(before) and len(before) >= end):
+                want = "it needs text that only grows from one message to the next"
+                raise ValueError(f"{want}, or {{% generation %}} around its answers")
+            end = len(after)
+            yield len(before), end
+
+    def _error(self, error: Exception, messages: list[Message]) -> ConfigError:
+        start = json.dumps(messages, ensure_ascii=False)[:80]
+        want = f"a template that renders every chat ({error}); the chat begins with {start}"
+        if type(error).__name__ == "TemplateSyntaxError":
+            want = f"{_WANT} ({error})"
+        return ConfigError(_KEY, self._where, want)
+
+
+def _read_text(path: Path) -> str:
+    text = read_regular(path, MOST_CHARACTERS).decode()
+    return text.replace("\r\n", "\n").replace("\r", "\n")  # as a text file is read
+
+
+def _of_config(given: Any) -> dict[str, str]:
+    """Return the templates of a configuration by name: one text, or a list of several."""
+    if isinstance(given, list):
+        return {each["name"]: each["template"] for each in given}
+    if isinstance(given, dict):
+        return given
+    return {} if given is None else {"default": given}
+
+
+@contextmanager
+def _limited_time() -> Iterator[None]:
+    """Raise a TimeoutError behind `MOST_SECONDS` of work, in the main thread: others get no signal.
+
+    The timer counts the process's own time, so `signal.alarm` stays free for others.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> NoReturn:
+        raise TimeoutError(f"it takes more than {MOST_SECONDS:g} seconds")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _check_length(length: int) -> None:
+    if length > MOST_CHARACTERS:
+        raise ValueError(f"it makes more than {MOST_CHARACTERS} characters")
+
+
+@cache
+def _environment() -> Any:
+    """Return Jinja's sandbox with what transformers adds to it."""
+    # Imported late: few runs have a template. torch itself requires jinja2.
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Answers(Extension):
+        """The block that marks an answer: ``{% generation %}``."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def __init__(self, environment: Any) -> None:
+            super().__init__(environment)
+            environment.extend(marking=self._marking)
+            self._open: list[tuple[Any, list[Span]]] = []
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Any) -> str:
+            text: str = caller()
+            for position, found in self._open:
+                begin = position()
+                found.append((begin, begin + len(text)))
+            return text
+
+        @contextmanager
+        def _marking(self, position: Any, found: list[Span]) -> Iterator[None]:
+            self._open = [(position, found)]
+            try:
+                yield
+            finally:
+                self._open = []
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            for one, other in ((left, right), (right, left)):
+                if isinstance(one, int) and hasattr(other, "__len__"):
+                    _check_length(one * len(other))
+            if operator == "**":
+                _check_length(abs(right))
+            return super().call_binop(context, operator, left, right)
+
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: Any = None,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:  # Jinja's own escapes HTML
+        options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    blocks = {"trim_blocks": True, "lstrip_blocks": True}
+    environment = Sandbox(extensions=[Answers, loopcontrols], **blocks)
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = refuse
+    return environment
