@@ -365,11 +365,16 @@ class _SummedFile(io.BufferedWriter):
     """A file that computes size and checksum of the written data; it must not be seeked."""
 
     size = checksum = 0
+    failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.size += memoryview(data).nbytes
         self.checksum = zlib.crc32(data, self.checksum)
-        return super().write(data)
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
 
 
 class _SummingFileSystem(FileSystem):
@@ -381,7 +386,13 @@ class _SummingFileSystem(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
         with _SummedFile(io.FileIO(path, mode)) as stream:
-            yield stream
+            try:
+                yield stream
+            except RuntimeError as error:
+                if stream.failure is None:
+                    raise
+                # torch's writer of archives hides a full disk behind an error of its own.
+                raise stream.failure from error
             self.sums[Path(path).name] = [stream.size, stream.checksum]
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:

@@ -165,8 +165,6 @@ class Reader:
         stats = ((os.path.abspath(file), file.stat()) for file in self.files)
         files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         named = asdict(replace(self.source, key="", paths=() if files else self.source.paths))
-        if any(kind_of(file) == ".txt" for file in self.files):
-            named["txt"] = 2  # 1 replaced what is not UTF-8, and kept the mark at the beginning
         return named | {"files": files}
 
     @cached_property
@@ -359,7 +357,7 @@ class Reader:
             groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
             leaves = [file.metadata.schema.column(i).path for i in range(file.metadata.num_columns)]
             sizes = (group.column(leaves.index(column)).total_uncompressed_size for group in groups)
-            many = min(256, max(1, ROWS_BYTES // max(1, *sizes, 1)))
+            many = min(256, max(1, ROWS_BYTES // max([1, *sizes])))
             batches = file.iter_batches(many, columns=[column], use_threads=False)
             texts = (text for batch in batches for text in _strings(batch.column(0)))
             for some in _grouped(islice(texts, done, None)):

@@ -128,7 +128,8 @@ def signature_of(readers: Sequence[Reader], tokenizer: Tokenizer) -> str:
     """Return a hash of all that determines a prepared folder."""
     sources = [reader.stamp() for reader in readers]
     template = PairEncoder(tokenizer).digest if readers[0].pairs else ""
-    # 2: names of special tokens in a document are text; labels of chats are transformers'.
+    # 2: names of special tokens in a document are text; labels of chats are transformers'; bytes
+    # that are no UTF-8 are not replaced, and the mark at the beginning of .txt is no text.
     text = json.dumps([2, ONE_IN, sources, tokenizer_identity(tokenizer), template])
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -33,6 +33,7 @@ DID_NOT_END = "did not end on SIGTERM, and was killed"
 """End of the ``launcher.log`` line ``rank process PID ...`` of a rank that torchrun killed."""
 _NAMES = {number.value: number.name for number in signal.Signals}
 _LESS_MEMORY = "a smaller training.local_batch_size or training.seq_len needs less"
+_OTHER_RANK = "another rank ended before, or cannot be reached"
 _UNKNOWN_CAUSE = "the ranks ended with status"
 _TAIL_BYTES = 1 << 16
 _LITTLE_SPACE = 1 << 20  # bytes; a disk with less free space counts as full
@@ -120,9 +121,7 @@ def describe_failure(log_folder: Path, status: int) -> str:
         if OUT_OF_MEMORY.search(what):
             what += f"; {_LESS_MEMORY}"
         if _LOST_CONNECTION.search(what):
-            what += (
-                f"; {unreachable if lost else 'another rank ended before, or cannot be reached'}"
-            )
+            what += f"; {unreachable if lost else _OTHER_RANK}"
         signalled = _signalled(log_folder)
         stuck = [f"rank {first_rank + rank}" for rank, _, did_not_end in signalled if did_not_end]
         if stuck:
