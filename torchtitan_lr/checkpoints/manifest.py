@@ -247,6 +247,9 @@ def _files_of(step_dir: str | Path, allow_unverified: bool) -> dict[str, Sum]:
     try:
         return read_manifest(step_dir).files
     except UnverifiedError:
+        # A save that a kill cut off: no key makes it whole.
+        if not (is_dcp(step_dir) or (Path(step_dir) / HF_INDEX).exists()):
+            raise DamagedError(f"{METADATA} is missing") from None
         if not allow_unverified:
             raise
     files: dict[str, Sum] = {}
