@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
     except (ConfigError, RunFailedError) as error:
         record(FAILED, str(error))
         # Print on every rank: torchrun kills the other ranks as soon as any rank fails.
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(escaped(f"error: {error}"), file=sys.stderr, flush=True)
         status = 2 if isinstance(error, ConfigError) else 1
     except Exception as error:
         line = describe_error(error)

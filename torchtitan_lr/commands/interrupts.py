@@ -33,9 +33,9 @@ def own_process() -> None:
     Signals that ``nohup`` or ``cmd &`` set to be ignored stay so. A rank of torchrun keeps Python's
     handlers: torchrun sends SIGTERM to the others when one rank has failed.
     """
-    for name in ("stdout", "stderr"):  # None where the shell has closed it
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the shell has closed it
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return
     sys.excepthook = report_bug

@@ -85,6 +85,9 @@ def _wait_for_first_rank() -> None:
         time.sleep(FIRST_RANK_SECONDS)
 
 
+_ALLOW = "--checkpoint.allow_unverified"
+
+
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose help shows every default and whose errors are one line with status 2.
 
@@ -132,6 +135,8 @@ class OneLineParser(argparse.ArgumentParser):
             The attributes.
         """
         given = sys.argv[1:] if args is None else list(args)
+        # As `train` takes it, and as the refusal of such a checkpoint names it.
+        given = [_ALLOW if argument == f"{_ALLOW}=true" else argument for argument in given]
         if self.takes_all and not {"-h", "--help"} & {*given}:
             return argparse.Namespace(arguments=given)
         options, rest = super().parse_known_args(given, namespace)
@@ -157,7 +162,7 @@ class OneLineParser(argparse.ArgumentParser):
 def add_allow_unverified(parser: OneLineParser) -> None:
     """Add ``--checkpoint.allow_unverified``, for commands that read a checkpoint."""
     parser.add_argument(
-        "--checkpoint.allow_unverified",
+        _ALLOW,
         dest="allow_unverified",
         action="store_true",
         help="read a checkpoint whose manifest.json is missing, damaged or not of all files",

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from torchtitan_lr.commands.parser import OneLineParser
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, escaped
 
 if TYPE_CHECKING:
     from torchtitan_lr.data.corpus import Corpus
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         corpus = _prepare(args)
         for line in losses(corpus, len(corpus.record["bad_records"])):
-            print(line)
+            print(escaped(line))
     train, held_out = corpus.tokens(), corpus.tokens(held_out=True)
     print(f"{train:,} tokens to train on, {held_out:,} held out -> {args.out}")
     return 0

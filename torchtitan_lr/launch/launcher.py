@@ -19,7 +19,7 @@ from torchtitan_lr.checks.stored import nothing_to_train
 from torchtitan_lr.compat.interpreter import cores
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import CONFIG_FILE_KEY, split_arguments
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, escaped
 from torchtitan_lr.launch.environment import (
     Environment,
     loopback_variables,
@@ -152,7 +152,7 @@ def run(
         return 128 + group.signal_number
     if expected:
         for line in hidden_errors(log_folder, set(map(int, environment.log_ranks.split(",")))):
-            print(line, file=sys.stderr)
+            print(escaped(line), file=sys.stderr)
     if status != 0:
         if expected:
             failure = describe_failure(log_folder, status)
@@ -163,7 +163,7 @@ def run(
             several = environment.nodes > 1 or environment.max_restarts
             resumable = hint or several or killed_rank(log_folder)
             hint += how_to_resume(config) if resumable else ""
-            print(f"error: {failure}{hint}", file=sys.stderr)
+            print(escaped(f"error: {failure}{hint}"), file=sys.stderr)
             elsewhere = environment.nodes > 1 and is_held(dump_folder)
             if not elsewhere and not recorded_by_rank_0(failure, read_state(dump_folder)):
                 _record_failure(lock, dump_folder, failure)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.config.files import read_json
-from torchtitan_lr.errors import OUT_OF_MEMORY
+from torchtitan_lr.errors import OUT_OF_MEMORY, escaped
 from torchtitan_lr.launch.processes import RANK_STARTED
 from torchtitan_lr.launch.run_state import RUNNING
-from torchtitan_lr.training.history import SUMMARY_FILE
+from torchtitan_lr.training.history import SUMMARY_FILE, is_number
 
 # Lines that must reach the console: error messages, and how to resume (printed by rank 0 only).
 _FINAL_LINE = re.compile(r"^error: |\bStopped by .* after step ")
@@ -67,7 +67,9 @@ def summary_lines(summary: dict[str, Any], dump_folder: Path, log_folder: Path) 
 
     def number(key: str, form: str, unit: str = "") -> str:
         value = summary.get(key)
-        return "-" if value is None else format(value, form) + unit
+        if not is_number(value) or (form == "d" and not isinstance(value, int)):
+            return "-"  # unknown, or the file is damaged
+        return format(value, form) + unit
 
     rows = (
         ("steps", number("steps", "d")),
@@ -84,7 +86,7 @@ def summary_lines(summary: dict[str, Any], dump_folder: Path, log_folder: Path) 
         ("logs", log_folder),
     )
     width = max(len(name) for name, _ in rows)
-    return [f"{name:<{width}}  {value}" for name, value in rows]
+    return [f"{name:<{width}}  {escaped(str(value))}" for name, value in rows]
 
 
 def describe_failure(log_folder: Path, status: int) -> str:

@@ -91,10 +91,17 @@ def test_a_bug_is_one_line_and_its_traceback_a_file(tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no /dev/full")
 @pytest.mark.parametrize(
-    ("output", "status", "error"),
-    [(">/dev/full", 1, "error: No space left on device\n"), (">&-", 0, ""), ("2>&-", 0, "")],
+    ("words", "status", "error"),
+    [
+        ("config list >/dev/full", 1, "error: No space left on device\n"),
+        *(("config list >&-", 0, ""), ("config list 2>&-", 0, "")),
+        (
+            "generate x --prompts - <&-",
+            *(2, "error: --prompts: got '-', expected at least one line that is not empty\n"),
+        ),
+    ],
 )
-def test_an_output_that_takes_nothing(output, status, error):
-    command = f"'{sys.executable}' -m torchtitan_lr config list {output}"
+def test_streams_that_are_closed_or_full(words, status, error):
+    command = f"'{sys.executable}' -m torchtitan_lr {words}"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (status, error)

@@ -14,6 +14,7 @@ from torchtitan_lr.launch.report import (
     hidden_errors,
     killed_rank,
     recorded_by_rank_0,
+    summary_lines,
 )
 
 
@@ -121,6 +122,14 @@ def test_ranks_have_the_numbers_of_the_run(tmp_path):
         started + "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: x"
     )
     assert "; the machine of RDZV_ENDPOINT cannot be reached" in describe_failure(tmp_path, 1)
+
+
+@pytest.mark.parametrize("value", ["a\x1b[31m", [1], {}, True, float("nan"), None])
+def test_a_damaged_summary_costs_its_cells(value):
+    summary = {"train_loss": 2.5, "steps": value, "mfu": value, "checkpoint": value}
+    lines = summary_lines(summary, Path("a"), Path("b"))
+    assert lines[0].split() == ["steps", "-"] and "2.5000" in lines[1]
+    assert "".join(lines).isprintable()
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):
