@@ -85,8 +85,8 @@ def build_command(
     if not variables.get("OMP_NUM_THREADS"):
         variables["OMP_NUM_THREADS"] = str(max(1, cores() // environment.ranks))
     variables["PYTHONUNBUFFERED"] = "1"
-    # The run's ranks, not this machine's.
-    variables.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank${rank}]:")
+    # The run's ranks, not this machine's. `RankGroup` knows their lines by this prefix.
+    variables["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank${rank}]:"
     try:
         getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name: torch's compiler asks for one

@@ -80,7 +80,8 @@ def _told(store: Any, key: str, first: bool, ranks: int, work: Callable[[], Any]
 def _refuse(store: Any, key: str, error: Exception, ranks: int) -> None:
     """Give the other ranks a refusal, and keep the store until they have read it."""
     what: tuple[str, object, str]
-    what = ("rank 0", f"{type(error).__name__}: {error}", "a run that can be checked")
+    rank = os.environ.get("RANK", "0")
+    what = (f"rank {rank}", f"{type(error).__name__}: {error}", "a run that can be checked")
     if isinstance(error, ConfigError):
         what = (error.key, error.got, error.want)
     store.set(key, json.dumps({"refusal": what}, default=str))
