@@ -53,6 +53,20 @@ REFUSALS = [
     ("job.custom_config_module=other", "'other'", "torchtitan_lr.config.schema"),
 ]
 
+# Keys of torchtitan that nothing here reads.
+NOT_READ = (
+    *("parallelism.context_parallel_degree=2", "parallelism.expert_parallel_degree=2"),
+    *("parallelism.enable_async_tensor_parallel", "model.converters=float8", "model.tokenizer_path=x"),
+    *("memory_estimation.enable", "checkpoint.initial_load_in_hf_quantized"),
+    *("experimental.custom_args_module=other", "low_rank.lax_gate=scalar"),
+)
+
+
+def test_what_would_be_ignored_is_refused():
+    for option in NOT_READ:
+        assert refusal(f"--{option}").startswith(f"{option.partition('=')[0]}: got ")
+
+
 GPU_ONLY = [
     ("profiling.enable_profiling", "True", "false on a CPU"),
     ("profiling.enable_memory_snapshot", "True", "false on a CPU"),
