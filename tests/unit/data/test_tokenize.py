@@ -237,7 +237,16 @@ def test_a_folder_has_no_hidden_files_and_no_links_out_of_it(tmp_path):
     snapshot.mkdir(parents=True)
     shutil.copy(data / "a.jsonl", snapshot.parents[1] / "blobs" / "0a")
     (snapshot / "train.jsonl").symlink_to("../../blobs/0a")
-    assert len(Reader(Source("local", (str(snapshot),))).files) == 1
+    (snapshot / "more").mkdir()
+    (snapshot / "more" / "a.jsonl").symlink_to("../../../blobs/0a")
+    for folder, files in ((snapshot, 2), (snapshot / "more", 1)):
+        assert len(Reader(Source("local", (str(folder),))).files) == files
+    # A folder of that name elsewhere is another's.
+    shutil.copytree(snapshot.parents[1] / "blobs", tmp_path / "blobs")
+    (data / "x.jsonl").symlink_to("../blobs/0a")
+    with pytest.raises(ConfigError, match=r"x\.jsonl', .* a link to "):
+        Reader(Source("local", (str(data),)))
+    (data / "x.jsonl").unlink()
     (data / "x.txt").symlink_to("/etc/passwd")
     for source in ("local", "hf"):
         with pytest.raises(ConfigError, match=r"x\.txt', .* a link to /etc/passwd"):
