@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -113,10 +114,11 @@ class RunWandb(WandBLogger):
         mode: Any = given("WANDB_MODE") or metrics.wandb_mode
         if mode == "auto":
             netrc = Path(given("NETRC", "~/.netrc")).expanduser()
-            known = netrc.is_file() and "wandb" in netrc.read_text()
+            known = netrc.is_file() and b"wandb" in netrc.read_bytes()
             mode = "online" if known or given("WANDB_API_KEY") else "offline"
         kept = dump_folder / WANDB_ID_FILE
-        stored = kept.read_text().strip() if after > 0 and kept.is_file() else ""
+        stored = kept.read_text(errors="ignore") if after > 0 and kept.is_file() else ""
+        stored = re.sub(r"[^\w.-]", "", stored)  # a damaged file must not end the run
         run_id = given("WANDB_RUN_ID") or stored or secrets.token_hex(4)
         self._run = wandb.init(
             entity=given("WANDB_TEAM"),

@@ -104,6 +104,7 @@ def test_wandb_continues_its_run_and_ends_as_failed(tmp_path, metrics, curve):
     assert summary["curve/_type"] == "image-file"
     # A resumption from step 3, which fails: the same run in a file of its own.
     run_of(tmp_path).parent.rename(tmp_path / "first")
+    (tmp_path / WANDB_ID_FILE).write_bytes(kept.encode() + b"\xff/\n")  # damaged
     second = RunWandb(tmp_path, 3, {"training": {"steps": 9}}, metrics)
     second.log({"loss": 4.0}, 4)
     second.exit_status = 1
