@@ -105,9 +105,10 @@ def run(args: argparse.Namespace) -> int:
     args.checkpoint = find_step(args.checkpoint, args.allow_unverified)
     result = evaluate(args)
     if os.environ.get("RANK", "0") == "0":
+        # First, so that a full disk does not cost the result.
+        print(json.dumps(result, indent=2) if args.json else as_text(result))
         if args.out is not None:
             args.out.write_text(json.dumps(result, indent=2) + "\n")
-        print(json.dumps(result, indent=2) if args.json else as_text(result))
     if "RANK" in os.environ:
         exit_without_teardown(0)
     return 0

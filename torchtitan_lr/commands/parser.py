@@ -135,10 +135,10 @@ class OneLineParser(argparse.ArgumentParser):
             The attributes.
         """
         given = sys.argv[1:] if args is None else list(args)
-        # As `train` takes it, and as the refusal of such a checkpoint names it.
-        given = [_ALLOW if argument == f"{_ALLOW}=true" else argument for argument in given]
         if self.takes_all and not {"-h", "--help"} & {*given}:
             return argparse.Namespace(arguments=given)
+        # As `train` takes it, and as the refusal of such a checkpoint names it.
+        given = [_ALLOW if argument == f"{_ALLOW}=true" else argument for argument in given]
         options, rest = super().parse_known_args(given, namespace)
         if self.takes_overrides:
             options.overrides = rest

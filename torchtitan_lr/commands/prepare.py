@@ -76,7 +76,7 @@ def _prepare(args: argparse.Namespace) -> "Corpus":
         raise ConfigError("SOURCE", "", "a file, folder or pattern, python_stdlib or hf:owner/name")
     if not args.tokenizer:
         raise ConfigError("--tokenizer", args.tokenizer, "a folder, such as my_tokenizer")
-    if args.tokens is not None and not args.tokens >= 1:
+    if args.tokens is not None and not 1 <= args.tokens < 2**63:
         raise ConfigError("--tokens", args.tokens, "a positive number such as 1e9")
     if args.workers is not None and args.workers < 1:
         raise ConfigError("--workers", args.workers, "a positive number of processes")

@@ -60,6 +60,7 @@ def test_files_are_prepared_and_verified(tmp_path, capsys):
         (["cpython", "--tokenizer", "nowhere"], "--tokenizer: got 'nowhere'"),
         (["nowhere.txt", "--tokenizer", SHIPPED], "SOURCE: got 'nowhere.txt'"),
         (["cpython", "--tokenizer", SHIPPED, "--tokens", "0"], "--tokens: got 0"),
+        (["cpython", "--tokenizer", SHIPPED, "--tokens", "inf"], "--tokens: got inf"),
         (["cpython", "--tokenizer", SHIPPED, "--workers", "0"], "--workers: got 0"),
         (["--verify"], "--out: got "),
     ],
