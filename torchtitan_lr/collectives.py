@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lr.compat.collectives import functional
 from torchtitan_lr.compat.compiler import lower_as_identity
+from torchtitan_lr.compat.dispatch import results_are_cached
 
 T = TypeVar("T", bound=tuple[Any, ...])
 
@@ -90,16 +91,23 @@ def local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def start_sum(x: Tensor, ranks: Ranks, dim: int | None = None) -> Tensor:
+def start_sum(x: Tensor, ranks: Ranks, dim: int | None = None, owned: bool = False) -> Tensor:
     """Start summing equal-shaped tensors over the ranks; `wait` makes the result usable.
 
     Args:
         x: One rank's term.
         ranks: More than one rank.
         dim: Each rank keeps its slice of this dimension of the sum; None for the whole sum.
+        owned: Whether the caller gives x away: the whole sum then takes its memory. Otherwise x
+            keeps its values.
     """
     if dim is None:
-        started: Tensor = functional.all_reduce(x.contiguous(), "sum", ranks.group)
+        if torch.compiler.is_compiling():  # it drops the copy that the operator makes
+            started: Tensor = functional.all_reduce(x.contiguous(), "sum", ranks.group)
+            return started
+        may_overwrite = owned and not results_are_cached()
+        term = x.contiguous() if may_overwrite else x.clone(memory_format=torch.contiguous_format)
+        started = functional.all_reduce_(term, "sum", ranks.group)
         return started
     dim %= x.ndim
     # The operator cuts the first dimension, so the ranks' slices go there.
@@ -121,7 +129,9 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def reduce(x: Tensor, ranks: Ranks, dim: int | None = None, wide: bool = False) -> Tensor:
+def reduce(
+    x: Tensor, ranks: Ranks, dim: int | None = None, wide: bool = False, owned: bool = False
+) -> Tensor:
     """Sum the ranks' tensors, without autograd.
 
     Args:
@@ -129,6 +139,7 @@ def reduce(x: Tensor, ranks: Ranks, dim: int | None = None, wide: bool = False) 
         ranks: The ranks; one rank sums nothing.
         dim: As in `start_sum`.
         wide: Whether to sum in fp32 or better, by an all-to-all.
+        owned: As in `start_sum`.
 
     Returns:
         The sum, or this rank's slice of it, in the dtype of x.
@@ -136,7 +147,7 @@ def reduce(x: Tensor, ranks: Ranks, dim: int | None = None, wide: bool = False) 
     if ranks.size == 1:
         return x
     if not wide:
-        return wait(start_sum(x, ranks, dim))
+        return wait(start_sum(x, ranks, dim, owned))
     if dim is None:
         flat = x.flatten()
         padded = F.pad(flat, (0, -flat.numel() % ranks.size))

@@ -149,6 +149,7 @@ def _trainer_with(fault: str, config: Any) -> Any:
                 return super().forward_backward_step(**kwargs)
             if kind == "sigterm":
                 os.kill(os.getpid(), signal.SIGTERM)
+                return super().forward_backward_step(**kwargs)
             *_, block = self.model_parts[-1].get_submodule("layers").children()
             if kind == "nan_gradient":
                 handle = block.register_forward_hook(_spoil_gradient)

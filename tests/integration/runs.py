@@ -237,8 +237,12 @@ class Finished:
         return f"status {self.status}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
 
     def own_lines(self):
-        """Lines of stderr that no rank wrote."""
-        return [line for line in self.err.splitlines() if not line.startswith("[rank")]
+        """Lines of stderr that no rank wrote.
+
+        Left out is that a corpus is prepared: the machine's first run of it says so.
+        """
+        lines = self.err.splitlines()
+        return [line for line in lines if not line.startswith(("[rank", "preparing", "prepared"))]
 
 
 def run(command, cwd=ROOT, **options):

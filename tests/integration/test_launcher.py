@@ -24,8 +24,8 @@ def test_a_signal_lets_all_ranks_save_and_ends_well(tmp_path, number):
     runs.wait_until_gone(pids)
     assert "Traceback" not in done.err
     # The ranks' own lines and nothing else.
-    lines = (done.out + done.err).splitlines()
-    assert [line for line in lines if not line.startswith("[rank0]:")] == []
+    assert [line for line in done.out.splitlines() if not line.startswith("[rank0]:")] == []
+    assert done.own_lines() == [] and "[rank1]:" not in done.err
 
 
 def test_a_rank_that_cannot_save_is_no_success(tmp_path):

@@ -247,6 +247,9 @@ def _files_of(step_dir: str | Path, allow_unverified: bool) -> dict[str, Sum]:
     try:
         return read_manifest(step_dir).files
     except UnverifiedError:
+        # A save that a kill cut off: no key makes it whole.
+        if not (is_dcp(step_dir) or (Path(step_dir) / HF_INDEX).exists()):
+            raise DamagedError(f"{METADATA} is missing") from None
         if not allow_unverified:
             raise
     files: dict[str, Sum] = {}
@@ -262,7 +265,7 @@ def _stored_files(step_dir: str | Path) -> set[str]:
         stored = read_metadata(step_dir).storage_data.values()
         return {METADATA, *(info.relative_path for info in stored)}
     try:
-        return {HF_INDEX, *read_json(Path(step_dir) / HF_INDEX)["weight_map"].values()}
+        return {HF_INDEX, *map(str, read_json(Path(step_dir) / HF_INDEX)["weight_map"].values())}
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise DamagedError(f"{HF_INDEX} cannot be read ({describe(error)})") from error
 

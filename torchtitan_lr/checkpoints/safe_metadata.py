@@ -43,6 +43,8 @@ from torchtitan_lr.compat.checkpointing import (
 from torchtitan_lr.config.files import read_regular
 
 _MOST_BYTES = 1 << 31  # of a table of contents; one of a thousand ranks has some hundred megabytes
+_MOST_SIZES = 64  # of a tensor; a few bytes could name one long tuple again and again
+_MOST_PARTS = 4096  # characters of a path, for the same reason
 
 
 class DamagedError(Exception):
@@ -90,6 +92,8 @@ class _Pickle:
         self.stack.append(payload.decode())
 
     def long(self, payload: bytes) -> None:
+        if len(payload) > 8:  # such numbers can be chosen to have one hash
+            raise ValueError("it has a number of more than 64 bits")
         self.stack.append(int.from_bytes(payload, "little", signed=True))
 
     def integer(self, number: int) -> None:
@@ -198,6 +202,14 @@ def _only(value: Any, *kinds: type) -> Any:
     return value
 
 
+def _whole(made: Any, *kinds: type) -> Any:
+    """As `_only`, of an object that has all attributes of its class."""
+    for name in METADATA_FIELDS[type(_only(made, *kinds))]:
+        if not hasattr(made, name):
+            raise DamagedError(f"{METADATA} has a {type(made).__name__} without {name}")
+    return made
+
+
 def _find(module: str, name: str) -> Any:
     """Return one of the known classes or values of torch, without any import."""
     if module.startswith("pathlib") and (module, name) in METADATA_CLASSES:
@@ -214,12 +226,14 @@ def _find(module: str, name: str) -> Any:
 
 def _call(what: Any, *arguments: Any) -> Any:
     """Return what a known class or function makes of arguments of the types that DCP writes."""
-    if what is torch.Size:
-        return torch.Size([_only(number, int) for number in _only(*arguments, tuple)])
+    if what is torch.Size and len(_only(*arguments, tuple)) <= _MOST_SIZES:
+        return torch.Size([_only(number, int) for number in arguments[0]])
     if what is OrderedDict and not arguments:
         return {}
-    if what is Path:
-        return Path(*(_only(part, str) for part in arguments))
+    if what is Path and len(arguments) <= _MOST_PARTS:
+        parts = [_only(part, str) for part in arguments]
+        if sum(map(len, parts)) <= _MOST_PARTS:
+            return Path(*parts)
     if isinstance(what, type) and issubclass(what, Enum):
         return what(_only(*arguments, int))
     # Python 3.11.0 to 3.11.3 pickle a member of an enumeration as a getattr.
@@ -227,7 +241,9 @@ def _call(what: Any, *arguments: Any) -> Any:
         return arguments[0][_only(arguments[1], str)]
     if getattr(what, "__name__", "") == "_get_layout":
         return _find("torch", _only(*arguments, str).removeprefix("torch."))
-    raise DamagedError(f"{METADATA} calls {what!r}, which no checkpoint needs")
+    # Not its representation: that of a few nested lists would never end.
+    name = getattr(what, "__name__", type(what).__name__)
+    raise DamagedError(f"{METADATA} calls {name}, which no checkpoint needs")
 
 
 def read_metadata(step_dir: str | Path) -> Metadata:
@@ -255,14 +271,12 @@ def _check(metadata: Any) -> None:
         raise DamagedError(f"{METADATA} is no table of contents")
     for name, stored in metadata.state_dict_metadata.items():
         _only(name, str)
-        if isinstance(stored, TensorStorageMetadata):
-            for chunk in stored.chunks:
-                _only(chunk, ChunkStorageMetadata)
-        else:
-            _only(stored, BytesStorageMetadata)
+        _whole(stored, TensorStorageMetadata, BytesStorageMetadata)
+        for chunk in getattr(stored, "chunks", []):
+            _whole(chunk, ChunkStorageMetadata)
     for index, info in metadata.storage_data.items():
-        _only(index, MetadataIndex)
-        name = _only(info, _StorageInfo).relative_path
+        _whole(index, MetadataIndex)
+        name = _whole(info, _StorageInfo).relative_path
         if name in ("", ".", "..") or PurePath(name).name != name:
             raise DamagedError(f"{METADATA} names a file outside its folder: {name!r}")
     for path in (metadata.planner_data or {}).values():

@@ -45,7 +45,7 @@ def converse(
     encoder = PairEncoder(tokenizer)
     # An answer ends at the template's mark, such as ``<|im_end|>``.
     mark = encoder.end_mark()
-    ids = tokenizer.encode(mark, special=True)
+    ids = tokenizer.encode_text(mark, special=True).ids
     if ids and tokenizer.decode(ids[:1], skip_special_tokens=True):
         settings = replace(settings, stops=[*settings.stops, mark])
     elif ids:  # special tokens have no text

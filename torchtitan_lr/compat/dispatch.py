@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops import flex_attention, inductor_compiled_code
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import keystr as keystr
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_leaves_with_path as tree_leaves_with_path
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_map_with_path as tree_map_with_path
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 ATTENTION_OPERATORS = frozenset(
     {
@@ -56,6 +58,17 @@ def changes_arguments(func: Any) -> bool:
     # If upstream renames these, the ledger and the estimate take operators that write for views;
     # this function's test fails first.
     return bool(getattr(getattr(func, "_schema", None), "is_mutable", False))
+
+
+def results_are_cached() -> bool:
+    """Return whether selective checkpointing keeps the results of operators here.
+
+    It gives them to the recomputation, so nothing may overwrite them. Torch notices a change by the
+    tensor's version, and a collective in place does not count in it.
+    """
+    # If upstream renames these, the import fails.
+    caching = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+    return any(isinstance(mode, caching) for mode in _get_current_dispatch_mode_stack())
 
 
 def storage_address(x: Tensor | torch.UntypedStorage) -> int:

@@ -147,15 +147,14 @@ def ensure_prepared(
 def find_prepared(config: Any, section: Section) -> dict[str, str]:
     """Find the tokens of somebody's run; its record may name any folder, corpus or limit.
 
-    Nothing is downloaded, and nothing is written, pruned or deleted where the record says. The text
-    that comes with Python or this package is prepared in a temporary folder where its tokens are
-    missing.
+    Nothing is downloaded, and nothing is written, pruned or deleted where the record says. Text on
+    this machine is prepared in a temporary folder where its tokens are missing.
 
     Returns:
         Folders for `ensure_prepared`.
 
     Raises:
-        ConfigError: The tokens are not prepared on this machine.
+        ConfigError: It is a dataset of the Hub whose tokens are not prepared on this machine.
     """
     found: dict[str, str] = {}
     for part in wanted(config, section):
@@ -168,10 +167,10 @@ def find_prepared(config: Any, section: Section) -> dict[str, str]:
                 _held[folder] = lock = (folder.parent / "locks" / folder.name).open("rb")
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         else:
-            want = "tokens that are prepared here, since reading a run prepares and downloads none:"
-            want += " name a text with --corpus, or with --config the run's TOML to prepare them"
+            want = "tokens that are prepared here, since reading a run downloads none: name a text"
+            want += " with --corpus, or with --config the run's TOML to prepare them"
             name = ", ".join(map(str, part.sources))
-            require(part.sources[0].name in LIBRARIES, f"{section}.dataset", name, want)
+            require(part.sources[0].name != "hf", f"{section}.dataset", name, want)
             temporary = tempfile.mkdtemp(prefix="torchtitan_lr-")
             atexit.register(shutil.rmtree, temporary, ignore_errors=True)
             folder = Path(temporary) / "tokens"

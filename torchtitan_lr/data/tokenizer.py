@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from torchtitan_lr.config.files import read_json
+from torchtitan_lr.config.files import read_json, read_regular
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.errors import ConfigError, require
 
@@ -155,7 +155,7 @@ class Tokenizer:
 
     def __init__(self, folder: str) -> None:
         self.tokenizer_path, place = folder, Path(folder)
-        self.tokenizer = tokenizers.Tokenizer.from_file(str(place / HF_FILE))
+        self.tokenizer = tokenizers.Tokenizer.from_buffer(read_regular(place / HF_FILE))
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.config = _read_if_there(place / TOKENIZER_CONFIG)
@@ -200,12 +200,16 @@ class Tokenizer:
         Returns:
             Its ids.
         """
+        special = special and not self.config.get("split_special_tokens", False)
         ids = self.encode_text(text, special).ids
         return self.begin * add_bos + ids + self.end * add_eos
 
     def encode_text(self, text: str, special: bool = False) -> Any:
-        """Return the library's ``Encoding`` of a text alone, see :meth:`encode`."""
-        special = special and not self.config.get("split_special_tokens", False)
+        """Return the library's ``Encoding`` of a text alone.
+
+        Here ``special`` does not depend on ``split_special_tokens`` of the configuration: a chat
+        template means the tokens that it names.
+        """
         self.tokenizer.encode_special_tokens = not special
         return self.tokenizer.encode(text, add_special_tokens=False)
 

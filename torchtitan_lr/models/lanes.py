@@ -119,13 +119,16 @@ class _ShareChannels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shared: int, wide: bool, ranks: Ranks) -> Tensor:
         ctx.shared, ctx.wide, ctx.ranks = shared, wide, ranks
-        (out,) = save(lambda: (spread(reduce(lane_sum(x, shared), ranks), x),))
+        owned = x.shape[2] > 1  # the sum over one lane is a view of x
+        (out,) = save(lambda: (spread(reduce(lane_sum(x, shared), ranks, owned=owned), x),))
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         own = lane_sum(gradient, ctx.shared, ctx.wide)
-        return spread(reduce(own, ctx.ranks, wide=ctx.wide), gradient), None, None, None
+        owned = gradient.shape[2] > 1
+        total = reduce(own, ctx.ranks, wide=ctx.wide, owned=owned)
+        return spread(total, gradient), None, None, None
 
 
 def share_channels(x: Tensor, shared: int, wide: bool = True, ranks: Ranks = SINGLE) -> Tensor:

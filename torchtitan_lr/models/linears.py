@@ -43,6 +43,7 @@ from torchtitan_lr.collectives import (
 )
 from torchtitan_lr.models.norms import (
     Reduction,
+    concatenated,
     down_products,
     norm_numbers,
     normalize,
@@ -162,8 +163,7 @@ class _SharedLinear(torch.autograd.Function):
                 F.linear(part, run[0]) if len(run) == 1 else torch.bmm(part, torch.stack(run).mT)
                 for part, run in _parts(whole, weights)
             )
-        rows = weights[0] if len(weights) == 1 else torch.cat(weights)
-        compute = lambda: (F.linear(whole, rows),)  # noqa: E731
+        compute = lambda: (F.linear(whole, concatenated(weights)),)  # noqa: E731
         return save(compute) if shared.saved == "output" else compute()
 
     @staticmethod
@@ -179,6 +179,7 @@ class _SharedLinear(torch.autograd.Function):
             else summed_products(gradients[0], weights),
             shared.ranks,
             shared.dim,
+            owned=True,
         )
         dweights: list[Tensor] = []
         if not shared.separate:

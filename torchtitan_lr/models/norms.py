@@ -70,6 +70,15 @@ class Reduction:
         return list(payloads[0].split([weight.shape[0] for weight in weights], dim=-1))
 
 
+def _payload(x: Tensor, rows: Tensor, column: Tensor | None) -> Tensor:
+    """Return a product (b, s, r), with a column (b, s) and its padding behind it if given."""
+    h = F.linear(x, rows)
+    if column is None:
+        return h
+    padding = -(h.shape[-1] + 1) % COLUMN_MULTIPLE
+    return torch.cat((h, F.pad(column.to(h.dtype).unsqueeze(-1), (0, padding))), dim=-1)
+
+
 class _OnlineDown(torch.autograd.Function):
     """Forward: one reduction per message and one of the statistic. Backward: see the module."""
 
@@ -84,16 +93,16 @@ class _OnlineDown(torch.autograd.Function):
 
         def reduced() -> tuple[Tensor]:
             statistic = sum_of_squares(x)
-            started = None if how.column else start_sum(statistic, how.ranks, kept)
+            start = partial(start_sum, ranks=how.ranks, dim=kept, owned=True)
+            started = None if how.column else start(statistic)
             reductions = []
             for i, group in enumerate(how.messages(weights)):
                 # (x ⊙ γ) Aᵀ = x (A ⊙ γ)ᵀ: A has r rows, and x has b·s.
-                h = F.linear(x, torch.cat(group) * gamma)
-                if how.column and i == 0:
-                    padding = -(h.shape[-1] + 1) % COLUMN_MULTIPLE
-                    column = F.pad(statistic.to(h.dtype).unsqueeze(-1), (0, padding))
-                    h = torch.cat((h, column), dim=-1)
-                reductions.append(start_sum(h, how.ranks, kept))  # runs during the next product
+                rows = concatenated(group) * gamma
+                column = statistic if how.column and i == 0 else None
+                # No name for the payload itself: it would outlive the reduction, which runs during
+                # the next product.
+                reductions.append(start(_payload(x, rows, column)))
             products.extend(wait(reduction) for reduction in reductions)
             if started is None:
                 width = sum(weight.shape[0] for weight in how.messages(weights)[0])
@@ -147,13 +156,14 @@ class _Down(torch.autograd.Function):
         if how.ranks.size == 1:
             return save(lambda: tuple(F.linear(x, weight) for weight in weights))
 
-        start = partial(start_sum, ranks=how.ranks, dim=TOKENS if how.sequence else None)
+        kept = TOKENS if how.sequence else None
+        start = partial(start_sum, ranks=how.ranks, dim=kept, owned=True)
         # The inner list starts all reductions: each runs during the next product.
         return save(
             lambda: tuple(
                 wait(reduction)
                 for reduction in [
-                    start(F.linear(x, torch.cat(group))) for group in how.messages(weights)
+                    start(F.linear(x, concatenated(group))) for group in how.messages(weights)
                 ]
             )
         )
@@ -164,10 +174,10 @@ class _Down(torch.autograd.Function):
         how, whole = ctx.how, list(gradients)
         if how.sequence:
             whole = all_gather(gradients, how.ranks, TOKENS)
-        gradient = torch.cat(whole, dim=-1) if len(whole) > 1 else whole[0]
+        gradient = concatenated(whole, dim=-1)
         dw = gradient.flatten(0, -2).T @ x.flatten(0, -2)
         if how.ranks.size == 1:
-            dx = gradient @ (torch.cat(weights) if len(weights) > 1 else weights[0])
+            dx = gradient @ concatenated(weights)
         else:
             dx = summed_products(gradient, weights)
         return (dx, None, *dw.split([weight.shape[0] for weight in weights]))
@@ -178,7 +188,8 @@ class _SyncNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks) -> Tensor:
-        (rstd,) = save(lambda: (torch.rsqrt(reduce(sum_of_squares(x), ranks) / dim + eps),))
+        total = partial(reduce, ranks=ranks, owned=True)
+        (rstd,) = save(lambda: (torch.rsqrt(total(sum_of_squares(x)) / dim + eps),))
         rstd = rstd.unsqueeze(-1)
         ctx.save_for_backward(x, gamma, rstd)
         ctx.dim, ctx.ranks = dim, ranks
@@ -188,7 +199,7 @@ class _SyncNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, rstd = ctx.saved_tensors
         scaled = dy * gamma.to(rstd.dtype)
-        inner = reduce((scaled * x).sum(-1), ctx.ranks).unsqueeze(-1)
+        inner = reduce((scaled * x).sum(-1), ctx.ranks, owned=True).unsqueeze(-1)
         dx = rstd * scaled - rstd.pow(3) / ctx.dim * inner * x
         dgamma = (dy * (x * rstd)).sum((0, 1))
         return dx.to(x.dtype), dgamma.to(gamma.dtype), None, None, None
@@ -202,7 +213,7 @@ class _ScatteredNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks) -> Tensor:
-        started = start_sum(sum_of_squares(x), ranks)
+        started = start_sum(sum_of_squares(x), ranks, owned=True)
         (gathered,) = all_gather([x * gamma], ranks, FEATURES)
         rstd = torch.rsqrt(wait(started) / dim + eps).unsqueeze(-1)
         ctx.save_for_backward(x, gamma, rstd)
@@ -216,7 +227,7 @@ class _ScatteredNorm(torch.autograd.Function):
         du = reduce(dgathered, ctx.ranks, FEATURES).to(rstd.dtype)
         # dS = -½ rstd² / d · <dH, H>, and <dH, H> = <dU, U> is a sum over the features, of which
         # a rank has its own.
-        inner = reduce((du * (x * gamma)).sum(-1), ctx.ranks).unsqueeze(-1)
+        inner = reduce((du * (x * gamma)).sum(-1), ctx.ranks, owned=True).unsqueeze(-1)
         ds = -0.5 / ctx.dim * rstd.square() * inner
         dx = du * gamma + 2 * ds * x
         dgamma = (du * x).sum((0, 1))
@@ -296,6 +307,11 @@ def sum_of_squares(x: Tensor) -> Tensor:
     """Sum x² over the last dimension, accumulated and returned in fp32 (fp64 for fp64)."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return torch.linalg.vector_norm(x, dim=-1, dtype=dtype).square()
+
+
+def concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Concatenate tensors along a dimension; one alone is returned as it is, not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
 
 
 def summed_products(gradient: Tensor, weights: Sequence[Tensor]) -> Tensor:

@@ -255,7 +255,7 @@ class CheckpointManager(TitanCheckpointHooks):
             folder = self.checkpoint_folder(step)
             whole = from_first_rank(layout.is_dcp(folder))
             if damage := self._damage_of(folder) if whole else _MODEL_ALONE:
-                older = newest_whole_before(folder)
+                older = newest_whole_before(folder, self._unverified)
                 if older is None or not self._fall_back:
                     raise _damaged(folder, damage, older)
                 if self._first:

@@ -111,7 +111,7 @@ def build_summary(
         "train_loss": loss,
         "val_loss": val_loss,
         "val_ppl": ppl if math.isfinite(ppl) else None,  # JSON has no infinity
-        "unigram_entropy": val[-1][UNIGRAM_ENTROPY] if val else None,
+        "unigram_entropy": val[-1].get(UNIGRAM_ENTROPY) if val else None,
         "tokens_per_s": median(speeds) if speeds else None,
         "mfu": median(mfus) if mfus else None,
         "peak_memory_gib": peak_memory_gib,

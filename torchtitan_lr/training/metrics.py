@@ -241,10 +241,11 @@ class LowRankMetricsProcessor(MetricsProcessor):
             self.opened.append(RunTensorBoard(folder, step, config))
         for opened in self.opened:
             self.logger.add_logger(opened)
-        if self.history is not None and (path := self.history.path).is_file():
+        # A file that cannot be read has no records here, and is left as it is.
+        if self.history is not None and (records := read_history(self.history.path)):
             # Later records are dropped: a run resumed from ``step`` writes them again.
-            kept = [record for record in read_history(path) if record["step"] <= step]
-            write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
+            kept = [record for record in records if record["step"] <= step]
+            write_whole(self.history.path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def close(self) -> None:
         """Close the loggers; those that know failed runs get ``exit_status``."""

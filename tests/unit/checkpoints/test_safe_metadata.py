@@ -179,6 +179,25 @@ ATTACKS = {
     "a huge size": pickled(
         named("torch", "Size"), pickle.EMPTY_LIST, pickle.TUPLE1, pickle.REDUCE
     ),
+    # Its representation has 2 to the power of 60 lists.
+    "a call of nested lists": pickled(
+        pickle.EMPTY_LIST, pickle.MEMOIZE,
+        *(
+            pickle.EMPTY_LIST + pickle.MEMOIZE + pickle.MARK + 2 * (pickle.BINGET + bytes([n]))
+            + pickle.APPENDS for n in range(60)
+        ),
+        pickle.EMPTY_TUPLE, pickle.REDUCE,
+    ),
+    # Numbers of one hash: a table of them takes the square of their number.
+    "a long number": pickled(pickle.LONG1 + bytes([9]) + bytes(9)),
+    # Each use of the tuple would copy it.
+    "many dimensions": pickled(
+        named("torch", "Size"), pickle.MARK, 65 * (pickle.BININT1 + b"\1"), pickle.TUPLE,
+        pickle.TUPLE1, pickle.REDUCE,
+    ),
+    "a long path": pickled(
+        named("pathlib", "PosixPath"), pickle.MARK, 4097 * text("a"), pickle.TUPLE, pickle.REDUCE,
+    ),
     "a function of torch": pickled(named("torch", "load")),
     "a text without an end": pickled(pickle.BINUNICODE + b"\xff\xff\xff\x7f"),
     "nothing": b"",
@@ -226,6 +245,17 @@ def test_what_later_versions_add_is_left_out(saved: Path) -> None:
     (saved / ".metadata").write_bytes(other)
     found = read_metadata(saved)
     assert pickle.dumps(found) == wanted and not hasattr(found, "new")
+
+
+@pytest.mark.parametrize("attribute", ["offset", "length", "size", "properties", "sizes"])
+def test_what_lacks_an_attribute_is_refused(attribute: str, saved: Path) -> None:
+    metadata = read_metadata(saved)
+    tensor = metadata.state_dict_metadata["half"]
+    for made in (tensor, tensor.chunks[0], *metadata.storage_data.values()):
+        vars(made).pop(attribute, None)
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    damage = find_damage(saved, allow_unverified=True)
+    assert damage is not None and damage.endswith(f"without {attribute}")
 
 
 @pytest.mark.parametrize("name", ["../a", "/etc/passwd", "a/b", "..", ".", ""])

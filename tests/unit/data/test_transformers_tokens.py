@@ -325,6 +325,10 @@ def test_the_end_of_a_document_cannot_be_forged(tmp_path):
     )
     assert [max(t, ~t) for t in tokens] == wanted["input_ids"]
     assert ours.decode([t for t in tokens if t >= 0]) == text + "\n"
+    # Prompts of such a tokenizer have no special tokens; a template means those that it names.
+    ours.config["split_special_tokens"] = True
+    assert encoder.encode(parse_pair({"messages": chat})).tolist() == tokens
+    assert not special & {*ours.encode(text, special=True)}
 
 
 @pytest.mark.parametrize(

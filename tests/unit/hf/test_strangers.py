@@ -12,6 +12,7 @@ import pytest
 
 from tests.commands import Command
 from tests.support.run_folders import write_run
+from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.commands.generate import _print
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.files import file_within
@@ -176,12 +177,12 @@ def tree(folder):
 
 @pytest.fixture
 def library(small_library, tmp_path, monkeypatch):
-    """A small corpus that needs no path, and an empty cache."""
+    """A small python_stdlib, and an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return "python_stdlib"
 
 
-def test_evaluating_a_run_writes_nowhere(run, library, tmp_path, capsys):
+@pytest.mark.parametrize("dataset", ["python_stdlib", "local"])
+def test_evaluating_a_run_writes_nowhere(run, library, tmp_path, capsys, dataset):
     """Of a record with a store of a limit 0: other corpora were deleted from it."""
     kept = tmp_path / "store" / "local-0123456789abcdef0123"
     kept.mkdir(parents=True)
@@ -189,8 +190,11 @@ def test_evaluating_a_run_writes_nowhere(run, library, tmp_path, capsys):
     (tmp_path / "store" / "locks").mkdir()
     (tmp_path / "store" / "locks" / kept.name).write_text("")
     store = {"token_folder": str(tmp_path / "store"), "token_folder_gb": 0.0}
+    text = tmp_path / "a.jsonl"
+    text.write_text("".join(f'{{"text": "x = {n} * {n}"}}\n' for n in range(999)))
+    store["dataset_path"] = str(text) if dataset == "local" else None
     held_out = {"dataset": "training", "seq_len": 48, "steps": -1}
-    change(run, {"training": {"dataset": library} | store, "validation": held_out})
+    change(run, {"training": {"dataset": dataset} | store, "validation": held_out})
     before = tree(tmp_path)
     losses = []
     for options in ([], ["--as_validated"]):
@@ -202,7 +206,7 @@ def test_evaluating_a_run_writes_nowhere(run, library, tmp_path, capsys):
     toml = tmp_path / "run.toml"
     toml.write_text(run_toml(run).replace("token_folder_gb = 0.0", "token_folder_gb = 9.0"))
     assert evaluate.ask(capsys, run, "--config", toml, "--json", "--device", "cpu")[0] == 0
-    assert len(list((tmp_path / "store").glob("python_stdlib-*"))) == 1
+    assert len(list((tmp_path / "store").glob(f"{dataset}-*"))) == 1 + (dataset == "local")
     before = tree(tmp_path)
     status, said, _ = evaluate.ask(capsys, run, "--json", "--device", "cpu")
     assert status == 0 and json.loads(said)["loss"] == losses[0] and tree(tmp_path) == before
@@ -211,15 +215,14 @@ def test_evaluating_a_run_writes_nowhere(run, library, tmp_path, capsys):
 @pytest.mark.parametrize(
     "corpus",
     [
-        {"dataset": "local", "dataset_path": "TEXT"},
         {"dataset": "hf", "dataset_path": "stranger/corpus"},
         {"dataset": "c4"},
     ],
     ids=lambda corpus: corpus["dataset"],
 )
-def test_other_corpora_are_named_on_the_command_line(run, tmp_path, capsys, monkeypatch, corpus):
-    (tmp_path / "a.txt").write_text("a\n" * 99)
-    corpus = {key: value.replace("TEXT", str(tmp_path / "a.txt")) for key, value in corpus.items()}
+def test_corpora_of_the_hub_are_named_on_the_command_line(
+    run, tmp_path, capsys, monkeypatch, corpus
+):
     change(run, {"training": corpus, "validation": CORPORA["validation"]})
     no_network(monkeypatch)
     before = tree(tmp_path)
@@ -374,3 +377,9 @@ def test_the_cache_of_the_hub_is_a_folder_of_links(dense, tmp_path, capsys):
 def test_generated_text_reaches_no_terminal_with_controls(capsys):
     _print("a\x1b[2J\x07\r\n\tb\x9b\u202ec é 日本\u3000\u200d")
     assert capsys.readouterr().out == "a\\x1b[2J\\x07\\r\n\tb\\x9b\\u202ec é 日本\u3000\u200d"
+
+
+def test_more_ranks_than_fit_are_refused():
+    config = build_job_config([])
+    with pytest.raises(ConfigError, match="at most 1048576 ranks"):
+        check_job_config(config, 10**9, "cuda", on_paper=True)

@@ -1,11 +1,23 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The statistic of the norms against fp64; the norms on ranks are in tests/distributed."""
+"""The statistic of the norms against fp64, and what the reductions take in memory.
+
+The norms on ranks are in tests/distributed.
+"""
+
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.reference import rms_norm
+from torchtitan_lr.collectives import Ranks
+from torchtitan_lr.estimate.rehearsal import LivingStorages, fake_ranks
+from torchtitan_lr.models.linears import SharedInput, shared_linears
 from torchtitan_lr.models.norms import (
+    Reduction,
+    down_products,
+    online_down,
     sum_of_squares,
 )
 
@@ -22,3 +34,34 @@ def test_statistic_is_that_of_fp64(dtype: torch.dtype) -> None:
     # The control: one rounding to bf16 costs a hundred times as much.
     rounded = found.bfloat16().double()
     assert ((rounded - exact).abs() / exact).max() > 50 * rms_norm.statistic_error(512)
+
+
+TOKENS, FEATURES, RANK = 4096, 64, 32
+LATENT, FACTOR = 4 * TOKENS * RANK, 4 * RANK * FEATURES
+"""Bytes of a payload (1, s, r) and of a factor (r, d/T) in fp32."""
+
+
+def peak_bytes(inputs: Sequence[Tensor], call: Callable[[], object]) -> int:
+    with LivingStorages({x.untyped_storage()._cdata for x in inputs}) as living:
+        call()
+    return living.peak
+
+
+def test_a_reduction_holds_its_payload_once_and_copies_no_factor() -> None:
+    x, latent = torch.ones(1, TOKENS, FEATURES), torch.ones(1, TOKENS, RANK, requires_grad=True)
+    gamma, a, b = torch.ones(FEATURES), torch.ones(RANK, FEATURES), torch.ones(FEATURES, RANK)
+    with fake_ranks(2) as mesh:
+        assert mesh is not None
+        ranks = Ranks.of(mesh)
+        with torch.no_grad():
+            for n in (1, 2):
+                down = peak_bytes([x, a], lambda n=n: down_products(x, [a] * n, Reduction(ranks)))
+                assert down == n * LATENT + (n > 1) * n * FACTOR
+            norm = (x, gamma, 2 * FEATURES, 0.0, [a], Reduction(ranks))
+            online = peak_bytes([x, gamma, a], lambda: online_down(*norm))
+            # Payload and normalized payload, and two statistics of a number per token.
+            assert online <= 2 * LATENT + 3 * 4 * TOKENS + FACTOR
+        (out,) = shared_linears(latent, [b], SharedInput(ranks))
+        inputs = [latent, b, out, gradient := torch.ones_like(out)]
+        up = peak_bytes(inputs, lambda: torch.autograd.grad(out, latent, gradient))
+        assert up == LATENT + FACTOR

@@ -253,6 +253,13 @@ def test_falling_back_goes_on_from_the_newest_whole_one(tmp_path: Path) -> None:
         flip_a_bit(tmp_path, step)
     with pytest.raises(ConfigError, match="there is no older whole one"):
         again.load()
+    flip_a_bit(tmp_path, 1)  # back; this one has no manifest, as an old one
+    (tmp_path / "checkpoint/step-1/manifest.json").unlink()
+    old = model_only(tmp_path)
+    old._fall_back = old._unverified = True
+    assert old.load()
+    old.close()
+    assert folders(tmp_path) == ["aside-2-0", "aside-3-0", "step-1"]
 
 
 @pytest.mark.usefixtures("process_group")

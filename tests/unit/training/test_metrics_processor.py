@@ -6,6 +6,7 @@ the tokens of its data-parallel share, so a rank's tokens are four times in the 
 """
 
 import json
+import os
 import time
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import torchtitan.components.metrics as titan_metrics
 import torchtitan.tools.utils as titan_utils
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from torchtitan_lr.config.files import MOST_BYTES
 from torchtitan_lr.titan.base import JobConfig, ParallelDims
 from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
@@ -145,6 +147,14 @@ def test_a_resumed_run_counts_its_own_steps(processor_of, clock, tmp_path):
     assert record[SECONDS] == pytest.approx(2.5, rel=EXACT)  # of steps 7 and 8
     steps = [json.loads(line)["step"] for line in history.read_text().splitlines()]
     assert steps == [1, 4, 8]  # the 8 of the run before is gone
+
+
+def test_a_history_that_is_too_large_to_read_is_kept(processor_of, tmp_path):
+    history = tmp_path / "metrics.jsonl"
+    history.write_text('{"step": 1}\n')
+    os.truncate(history, MOST_BYTES + 1)
+    processor_of().start_after(6)
+    assert history.stat().st_size == MOST_BYTES + 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])

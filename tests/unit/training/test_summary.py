@@ -50,6 +50,9 @@ def test_the_training_loss_is_that_of_the_last_interval() -> None:
 
 
 def test_a_run_without_validation_has_no_validation_numbers(tmp_path: Path) -> None:
+    damaged = history()
+    del damaged[-1]["validation_metrics/unigram_entropy"]
+    assert build_summary(damaged, 4, 1.0, None)["unigram_entropy"] is None
     train_only = history()[:-1]
     summary = build_summary(train_only, 4, 1.0, None)
     assert summary["val_loss"] is None
