@@ -33,18 +33,6 @@ def user_path(path: str, key: str) -> Path:
     return expanded
 
 
-def leads_out(path: Path, folder: Path) -> bool:
-    """Return whether a path of a folder leads out of it by links.
-
-    The cache of the Hugging Face Hub links its snapshots' files to ``blobs`` beside their folders:
-    these belong to the snapshot.
-    """
-    target, root = path.resolve(), folder.resolve()
-    if target.is_relative_to(root):
-        return False
-    return target.parent.name != "blobs" or target.parents[1] not in root.parents
-
-
 def shipped_configs() -> dict[str, Path]:
     """Return the TOML files of ``train_configs`` by name, such as ``debug_cola``, sorted."""
     return {path.stem: path for path in sorted(SHIPPED.glob("*.toml"))}

@@ -37,7 +37,8 @@ from itertools import accumulate, count, groupby, islice
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
-from torchtitan_lr.config.paths import leads_out, user_path
+from torchtitan_lr.config.files import leads_out
+from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.data.corpus import is_ours
 from torchtitan_lr.data.pairs import MESSAGES, PROMPT, parse_pair, question_of
 from torchtitan_lr.errors import ConfigError, DataError, require
