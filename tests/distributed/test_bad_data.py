@@ -10,8 +10,12 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.training import train
+from tests.support import parity_runs
 from tests.support.corpora import write_corpus
 from tests.support.rank_pool import RankPool
+from torchtitan_lr.data.corpus import Corpus
+from torchtitan_lr.titan.base import JobConfig
+from torchtitan_lr.training.trainer import Trainer
 
 STEPS = 10
 TP2_DP2 = [
@@ -30,6 +34,21 @@ def train_on(corpus: str, dump_folder: str) -> dict[str, Any]:
     return train([*TP2_DP2, f"--training.dataset_path={corpus}"], "", dump_folder)
 
 
+def train_and_lose(corpus: str, dump_folder: str, shard: str) -> dict[str, Any]:
+    """Train on a corpus of which a file vanishes behind the checks before the start."""
+
+    def build(config: JobConfig) -> Trainer:
+        dist.barrier()  # all have checked
+        if dist.get_rank() == 0:
+            Path(shard).rename(f"{shard}.away")
+        dist.barrier()
+        Corpus.shard.cache_clear()  # a run's ranks have not opened what the launcher has checked
+        return Trainer(config)
+
+    arguments = [*TP2_DP2, f"--training.dataset_path={corpus}"]
+    return parity_runs.train(arguments, dump_folder, build=build)
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two shards; a global batch has 4 rows of 17 tokens."""
@@ -43,15 +62,14 @@ def test_a_shard_that_is_gone_saves_and_stops_and_the_mended_corpus_goes_on(
     four_ranks: RankPool, corpus: Path, tmp_path: Path
 ) -> None:
     dump, shard = str(tmp_path / "dump"), corpus / "train-00001.idx"
-    shard.rename(tmp_path / "away")
-    (message,) = set(four_ranks.errors(train_on, str(corpus), dump))
+    (message,) = set(four_ranks.errors(train_and_lose, str(corpus), dump, str(shard)))
     found = re.search(r"BadDataError: step (\d+): rank \d: (.*)", message)
     assert found, message
     last, text = int(found[1]) - 1, found[2]
     assert f"got '{corpus}/train-00001.idx', expected a readable pair" in text
     assert f"saved as {dump}/checkpoint/step-{last}" in text
     assert last == 8 * 50 // (4 * 17)  # nothing else saves that early
-    (tmp_path / "away").rename(shard)
+    Path(f"{shard}.away").rename(shard)
     resumed = four_ranks.run(train_on, str(corpus), dump)[0]
     whole = four_ranks.run(train_on, str(corpus), "")[0]
     assert resumed["losses"] == whole["losses"]

@@ -33,7 +33,7 @@ def rows_of_a_block(family: str, choices: dict[str, Any], hurried: bool) -> list
     fault: Any = nullcontext()
     if hurried:  # the control: the reduction ends before the products of the weights start
         start = linears.start_sum
-        finished = lambda x, ranks, dim: wait(start(x, ranks, dim)).clone()  # noqa: E731
+        finished = lambda *args, **owned: wait(start(*args, **owned)).clone()  # noqa: E731
         fault = patch.object(linears, "start_sum", finished)
     with fault, CommLedger([model], {"tp": tp_mesh(2).get_group()}) as ledger:
         out = model(tokens)

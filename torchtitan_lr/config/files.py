@@ -16,6 +16,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.config.paths import leads_out
+
 MOST_BYTES = 1 << 28
 """Largest size of such a file: the record of a long run's steps has tens of megabytes."""
 
@@ -74,22 +76,8 @@ def parse_json(text: str) -> dict[str, Any]:
     return values
 
 
-def leads_out(path: Path, folder: Path) -> bool:
-    """Return whether a path of a folder leads out of it, by its name or by links.
-
-    In the cache of the Hugging Face hub, ``snapshots/COMMIT`` holds links into ``blobs``, which
-    belong to it.
-    """
-    home, target = folder.resolve(), path.resolve()
-    own = [home]
-    for place in (home, *home.parents):
-        if place.parent.name == "snapshots":
-            own.append(place.parents[1] / "blobs")
-    return not any(target.is_relative_to(place) for place in own)
-
-
 def file_within(folder: Path, name: str) -> Path:
-    """Return a file that lies in a folder or below it; the folder may be a link.
+    """Return a file that does not lead out of a folder (`leads_out`). The folder may be a link.
 
     Args:
         folder: The folder.
@@ -102,10 +90,10 @@ def file_within(folder: Path, name: str) -> Path:
         OSError: The name leads out of the folder, by itself or by a link.
     """
     try:
-        file = (folder.resolve() / name).resolve()
-        outside = leads_out(file, folder)
+        home = folder.resolve()
+        file = (home / name).resolve()
     except (RuntimeError, ValueError) as error:  # links in a circle; a null character
         raise OSError(errno.EINVAL, str(error), name) from error
-    if outside:
+    if leads_out(file, home):
         raise OSError(errno.EINVAL, "a link to outside of its folder: copy the file there", name)
     return file

@@ -33,6 +33,18 @@ def user_path(path: str, key: str) -> Path:
     return expanded
 
 
+def leads_out(path: Path, folder: Path) -> bool:
+    """Return whether a path of a folder leads out of it by links.
+
+    In the cache of the Hugging Face Hub, ``snapshots/COMMIT`` holds links into ``blobs``, which
+    belong to it.
+    """
+    target, root = path.resolve(), folder.resolve()
+    if target.is_relative_to(root):
+        return False
+    return target.parent.name != "blobs" or not root.is_relative_to(target.parents[1] / "snapshots")
+
+
 def shipped_configs() -> dict[str, Path]:
     """Return the TOML files of ``train_configs`` by name, such as ``debug_cola``, sorted."""
     return {path.stem: path for path in sorted(SHIPPED.glob("*.toml"))}
