@@ -16,6 +16,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.config.paths import leads_out
+
 MOST_BYTES = 1 << 28
 """Largest size of such a file: the record of a long run's steps has tens of megabytes."""
 
@@ -75,10 +77,7 @@ def parse_json(text: str) -> dict[str, Any]:
 
 
 def file_within(folder: Path, name: str) -> Path:
-    """Return a file that lies in a folder or below it; the folder may be a link.
-
-    In the cache of the Hugging Face hub, ``snapshots/COMMIT`` holds links into ``blobs``, which
-    belong to it.
+    """Return a file that does not lead out of a folder (`leads_out`). The folder may be a link.
 
     Args:
         folder: The folder.
@@ -95,9 +94,6 @@ def file_within(folder: Path, name: str) -> Path:
         file = (home / name).resolve()
     except (RuntimeError, ValueError) as error:  # links in a circle; a null character
         raise OSError(errno.EINVAL, str(error), name) from error
-    own = [home]
-    if home.parent.name == "snapshots":
-        own.append(home.parents[1] / "blobs")
-    if not any(file.is_relative_to(place) for place in own):
+    if leads_out(file, home):
         raise OSError(errno.EINVAL, "a link to outside of its folder: copy the file there", name)
     return file

@@ -36,13 +36,13 @@ def user_path(path: str, key: str) -> Path:
 def leads_out(path: Path, folder: Path) -> bool:
     """Return whether a path of a folder leads out of it by links.
 
-    The cache of the Hugging Face Hub links its snapshots' files to ``blobs`` beside their folders:
-    these belong to the snapshot.
+    In the cache of the Hugging Face Hub, ``snapshots/COMMIT`` holds links into ``blobs``, which
+    belong to it.
     """
     target, root = path.resolve(), folder.resolve()
     if target.is_relative_to(root):
         return False
-    return target.parent.name != "blobs" or target.parents[1] not in root.parents
+    return target.parent.name != "blobs" or not root.is_relative_to(target.parents[1] / "snapshots")
 
 
 def shipped_configs() -> dict[str, Path]:

@@ -130,10 +130,9 @@ class TrainingRows(Dataset[Batch]):
         here, there = next(pair for pair in words if pair[0] != pair[1])
         key, _, mine = here.partition("=")
         if key in ("training.dataset", "training.mixture"):
-            advice += "; training.hf_tokens sets a Hub's dataset's size, otherwise the steps do; of"
-            advice += (
-                " an earlier version, training.dataset = 'prepared' reads its folder of tokens"
-            )
+            advice += "; training.hf_tokens sets a Hub's dataset's size, otherwise the steps do; "
+            advice += "training.dataset = 'prepared' and training.dataset_path name a folder that "
+            advice += "an earlier version prepared, to go on with its tokens"
         want = f"{there.removeprefix(f'{key}=')} as in {checkpoint_id} ({advice})"
         raise ConfigError(key, mine, want)
 

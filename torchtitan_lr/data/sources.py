@@ -13,9 +13,9 @@ would be nothing or a few words: a small corpus holds out the documents with the
 to a tenth of the text or 16 KiB. A pair is chosen by its question, a module of the library (one in
 20) by its path. A .txt file has no documents: its pieces of 4 KiB are chosen by their place.
 
-Of a folder, hidden files and folders are not read (backups of editors, ``.ipynb_checkpoints``), nor
-what was prepared there. A link that leads out of the folder is refused: who sent the folder could
-have named any file of this machine.
+Of a folder or a pattern, hidden files and folders are not read (backups of editors,
+``.ipynb_checkpoints``), nor what was prepared there. A link that leads out of the folder is
+refused: who sent the folder could have named any file of this machine.
 """
 
 from __future__ import annotations
@@ -440,6 +440,8 @@ def kind_of(path: Path) -> str:
 def find_files(paths: tuple[str, ...], key: str) -> list[Path]:
     """Return the files of paths, folders and patterns that hold text, sorted by path.
 
+    Those in prepared folders, such as a list of bad records, are read only where they are named.
+
     Raises:
         ConfigError: There are none, or a link leads out of a folder.
     """
@@ -456,6 +458,8 @@ def find_files(paths: tuple[str, ...], key: str) -> list[Path]:
         require(files, key, path, "an existing file or folder, or a pattern that matches")
         known = [file for file in files if file.name.endswith(ENDINGS) and file.is_file()]
         if folder is not None:
+            prepared = {place for place in {file.parent for file in known} if is_ours(place)}
+            known = [file for file in known if file.parent not in prepared]
             _refuse_links(known, folder, key)
         for file in known:
             found.setdefault(file.parent.resolve() / file.name, Path(os.path.abspath(file)))
@@ -466,12 +470,11 @@ def find_files(paths: tuple[str, ...], key: str) -> list[Path]:
 
 
 def _walked(root: Path) -> list[Path]:
-    """Return the files below a folder but hidden ones, and those of prepared folders."""
+    """Return the files below a folder but hidden ones."""
     files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        if not is_ours(Path(folder)):
-            files += [Path(folder, name) for name in names if not name.startswith(".")]
+        files += [Path(folder, name) for name in names if not name.startswith(".")]
     return files
 
 

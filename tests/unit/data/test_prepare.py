@@ -227,7 +227,8 @@ def test_the_oldest_unused_folders_go(tmp_path, config, monkeypatch):
     assert all((folder / "corpus.json").exists() for folder in folders)
 
 
-def test_a_folder_of_others_is_not_written_to(tmp_path):
+@pytest.mark.parametrize("pattern", ["", "/**/*"], ids=["a folder", "a pattern"])
+def test_a_folder_of_others_is_not_written_to(tmp_path, pattern):
     """Nor is what was prepared in a folder read as its text."""
     data, out = tmp_path / "data", tmp_path / "data" / "tokens"
     data.mkdir()
@@ -235,7 +236,7 @@ def test_a_folder_of_others_is_not_written_to(tmp_path):
     tokenizer = Tokenizer("torchtitan_lr/data/assets/bpe4k")
 
     def command(folder, **options):
-        reader = Reader(Source("local", (str(data),)))
+        reader = Reader(Source("local", (f"{data}{pattern}",)))
         return prepare_folder([reader], tokenizer, folder, "--out", workers=1, **options)
 
     foreign = data / "train-00000.bin"

@@ -15,6 +15,7 @@ from tests.support.run_folders import write_run
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.commands.generate import _print
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.files import file_within
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.card import run_toml
 from torchtitan_lr.hf.loading import (
@@ -368,6 +369,9 @@ def test_the_cache_of_the_hub_is_a_folder_of_links(dense, tmp_path, capsys):
         out = tmp_path / f"out{number}"
         assert Command("import").ask(capsys, folder, out)[0] == 0
         assert (out / "tokenizer" / "tokenizer.json").is_file()
+    (snapshot / "step-1").mkdir()  # a checkpoint in a repository
+    (snapshot / "step-1" / "a").symlink_to("../../../blobs/config.json")
+    assert file_within(snapshot / "step-1", "a") == blobs / "config.json"
 
 
 def test_generated_text_reaches_no_terminal_with_controls(capsys):
