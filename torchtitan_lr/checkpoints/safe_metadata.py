@@ -21,7 +21,6 @@ from typing import Any, cast
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -38,6 +37,7 @@ from torchtitan_lr.compat.checkpointing import (
     METADATA_CLASSES,
     METADATA_FIELDS,
     PROPERTIES,
+    StorageInfo,
     set_element,
 )
 from torchtitan_lr.config.files import read_regular
@@ -276,7 +276,7 @@ def _check(metadata: Any) -> None:
             _whole(chunk, ChunkStorageMetadata)
     for index, info in metadata.storage_data.items():
         _whole(index, MetadataIndex)
-        name = _whole(info, _StorageInfo).relative_path
+        name = _whole(info, StorageInfo).relative_path
         if name in ("", ".", "..") or PurePath(name).name != name:
             raise DamagedError(f"{METADATA} names a file outside its folder: {name!r}")
     for path in (metadata.planner_data or {}).values():

@@ -23,7 +23,7 @@ from torchtitan_lr.checkpoints.run_record import changed, described, read_record
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.schema import TSR, vocabulary_rows
 from torchtitan_lr.errors import ConfigError, require
-from torchtitan_lr.models.configured import configured_args, llama_args
+from torchtitan_lr.models.configured import llama_args
 from torchtitan_lr.optim.selection import stored_settings
 
 # Keys with which no run is resumed; 0, -1 and an empty text stand for another key's value.
@@ -91,7 +91,7 @@ def _check_numbers(config: Any, folder: str) -> None:
     try:
         stored = read_json(Path(folder) / MANIFEST)["model"]
         stored["model.vocab_size"] = stored.pop("model.flavor")["vocab_size"]
-    except (OSError, ValueError, LookupError, TypeError):  # an old checkpoint, or a damaged one
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # old, or damaged
         return
     low_rank, degree = config.low_rank, config.parallelism.tensor_parallel_degree
     here = {
@@ -136,8 +136,10 @@ def check_stored_model(config: Any, world_size: int, device_type: str) -> None:
             want += "; checkpoint.fall_back = true resumes from the newest older whole one"
         with _cured(config):
             raise ConfigError("checkpoint", path, want) from error
-    here = model_fingerprint(configured_args(config))
-    here[TOKENIZER] = tokenizer_digest(config.model.hf_assets_path)
+    here: dict[str, Any] = {}
+    if (args := llama_args(config)) is not None:  # another package's model has no fingerprint
+        digest = tokenizer_digest(config.model.hf_assets_path)
+        here = model_fingerprint(args) | {TOKENIZER: digest}
     with _cured(config):
         may_differ = not own and checkpoint.initial_load_other_model
         check_fingerprint(manifest.model, here, path, may_differ, checkpoint.allow_unverified)

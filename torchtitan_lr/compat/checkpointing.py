@@ -11,7 +11,7 @@ import torch
 
 # Sets a value in nested dictionaries and lists by its path, as DCP's load planner does.
 from torch.distributed.checkpoint._nested_dict import set_element as set_element
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
@@ -78,7 +78,7 @@ METADATA_FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
         "load_id": (str, NoneType),
         "modules": (list,),
     },
-    _StorageInfo: {
+    StorageInfo: {
         "relative_path": (str,),
         "offset": (int,),
         "length": (int,),

@@ -26,7 +26,7 @@ from torchtitan_lr.config.files import parse_json, read_regular
 from torchtitan_lr.config.parse import in_folder
 from torchtitan_lr.config.schema import ITS_MODULE
 from torchtitan_lr.data.tokenizer import HUB, build_tokenizer, require_cached, vocabulary
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.hf.folder_weights import check_depth
 from torchtitan_lr.hf.weights import StoredWeights, no_checkpoint, parameter_shapes
 from torchtitan_lr.models.args import LlamaArgs
@@ -336,4 +336,7 @@ def _check_stored(step_dir: Path, stored: dict[str, Any], model: LlamaModel) -> 
             what += f" of shape {expected.get(name)}"
             want = f"a checkpoint of {what}, not {found.get(name)}; is --config the run's?"
             raise ConfigError("CHECKPOINT", str(step_dir), want)
-    return stored["tok_embeddings.weight"].properties.dtype
+    dtype: torch.dtype = stored["tok_embeddings.weight"].properties.dtype
+    want = f"weights in floating point, not {dtype}"
+    require(dtype.is_floating_point, "CHECKPOINT", str(step_dir), want)
+    return dtype

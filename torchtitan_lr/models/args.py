@@ -173,10 +173,12 @@ class LlamaArgs(BaseModelArgs):
             if type(value) is not int and not (name == "n_kv_heads" and value is None):
                 raise ConfigError(f"model.{name}", value, "an integer")
         scaling = {} if self.rope_scaling is None else vars(self.rope_scaling)
-        names = ("norm_eps", "rope_theta", "sync_fraction")
-        for name, value in ({name: getattr(self, name) for name in names} | scaling).items():
+        numbers = {"model.norm_eps": self.norm_eps, "model.rope_theta": self.rope_theta}
+        numbers |= {"caat.sync_fraction": self.sync_fraction}
+        numbers |= {f"model.{name}": value for name, value in scaling.items()}
+        for key, value in numbers.items():
             if type(value) not in (int, float) or not 0 <= value < math.inf:
-                raise ConfigError(f"model.{name}", value, "a finite number of at least 0")
+                raise ConfigError(key, value, "a finite number of at least 0")
         if self.max_seq_len > _LONGEST:
             want = f"at most {_LONGEST}, for which the rotary table has gigabytes"
             raise ConfigError("training.seq_len", self.max_seq_len, want)

@@ -6,9 +6,12 @@ import json
 import pytest
 
 from tests.support.config_checks import MAIN, check, refusal
+from torchtitan_lr.checks.stored import check_stored_model
 from torchtitan_lr.checks.values import check_vocabulary
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.loading import build_model_args
+from torchtitan_lr.models import configured
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.training import fingerprint
 
@@ -183,7 +186,7 @@ def test_a_checkpoint_of_another_family_is_refused_before_any_rank(tmp_path):
     elsewhere = [f"--job.dump_folder={tmp_path}/new", f"--checkpoint.initial_load_path={step}"]
     assert refusal(*elsewhere, svd).startswith(line)
     check(*elsewhere, svd, "--checkpoint.initial_load_other_model")
-    for content in ("{", "[]", json.dumps({"model": {}, "checksum": 1})):
+    for content in ("{", "[]", '{"model": ""}', json.dumps({"model": {}, "checksum": 1})):
         (step / "manifest.json").write_text(content)
         for where in ([here], elsewhere):
             line = refusal(*where, svd)
@@ -191,6 +194,18 @@ def test_a_checkpoint_of_another_family_is_refused_before_any_rank(tmp_path):
             assert "checkpoint.allow_unverified = true" in line
             check(*where, svd, "--checkpoint.allow_unverified")
         check(here, svd, "--checkpoint.fall_back")  # the ranks find out what is whole
+
+
+def test_another_packages_model_is_resumed_without_a_fingerprint(tmp_path, monkeypatch):
+    step = tmp_path / "checkpoint/step-1"
+    step.mkdir(parents=True)
+    (step / ".metadata").touch()
+    (step / "manifest.json").write_text(json.dumps({"files": {}, "model": {"other.key": 1}}))
+    config = build_job_config([f"--job.config_file={MAIN}", f"--job.dump_folder={tmp_path}"])
+    with pytest.raises(ConfigError, match=r"a manifest without 'other\.key'"):
+        check_stored_model(config, 1, "cpu")
+    monkeypatch.setattr(configured, "configured_args", lambda config: object())
+    check_stored_model(config, 1, "cpu")
 
 
 def test_cpu_offload_needs_shards(tmp_path):

@@ -39,7 +39,8 @@ def test_refusals(capsys, options, line):
 
 
 def test_no_tasks_on_the_ranks_of_torchrun(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "run"}.items():
+        monkeypatch.setenv(name, value)
     _, _, err = command(capsys, "step-1", "--tasks", "a")
     assert err.startswith("error: --tasks: got 'a', expected one process")
 

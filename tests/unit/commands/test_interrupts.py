@@ -49,7 +49,14 @@ STUCK = ("native", "unraisable", "swallowed")
 
 def start(*arguments, **options):
     command = [sys.executable, "-c", PROGRAM, *arguments]
+    options = {"preexec_fn": heed} | options
     return subprocess.Popen(command, stdout=-1, stderr=-1, text=True, **options)
+
+
+def heed():
+    """Receive all signals, also where the tests were started with `&`, which ignores SIGINT."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -5,6 +5,7 @@ Private attributes are found by ruff (SLF001).
 """
 
 import ast
+import sys
 
 from tests.commands import ROOT
 
@@ -20,7 +21,8 @@ def reached(text):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = getattr(node, "module", None) or ""
             names = [f"{module}.{alias.name}".strip(".") for alias in node.names]
-            imported |= {(a.asname or a.name).split(".")[0] for a in node.names}
+            if names[0].split(".")[0] not in sys.stdlib_module_names:
+                imported |= {(a.asname or a.name).split(".")[0] for a in node.names}
             parts = [part for name in names for part in name.split(".")]
             if "unittest" in parts or any(p[0] == "_" and p[:2] != "__" for p in parts):
                 yield ast.unparse(node)

@@ -136,12 +136,14 @@ def test_the_command_reports_every_matrix(tmp_path, capsys, dense):
         (["--calibration", "x"], "--calibration: got 'x', expected nothing, or --family svd"),
         (["--family", "svd", "--rank", "49"], "--rank: got 49, expected a rank from 1 to 48"),
         (["--device", "abacus"], "--device: got 'abacus', expected a device"),
-        (["--family", "svd", "--rank", "8", "--calibration", "nope"], "--calibration: got 'nope'"),
+        (
+            ["--family", "svd", "--rank", "8", "--calibration", "nope"],
+            "--calibration: got 'nope', expected a tokenizer in DIR",
+        ),
     ],
 )
 def test_starts_that_do_not_exist_are_refused(options, line, tmp_path, capsys, dense):
     export_factored(ModelWeights(dense), tmp_path)
-    options = [*options, "--tokenizer", "torchtitan_lr/data/assets/bpe4k"]
     assert import_hf.main([str(tmp_path), str(tmp_path / "out"), *options]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: {line}")

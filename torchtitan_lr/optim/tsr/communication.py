@@ -278,12 +278,11 @@ class Synchronizer:
         pieces += [(refresh.core, refresh.stack.core_dims) for refresh in refreshes]
         pieces += [(whole_gradient(parameter), dims) for parameter, dims in self.dense]
         places = [group.rank() for group in self.groups.sharding.values()]
-        # Along the dimensions that do not shard it, all ranks hold the same part.
-        own = [
-            part
-            for part, dims in pieces
-            if all(place == 0 or dim in dims for dim, place in enumerate(places))
-        ]
+        own = []
+        for part, dims in pieces:
+            # Along the dimensions that do not shard it, all ranks hold the same part.
+            if all(place == 0 or dim in dims for dim, place in enumerate(places)):
+                own.append(part)
         total = torch.zeros((), dtype=torch.float64, device=self.all_cores.device)
         if own:
             total += joint_norm(own).double().square()
