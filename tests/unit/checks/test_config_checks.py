@@ -59,7 +59,11 @@ REFUSALS = [
 # Keys of torchtitan that nothing here reads.
 NOT_READ = (
     *("parallelism.context_parallel_degree=2", "parallelism.expert_parallel_degree=2"),
-    *("parallelism.enable_async_tensor_parallel", "model.converters=float8", "model.tokenizer_path=x"),
+    *(
+        "parallelism.enable_async_tensor_parallel",
+        "model.converters=float8",
+        "model.tokenizer_path=x",
+    ),
     *("memory_estimation.enable", "checkpoint.initial_load_in_hf_quantized"),
     *("experimental.custom_args_module=other", "low_rank.lax_gate=scalar"),
 )
