@@ -15,10 +15,13 @@ from torchtitan_lr.errors import ConfigError
 
 MAIN = ROOT / "train_configs" / "debug_cola.toml"
 SHIPPED = "torchtitan_lr/data/assets/bpe4k"
+NO_RUN = "./outputs/no_run"
+"""A dump folder without a run: the main job's has one once somebody has trained."""
 
 
 def check(*argv, world=4, device="cpu", config_file=MAIN):
-    config = build_job_config([f"--job.config_file={config_file}", *argv])
+    folder = f"--job.dump_folder={NO_RUN}"
+    config = build_job_config([f"--job.config_file={config_file}", folder, *argv])
     check_job_config(config, world, device)
     return config
 
