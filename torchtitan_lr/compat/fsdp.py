@@ -61,17 +61,16 @@ class WatchedGroup(FSDPParamGroup):
     def post_backward(self, *unused: Any) -> None:
         """Note the norms, and go on as FSDP2 does."""
         if self.reduce_grads:
-            # A gradient may be in two terms: of earlier backward passes, and of the last one.
-            own = [
-                (parameter.sharded_param, local_part(term))
-                for parameter in self.fsdp_params
-                if hasattr(parameter, "_unsharded_param")
-                for term in (parameter.unsharded_accumulated_grad, parameter.unsharded_param.grad)
-                if term is not None
-            ]
+            own: list[tuple[Tensor, Tensor]] = []
+            for parameter in self.fsdp_params:
+                if not hasattr(parameter, "_unsharded_param"):
+                    continue
+                # A gradient may be in two terms: of earlier backward passes, and of the last one.
+                terms = (parameter.unsharded_accumulated_grad, parameter.unsharded_param.grad)
+                own += [(parameter.sharded_param, local_part(g)) for g in terms if g is not None]
             if own:
-                parameters, terms = zip(*own, strict=True)
-                self.norms.append((parameters, torch.stack(norms_of(terms))))
+                parameters, gradients = zip(*own, strict=True)
+                self.norms.append((parameters, torch.stack(norms_of(gradients))))
         super().post_backward(*unused)
 
 
