@@ -13,6 +13,9 @@ Nothing is fetched. The parts:
     optimizer TSR-Adam's plain and refresh step against fused AdamW's
     decoding  one prompt and 32: tokens/s of full rank and CoLA
     codec     TAGC: one exchange of a gradient with this process alone, by codec
+    profile   the kernels of one compiled step of CoLA, the longest first
+
+Every row is printed, and written to --out, as it ends: a time limit costs the rows after it.
 
 Exit status: 0 all parts ran and parity holds, 1 not, 2 invalid arguments.
 """
@@ -22,7 +25,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -59,7 +62,7 @@ LIMITS = {"bfloat16": 6e-2, "tf32": 6e-3, "float32": 1e-4}
 """Largest error of a gradient. bf16 has 2^-9 and TF32 2^-11 per rounding; two blocks and the head
 add about twenty of them, and a wrong product gives errors near 1."""
 
-Rows = list[dict[str, Any]]
+Row = dict[str, Any]
 
 
 def parity_errors(family: str, precision: str, device: str) -> dict[str, float]:
@@ -103,50 +106,84 @@ def parity_errors(family: str, precision: str, device: str) -> dict[str, float]:
     return {"loss": abs(loss - exact_loss) / exact_loss, "gradient": max(errors)}
 
 
-def parity(device: str, small: bool) -> Rows:
-    """Return the errors of every family and precision."""
+def parity(device: str, small: bool) -> Iterator[Row]:
+    """Yield the errors of every family and precision."""
     precisions = ("bfloat16", "tf32") if device == "cuda" else ("bfloat16", "float32")
-    rows = []
     for family in FAMILIES:
         for precision in precisions:
             errors = parity_errors(family, precision, device)
             holds = errors["gradient"] < LIMITS[precision]
-            rows.append({"family": family, "precision": precision, **errors, "holds": holds})
-    return rows
+            yield {"family": family, "precision": precision, **errors, "holds": holds}
 
 
-def training(device: str, small: bool) -> Rows:
-    """Return tokens/s, MFU and peak memory of training steps (bf16 on a GPU)."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    shape = ("debug", 2, 32) if small else ("1B", 8, 1024)
-    workload = Workload(*shape, dtype=dtype, device=device)
-    tokens = workload.batch * workload.seq_len
-    cases = [
-        (family, mode, "none") for family in ("cola", "full") for mode in ("eager", "compiled")
-    ]
-    cases += [("cola", "eager", "low_rank"), ("cola", "eager", "full"), ("full", "eager", "full")]
-    rows = []
-    for family, mode, checkpointing in cases:
+TRAINING = (
+    ("cola", "compiled", "none"),
+    ("full", "compiled", "none"),
+    ("cola", "eager", "none"),
+    ("full", "eager", "none"),
+    ("cola", "compiled", "low_rank"),
+    ("cola", "eager", "low_rank"),
+    ("cola", "eager", "full"),
+    ("full", "eager", "full"),
+)
+"""Family, mode and activation checkpointing of each row of `training`."""
+
+
+def training(device: str, small: bool) -> Iterator[Row]:
+    """Yield tokens/s, MFU and peak memory of training steps (bf16 on a GPU)."""
+    for family, mode, checkpointing in TRAINING:
         _reset(device)
+        workload = _workload(device, small)
+        tokens = workload.batch * workload.seq_len
         runner = Runner(family, workload)
         config = build_job_config([f"--activation_checkpoint.mode={checkpointing}"])
         apply_activation_checkpoint(runner.model, config)
         if mode == "compiled":
             runner.compile()
-        milliseconds = median_ms(runner.step, device, 3 if small else 10)
-        row: dict[str, Any] = {"family": family, "mode": mode, "checkpointing": checkpointing}
+        milliseconds = median_ms(runner.step, device, 3)
+        row: Row = {"family": family, "mode": mode, "checkpointing": checkpointing}
         row |= {"ms": milliseconds, "tokens_per_s": 1e3 * tokens / milliseconds}
         if device == "cuda":
             flops = flops_per_token(workload.args(family), workload.seq_len)
             row["mfu"] = row["tokens_per_s"] * flops / (1e12 * _peak())
             row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        rows.append(row)
         del runner
-    return rows
+        yield row
 
 
-def optimizer(device: str, small: bool) -> Rows:
-    """Return the milliseconds of steps of fused AdamW and TSR-Adam, clipping included."""
+def _workload(device: str, small: bool) -> Workload:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    shape = ("debug", 2, 32) if small else ("1B", 8, 1024)
+    return Workload(*shape, dtype=dtype, device=device)
+
+
+def profile(device: str, small: bool) -> Iterator[Row]:
+    """Yield the 25 longest kernels of one compiled step of CoLA, and their sum over all."""
+    _reset(device)
+    runner = Runner("cola", _workload(device, small))
+    runner.compile()
+    step_ms = median_ms(runner.step, device, 3)
+    cuda = device == "cuda"
+    activity = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        runner.timed_step()
+    kernels = []
+    for event in profiler.key_averages():
+        spent = event.self_device_time_total if cuda else event.self_cpu_time_total
+        kernels.append({"kernel": event.key[:90], "calls": event.count, "ms": spent / 1e3})
+    kernels.sort(key=lambda kernel: -kernel["ms"])
+    calls, busy_ms = (sum(kernel[key] for kernel in kernels) for key in ("calls", "ms"))
+    yield {"kernel": "a step by the clock, unprofiled", "ms": step_ms}
+    yield {"kernel": "all kernels", "calls": calls, "ms": busy_ms, "share": 1.0}
+    for kernel in kernels[:25]:
+        yield {**kernel, "share": kernel["ms"] / busy_ms}
+
+
+def optimizer(device: str, small: bool) -> Iterator[Row]:
+    """Yield the milliseconds of steps of fused AdamW and TSR-Adam, clipping included.
+
+    Each step first copies the gradients, which the first row times alone.
+    """
     flavor, rank, embedding_rank = ("debug", 16, 16) if small else ("1B", 512, 256)
     with torch.device("meta"):
         model = LlamaModel(FLAVORS["full"][flavor])
@@ -180,16 +217,18 @@ def optimizer(device: str, small: bool) -> Rows:
             matrices.refreshes.zero_()  # as at the start: all matrices refresh
         tsr_step()
 
-    timed = in_turns({"AdamW": adamw_step, "TSR-Adam": tsr_step}, 3 if small else 20)
-    rows = [{"optimizer": name, **found.as_dict()} for name, found in timed.items()]
-    milliseconds = median_ms(refresh, device, 3)
-    return [*rows, {"optimizer": "TSR-Adam, refresh of all matrices", "ms": milliseconds}]
+    yield {"optimizer": "copying the gradients", "ms": median_ms(give, device, 3)}
+    timed = in_turns({"AdamW": adamw_step, "TSR-Adam": tsr_step}, 3 if small else 10)
+    for name, found in timed.items():
+        yield {"optimizer": name, **found.as_dict()}
+    timed = in_turns({"refresh": refresh}, 1, warmup=1)
+    milliseconds = timed["refresh"].as_dict()["ms"]
+    yield {"optimizer": "TSR-Adam, refresh of all matrices", "ms": milliseconds}
 
 
-def decoding(device: str, small: bool) -> Rows:
-    """Return the tokens/s of greedy decoding at batch 1 and 32 with the full cache."""
+def decoding(device: str, small: bool) -> Iterator[Row]:
+    """Yield the tokens/s of greedy decoding at batch 1 and 32 with the full cache."""
     prompt, new = (8, 4) if small else (128, 64)
-    rows = []
     for family in ("full", "cola"):
         _reset(device)
         args = replace(FLAVORS[family]["debug" if small else "1B"], max_seq_len=prompt + new)
@@ -200,8 +239,7 @@ def decoding(device: str, small: bool) -> Rows:
         model.init_weights()
         for batch in (1, 32):
             speeds = [_decode(model.eval(), batch, prompt, new, device) for _ in range(4)]
-            rows.append({"family": family, "batch": batch, "tokens_per_s": median(speeds[1:])})
-    return rows
+            yield {"family": family, "batch": batch, "tokens_per_s": median(speeds[1:])}
 
 
 def _decode(model: LlamaModel, batch: int, prompt: int, new: int, device: str) -> float:
@@ -215,8 +253,8 @@ def _decode(model: LlamaModel, batch: int, prompt: int, new: int, device: str) -
     return batch * (new - 1) / (time.perf_counter() - begin)
 
 
-def codec(device: str, small: bool) -> Rows:
-    """Return the milliseconds of an exchange with this process alone: selecting and coding."""
+def codec(device: str, small: bool) -> Iterator[Row]:
+    """Yield the milliseconds of an exchange with this process alone: selecting and coding."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     group = dist.group.WORLD
@@ -224,21 +262,19 @@ def codec(device: str, small: bool) -> Rows:
     entries = 10**4 if small else 16 * 10**6
     gradient = torch.randn(1, entries, device=device)
     c, theta = LEVELS["10x"]
-    rows = []
     try:
         for name in ("sketch", "sparse"):
             sizes = CodecSizes(name, c, theta)
             compressor = Compressor(name, sizes, [Span(entries, True)], group, torch.device(device))
             call = partial(lambda box: complete(box.exchange_rows(gradient.clone())), compressor)
             milliseconds = median_ms(call, device, 3 if small else 10)
-            rows.append({"codec": name, "megabytes": 4e-6 * entries, "ms": milliseconds})
+            yield {"codec": name, "megabytes": 4e-6 * entries, "ms": milliseconds}
     finally:
         dist.destroy_process_group()
-    return rows
 
 
-PARTS: dict[str, Callable[[str, bool], Rows]] = {
-    part.__name__: part for part in (parity, training, optimizer, decoding, codec)
+PARTS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
+    part.__name__: part for part in (parity, training, optimizer, decoding, codec, profile)
 }
 
 
@@ -288,9 +324,12 @@ def main(argv: list[str] | None = None) -> int:
     report: dict[str, Any] = {"machine": machine(options.device), "parts": {}}
     for part in options.parts:
         print(f"{part} ...", file=sys.stderr, flush=True)
-        report["parts"][part] = PARTS[part](options.device, options.small)
-        if options.out is not None:
-            options.out.write_text(json.dumps(report, indent=1) + "\n")
+        rows = report["parts"][part] = []
+        for row in PARTS[part](options.device, options.small):
+            rows.append(row)
+            print("   ", *(f"{key} {_cell(value)}" for key, value in row.items()), flush=True)
+            if options.out is not None:
+                options.out.write_text(json.dumps(report, indent=1) + "\n")
     print(as_text(report))
     return (
         0 if all(row.get("holds", True) for rows in report["parts"].values() for row in rows) else 1

@@ -235,7 +235,8 @@ class Runner:
 
     def __init__(self, name: str, workload: Workload) -> None:
         torch.manual_seed(0)
-        self.model = PEERS[name](workload).to(workload.device)
+        with torch.device(workload.device):  # a host would draw a billion weights in 15 seconds
+            self.model = PEERS[name](workload)
         for parameter in self.model.parameters():
             # Only these: a cast of the module would spoil the others' rotary tables.
             parameter.data = parameter.data.to(workload.dtype)
@@ -258,8 +259,8 @@ class Runner:
         if not isinstance(self.model, LlamaModel):  # else the head computes it
             self.loss = torch.compile(cross_entropy_sum)
 
-    def step(self) -> float:
-        """Train for one step; return the loss (nats a token)."""
+    def step(self) -> Tensor:
+        """Train for one step; return the loss (nats per token), which the host does not read."""
         # For what is compiled in this step, as a training run does; others have torch's default.
         remake_inputs_of_products(self.low_rank)
         prediction = self.model(self.tokens, **loss_arguments(self.model, self.labels))
@@ -267,12 +268,12 @@ class Runner:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.item()
+        return loss.detach()
 
     def timed_step(self) -> tuple[float, float]:
         """Train for one step; return its seconds by the clock and of this process's CPU time."""
         wall, cpu = time.perf_counter(), time.process_time()
-        self.step()  # the loss's value synchronizes a GPU up to the backward pass
+        self.step()
         if self.cuda:
             torch.cuda.synchronize()
         return time.perf_counter() - wall, time.process_time() - cpu
@@ -280,8 +281,13 @@ class Runner:
     def saved_bytes(self) -> int:
         """Return the bytes that the model's forward pass saves for backward, weights aside.
 
-        Without what the loss saves, which is the same for all.
+        Without what the loss saves, which is the same for all. A GPU's allocator counts them; on a
+        CPU a hook sees each, which compiles the blocks once more.
         """
+        if self.cuda:
+            before = torch.cuda.memory_allocated()
+            logits = self.model(self.tokens)
+            return torch.cuda.memory_allocated() - before - logits.untyped_storage().nbytes()
         outside = {
             t.untyped_storage().data_ptr()
             for t in (*self.model.parameters(), *self.model.buffers(), self.tokens)
@@ -332,14 +338,14 @@ def measure(
             for runner in runners.values():
                 runner.compile()
         report[mode] = _measure_mode(runners, steps, warmup)
+        print(as_text({mode: report[mode]}), file=sys.stderr, flush=True)  # if the next never ends
     return report
 
 
 def _measure_mode(runners: dict[str, Runner], steps: int, warmup: int) -> dict[str, Any]:
-    losses = {}
-    for name, runner in runners.items():
+    for runner in runners.values():
         for _ in range(warmup):
-            losses[name] = runner.step()
+            runner.step()
     saved = {name: round(runner.saved_bytes() / 2**20, 2) for name, runner in runners.items()}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runners}
     order = list(runners)
