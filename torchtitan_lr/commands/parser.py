@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torchtitan_lr.commands.interrupts import end_stopped, was_stopped
-from torchtitan_lr.config.removed import refuse_removed
 from torchtitan_lr.config.paths import find_config, near_configs
+from torchtitan_lr.config.removed import refuse_removed
 from torchtitan_lr.errors import ConfigError, describe_error, escaped
 
 

@@ -11,7 +11,16 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from torchtitan_lr.config.ranges import DECAY, FINITE, NATURAL, POSITIVE, SEED, Range, at_least, positive
+from torchtitan_lr.config.ranges import (
+    DECAY,
+    FINITE,
+    NATURAL,
+    POSITIVE,
+    SEED,
+    Range,
+    at_least,
+    positive,
+)
 
 CONFIG_MODULE = "torchtitan_lr.config.schema"
 """This module."""

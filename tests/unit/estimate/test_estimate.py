@@ -11,7 +11,6 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.commands.estimate import default_world
 from torchtitan_lr.commands.estimate_report import alternative_modes, alternatives
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.hardware import MACHINES, load_hardware
 from torchtitan_lr.estimate.rehearsal import Rehearsal
 from torchtitan_lr.estimate.run import read_run
