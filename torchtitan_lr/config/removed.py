@@ -43,6 +43,11 @@ REMOVED: dict[str, Removed] = {
         lost=("debug_replicas",).__contains__,
         key_stays=True,
     ),
+    "torchtitan-lr evaluate": Removed(
+        "an export of --format hf, and `lm_eval --model hf` on it",
+        lost=("--tasks", "--task_path", "--num_fewshot").__contains__,
+        key_stays=True,
+    ),
     "fault_tolerance.enable": Removed("false", lost=_is_on, key_stays=True, weights_stay=True),
     "job.custom_config_module": Removed(
         "'torchtitan_lr.config.schema'", lost=_is_experiment, key_stays=True, weights_stay=True

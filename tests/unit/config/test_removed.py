@@ -73,7 +73,14 @@ def test_a_value_that_stays_is_accepted(arguments):
     assert not build_job_config([f"--job.config_file={MAIN}", *arguments]).fault_tolerance.enable
 
 
-@pytest.mark.parametrize("arguments", [["train", "debug_replicas"], ["estimate", "debug_replicas"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "debug_replicas"],
+        ["estimate", "debug_replicas"],
+        ["evaluate", "outputs/debug_cola", "--tasks", "hellaswag"],
+    ],
+)
 def test_what_a_command_had_is_refused(arguments, capsys):
     assert main(arguments) == 2
     error = capsys.readouterr().err
