@@ -19,6 +19,7 @@ from torchtitan_lr.checks.stored import (
 from torchtitan_lr.checks.support import check_compile, check_cpu, check_parallelism, check_plans
 from torchtitan_lr.checks.values import (
     check_checkpoint,
+    check_corpora,
     check_data,
     check_dump_folder,
     check_model,
@@ -30,14 +31,15 @@ from torchtitan_lr.errors import require
 # What builds models comes behind the rest, and at the end what prepares data, for hours maybe.
 _CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
     *(check_parallelism, check_compile, check_cpu, check_training, check_dump_folder),
-    *(check_checkpoint, check_model, check_vocabulary, check_stored_model, check_stored_optimizer),
+    *(check_checkpoint, check_model, check_vocabulary, check_corpora),
+    *(check_stored_model, check_stored_optimizer),
     *(check_plans, check_pipeline, check_grad_compression, check_memory),
     *(check_data, check_stored_states),
 )
 _OF_TOKENS = {check_data, check_stored_states}
 
 _OF_FILES = {
-    *(check_dump_folder, check_checkpoint, check_vocabulary, check_memory),
+    *(check_dump_folder, check_checkpoint, check_vocabulary, check_corpora, check_memory),
     *(check_stored_model, check_stored_optimizer, check_data, check_stored_states),
 }
 
