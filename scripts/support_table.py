@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Write the table of ``docs/choose.md`` from ``docs/support_matrix.toml``.
 
-The table is inserted between the page's two markers; ``--print`` only prints it.
+The table is inserted between the page's two markers.
 """
 
 import sys
