@@ -239,7 +239,7 @@ class Pipeline:
         return stage
 
     def forward_backward(
-        self, tokens: Tensor, labels: Tensor, divisor: Tensor, **arguments: Tensor
+        self, tokens: Tensor, labels: Tensor, divisor: Tensor, **arguments: Any
     ) -> Tensor:
         """Run forward and backward of a batch, in micro-batches of the pipeline's own.
 
