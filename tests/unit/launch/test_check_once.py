@@ -8,25 +8,25 @@ import sys
 
 import pytest
 
-from torchtitan_lr.launch.verdict import checked_once
+from torchtitan_lr.launch.check_once import checked_once
 
 RANK = """
 import os, sys
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.launch.verdict import checked_once
+from torchtitan_lr.launch.check_once import checked_once
 
 def check():
     print("checked")
-    if verdict == "refuse":
+    if answer == "refuse":
         raise ConfigError("some.key", 7, "a number such as 8")
 
 def prepare():
-    if verdict == "no text":
+    if answer == "no text":
         raise ConfigError("some.path", "a.txt", "text on this machine")
     return {"FOUND": f"corpus of machine {os.environ['GROUP_RANK']}"}
 
 for start in sys.argv[2:]:
-    verdict, os.environ["MASTER_PORT"] = start.split("@")
+    answer, os.environ["MASTER_PORT"] = start.split("@")
     try:
         checked_once(sys.argv[1], check, prepare)
         print(os.environ["FOUND"])
@@ -42,9 +42,9 @@ MACHINES = [  # two ranks on the first, one on the second
 ]
 
 
-def ranks_say(folder, verdicts):
+def ranks_say(folder, answers):
     """The lines of each rank, in one start after the other, each with a store of its own."""
-    starts = [f"{verdict}@{free_port()}" for verdict in verdicts]
+    starts = [f"{answer}@{free_port()}" for answer in answers]
     command = [sys.executable, "-c", RANK, str(folder), *starts]
     meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
     ranks = [
