@@ -77,12 +77,15 @@ def test_a_value_that_stays_is_accepted(arguments):
     "arguments",
     [
         ["train", "debug_replicas"],
+        ["train", "INCLUDING"],
         ["estimate", "debug_replicas"],
         ["evaluate", "outputs/debug_cola", "--tasks", "hellaswag"],
     ],
 )
-def test_what_a_command_had_is_refused(arguments, capsys):
-    assert main(arguments) == 2
+def test_what_a_command_had_is_refused(arguments, tmp_path, capsys):
+    including = tmp_path / "mine.toml"
+    including.write_text('include = "debug_replicas"\n')
+    assert main([str(including) if name == "INCLUDING" else name for name in arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and LAST in error
 
