@@ -64,7 +64,6 @@ VARIANTS = {
     "vanilla": Variant("cola", TPSettings("vanilla")),
     "btp_ungrouped": Variant("cola", TPSettings("btp", grouping=False)),
     "btp": Variant("cola", TPSettings("btp")),
-    "btp_column": Variant("cola", TPSettings("btp", norm_stat="column")),
     "btp_sync": Variant("cola", TPSettings("btp", norm="sync")),
     "btp_sequence": Variant("cola", TPSettings("btp", comm="sequence")),
     "btp_low_rank_ac": Variant("cola", TPSettings("btp"), "recompute"),

@@ -47,7 +47,6 @@ def functions(ranks: Ranks) -> dict[str, tuple[Callable[..., Any], list[tuple[in
         table[name] = (lambda x, f=function: f(x, ranks, 1), [(B, S, D)])
     for name, choice in {
         "async": {},
-        "column": {"column": True},
         "ungrouped": {"grouped": False},
         "sequence": {"sequence": True},
     }.items():
@@ -80,5 +79,5 @@ def _gradients(function: Callable[..., Any], inputs: list[Tensor]) -> tuple[Tens
 
 def test_compiled_gradients(two_ranks: RankPool) -> None:
     for errors in two_ranks.run(worst_errors):
-        assert len(errors) == 15
+        assert len(errors) == 14
         assert max(errors.values()) < 1e-12, errors

@@ -22,9 +22,9 @@ from torchtitan_lr.ledger.ledger import COUNTS
 from torchtitan_lr.parallel.plans import TPSettings
 
 BTP = [
-    TPSettings("btp", grouping, norm, stat, comm, head)
+    TPSettings("btp", grouping, norm, comm, head)
     for grouping in (True, False)
-    for norm, stat in (("online", "async"), ("online", "column"), ("sync", "async"))
+    for norm in ("online", "sync")
     for comm in ("all_reduce", "sequence")
     for head in ("plain", "scatter")
 ]

@@ -15,9 +15,9 @@ from tests.support.rank_pool import RankPool
 from torchtitan_lr.parallel.plans import TPSettings
 
 BTP = [
-    TPSettings("btp", grouping, norm, stat, comm)
+    TPSettings("btp", grouping, norm, comm)
     for grouping in (True, False)
-    for norm, stat in (("online", "async"), ("online", "column"), ("sync", "async"))
+    for norm in ("online", "sync")
     for comm in ("all_reduce", "sequence")
 ]
 BTP_CASES = [

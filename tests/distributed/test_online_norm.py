@@ -28,12 +28,7 @@ from torchtitan_lr.models.norms import Reduction, online_down, sync_norm
 BATCH, SEQUENCE, DIM = 2, 4, 16
 RANKS_OF_LATENTS = (3, 5)
 
-FORMS = [
-    (grouped, column, sequence)
-    for grouped in (True, False)
-    for column in (True, False)
-    for sequence in (True, False)
-]
+FORMS = [(grouped, sequence) for grouped in (True, False) for sequence in (True, False)]
 
 
 def inputs(kind: str, dim: int = DIM) -> tuple[Tensor, Tensor, list[Tensor], float]:
@@ -138,11 +133,6 @@ def rounding_errors(dtype: torch.dtype) -> dict[Any, float]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_output_is_the_exact_one_rounded_once(dtype: torch.dtype, four_ranks: RankPool) -> None:
     for errors in four_ranks.run(rounding_errors, dtype):
-        assert len(errors) == 10
+        assert len(errors) == 6
         for form, error in errors.items():
-            if dtype == torch.bfloat16 and isinstance(form, tuple) and form[1]:
-                # The control: as a column of a bf16 payload the statistic is rounded by each of
-                # four ranks or sums, 2⁻⁸ each; half of that in its root is up to 4 half units.
-                assert 1.2 < error <= 5.05, form
-            else:
-                assert error <= rms_norm.LIMIT[dtype], form
+            assert error <= rms_norm.LIMIT[dtype], form

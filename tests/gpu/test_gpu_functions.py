@@ -147,7 +147,7 @@ def cases() -> Iterator[Case]:
     yield from exchanges()
     norm = ((B, S, D), (D,))
     group = (*norm, (R, D), (R + 3, D))
-    for options in ("", "column", "sequence", "column sequence"):
+    for options in ("", "sequence"):
         chosen = dict.fromkeys(options.split(), True)
         for grouped in (True, False):
             ours = partial(down, grouped=grouped, **chosen)

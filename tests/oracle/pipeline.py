@@ -25,7 +25,7 @@ def boundary_elements(
     ===========================  =======  =================
     lanes at full rank           shard    none
     any, ``comm = "sequence"``   shard    shard
-    btp, btp_caat                shard    replica
+    btp                          shard    replica
     vanilla, megatron            replica  shard
     ===========================  =======  =================
 

@@ -83,7 +83,6 @@ def load_on_ranks(
     step_dir: Path,
     config_file: Path | None,
     device: str,
-    cache: str,
     overrides: Sequence[str],
     allow_unverified: bool = False,
 ) -> tuple[LlamaModel, Any, Choice | None]:
@@ -93,11 +92,11 @@ def load_on_ranks(
         The model, the tokenizer, and what draws its tokens, if ranks hold parts of the logits.
 
     Raises:
-        ConfigError: The checkpoint, tokenizer, cache, device or layout cannot be used.
+        ConfigError: The checkpoint, tokenizer, device or layout cannot be used.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     config, args, tokenizer = read_for_inference(step_dir, config_file)
-    settings = generation_settings(read_parallelism(config, overrides, world), args, world, cache)
+    settings = generation_settings(read_parallelism(config, overrides, world), args, world)
     if world == 1:
         model, tokenizer = load_for_inference(
             step_dir, config_file, device, allow_unverified=allow_unverified

@@ -69,7 +69,7 @@ class ModelFamily:
 
     name: str
     low_rank: bool = True
-    lanes: bool = True
+    lanes: bool = False
     carries_latents: bool = False
     gated: bool = False
     factorises: bool = False
@@ -132,7 +132,8 @@ class ModelFamily:
             want += "(with σ in the bottleneck it is llama_cola)"
             raise ConfigError("low_rank.activation", args.activation, want)
         if args.lanes > 1 and not self.lanes:
-            want = f"1 for {self.model_name}, whose latents would be lanes"
+            others = " or ".join(family.model_name for family in FAMILIES.values() if family.lanes)
+            want = f"1 for {self.model_name}: only {others} has lanes"
             raise ConfigError("caat.lanes", args.lanes, want)
 
     def check_overrides(self, section: Any) -> None:
@@ -166,10 +167,10 @@ class ModelFamily:
 FAMILIES: dict[str, ModelFamily] = {
     family.name: family
     for family in (
-        ModelFamily("full", low_rank=False),
+        ModelFamily("full", low_rank=False, lanes=True),
         ModelFamily("svd", factorises=True),
         ModelFamily("cola"),
-        ModelFamily("lax", lanes=False, carries_latents=True, gated=True),
+        ModelFamily("lax", carries_latents=True, gated=True),
     )
 }
 """Families by name; `training.register.register_model_family` adds others."""

@@ -15,9 +15,6 @@ in front of the column-parallel linears.
 
 A stream is (b, s, g, d) with the lanes that are here as the third dimension, so that everything
 that cuts a batch finds it in front.
-
-The low-rank families keep one stream, split along its features, and have lanes in the latents
-(b, s, g, r): experimental, see `LatentDownEdge`.
 """
 
 from collections.abc import Sequence
@@ -29,8 +26,8 @@ from torch import Tensor, nn
 
 from torchtitan_lr.collectives import SINGLE, Edge, Ranks, local, reduce, save
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.linears import ColumnEdge, DownEdge, LowRankLinear, RowEdge, UpEdge
-from torchtitan_lr.models.norms import down_products, norm_numbers, normalize, sync_norm
+from torchtitan_lr.models.linears import ColumnEdge, DownEdge, RowEdge, UpEdge
+from torchtitan_lr.models.norms import down_products, normalize
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -199,79 +196,9 @@ class LaneRowEdge(Edge):
         return [share_channels(term, shared, self.wide, self.ranks) for term in terms]
 
 
-class LatentDownEdge(Edge):
-    """Experimental: a low-rank group's down-projections, reduced in part only.
-
-    Lane i multiplies its part of the features: a_i = A[:, i] x[i], r wide. The whole sum
-    Σ a_i is A x; here each lane keeps its own channels from int(p · r) on.
-    Equivalently, a bottleneck of rank p · r shared by all is joined by one of (1 - p) · r in
-    each lane, a block-diagonal map. The latents and their gradients differ between ranks, so the
-    norm's statistic is reduced in both passes (`sync_norm`).
-    """
-
-    args: LlamaArgs = LlamaArgs()
-    """The model's arguments."""
-
-    wide: bool = True
-    """As in `LaneRowEdge`."""
-
-    grouped: bool = True
-    """Whether the shared channels of a group are one message."""
-
-    def forward(
-        self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
-    ) -> list[Tensor]:
-        """Compress an input into the latents of a group.
-
-        Args:
-            x: Input (b, s, d_in/T), Shard(-1).
-            linears: The group; A (r, d_in/T) is Shard(1).
-            norm: Norm before them; weight (d_in/T,), Shard(0).
-
-        Returns:
-            The latents of this rank's lanes, one (b, s, g, r) per linear.
-        """
-        if norm is not None:
-            single = self.ranks.size == 1
-            x = norm(x) if single else sync_norm(x, *norm_numbers(norm), self.ranks)
-        weights = [local(linear.A.weight) for linear in linears]
-        latents: list[Tensor] = []
-        for group in [weights] if self.grouped else [[weight] for weight in weights]:
-            shared = [self.args.shared_channels(weight.shape[0]) for weight in group]
-            private = [weight.shape[0] - n for weight, n in zip(group, shared, strict=True)]
-            pairs = list(zip(group, shared, strict=True))
-            # The shared rows of all linears come first, so that one reduction serves the group.
-            rows = torch.cat([*(w[:n] for w, n in pairs), *(w[n:] for w, n in pairs)])
-            terms = lane_terms(x, rows, self.args.lanes // self.ranks.size)
-            out = share_channels(terms, sum(shared), self.wide, self.ranks)
-            parts = out.split([*shared, *private], dim=-1)
-            n = len(group)
-            latents += [torch.cat((parts[i], parts[n + i]), dim=-1) for i in range(n)]
-        return latents
-
-
-class LatentUpEdge(Edge):
-    """Experimental: up-projections on the lanes' own latents; no collective."""
-
-    def forward(self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear]) -> list[Tensor]:
-        """Expand the latents of a group.
-
-        Args:
-            latents: The latents of this rank's lanes, one (b, s, g, r) per linear.
-            linears: The group; B (d_out/T, r) is Shard(0).
-
-        Returns:
-            One output (b, s, d_out/T), Shard(-1), per linear.
-        """
-        pairs = zip(latents, linears, strict=True)
-        return [lane_linear(latent, local(linear.B.weight)) for latent, linear in pairs]
-
-
 def edges_of(args: LlamaArgs) -> tuple[Edge, Edge]:
     """Return one device's edges for a group: those of A and B, at full rank those of a pair."""
     wide = args.backward_sum == "float32"
     if args.lanes == 1:
         return (DownEdge(), UpEdge()) if args.low_rank else (ColumnEdge(), RowEdge())
-    if args.low_rank:
-        return LatentDownEdge(args=args, wide=wide), LatentUpEdge()
     return LaneColumnEdge(), LaneRowEdge(args=args, wide=wide)

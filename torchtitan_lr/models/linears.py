@@ -332,9 +332,6 @@ class DownEdge(Edge):
     online: bool = True
     """Whether the norm's statistic is reduced with the latents, or before them."""
 
-    column: bool = False
-    """For an online norm, whether the statistic is a column of the latents' message."""
-
     def forward(
         self, x: "Tensor | Gated", linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
     ) -> list[Tensor]:
@@ -358,7 +355,7 @@ class DownEdge(Edge):
             if not torch.is_grad_enabled():
                 return [linear.A(x) for linear in linears]
         # One rank has no message to share, and separate outputs need no copies.
-        how = Reduction(self.ranks, self.grouped and not single, self.column, self.sequence)
+        how = Reduction(self.ranks, self.grouped and not single, self.sequence)
         if norm is not None and not single:
             if self.online:
                 return online_down(x, *norm_numbers(norm), weights, how)

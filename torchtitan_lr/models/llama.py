@@ -70,7 +70,6 @@ class Sublayer(nn.Module):
         linears: Sequence[nn.Module],
         norm: nn.Module | None = None,
         carried: Sequence[Tensor] | None = None,
-        cache: "LayerCache | None" = None,
         last: bool = False,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Apply a group of linears to one input: W x, or B A x, with σ CoLA's B σ(A x) (Eq. 3).
@@ -81,7 +80,6 @@ class Sublayer(nn.Module):
             linears: The group's linears; all take the same input.
             norm: Applied to x first.
             carried: The latents of the previous block; None in the first block.
-            cache: May replace the edge that applies B.
             last: Whether the group ends the block.
 
         Returns:
@@ -94,7 +92,6 @@ class Sublayer(nn.Module):
             return (edge(x, linears) if norm is None else edge(x, linears, norm)), []
         use_silu = self.use_silu[group]
         down, up = getattr(self, f"down_{group}"), getattr(self, f"up_{group}")
-        up = up if cache is None else cache.up_edge(up)
         # Without gradients nothing is kept, so that recomputing an input has no use.
         recomputes = torch.is_grad_enabled()
         if isinstance(x, Gated) and not (
@@ -152,21 +149,20 @@ class Attention(Sublayer):
         """
         qkv, o = [self.wq, self.wk, self.wv], [self.wo]
         previous, previous_o = carried and carried[:3], carried and carried[3:]
-        (q, k, v), latents = self.apply_group("qkv", x, qkv, norm, previous, cache)
+        (q, k, v), latents = self.apply_group("qkv", x, qkv, norm, previous)
         q, k = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k))  # (b, s, h, head_dim)
         q, k = (apply_rope(t, table).transpose(1, 2) for t in (q, k))  # (b, h, s, head_dim)
+        v = v.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         grouped = q.shape[1] != k.shape[1]
         if cache is not None:
-            x = cache.attend(q, k, v, self.wv)  # the values as the cache needs them
+            x = cache.attend(q, k, v)
+        elif isinstance(mask, BlockMask):
+            x = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
         else:
-            v = v.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            if isinstance(mask, BlockMask):
-                x = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
-            else:
-                # Called directly, so that a caller's ``sdpa_kernel`` context chooses the kernel.
-                x = F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-                )
+            # Called directly, so that a caller's ``sdpa_kernel`` context chooses the kernel.
+            x = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+            )
         x = x.transpose(1, 2).flatten(2)  # (b, s, h · head_dim)
         (out,), latents_o = self.apply_group("o", x, o, None, previous_o)
         return out, (*latents, *latents_o)
@@ -271,8 +267,7 @@ class LlamaModel(ModelProtocol):
         model_args.check()
         self.model_args = model_args
         dim, vocab_size = model_args.dim, model_args.vocab_size
-        # The low-rank families have lanes in their latents, and one stream.
-        lanes = model_args.lanes if not model_args.low_rank else 1
+        lanes = model_args.lanes
         embedding = TokenEmbedding(vocab_size, dim)
         embedding.embed = EmbedEdge(lanes=lanes)
         output = OutputProjection(dim, vocab_size, bias=False)

@@ -36,10 +36,6 @@ from torchtitan_lr.collectives import (
     wait,
 )
 
-COLUMN_MULTIPLE = 8
-"""A message with the statistic as a column is padded to a multiple of this width, so that the
-rows of the tensor are aligned to 16 bytes in half precision."""
-
 
 @dataclass(frozen=True)
 class Reduction:
@@ -48,15 +44,12 @@ class Reduction:
     Args:
         ranks: The ranks that share the features; one rank sums nothing.
         grouped: Whether the linears' products are one message or one message each.
-        column: Whether the statistic is a column of the (first) message, in its dtype. Otherwise
-            it has its own all-reduce in fp32, which starts before the product.
         sequence: Whether each rank keeps only its shard of the tokens.
     """
 
     # Without a default: torch 2.11 compiles no dataclass whose default is an object.
     ranks: Ranks
     grouped: bool = True
-    column: bool = False
     sequence: bool = False
 
     def messages(self, weights: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -68,15 +61,6 @@ class Reduction:
         if len(payloads) == len(weights):
             return list(payloads)
         return list(payloads[0].split([weight.shape[0] for weight in weights], dim=-1))
-
-
-def _payload(x: Tensor, rows: Tensor, column: Tensor | None) -> Tensor:
-    """Return a product (b, s, r), with a column (b, s) and its padding behind it if given."""
-    h = F.linear(x, rows)
-    if column is None:
-        return h
-    padding = -(h.shape[-1] + 1) % COLUMN_MULTIPLE
-    return torch.cat((h, F.pad(column.to(h.dtype).unsqueeze(-1), (0, padding))), dim=-1)
 
 
 class _OnlineDown(torch.autograd.Function):
@@ -92,25 +76,17 @@ class _OnlineDown(torch.autograd.Function):
         kept = TOKENS if how.sequence else None
 
         def reduced() -> tuple[Tensor]:
-            statistic = sum_of_squares(x)
             start = partial(start_sum, ranks=how.ranks, dim=kept, owned=True)
-            started = None if how.column else start(statistic)
+            statistic = start(sum_of_squares(x))
             reductions = []
-            for i, group in enumerate(how.messages(weights)):
+            for group in how.messages(weights):
                 # (x ⊙ γ) Aᵀ = x (A ⊙ γ)ᵀ: A has r rows, and x has b·s.
                 rows = concatenated(group) * gamma
-                column = statistic if how.column and i == 0 else None
-                # No name for the payload itself: it would outlive the reduction, which runs during
+                # No name for the product itself: it would outlive the reduction, which runs during
                 # the next product.
-                reductions.append(start(_payload(x, rows, column)))
+                reductions.append(start(F.linear(x, rows)))
             products.extend(wait(reduction) for reduction in reductions)
-            if started is None:
-                width = sum(weight.shape[0] for weight in how.messages(weights)[0])
-                statistic = products[0][..., width].to(statistic.dtype)
-                products[0] = products[0][..., :width]
-            else:
-                statistic = wait(started)
-            return (torch.rsqrt(statistic / dim + eps),)
+            return (torch.rsqrt(wait(statistic) / dim + eps),)
 
         (rstd,) = save(reduced)
         # From the saved statistic: else a compiled backward reduces it again.

@@ -40,7 +40,7 @@ parallelize_llama_full = parallelize_llama
 """Splits dense linears by the plan ``megatron``, with lanes by ``caat``."""
 
 parallelize_llama_svd = parallelize_llama
-"""Splits B A x by ``btp`` or ``vanilla``, with lanes by ``btp_caat``."""
+"""Splits B A x by ``btp`` or ``vanilla``."""
 
 parallelize_llama_cola = parallelize_llama
 """Splits B σ(A x) as B A x: σ acts on complete sums A x, so it needs no communication."""

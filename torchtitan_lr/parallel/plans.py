@@ -26,7 +26,7 @@ from torchtitan_lr.config.schema import TP_PLANS
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.ends import EmbedEdge, HeadEdge, Stream
-from torchtitan_lr.models.lanes import LaneColumnEdge, LaneRowEdge, LatentDownEdge, LatentUpEdge
+from torchtitan_lr.models.lanes import LaneColumnEdge, LaneRowEdge
 from torchtitan_lr.models.linears import ColumnEdge, DownEdge, MixEdge, RowEdge, UpEdge
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig
@@ -49,7 +49,6 @@ class TPSettings:
     plan: str = "auto"
     grouping: bool = True
     norm: Literal["online", "sync"] = "online"
-    norm_stat: Literal["async", "column"] = "async"
     comm: Literal["all_reduce", "sequence"] = "all_reduce"
     head: Literal["plain", "scatter"] = "plain"
     loss_parallel: bool = True
@@ -76,7 +75,6 @@ def btp(args: LlamaArgs, settings: TPSettings) -> Splits:
         grouped=settings.grouping,
         sequence=sequence,
         online=settings.norm == "online",
-        column=settings.norm_stat == "column",
     )
     up = on_ranks(UpEdge, grouped=settings.grouping, sequence=sequence)
     blocks = low_rank_blocks(args, settings, down, up, on_ranks(MixEdge, sharded=sequence))
@@ -129,14 +127,6 @@ def caat(args: LlamaArgs, settings: TPSettings) -> Splits:
     return blocks | model_ends(settings, embed, "lanes")
 
 
-def btp_caat(args: LlamaArgs, settings: TPSettings) -> Splits:
-    """Experimental: BTP's placements; the latents are reduced in part only (`models.lanes`)."""
-    wide, grouped = settings.wide_sums, settings.grouping
-    down = on_ranks(LatentDownEdge, args=args, wide=wide, grouped=grouped)
-    blocks = low_rank_blocks(args, settings, down, on_ranks(LatentUpEdge))
-    return blocks | model_ends(settings, on_ranks(EmbedEdge), "features")
-
-
 @dataclass(frozen=True)
 class Plan:
     """An entry of `PLANS`.
@@ -180,14 +170,13 @@ class Plan:
 _COLUMN_ROW = Shard(0), Shard(1)
 
 PLANS = {
-    "btp": Plan(btp, shards_stream=True, choices={"grouping", "norm", "norm_stat", "comm", "head"}),
+    "btp": Plan(btp, shards_stream=True, choices={"grouping", "norm", "comm", "head"}),
     "vanilla": Plan(vanilla, factors=_COLUMN_ROW, shards_latents=True, choices={"grouping"}),
     "vanilla_replicated": Plan(
         vanilla, factors=_COLUMN_ROW, shards_latents=True, shards_heads=False, choices={"grouping"}
     ),
     "megatron": Plan(megatron, low_rank=False, choices={"comm"}),
     "caat": Plan(caat, low_rank=False, lanes=True),
-    "btp_caat": Plan(btp_caat, lanes=True, shards_stream=True, choices={"grouping"}),
 }
 """Plans by name, those of `config.schema.BUILT_IN_PLANS`; `register_plan` adds others."""
 
@@ -429,21 +418,16 @@ def _check_plan(settings: TPSettings, args: LlamaArgs) -> None:
     if name not in fitting:
         want = f"one of auto, {', '.join(fitting)} for llama_{args.family}"
         if lanes:
-            note = " (experimental), which auto does not choose" if args.low_rank else ""
-            want = f"{' or '.join(fitting)}{note}, for llama_{args.family} "
-            want += f"with caat.lanes = {args.lanes}"
+            want = f"{' or '.join(fitting)}, for llama_{args.family} with caat.lanes = {args.lanes}"
         elif PLANS[name].lanes:
             want = f"another plan, or caat.lanes of more than {args.lanes}"
         raise ConfigError("parallelism.tp_plan", name, want)
-    for key in ("norm", "norm_stat", "head", "comm", "grouping"):
+    for key in ("norm", "head", "comm", "grouping"):
         value, default = getattr(settings, key), getattr(TPSettings(), key)
         if key not in fitting[name].choices and value != default:
             others = " or ".join(other for other, plan in PLANS.items() if key in plan.choices)
             want = f"{repr(default).lower()}: only the plan {others} has a choice"
             raise ConfigError(f"parallelism.tp_{key}", value, want)
-    if settings.norm == "sync" and settings.norm_stat != "async":
-        want = "'async' unless tp_norm is 'online'"
-        raise ConfigError("parallelism.tp_norm_stat", settings.norm_stat, want)
 
 
 @dataclass(frozen=True)
@@ -487,7 +471,6 @@ def stage_boundary(
     none, G lanes at full rank    s      Gd      full rank has none
     caat, G lanes                 s      Gd/T    full rank has none
     btp                           s      d/T     r (replicated)
-    btp_caat                      s      d/T     svd and cola have none
     btp, ``comm = "sequence"``    s/T    d       r (token-sharded)
     vanilla, vanilla_replicated   s      d       r/T (feature-sharded)
     megatron                      s      d       full rank has none
@@ -504,7 +487,7 @@ def stage_boundary(
     widths = [args.rank_attention] * 4 + [args.rank_ffn] * 3
     if not (latents and args.model_family.carries_latents):
         widths = []
-    if args.lanes > 1 and not args.low_rank:
+    if args.lanes > 1:
         lanes = args.lanes // tp_degree
         return Boundary(seq_len, lanes * args.dim, (), lanes=lanes)
     if tp_degree == 1:
