@@ -26,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
+from torchtitan_lr.agreement import from_first_rank
 from torchtitan_lr.checkpoints import layout, safe_metadata
 from torchtitan_lr.checkpoints.manifest import (
     Manifest,
@@ -33,7 +34,6 @@ from torchtitan_lr.checkpoints.manifest import (
     SavePlanner,
     UnverifiedError,
     damage_of,
-    from_first_rank,
     newest_whole_before,
     read_manifest,
     read_once,
@@ -151,7 +151,7 @@ class CheckpointManager(TitanCheckpointHooks):
             self._deletions.submit(shutil.rmtree, renamed, True)
         self._last_saved = checkpoint_id
         if to_hf:  # at the end of a run, never in the background
-            from_first_rank(None)  # a barrier
+            from_first_rank(None)  # no rank writes before the first one has renamed the folder
             super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, True)
             write_manifest(checkpoint_id, finite_weights(self.states[MODEL].model))
             return None
@@ -273,7 +273,7 @@ class CheckpointManager(TitanCheckpointHooks):
             console.info("Loaded %s.", source)
         if not self.load_only and self._first:
             self._tidy(step)
-        from_first_rank(None)  # a barrier: no rank saves before that
+        from_first_rank(None)  # no rank saves before the first one is here
         return bool(loaded)
 
     def _tidy(self, step: int) -> None:

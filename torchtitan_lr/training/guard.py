@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_lr.checkpoints.manifest import first_found, from_first_rank
+from torchtitan_lr.agreement import first_rank_with, from_first_rank
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.errors import ConfigError, RunFailedError, require
@@ -224,15 +224,6 @@ class Verdict:
         square, losses, stops, *counts, bad, rejected = self._numbers.read()
         norm = math.sqrt(square) if square >= 0 else math.nan
         return Findings(rejected > 0, norm, int(losses), stops > 0, not bad, tuple(counts))
-
-
-def first_rank_with(found: str | None) -> str | None:
-    """Return ``rank R: FOUND`` for the first rank whose ``found`` is not None, else None.
-
-    Call it on every rank; the result is the same on all.
-    """
-    first = first_found(found)
-    return first and f"rank {first[0]}: {first[1]}"
 
 
 def check_same_data(identity: str) -> None:

@@ -13,8 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtitan_lr.agreement import (
+    first_rank_where,
+    first_rank_with,
+    from_all_ranks,
+    from_first_rank,
+)
 from torchtitan_lr.checkpoints.layout import RESIDUALS, RUN_CONFIG, write_whole
-from torchtitan_lr.checkpoints.manifest import from_first_rank
 from torchtitan_lr.checkpoints.run_record import described, global_batch_size, write_record
 from torchtitan_lr.compat.collectives import set_timeouts
 from torchtitan_lr.compression.fsdp import compressors_of
@@ -292,9 +297,7 @@ class Trainer(TitanTrainer):
         config, dims = self.job_config, self.parallel_dims
         parameters = sum(p.numel() for part in self.model_parts for p in part.parameters())
         if (stages := dims.get_optional_mesh("pp")) is not None:
-            counts = [0] * stages.size()
-            dist.all_gather_object(counts, parameters, group=stages.get_group())
-            parameters = sum(counts)
+            parameters = sum(from_all_ranks(parameters, stages.get_group()))
         args, rank = self.model_parts[0].model_args, ""
         if isinstance(args, LlamaArgs) and args.low_rank:  # low_rank.rank = 0 is the flavor's
             ranks = dict.fromkeys((args.rank_attention, args.rank_ffn))
@@ -366,8 +369,8 @@ class Trainer(TitanTrainer):
         if not global_tokens:  # 0/0: the weights are not the cause
             what = "the global batch has no valid label (all are ignored)"
         elif findings.bad_losses:
-            at = guard.first_rank_with(None if findings.loss_is_finite else "") or ""
-            what = f"loss of {at.rstrip(': ')} is not finite"
+            rank = first_rank_where(not findings.loss_is_finite)
+            what = f"loss of rank {rank} is not finite"
         else:
             what = f"gradient norm is {findings.norm} ({self._where_not_finite()})"
         if self.skipped_steps >= self.job_config.training.max_skipped_steps:
@@ -397,7 +400,7 @@ class Trainer(TitanTrainer):
         for kind, nonfinite in sources:
             for stage in reversed(range(stages)):
                 names = nonfinite(parts[stage]) if stage in parts else []
-                if at := guard.first_rank_with(names[-1] if names else None):
+                if at := first_rank_with(names[-1] if names else None):
                     return kind + at
         return "every entry is finite, but the squares overflow"
 
@@ -443,7 +446,7 @@ class Trainer(TitanTrainer):
         if (log := self.metrics_processor.history) is not None:
             records = history.read_history(log.path)
             known = any(r["step"] == self.step and history.VALIDATION_LOSS in r for r in records)
-        if guard.first_rank_with("" if known else None) is None:
+        if first_rank_where(known) is None:
             self.validator.validate(self.model_parts, self.step)
 
     def write_summary(self, checkpoint: str | None) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from torchtitan_lr.agreement import from_all_ranks
 from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part, own_part, shard_dims, wrap_like
 from torchtitan_lr.numerics import scale_
@@ -78,11 +79,9 @@ class TSROptimizers(OptimizersContainer):
         ]
         parameters = [parameter for part in named for _, parameter in part]
         groups = ReductionGroups.of(parameters, replicas, stages)
-        shapes: list[Any] = [{name: tuple(p.shape) for part in named for name, p in part}]
-        if stages is not None:
-            # A stage sees its own part, and the refreshes are spread over the whole model's.
-            own, shapes = shapes, [None] * stages.size()
-            dist.all_gather_object(shapes, own[0], group=stages)
+        own = {name: tuple(p.shape) for part in named for name, p in part}
+        # A stage sees its own part, and the refreshes are spread over the whole model's.
+        shapes = [own] if stages is None else from_all_ranks(own, stages)
         plans = plan_matrices(dict(chain(*(part.items() for part in shapes))), settings)
         sizes = {name: group.size() for name, group in groups.sharding.items()}
         self.optimizers = [TSRAdam(part, plans, sizes, settings, dict(defaults)) for part in named]
