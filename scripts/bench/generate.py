@@ -46,7 +46,8 @@ from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.generation import generation_settings, sharded_choice
-from torchtitan_lr.parallel.plans import PLANS, TPSettings, apply_tensor_parallel
+from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plans import PLANS, apply_tensor_parallel
 from torchtitan_lr.titan.device import keep_freed_memory
 
 Row: TypeAlias = dict[str, Any]

@@ -80,7 +80,7 @@ def decode(model: LlamaModel, case: Spoken, **options: Any) -> list[list[int]]:
     ids = tokens(model.model_args, b=len(LENGTHS), s=max(LENGTHS))
     prompts = [row[:length].tolist() for row, length in zip(ids, LENGTHS, strict=True)]
     limits = [NEW] * len(LENGTHS)
-    decoder = Decoder(model, prompts, limits, case.sampling, SEEDS, (), case.cache, **options)
+    decoder = Decoder(model, prompts, limits, case.sampling, SEEDS, (), **options)
     rows: list[list[int]] = [[] for _ in prompts]
     while any(decoder.running):
         for row, token in zip(rows, decoder.step(), strict=True):

@@ -19,7 +19,7 @@ from tests.support.parity_cases import (
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.formulas.data_parallel import data_parallel_traffic
 from torchtitan_lr.ledger.ledger import COUNTS
-from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.parallel.placement import TPSettings
 
 BTP = [
     TPSettings("btp", grouping, norm, comm, head)

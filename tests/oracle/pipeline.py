@@ -8,7 +8,7 @@ block mixes in.
 
 from torchtitan_lr.formulas.tensor_parallel import FORMULAS
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.parallel.placement import TPSettings
 
 
 def boundary_elements(

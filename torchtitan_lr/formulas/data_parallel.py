@@ -18,7 +18,7 @@ from torchtitan_lr.formulas.traffic import Traffic, merge
 
 if TYPE_CHECKING:
     from torchtitan_lr.models.args import LlamaArgs
-    from torchtitan_lr.parallel.plans import TPSettings
+    from torchtitan_lr.parallel.placement import TPSettings
 
 
 def data_parallel_traffic(

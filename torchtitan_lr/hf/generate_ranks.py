@@ -23,7 +23,8 @@ from torchtitan_lr.inference.decode import Choice
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.generation import generation_settings, sharded_choice
-from torchtitan_lr.parallel.plans import TPSettings, apply_tensor_parallel
+from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plans import apply_tensor_parallel
 from torchtitan_lr.titan.device import keep_freed_memory
 
 DEGREE = "parallelism.tensor_parallel_degree"

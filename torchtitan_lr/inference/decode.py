@@ -4,15 +4,15 @@
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.inference.cache import KeyValueCache
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.ends import HeadEdge
 from torchtitan_lr.models.llama import LlamaModel
 
 
@@ -213,5 +213,5 @@ def compile_blocks(model: LlamaModel, backend: str | Callable[..., Any] = "induc
     for block in model.layers.values():
         block.compile(backend=backend, fullgraph=True)
     output = model.output
-    if output is not None and cast(HeadEdge, output.head).ranks.size == 1:
+    if output is not None and not isinstance(output.weight, DTensor):  # a rank's logits are one
         output.compile(backend=backend, fullgraph=True)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.linears import LowRankLinear, MixEdge
+from torchtitan_lr.models.linears import LowRankLinear, Mix
 
 if TYPE_CHECKING:
     from torchtitan_lr.models.args import LlamaArgs
@@ -114,12 +114,12 @@ class ModelFamily:
         return LowRankLinear(d_in, d_out, rank, gated)
 
     def build_mix(self) -> nn.Module | None:
-        """Build the edge between A and σ, see `models.llama.Sublayer`; None without one.
+        """Build the module between A and σ, see `models.linears.LowRankGroup`; None without one.
 
         Plans put their own edge in place of LaX's. They may hold a latent in shards along r:
-        without carried latents the edge must therefore act on each element by itself.
+        without carried latents the module must therefore act on each element by itself.
         """
-        return MixEdge() if self.carries_latents else None
+        return Mix() if self.carries_latents else None
 
     def check(self, args: "LlamaArgs") -> None:
         """Refuse arguments that the family cannot have.

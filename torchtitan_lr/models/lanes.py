@@ -10,8 +10,7 @@ before the residual addition is a_i; the *partial reduction* P replaces it by
 have passed through the norms by then, as unequal streams require (section 4 and appendix B); so the
 gradients of the norms' weights are summed over the ranks. Weights have the shapes, names and
 placements of the model without lanes, lane i owning the i-th part of each: p = 1 is that model
-exactly. A rank has g = G/T of the lanes, in order, and one device all of them. Nothing is reduced
-in front of the column-parallel linears.
+exactly. One device has all lanes, and a rank of the plan `parallel.caat` has g = G/T of them.
 
 A stream is (b, s, g, d) with the lanes that are here as the third dimension, so that everything
 that cuts a batch finds it in front.
@@ -24,10 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lr.collectives import SINGLE, Edge, Ranks, local, reduce, save
-from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.linears import ColumnEdge, DownEdge, RowEdge, UpEdge
-from torchtitan_lr.models.norms import down_products, normalize
+from torchtitan_lr.collectives import SINGLE, Ranks, reduce
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -114,27 +110,32 @@ class _ShareChannels(torch.autograd.Function):
     """Forward partial reduction, backward partial reduction."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shared: int, wide: bool, ranks: Ranks) -> Tensor:
-        ctx.shared, ctx.wide, ctx.ranks = shared, wide, ranks
+    def forward(
+        ctx: Any,
+        x: Tensor,  # (b, s, g, d)
+        shared: int,
+        wide_sums: bool,
+        ranks: Ranks,
+    ) -> Tensor:
+        ctx.shared, ctx.wide_sums, ctx.ranks = shared, wide_sums, ranks
         owned = x.shape[2] > 1  # the sum over one lane is a view of x
-        (out,) = save(lambda: (spread(reduce(lane_sum(x, shared), ranks, owned=owned), x),))
-        return out
+        return spread(reduce(lane_sum(x, shared), ranks, owned=owned), x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        own = lane_sum(gradient, ctx.shared, ctx.wide)
+        own = lane_sum(gradient, ctx.shared, ctx.wide_sums)
         owned = gradient.shape[2] > 1
-        total = reduce(own, ctx.ranks, wide=ctx.wide, owned=owned)
+        total = reduce(own, ctx.ranks, wide=ctx.wide_sums, owned=owned)
         return spread(total, gradient), None, None, None
 
 
-def share_channels(x: Tensor, shared: int, wide: bool = True, ranks: Ranks = SINGLE) -> Tensor:
+def share_channels(x: Tensor, shared: int, wide_sums: bool = True, ranks: Ranks = SINGLE) -> Tensor:
     """Apply the partial reduction P to the lanes of all ranks.
 
     Args:
         x: The terms of this rank's lanes (b, s, g, d).
         shared: The number of channels that are summed, the first ones; 0 communicates nothing.
-        wide: Whether backward sums in fp32 while it sends the dtype of x.
+        wide_sums: Whether backward sums in fp32 while it sends the dtype of x.
         ranks: The tensor-parallel ranks.
 
     Returns:
@@ -142,63 +143,68 @@ def share_channels(x: Tensor, shared: int, wide: bool = True, ranks: Ranks = SIN
     """
     if shared == 0:
         return x
-    out: Tensor = _ShareChannels.apply(x, shared, wide, ranks)
+    out: Tensor = _ShareChannels.apply(x, shared, wide_sums, ranks)
     return out
 
 
-class LaneColumnEdge(Edge):
-    """Norm and a full-rank group that starts from the lanes' own streams.
+class LaneRows(nn.Module):
+    """The norm, and W x of every linear, for a group that starts from the lanes' own streams."""
 
-    No collective but that of the norm's weight.
-    """
-
-    def forward(self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.RMSNorm) -> list[Tensor]:
+    def forward(
+        self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.Module | None = None
+    ) -> list[Tensor]:
         """Normalize every lane and map it by its rows of each linear.
 
         Args:
-            x: The streams of this rank's lanes (b, s, g, d).
-            linears: The group; weight (d_out/T, d) is Shard(0).
-            norm: Norm before them; weight (d,), Replicate.
+            x: The streams (b, s, G, d).
+            linears: The group; weight (d_out, d).
+            norm: Norm before them, if any.
 
         Returns:
-            One output (b, s, d_out/T), Shard(-1), per linear: the lanes' side by side, heads in
-            their order.
+            One output (b, s, d_out) per linear: the lanes' side by side, heads in their order.
         """
-        x = normalize(x, norm, self.ranks)
-        weights = [local(linear.weight) for linear in linears]
-        if x.shape[2] > 1:
-            return [lane_linear(x, weight) for weight in weights]
-        return down_products(x.squeeze(2), weights)  # one product per kind of gradient
+        x = x if norm is None else norm(x)
+        return [lane_linear(x, linear.weight) for linear in linears]
 
 
-class LaneRowEdge(Edge):
-    """A full-rank linear that ends in the lanes' streams, through the partial reduction."""
+class LaneTerms(nn.Module):
+    """W x of a linear that ends in the lanes' streams, through the partial reduction.
 
-    args: LlamaArgs = LlamaArgs()
-    """The model's arguments."""
+    Args:
+        lanes: Their number G.
+        shared: The number of channels that the lanes sum.
+        wide_sums: Whether backward sums in fp32 while it sends half precision.
+    """
 
-    wide: bool = True
-    """Whether backward sums in fp32 while it sends half precision."""
+    def __init__(self, lanes: int, shared: int, wide_sums: bool) -> None:
+        super().__init__()
+        self.lanes, self.shared, self.wide_sums = lanes, shared, wide_sums
 
-    def forward(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
-        """Map each lane's part of the features.
-
-        Args:
-            x: Input (b, s, d_in/T), Shard(-1).
-            linears: One linear; weight (d, d_in/T) is Shard(1).
+    def forward(
+        self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.Module | None = None
+    ) -> list[Tensor]:
+        """Map each lane's part of the features x (b, s, d_in).
 
         Returns:
-            The term added to the streams of this rank's lanes, (b, s, g, d), per linear.
+            The term added to the streams, (b, s, G, d), per linear.
         """
-        lanes = self.args.lanes // self.ranks.size
-        shared = self.args.shared_channels(self.args.dim)
-        terms = [lane_terms(x, local(linear.weight), lanes) for linear in linears]
-        return [share_channels(term, shared, self.wide, self.ranks) for term in terms]
+        x = x if norm is None else norm(x)
+        terms = [lane_terms(x, linear.weight, self.lanes) for linear in linears]
+        return [share_channels(term, self.shared, self.wide_sums) for term in terms]
 
 
-def edges_of(args: LlamaArgs) -> tuple[Edge, Edge]:
-    """Return one device's edges for a group: those of A and B, at full rank those of a pair."""
-    wide = args.backward_sum == "float32"
-    if args.lanes == 1:
-        return (DownEdge(), UpEdge()) if args.low_rank else (ColumnEdge(), RowEdge())
-    return LaneColumnEdge(), LaneRowEdge(args=args, wide=wide)
+class LaneEmbed(nn.Module):
+    """The look-up of tokens; all lanes start with the same vectors.
+
+    Args:
+        lanes: Their number G.
+    """
+
+    def __init__(self, lanes: int) -> None:
+        super().__init__()
+        self.lanes = lanes
+
+    def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
+        """Look tokens (b, s) up in weight (V, d); returns (b, s, G, d)."""
+        x = F.embedding(tokens, embedding.weight)
+        return x.unsqueeze(2).expand(-1, -1, self.lanes, -1)

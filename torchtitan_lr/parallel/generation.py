@@ -18,7 +18,8 @@ from torch import Tensor
 from torchtitan_lr.collectives import FEATURES, Ranks, all_gather, local
 from torchtitan_lr.inference.decode import Sampling
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.parallel.plans import TPSettings, resolve_settings
+from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plans import resolve_settings
 
 
 def generation_settings(section: Any, args: LlamaArgs, degree: int) -> TPSettings:

@@ -12,7 +12,7 @@ from torchtitan_lr.formulas.data_parallel import named_parameters
 from torchtitan_lr.formulas.tensor_parallel import part_traffic
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.parallel.placement import TPSettings
 
 BS, D, F, R, D_KV = 24, 64, 160, 16, 32
 
