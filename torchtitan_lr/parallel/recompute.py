@@ -9,10 +9,10 @@ norms' statistics, so that recomputation communicates nothing (BOOST, section 4)
 and its log-sum-exp can be saved too; then attention does not run twice.
 
 Autograd Functions name what is saved, see `torchtitan_lr.models.saved`. Torch's selective
-checkpointing saves the results of chosen operators. Outside of compiled code it repeats whatever leads to them:
-the product in front of a saved all-reduce would run again for nothing, or its result would have to
-be saved too. It also frees them after the first recomputation, and a split backward needs two. A
-`Recomputation` therefore saves the results of whole computations.
+checkpointing saves the results of chosen operators. Outside of compiled code it repeats whatever
+leads to them: the product in front of a saved all-reduce would run again for nothing, or its result
+would have to be saved too. It also frees them after the first recomputation, and a split backward
+needs two. A `Recomputation` therefore saves the results of whole computations.
 
 The memory and the repeated collectives of a mode are stated nowhere: the estimator measures them on
 wrapped blocks.

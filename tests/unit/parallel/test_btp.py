@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The statistic of the norms against fp64, and what the reductions take in memory.
+"""BTP: the statistic of its norms against fp64, and what its reductions take in memory.
 
 The norms on ranks are in tests/distributed.
 """
@@ -55,9 +55,8 @@ def test_a_reduction_holds_its_payload_once_and_copies_no_factor() -> None:
         ranks = Ranks.of(mesh)
         with torch.no_grad():
             for n in (1, 2):
-                down = peak_bytes(
-                    [x, a], lambda n=n: down_projections(x, [a] * n, Reduction(ranks))
-                )
+                summed = lambda n=n: down_projections(x, [a] * n, Reduction(ranks))  # noqa: E731
+                down = peak_bytes([x, a], summed)
                 assert down == n * LATENT + (n > 1) * n * FACTOR
             norm = (x, gamma, 2 * FEATURES, 0.0, [a], Reduction(ranks))
             online = peak_bytes([x, gamma, a], lambda: online_down(*norm))
