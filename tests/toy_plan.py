@@ -56,4 +56,6 @@ def gathered_traffic(shape, settings, n, ranks):
 FACTORS = Shard(0), Shard(0)
 GATHERED = Plan(gathered, attention=FACTORS, feed_forward=FACTORS, shards_heads=False)
 register_plan("gathered", GATHERED)
-FORMULAS["gathered"] = PlanFormula(gathered_traffic, shards_heads=False, factors=(0, 0))
+FORMULAS["gathered"] = PlanFormula(
+    gathered_traffic, shards_heads=False, attention=(0, 0), feed_forward=(0, 0)
+)

@@ -41,16 +41,18 @@ class PlanFormula:
             exchange a statistic per token.
         shards_latents: Whether a rank holds r/T features of each latent.
         shards_heads: Whether a rank attends with its share of the heads, and not with all of them.
-        factors: Which dimension of A (r, d_in) and of B (d_out, r) the ranks split, None for none
-            (Replicate). A rank multiplies with what it stores: these are also the shapes of its
-            products.
+        attention: Which dimension of attention's A (r, d_in) and B (d_out, r) the ranks split, None
+            for none (Replicate). A rank multiplies with what it stores: these are also the shapes
+            of its products.
+        feed_forward: Likewise, of the feed-forward.
     """
 
     traffic: Callable[[LlamaArgs, TPSettings, int, int], Parts]
     shards_stream: bool = False
     shards_latents: bool = False
     shards_heads: bool = True
-    factors: tuple[int | None, int | None] = (0, 1)
+    attention: tuple[int | None, int | None] = (0, 1)
+    feed_forward: tuple[int | None, int | None] = (0, 1)
 
 
 def chunk_groups(shape: LlamaArgs) -> list[tuple[list[int], bool]]:
@@ -166,7 +168,7 @@ def _partial_reductions(payloads: Sequence[int], settings: TPSettings, ranks: in
 
 
 FORMULAS: dict[str, PlanFormula] = {
-    "btp": PlanFormula(btp, shards_stream=True, factors=(1, 0)),
+    "btp": PlanFormula(btp, shards_stream=True, attention=(1, 0), feed_forward=(1, 0)),
     "vanilla": PlanFormula(vanilla, shards_latents=True),
     "vanilla_replicated": PlanFormula(vanilla, shards_latents=True, shards_heads=False),
     "megatron": PlanFormula(megatron),

@@ -81,6 +81,7 @@ def test_a_value_that_stays_is_accepted(arguments):
         ["train", "debug_replicas"],
         ["estimate", "debug_replicas"],
         ["evaluate", "outputs/debug_cola", "--tasks", "hellaswag"],
+        ["generate", "outputs/debug_cola", "--cache", "latent"],
     ],
 )
 def test_what_a_command_had_is_refused(arguments, capsys):

@@ -40,13 +40,18 @@ def test_a_rank_stores_what_the_placements_of_the_factors_say(
     a: int | None, b: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None is Replicate."""
-    formula = tensor_parallel.PlanFormula(lambda *_: {}, factors=(a, b))
+    formula = tensor_parallel.PlanFormula(lambda *_: {}, attention=(b, a), feed_forward=(a, b))
     monkeypatch.setitem(tensor_parallel.FORMULAS, "other", formula)
     found = named_parameters(shape(), TPSettings("other"), 4)["block 0"]
-    for key, size, dim in (("A", (R, F), a), ("B", (D, R), b)):
+    for name, size, dim in (
+        ("feed_forward.w2.A", (R, F), a),
+        ("feed_forward.w2.B", (D, R), b),
+        ("attention.wo.A", (R, D), b),
+        ("attention.wo.B", (D, R), a),
+    ):
         whole = torch.empty(size)
         part = whole if dim is None else whole.chunk(4, dim)[0]
-        assert found[f"layers.0.feed_forward.w2.{key}.weight"] == part.shape
+        assert found[f"layers.0.{name}.weight"] == part.shape
 
 
 BSD, BSF, BSR = BS * D, BS * F, BS * R
