@@ -8,7 +8,8 @@ Ranks communicate where the activations are r-wide:
   (`DownEdge`). Every rank then has the whole latents h.
 - B is column-parallel: forward of `UpEdge` sends nothing. Every rank used all of h for its own
   outputs, so that backward sums the gradient of the latents over the ranks,
-  dH = Σ_ranks dY_rank B_rank (`_UpProjections.backward`). This is BTP's only sum in backward.
+  dH = Σ_ranks dY_rank B_rank (`_UpProjections.backward`). With the online norm a block has no other
+  sum in backward.
 - Nothing is sent for the weights. A rank's dB = dYᵀ h needs its own dY and the whole h; its
   dA = dHᵀ x needs the whole dH, which is there after that sum, and its own x.
 
