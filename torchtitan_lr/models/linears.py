@@ -196,7 +196,7 @@ class Mix(nn.Module):
             carried: The previous block's, in the same order; None in the first block.
             linears: The group, with the gates g (1,) where they are learned (else g = 1).
         """
-        return mix(latents, carried, [linear.gate for linear in linears if linear.gate is not None])
+        return mix(latents, carried, [linear.gate for linear in linears])
 
 
 class Swiglu(nn.Module):
@@ -224,14 +224,15 @@ class SwigluFactors(Swiglu):
 
 
 def mix(
-    latents: Sequence[Tensor], carried: Sequence[Tensor] | None, gates: Sequence[Tensor]
+    latents: Sequence[Tensor], carried: Sequence[Tensor] | None, gates: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """Add g · carried to each latent; a group has a gate g (1,) for every linear, or none."""
+    """Add g · carried to each latent, with one gate g (1,) per linear; None is g = 1."""
     if carried is None:
         return list(latents)
-    if not gates:
-        return [h + previous for h, previous in zip(latents, carried, strict=True)]
-    return [h + g * previous for h, previous, g in zip(latents, carried, gates, strict=True)]
+    mixed = []
+    for h, previous, g in zip(latents, carried, gates, strict=True):
+        mixed.append(h + (previous if g is None else g * previous))
+    return mixed
 
 
 def activated(latents: Sequence[Tensor], use_silu: Sequence[bool]) -> list[Tensor]:

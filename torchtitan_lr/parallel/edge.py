@@ -72,10 +72,13 @@ class MixEdge(Edge):
             carried: The previous block's, in the same order and layout; None in the first block.
             linears: The group; a learned gate g (1,) is Replicate.
         """
-        gates = [local(linear.gate) for linear in linears if linear.gate is not None]
-        if gates and self.sharded and carried is not None:  # one collective for the group
-            gates = list(copy_to_ranks(torch.cat(gates), self.ranks).split(1))
-        return mix(latents, carried, gates)
+        if carried is None:
+            return list(latents)
+        gates = {i: local(m.gate) for i, m in enumerate(linears) if m.gate is not None}
+        if gates and self.sharded:  # one collective for the group
+            copies = copy_to_ranks(torch.cat(list(gates.values())), self.ranks).split(1)
+            gates = dict(zip(gates, copies, strict=True))
+        return mix(latents, carried, [gates.get(i) for i in range(len(linears))])
 
 
 def normalize(x: Tensor, norm: nn.RMSNorm, ranks: Ranks | None = None) -> Tensor:
