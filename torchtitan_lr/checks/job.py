@@ -26,8 +26,7 @@ from torchtitan_lr.checks.values import (
     check_training,
     check_vocabulary,
 )
-from torchtitan_lr.config.build import extension_of
-from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.errors import require
 
 # What builds models comes behind the rest, and at the end what prepares data, for hours maybe.
 _CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
@@ -65,12 +64,6 @@ def check_job_config(
     require(world_size <= MOST_RANKS, "parallelism", world_size, want)
     if not on_paper:
         check_record(config, world_size)  # first, since it takes no time
-    if (extension := extension_of(config)) is not None:
-        extension.check(config, world_size, device_type)
-    elif config.fault_tolerance.enable:
-        module = "torchtitan_lr.experiments.replicas.job_config"
-        want = f"false, or job.custom_config_module = '{module}'"
-        raise ConfigError("fault_tolerance.enable", True, want)
     for check in _CHECKS:
         if not (on_paper and check in _OF_FILES) and (prepare or check not in _OF_TOKENS):
             check(config, world_size, device_type)

@@ -5,6 +5,7 @@ import difflib
 import os
 from pathlib import Path, PurePath
 
+from torchtitan_lr.config.removed import refuse_removed
 from torchtitan_lr.errors import ConfigError
 
 FOLDER = "train_configs"
@@ -55,8 +56,14 @@ def find_config(text: str) -> str:
 
     A shipped file's name is ``debug_cola``, ``debug_cola.toml`` or
     ``train_configs/debug_cola.toml``.
+
+    Raises:
+        ConfigError: That file was shipped once.
     """
-    return text if os.path.isfile(text) else shipped_config(text) or text
+    if os.path.isfile(text):
+        return text
+    refuse_removed({"CONFIG": PurePath(text).name.removesuffix(".toml")})
+    return shipped_config(text) or text
 
 
 def shipped_config(text: str) -> str | None:

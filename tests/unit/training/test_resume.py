@@ -147,7 +147,7 @@ WITHOUT_EFFECT = {
         save_traces_file_prefix mode""",
     "memory_estimation": "enable disable_fake_mode",
     "experimental": "custom_import custom_args_module",
-    # Of features that are refused wholly, or that an experiment compares by itself.
+    # Of features that are refused wholly.
     "quantize": """linear.float8.enable_fsdp_float8_all_gather linear.float8.recipe_name
         linear.float8.precompute_float8_dynamic_scale_for_fsdp linear.float8.filter_fqns
         linear.float8.emulate linear.mx.mxfp8_dim1_cast_kernel_choice linear.mx.recipe_name
@@ -162,7 +162,7 @@ ELSEWHERE = {
     # Refused as training.dataset, whose identity has them: tests/unit/data/test_dataloader.py.
     "training": """dataset dataset_path hf_name hf_split hf_held_out hf_streaming hf_tokens mixture
         shuffle""",
-    # They need several ranks: tests/distributed/test_compressed_training.py.
+    # They need several ranks: tests/distributed/test_compression_resume.py.
     "grad_compression": "codec level c theta auto layers patterns min_size residual_dtype",
     # Families with lanes or a gate: tests/unit/training/test_fingerprint.py; the last is applied.
     "caat": "lanes sync_fraction backward_sum",
