@@ -55,7 +55,6 @@ class Trainer(TitanTrainer):
         stopped_by: Name of the signal that ended the run early, None if none has.
     """
 
-    checkpoint_manager: type[CheckpointManager] = CheckpointManager
     checkpointer: CheckpointManager
     dataloader: TokenDataLoader
     metrics_processor: LowRankMetricsProcessor
@@ -77,7 +76,7 @@ class Trainer(TitanTrainer):
         record, job_config.job.save_config_file = job_config.job.save_config_file, None
         # Use our checkpoint manager and no autocast: FSDP or DDP implements mixed precision at
         # every world size.
-        with trainer_parts(self.checkpoint_manager):
+        with trainer_parts(CheckpointManager):
             super().__init__(job_config)
         job_config.job.save_config_file = record or RUN_CONFIG
         self._set_timeouts(job_config.comm.init_timeout_seconds)
