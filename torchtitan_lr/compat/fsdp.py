@@ -2,7 +2,7 @@
 """Private parts of FSDP2: a unit's sharded parameters and its communication calls.
 
 Gradient compression needs the layout of a unit's buffer, and the ledger needs the unit that
-communicates; FSDP2 publishes neither. The guard needs a rank's own gradients, which FSDP2 frees
+communicates; FSDP2 publishes neither. A rejected step needs a rank's own gradients, which FSDP2 frees
 when they are summed. A run without ``[grad_compression]`` and without the ledger uses only
 `replicate` and `watch_gradients` from this module.
 
