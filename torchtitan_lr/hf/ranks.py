@@ -211,9 +211,7 @@ def load_on_ranks(
 
     def total_loss(batches: Batches) -> tuple[float, int]:
         with context():
-            loss, tokens = sum_over_ranks(
-                parts, batches, summed_loss, pipeline, parallel_dims
-            )
+            loss, tokens = sum_over_ranks(parts, batches, summed_loss, pipeline, parallel_dims)
         return loss, round(tokens)
 
     return total_loss
