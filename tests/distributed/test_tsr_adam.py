@@ -21,8 +21,8 @@ from tests.distributed.tsr_cases import (
     twin,
 )
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.optim.tsr.communication import differences
-from torchtitan_lr.optim.tsr.randomized_svd import SVD
+from torchtitan_lr.optim.tsr.sums import differences
+from torchtitan_lr.optim.tsr.svd import SVD
 
 TOLERANCE = 1e-10
 """The twin computes UᵀGV on a refresh; its rounding off the diagonal is divided by Adam's ε."""
@@ -77,7 +77,7 @@ def train_with_a_drifting_replica(
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Disturb one replica's bases as another machine's rounding would."""
     from torchtitan_lr.optim.tsr import communication
-    from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+    from torchtitan_lr.optim.tsr.container import TSROptimizers
     from torchtitan_lr.titan import logger
 
     synchronize = TSROptimizers.synchronize

@@ -32,7 +32,7 @@ from torchtitan_lr.compression.codecs import Codec, SketchCodec, SparseCodec, le
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.step import HostCopy, StoredGradients
 from torchtitan_lr.optim.tsr import optimizer as tsr_optimizer
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.parallel.parallelize import parallelize_llama
 from torchtitan_lr.training import guard
 from torchtitan_lr.training import trainer as trainer_module

@@ -13,9 +13,9 @@ from tests.reference import tsr_adam as reference
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
-from torchtitan_lr.optim.tsr.randomized_svd import draw_sketches
+from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
+from torchtitan_lr.optim.tsr.container import TSROptimizers
+from torchtitan_lr.optim.tsr.svd import draw_sketches
 
 STEPS = 5
 HYPER = reference.Hyper(lr=0.02, eps=1e-3, weight_decay=0.1, scale=0.75)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Runs the randomized SVD's generators without other ranks."""
 
-from torchtitan_lr.optim.tsr.randomized_svd import Answer, Result, Steps, Sum
+from torchtitan_lr.optim.tsr.svd import Answer, Result, Steps, Sum
 
 
 def solve_alone(steps: Steps[Result]) -> Result:

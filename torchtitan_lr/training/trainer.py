@@ -27,7 +27,7 @@ from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.step import StoredGradients, step_unless
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.parallel.data_parallel import (
     OwnGradients,
     fsdp_modules,

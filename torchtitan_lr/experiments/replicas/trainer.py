@@ -28,7 +28,7 @@ from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.experiments.replicas import state
 from torchtitan_lr.optim.step import step_unless
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig
 from torchtitan_lr.titan.specs import REGISTERED_SPECS

@@ -10,9 +10,9 @@ from torch import nn
 
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.selection import TSRSettings
-from torchtitan_lr.optim.tsr.communication import DENSE, EarlySums
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.selection import TSRSettings
+from torchtitan_lr.optim.tsr.sums import DENSE, EarlySums
+from torchtitan_lr.optim.tsr.container import TSROptimizers
 
 SETTINGS = TSRSettings(rank=3, embedding_rank=2, refresh_interval=3, embedding_refresh_interval=3)
 DEFAULTS = {"lr": 0.02, "beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.1}

@@ -4,7 +4,7 @@ import torch
 
 from tests.reference.solve_alone import solve_alone
 from tests.support.host_reads import reads
-from torchtitan_lr.optim.tsr.randomized_svd import (
+from torchtitan_lr.optim.tsr.svd import (
     Gather,
     Sum,
     _small_svd,

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from tests.reference.tsr_adam import Hyper
-from torchtitan_lr.optim.selection import TSRSettings
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
-from torchtitan_lr.optim.tsr.randomized_svd import draw_sketches
+from torchtitan_lr.optim.tsr.selection import TSRSettings
+from torchtitan_lr.optim.tsr.container import TSROptimizers
+from torchtitan_lr.optim.tsr.svd import draw_sketches
 
 F64 = torch.float64
 NAME = "layers.0.attention.wq.weight"
