@@ -51,8 +51,8 @@ from torchtitan_lr.inference.decode import Decoder, Sampling
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.optim.tsr.container import TSROptimizers
+from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.parallel.recompute import apply_activation_checkpoint
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}

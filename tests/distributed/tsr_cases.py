@@ -13,8 +13,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.reference.tsr_adam import Hyper, ReferenceTSR
 from torchtitan_lr.compat.dtensor import local_slice
-from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 from torchtitan_lr.optim.tsr.container import TSROptimizers
+from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "tok_embeddings.weight": (14, 8),

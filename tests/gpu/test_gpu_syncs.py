@@ -24,13 +24,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import adam
+from torchtitan_lr.optim.step import HostCopy, StoredGradients
 
 from tests.gpu.syncs import no_synchronization
 from tests.gpu.trainers import MICRO_BATCHES, micro_batches, trainer_on
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.compression.codecs import Codec, SketchCodec, SparseCodec, left_over
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.step import HostCopy, StoredGradients
 from torchtitan_lr.optim.tsr import optimizer as tsr_optimizer
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.parallel.parallelize import parallelize_llama

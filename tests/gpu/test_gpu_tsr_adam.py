@@ -13,8 +13,8 @@ from tests.reference import tsr_adam as reference
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 from torchtitan_lr.optim.tsr.container import TSROptimizers
+from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 from torchtitan_lr.optim.tsr.svd import draw_sketches
 
 STEPS = 5

@@ -8,8 +8,8 @@ from tests.unit.tiny import FAMILIES, build_tiny, tiny_args
 from torchtitan_lr.formulas.data_parallel import named_parameters
 from torchtitan_lr.formulas.memory import Precision, gathered_bytes, static_memory
 from torchtitan_lr.models.configured import model_shapes
-from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 from torchtitan_lr.optim.tsr.container import TSROptimizers
+from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 from torchtitan_lr.parallel.plans import TPSettings
 
 FP32 = Precision(4, 4, 4)

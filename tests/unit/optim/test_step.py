@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
 from torchtitan_lr.optim.step import ON_SHARDS, ShardAdam, ShardAdamW, StoredGradients, step_unless
+
 from torchtitan_lr.titan.components import OptimizersContainer
 
 SETTINGS = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1, "fused": True}

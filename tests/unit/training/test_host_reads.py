@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchtitan_lr.training.guard import NonFiniteError
 
 from tests.unit.tiny_trainer import history, microbatches, parameters, tiny_trainer
 from torchtitan_lr.compression import codecs
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.optim.tsr.container import TSROptimizers
-from torchtitan_lr.training.guard import NonFiniteError
 
 # Their result's size, or a number of Python, depends on values.
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero"}

@@ -452,10 +452,12 @@ class TSRAdam(Optimizer):
         for stack in self.stacks:
             for index, parameter in enumerate(stack.parameters):
                 self._place[parameter] = stack, index
-        self._split: dict[Tensor, tuple[int, ...]] = {}  # dense ones, and what mesh dims split them
-        for parameter in chain(*(dense.parameters for dense in self._dense)):
-            dims = [shard_dims(parameter, dim, self.groups.sharding) for dim in range(parameter.dim())]
-            self._split[parameter] = tuple(chain(*dims))
+        # The dense parameters, and the mesh dimensions that split each of them.
+        self._split: dict[Tensor, tuple[int, ...]] = {}
+        for dense in self._dense:
+            for parameter in dense.parameters:
+                dims = [shard_dims(parameter, dim, sharding) for dim in range(parameter.dim())]
+                self._split[parameter] = tuple(chain(*dims))
         # All cores of a step in one buffer, which one call clears, scales or sends.
         sizes = [stack.exp_avg.numel() for stack in self.stacks]
         # A pipeline stage may have no compressed matrix.
@@ -469,7 +471,7 @@ class TSRAdam(Optimizer):
         reference = weakref.ref(self)
         for parameter in self._order:
             parameter.register_post_accumulate_grad_hook(
-                lambda arrived: (own := reference()) and own._gradient_arrived(arrived)
+                lambda arrived: (own := reference()) and own.gradient_arrived(arrived)
             )
         self._running: RunningStep | None = None
         # Matrices with new bases, and whether replicas computed different ones.
@@ -541,12 +543,12 @@ class TSRAdam(Optimizer):
         with torch.no_grad():
             for parameter in self._order:
                 if parameter.grad is not None and parameter in step.kept:
-                    self._gradient_arrived(parameter)
+                    self.gradient_arrived(parameter)
             if last:
                 step.sums.start_all()
 
     @torch.no_grad()
-    def _gradient_arrived(self, parameter: Tensor) -> None:
+    def gradient_arrived(self, parameter: Tensor) -> None:
         """Use a gradient that backward has produced, if a step is running.
 
         A matrix that keeps its bases is projected, and its gradient is freed: the core is linear in
@@ -615,9 +617,11 @@ class TSRAdam(Optimizer):
             share = torch.tensor(1 / self.groups.replicas.size(), dtype=torch.float64)
             scale_([self._cores, *gradients, *new_cores], share)
         # Each with the mesh dimensions that split it.
-        pieces = [(self._core(p), self._place[p][0].core_dims) for p in step.kept]
-        if not step.new_bases and not any(stack.core_dims for stack in self.stacks):
-            pieces = [(self._cores, ())]
+        pieces: list[tuple[Tensor, tuple[int, ...]]] = []
+        if step.new_bases or any(stack.core_dims for stack in self.stacks):
+            pieces += [(self._core(p), self._place[p][0].core_dims) for p in step.kept]
+        else:
+            pieces.append((self._cores, ()))
         pieces += [(bases.C, bases.stack.core_dims) for bases in step.new_bases]
         pieces += zip(gradients, self._split.values(), strict=True)
         norm = norm_over_ranks(pieces, self.groups)

@@ -48,7 +48,7 @@ class TSROptimizers(OptimizersContainer):
             parts, settings, **defaults, group=replicas, stages=stages, average=False
         )
         self.optimizers = [self.gradients]
-        parameters = [parameter for part in parts for _, parameter in part["params"]]
+        parameters = [p for group in self.gradients.param_groups for p in group["params"]]
         init_optimizer_container(self, parameters, defaults)
         compressed = sum(len(stack.parameters) for stack in self.gradients.stacks)
         logger.info("TSR-Adam compresses %d matrices of this rank", compressed)

@@ -287,7 +287,8 @@ def solve_together(
                 sums[index] = request
             else:
                 gathers[index] = request
-        answers = {**_answer_sums(sums, layouts, groups), **_answer_gathers(gathers, layouts, groups)}
+        answers = _answer_sums(sums, layouts, groups)
+        answers.update(_answer_gathers(gathers, layouts, groups))
     return [results[index] for index in range(len(computations))]
 
 
