@@ -36,7 +36,7 @@ def measure(
         optimizer = TSROptimizers(
             [model], settings, DEFAULTS, replicas=layout.replicas, stages=layout.stages
         )
-        groups = dict(optimizer.synchronizer.groups.sharding)
+        groups = dict(optimizer.gradients.groups.sharding)
         if layout.replicas is not None:
             groups["dp_replicate"] = layout.replicas
         ledger = CommLedger([], groups)
