@@ -28,10 +28,10 @@ from torchtitan_lr.config.build import build_job_config, extension_of
 from torchtitan_lr.console.log import init_console
 from torchtitan_lr.data.prepare import prepare_for_ranks
 from torchtitan_lr.errors import ConfigError, RunFailedError, describe_error, escaped
+from torchtitan_lr.launch.check_once import checked_once
 from torchtitan_lr.launch.environment import launched_ranks
 from torchtitan_lr.launch.folder_lock import StillOurs, locked_by_rank
 from torchtitan_lr.launch.run_state import FAILED, FINISHED, RUNNING, STOPPED, write_state
-from torchtitan_lr.launch.verdict import checked_once
 from torchtitan_lr.titan.device import bind_device
 
 

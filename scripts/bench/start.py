@@ -2,12 +2,12 @@
 """Measure what the start of a run costs, per rank, at many ranks.
 
     python -m scripts.bench.start launcher [--seconds 20]
-    python -m scripts.bench.start verdict [--ranks 1024] [CONFIG] [--section.key=value ...]
+    python -m scripts.bench.start check [--ranks 1024] [CONFIG] [--section.key=value ...]
     python -m scripts.bench.start first-step [--ranks 8,64,1024] [CONFIG] [--section.key=value ...]
 
 ``launcher``: files opened, wake-ups and CPU seconds of a launcher that waits for four ranks.
-``verdict``: what one process reads and how long it takes to check a run, and what a rank needs to
-receive the verdict instead. ``first-step``: CPU seconds of rank 0 to its first step, in parts, in a
+``check``: what one process reads and how long it takes to check a run, and what a rank needs to
+receive the answer instead. ``first-step``: CPU seconds of rank 0 to its first step, in parts, in a
 world of torch's fake backend, whose collectives cost nothing. What grows with the ranks is torch's:
 the meshes, of which every rank makes the groups of all ranks; ``parallelize``, as FSDP2 cuts every
 parameter into the pieces of all ranks; DCP's plan of the plans of all, on rank 0; and its table of
@@ -85,8 +85,8 @@ def launcher(seconds: float) -> dict[str, float]:
     }
 
 
-def verdict(ranks: int, arguments: list[str]) -> dict[str, float]:
-    """Check a run once, then give the verdict to clients of a store, one after another."""
+def check(ranks: int, arguments: list[str]) -> dict[str, float]:
+    """Check a run once, then give the answer to clients of a store, one after another."""
     from torch.distributed import TCPStore
 
     from torchtitan_lr.checks.job import check_job_config
@@ -104,16 +104,16 @@ def verdict(ranks: int, arguments: list[str]) -> dict[str, float]:
         check = time.perf_counter() - begin
     files = len([name for name in opened if not name.endswith((".py", ".pyc"))])
     store = loopback_store()
-    store.set("verdict", json.dumps(variables))
+    store.set("check", json.dumps(variables))
     begin = time.perf_counter()
     for _ in range(ranks - 1):
-        TCPStore(LOOPBACK, store.port, timeout=timedelta(seconds=60)).get("verdict")
+        TCPStore(LOOPBACK, store.port, timeout=timedelta(seconds=60)).get("check")
     each = (time.perf_counter() - begin) / (ranks - 1)
     return {
         "ms of a check": 1e3 * check,
         "files that a check opens": files,
         "files, all ranks check": files * ranks,
-        "ms of a verdict": 1e3 * each,
+        "ms of an answer": 1e3 * each,
     }
 
 
@@ -169,7 +169,7 @@ def first_step(ranks: int, arguments: list[str]) -> dict[str, float]:
         inside = sum(seconds for name, seconds in parts.items() if name != "checks")
         parts["rest of the trainer"] = time.process_time() - begin - inside
         trainer.step = 1
-        batches = trainer.batch_generator(trainer.dataloader)
+        batches = iter(trainer.dataloader)
         timed("first step", trainer.train_step)(batches)
         trainer.step = 2  # not logged
         with trainer.new_ledger() as ledger:
@@ -209,7 +209,7 @@ def of_rank(plan: Any, rank: int) -> Any:
 def main() -> None:
     """Run one part and print its table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=("launcher", "verdict", "first-step"))
+    parser.add_argument("part", choices=("launcher", "check", "first-step"))
     parser.add_argument("config", nargs="?", default=CONFIG)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--ranks", default="")
@@ -224,7 +224,7 @@ def main() -> None:
     if args.part == "launcher":
         found = launcher(args.seconds)
     else:
-        call = verdict if args.part == "verdict" else first_step
+        call = check if args.part == "check" else first_step
         ranks = int(args.ranks or 1024)
         found = {"ranks": ranks, **call(ranks, arguments)}
     print(" | ".join(f"{name} {value:.4g}" for name, value in found.items()), flush=True)

@@ -168,7 +168,7 @@ def around_a_skipped_step(arguments: list[str]) -> dict[str, Any]:
     """
     with small_trainer(arguments) as trainer:
         compressors = compressors_of(trainer.model_parts)
-        batches = trainer.batch_generator(trainer.dataloader)
+        batches = iter(trainer.dataloader)
         changed = []
         for step in range(1, 5):
             trainer.step = step

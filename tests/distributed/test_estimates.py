@@ -86,7 +86,7 @@ def measure(arguments: list[str]) -> dict[str, Any]:
     import torch.distributed as dist
 
     with small_trainer(arguments) as trainer:
-        batches = trainer.batch_generator(trainer.dataloader)
+        batches = iter(trainer.dataloader)
         trainer.step = 1
         with trainer.new_ledger() as ledger:
             trainer.train_step(batches)

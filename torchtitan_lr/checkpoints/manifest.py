@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from torchtitan_lr.agreement import first_rank_where, from_all_ranks, from_first_rank
 from torchtitan_lr.checkpoints.layout import (
     HF_INDEX,
     MANIFEST,
@@ -46,7 +47,6 @@ from torchtitan_lr.checkpoints.layout import (
     write_whole,
 )
 from torchtitan_lr.checkpoints.safe_metadata import DamagedError, describe, read_metadata
-from torchtitan_lr.compat.collectives import least_of_all
 from torchtitan_lr.config.files import file_within, open_regular, read_json
 
 T = TypeVar("T")
@@ -187,10 +187,7 @@ def write_manifest(step_dir: str | Path, finite: bool) -> None:
     names = [path.name for path in Path(step_dir).iterdir() if path.is_file()]
     names = from_first_rank(sorted(name for name in names if name != MANIFEST))
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    shares: list[dict[str, Sum]] = [{}] * ranks
-    shares[rank] = {name: _sum_of(Path(step_dir) / name) for name in names[rank::ranks]}
-    if dist.is_initialized():
-        dist.all_gather_object(shares, shares[rank])
+    shares = from_all_ranks({name: _sum_of(Path(step_dir) / name) for name in names[rank::ranks]})
     if rank == 0:
         files = {name: found for share in shares for name, found in share.items()}
         manifest = Manifest(files, finite=finite)
@@ -293,8 +290,9 @@ def damage_of(step_dir: str | Path, allow_unverified: bool = False) -> str | Non
     except DamagedError as error:
         return str(error)
     share = dist.get_rank(), dist.get_world_size()
-    found = first_found(find_damage(step_dir, *share, files, allow_unverified))
-    return found and found[1]
+    damage = find_damage(step_dir, *share, files, allow_unverified)
+    rank = first_rank_where(damage is not None)
+    return None if rank is None else from_first_rank(damage, rank)
 
 
 def read_once(read: Callable[[str | Path], T], step_dir: str | Path) -> T:
@@ -320,33 +318,12 @@ def newest_whole_before(step_dir: str | Path, allow_unverified: bool = False) ->
     folder, name = os.path.split(os.path.normpath(step_dir))
     number = name.removeprefix("step-")
     steps = complete_steps(folder or ".") if number.isdecimal() else []
+    # Hosts may see different states of a folder.
     for step in from_first_rank([step for step in steps if step < int(number)])[::-1]:
         older = step_folder(folder, step)
         if is_dcp(older) and damage_of(older, allow_unverified) is None:
             return older
     return None
-
-
-def from_first_rank(value: Any) -> Any:
-    """Broadcast the first rank's value."""
-    # Hosts may see different states of a folder.
-    box = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(box)
-    return box[0]
-
-
-def first_found(found: str | None) -> tuple[int, str] | None:
-    """Return the first rank with a ``found`` that is not None, and its text; else None.
-
-    Call it on every rank; the result is the same on all. No rank receives the texts of all others.
-    """
-    ranks = dist.get_world_size()
-    if (rank := least_of_all(ranks if found is None else dist.get_rank())) == ranks:
-        return None
-    box = [found]
-    dist.broadcast_object_list(box, src=rank)
-    return rank, str(box[0])
 
 
 def _sum_of(path: Path) -> Sum:

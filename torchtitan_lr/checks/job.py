@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The check of a whole configuration, which raises one-line errors.
 
-It needs no process group: one process of a run calls it (`torchtitan_lr.launch.verdict`).
+It needs no process group: one process of a run calls it (`torchtitan_lr.launch.check_once`).
 """
 
 from collections.abc import Callable

@@ -186,7 +186,7 @@ def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
     Raises:
         ConfigError: The model cannot be loaded, or a prompt cannot be continued.
     """
-    from torchtitan_lr.checkpoints.manifest import from_first_rank
+    from torchtitan_lr.agreement import from_first_rank
     from torchtitan_lr.config.build import import_extension
     from torchtitan_lr.hf.generate_ranks import load_on_ranks
     from torchtitan_lr.hf.loading import find_step

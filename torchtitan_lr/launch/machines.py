@@ -36,7 +36,7 @@ def check_machines(
 ) -> None:
     """Check the configuration for every number of machines that the run may have.
 
-    The launchers of several machines read no file: rank 0 does, for all (`launch.verdict`).
+    The launchers of several machines read no file: rank 0 does, for all (`launch.check_once`).
 
     Args:
         config: Result of :func:`build_job_config`.

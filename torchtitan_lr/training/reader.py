@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from torchtitan_lr.checkpoints.manifest import first_found, from_first_rank
+from torchtitan_lr.agreement import first_rank_with, from_first_rank
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.errors import ConfigError, RunFailedError, require
@@ -124,15 +124,6 @@ class StepReader:
         """Return the shares of a mixture, and the number of labels in pairs."""
         pairs = any(part.pairs for part in self._loader.dataset.parts)
         return self._loader.shares() | ({"label_tokens": self._labels} if pairs else {})
-
-
-def first_rank_with(found: str | None) -> str | None:
-    """Return ``rank R: FOUND`` for the first rank whose ``found`` is not None, else None.
-
-    Call it on every rank; the result is the same on all.
-    """
-    first = first_found(found)
-    return first and f"rank {first[0]}: {first[1]}"
 
 
 def check_same_data(identity: str) -> None:

@@ -23,6 +23,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
+from torchtitan_lr.agreement import first_rank_where, first_rank_with
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.compression.compressor import Compressor
 from torchtitan_lr.data.corpus import Batch
@@ -35,7 +36,7 @@ from torchtitan_lr.parallel.data_parallel import (
 from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan.base import JobConfig
 from torchtitan_lr.titan.components import OptimizersContainer
-from torchtitan_lr.training.reader import StepData, StepReader, first_rank_with
+from torchtitan_lr.training.reader import StepData, StepReader
 from torchtitan_lr.training.verdict import Findings, Verdict
 
 P = ParamSpec("P")
@@ -199,8 +200,8 @@ class Step:
         if not self.data.global_tokens:  # 0/0: the weights are not the cause
             return "the global batch has no valid label (all are ignored)"
         if findings.bad_losses:
-            at = first_rank_with(None if findings.loss_is_finite else "") or ""
-            return f"loss of {at.rstrip(': ')} is not finite"
+            rank = first_rank_where(not findings.loss_is_finite)
+            return f"loss of rank {rank} is not finite"
         return f"gradient norm is {findings.norm} ({self._where_not_finite()})"
 
     def _where_not_finite(self) -> str:

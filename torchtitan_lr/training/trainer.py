@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from torchtitan_lr.agreement import first_rank_where, from_all_ranks, from_first_rank
 from torchtitan_lr.checkpoints.layout import RESIDUALS, RUN_CONFIG, write_whole
-from torchtitan_lr.checkpoints.manifest import from_first_rank
 from torchtitan_lr.checkpoints.run_record import described, global_batch_size, write_record
 from torchtitan_lr.compat.collectives import set_timeouts
 from torchtitan_lr.compression.fsdp import compressors_of
@@ -39,12 +39,7 @@ from torchtitan_lr.training import history
 from torchtitan_lr.training.checkpoint import CheckpointManager
 from torchtitan_lr.training.fingerprint import TOKENIZER, model_fingerprint, tokenizer_digest
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
-from torchtitan_lr.training.reader import (
-    BadDataError,
-    StepReader,
-    check_same_data,
-    first_rank_with,
-)
+from torchtitan_lr.training.reader import BadDataError, StepReader, check_same_data
 from torchtitan_lr.training.signals import MACHINES_CHANGED, StopSignal
 from torchtitan_lr.training.step import Step
 from torchtitan_lr.training.validate import Validator
@@ -322,9 +317,7 @@ class Trainer(TitanTrainer):
         config, dims = self.job_config, self.parallel_dims
         parameters = sum(p.numel() for part in self.model_parts for p in part.parameters())
         if (stages := dims.get_optional_mesh("pp")) is not None:
-            counts = [0] * stages.size()
-            dist.all_gather_object(counts, parameters, group=stages.get_group())
-            parameters = sum(counts)
+            parameters = sum(from_all_ranks(parameters, stages.get_group()))
         args, rank = self.model_parts[0].model_args, ""
         if isinstance(args, LlamaArgs) and args.low_rank:  # low_rank.rank = 0 is the flavor's
             ranks = dict.fromkeys((args.rank_attention, args.rank_ffn))
@@ -392,7 +385,7 @@ class Trainer(TitanTrainer):
         if (log := self.metrics_processor.history) is not None:
             records = history.read_history(log.path)
             known = any(r["step"] == self.step and history.VALIDATION_LOSS in r for r in records)
-        if first_rank_with("" if known else None) is None:
+        if first_rank_where(known) is None:
             self.validator.validate(self.model_parts, self.step)
 
     def write_summary(self, checkpoint: str | None) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torchft import Manager
 from torchft.checkpointing import CheckpointTransport
 
-from torchtitan_lr.checkpoints.manifest import from_first_rank
+from torchtitan_lr.agreement import from_first_rank
 from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.experiments.replicas.group import LostReplicaError, ReplicaGroup, check_members
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lr.agreement import from_all_ranks
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.numerics import blocks, joint_norm
 from torchtitan_lr.optim.tsr.selection import split_buckets
@@ -79,10 +80,7 @@ class Groups:
 
     def of_all_stages(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of all pipeline stages, each of which knows its own."""
-        stages: list[Any] = [own]
-        if self.stages is not None:
-            stages = [None] * self.stages.size()
-            dist.all_gather_object(stages, own, group=self.stages)
+        stages = [own] if self.stages is None else from_all_ranks(own, self.stages)
         return {name: value for entries in stages for name, value in entries.items()}
 
 

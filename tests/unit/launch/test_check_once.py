@@ -11,7 +11,7 @@ import pytest
 RANK = """
 import os, sys
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.launch.verdict import checked_once
+from torchtitan_lr.launch.check_once import checked_once
 
 def check():
     print("checked")
@@ -38,11 +38,11 @@ MACHINES = [  # two ranks on the first, one on the second
 ]
 
 
-def ranks_say(folder, verdict, **variables):
+def ranks_say(folder, answer, **variables):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-c", RANK, str(folder), verdict]
+    command = [sys.executable, "-c", RANK, str(folder), answer]
     ranks = [
         subprocess.Popen(
             command,
@@ -56,15 +56,15 @@ def ranks_say(folder, verdict, **variables):
 
 
 @pytest.mark.parametrize(
-    ("verdict", "lines"),
+    ("answer", "lines"),
     [
         ("accept", [f"corpus of machine {number}" for number in (0, 0, 1)]),
         ("refuse", ["some.key: got 7, expected a number such as 8"] * 3),
         ("no text", ["some.path: got 'a.txt', expected text on this machine"] * 3),
     ],
 )
-def test_rank_0_checks_for_all_and_each_machine_prepares(tmp_path, verdict, lines):
-    assert ranks_say(tmp_path, verdict) == [["checked", lines[0]], [lines[1]], [lines[2]]]
+def test_rank_0_checks_for_all_and_each_machine_prepares(tmp_path, answer, lines):
+    assert ranks_say(tmp_path, answer) == [["checked", lines[0]], [lines[1]], [lines[2]]]
 
 
 def test_what_the_launcher_has_checked_is_not_checked_again(tmp_path):

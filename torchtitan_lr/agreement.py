@@ -1,0 +1,111 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What ranks tell each other outside tensors.
+
+With a process group (every rank of it calls the function, and no other collective of the group may
+run at that moment):
+
+- `from_first_rank`, `from_all_ranks`: Python values, pickled;
+- `first_rank_where`, `first_rank_with`: the first rank for which something holds, and its text. No
+  rank receives the texts of all others.
+
+Before there is one, with a store:
+
+- `done_by_first`: one rank works, and the others receive its result or its refusal.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from torchtitan_lr.compat.collectives import least_of_all
+from torchtitan_lr.errors import ConfigError
+
+T = TypeVar("T")
+
+_LONGEST_WORK = timedelta(days=7)  # of `done_by_first`: it may prepare a corpus for hours
+_READ_SECONDS = 10.0  # in which the other ranks must have read a refusal: then the store may end
+
+
+def from_first_rank(value: T, rank: int = 0) -> T:
+    """Return the first rank's value, or that of another rank; one process returns its own.
+
+    A rank that leaves this function knows that ``rank`` has entered it.
+    """
+    box = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=rank)
+    return box[0]
+
+
+def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return every rank's value, in the order of the ranks of a group; of all by default."""
+    if not dist.is_initialized():
+        return [value]
+    values = cast(list[T], [None] * dist.get_world_size(group))
+    dist.all_gather_object(values, value, group)
+    return values
+
+
+def first_rank_where(condition: bool) -> int | None:
+    """Return the first rank whose ``condition`` is true, the same on all ranks; None if none is."""
+    ranks = dist.get_world_size()
+    rank = least_of_all(dist.get_rank() if condition else ranks)
+    return None if rank == ranks else rank
+
+
+def first_rank_with(found: str | None) -> str | None:
+    """Return ``rank R: FOUND`` of the first rank with a ``found``; None if no rank has one.
+
+    The result is the same on all ranks.
+    """
+    rank = first_rank_where(found is not None)
+    return None if rank is None else f"rank {rank}: {from_first_rank(found, rank)}"
+
+
+def done_by_first(store: Any, key: str, first: bool, ranks: int, work: Callable[[], T]) -> T:
+    """Do some work on the first of some ranks; return its result, or raise its refusal, on all.
+
+    Args:
+        store: A store that all of these ranks have reached.
+        key: The work's name in the store.
+        first: Whether this rank works.
+        ranks: Number of the ranks that need the result.
+        work: Its result is sent as JSON.
+
+    Raises:
+        ConfigError: What the work raised on the first rank, whatever it was.
+    """
+    if not first:
+        # If the first rank ends without an answer, torchrun ends this one too.
+        store.wait([key], _LONGEST_WORK)
+        answer = json.loads(store.get(key))
+        if (refusal := answer.get("refusal")) is not None:
+            store.add(f"{key}/read", 1)
+            raise ConfigError(*refusal)
+        return cast(T, answer["result"])
+    try:
+        result = work()
+    except Exception as error:
+        _refuse(store, key, error, ranks)
+        raise
+    store.set(key, json.dumps({"result": result}))
+    return result
+
+
+def _refuse(store: Any, key: str, error: Exception, ranks: int) -> None:
+    """Send the other ranks a refusal, and keep the store until they have read it."""
+    refusal: tuple[str, object, str]
+    if isinstance(error, ConfigError):
+        refusal = error.key, error.got, error.want
+    else:
+        rank = f"rank {os.environ.get('RANK', '0')}"
+        refusal = rank, f"{type(error).__name__}: {error}", "a run that can be checked"
+    store.set(key, json.dumps({"refusal": refusal}, default=str))
+    end = time.monotonic() + _READ_SECONDS
+    while store.add(f"{key}/read", 0) < ranks - 1 and time.monotonic() < end:
+        time.sleep(0.05)
