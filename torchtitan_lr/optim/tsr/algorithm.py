@@ -538,7 +538,7 @@ class TSRAdam(Optimizer):
         assert step is not None
         # A pipeline runs backward several times before a gradient is complete.
         early = self.groups.stages is None and self.settings.overlap_buckets > 1
-        step.may_sum = last and early
+        step.sums_start = last and early
         yield
         with torch.no_grad():
             for parameter in self._order:
@@ -575,7 +575,7 @@ class TSRAdam(Optimizer):
                 # FSDP's gradients of one unit share their memory: a small one must not keep the
                 # large ones alive.
                 parameter.grad = parameter.grad.clone()
-        if step.may_sum:
+        if step.sums_start:
             step.sums.ready(parameter)
 
     def _start_sum(self, bucket: Sequence[Tensor]) -> Callable[[], None]:
@@ -696,7 +696,7 @@ class TSRAdam(Optimizer):
         scale_([self._cores, *gradients], clip_factor(max_norm, norm))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters.
 
         If `begin` was not called, all gradients are where backward has left them, and are used from

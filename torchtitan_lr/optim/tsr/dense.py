@@ -47,6 +47,9 @@ class DenseParameters:
             whole_gradient(parameter).to(m.dtype)
             for parameter, m in zip(self.parameters, self.exp_avg, strict=True)
         ]
+        options: dict[str, Any] = {
+            name: float(hyper[name]) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")
+        }
         # The kernel counts steps on the device; TSR-Adam's counter is on the host.
         counts = torch.full((len(exact),), steps - 1, device=exact[0].device)
         adamw(
@@ -60,7 +63,7 @@ class DenseParameters:
             found_inf=found_inf,
             amsgrad=False,
             maximize=False,
-            **{k: float(hyper[k]) for k in ("lr", "beta1", "beta2", "eps", "weight_decay")},
+            **options,
         )
         for weight, wide in zip(weights, exact, strict=True):
             if weight is not wide:
