@@ -67,7 +67,7 @@ def small_trainer(arguments: list[str]) -> Iterator[Any]:
     dist.broadcast_object_list(folders)
     folder = f"--job.dump_folder={folders[0]}"
     config = build_job_config([*parity_runs.TINY, folder, *arguments])
-    with known_setup():
+    with known_setup(), parity_runs.prepared_corpus(config):
         check_job_config(config, dist.get_world_size(), "cpu")
         trainer = Trainer(config)
         yield trainer

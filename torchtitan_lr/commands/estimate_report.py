@@ -31,7 +31,8 @@ from torchtitan_lr.estimate.work import work_of_run
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.plans import TPSettings, resolve_settings
+from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plans import resolve_settings
 from torchtitan_lr.parallel.recompute import EAGER_MODES
 from torchtitan_lr.scaling.variants import FULL_RANK, read_modes, shared_mode
 

@@ -48,6 +48,19 @@ REMOVED: dict[str, Removed] = {
         lost=("--tasks", "--task_path", "--num_fewshot").__contains__,
         key_stays=True,
     ),
+    "torchtitan-lr generate": Removed(
+        "no such option: the cache holds keys and values",
+        lost=("--cache",).__contains__,
+        key_stays=True,
+    ),
+    "parallelism.tp_plan": Removed(
+        "'btp', with caat.lanes = 1", lost=("btp_caat",).__contains__, key_stays=True
+    ),
+    "parallelism.tp_norm_stat": Removed(
+        "no such key: the statistic has an all-reduce of its own",
+        lost=("column",).__contains__,
+        weights_stay=True,
+    ),
     "fault_tolerance.enable": Removed("false", lost=_is_on, key_stays=True, weights_stay=True),
     "job.custom_config_module": Removed(
         "'torchtitan_lr.config.schema'", lost=_is_experiment, key_stays=True, weights_stay=True

@@ -23,7 +23,6 @@ _ONE_LANE = ["--caat.lanes=1", "--caat.sync_fraction=1.0"]
 
 _DEFAULTS = {
     "norm": "--parallelism.tp_norm=online",
-    "norm_stat": "--parallelism.tp_norm_stat=async",
     "head": "--parallelism.tp_head=plain",
     "comm": "--parallelism.tp_comm=all_reduce",
 }
@@ -33,7 +32,7 @@ _FULL_RANK = [
     *("--model.name=llama_full", "--parallelism.tp_plan=auto", "--parallelism.tp_grouping"),
     *("--low_rank.rank=0", "--low_rank.rank_attention=0", "--low_rank.rank_ffn=0"),
     *("--low_rank.activation=flavor", "--low_rank.lax_gate=identity"),
-    *(_DEFAULTS[key] for key in ("norm", "norm_stat", "head")),
+    *(_DEFAULTS[key] for key in ("norm", "head")),
 ]
 
 

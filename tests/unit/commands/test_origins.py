@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 
+from tests.support.nightly import nightly
 from torchtitan_lr.commands.origins import as_toml, read_origins
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.paths import shipped_configs
@@ -70,6 +71,12 @@ def test_a_value_of_an_included_file_has_that_file(tmp_path):
     assert {key: found[key] for key in expected} == expected
 
 
+def test_a_shortened_warm_up_has_no_file():
+    key = "lr_scheduler.warmup_steps"
+    assert shown("debug_cola", "--training.steps=10")[key] == (1, "share of the steps")
+    assert shown("debug_cola", "--training.steps=20")[key] == (15, FILE)
+
+
 def test_no_key_is_left_out():
     """Against a walk over the configuration that knows nothing of origins."""
 
@@ -94,7 +101,11 @@ def test_what_the_launcher_changes_is_its_own(monkeypatch):
     assert degree["parallelism.tensor_parallel_degree"] == (1, LINE)
 
 
-@pytest.mark.parametrize("name", list(shipped_configs()))
+NAMES = list(shipped_configs())
+EVERY_THIRD = NAMES[::3]
+
+
+@pytest.mark.parametrize("name", [*EVERY_THIRD, *nightly(*sorted({*NAMES} - {*EVERY_THIRD}))])
 def test_what_is_shown_configures_the_same_run(name, tmp_path):
     """The output is a TOML file; read again, it is the same configuration and the same model."""
     settings, note = read_origins(name, [])

@@ -19,6 +19,8 @@ LAST = "is the last commit that reads it"
 LOST = [
     ("fault_tolerance.enable", True, True),
     ("fault_tolerance.lighthouse", "127.0.0.1:29510", True),
+    ("parallelism.tp_plan", "btp_caat", False),
+    ("parallelism.tp_norm_stat", "column", True),
     ("job.custom_config_module", "torchtitan_lr.experiments.replicas.job_config", True),
 ]
 
@@ -79,6 +81,7 @@ def test_a_value_that_stays_is_accepted(arguments):
         ["train", "debug_replicas"],
         ["estimate", "debug_replicas"],
         ["evaluate", "outputs/debug_cola", "--tasks", "hellaswag"],
+        ["generate", "outputs/debug_cola", "--cache", "latent"],
     ],
 )
 def test_what_a_command_had_is_refused(arguments, capsys):

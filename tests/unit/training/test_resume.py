@@ -114,7 +114,7 @@ WITHOUT_EFFECT = {
         pipeline_parallel_expert_parallel_overlap context_parallel_degree
         context_parallel_load_balancer context_parallel_rotate_method expert_parallel_degree
         expert_tensor_parallel_degree expert_parallel_comm_backend tp_plan tp_grouping tp_norm
-        tp_norm_stat tp_comm tp_head""",
+        tp_comm tp_head""",
     "activation_checkpoint": """mode selective_ac_option early_stop memory_budget
         per_op_sac_force_recompute_mm_shapes_by_fqns visualize_memory_budget_pareto
         preserve_rng_state determinism_check debug low_rank_save_attention""",
@@ -162,7 +162,7 @@ ELSEWHERE = {
     # Refused as training.dataset, whose identity has them: tests/unit/data/test_dataloader.py.
     "training": """dataset dataset_path hf_name hf_split hf_held_out hf_streaming hf_tokens mixture
         shuffle""",
-    # They need several ranks: tests/distributed/test_compressed_training.py.
+    # They need several ranks: tests/distributed/test_compression_resume.py.
     "grad_compression": "codec level c theta auto layers patterns min_size residual_dtype",
     # Families with lanes or a gate: tests/unit/training/test_fingerprint.py; the last is applied.
     "caat": "lanes sync_fraction backward_sum",
