@@ -113,8 +113,6 @@ def _give_gloo_one_worker() -> None:
         timeout: timedelta | None = None,
         **fields: Any,  # torch 2.15: ``enable_reconfigure``
     ) -> None:
-        if isinstance(options, timedelta):  # the same position in the constructor without options
-            options, timeout = None, options
         if options is None:
             # As torch's own, of which it makes no Python object before the group exists.
             options = gloo._Options()

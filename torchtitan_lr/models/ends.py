@@ -277,18 +277,13 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum of ``-log p(label)`` over the valid tokens of a batch, in nats.
 
     Args:
-        logits: (b, s, V), a plain tensor, or a DTensor Shard(-1) in loss-parallel context; or the
-            loss, a scalar, which is returned.
+        logits: (b, s, V), a plain tensor, or a DTensor Shard(-1) in loss-parallel context.
         labels: (b, s); positions equal to `IGNORE_INDEX` do not count.
 
     Returns:
         A scalar. The caller divides by the number of valid tokens of the global batch, so that
         gradients add up over ranks and micro-batches without any averaging.
     """
-    # torchtitan's trainer calls the model, then the loss with the model's output and the labels.
-    # The model gets the labels too, and if its head computes the loss, its output is that.
-    if logits.ndim == 0:
-        return logits
     # Half precision is raised to fp32; fp64 stays fp64, which upstream's loss would round.
     compute = torch.promote_types(logits.dtype, torch.float32)
     loss = F.cross_entropy(
@@ -300,25 +295,36 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
+def summed_loss(output: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of a model's output, see `cross_entropy_sum`.
+
+    Args:
+        output: Logits (b, s, V); or, if the model was given the labels and its head has computed
+            the loss, that loss, a scalar.
+        labels: (b, s).
+    """
+    return output if output.ndim == 0 else cross_entropy_sum(output, labels)
+
+
 def perplexity(loss: float) -> float:
     """Return e to the loss (nats a token); infinity where that overflows."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 def build_loss(job_config: JobConfig, **kwargs: Any) -> LossFunction:
-    """Build the loss: `cross_entropy_sum`, compiled if ``compile.components`` names the loss.
+    """Build the loss: `summed_loss`, compiled if ``compile.components`` names the loss.
 
     Args:
         job_config: The run's configuration. Only with ``parallelism.disable_loss_parallel`` under
             tensor parallelism has a rank whole logits to compile for; else the head computes the
-            loss, and this returns it.
+            loss.
         **kwargs: What torchtitan also passes (``parallel_dims``); unused.
     """
     compiled = job_config.compile.enable and "loss" in job_config.compile.components
     if compiled and not head_computes_loss(job_config):
         logger.info("Compiling the loss function with torch.compile")
         return torch.compile(cross_entropy_sum, backend=job_config.compile.backend)
-    return cross_entropy_sum
+    return summed_loss
 
 
 def head_computes_loss(job_config: JobConfig) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.removed import refuse_removed
 from torchtitan_lr.config.schema import AC_MODES
 from torchtitan_lr.errors import ConfigError
 
@@ -83,6 +84,7 @@ def read_plans(text: str, config: str | None, overrides: Sequence[str] = ()) -> 
             known = _known_plans(config, overrides)
     for plan in plans:
         if plan not in known:
+            refuse_removed({"parallelism.tp_plan": plan})
             raise ConfigError("--plans", plan, f"some of {', '.join(known)}")
     return plans
 

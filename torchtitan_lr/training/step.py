@@ -1,18 +1,17 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""One training step after another, each in seven parts. docs/step.md tells a step in words.
+"""One training step after another, each in seven parts. docs/step.md tells a step on a page.
 
-======== ===========================================================================
-read     The micro-batches of this rank. Every rank learns whether all ranks have theirs.
-backward Forward and backward of each micro-batch.
-reduce   The sums of gradients over ranks that are not done yet, and this rank's share of the norm.
-decide   One all-reduce: norm, finite losses, stop signals, the next step's data. The verdict.
-clip     The gradients, to ``training.max_norm``.
-apply    The optimizer. The device leaves the step out if the verdict rejects it.
-settle   The host reads the verdict.
-======== ===========================================================================
+1. ``read`` takes this rank's micro-batches. They were read in the step before.
+2. ``backward`` runs forward and backward of each micro-batch.
+3. ``reduce`` ends the sums of gradients over the ranks.
+4. ``decide`` is one all-reduce: the verdict, whether the optimizer takes the step.
+5. ``clip`` scales the gradients down.
+6. ``apply`` steps the optimizer. The device leaves a rejected step out.
+7. ``settle`` reads the verdict on the host.
 
-Between `read` and `settle` the host never waits for the device, unless an optimizer cannot leave a
-step out by itself (`step_unless`). A part that is left out, or called in another order, raises.
+Between ``read`` and ``settle`` the host never waits for the device, unless an optimizer cannot
+leave a step out by itself (`step_unless`). A part that is left out, or called in another order,
+raises.
 """
 
 import functools
@@ -76,8 +75,6 @@ class Step:
         gradients: The gradients of all parts.
         reader: Reads this rank's data.
         compressors: Of ``[grad_compression]``, whose residuals belong to a step.
-        forward_backward: Runs one micro-batch: ``input_dict``, ``labels`` and
-            ``global_valid_tokens``, all on the device. Returns this rank's share of the loss.
         before_change: Called before weights, moments and residuals change.
         data: This step's data.
         loss: This rank's share of the step's loss, an fp64 scalar on the device.
@@ -94,7 +91,6 @@ class Step:
     gradients: Gradients
     reader: StepReader
     compressors: Sequence[Compressor]
-    forward_backward: Callable[..., Tensor]
     before_change: Callable[[], None]
     data: StepData = field(init=False)
     loss: Tensor = field(init=False)
@@ -112,22 +108,24 @@ class Step:
         Args:
             data_iterator: Yields ``({"input": (b, s)}, labels (b, s))``; used for a first step.
 
-        Returns:
-            The data. Nothing may follow if they have a ``problem``, which is the same on all ranks.
-
         Raises:
-            DataloaderExhaustedError: A rank has no more data; on all of them.
+            BadDataError: A rank could not read its data; on all of them.
+            DataloaderExhaustedError: A rank has no more data; likewise.
         """
         self.optimizers.zero_grad()
         self.data = self.reader.take(data_iterator)
         return self.data
 
     @_part
-    def backward(self) -> None:
+    def backward(self, forward_backward: Callable[..., Tensor]) -> None:
         """Run forward and backward of each micro-batch, and accumulate the gradients.
 
         The loss of a micro-batch is its summed token loss divided by the valid tokens of the global
         batch. So the gradients sum to those of one process with the same batch.
+
+        Args:
+            forward_backward: Runs one micro-batch: ``input_dict``, ``labels`` and
+                ``global_valid_tokens``, all on the device. Returns this rank's share of the loss.
         """
         self.gradients.begin()
         self._own_gradients.clear()
@@ -140,7 +138,7 @@ class Step:
             if self.pipeline is not None:  # it synchronizes at the end of the batch
                 self.pipeline.is_last_round = last
             with self.gradients.micro_batch(last):
-                loss = self.forward_backward(
+                loss = forward_backward(
                     input_dict={k: self._moved(v) for k, v in input_dict.items()},
                     labels=self._moved(labels),
                     global_valid_tokens=tokens,

@@ -110,6 +110,12 @@ REWRITES = (
         reason="Every pipeline stage gets all arguments, and the pipeline divides its own loss.",
     ),
     Rewrite(
+        ours="torchtitan_lr.training.checkpoint:CheckpointManager.load",
+        upstream="torchtitan.components.checkpoint:CheckpointManager.load",
+        digest="a739d1f02684",
+        reason="A damaged or incomplete step is not loaded; later steps are renamed.",
+    ),
+    Rewrite(
         ours="torchtitan_lr.training.metrics:LowRankMetricsProcessor.log",
         upstream="torchtitan.components.metrics:MetricsProcessor.log",
         digest="3c99cf39c0a7",
