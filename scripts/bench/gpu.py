@@ -208,8 +208,7 @@ def optimizer(device: str, small: bool) -> Iterator[Row]:
 
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     settings = TSRSettings(rank=rank, embedding_rank=embedding_rank, refresh_interval=10**9)
-    defaults = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
-    tsr = TSRAdam(model.named_parameters(), settings, **defaults)
+    tsr = TSRAdam(model.named_parameters(), settings, lr=1e-4, weight_decay=0.01)
 
     def adamw_step() -> None:
         give()
