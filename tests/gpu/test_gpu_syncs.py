@@ -30,7 +30,6 @@ from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.numerics import HostCopy
 from torchtitan_lr.optim.tsr import algorithm
 from torchtitan_lr.optim.tsr.container import TSROptimizers
-from torchtitan_lr.parallel.parallelize import parallelize_llama
 from torchtitan_lr.training.register import build_optimizers
 from torchtitan_lr.training.step import Step
 from torchtitan_lr.training.trainer import Trainer
@@ -139,7 +138,8 @@ def _forget_values(trainer: Trainer) -> None:
     """Give a trainer model and optimizer on ``meta``, past TSR-Adam's first refresh."""
     config, dims = trainer.job_config, trainer.parallel_dims
     with torch.device("meta"):
-        model = parallelize_llama(LlamaModel(trainer.model_args), dims, config)
+        parallelize = trainer.train_spec.parallelize_fn
+        model = parallelize(LlamaModel(trainer.model_args), dims, config)
     trainer.device, trainer.model_parts = torch.device("meta"), [model]
     trainer.optimizers = build_optimizers([model], config.optimizer, dims)
     trainer.lr_schedulers = trainer.train_spec.build_lr_schedulers_fn(
