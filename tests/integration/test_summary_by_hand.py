@@ -17,8 +17,8 @@ from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.hf.loading import build_model_args, load_model, read_run_config
 
 SEQ_LEN = 32
-VALIDATED = 3 * 2 * 2  # ranks, batches, rows
-BATCH = 3 * 2  # ranks, rows
+VALIDATED = 4 * 2 * 2  # ranks, batches, rows
+BATCH = 4 * 2  # ranks, rows
 SAVED = (4, 6)  # steps
 
 VALIDATION = "validation_metrics/loss"
