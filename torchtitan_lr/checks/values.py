@@ -9,7 +9,7 @@ import math
 import operator
 import os
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from torchtitan_lr.checkpoints import layout
 from torchtitan_lr.checkpoints.run_record import data_ranks, global_batch_size
@@ -153,23 +153,13 @@ def check_data(config: Any, world_size: int, device_type: str) -> None:
             a validation corpus with training files.
         DataError: A record or a shard is unreadable.
     """
-    from torchtitan_lr.data.prepare import Section, ensure_prepared, open_rows, wanted
-    from torchtitan_lr.data.sources import Reader
+    from torchtitan_lr.data.prepare import Section, ensure_prepared, open_rows
 
     workers, key = config.training.dataloader.num_workers, "training.dataloader.num_workers"
     require(workers >= 0, key, workers, "0 or the worker processes of each rank")
     validation, sections = config.validation, get_args(Section)
     if validation.enable and validation.dataset == "local":
-        trained, validated = (
-            {
-                str(file.resolve())
-                for each in wanted(config, section)
-                for source in each.sources
-                if source.name == "local"
-                for file in Reader(source).files
-            }
-            for section in sections
-        )
+        trained, validated = (_local_files(config, section) for section in sections)
         shared = min(trained & validated, default=None)
         advice = "validation.dataset = 'training' takes what is held out from it"
         want = f"files that are not trained on ({shared} is); {advice}"
@@ -182,12 +172,13 @@ def check_data(config: Any, world_size: int, device_type: str) -> None:
         opened = open_rows(config, section)
         for part in opened:
             part.corpus.check_ids(rows_of_model)
-        for part in (part for part in opened if part.cut):
-            logger.warning(
-                "%d pairs of %s are longer than %s.seq_len = %d and are cut; %d of them have no "
-                "room for an answer and are left out",
-                *(part.cut, part.corpus.folder, section, part.seq_len, part.left_out),
-            )
+        for part in opened:
+            if part.cut:
+                logger.warning(
+                    "%d pairs of %s are longer than %s.seq_len = %d and are cut; %d of them have "
+                    "no room for an answer and are left out",
+                    *(part.cut, part.corpus.folder, section, part.seq_len, part.left_out),
+                )
         rows, batch = sum(map(len, opened)), validation.local_batch_size
         batch *= data_ranks(config, world_size)
         if section == "validation" and rows < batch:
@@ -196,6 +187,19 @@ def check_data(config: Any, world_size: int, device_type: str) -> None:
                 "of %d",
                 *(rows, validation.seq_len, batch),
             )
+
+
+def _local_files(config: Any, section: Literal["training", "validation"]) -> set[str]:
+    """Return the paths of the text files that a section reads from this machine."""
+    from torchtitan_lr.data.prepare import wanted
+    from torchtitan_lr.data.sources import Reader
+
+    files: set[str] = set()
+    for corpus in wanted(config, section):
+        for source in corpus.sources:
+            if source.name == "local":
+                files.update(str(file.resolve()) for file in Reader(source).files)
+    return files
 
 
 def _check_hub_tokens(config: Any, world_size: int) -> None:

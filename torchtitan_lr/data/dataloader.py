@@ -304,12 +304,15 @@ class Shares:
         period = min(int(np.lcm.reduce(denominators, dtype=object)), MOST_SLOTS)
         counts = [max(1, round(share * period)) for share in shares]
         counts[int(np.argmax(counts))] += period - sum(counts)  # 0 unless the period was limited
-        slots, before = [], [[0] * len(counts)]
+        slots: list[int] = []
+        given = [0] * len(counts)  # rows of each part in the slots so far
+        before = [given]
         for slot in range(period):
-            given = before[-1]
-            released = [i for i, n in enumerate(counts) if given[i] * period < (slot + 1) * n]
-            slots.append(min(released, key=lambda i: -((given[i] + 1) * -period // counts[i])))
-            before.append([n + (i == slots[-1]) for i, n in enumerate(given)])
+            part = _earliest_due(slot, given, counts)
+            given = given.copy()
+            given[part] += 1
+            slots.append(part)
+            before.append(given)
         self.counts, self.slots, self._before = map(np.array, (counts, slots, before))
 
     def choose(self, rows: Indices) -> tuple[Indices, Indices]:
@@ -323,6 +326,24 @@ class Shares:
         periods, slot = divmod(rows, len(self.slots))
         found: list[int] = (periods * self.counts + self._before[slot]).tolist()
         return found
+
+
+def _earliest_due(slot: int, given: list[int], counts: list[int]) -> int:
+    """Return the part whose next row is due first, of those whose next row may be in this slot.
+
+    Args:
+        slot: The slot to fill.
+        given: Rows of each part in the slots before.
+        counts: Rows of each part in a period.
+    """
+    period = sum(counts)
+    found, earliest = -1, period + 1
+    for part, (row, rows) in enumerate(zip(given, counts, strict=True)):
+        released = row * period < (slot + 1) * rows
+        due = -(-(row + 1) * period // rows)  # rounded up
+        if released and due < earliest:
+            found, earliest = part, due
+    return found
 
 
 def build_dataloader(

@@ -272,11 +272,15 @@ class Recomputation:
         return kept
 
     def end_with(self, last: list[Tensor]) -> None:
-        """In backward, end here if only these tensors are missing, which a Function is to save."""
+        """Stop recomputing here if backward only still needs these tensors.
+
+        Args:
+            last: What the calling Function is about to save.
+        """
         missing = len(self._shapes) - len(self._collected)
         if self.kept_next is None or len(last) != missing:
             return
-        if any(x.requires_grad for x in last):  # else the Function saves nothing
+        if any(x.requires_grad for x in last):  # else the Function would save nothing
             self._collected += [x.detach() for x in last]
             raise _AllFound
 
@@ -291,32 +295,39 @@ class Recomputation:
         Raises:
             RuntimeError: The recomputation saves other tensors than the forward pass did.
         """
-        if number in self._found:
-            return self._found.pop(number)
-        found = self._collected = []
+        # ``torch.utils.checkpoint`` recomputes for every call of autograd. The weights' half of a
+        # split backward is one call per linear: a block would run as often, and what each call
+        # leaves would stay until the last.
+        if number not in self._found:
+            self._found = dict(enumerate(self._recompute()))
+        return self._found.pop(number)
+
+    def _recompute(self) -> list[Tensor]:
+        """Run the function again, up to the last tensor that autograd saved; return all of them.
+
+        Raises:
+            RuntimeError: As for `_unpack`.
+        """
+        saved = self._collected = list[Tensor]()  # `end_with` adds to it
 
         def collect(x: Tensor) -> None:
-            found.append(x.detach())
-            if len(found) == len(self._shapes):
+            saved.append(x.detach())
+            if len(saved) == len(self._shapes):
                 raise _AllFound
 
+        def in_a_new_graph(x: Tensor) -> Tensor:
+            # A view, because module hooks (the FLOP counter's) run other operators on leaves than
+            # on results.
+            return x.detach().requires_grad_().view_as(x) if x.requires_grad else x
+
         with torch.enable_grad():
-            # A graph of its own. It begins with views, because module hooks (the FLOP counter's)
-            # run other operators on leaves than on results.
-            args, kwargs = tree_map_only(
-                Tensor,
-                lambda x: x.detach().requires_grad_().view_as(x) if x.requires_grad else x,
-                (self.args, self.kwargs),
-            )
+            args, kwargs = tree_map_only(Tensor, in_a_new_graph, (self.args, self.kwargs))
             with saved_tensors_hooks(collect, lambda x: x), suppress(_AllFound):
                 self._run(0, args, kwargs)
-        if [(x.shape, x.dtype) for x in found] != self._shapes:
+        self._collected = []
+        if [(x.shape, x.dtype) for x in saved] != self._shapes:
             raise RuntimeError(
                 "low-rank checkpointing: the recomputation took another path than the forward "
                 "pass; was it under a context, such as sdpa_kernel, that ended?"
             )
-        # ``torch.utils.checkpoint`` finds them anew for every call of autograd. The weights' half
-        # of a split backward is one call per linear: a block would run as often, and what each
-        # call leaves would stay until the last.
-        self._found, self._collected = dict(enumerate(found)), []
-        return self._found.pop(number)
+        return saved
