@@ -40,7 +40,7 @@ from torchtitan_lr.compat.checkpointing import (
     StorageInfo,
     set_element,
 )
-from torchtitan_lr.config.files import read_regular
+from torchtitan_lr.config.files import read_kept, read_regular
 
 _MOST_BYTES = 1 << 31  # of a table of contents; one of a thousand ranks has some hundred megabytes
 _MOST_SIZES = 64  # of a tensor; a few bytes could name one long tuple again and again
@@ -249,12 +249,14 @@ def _call(what: Any, *arguments: Any) -> Any:
 def read_metadata(step_dir: str | Path) -> Metadata:
     """Read a checkpoint's table of contents; nothing of it is executed.
 
+    A table of 20,000 tensor parts takes seconds, and a resume looks into it several times: within
+    `files_kept` it is read once.
+
     Raises:
         DamagedError: It is missing, cut off, has what DCP does not write, or names files elsewhere.
     """
     try:
-        metadata = _Pickle().read(read_regular(Path(step_dir) / METADATA, _MOST_BYTES))
-        _check(metadata)
+        return read_kept(Path(step_dir) / METADATA, _read)
     except DamagedError:
         raise
     except FileNotFoundError as error:
@@ -262,6 +264,11 @@ def read_metadata(step_dir: str | Path) -> Metadata:
     # A damaged one fails with whatever its reader stumbles over.
     except Exception as error:
         raise DamagedError(f"{METADATA} cannot be read ({describe(error)})") from error
+
+
+def _read(path: Path) -> Metadata:
+    metadata = _Pickle().read(read_regular(path, _MOST_BYTES))
+    _check(metadata)
     return cast(Metadata, metadata)
 
 

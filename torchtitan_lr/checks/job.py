@@ -26,6 +26,7 @@ from torchtitan_lr.checks.values import (
     check_vocabulary,
 )
 from torchtitan_lr.config.build import extension_of
+from torchtitan_lr.config.files import files_kept
 from torchtitan_lr.errors import ConfigError, require
 
 # What builds models comes behind the rest, and at the end what prepares data, for hours maybe.
@@ -69,6 +70,7 @@ def check_job_config(
         module = "torchtitan_lr.experiments.replicas.job_config"
         want = f"false, or job.custom_config_module = '{module}'"
         raise ConfigError("fault_tolerance.enable", True, want)
-    for check in _CHECKS:
-        if not (on_paper and check in _OF_FILES) and (prepare or check not in _OF_TOKENS):
-            check(config, world_size, device_type)
+    with files_kept():
+        for check in _CHECKS:
+            if not (on_paper and check in _OF_FILES) and (prepare or check not in _OF_TOKENS):
+                check(config, world_size, device_type)

@@ -10,13 +10,16 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torchtitan_lr.config.paths import leads_out
+
+T = TypeVar("T")
 
 MOST_BYTES = 1 << 28
 """Largest size of such a file: the record of a long run's steps has tens of megabytes."""
@@ -74,6 +77,43 @@ def parse_json(text: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError("no JSON object")
     return values
+
+
+_kept: ContextVar[dict[object, Any] | None] = ContextVar("_kept", default=None)
+
+
+@contextmanager
+def files_kept() -> Iterator[None]:
+    """Let `read_kept` read each file once in this block; its end forgets all of them."""
+    if _kept.get() is not None:  # within such a block
+        yield
+        return
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def read_kept(path: Path, read: Callable[[Path], T]) -> T:
+    """Return what ``read`` returns for a file; in `files_kept`, call it once per file as it is.
+
+    Args:
+        path: The file.
+        read: Its result must not be changed.
+
+    Raises:
+        OSError: There is no such file.
+    """
+    kept = _kept.get()
+    if kept is None:
+        return read(path)
+    status = path.stat()
+    key = read, path.absolute(), status.st_ino, status.st_size, status.st_mtime_ns
+    if key not in kept:
+        kept[key] = read(path)
+    found: T = kept[key]
+    return found
 
 
 def file_within(folder: Path, name: str) -> Path:

@@ -22,7 +22,7 @@ from torchtitan_lr.checkpoints.manifest import (
 )
 from torchtitan_lr.checkpoints.safe_metadata import read_metadata
 from torchtitan_lr.config.build import build_job_config, check_record
-from torchtitan_lr.config.files import parse_json, read_regular
+from torchtitan_lr.config.files import files_kept, parse_json, read_regular
 from torchtitan_lr.config.parse import in_folder
 from torchtitan_lr.config.schema import ITS_MODULE
 from torchtitan_lr.data.tokenizer import HUB, build_tokenizer, require_cached, vocabulary
@@ -180,6 +180,7 @@ def build_model_args(config: Any) -> LlamaArgs:
     return args
 
 
+@files_kept()
 def open_weights(
     step_dir: Path,
     args: LlamaArgs,

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import IO, Any
 
 from torchtitan_lr.checkpoints.layout import write_whole
+from torchtitan_lr.config.files import read_json
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.launch.folder_lock import lock_file
@@ -281,7 +282,7 @@ class Sweep:
         if not path.is_file():
             self._save(point, "stopped before its last step")
             return
-        summary = json.loads(path.read_text())
+        summary = read_json(path)
         point.row |= {"steps": summary["steps"]} | {key: summary[key] for key in RESULTS}
         losses = [summary[key] for key in ("val_loss", "train_loss") if summary[key] is not None]
         self._save(point, FINISHED if all(map(math.isfinite, losses)) else DIVERGED)
@@ -331,10 +332,10 @@ def _read_point(path: Path) -> dict[str, Any]:
         ConfigError: The file is damaged.
     """
     try:
-        known = json.loads(path.read_text())
+        known = read_json(path)
         if isinstance(known["arguments"], list) and isinstance(known["row"]["status"], str):
-            return dict(known)
-    except (ValueError, LookupError, TypeError):
+            return known
+    except (OSError, ValueError, LookupError, TypeError):
         pass
     raise ConfigError("--out", str(path), "a file of a sweep; without it the point runs again")
 

@@ -41,6 +41,7 @@ from torchtitan_lr.checkpoints.manifest import (
 )
 from torchtitan_lr.checkpoints.staging import BackgroundStager
 from torchtitan_lr.compression.residuals import saved_residuals
+from torchtitan_lr.config.files import files_kept
 from torchtitan_lr.console.log import console
 from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.optim.step import finite_weights
@@ -236,6 +237,7 @@ class CheckpointManager(TitanCheckpointHooks):
                 raise
             return None
 
+    @files_kept()
     def load(self, step: int = -1) -> bool:
         """Load step ``step``, or at -1 the newest complete one, then rename all later steps.
 
