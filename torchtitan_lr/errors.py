@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
+from collections.abc import Iterable
 
 OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory", re.IGNORECASE)
 """Torch's words for a device, or a machine, without memory."""
@@ -65,6 +67,19 @@ def require(ok: object, key: str, got: object, want: str) -> None:
     """Raise a ConfigError unless ``ok``."""
     if not ok:
         raise ConfigError(key, got, want)
+
+
+def one_of(choices: Iterable[object], got: object) -> str:
+    """Return the phrase for a choice among names, with the one that was probably meant.
+
+    Args:
+        choices: The names that would work.
+        got: The name that does not.
+    """
+    by_text = {str(choice).lower(): str(choice) for choice in choices}
+    near = difflib.get_close_matches(str(got).lower(), by_text, 1)
+    hint = f" (did you mean {by_text[near[0]]}?)" if near else ""
+    return f"one of {', '.join(by_text.values())}{hint}"
 
 
 class DataError(ConfigError):

@@ -24,7 +24,7 @@ with collector_off():
     from torchtitan_lr.training.trainer import Trainer
 
 from torchtitan_lr.checks.job import check_job_config
-from torchtitan_lr.config.build import build_job_config, extension_of
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.log import init_console
 from torchtitan_lr.data.prepare import prepare_for_ranks
 from torchtitan_lr.errors import ConfigError, RunFailedError, describe_error, escaped
@@ -61,8 +61,6 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         checked_once(folder, check, partial(prepare_for_ranks, config))
         still_ours = lock.enter_context(locked_by_rank(folder, os.environ))
         record = partial(_record, folder, still_ours)
-        if (extension := extension_of(config)) is not None:
-            trainer_class = extension.trainer_class(config)
         trainer = trainer_class(config)
         trainer.checkpointer.before_save = still_ours
         trainer.metrics_processor.before_writing = still_ours

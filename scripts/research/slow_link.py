@@ -8,9 +8,6 @@ the script prints a note and exits with 0.
 
     python -m scripts.research.slow_link --mbit 200
     python -m scripts.research.slow_link --methods FSDP "TAGC sketch" "TAGC sparse" --exchange 16
-    python -m scripts.research.slow_link --methods AdamW TSRAdam "TSRAdam torchft"
-
-With torchft the two replicas may come and go, and the quorum server is beside the first.
 """
 
 import argparse
@@ -36,7 +33,7 @@ from scripts.research.namespaces import (
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least, check_toml
 from torchtitan_lr.scaling.experiments import SECONDS, step_records
 
-SENT = ("comm_bytes/dp_replicate", "comm_bytes/fsdp", "comm_bytes/replicas")
+SENT = ("comm_bytes/dp_replicate", "comm_bytes/fsdp")
 
 ADAMW = ["--optimizer.name=AdamW", "--optimizer.lr=3e-3"]
 FSDP = [
@@ -53,15 +50,6 @@ METHODS = {
     "TAGC sketch": [*TAGC, "--grad_compression.codec=sketch"],
     "TAGC sparse": [*TAGC, "--grad_compression.codec=sparse"],
 }
-ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-TORCHFT = "TSRAdam torchft"
-QUORUM = f"{ADDRESSES[0]}:29532"
-REPLICAS = [
-    *("--optimizer.name=TSRAdam", "--parallelism.data_parallel_replicate_degree=1"),
-    "--job.custom_config_module=torchtitan_lr.experiments.replicas.job_config",
-    *("--fault_tolerance.enable", "--fault_tolerance.group_size=2"),
-    *("--fault_tolerance.min_replica_size=2", f"--fault_tolerance.lighthouse={QUORUM}"),
-]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -109,7 +97,7 @@ def slow_link(mbit: float, delay_ms: float) -> Iterator[list[str]]:
 
 def _train(options: argparse.Namespace, method: str, ends: list[str]) -> dict[str, float]:
     """Train one rank in each namespace and return rank 0's measurements."""
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder:
         arguments = [
             *("-m", "torchtitan_lr.train"),
             f"--job.config_file={options.config}",
@@ -117,13 +105,9 @@ def _train(options: argparse.Namespace, method: str, ends: list[str]) -> dict[st
             f"--training.steps={options.steps}",
             f"--lr_scheduler.warmup_steps={options.steps // 10}",
             "--validation.no_enable",
+            *METHODS[method],
         ]
-        if method == TORCHFT:
-            stack.enter_context(_quorum_server(ends[0]))
-            arguments += REPLICAS
-        else:
-            arguments += METHODS[method]
-        _run(ends, [*arguments, *options.overrides], options.timeout, method == TORCHFT)
+        _run(ends, [*arguments, *options.overrides], options.timeout)
         records = step_records(Path(folder))
     # The first steps open the process group's connections.
     later = records[len(records) // 5 :]
@@ -135,20 +119,6 @@ def _train(options: argparse.Namespace, method: str, ends: list[str]) -> dict[st
     }
 
 
-@contextmanager
-def _quorum_server(end: str) -> Iterator[None]:
-    """Run the quorum server in a namespace."""
-    server = ["torchft_lighthouse", "--bind", QUORUM, "--min_replicas", "2"]
-    server += ["--join_timeout_ms", "60000", "--quorum_tick_ms", "50"]
-    command = ["ip", "netns", "exec", end, *server]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
-
-
 def _exchange(options: argparse.Namespace, ends: list[str]) -> dict[str, Any]:
     """Time single exchanges by each codec between the namespaces."""
     program = ["-m", "scripts.bench.exchange", f"--megabytes={options.exchange}", "--json"]
@@ -156,32 +126,25 @@ def _exchange(options: argparse.Namespace, ends: list[str]) -> dict[str, Any]:
     return report
 
 
-def _run(ends: list[str], arguments: list[str], timeout: float, apart: bool = False) -> str:
+def _run(ends: list[str], arguments: list[str], timeout: float) -> str:
     """Run a Python program with one rank in each namespace and return rank 0's output.
 
     Args:
         ends: The namespaces.
         arguments: Of the program.
         timeout: Seconds for all of it.
-        apart: Whether each rank is a replica of its own.
 
     Raises:
         RuntimeError: A rank failed; the message is the end of its log.
     """
-
-    def own(rank: int) -> list[str]:
-        section = "--fault_tolerance"
-        address = f"{section}.address={ADDRESSES[rank]}"
-        return [f"{section}.replica_id={rank}", address] if apart else []
-
     with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
         # Files, not pipes: a pipe would fill up while the script waits for the other rank.
         outputs = [Path(folder) / f"rank{rank}.out" for rank in range(len(ends))]
         logs = [Path(folder) / f"rank{rank}.err" for rank in range(len(ends))]
         ranks = [
             subprocess.Popen(
-                ["ip", "netns", "exec", name, sys.executable, *arguments, *own(rank)],
-                env=os.environ | _environment(rank) | (ALONE if apart else {}),
+                ["ip", "netns", "exec", name, sys.executable, *arguments],
+                env=os.environ | _environment(rank),
                 stdout=files.enter_context(outputs[rank].open("w")),
                 stderr=files.enter_context(logs[rank].open("w")),
             )
@@ -225,7 +188,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--methods",
         nargs="+",
         default=["AdamW", "TSRAdam"],
-        choices=[*METHODS, TORCHFT],
+        choices=list(METHODS),
         help="methods to time; speed-ups are over the first",
     )
     parser.add_argument(

@@ -34,7 +34,7 @@ def training_config(variables, arguments):
     if not (ROOT / find_config(name)).is_file():
         assert MADE.search(name), name
         return None
-    ranks = 1 if name == "debug_replicas" else int(variables.get("NGPU", 8))
+    ranks = int(variables.get("NGPU", 8))
     ranks *= int(variables.get("NNODES", "1").rpartition(":")[2])
     return build_job_config([f"--job.config_file={find_config(name)}", *arguments]), ranks
 
@@ -50,8 +50,7 @@ def test_a_documented_command_is_accepted(page, variables, name, arguments):
     assert name in COMMANDS
     if name == "train":
         if (found := training_config(variables, arguments)) is not None:
-            replicas = found[0].fault_tolerance.enable
-            check_job_config(*found, "cpu" if replicas else "cuda", on_paper=True)
+            check_job_config(*found, "cuda", on_paper=True)
         return
     arguments = [a for a in arguments if a not in ("…", "...")]
     parsed = parser_of(name).parse_args(arguments)

@@ -19,27 +19,28 @@ from torchtitan_lr.checks.stored import (
 from torchtitan_lr.checks.support import check_compile, check_cpu, check_parallelism, check_plans
 from torchtitan_lr.checks.values import (
     check_checkpoint,
+    check_corpora,
     check_data,
     check_dump_folder,
     check_model,
     check_training,
     check_vocabulary,
 )
-from torchtitan_lr.config.build import extension_of
 from torchtitan_lr.config.files import files_kept
-from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.errors import require
 
 # What builds models comes behind the rest, and at the end what prepares data, for hours maybe.
 _CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
     *(check_parallelism, check_compile, check_cpu, check_training, check_dump_folder),
-    *(check_checkpoint, check_model, check_vocabulary, check_stored_model, check_stored_optimizer),
+    *(check_checkpoint, check_model, check_vocabulary, check_corpora),
+    *(check_stored_model, check_stored_optimizer),
     *(check_plans, check_pipeline, check_grad_compression, check_memory),
     *(check_data, check_stored_states),
 )
 _OF_TOKENS = {check_data, check_stored_states}
 
 _OF_FILES = {
-    *(check_dump_folder, check_checkpoint, check_vocabulary, check_memory),
+    *(check_dump_folder, check_checkpoint, check_vocabulary, check_corpora, check_memory),
     *(check_stored_model, check_stored_optimizer, check_data, check_stored_states),
 }
 
@@ -64,12 +65,6 @@ def check_job_config(
     require(world_size <= MOST_RANKS, "parallelism", world_size, want)
     if not on_paper:
         check_record(config, world_size)  # first, since it takes no time
-    if (extension := extension_of(config)) is not None:
-        extension.check(config, world_size, device_type)
-    elif config.fault_tolerance.enable:
-        module = "torchtitan_lr.experiments.replicas.job_config"
-        want = f"false, or job.custom_config_module = '{module}'"
-        raise ConfigError("fault_tolerance.enable", True, want)
     with files_kept():
         for check in _CHECKS:
             if not (on_paper and check in _OF_FILES) and (prepare or check not in _OF_TOKENS):

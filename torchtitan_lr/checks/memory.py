@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.config.build import extension_of
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.configured import llama_args, model_shapes
 
@@ -26,8 +25,6 @@ def check_memory(config: Any, world_size: int, device_type: str) -> None:
     """Refuse a run on the CPU that needs more memory than its machine has, by the estimate."""
     args = llama_args(config)
     if device_type != "cpu" or not config.training.check_memory or args is None:
-        return
-    if extension_of(config) is not None:  # its ranks are several runs
         return
     ranks = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE") or world_size))
     if config.comm.mode == "fake_backend":  # one process

@@ -4,7 +4,7 @@
 import operator
 from typing import Any
 
-from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.models.configured import configured_args
 from torchtitan_lr.parallel.stage_split import SCHEDULES, modules_per_stage, stages_per_rank
 
@@ -15,7 +15,7 @@ def check_pipeline(config: Any, world_size: int, device_type: str) -> None:
     if section.pipeline_parallel_degree == 1:
         return
     schedule = section.pipeline_parallel_schedule
-    want = f"one of {', '.join(SCHEDULES)}"
+    want = one_of(SCHEDULES, schedule)
     require(schedule in SCHEDULES, "parallelism.pipeline_parallel_schedule", schedule, want)
     recomputation = config.activation_checkpoint
     compiled = config.compile.enable and "model" in config.compile.components

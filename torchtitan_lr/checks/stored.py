@@ -21,6 +21,7 @@ from torchtitan_lr.checkpoints.layout import (
 )
 from torchtitan_lr.checkpoints.run_record import changed, described, read_record, record_path
 from torchtitan_lr.config.files import read_json
+from torchtitan_lr.config.removed import refuse_removed_run
 from torchtitan_lr.config.schema import TSR, vocabulary_rows
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import llama_args
@@ -58,11 +59,13 @@ def check_record(config: Any, world_size: int) -> None:
     step, folder = resumed(config)
     if step <= 0:  # a seed checkpoint, of step 0, has trained nothing
         return
+    record = read_record(config)
     with _cured(config):
+        refuse_removed_run(record, resumes=True)
         _check_numbers(config, folder)
     line, steps = nothing_to_train(config), config.training.steps
     want = f"more than {step}: {line}"
-    differences = changed(read_record(config), config, world_size)
+    differences = changed(record, config, world_size)
     for key, (there, here) in differences.items():
         mixed = key == "training.dataset" and (
             config.training.mixture or config.training.allow_changed_corpus
@@ -186,9 +189,8 @@ def check_stored_states(config: Any, world_size: int, device_type: str) -> None:
     with _cured(config):
         if RESIDUALS not in excluded:
             _check_residuals(config, world_size, metadata, folder)
-        # The positions of replicas are several.
         has_position = any(name.startswith("dataloader.") for name in metadata.state_dict_metadata)
-        if has_position and "dataloader" not in excluded and not config.fault_tolerance.enable:
+        if has_position and "dataloader" not in excluded:
             TrainingRows.of(config).check_checkpoint(folder, metadata)
 
 

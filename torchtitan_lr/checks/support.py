@@ -8,7 +8,7 @@ import shutil
 from typing import Any
 
 from torchtitan_lr.config.schema import TSR
-from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.models.configured import llama_args, model_shapes
 
 
@@ -64,7 +64,7 @@ def check_compile(config: Any, world_size: int, device_type: str) -> None:
     import torch
 
     backends = torch.compiler.list_backends(exclude_tags=())
-    want = f"one of {', '.join(backends)}"
+    want = one_of(backends, section.backend)
     require(section.backend in backends, "compile.backend", section.backend, want)
     if device_type != "cpu":
         return

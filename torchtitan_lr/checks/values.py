@@ -9,12 +9,12 @@ import math
 import operator
 import os
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torchtitan_lr.checkpoints import layout
 from torchtitan_lr.checkpoints.run_record import data_ranks, global_batch_size
 from torchtitan_lr.config.paths import user_path
-from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.models.configured import configured_args
 from torchtitan_lr.titan import logger
 from torchtitan_lr.training.history import HISTORY_FILE
@@ -123,9 +123,9 @@ def check_model(config: Any, world_size: int, device_type: str) -> None:
 
     names = sorted(REGISTERED_SPECS)
     name, flavor = config.model.name, config.model.flavor
-    require(name in names, "model.name", name, "one of " + ", ".join(names))
+    require(name in names, "model.name", name, one_of(names, name))
     flavors = get_train_spec(name).model_args
-    require(flavor in flavors, "model.flavor", flavor, "one of " + ", ".join(flavors))
+    require(flavor in flavors, "model.flavor", flavor, one_of(flavors, flavor))
     configured_args(config)
     rank = config.low_rank.rank  # unused if both groups have a rank of their own
     require(rank >= 0, "low_rank.rank", rank, "0 (the flavor's) or a positive integer")
@@ -145,27 +145,44 @@ def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
     require(tokens <= rows, "model.hf_assets_path", model.hf_assets_path, want)
 
 
-def check_data(config: Any, world_size: int, device_type: str) -> None:
-    """Check the corpora of a run; prepare them if that was not done.
+def check_corpora(config: Any, world_size: int, device_type: str) -> None:
+    """Check that the corpora of a run are there and fit together; none of them is prepared.
 
     Raises:
-        ConfigError: A corpus that does not exist or cannot be prepared, that has no whole row, or
-            a validation corpus with training files.
-        DataError: A record or a shard is unreadable.
+        ConfigError: A corpus that does not exist, a streamed one of an unknown size, or a
+            validation corpus with training files.
     """
-    from torchtitan_lr.data.prepare import Section, ensure_prepared, open_rows
+    from torchtitan_lr.data.prepare import used_sections, wanted
+    from torchtitan_lr.data.sources import Reader
 
     workers, key = config.training.dataloader.num_workers, "training.dataloader.num_workers"
     require(workers >= 0, key, workers, "0 or the worker processes of each rank")
-    validation, sections = config.validation, get_args(Section)
-    if validation.enable and validation.dataset == "local":
-        trained, validated = (_local_files(config, section) for section in sections)
-        shared = min(trained & validated, default=None)
+    validation = config.validation
+    files: dict[str, set[Path]] = {"training": set(), "validation": set()}
+    for section in used_sections(config):
+        for part in wanted(config, section):
+            for source in part.sources:
+                found = Reader(source).files
+                if source.name == "local":
+                    files[section].update(file.resolve() for file in found)
+    if validation.dataset == "local":
+        shared = min(files["training"] & files["validation"], default=None)
         advice = "validation.dataset = 'training' takes what is held out from it"
         want = f"files that are not trained on ({shared} is); {advice}"
         require(shared is None, "validation.dataset_path", validation.dataset_path, want)
     _check_hub_tokens(config, world_size)
-    used = sections[: 1 + validation.enable]
+
+
+def check_data(config: Any, world_size: int, device_type: str) -> None:
+    """Check the tokens of a run after `check_corpora`; prepare them if that was not done.
+
+    Raises:
+        ConfigError: A corpus that cannot be prepared, or that has no whole row.
+        DataError: A record or a shard is unreadable.
+    """
+    from torchtitan_lr.data.prepare import ensure_prepared, open_rows, used_sections
+
+    validation, used = config.validation, used_sections(config)
     ensure_prepared(config, *used)  # all that is missing is found before the first is prepared
     rows_of_model = configured_args(config).vocab_size
     for section in used:
@@ -187,19 +204,6 @@ def check_data(config: Any, world_size: int, device_type: str) -> None:
                 "of %d",
                 *(rows, validation.seq_len, batch),
             )
-
-
-def _local_files(config: Any, section: Literal["training", "validation"]) -> set[str]:
-    """Return the paths of the text files that a section reads from this machine."""
-    from torchtitan_lr.data.prepare import wanted
-    from torchtitan_lr.data.sources import Reader
-
-    files: set[str] = set()
-    for corpus in wanted(config, section):
-        for source in corpus.sources:
-            if source.name == "local":
-                files.update(str(file.resolve()) for file in Reader(source).files)
-    return files
 
 
 def _check_hub_tokens(config: Any, world_size: int) -> None:

@@ -10,7 +10,7 @@ The output of `show` is a TOML file. Behind each key is its origin:
 
     default         of this package or of torchtitan
     flavor          of the model's size: model.flavor
-    TOML            the file
+    a TOML file     the one that sets it: CONFIG, or a file that it includes
     command line    an override
     launcher        changed to fit the ranks: NGPU, or the GPUs of this machine
 

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-r"""Evaluate a checkpoint or an export: loss, perplexity and bits per byte of a text, or tasks.
+r"""Evaluate a checkpoint or an export: loss, perplexity and bits per byte of a text.
 
 By default the text is the validation corpus of the run:
 
@@ -11,9 +11,9 @@ Several ranks share the text under torchrun, in the run's layout or another one:
     torchrun --nproc_per_node=4 -m torchtitan_lr evaluate outputs/debug_cola \
         --parallelism.tensor_parallel_degree=2
 
-Tasks of EleutherAI's lm-evaluation-harness (pip install 'torchtitan_lr[eval]') give their metrics:
+Tasks of EleutherAI's lm-evaluation-harness run on an export of `--format hf`:
 
-    torchtitan-lr evaluate outputs/debug_cola --tasks hellaswag
+    lm_eval --model hf --model_args pretrained=for_hf,trust_remote_code=True --tasks hellaswag
 
 Every token of the documents, BOS and EOS included, is predicted once, from at most --seq_len tokens
 before it. The loss is the mean over all of them. Bits per byte is the loss of all tokens, divided
@@ -21,7 +21,6 @@ by the bytes of the text in UTF-8; it compares models with different tokenizers.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -55,9 +54,7 @@ def add_arguments(parser: OneLineParser) -> None:
         "--path",
         help="file, folder or pattern of .txt, .jsonl or .parquet; with c4 a local copy",
     )
-    parser.add_argument(
-        "--documents", type=int, default=0, help="at most, or questions per task; 0 reads all"
-    )
+    parser.add_argument("--documents", type=int, default=0, help="at most; 0 reads all")
     parser.add_argument("--seq_len", type=int, default=0, help="0 is the trained window")
     parser.add_argument(
         "--batch_size", type=int, default=8, help="windows per pass and data-parallel rank"
@@ -67,14 +64,6 @@ def add_arguments(parser: OneLineParser) -> None:
         action="store_true",
         help="use the windows of the run's own validation, to repeat its number",
     )
-    parser.add_argument(
-        "--tasks",
-        type=lambda text: [name for name in text.split(",") if name],
-        metavar="NAME[,NAME]",
-        help="tasks of the harness, instead of a text",
-    )
-    parser.add_argument("--task_path", type=Path, metavar="DIR", help="folder of more task files")
-    parser.add_argument("--num_fewshot", type=int, help="examples per request; default: the task's")
     parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
     add_allow_unverified(parser)
@@ -92,15 +81,11 @@ def run(args: argparse.Namespace) -> int:
     forget_other_ranks()
     check_at_least(args, documents=0, seq_len=0, batch_size=1)
     check_corpus(args)
-    check_tasks(args)
     from torchtitan_lr.config.build import import_extension
+    from torchtitan_lr.hf.evaluate import evaluate
     from torchtitan_lr.hf.loading import find_step
 
     import_extension(args.custom_import)
-    if args.tasks:
-        from torchtitan_lr.hf.harness import evaluate_tasks as evaluate
-    else:
-        from torchtitan_lr.hf.evaluate import evaluate
 
     args.checkpoint = find_step(args.checkpoint, args.allow_unverified)
     result = evaluate(args)
@@ -137,54 +122,12 @@ def check_corpus(options: argparse.Namespace) -> None:
         raise ConfigError("--out", str(out), "a file in a folder that exists")
 
 
-def check_tasks(options: argparse.Namespace) -> None:
-    """Raise for options that do not fit ``--tasks``.
-
-    Args:
-        options: The options.
-
-    Raises:
-        ConfigError: An option has an invalid value.
-    """
-    if options.tasks is None:
-        for name in ("task_path", "num_fewshot"):
-            if getattr(options, name) is not None:
-                raise ConfigError(f"--{name}", str(getattr(options, name)), "--tasks beside it")
-        return
-    if not options.tasks:
-        raise ConfigError("--tasks", "", "names such as hellaswag")
-    for name in ("corpus", "path", "seq_len", "as_validated"):
-        if getattr(options, name):
-            raise ConfigError(f"--{name}", getattr(options, name), "no such option beside --tasks")
-    if options.task_path is not None and not options.task_path.is_dir():
-        raise ConfigError("--task_path", str(options.task_path), "a folder of task files")
-    if options.num_fewshot is not None and options.num_fewshot < 0:
-        raise ConfigError("--num_fewshot", options.num_fewshot, "0 or a positive integer")
-    if "RANK" in os.environ:
-        raise ConfigError("--tasks", ",".join(options.tasks), "one process, without torchrun")
-    if options.overrides:
-        raise ConfigError(
-            "--tasks", ",".join(options.tasks), f"no {options.overrides[0]} beside it"
-        )
-    if importlib.util.find_spec("lm_eval") is None:
-        want = "the extra eval: pip install 'torchtitan_lr[eval]'"
-        raise ConfigError("--tasks", ",".join(options.tasks), want)
-
-
 def as_text(result: dict[str, Any]) -> str:
     """Format the results, one per line.
 
     Args:
-        result: What `torchtitan_lr.hf.evaluate.evaluate` returned, or that of its tasks.
+        result: What `torchtitan_lr.hf.evaluate.evaluate` returned.
     """
-    if "tasks" in result:
-        lines = {
-            f"{task} {metric}": f"{value:.4f}"
-            for task, metrics in result["tasks"].items()
-            for metric, value in metrics.items()
-        }
-        width = max(map(len, lines), default=0) + 2
-        return "\n".join(f"{name:<{width}}{value}" for name, value in lines.items())
     lines = {"corpus": result["corpus"], "tokens": f"{result['tokens']:,}"}
     if result["bytes"] is not None:
         lines["documents"] = f"{result['documents']:,}, {result['bytes']:,} bytes"

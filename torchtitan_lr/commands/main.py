@@ -6,14 +6,13 @@ A subcommand's module has a docstring (its help; the first line is its summary),
 neither torch nor torchtitan; ``run`` imports what it needs.
 """
 
-import difflib
 import importlib
 import sys
 from importlib import metadata
 from types import ModuleType
 
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, one_of
 
 PROGRAM = "torchtitan-lr"
 
@@ -52,9 +51,7 @@ def module_of(name: str) -> ModuleType:
         ConfigError: There is no such subcommand.
     """
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, 1)
-        hint = f": did you mean {near[0]}?" if near else ""
-        raise ConfigError("COMMAND", name, f"one of {', '.join(COMMANDS)}{hint}")
+        raise ConfigError("COMMAND", name, one_of(COMMANDS, name))
     return importlib.import_module(f"torchtitan_lr.commands.{COMMANDS[name]}")
 
 

@@ -9,7 +9,13 @@ from typing import Any
 
 from torchtitan_lr.checks.values import check_model
 from torchtitan_lr.config.build import build_job_config, config_class
-from torchtitan_lr.config.parse import CONFIG_FILE_KEY, apply_overrides, load_toml, split_arguments
+from torchtitan_lr.config.parse import (
+    CONFIG_FILE_KEY,
+    apply_overrides,
+    split_arguments,
+    toml_files,
+)
+from torchtitan_lr.config.paths import shown_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import read_environment
 from torchtitan_lr.launch.machines import check_machines
@@ -17,7 +23,7 @@ from torchtitan_lr.launch.placement import place
 from torchtitan_lr.models.configured import llama_args
 from torchtitan_lr.titan.base import drop_marker
 
-DEFAULT, FLAVOR, TOML = "default", "flavor", "TOML"
+DEFAULT, FLAVOR = "default", "flavor"
 COMMAND_LINE, LAUNCHER = "command line", "launcher"
 
 _SHAPE = "model."
@@ -37,7 +43,7 @@ class Setting:
     Args:
         key: The dotted key.
         value: What the run uses; for a key that leaves its value to the flavor, the flavor's.
-        origin: `DEFAULT`, `FLAVOR`, `TOML`, `COMMAND_LINE` or `LAUNCHER`.
+        origin: `DEFAULT`, `FLAVOR`, `COMMAND_LINE`, `LAUNCHER` or the TOML file.
         is_key: Whether a TOML file can set it; False for a value that only the flavor has.
     """
 
@@ -67,7 +73,9 @@ def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], 
     """
     arguments = [f"--{CONFIG_FILE_KEY}={config}", *overrides]
     built = build_job_config(arguments)
-    origins = dict.fromkeys(_leaves(load_toml(built.job.config_file)), TOML)
+    origins: dict[str, str] = {}
+    for file, values in toml_files(built.job.config_file).items():
+        origins |= dict.fromkeys(_leaves(values), shown_config(file))
     origins |= dict.fromkeys(_set_by(arguments), COMMAND_LINE)
     try:
         placed = place(read_environment(), arguments)

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from torchtitan_lr.commands.interrupts import end_stopped, was_stopped
 from torchtitan_lr.config.paths import find_config, near_configs
+from torchtitan_lr.config.removed import refuse_removed
 from torchtitan_lr.errors import ConfigError, describe_error, escaped
 
 
@@ -143,6 +144,7 @@ class OneLineParser(argparse.ArgumentParser):
         if self.takes_overrides:
             options.overrides = rest
         for argument in rest:
+            refuse_removed({self.prog: argument.partition("=")[0]})
             override = argument.startswith("--") and "." in argument.partition("=")[0]
             if not (self.takes_overrides and override):
                 want = "--section.key=value or an option" if self.takes_overrides else "an option"

@@ -15,9 +15,7 @@ from torch import Tensor
 from torch._higher_order_ops import flex_attention, inductor_compiled_code
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import keystr as keystr
 from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._pytree import tree_leaves_with_path as tree_leaves_with_path
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_map_with_path as tree_map_with_path
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode

@@ -19,10 +19,11 @@ from torchtitan_lr.config.parse import (
 )
 from torchtitan_lr.config.paths import find_config, user_path
 from torchtitan_lr.config.ranges import check_ranges
-from torchtitan_lr.config.schema import AC_MODES, CONFIG_MODULE, ITS_MODULE, MODELS, TP_PLANS
+from torchtitan_lr.config.removed import by_key, refuse_removed, refuse_removed_run
+from torchtitan_lr.config.schema import AC_MODES, ITS_MODULE, MODELS, TP_PLANS, JobConfig
 from torchtitan_lr.errors import ConfigError, require
 
-_MODULE_KEY, _IMPORT_KEY = "job.custom_config_module", "experimental.custom_import"
+_IMPORT_KEY = "experimental.custom_import"
 
 REGISTERED = {
     "model.name": MODELS,
@@ -65,19 +66,15 @@ def build_job_config(argv: list[str], record: dict[str, Any] | None = None) -> A
 
 def _fill(raw: dict[str, Any], overrides: list[Override], of_record: bool) -> Any:
     """Check a table, of a record only its known keys, and overrides; return the configuration."""
-    given = {  # unchecked, by dotted key
-        f"{section}.{key}": value
-        for section, table in raw.items()
-        if isinstance(table, dict)
-        for key, value in table.items()
-    } | dict(overrides)
-    config_cls = config_class(_extension_name(given.get(_MODULE_KEY)))
+    given = by_key(raw) | dict(overrides)
+    refuse_removed(dict(overrides) if of_record else given)
+    config_cls = config_class()
     from torchtitan_lr.titan.configuration import fill_job_config
 
     names = [(given.get(key), known) for key, known in REGISTERED.items()]
     module = given.get(_IMPORT_KEY)
     if isinstance(module, str) and module:
-        _importable(module, _IMPORT_KEY, "a module that can be imported")
+        _check_importable(module)
         # It may register an unknown name; otherwise the ranks import it later.
         if any(isinstance(name, str) and name not in known for name, known in names):
             import_extension(module)
@@ -89,10 +86,7 @@ def _fill(raw: dict[str, Any], overrides: list[Override], of_record: bool) -> An
             raise ConfigError("job.dump_folder", folder, "a folder such as ./outputs")
         if folder.startswith("~"):  # which shells do not expand after "="
             values["job"]["dump_folder"] = str(user_path(folder, "job.dump_folder"))
-    config = fill_job_config(config_cls, values)
-    if (extension := extension_of(config)) is not None:
-        extension.complete(config)
-    return config
+    return fill_job_config(config_cls, values)
 
 
 def without_code(record: dict[str, Any]) -> dict[str, Any]:
@@ -107,8 +101,10 @@ def check_record(record: dict[str, Any]) -> dict[str, Any]:
     """Return the known keys of a run's record, or of some of its sections.
 
     Raises:
-        ConfigError: A value has a wrong type, or a plan is unknown.
+        ConfigError: A value has a wrong type, a plan is unknown, or weights of such a run are no
+            longer read.
     """
+    refuse_removed_run(record, resumes=False)
     try:
         return check_toml(record, config_class(), skip_unknown=True)
     except ConfigError as error:
@@ -133,43 +129,19 @@ def import_extension(module: str | None) -> None:
         ) from error
 
 
-def extension_of(config: Any) -> Any | None:
-    """Return the module that extends a run; None for an ordinary one.
-
-    ``job.custom_config_module`` names it, a module of `torchtitan_lr.experiments`. This is the only
-    place where the package meets its experiments. The module has
-
-    - ``JobConfig``, a dataclass of TOML sections that derives from the package's;
-    - ``complete(config)``, called when a configuration has been built, and changes it;
-    - ``check(config, world_size, device_type)``, called with the package's own checks;
-    - ``trainer_class(config)``, which returns the trainer of a rank.
-    """
-    name = _extension_name(getattr(config.job, "custom_config_module", None))
-    return None if name == CONFIG_MODULE else importlib.import_module(name)
-
-
-def _extension_name(name: Any) -> str:
-    """Return a valid ``job.custom_config_module``: the package's own or an experiment's."""
-    name, want = name or CONFIG_MODULE, f"{CONFIG_MODULE}, or a module of torchtitan_lr.experiments"
-    if name != CONFIG_MODULE and not str(name).startswith("torchtitan_lr.experiments."):
-        raise ConfigError(_MODULE_KEY, name, want)
-    return _importable(name, _MODULE_KEY, want)
-
-
 @cache
-def config_class(module: str = CONFIG_MODULE) -> Any:
-    """Return torchtitan's JobConfig merged with the sections of a module."""
+def config_class() -> Any:
+    """Return torchtitan's JobConfig merged with the sections of ``torchtitan_lr.config.schema``."""
     from torchtitan_lr.titan.configuration import merged_job_config
 
     # Called late: it imports torch, which takes seconds; a wrong path is reported first.
     with collector_off():
-        return merged_job_config(importlib.import_module(module).JobConfig)
+        return merged_job_config(JobConfig)
 
 
-def _importable(module: Any, key: str, want: str) -> str:
-    """Return the name of a module that can be imported; it is not imported."""
+def _check_importable(module: str) -> None:
+    """Raise unless a module can be imported; it is not imported."""
     found = None
     with suppress(ImportError, ValueError, AttributeError):  # no parent, or no module's name
         found = importlib.util.find_spec(module)
-    require(found, key, module, want)
-    return str(module)
+    require(found, _IMPORT_KEY, module, "a module that can be imported")

@@ -15,6 +15,7 @@ import difflib
 import json
 import os
 import types
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ import tomli
 
 from torchtitan_lr.config.files import read_regular
 from torchtitan_lr.config.paths import near_configs, shipped_config
-from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.errors import ConfigError, one_of, require
 
 CONFIG_FILE_KEY = "job.config_file"
 
@@ -64,20 +65,61 @@ def split_arguments(argv: list[str]) -> list[Override]:
     return overrides
 
 
-def load_toml(path: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
+def load_toml(path: str) -> dict[str, Any]:
     """Read a TOML file, over the file that its key ``include`` names.
 
-    That is a path from the file's own folder, or a shipped file's name. It may include another one;
-    ``above`` are the files that led to this one. Tables are merged key by key; a value of the file,
-    arrays included, replaces that of the included file. ``${config_dir}`` is a file's own folder.
+    Tables are merged key by key; a value of the file, arrays included, replaces that of the
+    included file.
+
+    Raises:
+        ConfigError: As for `toml_files`.
+    """
+    merged: dict[str, Any] = {}
+    for values in toml_files(path).values():
+        merged = _merge(merged, values)
+    return merged
+
+
+def toml_files(path: str) -> dict[str, dict[str, Any]]:
+    """Read a TOML file and the files that it includes: the tables by path, the included ones first.
+
+    ``include`` is a path from the file's own folder, or a shipped file's name. ``${config_dir}`` is
+    a file's own folder.
 
     Raises:
         ConfigError: A file is missing, unreadable or not TOML, or includes itself; a syntax error
             is reported as ``file:line``.
     """
+    found: dict[str, dict[str, Any]] = {}
+    file: str | None = path
+    while file is not None:
+        values = found[file] = _read_toml(file)
+        file = _included(file, values.pop("include"), found) if "include" in values else None
+    return dict(reversed(found.items()))
+
+
+def _included(file: str, base: Any, above: Iterable[str]) -> str:
+    """Return the path of the file that ``file`` includes as ``base``, and that is not ``above``."""
+    where, folder = f"include of {file}", Path(file).parent
+    named = isinstance(base, str) and base
+    require(named, where, base, 'one file, such as include = "base.toml"')
+    beside = str(folder / base)
+    found = beside if os.path.isfile(beside) else shipped_config(base)
+    near = near_configs(base)
+    want = f"a TOML file, relative to {folder}, or a shipped one"
+    want += f": did you mean {near}?" if near else ""
+    if found is None:
+        raise ConfigError(where, base, want)
+    new = os.path.realpath(found) not in map(os.path.realpath, above)
+    require(new, where, base, "a file that does not lead back to this one")
+    return found
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    """Read one file; errors as for `toml_files`."""
     try:
         text = read_regular(path).decode("utf-8-sig")  # Windows' editors begin with a mark
-        values = tomli.loads(in_folder(text, Path(path).parent))
+        return tomli.loads(in_folder(text, Path(path).parent))
     except UnicodeDecodeError as error:
         raise ConfigError(CONFIG_FILE_KEY, path, f"a UTF-8 text file ({error.reason})") from error
     except OSError as error:
@@ -94,22 +136,6 @@ def load_toml(path: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
         raise ConfigError(CONFIG_FILE_KEY, where, f"valid TOML ({error})") from error
     except ValueError as error:  # an integer of thousands of digits, which Python does not parse
         raise ConfigError(CONFIG_FILE_KEY, path, f"shorter numbers ({error})") from error
-    if "include" not in values:
-        return values
-    base = values.pop("include")
-    where, chain = f"include of {path}", (*above, os.path.realpath(path))
-    named = isinstance(base, str) and base
-    require(named, where, base, 'one file, such as include = "base.toml"')
-    file: str | Path = Path(path).parent / base
-    if not os.path.isfile(file):
-        file = shipped_config(base) or file
-    near = near_configs(base)
-    want = f"a TOML file, relative to {Path(path).parent}, or a shipped one"
-    want += f": did you mean {near}?" if near else ""
-    require(os.path.isfile(file), where, base, want)
-    new = os.path.realpath(file) not in chain
-    require(new, where, base, "a file that does not lead back to this one")
-    return _merge(load_toml(str(file), chain), values)
 
 
 def _merge(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -299,7 +325,7 @@ def _misfit(key: str, value: Any, option: Field[Any]) -> ConfigError:
     default, wants = option.default, []
     for kind in [float] if float in kinds else kinds:
         if get_origin(kind) is Literal:
-            want = "one of " + ", ".join(repr(choice) for choice in get_args(kind))
+            want = one_of(map(repr, get_args(kind)), repr(value))
         elif kind == list[str]:
             want = 'a list of strings such as ["a", "b"], or a,b on the command line'
         elif get_origin(kind) is list:

@@ -5,6 +5,7 @@ import difflib
 import os
 from pathlib import Path, PurePath
 
+from torchtitan_lr.config.removed import refuse_removed
 from torchtitan_lr.errors import ConfigError
 
 FOLDER = "train_configs"
@@ -55,16 +56,36 @@ def find_config(text: str) -> str:
 
     A shipped file's name is ``debug_cola``, ``debug_cola.toml`` or
     ``train_configs/debug_cola.toml``.
+
+    Raises:
+        ConfigError: That file was shipped once.
     """
-    return text if os.path.isfile(text) else shipped_config(text) or text
+    if os.path.isfile(text):
+        return text
+    refuse_removed({"CONFIG": PurePath(text).name.removesuffix(".toml")})
+    return shipped_config(text) or text
 
 
 def shipped_config(text: str) -> str | None:
-    """Return the path of the shipped file of a name; None without any."""
-    path = PurePath(text)
-    here = path.parent in (PurePath(), PurePath(FOLDER))
-    shipped = shipped_configs().get(path.name.removesuffix(".toml")) if here else None
-    return None if shipped is None else str(shipped)
+    """Return the path of the shipped file of a name; None without any.
+
+    What only other files include has the name ``base/cola``, as in the files that include it: they
+    work in any folder.
+    """
+    name = PurePath(text.removesuffix(".toml"))
+    if name.parts[:1] == (FOLDER,):
+        name = name.relative_to(FOLDER)
+    path = str(SHIPPED / f"{name}.toml")
+    here = name.parent in (PurePath(), PurePath("base"))
+    return path if here and os.path.isfile(path) else None
+
+
+def shown_config(path: str) -> str:
+    """Return how a configuration's file is shown: a shipped one below ``train_configs``."""
+    place = Path(path).resolve()
+    if place.is_relative_to(SHIPPED):
+        return str(FOLDER / place.relative_to(SHIPPED))
+    return path
 
 
 def near_configs(text: str) -> str:

@@ -11,10 +11,19 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from torchtitan_lr.config.ranges import DECAY, FINITE, NATURAL, POSITIVE, SEED, at_least, positive
+from torchtitan_lr.config.ranges import (
+    DECAY,
+    FINITE,
+    NATURAL,
+    POSITIVE,
+    SEED,
+    Range,
+    at_least,
+    positive,
+)
 
 CONFIG_MODULE = "torchtitan_lr.config.schema"
-"""This module; an experiment's may stand in its place as ``job.custom_config_module``."""
+"""This module."""
 
 BUILT_IN_PLANS = ("btp", "vanilla", "vanilla_replicated", "megatron", "caat", "btp_caat")
 """The plans of this package, of ``parallel.plans``."""
@@ -47,12 +56,15 @@ TSR = "TSRAdam"
 """The value of ``optimizer.name`` that chooses TSR-Adam."""
 
 
+_OURS = Range(lambda module: module in ("", CONFIG_MODULE), f"'{CONFIG_MODULE}'")
+
+
 @dataclass
 class Job:
     """Additions to torchtitan's ``[job]``."""
 
-    custom_config_module: str = CONFIG_MODULE
-    """Module whose JobConfig extends torchtitan's: this one, or an experiment's."""
+    custom_config_module: Annotated[str, _OURS] = CONFIG_MODULE
+    """Module whose JobConfig extends torchtitan's: no other than this one."""
 
 
 @dataclass

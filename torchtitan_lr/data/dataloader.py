@@ -95,9 +95,7 @@ class TrainingRows(Dataset[Batch]):
                 numbers[own] = shuffled(numbers[own], size, self._seed, index)
         return read_parts(self.parts, chosen, numbers)
 
-    def check_checkpoint(
-        self, checkpoint_id: str, metadata: Metadata, position: str = "rows"
-    ) -> bool:
+    def check_checkpoint(self, checkpoint_id: str, metadata: Metadata) -> bool:
         """Compare the data of a checkpoint with these before loading it.
 
         Each rank reads one small value without a collective, so any rank may raise.
@@ -105,7 +103,6 @@ class TrainingRows(Dataset[Batch]):
         Args:
             checkpoint_id: The checkpoint's folder.
             metadata: Its table of contents.
-            position: Name of the position in it.
 
         Returns:
             Whether its position can be loaded. False if the data start anew instead.
@@ -115,7 +112,7 @@ class TrainingRows(Dataset[Batch]):
                 the loader of an earlier version, and the data may not start anew.
         """
         stored = {"dataloader": {"corpus": ""}}
-        if f"dataloader.{position}" in metadata.state_dict_metadata:
+        if "dataloader.rows" in metadata.state_dict_metadata:
             load(stored, checkpoint_id, no_dist=True, metadata=metadata)
         theirs = stored["dataloader"]["corpus"]  # empty if it is of an earlier version
         if theirs == self.identity:

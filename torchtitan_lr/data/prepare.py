@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 from torchtitan_lr.console.log import say
 from torchtitan_lr.console.progress import Preparing
@@ -38,7 +38,7 @@ from torchtitan_lr.data.corpus import JOURNAL, RECORD, Corpus, Rows, is_ours
 from torchtitan_lr.data.sources import LIBRARIES, Reader, Source, data_path
 from torchtitan_lr.data.tokenize import signature_of, tokenize
 from torchtitan_lr.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.errors import ConfigError, one_of, require
 
 TRAINING = (*LIBRARIES, "local", "prepared", "c4", "c4_validation", "hf")
 VALIDATION = ("training", *LIBRARIES, "local", "c4_validation")
@@ -111,6 +111,11 @@ def wanted(config: Any, section: Section = "training") -> list[Part]:
         folder = str(data_path(entry["path"], sources[0].key)) if name == "prepared" else ""
         found.append(Part(entry.get("name") or name, share, sources, folder))
     return found
+
+
+def used_sections(config: Any) -> tuple[Section, ...]:
+    """Return the sections of a run's ``JobConfig`` or record whose corpora it reads."""
+    return ("training", "validation") if config.validation.enable else ("training",)
 
 
 def ensure_prepared(
@@ -202,8 +207,8 @@ def prepare_for_ranks(config: Any) -> dict[str, str]:
 
     Errors are those of :func:`ensure_prepared`; a damaged folder is a DataError too.
     """
-    sections = get_args(Section)[: 1 + bool(config.validation.enable)]
-    known = {repr(part.sources): part.folder for part in ensure_prepared(config, *sections)}
+    parts = ensure_prepared(config, *used_sections(config))
+    known = {repr(part.sources): part.folder for part in parts}
     for folder in set(known.values()):
         Corpus.open(folder).check()
     return {PREPARED: json.dumps(known)}
@@ -215,7 +220,7 @@ def _sources(
     """Return what is prepared for a corpus: of a dataset of the Hub up to so many tokens."""
     name, path, key = entry["dataset"], entry.get("path"), f"{section}.dataset_path"
     names = VALIDATION if section == "validation" else TRAINING
-    require(name in names, f"{section}.dataset", name, "one of " + ", ".join(names))
+    require(name in names, f"{section}.dataset", name, one_of(names, name))
     is_library, is_hub = name in LIBRARIES, name == "hf" or name in C4
     require(not (path and is_library), key, path, f"no path, or {section}.dataset = 'local'")
     require(path or name not in PATHS, key, path, PATHS.get(name, ""))

@@ -8,7 +8,7 @@ from pathlib import Path
 import tomli
 
 from torchtitan_lr.config.files import read_regular
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, one_of
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,15 @@ def load_hardware(name: str) -> Hardware:
     """
     path = Path(name) if name.endswith(".toml") else MACHINES / f"{name}.toml"
     if not path.is_file():
-        shipped = ", ".join(sorted(file.stem for file in MACHINES.glob("*.toml")))
-        raise ConfigError("--hardware", name, f"a TOML file, or one of {shipped}")
+        shipped = one_of(sorted(file.stem for file in MACHINES.glob("*.toml")), name)
+        raise ConfigError("--hardware", name, f"a TOML file, or {shipped}")
     try:
         values = tomli.loads(read_regular(path).decode("utf-8"))
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("--hardware", name, f"a TOML file ({error})") from error
     known = {field.name: field for field in fields(Hardware)}
     for key in sorted(values.keys() - known.keys()):
-        raise ConfigError(f"{path.name}: {key}", values[key], f"one of {', '.join(known)}")
+        raise ConfigError(f"{path.name}: {key}", values[key], one_of(known, key))
     for key, field in known.items():
         if key in values or field.default is MISSING:
             _check(f"{path.name}: {key}", values.get(key), field.type)

@@ -148,11 +148,13 @@ def build_coded_config(args: LlamaArgs, dtype: torch.dtype) -> dict[str, Any]:
         what they mean.
     """
     configuration, _, modeling = HF_CODE
-    kinds = ("Model", "ForCausalLM", "ForSequenceClassification")
-    classes = {f"AutoModel{k.removeprefix('Model')}": f"{modeling}.TorchtitanLR{k}" for k in kinds}
     return {
         "architectures": ["TorchtitanLRForCausalLM"],
-        "auto_map": {"AutoConfig": f"{configuration}.TorchtitanLRConfig"} | classes,
+        "auto_map": {
+            "AutoConfig": f"{configuration}.TorchtitanLRConfig",
+            "AutoModel": f"{modeling}.TorchtitanLRModel",
+            "AutoModelForCausalLM": f"{modeling}.TorchtitanLRForCausalLM",
+        },
         "model_type": CODED_TYPE,
         "family": args.family,
         **_shape(args),

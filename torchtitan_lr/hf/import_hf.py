@@ -15,7 +15,7 @@ import torch
 from torchtitan_lr.checkpoints.layout import unfinished
 from torchtitan_lr.data.sources import Source
 from torchtitan_lr.data.tokenizer import build_tokenizer, resolve_assets_path, vocabulary
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, one_of
 from torchtitan_lr.hf.exported import open_source
 from torchtitan_lr.hf.shards import WeightSource
 from torchtitan_lr.hf.step_zero import (
@@ -93,7 +93,7 @@ def _wanted_family(options: argparse.Namespace, args: LlamaArgs) -> Any:
     """Return what a dense model is to become, None if every weight stays as it is."""
     name = options.family or args.family
     if name not in FAMILIES:
-        raise ConfigError("--family", name, "one of " + ", ".join(FAMILIES))
+        raise ConfigError("--family", name, one_of(FAMILIES, name))
     if name == args.family:
         for key in ("rank", "calibration"):
             if getattr(options, key) is not None:

@@ -26,7 +26,7 @@ from torchtitan_lr.config.files import files_kept, parse_json, read_regular
 from torchtitan_lr.config.parse import in_folder
 from torchtitan_lr.config.schema import ITS_MODULE
 from torchtitan_lr.data.tokenizer import HUB, build_tokenizer, require_cached, vocabulary
-from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.hf.folder_weights import check_depth
 from torchtitan_lr.hf.weights import StoredWeights, no_checkpoint, parameter_shapes
 from torchtitan_lr.models.args import LlamaArgs
@@ -168,11 +168,11 @@ def build_model_args(config: Any) -> LlamaArgs:
         name, flavor = config.model.name, config.model.flavor
         family = find_family(str(name))
         if family is None:
-            choices = ", ".join(family.model_name for family in FAMILIES.values())
-            raise ConfigError("model.name", name, f"one of {choices}, or {ITS_MODULE}")
+            known = one_of((family.model_name for family in FAMILIES.values()), name)
+            raise ConfigError("model.name", name, f"{known}, or {ITS_MODULE}")
         flavors = FLAVORS[family.name]
         if flavor not in flavors:
-            raise ConfigError("model.flavor", flavor, "one of " + ", ".join(flavors))
+            raise ConfigError("model.flavor", flavor, one_of(flavors, flavor))
         args = flavors[flavor]
         args.update_from_config(config)
     except AttributeError as error:

@@ -8,7 +8,6 @@ d, rank r, lanes G.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -16,11 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_outputs import (
-    BaseModelOutputWithPast,
-    CausalLMOutputWithPast,
-    SequenceClassifierOutputWithPast,
-)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .configuration_torchtitan_lr import TorchtitanLRConfig
 from .layers_torchtitan_lr import (
@@ -166,7 +161,7 @@ def next_token_loss(logits: Tensor, labels: Tensor, count: Tensor | int | None) 
 
 
 class TorchtitanLRPreTrainedModel(PreTrainedModel):
-    """Embedding, blocks and final norm: what all three models have, by the same names.
+    """Embedding, blocks and final norm: what both models have, by the same names.
 
     Args:
         config: The model's configuration.
@@ -191,7 +186,6 @@ class TorchtitanLRPreTrainedModel(PreTrainedModel):
         self.gradient_checkpointing = False
         self._add_head()
         self.post_init()
-        name_adapter_targets(config)
 
     def _add_head(self) -> None:
         """Add the parameters that a class has beside the common ones."""
@@ -267,8 +261,8 @@ class TorchtitanLRModel(TorchtitanLRPreTrainedModel):
     """The model without a head, for ``AutoModel``."""
 
     _auto_class = "AutoModel"  # save_pretrained copies the code for it
-    # The classes name their common weights alike; another one's head is not missed.
-    _keys_to_ignore_on_load_unexpected = [r"^(output|score)\."]  # noqa: RUF012
+    # The weights are those of the model with its head, which is not missed here.
+    _keys_to_ignore_on_load_unexpected = [r"^output\."]  # noqa: RUF012
 
     def forward(
         self,
@@ -384,80 +378,3 @@ class TorchtitanLRForCausalLM(TorchtitanLRPreTrainedModel, GenerationMixin):
             **{CACHE_NAME: cache},
         )
         return out.to_tuple() if return_dict is False else out
-
-
-class TorchtitanLRForSequenceClassification(TorchtitanLRPreTrainedModel):
-    """The model with a head over the last token, for ``AutoModelForSequenceClassification``.
-
-    Args:
-        config: The model's configuration; ``num_labels`` is the width of the new head.
-    """
-
-    _auto_class = "AutoModelForSequenceClassification"
-    _keys_to_ignore_on_load_unexpected = [r"^output\."]  # noqa: RUF012
-
-    def _add_head(self) -> None:
-        self.num_labels = self.config.num_labels
-        self.score = nn.Linear(self.config.hidden_size * self.streams, self.num_labels, bias=False)
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        **kwargs: Any,
-    ) -> SequenceClassifierOutputWithPast | tuple[Any, ...]:
-        """Score every class from the last token that is no padding.
-
-        Args:
-            input_ids: Token ids (b, s).
-            attention_mask: 1 for tokens and 0 for padding on either side, (b, s).
-            labels: Classes (b,); with one label numbers, for a squared error.
-            position_ids: As for `TorchtitanLRModel`.
-            inputs_embeds: Likewise.
-            output_hidden_states: Likewise.
-            return_dict: Likewise.
-            **kwargs: Ignored.
-
-        Returns:
-            Loss and logits (b, num_labels).
-        """
-        hidden, states, _ = self._run(
-            input_ids, attention_mask, position_ids, None, inputs_embeds, False
-        )
-        last = torch.full(hidden.shape[:1], hidden.shape[1] - 1, device=hidden.device)
-        if attention_mask is not None:
-            place = torch.arange(hidden.shape[1], device=hidden.device)
-            last = (attention_mask.to(hidden.device) * place).argmax(-1)
-        rows = torch.arange(len(hidden), device=hidden.device)
-        logits = self.score(hidden[rows, last].flatten(1))
-        loss = None
-        if labels is not None and self.num_labels == 1:
-            loss = F.mse_loss(logits[:, 0], labels.to(logits))
-        elif labels is not None:
-            loss = F.cross_entropy(logits.float(), labels.to(logits.device))
-        out = SequenceClassifierOutputWithPast(
-            loss=loss,
-            logits=logits,
-            hidden_states=self._states(output_hidden_states, states, hidden),
-        )
-        return out.to_tuple() if return_dict is False else out
-
-
-def name_adapter_targets(config: TorchtitanLRConfig) -> None:
-    """Name the linears for PEFT, which finds a model's default targets by its type alone.
-
-    Only where PEFT is imported already. Lanes have linears of their own, which PEFT cannot adapt.
-    """
-    peft = sys.modules.get("peft")
-    if peft is None:
-        return
-    targets = peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-    dense = ["wq", "wk", "wv", "wo", "w1", "w2", "w3"]
-    targets[config.model_type] = dense if config.family == "full" else ["A", "B"]
-    if config.lanes > 1:
-        targets.pop(config.model_type)

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from torchtitan_lr.config.schema import ITS_MODULE, vocabulary_rows
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, one_of
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
 from torchtitan_lr.titan.base import BaseModelArgs
 from torchtitan_lr.titan.specs import RoPEScalingArgs
@@ -126,9 +126,9 @@ class LlamaArgs(BaseModelArgs):
             ("caat.backward_sum", self.backward_sum, get_args(BackwardSum)),
         ):
             if value not in choices:
-                raise ConfigError(key, value, "one of " + ", ".join(choices))
+                raise ConfigError(key, value, one_of(choices, value))
         if self.family not in tuple(FAMILIES):
-            want = f"one of {', '.join(FAMILIES)}, or {ITS_MODULE}"
+            want = f"{one_of(FAMILIES, self.family)}, or {ITS_MODULE}"
             raise ConfigError("model.name", self.family, want)
         self._check_numbers()
         # No fields, since they follow from the fields, and files hold those alone.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torchtitan_lr.config.parse import check_toml, load_toml
 from torchtitan_lr.config.paths import SHIPPED, find_config
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, one_of
 
 FOLDER = SHIPPED / "experiments"
 """The shipped experiments."""
@@ -110,8 +110,8 @@ def read_experiment(text: str, overrides: Sequence[str] = ()) -> Experiment:
     shipped = FOLDER / f"{Path(text).name.removesuffix('.toml')}.toml"
     path = Path(text) if Path(text).is_file() else shipped
     if not path.is_file():
-        known = ", ".join(sorted(path.stem for path in FOLDER.glob("*.toml")))
-        raise ConfigError("EXPERIMENT", text, f"a TOML file, or one of {known}")
+        known = one_of(sorted(path.stem for path in FOLDER.glob("*.toml")), text)
+        raise ConfigError("EXPERIMENT", text, f"a TOML file, or {known}")
     values = load_toml(str(path))
     families = _tables("families", values.pop("families", {}), Family)
     sizes = _tables("sizes", values.pop("sizes", {}), Size)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from torchtitan_lr.config.paths import find_config
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, one_of
 from torchtitan_lr.scaling.experiment import Experiment
 from torchtitan_lr.scaling.experiments import place_run
 from torchtitan_lr.scaling.sweep import Point, refuse_keys
@@ -80,8 +80,8 @@ class Plan:
         arm, shape = self.experiment.families[family], self.experiment.sizes[size]
         found, flavor = find_family(arm.model), shape.flavor
         if found is None:
-            choices = ", ".join(known.model_name for known in FAMILIES.values())
-            raise ConfigError(f"families.{family}.model", arm.model, f"one of {choices}")
+            want = one_of((known.model_name for known in FAMILIES.values()), arm.model)
+            raise ConfigError(f"families.{family}.model", arm.model, want)
         if not flavor:
             rank = max(1, shape.dim // 4) if found.low_rank else 0
             # Where the nonlinearities are is the family's; the ranks are the size's.

@@ -16,11 +16,6 @@ changes, and ``tests/unit/titan`` and ``tests/unit/compat`` test them.
 # register_train_spec, the table behind them and generate_llm_fqn_per_model_part; in `trainer`
 # maybe_enable_amp.
 import logging
-import os
-
-# torchtitan imports torchft where it is installed. From then on its compiled part writes several
-# lines per request of a replica; it reads this variable of Rust's loggers once.
-os.environ.setdefault("RUST_LOG", "warn")
 
 # Both are stated again instead of imported: the launcher and the checks start without torch.
 IGNORE_INDEX = -100

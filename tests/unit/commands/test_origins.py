@@ -11,7 +11,8 @@ from torchtitan_lr.config.paths import shipped_configs
 from torchtitan_lr.launch import placement
 from torchtitan_lr.models.configured import llama_args
 
-DEFAULT, FLAVOR, TOML, LINE = "default", "flavor", "TOML", "command line"
+DEFAULT, FLAVOR, LINE = "default", "flavor", "command line"
+FILE = "train_configs/debug_cola.toml"
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +40,8 @@ def test_each_key_has_its_origin():
         "training.steps": (3, LINE),  # over the TOML's
         "training.seq_len": (64, LINE),
         "metrics.enable_tensorboard": (False, LINE),
-        "training.local_batch_size": (8, TOML),
-        "optimizer.lr": (6e-3, TOML),
+        "training.local_batch_size": (8, FILE),
+        "optimizer.lr": (6e-3, FILE),
         "training.max_norm": (0.5, DEFAULT),
         "quantize.linear.mx.filter_fqns": (["output"], DEFAULT),
         "model.vocab_size": (4096, FLAVOR),
@@ -55,6 +56,18 @@ def test_each_key_has_its_origin():
         *("job.config_file", "training.steps", "training.seq_len"),
         "metrics.enable_tensorboard",
     }
+
+
+def test_a_value_of_an_included_file_has_that_file(tmp_path):
+    (tmp_path / "mine.toml").write_text('include = "cola_60m"\n[optimizer]\nlr = 0.5\n')
+    found = shown("mine.toml")
+    expected = {
+        "optimizer.lr": (0.5, "mine.toml"),  # which cola_60m sets too
+        "training.steps": (8393, "train_configs/cola_60m.toml"),
+        "model.name": ("llama_cola", "train_configs/base/cola.toml"),
+        "training.dataset": ("c4", "train_configs/base/c4.toml"),
+    }
+    assert {key: found[key] for key in expected} == expected
 
 
 def test_no_key_is_left_out():
@@ -104,9 +117,19 @@ def test_what_is_shown_configures_the_same_run(name, tmp_path):
         ("--checkpoint.load_step=3", "note: it does not run here: checkpoint.load_step: got 3"),
         ("--training.global_batch_size=3", "note: it does not run here: training.global_batch"),
         ("--model.hf_assets_path=/none", "note: it does not run here: model.hf_assets_path: got"),
-        ("--training.dataset_path=/none", "note: no GPU here"),  # the control: a corpus is not read
+        ("--training.dataset_path=/none", "note: it does not run here: training.dataset_path"),
     ],
 )
 def test_what_train_would_refuse_is_noted(override, note):
     settings, told = read_origins("debug_cola", [override])
     assert told.startswith(note) and settings
+
+
+def test_the_text_of_a_corpus_is_not_read(tmp_path):
+    """A run would refuse its only record; what names no file is refused without reading one."""
+    (tmp_path / "a.jsonl").write_text("no JSON\n")
+    local = ["--training.dataset=local", "--training.dataset_path=a.jsonl"]
+    _, told = read_origins("debug_cola", local)
+    assert told.startswith("note: no GPU here")
+    _, told = read_origins("debug_cola", [*local, "--training.dataset_path=b.jsonl"])
+    assert told.startswith("note: it does not run here: training.dataset_path: got 'b.jsonl'")

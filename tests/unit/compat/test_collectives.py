@@ -30,13 +30,11 @@ def with_options(store):
 
 
 CONSTRUCTED = {
-    "by position, as torchft": lambda store: dist.ProcessGroupGloo(
-        store, 0, 1, timedelta(seconds=70)
-    ),
+    "by position": lambda store: dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=70)),
     "by name, as torch": lambda store: dist.ProcessGroupGloo(
         store, 0, 1, timeout=timedelta(seconds=70)
     ),
-    "with options, as the replicas": with_options,
+    "with options": with_options,
 }
 
 

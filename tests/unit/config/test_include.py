@@ -5,6 +5,7 @@ import pytest
 
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import load_toml
+from torchtitan_lr.config.paths import SHIPPED
 from torchtitan_lr.errors import ConfigError
 
 
@@ -39,6 +40,13 @@ def test_a_shipped_file_is_included_by_its_name(write, name):
     assert load_toml(top) == shipped | {"training": shipped["training"] | {"steps": 2}}
     write(name, "[training]\nseq_len = 9\n")  # a neighbour comes first
     assert load_toml(top) == {"training": {"steps": 2, "seq_len": 9}}
+
+
+@pytest.mark.parametrize("name", ["cola_60m", "tsr_1b"])
+def test_a_copy_of_a_shipped_file_is_the_same_in_any_folder(tmp_path, name):
+    copy = tmp_path / "mine.toml"
+    copy.write_text((SHIPPED / f"{name}.toml").read_text())
+    assert load_toml(str(copy)) == load_toml(str(SHIPPED / f"{name}.toml"))
 
 
 def test_a_file_of_a_windows_editor(tmp_path):

@@ -11,7 +11,6 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.commands.estimate import default_world
 from torchtitan_lr.commands.estimate_report import alternative_modes, alternatives
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.hardware import MACHINES, load_hardware
 from torchtitan_lr.estimate.rehearsal import Rehearsal
 from torchtitan_lr.estimate.run import read_run
@@ -20,11 +19,7 @@ from torchtitan_lr.estimate.traffic import bytes_by_dim, peak_optimizer_traffic,
 from torchtitan_lr.estimate.work import work_of_run
 from torchtitan_lr.formulas.memory import static_memory
 
-CONFIGS = [
-    path
-    for path in sorted((ROOT / "train_configs").glob("*.toml"))
-    if "[fault_tolerance]" not in path.read_text()
-]
+CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 DEBUG = str(ROOT / "train_configs" / "debug_cola.toml")
 ONE = "--parallelism.tensor_parallel_degree=1"
 # The same blocks in two tests, so that they are rehearsed once; none of two kinds in turns.
@@ -43,11 +38,6 @@ def paper_run(path, world=None, *overrides):
     world = default_world(config) if world is None else world
     check_job_config(config, world, "cuda", on_paper=True)
     return read_run(config, world)
-
-
-def test_replicas_that_come_and_go_are_refused():
-    with pytest.raises(ConfigError, match=r"fault_tolerance\.enable"):
-        paper_run(ROOT / "train_configs" / "debug_replicas.toml")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])

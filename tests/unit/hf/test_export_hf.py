@@ -158,13 +158,12 @@ def test_the_code_needs_torch_and_transformers_only():
                 roots = set() if node.level else {node.module.split(".")[0]}
             else:
                 continue
-            assert roots <= {"__future__", "math", "sys", "typing", "torch", "transformers"}
+            assert roots <= {"__future__", "math", "typing", "torch", "transformers"}
 
 
 @pytest.mark.parametrize("case", ["lax_gated", "lanes"])
-def test_the_body_and_the_classifier_are_the_same_blocks(exported, case):
-    """``AutoModel`` has what the head reads; a classifier reads the last token that is a token."""
-    from transformers import AutoModel, AutoModelForSequenceClassification
+def test_the_body_is_what_the_head_reads(exported, case):
+    from transformers import AutoModel
 
     ours, theirs, folder = exported(case)
     usual = {"trust_remote_code": True, "torch_dtype": torch.float64}
@@ -174,19 +173,6 @@ def test_the_body_and_the_classifier_are_the_same_blocks(exported, case):
     with torch.no_grad():
         hidden = body(rows, attention_mask=mask).last_hidden_state
         assert torch.equal(theirs.output(hidden), theirs(rows, attention_mask=mask).logits)
-    scorer = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=4, **usual)
-    labels, right = torch.tensor([0, 3, 1]), mask.flip(1)
-    out = scorer.eval()(rows, attention_mask=mask, labels=labels)
-    assert error(out.logits, scorer.score(hidden[:, -1].flatten(1))) < 1e-12
-    assert error(out.loss, F.cross_entropy(out.logits.float(), labels)) < 1e-6
-    # The same texts padded on the right; without the mask the last column is padding.
-    turned = torch.stack([row.roll(int(m.sum())) for row, m in zip(rows, mask, strict=True)])
-    assert error(scorer(turned, attention_mask=right).logits, out.logits) < 1e-12
-    assert error(scorer(turned).logits[2], out.logits[2]) > 1e-3
-    out.loss.backward()
-    assert (
-        scorer.score.weight.grad.abs().sum() > 0 and scorer.tok_embeddings.weight.grad is not None
-    )
 
 
 ONE_GRAPH = ["cola", *(pytest.param(c, marks=pytest.mark.nightly) for c in GENERATING[1:])]
@@ -206,16 +192,11 @@ def test_it_is_one_graph(exported, case):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("case", ["lax_gated", "lanes"])
-def test_adapters_find_their_linears(exported, case):
+def test_adapters_train_the_factors(exported):
     import peft  # takes two seconds
 
-    _, _, folder = exported(case)
-    model, config = load(folder), peft.LoraConfig(task_type="CAUSAL_LM", r=2)
-    if case == "lanes":  # the control: nothing there that PEFT can adapt
-        with pytest.raises(ValueError, match="target_modules"):
-            peft.get_peft_model(model, config)
-        return
+    model = load(exported("lax_gated")[2])
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["A", "B"])
     adapted = peft.get_peft_model(model, config)
     trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
     assert len(trained) == 2 * 2 * 7 * len(model.layers)  # two matrices for A and for B

@@ -147,7 +147,7 @@ WITHOUT_EFFECT = {
         save_traces_file_prefix mode""",
     "memory_estimation": "enable disable_fake_mode",
     "experimental": "custom_import custom_args_module",
-    # Of features that are refused wholly, or that an experiment compares by itself.
+    # Of features that are refused wholly.
     "quantize": """linear.float8.enable_fsdp_float8_all_gather linear.float8.recipe_name
         linear.float8.precompute_float8_dynamic_scale_for_fsdp linear.float8.filter_fqns
         linear.float8.emulate linear.mx.mxfp8_dim1_cast_kernel_choice linear.mx.recipe_name
