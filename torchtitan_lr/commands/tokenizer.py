@@ -155,7 +155,9 @@ def read_ranks(path: Path) -> "Tokenizer":
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     chars = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-    vocab = {"".join(chars[byte] for byte in token): rank for token, rank in ranks.items()}
+    vocab = {}
+    for token, rank in ranks.items():
+        vocab["".join(chars[byte] for byte in token)] = rank
     merges = []
     for token, _ in sorted(vocab.items(), key=lambda item: item[1]):
         splits = [(token[:i], token[i:]) for i in range(1, len(token))]

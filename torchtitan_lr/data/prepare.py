@@ -138,15 +138,14 @@ def ensure_prepared(
     parts = [part for section in sections or ("training",) for part in wanted(config, section)]
     known = json.loads(os.environ.get(PREPARED, "{}")) if folders is None else folders
     places = [known.get(repr(part.sources)) or part.folder for part in parts]
-    # All are looked for before the first is prepared: that may take hours.
-    readers = [
-        [] if place else [Reader(source) for source in part.sources]
-        for part, place in zip(parts, places, strict=True)
-    ]
-    return [
-        replace(part, folder=place or _prepared(config, part, own))
-        for part, place, own in zip(parts, places, readers, strict=True)
-    ]
+    readers: list[list[Reader]] = []
+    for part, place in zip(parts, places, strict=True):
+        # Looks for all files before the first corpus is prepared: that may take hours.
+        readers.append([] if place else [Reader(source) for source in part.sources])
+    found = []
+    for part, place, own in zip(parts, places, readers, strict=True):
+        found.append(replace(part, folder=place or _prepared(config, part, own)))
+    return found
 
 
 def find_prepared(config: Any, section: Section) -> dict[str, str]:

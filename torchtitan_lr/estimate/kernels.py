@@ -222,8 +222,13 @@ class KernelRecorder(RehearsalMode):
         the partitioner of a compiler does.
         """
         kernels = _runs(self._operators)
-        needed = {key[0] for o in self._operators if o.extern for key in o.reads}
-        maker = {key[0]: i for i, kernel in enumerate(kernels) for key in kernel.writes}
+        needed: set[int] = set()  # what products and collectives read
+        for operator in self._operators:
+            if operator.extern:
+                needed.update(key[0] for key in operator.reads)
+        maker: dict[int, int] = {}  # which kernel writes a result
+        for number, kernel in enumerate(kernels):
+            maker |= {key[0]: number for key in kernel.writes}
         traffic = count = 0
         for kernel in kernels:
             if kernel.backward != backward:

@@ -128,7 +128,8 @@ def encoded(source: Source, tokenizer: Tokenizer, held_out: bool = True) -> Iter
 
 def prepared(corpora: Sequence[Corpus], tokenizer: Tokenizer) -> Iterator[Document]:
     """Read the held-out documents of prepared corpora; their bytes are those of decoded text."""
-    for corpus, info in ((each, info) for each in corpora for info in each.held_out):
+    shards = ((corpus, info) for corpus in corpora for info in corpus.held_out)
+    for corpus, info in shards:
         shard, start = corpus.shard(info), 0
         for end in shard.ends.tolist():
             ids = shard.read(start, end)
