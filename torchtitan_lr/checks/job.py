@@ -29,7 +29,7 @@ from torchtitan_lr.checks.values import (
 from torchtitan_lr.config.files import files_kept
 from torchtitan_lr.errors import require
 
-# What builds models comes behind the rest, and at the end what prepares data, for hours maybe.
+# Checks that build models come late. The last ones prepare data, which may take hours.
 _CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
     *(check_parallelism, check_compile, check_cpu, check_training, check_dump_folder),
     *(check_checkpoint, check_model, check_vocabulary, check_corpora),
@@ -46,7 +46,7 @@ _OF_FILES = {
 
 
 MOST_RANKS = 1 << 20
-"""What is listed by rank, or by pairs of ranks, then fits in memory."""
+"""Lists by rank, or by pairs of ranks, fit in memory up to this number."""
 
 
 def check_job_config(

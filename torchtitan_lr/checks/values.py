@@ -137,7 +137,7 @@ def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
 
     model, rows = config.model, configured_args(config).vocab_size
     tokens = vocabulary(build_tokenizer(config))
-    # A smaller tokenizer leaves rows unused; a larger one has ids without a row.
+    # With a smaller tokenizer rows stay unused; a larger tokenizer has ids without a row.
     want = (
         f"a tokenizer of at most {rows} tokens for {model.name} {model.flavor}, or "
         f"model.vocab_size = {tokens}: this one has {tokens}"

@@ -38,7 +38,7 @@ from torchtitan_lr.scaling.variants import FULL_RANK, read_modes, shared_mode
 GIB = 2**30
 
 ALTERNATIVES = ("full", "vanilla", "btp")
-"""What a run is compared with by default: full rank, and the low-rank model under two plans."""
+"""The default alternatives of a run: full rank, and the low-rank model under two plans."""
 
 
 def estimate(

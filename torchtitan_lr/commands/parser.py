@@ -138,7 +138,7 @@ class OneLineParser(argparse.ArgumentParser):
         given = sys.argv[1:] if args is None else list(args)
         if self.takes_all and not {"-h", "--help"} & {*given}:
             return argparse.Namespace(arguments=given)
-        # As `train` takes it, and as the refusal of such a checkpoint names it.
+        # `train` takes the option in this form, and the refusal of such a checkpoint names it so.
         given = [_ALLOW if argument == f"{_ALLOW}=true" else argument for argument in given]
         options, rest = super().parse_known_args(given, namespace)
         if self.takes_overrides:

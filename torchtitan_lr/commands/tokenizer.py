@@ -36,7 +36,7 @@ LLAMA3_SPLIT = (
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# The named ones of llama-3.1's 256 special tokens, by position; all others are reserved.
+# Llama 3.1 has 256 special tokens: these positions have names, all others are reserved.
 _NAMED_SPECIALS = {
     0: BOS,
     1: EOS,
@@ -163,7 +163,7 @@ def read_ranks(path: Path) -> "Tokenizer":
         splits = [(token[:i], token[i:]) for i in range(1, len(token))]
         known = [(a, b) for a, b in splits if a in vocab and b in vocab]
         merges += sorted(known, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
-    # tiktoken takes a whole piece that is a token as it is, whatever merges would make of it.
+    # If a whole piece is a token, tiktoken takes that token, whatever the merges would make.
     tokenizer = _byte_level(models.BPE(vocab, merges, ignore_merges=True))
     reserved = (f"<|reserved_special_token_{i}|>" for i in range(256))
     names = [_NAMED_SPECIALS.get(i) or next(reserved) for i in range(256)]

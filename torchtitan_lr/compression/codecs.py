@@ -59,7 +59,7 @@ class Message:
 
     Args:
         positions: Sent entries (W, k) of every row.
-        values: Their values (W, k).
+        values: The values of these entries (W, k).
         swapped: Tensors (W, a): row i goes to rank i as it is (all-to-all).
         summed: Tensors (W, a): row i is summed over ranks at rank i (reduce-scatter).
     """
@@ -134,7 +134,7 @@ def fused(function: F) -> F:
     """Compile an element-wise function to one kernel for accelerators, not for a CPU.
 
     Args:
-        function: Its first argument is a tensor; of Python values it takes integers only.
+        function: Takes a tensor first, then tensors and integers.
     """
     # Sizes and integers stay symbolic: seeds differ in every step and must not cause recompilation.
     # At the first call, since `torch.compile` imports the compiler, which takes seconds.
@@ -238,7 +238,7 @@ class SparseCodec:
         places = _positions(unpack(received["index"], m), k).flatten()
         total = values.new_zeros(m)
         # Both add in a fixed order: accelerators sort `index_put_`'s places, where `index_add_`
-        # would add atomically. On CPUs it is the other way round.
+        # would add atomically. On CPUs `index_add_` is the deterministic one.
         if total.device.type == "cpu":
             return Decoded(total.index_add_(0, places, values.flatten()))
         return Decoded(total.index_put_((places,), values.flatten(), accumulate=True))
@@ -274,7 +274,7 @@ class SketchCodec:
 
         Args:
             rows: Gradient plus residual of this rank (W, m), row i for owner i.
-            seed: Of this step, equal on all ranks.
+            seed: The step's seed, equal on all ranks.
         """
         m = rows.shape[1]
         positions, values = largest(rows, self.theta)

@@ -75,7 +75,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
     Attributes:
         residual: The residual (W, m) after the last step that was taken.
         resume: Ends an exchange; the ledger attributes its collectives to this unit.
-        bytes_saved: What this rank saves per exchange by compression.
+        bytes_saved: Bytes that compression saves this rank per exchange.
         exchanges: Number of exchanges so far.
         measuring: Whether the next exchange also counts.
         counts: The last counts, fp64 (3,), see `COUNTS`; None without a measurement.
@@ -174,7 +174,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
 
     def _start(self, sums: Tensor, gradients: Tensor) -> None:
         """Start an exchange that writes the sums; the gradients live until it has ended."""
-        # The buffer does not mark its tensors: without one, all behind it would be read wrongly.
+        # The buffer has no marks: if a tensor were missing, all later ones would be read wrongly.
         expected = sum(span.size for span in self.spans)
         if sums.numel() != expected:
             raise RuntimeError(

@@ -52,14 +52,14 @@ class ExchangeOverlap:
         number = backward_number()
         may_wait = may_wait and number is not None
         if number != self._backward:
-            # What a backward pass that raised has left behind: every rank has started it.
+            # A backward pass that raised has left these exchanges; every rank has started them.
             self._finish_all()
             self._backward = number
         if may_wait and number != self._ends:
             after_backward(self._end)
             self._ends = number
         if self._streams is None:
-            # The one before first: its last collectives would otherwise queue behind these.
+            # End the exchange before: its last collectives would otherwise queue behind these.
             self._finish_all()
             self._running.append((resume, exchange, next(exchange)))
             if not may_wait:
@@ -70,7 +70,7 @@ class ExchangeOverlap:
             self._stream = self._streams.Stream()
         if self._ended is not None:
             # FSDP2 frees a unit's buffers when its stream has passed this point, and backward
-            # waits for that one unit later: so at most two exchanges hold memory.
+            # waits for that stream one unit later: so at most two exchanges hold memory.
             caller.wait_event(self._ended)
         self._stream.wait_stream(caller)
         with self._streams.stream(self._stream):

@@ -53,7 +53,7 @@ class CodecSizes:
 
 @dataclass(frozen=True)
 class Unit:
-    """What W ranks exchange of one unit of the model.
+    """Sizes of the exchange of one unit of the model among W ranks.
 
     Args:
         ranks: Ranks W.
@@ -70,7 +70,7 @@ class Unit:
 def exchange_unit(
     codec: CodecSizes, compressed: int, dense: int, ranks: int, all_reduce: bool
 ) -> Unit:
-    """Return the exchange of a unit of the model; all of it is dense if it cannot be decoded.
+    """Return the sizes of a unit's exchange; all is dense if a sketch could not be decoded.
 
     An owner must decode all but a few percent of what W independent ranks send it. Whole entries
     and cells count: each rank sends at least one of m entries, and a row of the sketch has at least
@@ -80,7 +80,7 @@ def exchange_unit(
     Args:
         codec: The configured codec.
         compressed: Selected entries of a destination, or of the whole shard for `all_reduce`.
-        dense: The other entries, likewise.
+        dense: The uncompressed entries, counted in the same way.
         ranks: Ranks W.
         all_reduce: Whether every rank needs the whole sum; then each owns a W-th part of it.
     """

@@ -22,7 +22,7 @@ from torchtitan_lr.config.paths import leads_out
 T = TypeVar("T")
 
 MOST_BYTES = 1 << 28
-"""Largest size of such a file: the record of a long run's steps has tens of megabytes."""
+"""Largest size of a file in bytes: the record of a long run's steps has tens of megabytes."""
 
 
 @contextmanager
@@ -31,10 +31,10 @@ def open_regular(path: str | Path, most: int = MOST_BYTES) -> Iterator[BufferedR
 
     Args:
         path: The file.
-        most: Its largest size in bytes.
+        most: The largest size in bytes that is read.
 
     Raises:
-        OSError: It is no regular file, such as a pipe or a device, or is larger.
+        OSError: The file is not regular (a pipe, a device), or is larger than ``most``.
     """
     # Opening a pipe waits for its writer; opening some devices acts.
     _check_regular(os.stat(path), path, most)
@@ -54,7 +54,7 @@ def _check_regular(status: os.stat_result, path: str | Path, most: int) -> None:
 def read_regular(path: str | Path, most: int = MOST_BYTES) -> bytes:
     """Read a file; errors as for `open_regular`."""
     with open_regular(path, most) as file:
-        # No more than its size: files of /proc have none, and reading some of them never ends.
+        # Read no more than the stated size: files of /proc state none, and some never end.
         return file.read(os.fstat(file.fileno()).st_size)
 
 
@@ -63,7 +63,7 @@ def read_json(path: str | Path, most: int = MOST_BYTES) -> dict[str, Any]:
 
     Raises:
         OSError: As for `open_regular`.
-        ValueError: It is not UTF-8, not JSON, no object, or nested too deeply.
+        ValueError: The file is not UTF-8, not JSON, not an object, or nested too deeply.
     """
     return parse_json(read_regular(path, most).decode())
 
@@ -121,10 +121,10 @@ def file_within(folder: Path, name: str) -> Path:
 
     Args:
         folder: The folder.
-        name: The file's name, which may begin with that of a folder in it.
+        name: The file's path in the folder.
 
     Returns:
-        Its path, with every link resolved; there may be no such file.
+        The file's path, with every link resolved; the file may not exist.
 
     Raises:
         OSError: The name leads out of the folder, by itself or by a link.

@@ -62,7 +62,7 @@ class TrainingRows(Dataset[Batch]):
         allow_changed: Whether a position in other data is replaced by the start of these.
 
     Attributes:
-        identity: What the order depends on: ``KEY=VALUE`` by the TOML key that sets it.
+        identity: All that the order depends on, as ``KEY=VALUE`` with the TOML's keys.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class TrainingRows(Dataset[Batch]):
 
         Args:
             checkpoint_id: The checkpoint's folder.
-            metadata: Its table of contents.
+            metadata: The checkpoint's table of contents.
 
         Returns:
             Whether its position can be loaded. False if the data start anew instead.
@@ -114,7 +114,7 @@ class TrainingRows(Dataset[Batch]):
         stored = {"dataloader": {"corpus": ""}}
         if "dataloader.rows" in metadata.state_dict_metadata:
             load(stored, checkpoint_id, no_dist=True, metadata=metadata)
-        theirs = stored["dataloader"]["corpus"]  # empty if it is of an earlier version
+        theirs = stored["dataloader"]["corpus"]  # empty in a checkpoint of an earlier version
         if theirs == self.identity:
             return True
         if self._allow_changed:
@@ -151,7 +151,7 @@ class TokenDataLoader(BaseDataLoader):
         own: This rank's among them.
         microbatches: Micro-batches per step of this rank.
         rows: The position: rows of all ranks in the steps that were taken.
-        check_checkpoint: That of the rows, for the checkpoint manager.
+        check_checkpoint: `TrainingRows.check_checkpoint`, for the checkpoint manager.
 
     Raises:
         ConfigError: The batch sizes do not divide.
@@ -276,7 +276,7 @@ def _mixed(values: Words) -> Words:
 
 
 class Shares:
-    """Which part of a mixture each row is of, and which row of that part.
+    """Says for each row of a mixture from which part it is, and which row of that part.
 
     After any n rows, part i has had more than ``n w_i - 1`` and fewer than ``n w_i + 1`` of them:
     the schedule is one period of a proportionate-fair one, by earliest pseudo-deadline (Baruah et
@@ -284,10 +284,10 @@ class Shares:
     ``j / w_i`` to ``(j + 1) / w_i``.
 
     Args:
-        weights: Positive weights, over whose sum the shares are.
+        weights: Positive weights; a part's share is its weight divided by their sum.
 
     Attributes:
-        slots: Which part each row of a period is of.
+        slots: The part of each row of a period.
         counts: Rows of each part in a period.
         _before: Rows of each part before each slot, and in a whole period (period + 1, parts).
     """
@@ -313,7 +313,7 @@ class Shares:
         self.counts, self.slots, self._before = map(np.array, (counts, slots, before))
 
     def choose(self, rows: Indices) -> tuple[Indices, Indices]:
-        """Return the part (n,) of some rows (n,), and their numbers (n,) in it."""
+        """Return for some rows (n,) the part of each (n,), and its number in that part (n,)."""
         periods, slots = np.divmod(rows, len(self.slots))
         parts = self.slots[slots]
         return parts, periods * self.counts[parts] + self._before[slots, parts]

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The chat template of a tokenizer's folder: chats to text, and which of it are answers.
+"""The chat template of a tokenizer's folder: chats to text, and the places of answers in it.
 
 A template is found and rendered as transformers' ``apply_chat_template`` does: in a sandbox, with
 the folder's special tokens, without tools and documents. One thing differs: a template is not given
@@ -103,7 +103,7 @@ class ChatTemplate:
         return Rendered(*sandbox.render(self._compiled[name], self._special | given))
 
     def answered(self, messages: list[Message], tools: Any = None) -> Rendered:
-        """Render a chat with the places of its answers; an answer has the end mark behind it.
+        """Render a chat and find its answers, each with its end mark.
 
         Without marks in the template an answer is what it adds to the text in front of the answer.
 

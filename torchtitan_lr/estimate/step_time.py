@@ -164,7 +164,7 @@ def step_time(
 
     Args:
         run: The run.
-        traffic: Every pipeline rank's, of a whole step.
+        traffic: The traffic of every pipeline rank in a whole step.
         hardware: The machine.
         work: Recorded by `work_of_run`.
     """
@@ -212,7 +212,7 @@ def _staging_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
 
 
 def _bubble(run: Run, traffic: list[list[Traffic]], hardware: Hardware, work: PassWork) -> float:
-    """Seconds from the first action to the last, less those of the busiest rank."""
+    """Seconds from the first action to the last in which the busiest rank waits."""
     sizes = partial(element_size, dtypes=run.wire_dtypes)
     stages = [StageSeconds(0, 0)] * len(run.stages)
     for pp_rank, rows in enumerate(traffic):

@@ -128,7 +128,7 @@ def _take_tokenizer(
         The tokenizer; None if the model's folder has none, which `notice` got.
 
     Raises:
-        ConfigError: That of ``--tokenizer`` cannot be used, or a file is a link out of its folder.
+        ConfigError: ``--tokenizer`` cannot be used, or a file is a link out of its folder.
     """
     folder = resolve_assets_path(str(options.tokenizer or options.folder))
     config = SimpleNamespace(model=SimpleNamespace(hf_assets_path=str(folder)))

@@ -44,7 +44,7 @@ from torchtitan_lr.training.fingerprint import (
 )
 
 _MOST_LINKS = 40
-"""As many as Linux follows; two links to each other would never end."""
+"""Linux follows as many links; two links to each other would never end."""
 
 SECTIONS = ("model", "low_rank", "caat", "training", "validation", "parallelism", "debug")
 """Sections of a run's record that decide its model, its corpora and its layout."""
@@ -297,7 +297,7 @@ def read_for_inference(
         the tokenizer.
 
     Raises:
-        ConfigError: One of them cannot be used.
+        ConfigError: One of the files cannot be used.
     """
     from torchtitan_lr.hf.exported import is_export, read_export_args
 
@@ -314,7 +314,7 @@ def load_tokenizer(config: Any, args: LlamaArgs) -> Any:
     """Return the tokenizer of a run.
 
     Raises:
-        ConfigError: There is none, or it does not fit the model's vocabulary.
+        ConfigError: No tokenizer is found, or it does not fit the model's vocabulary.
     """
     tokenizer = build_tokenizer(config)
     if vocabulary(tokenizer) > args.vocab_size:

@@ -39,7 +39,7 @@ class WeightSource(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Precision of all of them."""
+        """Precision of all tensors."""
         ...
 
     def read(self, names: Sequence[str]) -> Tensors:
@@ -73,9 +73,9 @@ def write_shards(
 
     Args:
         source: The stored weights.
-        pieces: What to write.
+        pieces: The tensors to write.
         out_dir: An existing folder.
-        dtype: Precision of the files; that of the source by default.
+        dtype: Precision of the files; by default the source's.
         max_size: Largest size of a file's tensors, such as ``5GB`` or a number of bytes; a larger
             tensor gets a file of its own.
 

@@ -44,7 +44,7 @@ class FolderLock:
 
     Args:
         dump_folder: ``job.dump_folder``.
-        signature: What this start has written into ``run.lock``.
+        signature: The line that this start has written into ``run.lock``.
     """
 
     dump_folder: str

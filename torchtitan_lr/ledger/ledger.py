@@ -193,7 +193,7 @@ class Collective(NamedTuple):
         group: Name of the process group.
         dtype: Dtype of the payload.
         elements: Elements of the logical tensor, the larger of the call's input and output.
-        results: What a ``c10d`` operator writes while it runs; empty for what it only sends.
+        results: Tensors that a ``c10d`` operator writes; empty if it only sends.
     """
 
     op: str

@@ -49,7 +49,7 @@ class Overlap:
         Args:
             key: The counter's key.
             result: The result of the operator; a functional collective's is a tensor to wait for.
-            written: What a ``c10d`` collective writes.
+            written: Tensors that a ``c10d`` collective writes.
         """
         if isinstance(result, Tensor):
             self._running[storage_address(result)] = (key, self._issued)

@@ -52,9 +52,9 @@ class Point:
         name: Name of its folder and of its wandb run.
         config: Its TOML file.
         arguments: All overrides.
-        settings: What makes it differ from the others: the first columns of the table.
+        settings: Settings in which the point differs from others: the first columns of the table.
         ranks: Number of processes; None for ``NGPU``.
-        row: Its status and results so far.
+        row: The point's status and results so far.
     """
 
     name: str
@@ -95,11 +95,11 @@ def refuse_keys(items: Sequence[str], own: Mapping[str, str], where: str = "") -
 
     Args:
         items: ``section.key=value``, with or without dashes in front.
-        own: What to do instead, by key.
+        own: The remedy for each key that a point sets itself.
         where: Prefix of the key in the message.
 
     Raises:
-        ConfigError: An item sets such a key.
+        ConfigError: An item sets one of these keys.
     """
     for item in items:
         key = item.removeprefix("--").partition("=")[0].replace("-", "_")
