@@ -1,6 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Norms and products that torch's own operators would round, or compute from a hidden copy.
 
+And numbers that the host reads without waiting for the device's later work, `HostCopy`.
+
 On a CPU, and for fp64 on a GPU too, a reduction with another dtype first casts the whole tensor
 within the kernel: `torch.linalg.vector_norm` of an fp32 tensor in fp64 takes memory for twice the
 tensor. A `TorchDispatchMode` does not see such a copy.
@@ -9,6 +11,7 @@ tensor. A `TorchDispatchMode` does not see such a copy.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,3 +87,32 @@ def scale_(tensors: Iterable[Tensor], factor: Tensor) -> None:
         # dimensions raises the product to fp32, for which a CPU would copy the tensor.
         for tensor in same:
             tensor.mul_(exact.view([1] * tensor.ndim))
+
+
+class HostCopy:
+    """Numbers of the device that the host reads later, without waiting for what follows them.
+
+    Args:
+        numbers: The numbers; they are copied when the device has them.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers
+        self._copied: torch.Event | None = None
+        if numbers.device.type != "cpu":
+            self._start()
+
+    def _start(self) -> None:
+        # Into pinned memory, else the host would wait for the device here.
+        host = torch.empty_like(self._numbers, device="cpu", pin_memory=True)
+        device = torch.get_device_module(self._numbers.device)
+        self._numbers = host.copy_(self._numbers, non_blocking=True)
+        self._copied = device.Event()
+        self._copied.record()
+
+    def read(self) -> list[Any]:
+        """Return the numbers; waits until they are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        numbers: list[Any] = self._numbers.tolist()
+        return numbers

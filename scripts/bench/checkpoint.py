@@ -184,7 +184,7 @@ class _Times:
         self._trainer = trainer
         self._wait = trainer.checkpointer.maybe_wait_for_staging
         setattr(trainer.checkpointer, "maybe_wait_for_staging", self._timed_wait)  # noqa: B010
-        self._batches: Iterator[Any] = trainer.batch_generator(trainer.dataloader)
+        self._batches: Iterator[Any] = iter(trainer.dataloader)
 
     def train(self, steps: int, into: list[float] | None = None) -> None:
         """Train some steps, and add their seconds to a list."""

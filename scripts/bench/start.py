@@ -171,7 +171,7 @@ def first_step(ranks: int, arguments: list[str]) -> dict[str, float]:
         inside = sum(seconds for name, seconds in parts.items() if name != "checks")
         parts["rest of the trainer"] = time.process_time() - begin - inside
         trainer.step = 1
-        batches = trainer.batch_generator(trainer.dataloader)
+        batches = iter(trainer.dataloader)
         timed("first step", trainer.train_step)(batches)
         trainer.step = 2  # not logged
         with trainer.new_ledger() as ledger:

@@ -68,17 +68,10 @@ def save_each_step(mode: str, arguments: list[str]) -> Files:
     return found
 
 
-@pytest.fixture(scope="module")
-def foreground(two_ranks: RankPool) -> dict[str, Files]:
-    """What each method saves in the foreground."""
-    return {m: two_ranks.run(save_each_step, "disabled", METHODS[m])[0] for m in METHODS}
-
-
 @pytest.mark.parametrize("method", ["tsr", "tagc", *nightly("adam")])
-def test_the_files_are_the_same(
-    method: str, two_ranks: RankPool, foreground: dict[str, Files]
-) -> None:
+def test_the_files_are_the_same(method: str, two_ranks: RankPool) -> None:
+    foreground = two_ranks.run(save_each_step, "disabled", METHODS[method])[0]
     files = two_ranks.run(save_each_step, "async", METHODS[method])[0]
     assert files.keys() == {"step-1", "step-2", "step-3"}
     assert [*files["step-1"]] == ["__0_0.distcp", "__1_0.distcp"]
-    assert files == foreground[method]
+    assert files == foreground

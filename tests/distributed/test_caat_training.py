@@ -43,7 +43,7 @@ SAVED = ["--checkpoint.enable", "--checkpoint.interval=1"]
         *nightly((CAAT, PP2_FSDP2)),
         *nightly((CAAT, [*TP2, "--activation_checkpoint.mode=full"])),
         *nightly((CAAT, [*PP2_TP2, "--activation_checkpoint.mode=selective"])),
-        (CAAT, [*TP4, *COMPILE, *VALIDATED]),
+        *nightly((CAAT, [*TP4, *COMPILE, *VALIDATED])),
         (HYBRID, [*TP4, *VALIDATED]),
         (HYBRID, [*TP2, "--activation_checkpoint.mode=low_rank"]),
         *nightly((HYBRID, PP2_TP2)),

@@ -20,6 +20,7 @@ def test_parity(case: Case, four_ranks: RankPool) -> None:
     assert worst(four_ranks.run(parity, case)) <= TOLERANCE[case.dtype]
 
 
+@pytest.mark.nightly  # what is compiled of it is the vanilla plans' too
 def test_compiled_parity(four_ranks: RankPool) -> None:
     errors = four_ranks.run(wrapped_parity, SEQUENCE, ["compile_blocks"], "eager")
     assert worst(errors) <= TOLERANCE[SEQUENCE.dtype]

@@ -96,7 +96,7 @@ def rows_of_a_step(arguments: list[str], prefetch: bool = True) -> dict[str, Any
             for part in trainer.model_parts:
                 for module in fsdp_modules([part]):
                     module.set_modules_to_forward_prefetch([])
-        batches = trainer.batch_generator(trainer.dataloader)
+        batches = iter(trainer.dataloader)
         trainer.step = 1
         trainer.train_step(batches)
         trainer.step = 2

@@ -13,8 +13,8 @@ from tests.support.parity_runs import EXACT, LAYOUTS, degrees, largest_differenc
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.data import dataloader
 from torchtitan_lr.data.corpus import Batch, read_parts
-from torchtitan_lr.training import guard
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
+from torchtitan_lr.training.reader import StepData, StepReader
 
 REPLICATE4 = ["--parallelism.data_parallel_replicate_degree=4", "--training.local_batch_size=2"]
 REPLICATE4_BY_ONE = [*REPLICATE4[:1], "--training.local_batch_size=1"]
@@ -41,8 +41,8 @@ def train_on(corpus: str, arguments: list[str]) -> dict[str, Any]:
     """Train; return the labels of this rank in every step too."""
     seen: list[tuple[int, int]] = []
 
-    class Reader(guard.StepReader):
-        def take(self, *args: Any) -> guard.StepData:
+    class Reader(StepReader):
+        def take(self, *args: Any) -> StepData:
             data = super().take(*args)
             seen.append((data.tokens, int(data.global_tokens)))
             return data
@@ -50,7 +50,7 @@ def train_on(corpus: str, arguments: list[str]) -> dict[str, Any]:
     path = f"--training.dataset_path={corpus}"
     with (
         patch.object(dataloader, "read_parts", without_some_labels),
-        patch("torchtitan_lr.training.guard.StepReader", Reader),
+        patch("torchtitan_lr.training.trainer.StepReader", Reader),
     ):
         return train([*OPTIONS, path, *arguments], everywhere=True) | {"seen": seen}
 

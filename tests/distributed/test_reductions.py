@@ -28,7 +28,7 @@ from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.models.lanes import share_channels
 from torchtitan_lr.models.norms import Reduction, down_products
 from torchtitan_lr.numerics import joint_norm
-from torchtitan_lr.optim.step import StoredGradients
+from torchtitan_lr.optim.gradients import StoredGradients
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel, synchronize_gradients
 from torchtitan_lr.titan.base import ParallelDims
 from torchtitan_lr.titan.device import bind_device
@@ -167,7 +167,7 @@ def stage_norms() -> dict[str, float]:
 
 def summed(module: nn.Module, pipeline: DeviceMesh | None = None) -> float:
     """The root of all ranks' shares."""
-    total = StoredGradients([module], pipeline).reduce_and_square_norm()
+    total = StoredGradients([module], pipeline).reduce()
     dist.all_reduce(total)
     return total.sqrt().item()
 

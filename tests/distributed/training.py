@@ -3,12 +3,10 @@
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -42,13 +40,9 @@ def train(
         exact: Whether everything that is float32 in the configuration is computed in float64.
         everywhere: Whether every rank returns the parameters, and not rank 0 alone.
     """
-    import torchtitan.train as titan_train
-
     from torchtitan_lr.training import history
 
-    rest = SimpleNamespace(**vars(time) | {"sleep": _no_sleep})
     with (
-        patch.object(titan_train, "time", rest),
         patch.object(history, "draw_curve"),  # whole runs draw theirs in tests/integration
         known_setup(),
     ):
@@ -73,7 +67,7 @@ def small_trainer(arguments: list[str]) -> Iterator[Any]:
     dist.broadcast_object_list(folders)
     folder = f"--job.dump_folder={folders[0]}"
     config = build_job_config([*parity_runs.TINY, folder, *arguments])
-    with known_setup():
+    with known_setup(), parity_runs.prepared_corpus(config):
         check_job_config(config, dist.get_world_size(), "cpu")
         trainer = Trainer(config)
         yield trainer
@@ -129,10 +123,6 @@ def _concatenate_once(meshes: list[DeviceMesh]) -> DeviceMesh:
     if key not in _CONCATENATED:  # holds the meshes, so that no other one gets their ids
         _CONCATENATED[key] = meshes, _CONCATENATE(meshes)
     return _CONCATENATED[key][1]
-
-
-def _no_sleep(seconds: float) -> None:
-    """Upstream's rank 0 rests at the end until other processes end, which a pool's never do."""
 
 
 def _trainer_with(fault: str, config: Any) -> Any:

@@ -12,7 +12,7 @@ from tests.gpu.trainers import IGNORED, micro_batches, trainer_on
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.numerics import joint_norm
-from torchtitan_lr.training import guard
+from torchtitan_lr.training import step as step_module
 from torchtitan_lr.training.trainer import Batch, Trainer
 
 MAX_NORM = 0.1
@@ -51,12 +51,12 @@ def by_trainer(
 ) -> dict[str, Tensor]:
     found = {}
 
-    class Remembered(guard.Verdict):
+    class Remembered(step_module.Verdict):
         def __init__(self, loss: Tensor, *others: Any) -> None:
             super().__init__(loss, *others)
             found.update(loss=loss.cpu(), norm=self.norm.cpu())
 
-    monkeypatch.setattr(guard, "Verdict", Remembered)
+    monkeypatch.setattr(step_module, "Verdict", Remembered)
     trainer.step = 2  # the first is logged
     trainer.train_step(iter(batches))
     (model,) = trainer.model_parts

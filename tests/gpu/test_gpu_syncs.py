@@ -1,13 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The host queues a step without waiting for the device, but for where it has to.
 
-Checked are forward, loss and backward of every micro-batch, the gradient norm, the verdict of all
-ranks, clipping, the optimizer step, and the four phases of a codec. Not checked, since these wait
-today:
+Checked are the parts of a step from forward to the optimizer, and the four phases of a codec. Not
+checked, since these wait today:
 
-- the micro-batches of these tests are in pageable memory, so `Trainer._forward_backward` waits for
-  their copies;
-- `Trainer._settle` waits for the verdict, after the step is queued;
+- `Step.settle` waits for the verdict, after the step is queued;
 - Adam that is not fused reads the verdict before it steps;
 - what a logged step reads.
 
@@ -30,14 +27,14 @@ from tests.gpu.trainers import MICRO_BATCHES, micro_batches, trainer_on
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.compression.codecs import Codec, SketchCodec, SparseCodec, left_over
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.step import HostCopy, StoredGradients
+from torchtitan_lr.numerics import HostCopy
 from torchtitan_lr.optim.tsr import optimizer as tsr_optimizer
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.parallel.parallelize import parallelize_llama
-from torchtitan_lr.training import guard
-from torchtitan_lr.training import trainer as trainer_module
 from torchtitan_lr.training.register import build_optimizers
+from torchtitan_lr.training.step import Step
 from torchtitan_lr.training.trainer import Trainer
+from torchtitan_lr.training.verdict import Findings, Verdict
 
 READS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda x: x.sum().item(),
@@ -128,18 +125,13 @@ def _check_step(trainer: Trainer, device: torch.device, monkeypatch: pytest.Monk
 
         return run
 
-    gradients = ("accumulate", "reduce_and_square_norm", "clip")
-    owners = ((trainer, ("forward_backward_step",)), (trainer._gradients, gradients))
-    modules = ((guard, ("Verdict",)), (trainer_module, ("step_unless",)))
-    for owner, names in (*owners, *modules):
-        for name in names:
-            monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
+    queued = ("backward", "reduce", "decide", "clip", "apply")
+    for name in queued:
+        monkeypatch.setattr(Step, name, watched(name, getattr(Step, name)))
     trainer.step = 3
     trainer.train_step(iter(micro_batches(trainer.model_args.vocab_size)))
-    twice = dict.fromkeys(("forward_backward_step", "accumulate"), MICRO_BATCHES)
-    assert calls == Counter(
-        twice | dict.fromkeys(("reduce_and_square_norm", "Verdict", "clip", "step_unless"), 1)
-    )
+    assert calls == Counter(queued)
+    assert len(trainer._step.data.microbatches) == MICRO_BATCHES
     assert all(p.device.type == device.type for p in trainer.model_parts[0].parameters())
 
 
@@ -153,9 +145,8 @@ def _forget_values(trainer: Trainer) -> None:
     trainer.lr_schedulers = trainer.train_spec.build_lr_schedulers_fn(
         trainer.optimizers, config.lr_scheduler, config.training.steps
     )
-    trainer._gradients = StoredGradients([model], None)
+    trainer._step = trainer.build_step()
     if isinstance(trainer.optimizers, TSROptimizers):
-        trainer._gradients = trainer.optimizers
         for optimizer in trainer.optimizers:
             optimizer.steps += 1
             for stack in optimizer.stacks:
@@ -165,8 +156,10 @@ def _forget_values(trainer: Trainer) -> None:
 def _stub_what_reads(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace what reads by design, or `meta` lacks; without values it fails, as it must."""
 
-    # The copy of a tensor without values. It is never read, because no step follows.
+    # The copy of a tensor without values, and what the host reads of it after the step.
     monkeypatch.setattr(HostCopy, "_start", lambda copy: None)
+    findings = Findings(rejected=False, norm=1.0, bad_losses=0, stop=False, loss_is_finite=True)
+    monkeypatch.setattr(Verdict, "read", lambda verdict: findings)
     # The kernel is queued like any other; torch lists only devices with values for it.
     monkeypatch.setattr(adam, "_device_dtype_check_for_fused", lambda *_, **__: None)
     # It has no generator.

@@ -9,7 +9,10 @@ import pytest
 
 from tests.integration import runs
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc")
+pytestmark = [
+    pytest.mark.nightly,  # it waits for time limits
+    pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc"),
+]
 
 HANGING = """
 import subprocess, sys, threading, time

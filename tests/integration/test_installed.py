@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The wheel alone, installed in an environment outside the repository, trains.
 
-The environment sees this interpreter's packages, but no checkout. ``python -m scripts.check_wheel``
-does the same in a clean environment.
+The environment sees this interpreter's packages, but no checkout. In CI a job of its own does the
+same in a clean environment (``python -m scripts.check_wheel``).
 """
 
 import json
@@ -49,6 +49,7 @@ def test_the_wheel_has_all_files_and_the_sdist_builds_the_same(built):
     assert {"README.md", "torchtitan_lr/train_configs/debug_cola.toml"} <= inside
 
 
+@pytest.mark.nightly  # `python -m scripts.check_wheel` trains from it too, for every pull request
 def test_it_trains_from_the_wheel(programs, work):
     folder = work / "elsewhere"
     folder.mkdir()

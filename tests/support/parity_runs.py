@@ -2,8 +2,11 @@
 """Short runs of the real trainer in several layouts, and the differences between them."""
 
 import gc
+import os
 import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +22,7 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.commands.train import make_seed_checkpoint
 from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.data.prepare import prepare_for_ranks
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
@@ -156,13 +160,18 @@ def train(
     config = build_job_config([*TINY, f"--job.dump_folder={folders[0]}", *arguments])
     if exact:
         use_float64(config)
+    with prepared_corpus(config):
+        return _train(config, everywhere, build)
+
+
+def _train(config: Any, everywhere: bool, build: Callable[[Any], Trainer]) -> dict[str, Any]:
     check_job_config(config, dist.get_world_size(), "cpu")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     trainer = None
     try:
         trainer = build(config)
         trainer.train()
-        result = _result_of(trainer, everywhere) | {"dump_folder": folders[0]}
+        result = _result_of(trainer, everywhere) | {"dump_folder": config.job.dump_folder}
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -174,6 +183,22 @@ def train(
         gc.freeze()  # the rest are caches, which the next run's collection skips
     dist.barrier()
     return result | _curves_of(Path(config.job.dump_folder))
+
+
+def prepared_corpus(config: Any) -> AbstractContextManager[Any]:
+    """Tell this process where `TINY`'s tokens are, as the launcher tells its ranks.
+
+    Listing the files of the corpus takes longer than a step. Other corpora are prepared as ever.
+    """
+    usual = build_job_config(TINY)
+    if config.model.hf_assets_path != usual.model.hf_assets_path:
+        return nullcontext()
+    return patch.dict(os.environ, _prepared())
+
+
+@cache
+def _prepared() -> dict[str, str]:
+    return prepare_for_ranks(build_job_config(TINY))
 
 
 def _result_of(trainer: Trainer, everywhere: bool) -> dict[str, Any]:

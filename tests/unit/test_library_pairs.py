@@ -5,6 +5,8 @@ import hashlib
 import json
 from itertools import chain
 
+import pytest
+
 from scripts.research.library_pairs import CUE, documented_functions, library_pairs
 from torchtitan_lr.data.sources import Reader, Source
 
@@ -48,6 +50,7 @@ def test_functions_lose_their_docstrings():
     assert prompts[2] == "async def fifth():\n    pass"
 
 
+@pytest.mark.nightly  # it parses the whole library; its parts are above
 def test_the_shipped_file_is_that_of_the_script_and_holds_out_the_files_of_cpython():
     parts = [], []
     for line in library_pairs():

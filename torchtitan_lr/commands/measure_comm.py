@@ -55,10 +55,9 @@ def measure(arguments: list[str]) -> list[dict[str, Any]]:
     from torchtitan_lr.training.trainer import Trainer
 
     trainer = Trainer(build_job_config(arguments))
-    batches = trainer.batch_generator(trainer.dataloader)
     trainer.step = 1
     with trainer.new_ledger() as ledger:
-        trainer.train_step(batches)
+        trainer.train_step(iter(trainer.dataloader))
     rows = ledger.rows()
     trainer.close()
     return rows

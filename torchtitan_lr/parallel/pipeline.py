@@ -170,12 +170,10 @@ class Pipeline:
         device: Of this rank.
         group: Process group of the pipeline.
         loss_fn: Returns the sum over tokens.
-        tokens: The divisor of the training loss, the valid tokens of the global batch; set before
-            each step.
+        tokens: The divisor of the training loss, the valid tokens of the global batch.
         is_last_round: Whether the batch is the last one that a step accumulates; set before each.
         parts: This rank's parts of the model, by stage.
         schedule: The training schedule, which calls ``loss``.
-        step: Its method: forward and backward of a batch.
     """
 
     job_config: JobConfig
@@ -187,7 +185,6 @@ class Pipeline:
     is_last_round: bool = True
     parts: dict[int, nn.Module] = field(default_factory=dict)
     schedule: PipelineSchedule = field(init=False)
-    step: Callable[..., Any] = field(init=False)
     _evaluations: dict[tuple[int, ...], PipelineSchedule] = field(default_factory=dict)
 
     def loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
@@ -209,6 +206,11 @@ class Pipeline:
     def boundaries(self, seq_len: int) -> list[Boundary]:
         """Return the boundaries between the stages, for sequences of ``seq_len``."""
         return stage_boundaries(self.job_config, self.args, seq_len, self.settings)
+
+    @property
+    def stages(self) -> int:
+        """Number of stages of all ranks."""
+        return len(layers_before_boundaries(self.job_config, self.args.n_layers)) + 1
 
     def build_stage(self, part: nn.Module, index: int, batch: int, seq_len: int) -> Stage:
         """Build a stage with static shapes, for micro-batches (batch, seq_len)."""
@@ -235,6 +237,34 @@ class Pipeline:
         )
         stage.enable_reductions = lambda: synchronize_gradients([part], self.is_last_round)
         return stage
+
+    def forward_backward(
+        self, tokens: Tensor, labels: Tensor, divisor: Tensor, **arguments: Any
+    ) -> Tensor:
+        """Run forward and backward of a batch, in micro-batches of the pipeline's own.
+
+        Args:
+            tokens: (b, s).
+            labels: (b, s).
+            divisor: The valid tokens of the global batch, a scalar.
+            **arguments: The model's further arguments (b, ...), on every stage.
+
+        Returns:
+            The batch's share of the loss, a scalar; 0 without the last stage.
+        """
+        # Upstream divides the loss that it reports, but not the one that it backpropagates.
+        self.tokens = divisor
+        last = self.stages - 1 in self.parts
+        losses: list[Tensor] = []
+        self.schedule.step(
+            *((tokens,) if 0 in self.parts else ()),
+            **arguments,
+            target=labels if last else None,
+            losses=losses if last else None,
+            return_outputs=False,
+        )
+        # With FSDP torch puts the losses on the host.
+        return torch.stack(losses).sum().to(self.device) if last else torch.zeros_like(divisor)
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **arguments: Tensor) -> Tensor:
         """Return the summed loss of a batch of any size, without gradients.
@@ -268,7 +298,7 @@ class Pipeline:
                 scale_grads=False,
             )
             self._evaluations[key] = forward_only(schedule)
-        last = len(self.boundaries(seq_len)) in self.parts
+        last = self.stages - 1 in self.parts
         losses: list[Tensor] = []
         self._evaluations[key].eval(
             *((tokens,) if 0 in self.parts else ()),
@@ -320,7 +350,7 @@ def pipeline_llama(
         schedule, model_parts, has_first, has_last = pipeline_llm(
             model, parallel_dims, job_config, device, model_args, parallelize_fn, pipeline.loss
         )
-    pipeline.schedule, pipeline.step = schedule, schedule.step
+    pipeline.schedule = schedule
     for index, part in zip(indices, model_parts, strict=True):
         pipeline.parts[index] = part
         before = boundaries[index - 1] if index > 0 else None

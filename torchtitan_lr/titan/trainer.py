@@ -7,11 +7,13 @@ is missing.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 from unittest.mock import patch
 
 import torchtitan.train as titan_train
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.train import Trainer as Trainer
 
 
@@ -29,3 +31,14 @@ def trainer_parts(manager: type[CheckpointManager]) -> Iterator[None]:
         patch.object(dist_utils, "maybe_enable_amp", lambda *_: nullcontext()),
     ):
         yield
+
+
+@contextmanager
+def profilers(job_config: Any, step: int) -> Iterator[list[Any]]:
+    """Run the profilers of ``[profiling]`` from a step on; call ``step()`` of each per step."""
+    where = {"global_step": step, "base_folder": job_config.job.dump_folder}
+    with (
+        maybe_enable_profiling(job_config.profiling, **where) as times,
+        maybe_enable_memory_snapshot(job_config.profiling, **where) as memory,
+    ):
+        yield [profiler for profiler in (times, memory) if profiler is not None]

@@ -14,7 +14,7 @@ import glob
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
@@ -33,6 +34,7 @@ from torchtitan_lr.checkpoints.manifest import (
     ManifestWriter,
     SavePlanner,
     UnverifiedError,
+    all_finite,
     damage_of,
     newest_whole_before,
     read_manifest,
@@ -40,11 +42,11 @@ from torchtitan_lr.checkpoints.manifest import (
     write_manifest,
 )
 from torchtitan_lr.checkpoints.staging import BackgroundStager
+from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.compression.residuals import saved_residuals
 from torchtitan_lr.config.files import files_kept
 from torchtitan_lr.console.log import console
 from torchtitan_lr.errors import ConfigError, RunFailedError
-from torchtitan_lr.optim.step import finite_weights
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import GarbageCollection
 from torchtitan_lr.titan.components import DATALOADER, MODEL, AsyncMode, TitanCheckpointHooks
@@ -154,7 +156,7 @@ class CheckpointManager(TitanCheckpointHooks):
         if to_hf:  # at the end of a run, never in the background
             from_first_rank(None)  # no rank writes before the first one has renamed the folder
             super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, True)
-            write_manifest(checkpoint_id, finite_weights(self.states[MODEL].model))
+            write_manifest(checkpoint_id, _finite_weights(self.states[MODEL].model))
             return None
         weights = self.states[MODEL].state_dict() if MODEL in self.states else ()
         writer = ManifestWriter(checkpoint_id, self.fingerprint, weights=weights)
@@ -350,3 +352,12 @@ def _damaged(folder: str, damage: str, older: str | None) -> ConfigError:
         )
     want = "one to resume" if damage == _MODEL_ALONE else "a whole one"
     return ConfigError("checkpoint", folder, f"{want} ({damage}); {instead}")
+
+
+def _finite_weights(model_parts: Iterable[nn.Module]) -> bool:
+    """Return whether every parameter on every rank has a finite norm; call it on every rank."""
+    weights = [local_part(p).detach() for part in model_parts for p in part.parameters()]
+    finite = torch.tensor(all_finite(weights), dtype=torch.int32, device=weights[0].device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+    return bool(finite.item())

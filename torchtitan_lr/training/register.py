@@ -12,9 +12,9 @@ from torchtitan_lr.models.families import FAMILIES, ModelFamily
 from torchtitan_lr.models.flavors import FLAVORS, FlavorTable
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
+from torchtitan_lr.optim.adam import ON_SHARDS
 from torchtitan_lr.optim.resume import ConfiguredLR, keep_hyperparameters
 from torchtitan_lr.optim.selection import TSRSettings
-from torchtitan_lr.optim.step import ON_SHARDS
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
 from torchtitan_lr.parallel.parallelize import (
     parallelize_llama,

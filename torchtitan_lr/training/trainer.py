@@ -4,7 +4,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -12,13 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
-from torchtitan_lr.agreement import (
-    first_rank_where,
-    first_rank_with,
-    from_all_ranks,
-    from_first_rank,
-)
+from torchtitan_lr.agreement import first_rank_where, from_all_ranks, from_first_rank
 from torchtitan_lr.checkpoints.layout import RESIDUALS, RUN_CONFIG, write_whole
 from torchtitan_lr.checkpoints.run_record import described, global_batch_size, write_record
 from torchtitan_lr.compat.collectives import set_timeouts
@@ -31,24 +27,23 @@ from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import loss_arguments
-from torchtitan_lr.optim.step import StoredGradients, step_unless
+from torchtitan_lr.optim.gradients import Gradients, StoredGradients
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
-from torchtitan_lr.parallel.data_parallel import (
-    OwnGradients,
-    fsdp_modules,
-    synchronize_gradients,
-)
 from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, ParallelDims, dist_utils
 from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.titan.trainer import Trainer as TitanTrainer
-from torchtitan_lr.titan.trainer import trainer_parts
-from torchtitan_lr.training import guard, history
+from torchtitan_lr.titan.trainer import profilers, trainer_parts
+from torchtitan_lr.training import history
 from torchtitan_lr.training.checkpoint import CheckpointManager
 from torchtitan_lr.training.fingerprint import TOKENIZER, model_fingerprint, tokenizer_digest
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
+from torchtitan_lr.training.reader import BadDataError, StepReader, check_same_data
+from torchtitan_lr.training.signals import MACHINES_CHANGED, StopSignal
+from torchtitan_lr.training.step import Step
 from torchtitan_lr.training.validate import Validator
+from torchtitan_lr.training.verdict import NonFiniteError
 
 
 class Trainer(TitanTrainer):
@@ -73,11 +68,8 @@ class Trainer(TitanTrainer):
         self.before_start: Callable[[], None] = lambda: None
         self.skipped_steps = 0
         self.stopped_by: str | None = None
-        self._stop = guard.StopSignal()
-        # Number, verdict and valid tokens of the last step, until the host has read the verdict.
-        self._unread: tuple[int, guard.Verdict, float] | None = None
+        self._stop = StopSignal()
         self._losses: list[torch.Tensor] = []  # of the steps since the last logged one
-        self._started = False
         self._first_step = 0
         self._ledger: CommLedger | None = None
         # Prevent upstream from writing the record now: the checkpoint check may still raise, and
@@ -89,28 +81,17 @@ class Trainer(TitanTrainer):
             super().__init__(job_config)
         job_config.job.save_config_file = record or RUN_CONFIG
         self._set_timeouts(job_config.comm.init_timeout_seconds)
-        guard.check_same_data(self.dataloader.dataset.identity)
+        check_same_data(self.dataloader.dataset.identity)
         dims = self.parallel_dims
-        self._reader = guard.StepReader(
-            self.dataloader,
-            self.device,
-            dims.non_data_parallel_size,
-            self.metrics_processor.data_loading_times,
-        )
         self._batch_degree = dims.dp_replicate * dims.dp_shard
-        stages = dims.get_optional_mesh("pp")
-        self._gradients: StoredGradients | TSROptimizers
-        self._gradients = StoredGradients(self.model_parts, stages)
-        self._own_gradients = OwnGradients(self.model_parts)
-        if isinstance(self.optimizers, TSROptimizers):  # it reduces them itself
-            self._gradients = self.optimizers
-            if (
-                self.device.type == "cuda"
-                and job_config.training.mixed_precision_param != "float32"
-            ):
-                # TSR-Adam's are the only fp32 products of such a run. In TF32 they are faster, with
-                # errors below those that bf16 leaves in the gradients (docs/numerics.md).
-                torch.set_float32_matmul_precision("high")
+        if (
+            isinstance(self.optimizers, TSROptimizers)
+            and self.device.type == "cuda"
+            and job_config.training.mixed_precision_param != "float32"
+        ):
+            # TSR-Adam's are the only fp32 products of such a run. In TF32 they are faster, with
+            # errors below those that bf16 leaves in the gradients (docs/numerics.md).
+            torch.set_float32_matmul_precision("high")
         args = self.model_parts[0].model_args
         if isinstance(args, LlamaArgs):
             path = job_config.model.hf_assets_path
@@ -121,11 +102,71 @@ class Trainer(TitanTrainer):
             self.checkpointer.states[RESIDUALS] = self._residuals
             for compressor in self._residuals.compressors:
                 compressor.before_writing = self.checkpointer.maybe_wait_for_staging
+        self._step = self.build_step()
 
+    def build_step(self) -> Step:
+        """Build the steps of this rank, of its model parts and optimizers."""
+        dims, pipelined = self.parallel_dims, self.parallel_dims.pp_enabled
+        gradients: Gradients = StoredGradients(self.model_parts, dims.get_optional_mesh("pp"))
+        if isinstance(self.optimizers, TSROptimizers):  # it reduces them itself
+            gradients = self.optimizers
+        return Step(
+            job_config=self.job_config,
+            device=self.device,
+            model_parts=self.model_parts,
+            pipeline=self.pp_schedule if pipelined else None,
+            optimizers=self.optimizers,
+            gradients=gradients,
+            reader=StepReader(
+                self.dataloader,
+                self.device,
+                dims.non_data_parallel_size,
+                self.metrics_processor.data_loading_times,
+            ),
+            compressors=self._residuals.compressors,
+            forward_backward=self.forward_backward_step,
+            before_change=self.checkpointer.maybe_wait_for_staging,
+        )
+
+    @record
     def train(self) -> None:
         """Train to ``training.steps`` or to a stop signal, then save and report."""
         self._stop.install()
-        super().train()
+        config = self.job_config
+        self.checkpointer.load(step=config.checkpoint.load_step)
+        self._start()
+        batches = iter(self.dataloader)
+        with profilers(config, self.step) as profiling:
+            while self.step < config.training.steps and not self.stopped_by:
+                self.step += 1
+                self.gc_handler.run(self.step)
+                self.train_step(batches)
+                self.checkpointer.save(self.step, last_step=self.step == config.training.steps)
+                if self._validates():
+                    self.validator.validate(self.model_parts, self.step)
+                for profiler in profiling:
+                    profiler.step()
+                if self.step == self._first_step + 1:  # all ranks have ended it
+                    self._set_timeouts(config.comm.train_timeout_seconds)
+        if self.stopped_by:
+            self.checkpointer.save_interrupted(self.step)
+        self._report_end()
+
+    def _start(self) -> None:
+        """Write and print what is known of the run once its checkpoint is loaded."""
+        self.before_start()
+        self.write_record()
+        self._first_step = self.step
+        self.metrics_processor.start_after(self.step)
+        self._report_start()
+        self._make_up_for_validation()
+
+    def _validates(self) -> bool:
+        """Return whether a validation follows the step."""
+        return self.job_config.validation.enable and self.validator.should_validate(self.step)
+
+    def _report_end(self) -> None:
+        """Write the summary of a run that is complete, or say how a stopped one goes on."""
         saved = self.checkpointer.newest()
         if not self.stopped_by:
             self.write_summary(saved)
@@ -133,7 +174,7 @@ class Trainer(TitanTrainer):
             how = "run the same command again to resume" if saved else "checkpointing is off"
             if saved and self.job_config.checkpoint.load_step != -1:
                 how = "run the command again without checkpoint.load_step to resume"
-            if self.stopped_by == guard.MACHINES_CHANGED:
+            if self.stopped_by == MACHINES_CHANGED:
                 how = "the run goes on by itself"
             total = self.job_config.training.steps
             what = "Stopped by %s after step %d of %d, checkpoint %s: %s"
@@ -143,24 +184,6 @@ class Trainer(TitanTrainer):
         """End what runs beside training: worker processes, saving, logging."""
         self.dataloader.close()
         super().close()
-
-    def should_continue_training(self) -> bool:
-        """Return whether another step follows; upstream calls it after loading and per step."""
-        if not self._started:
-            self._started = True
-            self.before_start()
-            self.write_record()
-            self._first_step = self.step
-            self.metrics_processor.start_after(self.step)
-            self._report_start()
-            self._make_up_for_validation()
-        self._settle()
-        if self.step == self._first_step + 1:  # which all ranks have ended: the verdict is a sum
-            self._set_timeouts(self.job_config.comm.train_timeout_seconds)
-        if self.stopped_by:
-            self.checkpointer.save_interrupted(self.step)
-            return False
-        return super().should_continue_training()
 
     def _set_timeouts(self, seconds: int) -> None:
         # Upstream does so after step 1 alone, not after a resumed run's first, and only for some
@@ -174,68 +197,70 @@ class Trainer(TitanTrainer):
             if changes:
                 console.info("After step %d: %s", self.step, described(changes))
 
-    def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
-        """Return the batches alone: upstream counts the tokens of what is read ahead too."""
-        return iter(data_iterable)
-
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """Run one optimizer step over all micro-batches of this rank, and read the next one's.
+        """Run one optimizer step over all micro-batches of this rank; see `Step`.
 
-        The loss of each micro-batch is its summed token loss divided by the valid tokens of the
-        global batch, so the gradients sum to those of one process with the same batch. The
-        iterator yields ``({"input": (b, s)}, labels (b, s))``.
+        Args:
+            data_iterator: Yields ``({"input": (b, s)}, labels (b, s))``.
 
         Raises:
-            NonFiniteError: As for `_settle`.
+            NonFiniteError: The step was rejected, and ``training.max_skipped_steps`` is used up.
             BadDataError: If any rank cannot read its data; raised on all of them.
             DataloaderExhaustedError: If a rank has no more data; likewise.
         """
         self.metrics_processor.resume()
-        self._settle()  # before the gradients are gone, by which a rejected step is explained
-        self.optimizers.zero_grad()
+        step, another_follows = self._step, self.step < self.job_config.training.steps
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
-        data = self._reader.take(data_iterator, self.gradient_accumulation_steps)
+        data = step.read(data_iterator)
         if data.problem is not None:
             self._stop_for_data(data.problem)
-        global_tokens = data.global_tokens
         read = sum(labels.numel() for _, labels in data.microbatches)
         self.ntokens_seen += read
         self.metrics_processor.ntokens_since_last_log += read
 
         logs = self.metrics_processor.should_log(self.step)
-        for compressor in self._residuals.compressors:
-            compressor.measuring = logs
-        counted: AbstractContextManager[object] = nullcontext()
-        if logs and self.job_config.metrics.comm_ledger:
-            counted = self._ledger = self._ledger or self.new_ledger()
-            self._ledger.clear()
-        with counted:
-            loss = self._forward_backward(data.microbatches, global_tokens)
-            self._losses.append(loss.clone())  # on the device: the host does not wait for them
-            share = self._gradients.reduce_and_square_norm()
-            counts: tuple[float, ...] = ()
-            if self.step < self.job_config.training.steps:  # while the device computes
-                ahead = self._reader.read_ahead(data_iterator, self.gradient_accumulation_steps)
-                counts = ahead.counts
-            verdict = guard.Verdict(loss, share, self._stop.name is not None, counts)
-            self._gradients.clip(self.job_config.training.max_norm, verdict.norm)
-            self.checkpointer.maybe_wait_for_staging()
-            step_unless(verdict.rejected, self.optimizers)
-            may_skip = self.job_config.training.max_skipped_steps > 0
-            for compressor in self._residuals.compressors:
-                compressor.commit(verdict.rejected if may_skip else None)
-        self._unread = self.step, verdict, global_tokens
+        with self._measured(logs):
+            step.backward()
+            step.reduce()
+            step.decide(self._stop.name is not None, data_iterator if another_follows else None)
+            step.clip()
+            step.apply()
         self.lr_schedulers.step()
-        # Logging, saving and validating need the verdict now.
-        saves = self.checkpointer.is_due(self.step, self.step >= self.job_config.training.steps)
-        validates = self.job_config.validation.enable and self.validator.should_validate(self.step)
-        if logs or saves or validates:
-            self._settle()
+        self._losses.append(step.loss)  # on the device: the host does not wait for it
+        self._settle()
         if logs:
-            token_share = data.tokens / global_tokens if global_tokens else math.nan
-            self._log_step(loss, token_share, verdict.norm, lr)
+            self._log_step(lr)
         # Validation and saving, until the next step, do not count as training time.
         self.metrics_processor.pause()
+
+    def _settle(self) -> None:
+        """End the step: set ``stopped_by``, count a skipped step, or raise a NonFiniteError."""
+        findings = self._step.settle()
+        # A run that has reached its last step is not stopped.
+        if findings.stop and self.step < self.job_config.training.steps:
+            self.stopped_by = self._stop.name or "a signal on another rank"
+            if self.job_config.validation.enable:
+                self.validator.suspended = True
+        if not findings.rejected:
+            return
+        what = self._step.fault(findings)
+        if self.skipped_steps >= self.job_config.training.max_skipped_steps:
+            raise NonFiniteError(
+                f"step {self.step}: {what}; last good checkpoint: "
+                f"{self.checkpointer.newest(finite=True) or 'none'}"
+            )
+        self.skipped_steps += 1
+        logger.warning("step %d: %s; optimizer step skipped", self.step, what)
+
+    def _measured(self, logs: bool) -> AbstractContextManager[object]:
+        """Count what a logged step sends and compresses."""
+        for compressor in self._residuals.compressors:
+            compressor.measuring = logs
+        if not (logs and self.job_config.metrics.comm_ledger):
+            return nullcontext()
+        self._ledger = self._ledger or self.new_ledger()
+        self._ledger.clear()
+        return self._ledger
 
     def new_ledger(self) -> CommLedger:
         """Build a ledger of this run's collectives."""
@@ -244,16 +269,6 @@ class Trainer(TitanTrainer):
         groups = {name: mesh.get_group() for name, mesh in meshes.items()}
         return CommLedger(self.model_parts, groups, replicas)
 
-    def post_dataloading_process(
-        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
-        """Split a batch as upstream does, but give every pipeline stage all of the arguments.
-
-        The labels are one of them, for a head that computes the loss.
-        """
-        inputs, labels, extra, common = super().post_dataloading_process(input_dict, labels)
-        return inputs, labels, {}, common | extra | loss_arguments(self.model_parts[0], labels)
-
     def forward_backward_step(
         self,
         *,
@@ -261,21 +276,26 @@ class Trainer(TitanTrainer):
         labels: torch.Tensor,
         global_valid_tokens: torch.Tensor,
     ) -> torch.Tensor:
-        """Run a micro-batch ``{"input": (b, s), ...}``, labels (b, s), through a pipeline if any.
+        """Run forward and backward of one micro-batch, through a pipeline if there is one.
+
+        Args:
+            input_dict: ``{"input": (b, s)}`` and the model's further arguments, on the device.
+            labels: (b, s).
+            global_valid_tokens: The divisor of the loss, a scalar.
 
         Returns:
             This rank's share of the loss, a scalar; 0 without the last pipeline stage.
         """
-        whole = global_valid_tokens
-        if self.parallel_dims.pp_enabled:
-            # Upstream divides the reported loss, but not the loss that the pipeline backpropagates.
-            self.pp_schedule.tokens = global_valid_tokens
-            whole = torch.ones_like(global_valid_tokens)
-        loss = super().forward_backward_step(
-            input_dict=input_dict, labels=labels, global_valid_tokens=whole
-        )
-        if self.parallel_dims.pp_enabled and not self.pp_has_last_stage:
-            return torch.zeros_like(whole)
+        arguments = input_dict | loss_arguments(self.model_parts[0], labels)
+        tokens = arguments.pop("input")
+        with self.train_context():
+            if self.parallel_dims.pp_enabled:
+                run = self.pp_schedule.forward_backward
+                return run(tokens, labels, global_valid_tokens, **arguments)
+            # No name keeps the model's output: its memory is free before backward.
+            loss = self.loss_fn(self.model_parts[0](tokens, **arguments), labels)
+            loss = loss / global_valid_tokens
+            loss.backward()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -320,93 +340,11 @@ class Trainer(TitanTrainer):
             saved = self.checkpointer.save_interrupted(self.step)
         how = f"saved as {saved}" if saved else "nothing was saved"
         how += ": repair it and run the same command again"
-        raise guard.BadDataError(f"step {failed}: {why}; {how}")
+        raise BadDataError(f"step {failed}: {why}; {how}")
 
-    def _forward_backward(self, microbatches: list[Batch], global_tokens: float) -> torch.Tensor:
-        """Accumulate gradients; return this rank's share of the loss (detached scalar)."""
-        losses = []
-        self._own_gradients.clear()
-        # Filled on the device: `torch.tensor` would stop the host until its copy has arrived.
-        tokens = torch.full((), global_tokens, device=self.device)
-        for index, (input_dict, labels) in enumerate(microbatches):
-            last = index == len(microbatches) - 1
-            synchronize_gradients(self.model_parts, last)
-            if self.parallel_dims.pp_enabled:  # it synchronizes at the end of the batch
-                self.pp_schedule.is_last_round = last
-            self._gradients.prepare(last)
-            loss = self.forward_backward_step(
-                input_dict={k: v.to(self.device, non_blocking=True) for k, v in input_dict.items()},
-                labels=labels.to(self.device, non_blocking=True),
-                global_valid_tokens=tokens,
-            )
-            self._gradients.accumulate(last)
-            losses.append(loss.detach())
-        # Sum in float64 on every rank: stages without the loss return a zero of another dtype.
-        return torch.stack(losses).sum(dtype=torch.float64)
-
-    def _settle(self) -> None:
-        """Read the last step's verdict, once: set ``stopped_by``, count a skipped step or raise.
-
-        Call it on every rank: they find out together which one is the cause of a rejected step.
-
-        Raises:
-            NonFiniteError: The step was rejected, and ``training.max_skipped_steps`` is used up.
-        """
-        if self._unread is None:
-            return
-        (step, verdict, global_tokens), self._unread = self._unread, None
-        findings = verdict.read()
-        self._reader.sums = findings.counts
-        self._gradients.repair_drift()
-        # A run that has reached its last step is not stopped.
-        if findings.stop and step < self.job_config.training.steps:
-            self.stopped_by = self._stop.name or "a signal on another rank"
-            if self.job_config.validation.enable:
-                self.validator.suspended = True
-        if not findings.rejected:
-            return
-        self._gradients.undo_step_counters()
-        if not global_tokens:  # 0/0: the weights are not the cause
-            what = "the global batch has no valid label (all are ignored)"
-        elif findings.bad_losses:
-            rank = first_rank_where(not findings.loss_is_finite)
-            what = f"loss of rank {rank} is not finite"
-        else:
-            what = f"gradient norm is {findings.norm} ({self._where_not_finite()})"
-        if self.skipped_steps >= self.job_config.training.max_skipped_steps:
-            raise guard.NonFiniteError(
-                f"step {step}: {what}; last good checkpoint: "
-                f"{self.checkpointer.newest(finite=True) or 'none'}"
-            )
-        self.skipped_steps += 1
-        logger.warning("step %d: %s; optimizer step skipped", step, what)
-
-    def _where_not_finite(self) -> str:
-        """Say which rank's backward made a gradient that is not finite; call it on every rank.
-
-        A NaN spreads against the order of the layers: the last parameter that has one is nearest to
-        its origin. Tensor-parallel ranks share sums in backward, so the first of them is named.
-        """
-        parts, stages = {0: self.model_parts[0]}, 1
-        if self.parallel_dims.pp_enabled:
-            parts = self.pp_schedule.parts
-            stages = len(self.pp_schedule.boundaries(self.job_config.training.seq_len)) + 1
-        sources = [("", self._gradients.nonfinite)]
-        if fsdp_modules(self.model_parts):  # they leave sums over the ranks: a rank's own first
-            sources = [
-                ("", self._own_gradients.nonfinite),
-                ("only in the sum over the ranks, ", self._gradients.nonfinite),
-            ]
-        for kind, nonfinite in sources:
-            for stage in reversed(range(stages)):
-                names = nonfinite(parts[stage]) if stage in parts else []
-                if at := first_rank_with(names[-1] if names else None):
-                    return kind + at
-        return "every entry is finite, but the squares overflow"
-
-    def _log_step(
-        self, loss: torch.Tensor, token_share: float, grad_norm: torch.Tensor, lr: float
-    ) -> None:
+    def _log_step(self, lr: float) -> None:
+        """Log the step that has ended; call it on every rank."""
+        data, loss = self._step.data, self._step.loss.clone()
         mesh = self.parallel_dims.get_optional_mesh("loss")
         pipeline = self.parallel_dims.get_optional_mesh("pp")
         since_last = torch.stack(self._losses).mean()
@@ -415,6 +353,7 @@ class Trainer(TitanTrainer):
             # Only the last stage has the loss; rank 0 needs it for logging.
             dist.all_reduce(loss, group=pipeline.get_group())
             dist.all_reduce(since_last, group=pipeline.get_group())
+        token_share = data.tokens / data.global_tokens if data.global_tokens else math.nan
         # A rank without valid tokens has no mean loss.
         own = loss / token_share if token_share else torch.full_like(loss, -math.inf)
         counted: Counter[str] = Counter()
@@ -424,13 +363,13 @@ class Trainer(TitanTrainer):
             self.step,
             dist_utils.dist_sum(loss, mesh),
             dist_utils.dist_max(own, mesh),
-            grad_norm.item(),
+            self._step.verdict.norm.item(),
             extra_metrics={
                 "n_tokens_seen": self.ntokens_seen * self._batch_degree,
                 "lr": lr,
                 history.INTERVAL_LOSS: dist_utils.dist_sum(since_last, mesh),
                 "skipped_steps": self.skipped_steps,
-                **self._reader.metrics(),
+                **self._step.reader.metrics(),
                 **{f"comm_bytes/{dim}": size for dim, size in sorted(counted.items())},
                 **self._residuals.metrics(),
             },

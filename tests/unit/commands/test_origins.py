@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 
+from tests.support.nightly import nightly
 from torchtitan_lr.commands.origins import as_toml, read_origins
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.paths import shipped_configs
@@ -94,7 +95,11 @@ def test_what_the_launcher_changes_is_its_own(monkeypatch):
     assert degree["parallelism.tensor_parallel_degree"] == (1, LINE)
 
 
-@pytest.mark.parametrize("name", list(shipped_configs()))
+NAMES = list(shipped_configs())
+EVERY_THIRD = NAMES[::3]
+
+
+@pytest.mark.parametrize("name", [*EVERY_THIRD, *nightly(*sorted({*NAMES} - {*EVERY_THIRD}))])
 def test_what_is_shown_configures_the_same_run(name, tmp_path):
     """The output is a TOML file; read again, it is the same configuration and the same model."""
     settings, note = read_origins(name, [])

@@ -60,7 +60,7 @@ OVERRIDES = (
         reason="A cast must not round the rotary table; to, float and to_empty all end here.",
     ),
     Override(
-        ours="torchtitan_lr.optim.step:ShardAdam._init_group",
+        ours="torchtitan_lr.optim.adam:ShardAdam._init_group",
         upstream="torch.optim:Adam._init_group",
         parameters=(
             "group",
@@ -96,6 +96,18 @@ REWRITES = (
         upstream="torchtitan.train:Trainer.train_step",
         digest="471795acb90b",
         reason="All ranks agree between backward and the optimizer whether the step is finite.",
+    ),
+    Rewrite(
+        ours="torchtitan_lr.training.trainer:Trainer.train",
+        upstream="torchtitan.train:Trainer.train",
+        digest="6d9a39ca1238",
+        reason="A run stops after the step in which a signal arrives, and reports start and end.",
+    ),
+    Rewrite(
+        ours="torchtitan_lr.training.trainer:Trainer.forward_backward_step",
+        upstream="torchtitan.train:Trainer.forward_backward_step",
+        digest="22441cccc0dd",
+        reason="Every pipeline stage gets all arguments, and the pipeline divides its own loss.",
     ),
     Rewrite(
         ours="torchtitan_lr.training.metrics:LowRankMetricsProcessor.log",

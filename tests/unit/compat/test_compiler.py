@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What compiled forward passes keep."""
 
+import pytest
 import torch
 
 from tests.unit.compat.doors import changed
@@ -40,6 +41,7 @@ def kept(family, enabled):
     ), gradients
 
 
+@pytest.mark.nightly  # where every torch is tested
 def test_inputs_of_products_are_made_again():
     less, ours = kept("cola", True)
     more, theirs = kept("cola", False)  # the control: torch's default

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from torchtitan_lr.launch.check_once import checked_once
+
 RANK = """
 import os, sys
 from torchtitan_lr.errors import ConfigError
@@ -15,19 +17,21 @@ from torchtitan_lr.launch.check_once import checked_once
 
 def check():
     print("checked")
-    if sys.argv[2] == "refuse":
+    if answer == "refuse":
         raise ConfigError("some.key", 7, "a number such as 8")
 
 def prepare():
-    if sys.argv[2] == "no text":
+    if answer == "no text":
         raise ConfigError("some.path", "a.txt", "text on this machine")
     return {"FOUND": f"corpus of machine {os.environ['GROUP_RANK']}"}
 
-try:
-    checked_once(sys.argv[1], check, prepare)
-    print(os.environ["FOUND"])
-except ConfigError as error:
-    print(error)
+for start in sys.argv[2:]:
+    answer, os.environ["MASTER_PORT"] = start.split("@")
+    try:
+        checked_once(sys.argv[1], check, prepare)
+        print(os.environ["FOUND"])
+    except ConfigError as error:
+        print(error)
 """
 
 
@@ -38,15 +42,15 @@ MACHINES = [  # two ranks on the first, one on the second
 ]
 
 
-def ranks_say(folder, answer, **variables):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-c", RANK, str(folder), answer]
+def ranks_say(folder, answers):
+    """The lines of each rank, in one start after the other, each with a store of its own."""
+    starts = [f"{answer}@{free_port()}" for answer in answers]
+    command = [sys.executable, "-c", RANK, str(folder), *starts]
+    meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
     ranks = [
         subprocess.Popen(
             command,
-            env=os.environ | meeting | variables | {"RANK": str(rank)} | machine,
+            env=os.environ | meeting | {"RANK": str(rank)} | machine,
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -55,18 +59,22 @@ def ranks_say(folder, answer, **variables):
     return [rank.communicate(timeout=300)[0].splitlines() for rank in ranks]
 
 
-@pytest.mark.parametrize(
-    ("answer", "lines"),
-    [
-        ("accept", [f"corpus of machine {number}" for number in (0, 0, 1)]),
-        ("refuse", ["some.key: got 7, expected a number such as 8"] * 3),
-        ("no text", ["some.path: got 'a.txt', expected text on this machine"] * 3),
-    ],
-)
-def test_rank_0_checks_for_all_and_each_machine_prepares(tmp_path, answer, lines):
-    assert ranks_say(tmp_path, answer) == [["checked", lines[0]], [lines[1]], [lines[2]]]
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
 
 
-def test_what_the_launcher_has_checked_is_not_checked_again(tmp_path):
-    known = {"TORCHTITAN_LR_LOCKED": str(tmp_path.resolve()), "FOUND": "by the launcher"}
-    assert ranks_say(tmp_path, "refuse", **known) == [["by the launcher"]] * 3
+def test_rank_0_checks_for_all_and_each_machine_prepares(tmp_path):
+    refusal = "some.key: got 7, expected a number such as 8"
+    no_text = "some.path: got 'a.txt', expected text on this machine"
+    assert ranks_say(tmp_path, ["refuse", "no text", "accept"]) == [
+        ["checked", refusal, "checked", no_text, "checked", "corpus of machine 0"],
+        [refusal, no_text, "corpus of machine 0"],
+        [refusal, no_text, "corpus of machine 1"],
+    ]
+
+
+def test_what_the_launcher_has_checked_is_not_checked_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("TORCHTITAN_LR_LOCKED", str(tmp_path.resolve()))
+    checked_once(str(tmp_path), pytest.fail, pytest.fail)

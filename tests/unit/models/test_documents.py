@@ -13,6 +13,7 @@ from tests.support.documents import (
     masks_of_blocks,
     together,
 )
+from tests.support.nightly import nightly
 from tests.unit.tiny import FAMILIES, build_tiny
 from torchtitan_lr.compat.dispatch import (
     ATTENTION_OPERATORS,
@@ -92,8 +93,12 @@ def test_compiled_attention_in_blocks_that_are_not():
             assert runs.count == len(model.layers) * (times + 1)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_compiled_blocks(checkpointed, mask):
+@pytest.mark.parametrize(
+    ("mask", "checkpointed"),
+    [("blocks", True), ("added", False), *nightly(("blocks", False), ("added", True))],
+    indirect=["mask"],
+)
+def test_compiled_blocks(mask, checkpointed):
     model = build_tiny("cola", torch.float64, n_layers=1)
     expected = together(model)
     if checkpointed:

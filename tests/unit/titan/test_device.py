@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.nightly import nightly
 from tests.unit.compat.doors import changed
 from torchtitan_lr.titan import device
 from torchtitan_lr.titan.device import CPU_DEVICE, peak_flops
@@ -80,7 +79,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators")
-@pytest.mark.parametrize("own", [False, *nightly(True)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("own", [False, True])
 def test_freed_memory_is_used_again(own: bool) -> None:
     """Except where the user decides."""
     variables = {"MALLOC_TRIM_THRESHOLD_": "131072"} if own else {}

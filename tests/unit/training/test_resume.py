@@ -162,7 +162,7 @@ ELSEWHERE = {
     # Refused as training.dataset, whose identity has them: tests/unit/data/test_dataloader.py.
     "training": """dataset dataset_path hf_name hf_split hf_held_out hf_streaming hf_tokens mixture
         shuffle""",
-    # They need several ranks: tests/distributed/test_compressed_training.py.
+    # They need several ranks: tests/distributed/test_compression_resume.py.
     "grad_compression": "codec level c theta auto layers patterns min_size residual_dtype",
     # Families with lanes or a gate: tests/unit/training/test_fingerprint.py; the last is applied.
     "caat": "lanes sync_fraction backward_sum",
@@ -178,7 +178,7 @@ def trainer_of(folder, recipe, **changes):
 
 def two_steps(trainer):
     """Train two steps; return the weights after them and the rates that were logged."""
-    batches = trainer.batch_generator(trainer.dataloader)
+    batches = iter(trainer.dataloader)
     for _ in range(2):
         trainer.step += 1
         trainer.train_step(batches)

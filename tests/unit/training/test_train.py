@@ -18,7 +18,7 @@ from torchtitan_lr.data.sources import Reader, Source
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.titan.components import DataloaderExhaustedError
-from torchtitan_lr.training.guard import NonFiniteError
+from torchtitan_lr.training.verdict import NonFiniteError
 
 LR, EPS, DECAY = 1e-2, 1e-3, 0.1
 # Warm-up to the full rate over two steps, one more at it, then half-way down the cosine to 0.1.
@@ -174,7 +174,7 @@ def test_a_batch_without_labels_is_named(trainer, caplog):
 def test_a_step_whose_data_have_ended_is_left_out(trainer):
     """What was read ahead counts with its step alone."""
     data = [batch for seed in range(3) for batch in microbatches(seed)][:-1]
-    batches = trainer.batch_generator(data)
+    batches = iter(data)
     for tokens in (48, 96):
         trainer.step += 1
         trainer.train_step(batches)
@@ -191,16 +191,17 @@ def test_a_checkpoint_holds_the_position_before_what_was_read_ahead(tmp_path, mo
 
     def train(trainer, until, ahead=0):
         """Return the labels of each step."""
-        found, real = [], trainer._reader.take
+        found, reader = [], trainer._step.reader
+        real = reader.take
 
         def take(*args):
             data = real(*args)
             found.append([labels.tolist() for _, labels in data.microbatches])
             return data
 
-        monkeypatch.setattr(trainer._reader, "take", take)
-        batches = trainer.batch_generator(trainer.dataloader)
-        while trainer.step < until and trainer.should_continue_training():
+        monkeypatch.setattr(reader, "take", take)
+        batches = iter(trainer.dataloader)
+        while trainer.step < until:
             trainer.step += 1
             trainer.train_step(batches)
             assert trainer.dataloader.rows == 6 * trainer.step + ahead
@@ -212,7 +213,7 @@ def test_a_checkpoint_holds_the_position_before_what_was_read_ahead(tmp_path, mo
     assert len(set(map(str, expected))) == 4
     with tiny_trainer(tmp_path / "parts", *options) as trainer:
         assert train(trainer, 2) == expected[:2]
-        read = trainer._reader._ahead.microbatches
+        read = trainer._step.reader._next.microbatches
         assert [labels.tolist() for _, labels in read] == expected[2]
     with tiny_trainer(tmp_path / "parts", *options) as trainer:
         assert trainer.checkpointer.load()
@@ -224,7 +225,7 @@ def test_a_checkpoint_holds_the_position_before_what_was_read_ahead(tmp_path, mo
 
 
 def test_rates_and_tokens_of_each_step(trainer):
-    batches = trainer.batch_generator(batch for seed in range(4) for batch in microbatches(seed))
+    batches = iter([batch for seed in range(4) for batch in microbatches(seed)])
     for _ in range(4):
         trainer.step += 1
         trainer.train_step(batches)
@@ -235,16 +236,14 @@ def test_rates_and_tokens_of_each_step(trainer):
     assert [record["step"] for record in records] == [1, 2, 3, 4]
 
 
-def test_a_logged_step_has_the_mean_of_the_losses_since_the_last(trainer, monkeypatch):
+def test_a_logged_step_has_the_mean_of_the_losses_since_the_last(trainer):
     trainer.job_config.metrics.log_freq = 3
-    losses, real = [], trainer._forward_backward
-    monkeypatch.setattr(
-        trainer, "_forward_backward", lambda *a: losses.append(real(*a)) or losses[-1]
-    )
-    batches = trainer.batch_generator(batch for seed in range(4) for batch in microbatches(seed))
+    losses = []
+    batches = iter([batch for seed in range(4) for batch in microbatches(seed)])
     for _ in range(4):
         trainer.step += 1
         trainer.train_step(batches)
+        losses.append(trainer._step.loss)
     found = {record["step"]: record["interval_loss"] for record in history(trainer)}
     values = [loss.item() for loss in losses]
     # The first step, every third one and the last.
@@ -267,7 +266,7 @@ def test_what_lies_between_steps_is_not_training_time(trainer, monkeypatch):
                 yield batch
 
     trainer.model_parts[0].register_forward_hook(lambda *_: passes(1))
-    batches = trainer.batch_generator(loaded())
+    batches = iter(loaded())
     for _ in range(3):
         trainer.step += 1
         trainer.train_step(batches)
@@ -305,7 +304,7 @@ def test_counters_of_eight_ranks(tmp_path):
     ]
     with tiny_trainer(tmp_path / "eight", *layout, ranks=8) as trainer:
         trainer.load_state_dict({"step": 2, "ntokens_seen": 400, "skipped_steps": 5})
-        step(trainer, trainer.batch_generator(microbatches()))
+        step(trainer, iter(microbatches()))
         (record,) = history(trainer)
         state = trainer.state_dict()
     assert record["step"] == 3

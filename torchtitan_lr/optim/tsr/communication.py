@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lr.compat.dtensor import local_part
-from torchtitan_lr.numerics import blocks, joint_norm
+from torchtitan_lr.numerics import HostCopy, blocks, joint_norm
 from torchtitan_lr.optim.selection import BUCKET_ELEMENTS, TSRSettings, split_buckets
-from torchtitan_lr.optim.step import HostCopy
 from torchtitan_lr.optim.tsr.randomized_svd import SVD, Answer, Gather, Request, Steps, Sum, summed
 from torchtitan_lr.titan import logger
 

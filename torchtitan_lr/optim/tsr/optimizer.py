@@ -12,7 +12,8 @@ rank's parts of b matrices of one shape.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from itertools import chain
 from typing import Any, cast
@@ -27,8 +28,8 @@ from torchtitan_lr.agreement import from_all_ranks
 from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part, own_part, shard_dims, wrap_like
 from torchtitan_lr.numerics import scale_
+from torchtitan_lr.optim.gradients import clip_factor, nonfinite_gradients
 from torchtitan_lr.optim.selection import MatrixPlan, TSRSettings, plan_matrices
-from torchtitan_lr.optim.step import clip_factor, nonfinite_gradients
 from torchtitan_lr.optim.tsr.communication import (
     DENSE,
     Layout,
@@ -127,6 +128,17 @@ class TSROptimizers(OptimizersContainer):
         super().zero_grad(*args, **kwargs)
         self._forget_step()
 
+    def begin(self) -> None:
+        """Start a step: zero the cores, and plan its refreshes and sums."""
+        self.synchronizer.begin(int(self.optimizers[0].steps))
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Use the gradients of a micro-batch as they arrive, see `Gradients`."""
+        self.prepare(last)
+        yield
+        self.accumulate(last)
+
     @torch.no_grad()
     def prepare(self, last: bool) -> None:
         """Start a micro-batch: from now on backward's gradients are used as they arrive.
@@ -137,7 +149,7 @@ class TSROptimizers(OptimizersContainer):
         """
         # Once per step: what it depends on changes in `step` alone.
         if self.synchronizer.due is None:
-            self.synchronizer.begin(int(self.optimizers[0].steps))
+            self.begin()
         self.in_microbatch, self._is_last = True, last
 
     @torch.no_grad()
@@ -204,7 +216,7 @@ class TSROptimizers(OptimizersContainer):
         self._is_synchronized = True
         return norm
 
-    def reduce_and_square_norm(self) -> Tensor:
+    def reduce(self) -> Tensor:
         """Synchronize, and return this rank's share of the squared norm."""
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         return self.synchronize().square() / ranks
@@ -246,6 +258,12 @@ class TSROptimizers(OptimizersContainer):
         """Reset the counters of the last step, which the device rejected."""
         counters = [count for part in self for count in part.counters]
         torch._foreach_copy_(counters, self._counts_before)
+
+    def settle(self, rejected: bool) -> None:
+        """Repair bases that differ between replicas; count no step that was rejected."""
+        self.repair_drift()
+        if rejected:
+            self.undo_step_counters()
 
     def nonfinite(self, part: nn.Module) -> list[str]:
         """Return the names of a part's parameters whose gradient or core is not finite here."""

@@ -10,9 +10,9 @@ from tests.support.allocations import peak_bytes
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
-from torchtitan_lr.optim.step import step_unless
 from torchtitan_lr.optim.tsr.communication import CHECKED, checksum
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.training.step import step_unless
 
 SETTINGS = TSRSettings(rank=3, embedding_rank=2, refresh_interval=3, embedding_refresh_interval=2)
 DEFAULTS = {"lr": 0.02, "beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.1}

@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Norm and clipping of gradients, Adam on shards against torch's own, and rejected steps.
-
-Layouts against one process are in tests/distributed, TSR-Adam's gradients in test_tsr_optimizer.py.
-"""
+"""Adam on shards against torch's own, and rejected steps."""
 
 import copy
 
@@ -14,8 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan_lr.optim.step import ON_SHARDS, ShardAdam, ShardAdamW, StoredGradients, step_unless
+from torchtitan_lr.optim.adam import ON_SHARDS, ShardAdam, ShardAdamW
 from torchtitan_lr.titan.components import OptimizersContainer
+from torchtitan_lr.training.step import step_unless
 
 SETTINGS = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1, "fused": True}
 PAIRS = [(torch.optim.Adam, ShardAdam), (torch.optim.AdamW, ShardAdamW)]
@@ -114,53 +112,3 @@ def state_of(model, container):
         for kind, value in optimizer.state.get(parameter, {}).items()
     }
     return {name: value.reshape(-1) for name, value in (*model.named_parameters(), *held.items())}
-
-
-@pytest.fixture
-def parts():
-    """Two parts of a model: gradients of norms 3 and 4, and one parameter without."""
-    first, second = nn.Linear(3, 3, bias=False), nn.Linear(2, 2)
-    first.weight.grad = torch.ones(3, 3)
-    second.weight.grad = torch.full((2, 2), 2.0)
-    return [first, second]
-
-
-def test_norm_and_clipping(parts):
-    gradients = StoredGradients(parts, None)
-    gradients.accumulate(last=True)
-    norm = gradients.reduce_and_square_norm().sqrt()
-    assert norm.item() == pytest.approx(5)
-    gradients.clip(10.0, norm)  # small enough
-    assert torch.equal(parts[0].weight.grad, torch.ones(3, 3))
-    gradients.clip(1.0, norm)
-    # Clipping divides by the norm + 1e-6; the rest is fp32's rounding.
-    assert gradients.reduce_and_square_norm().sqrt().item() == pytest.approx(
-        5 / (5 + 1e-6), rel=1e-6
-    )
-    torch.testing.assert_close(parts[1].weight.grad, torch.full((2, 2), 0.4))
-    assert parts[1].bias.grad is None
-
-
-def test_bf16_gradients_are_clipped_as_fp64_ones():
-    """Neither the norm nor the factor is rounded to bf16."""
-    model = nn.Linear(200, 50, bias=False, dtype=torch.bfloat16)
-    model.weight.grad = torch.randn(50, 200, generator=torch.Generator().manual_seed(0)).bfloat16()
-    exact = model.weight.grad.double()
-    gradients = StoredGradients([model], None)
-    norm = gradients.reduce_and_square_norm().sqrt()
-    assert norm.item() == pytest.approx(exact.norm().item(), rel=1e-12)
-    gradients.clip(exact.norm().item() / 393_728, norm)  # bf16 rounds this factor by 0.24%
-    scale = (model.weight.grad.double() * exact).sum() / exact.square().sum()
-    assert scale.item() * 393_728 == pytest.approx(1, abs=1e-3)  # products: 6e-4
-
-
-def test_what_is_not_finite_is_named(parts):
-    gradients = StoredGradients(parts, None)
-    assert gradients.nonfinite(parts[1]) == []
-    parts[1].weight.grad[1, 0] = float("inf")
-    assert gradients.nonfinite(parts[1]) == ["weight"]
-    assert not torch.isfinite(gradients.reduce_and_square_norm())
-    # Clipping leaves the others as they are, so that the culprit can be named after it.
-    gradients.clip(1.0, gradients.reduce_and_square_norm().sqrt())
-    assert gradients.nonfinite(parts[1]) == ["weight"]
-    assert torch.equal(parts[0].weight.grad, torch.ones(3, 3))

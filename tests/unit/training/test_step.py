@@ -1,0 +1,51 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A step whose parts are left out or called in another order raises, and changes nothing."""
+
+import pytest
+import torch
+
+from tests.unit.tiny_trainer import microbatches, parameters, tiny_trainer
+from torchtitan_lr.training.step import PARTS
+
+TSR = ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=2", "--optimizer.tsr_embedding_rank=2"]
+
+
+@pytest.fixture(params=[[], TSR], ids=["stored", "TSR-Adam"])
+def step(request, tmp_path):
+    with tiny_trainer(tmp_path, "--training.global_batch_size=6", *request.param) as trainer:
+        yield trainer._step
+
+
+def calls_of(step, batches):
+    """The parts of a step, by name, as the trainer calls them."""
+    calls = {part: getattr(step, part) for part in PARTS}
+    return calls | {"read": lambda: step.read(batches), "decide": lambda: step.decide(False, None)}
+
+
+def test_only_the_next_part_can_be_called(step):
+    """So that a part that is left out, called twice or too early raises, and does nothing."""
+    (model,) = step.model_parts
+    for seed in range(2):
+        calls = calls_of(step, iter(microbatches(seed)))
+        start = parameters(model)
+        for part in PARTS:
+            before = parameters(model)
+            for other in PARTS:
+                if other != part:
+                    with pytest.raises(RuntimeError, match=rf"Step.{other}\(\) was called after"):
+                        calls[other]()
+            after = parameters(model)
+            assert all(torch.equal(after[name], weight) for name, weight in before.items())
+            calls[part]()
+        assert not torch.equal(parameters(model)["output.weight"], start["output.weight"])
+
+
+def test_a_part_that_fails_ends_the_steps(step):
+    batches = iter(microbatches())
+    step.read(batches)
+    step.forward_backward = None
+    with pytest.raises(TypeError):
+        step.backward()
+    for name, call in calls_of(step, batches).items():
+        with pytest.raises(RuntimeError, match=rf"Step.{name}\(\) was called after a failed back"):
+            call()

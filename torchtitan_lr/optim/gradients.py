@@ -1,0 +1,135 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The gradients of a step, from the first micro-batch's backward to the optimizer.
+
+`training.step.Step` calls `Gradients` and checks the order of its calls. There are two
+implementations. In `StoredGradients`, FSDP or DDP reduces the gradients and leaves them in
+``parameter.grad``. TSR-Adam (`optim.tsr`) takes them from there during backward and reduces them
+itself.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from torchtitan_lr.compat.autograd import clean_name
+from torchtitan_lr.compat.dtensor import StridedShard, local_part
+from torchtitan_lr.numerics import joint_norm, scale_
+
+
+class Gradients(Protocol):
+    """The gradients of one step, of all model parts of a rank.
+
+    The methods are called in this order, `micro_batch` once per micro-batch, all of them on every
+    rank. Weights, moments and counters change between `clip` and `settle` alone, in the optimizers'
+    own ``step``. An optimizer may communicate there too: every rank calls it, whatever the verdict
+    on the step is.
+    """
+
+    def begin(self) -> None:
+        """Start a step, of which no gradient is there."""
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        """Surround forward and backward of a micro-batch; ``last`` is the step's last one."""
+
+    def reduce(self) -> Tensor:
+        """End the sums over the ranks; return this rank's share of the squared norm.
+
+        Returns:
+            A plain fp64 scalar. The shares of all ranks add up to the square of the full gradient's
+            norm, so that the sum can travel with other sums in one collective.
+        """
+
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        """Scale the summed gradients in place to a norm of at most ``max_norm``.
+
+        Nothing changes if the norm is not finite.
+        """
+
+    def settle(self, rejected: bool) -> None:
+        """Correct on the host what the step has changed, once the verdict on it is known there.
+
+        Args:
+            rejected: Whether the device has left the step out.
+        """
+
+    def nonfinite(self, part: nn.Module) -> list[str]:
+        """Return the names of a part's parameters whose gradient is not finite on this rank."""
+
+
+@dataclass
+class StoredGradients(Gradients):
+    """Gradients that FSDP or DDP reduces into ``parameter.grad``; see `Gradients`.
+
+    Args:
+        model_parts: The pipeline stages of this rank (one without pipelining).
+        pp_mesh: Pipeline ranks whose gradients belong to the same norm.
+    """
+
+    model_parts: Sequence[nn.Module]
+    pp_mesh: DeviceMesh | None
+
+    def begin(self) -> None:
+        """Do nothing: autograd accumulates."""
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        """Do nothing: FSDP and DDP have hooks of their own."""
+        return nullcontext()
+
+    @torch.no_grad()
+    def reduce(self) -> Tensor:
+        """Return this rank's share of the squared norm; the gradients are already reduced.
+
+        A part of which several ranks hold a copy is divided by their number.
+        """
+        stages = self.pp_mesh.size() if self.pp_mesh else 1  # each has parameters of its own
+        ranks = dist.get_world_size() // stages if dist.is_initialized() else 1
+        alike: dict[int, list[Tensor]] = defaultdict(list)
+        for gradient in self._gradients():
+            splits = 1
+            if isinstance(gradient, DTensor):
+                sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+                splits = math.prod(n for n, part in sizes if isinstance(part, Shard | StridedShard))
+            alike[ranks // splits].append(gradient)
+        shares = [joint_norm(same).double().square() / n for n, same in alike.items()]
+        return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)
+
+    @torch.no_grad()
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        """Scale this rank's shards of the gradients in place, if the norm is finite."""
+        scale_(map(local_part, self._gradients()), clip_factor(max_norm, norm))
+
+    def settle(self, rejected: bool) -> None:
+        """Do nothing: the fused Adam counts a rejected step neither here nor on the device."""
+
+    def nonfinite(self, part: nn.Module) -> list[str]:
+        """Return the names of a part's parameters whose gradient is not finite on this rank."""
+        return nonfinite_gradients(part)
+
+    def _gradients(self) -> list[Tensor]:
+        parameters = (p for part in self.model_parts for p in part.parameters())
+        return [p.grad for p in parameters if p.grad is not None]
+
+
+def clip_factor(max_norm: float, norm: Tensor) -> Tensor:
+    """Return what scales a gradient down to ``max_norm``: ≤ 1, as in torch's ``clip_grad_norm_``.
+
+    It is 1 if the norm is not finite, so that the entry at fault can still be found.
+    """
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    # `torch.where` would copy the number 1 to the device.
+    return factor.masked_fill(~norm.isfinite(), 1.0)
+
+
+def nonfinite_gradients(part: nn.Module) -> list[str]:
+    """Return the names of a part's parameters whose gradient is not finite on this rank."""
+    gradients = ((clean_name(name), p.grad) for name, p in part.named_parameters())
+    return [n for n, g in gradients if g is not None and not torch.isfinite(local_part(g)).all()]

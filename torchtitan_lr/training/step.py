@@ -1,0 +1,266 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""One training step after another, each in seven parts. docs/step.md tells a step in words.
+
+======== ===========================================================================
+read     The micro-batches of this rank. Every rank learns whether all ranks have theirs.
+backward Forward and backward of each micro-batch.
+reduce   The sums of gradients over ranks that are not done yet, and this rank's share of the norm.
+decide   One all-reduce: norm, finite losses, stop signals, the next step's data. The verdict.
+clip     The gradients, to ``training.max_norm``.
+apply    The optimizer. The device leaves the step out if the verdict rejects it.
+settle   The host reads the verdict.
+======== ===========================================================================
+
+Between `read` and `settle` the host never waits for the device, unless an optimizer cannot leave a
+step out by itself (`step_unless`). A part that is left out, or called in another order, raises.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan_lr.agreement import first_rank_where, first_rank_with
+from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.compression.compressor import Compressor
+from torchtitan_lr.data.corpus import Batch
+from torchtitan_lr.optim.gradients import Gradients
+from torchtitan_lr.parallel.data_parallel import (
+    OwnGradients,
+    fsdp_modules,
+    synchronize_gradients,
+)
+from torchtitan_lr.parallel.pipeline import Pipeline
+from torchtitan_lr.titan.base import JobConfig
+from torchtitan_lr.titan.components import OptimizersContainer
+from torchtitan_lr.training.reader import StepData, StepReader
+from torchtitan_lr.training.verdict import Findings, Verdict
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PARTS = ("read", "backward", "reduce", "decide", "clip", "apply", "settle")
+"""The parts of a step, in order; the first follows the last part of the step before."""
+
+
+def _part(method: Callable[Concatenate["Step", P], R]) -> Callable[Concatenate["Step", P], R]:
+    """Let a part of a step raise a RuntimeError unless the part before it has just ended."""
+    name = method.__name__
+    before = PARTS[PARTS.index(name) - 1]
+
+    @functools.wraps(method)
+    def in_order(step: "Step", *args: P.args, **kwargs: P.kwargs) -> R:
+        if step.ended != before:
+            raise RuntimeError(f"Step.{name}() was called after {step.ended}(), not {before}()")
+        step.ended = f"a failed {name}"
+        result = method(step, *args, **kwargs)
+        step.ended = name
+        return result
+
+    return in_order
+
+
+@dataclass(kw_only=True)
+class Step:
+    """The running step of a rank; call the methods on every rank, in the order of `PARTS`.
+
+    Attributes:
+        job_config: The run's configuration, ``[training]`` of it.
+        device: Of this rank.
+        model_parts: The pipeline stages of this rank (one without pipelining).
+        pipeline: Runs the stages; None without pipelining.
+        optimizers: One per model part.
+        gradients: The gradients of all parts.
+        reader: Reads this rank's data.
+        compressors: Of ``[grad_compression]``, whose residuals belong to a step.
+        forward_backward: Runs one micro-batch: ``input_dict``, ``labels`` and
+            ``global_valid_tokens``, all on the device. Returns this rank's share of the loss.
+        before_change: Called before weights, moments and residuals change.
+        data: This step's data.
+        loss: This rank's share of the step's loss, an fp64 scalar on the device.
+        share: This rank's share of the squared gradient norm, likewise.
+        verdict: What all ranks know of the step, on the device.
+        ended: The last part that has ended.
+    """
+
+    job_config: JobConfig
+    device: torch.device
+    model_parts: Sequence[nn.Module]
+    pipeline: Pipeline | None
+    optimizers: OptimizersContainer
+    gradients: Gradients
+    reader: StepReader
+    compressors: Sequence[Compressor]
+    forward_backward: Callable[..., Tensor]
+    before_change: Callable[[], None]
+    data: StepData = field(init=False)
+    loss: Tensor = field(init=False)
+    share: Tensor = field(init=False)
+    verdict: Verdict = field(init=False)
+    ended: str = field(init=False, default="settle")
+
+    def __post_init__(self) -> None:
+        self._own_gradients = OwnGradients(self.model_parts)
+
+    @_part
+    def read(self, data_iterator: Iterator[Batch]) -> StepData:
+        """Take the micro-batches of this step, which were read during the one before.
+
+        Args:
+            data_iterator: Yields ``({"input": (b, s)}, labels (b, s))``; used for a first step.
+
+        Returns:
+            The data. Nothing may follow if they have a ``problem``, which is the same on all ranks.
+
+        Raises:
+            DataloaderExhaustedError: A rank has no more data; on all of them.
+        """
+        self.optimizers.zero_grad()
+        self.data = self.reader.take(data_iterator)
+        return self.data
+
+    @_part
+    def backward(self) -> None:
+        """Run forward and backward of each micro-batch, and accumulate the gradients.
+
+        The loss of a micro-batch is its summed token loss divided by the valid tokens of the global
+        batch. So the gradients sum to those of one process with the same batch.
+        """
+        self.gradients.begin()
+        self._own_gradients.clear()
+        # Filled on the device: `torch.tensor` would stop the host until its copy has arrived.
+        tokens = torch.full((), self.data.global_tokens, device=self.device)
+        losses = []
+        for index, (input_dict, labels) in enumerate(self.data.microbatches):
+            last = index == len(self.data.microbatches) - 1
+            synchronize_gradients(self.model_parts, last)
+            if self.pipeline is not None:  # it synchronizes at the end of the batch
+                self.pipeline.is_last_round = last
+            with self.gradients.micro_batch(last):
+                loss = self.forward_backward(
+                    input_dict={k: self._moved(v) for k, v in input_dict.items()},
+                    labels=self._moved(labels),
+                    global_valid_tokens=tokens,
+                )
+            losses.append(loss.detach())
+        # Sum in float64 on every rank: stages without the loss return a zero of another dtype.
+        self.loss = torch.stack(losses).sum(dtype=torch.float64)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+    @_part
+    def reduce(self) -> None:
+        """End the sums of gradients over the ranks, and compute this rank's share of the norm."""
+        self.share = self.gradients.reduce()
+
+    @_part
+    def decide(self, stop: bool, data_iterator: Iterator[Batch] | None) -> None:
+        """Let all ranks decide whether the optimizer takes the step; see `Verdict`.
+
+        Before it, while the device computes, this rank reads the next step's data. The verdict's
+        all-reduce tells all ranks whether each of them could.
+
+        Args:
+            stop: Whether this rank received a stop signal. The run then ends after this step.
+            data_iterator: Yields the next step's data; None if the run has no other step.
+        """
+        next_counts: tuple[float, ...] = ()
+        if data_iterator is not None:
+            next_counts = self.reader.read_next(data_iterator).counts
+        self.verdict = Verdict(self.loss, self.share, stop, next_counts)
+
+    @_part
+    def clip(self) -> None:
+        """Scale the gradients down to ``training.max_norm``."""
+        self.gradients.clip(self.job_config.training.max_norm, self.verdict.norm)
+
+    @_part
+    def apply(self) -> None:
+        """Let the optimizer change the weights, unless the verdict rejects the step."""
+        self.before_change()
+        step_unless(self.verdict.rejected, self.optimizers)
+        may_skip = self.job_config.training.max_skipped_steps > 0
+        for compressor in self.compressors:
+            compressor.commit(self.verdict.rejected if may_skip else None)
+
+    @_part
+    def settle(self) -> Findings:
+        """Read the verdict on the host, which waits for it but not for the optimizer."""
+        findings = self.verdict.read()
+        self.reader.next_sums = findings.next_counts
+        self.gradients.settle(findings.rejected)
+        return findings
+
+    def fault(self, findings: Findings) -> str:
+        """Say why a step was rejected; call it on every rank, before the next step."""
+        if not self.data.global_tokens:  # 0/0: the weights are not the cause
+            return "the global batch has no valid label (all are ignored)"
+        if findings.bad_losses:
+            rank = first_rank_where(not findings.loss_is_finite)
+            return f"loss of rank {rank} is not finite"
+        return f"gradient norm is {findings.norm} ({self._where_not_finite()})"
+
+    def _where_not_finite(self) -> str:
+        """Say which rank's backward made a gradient that is not finite; call it on every rank.
+
+        A NaN spreads against the order of the layers: the last parameter that has one is nearest to
+        its origin. Tensor-parallel ranks share sums in backward, so the first of them is named.
+        """
+        parts, stages = {0: self.model_parts[0]}, 1
+        if self.pipeline is not None:
+            parts, stages = self.pipeline.parts, self.pipeline.stages
+        sources = [("", self.gradients.nonfinite)]
+        if fsdp_modules(self.model_parts):  # they leave sums over the ranks: a rank's own first
+            sources = [
+                ("", self._own_gradients.nonfinite),
+                ("only in the sum over the ranks, ", self.gradients.nonfinite),
+            ]
+        for kind, nonfinite in sources:
+            for stage in reversed(range(stages)):
+                names = nonfinite(parts[stage]) if stage in parts else []
+                if at := first_rank_with(names[-1] if names else None):
+                    return kind + at
+        return "every entry is finite, but the squares overflow"
+
+
+def step_unless(rejected: Tensor, optimizers: OptimizersContainer) -> None:
+    """Step all optimizers, unless the step is rejected.
+
+    The verdict is passed as torch's `GradScaler` passes it, in the attribute ``found_inf``. Fused
+    Adam and optimizers with the attribute ``takes_verdict``, such as TSR-Adam, then leave weights,
+    moments and step counts as they are, without a read of the host. Torch's ``foreach`` and
+    ``for-loop`` implementations do not know ``found_inf``, and weights that are offloaded are on
+    another device. The host reads the verdict for these.
+
+    Args:
+        rejected: 1 to leave no trace of the step, else 0; an fp32 scalar on the training device.
+        optimizers: One per model part.
+    """
+    parts: list[Any] = list(optimizers)
+    if not all(_leaves_out_by_itself(part, rejected.device) for part in parts):
+        if not rejected.item():
+            optimizers.step()
+        return
+    for part in parts:
+        part.found_inf = rejected
+    try:
+        optimizers.step()
+    finally:
+        for part in parts:
+            del part.found_inf
+
+
+def _leaves_out_by_itself(optimizer: Any, device: torch.device) -> bool:
+    """Return whether an optimizer reads ``found_inf`` on a device."""
+    if getattr(optimizer, "takes_verdict", False):
+        return True
+    for group in optimizer.param_groups:
+        if not group.get("fused", False):
+            return False
+        if any(local_part(parameter).device != device for parameter in group["params"]):
+            return False
+    return True

@@ -1,0 +1,77 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The verdict on a step: what all ranks know of it between backward and the optimizer.
+
+It is one all-reduce of a few numbers. Its result stays on the device: the norm clips the gradients,
+and ``rejected`` makes the optimizer leave the step out. The host reads a copy of it once it has
+queued the step.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_lr.errors import RunFailedError
+from torchtitan_lr.numerics import HostCopy
+
+
+class NonFiniteError(RunFailedError):
+    """A loss or gradient is NaN or infinite, and ``training.max_skipped_steps`` is used up."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the host reads of a `Verdict`, equal on all ranks but for ``loss_is_finite``."""
+
+    rejected: bool
+    """Whether the optimizer left the step out."""
+    norm: float
+    """The norm of the full gradient."""
+    bad_losses: int
+    """Number of ranks whose own loss is not finite."""
+    stop: bool
+    """Whether any rank received a stop signal."""
+    loss_is_finite: bool
+    """Whether this rank's own loss is finite."""
+    next_counts: tuple[float, ...] = ()
+    """The sums of ``next_counts`` over the ranks."""
+
+
+class Verdict:
+    """What all ranks know of one step, on the device.
+
+    Args:
+        loss: This rank's loss of the step, a scalar on the process group's device.
+        share: This rank's share of the squared gradient norm, a scalar.
+        stop: Whether this rank received a stop signal.
+        next_counts: This rank's counts of the next step's data, summed as well.
+
+    Attributes:
+        norm: The norm of the full gradient, an fp64 scalar, equal on all ranks.
+        rejected: 1 if the norm or any rank's loss is not finite, else 0; an fp32 scalar.
+    """
+
+    def __init__(
+        self, loss: Tensor, share: Tensor, stop: bool, next_counts: Sequence[float] = ()
+    ) -> None:
+        bad = (~loss.isfinite()).double()
+        # Fills of the device's memory, not copies from the host's.
+        known = [torch.full_like(bad, float(number)) for number in (stop, *next_counts)]
+        sums = torch.stack([share.to(loss.device, torch.float64), bad, *known])
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(sums)
+        square, losses = sums[:2].unbind()
+        self.norm = square.sqrt()
+        # A NaN of one rank is in the sums of all: every rank rejects the step.
+        self.rejected = ((losses > 0) | ~self.norm.isfinite()).float()
+        own = torch.stack([bad, self.rejected.double()])
+        self._numbers = HostCopy(torch.cat([sums, own]))
+
+    def read(self) -> Findings:
+        """Return the verdict on the host; waits for the all-reduce, not for the optimizer."""
+        square, losses, stops, *counts, bad, rejected = self._numbers.read()
+        norm = math.sqrt(square) if square >= 0 else math.nan
+        return Findings(rejected > 0, norm, int(losses), stops > 0, not bad, tuple(counts))
