@@ -127,7 +127,7 @@ def first_step(ranks: int, arguments: list[str]) -> dict[str, float]:
     )
 
     import torchtitan_lr.training.register  # noqa: F401
-    from torchtitan_lr.checkpoints.layout import METADATA
+    from torchtitan_lr.checkpoints.folders import METADATA
     from torchtitan_lr.checkpoints.safe_metadata import read_metadata
     from torchtitan_lr.checks.job import check_job_config
     from torchtitan_lr.config.build import build_job_config

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchtitan_lr.agreement import first_rank_where, from_all_ranks, from_first_rank
-from torchtitan_lr.checkpoints.layout import (
+from torchtitan_lr.checkpoints.folders import (
     HF_INDEX,
     MANIFEST,
     METADATA,

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.checkpoints.layout import RUN_CONFIG, write_whole
+from torchtitan_lr.checkpoints.folders import RUN_CONFIG, write_whole
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.schema import TSR
 from torchtitan_lr.titan import logger

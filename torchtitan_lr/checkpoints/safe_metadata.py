@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from torchtitan_lr.checkpoints.layout import METADATA
+from torchtitan_lr.checkpoints.folders import METADATA
 from torchtitan_lr.compat.checkpointing import (
     METADATA_CLASSES,
     METADATA_FIELDS,

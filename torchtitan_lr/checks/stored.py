@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.checkpoints.layout import (
+from torchtitan_lr.checkpoints.folders import (
     MANIFEST,
     RESIDUALS,
     complete_steps,

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.checkpoints.layout import RUN_CONFIG
+from torchtitan_lr.checkpoints.folders import RUN_CONFIG
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.console.tables import text_table

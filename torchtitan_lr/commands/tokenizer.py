@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lr.checkpoints.layout import write_whole
+from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.errors import ConfigError
 

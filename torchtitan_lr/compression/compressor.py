@@ -183,9 +183,9 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
             )
         module = None if self.module is None else self.module()
         later = module is not None and not reads_sums_at_once(module, sums)
-        self.overlap.run(self.reduce(sums, gradients), self.resume, [sums, gradients], later)
+        self.overlap.run(self.sum_gradients(sums, gradients), self.resume, [sums, gradients], later)
 
-    def reduce(self, sums: Tensor, gradients: Tensor) -> Resumable[None]:
+    def sum_gradients(self, sums: Tensor, gradients: Tensor) -> Resumable[None]:
         """Reduce-scatter the unit's gradients (W, s), or all-reduce its shard (s,).
 
         Args:

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtitan_lr.checkpoints.layout import RESIDUALS, is_dcp
+from torchtitan_lr.checkpoints.folders import RESIDUALS, is_dcp
 from torchtitan_lr.checkpoints.safe_metadata import read_metadata
 from torchtitan_lr.compression.compressor import COUNTS, Compressor
 from torchtitan_lr.errors import require

@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_lr.checkpoints.layout import write_whole
+from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.config.files import open_regular, read_json
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.errors import ConfigError, DataError, require

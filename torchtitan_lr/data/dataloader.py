@@ -139,7 +139,7 @@ class TokenDataLoader(BaseDataLoader):
 
     Micro-batch m of a step holds the global rows ``m D b + r b + i`` with D data-parallel ranks,
     this rank r, b rows per micro-batch (``local_batch_size``) and ``0 <= i < b``. The position is
-    that of the steps that were taken, whatever was read ahead: who takes a step sets it.
+    that of the steps that were taken, whatever was read ahead: `StepReader.take` moves it.
 
     Args:
         dataset: The rows.
@@ -148,9 +148,9 @@ class TokenDataLoader(BaseDataLoader):
 
     Attributes:
         stride: Rows of a micro-batch over all ranks, ``D b``.
-        own: This rank's among them.
+        own: Numbers of this rank's rows among them.
         microbatches: Micro-batches per step of this rank.
-        rows: The position: rows of all ranks in the steps that were taken.
+        position: Rows of all ranks in the steps that were taken.
         check_checkpoint: `TrainingRows.check_checkpoint`, for the checkpoint manager.
 
     Raises:
@@ -175,7 +175,7 @@ class TokenDataLoader(BaseDataLoader):
         fits = self.microbatches > 0 and not rest
         require(fits, "training.global_batch_size", global_batch_size, want)
         self.own = range(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
-        self.rows = 0
+        self.position = 0
         if not options.get("num_workers"):  # torch refuses the other two without it
             options |= {"persistent_workers": False, "prefetch_factor": None}
         self._options = options
@@ -186,7 +186,7 @@ class TokenDataLoader(BaseDataLoader):
         """Yield micro-batches of ``b`` rows."""
         while True:
             if self._batches is None:  # at the start and behind a seek
-                first = count(self.rows, self.stride)
+                first = count(self.position, self.stride)
                 numbers = ([start + row for row in self.own] for start in first)
                 with warnings.catch_warnings():
                     # torchdata 0.11 calls a function that torch 2.13 has deprecated.
@@ -205,20 +205,20 @@ class TokenDataLoader(BaseDataLoader):
         """End the worker processes; what they have read ahead is dropped."""
         self._batches = None
 
-    def seek(self, rows: int) -> None:
-        """Go to a position."""
+    def seek(self, position: int) -> None:
+        """Go to a position, in rows of all ranks."""
         self.close()
-        self.rows = rows
+        self.position = position
 
     def shares(self) -> dict[str, float]:
         """Return the share of the rows so far of each part of a mixture, ``data_share/<name>``."""
-        parts, seen = self.dataset.parts, self.dataset.shares.seen(self.rows)
+        parts, seen = self.dataset.parts, self.dataset.shares.seen(self.position)
         each = zip(parts, seen, strict=True) if len(parts) > 1 else ()
-        return {f"data_share/{part.name}": count / max(1, self.rows) for part, count in each}
+        return {f"data_share/{part.name}": count / max(1, self.position) for part, count in each}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and what it counts rows of; the same on every rank."""
-        return {"rows": self.rows, "corpus": self.dataset.identity}
+        """Return the position and the corpus whose rows it counts; the same on every rank."""
+        return {"rows": self.position, "corpus": self.dataset.identity}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to a stored position; `check_checkpoint` has compared what it belongs to."""

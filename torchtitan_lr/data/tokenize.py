@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_lr.checkpoints.layout import write_whole
+from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.compat.interpreter import cores, end_with
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.console.log import say

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from torchtitan_lr.checkpoints.layout import HF_INDEX
+from torchtitan_lr.checkpoints.folders import HF_INDEX
 from torchtitan_lr.config.files import file_within, open_regular, read_json
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.shards import WEIGHTS

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_lr.checkpoints.layout import unfinished
+from torchtitan_lr.checkpoints.folders import unfinished
 from torchtitan_lr.data.sources import Source
 from torchtitan_lr.data.tokenizer import build_tokenizer, resolve_assets_path, vocabulary
 from torchtitan_lr.errors import ConfigError, one_of

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchtitan_lr.checkpoints.layout import RUN_CONFIG, TRAINING_STATES
+from torchtitan_lr.checkpoints.folders import RUN_CONFIG, TRAINING_STATES
 from torchtitan_lr.checkpoints.manifest import (
     UnverifiedError,
     find_damage,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import torchtitan_lr.training.register  # noqa: F401  (registers the families)
-from torchtitan_lr.checkpoints.layout import is_dcp
+from torchtitan_lr.checkpoints.folders import is_dcp
 from torchtitan_lr.checkpoints.manifest import damage_of
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config

@@ -13,7 +13,7 @@ from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 
-from torchtitan_lr.checkpoints.layout import HF_INDEX
+from torchtitan_lr.checkpoints.folders import HF_INDEX
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from torchtitan_lr.checkpoints.layout import RUN_CONFIG, step_folder
+from torchtitan_lr.checkpoints.folders import RUN_CONFIG, step_folder
 from torchtitan_lr.checkpoints.manifest import ManifestWriter
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import CONFIG_DIR

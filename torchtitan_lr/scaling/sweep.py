@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from torchtitan_lr.checkpoints.layout import write_whole
+from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.errors import ConfigError, RunFailedError

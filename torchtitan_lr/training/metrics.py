@@ -25,7 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan_lr.checkpoints.layout import write_whole
+from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.checkpoints.run_record import global_batch_size
 from torchtitan_lr.console.log import Pace, console, step_line, validation_line
 from torchtitan_lr.models.args import LlamaArgs

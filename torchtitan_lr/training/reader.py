@@ -5,9 +5,9 @@ The micro-batches of step k are read during step k - 1, while the device compute
 step k - 1 sums what the ranks have read. So no rank starts a step whose data another rank could not
 read, and no rank waits for others between two steps. Only a run's first step has a sum of its own.
 
-A run's position is ``TokenDataLoader.rows``, the rows of all ranks in the steps that have begun. It
-moves in `StepReader.take`, not when rows are read ahead, and a checkpoint holds it. A run that
-resumes on more or fewer ranks goes on at that row.
+A run's position is ``TokenDataLoader.position``, the rows of all ranks in the steps that have
+begun. It moves in `StepReader.take`, not when rows are read ahead, and a checkpoint holds it. A run
+that resumes on more or fewer ranks goes on at that row.
 """
 
 import math
@@ -96,7 +96,7 @@ class StepReader:
         if failed:
             data.problem = first_rank_with(data.problem)
         else:
-            self._loader.rows += self._loader.stride * self._loader.microbatches
+            self._loader.position += self._loader.stride * self._loader.microbatches
         # Sums of integers below 2^53 are exact.
         self._labels, data.global_tokens = int(tokens) // self._copies, tokens / self._copies
         return data
