@@ -35,8 +35,6 @@ def check_training(config: Any, world_size: int, device_type: str) -> None:
             fits = math.gcd(batch // degree, config.training.local_batch_size)
             want += f"; or the same batch with --training.local_batch_size={fits}"
         raise ConfigError("training.global_batch_size", batch, want)
-    # A warm-up longer than the run is allowed: --training.steps=10 is a common trial run, and
-    # torchtitan shortens the warm-up with a warning.
     total = config.lr_scheduler.total_steps
     want = f"at least training.steps ({training.steps}): the schedule ends there"
     require(total is None or total >= training.steps, "lr_scheduler.total_steps", total, want)

@@ -12,6 +12,7 @@ The output of `show` is a TOML file. Behind each key is its origin:
     flavor          of the model's size: model.flavor
     a TOML file     the one that sets it: CONFIG, or a file that it includes
     command line    an override
+    share of the steps    warm-up, where an override leaves fewer steps than the file's warm-up
     launcher        changed to fit the ranks: NGPU, or the GPUs of this machine
 
 Values of the flavor that no key can change are comments. A configuration that cannot run here is
@@ -28,7 +29,7 @@ from typing import Any
 from torchtitan_lr.commands.parser import OneLineParser, check_toml
 from torchtitan_lr.config.parse import load_toml
 from torchtitan_lr.config.paths import shipped_configs
-from torchtitan_lr.config.schema import Model
+from torchtitan_lr.config.schema import Model, Training
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
 
@@ -74,13 +75,14 @@ def list_configs() -> list[dict[str, Any]]:
     """Return one row per shipped configuration.
 
     Returns:
-        ``name``, ``model``, ``flavor``, ``optimizer``, ``ranks`` (the product of the degrees
-        without FSDP's free one), ``steps`` and ``description``.
+        ``name``, ``model``, ``flavor``, ``optimizer``, ``dataset``, ``ranks`` (the product of the
+        degrees without FSDP's free one), ``steps`` and ``description``.
     """
     rows = []
     for name, path in shipped_configs().items():
         toml = load_toml(str(path))
         model, layout = toml.get("model", {}), toml.get("parallelism", {})
+        training = toml.get("training", {})
         ranks = max(1, layout.get("data_parallel_shard_degree", 1))
         for degree in _DEGREES:
             ranks *= layout.get(degree, 1)
@@ -90,8 +92,9 @@ def list_configs() -> list[dict[str, Any]]:
                 "model": model.get("name", Model.name),
                 "flavor": model.get("flavor", Model.flavor),
                 "optimizer": toml.get("optimizer", {}).get("name", "AdamW"),
+                "dataset": training.get("dataset", Training.dataset),
                 "ranks": ranks,
-                "steps": toml.get("training", {}).get("steps"),
+                "steps": training.get("steps"),
                 "description": toml.get("job", {}).get("description", ""),
             }
         )
@@ -100,13 +103,13 @@ def list_configs() -> list[dict[str, Any]]:
 
 def list_as_text(rows: list[dict[str, Any]]) -> str:
     """Format the rows of `list_configs` as a table."""
-    header = ("name", "model", "flavor", "ranks", "steps", "description")
+    header = ("name", "model", "flavor", "dataset", "ranks", "steps", "description")
     lines = []
     for row in rows:
         ranks, steps = str(row["ranks"]), "-" if row["steps"] is None else f"{row['steps']:,}"
-        shown = [row["name"], row["model"], row["flavor"], ranks, steps, row["description"]]
-        lines.append(shown)
-    widths = [max(len(line[i]) for line in [header, *lines]) for i in (3, 4)]
+        names = [row["name"], row["model"], row["flavor"], row["dataset"]]
+        lines.append([*names, ranks, steps, row["description"]])
+    widths = [max(len(line[i]) for line in [header, *lines]) for i in (4, 5)]
     for line in lines:
-        line[3], line[4] = line[3].rjust(widths[0]), line[4].rjust(widths[1])
+        line[4], line[5] = line[4].rjust(widths[0]), line[5].rjust(widths[1])
     return text_table(header, lines, left=len(header))

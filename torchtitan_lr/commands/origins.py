@@ -23,7 +23,7 @@ from torchtitan_lr.launch.placement import place
 from torchtitan_lr.models.configured import llama_args
 from torchtitan_lr.titan.base import drop_marker
 
-DEFAULT, FLAVOR = "default", "flavor"
+DEFAULT, FLAVOR, SHARE = "default", "flavor", "share of the steps"
 COMMAND_LINE, LAUNCHER = "command line", "launcher"
 
 _SHAPE = "model."
@@ -43,7 +43,7 @@ class Setting:
     Args:
         key: The dotted key.
         value: What the run uses; for a key that leaves its value to the flavor, the flavor's.
-        origin: `DEFAULT`, `FLAVOR`, `COMMAND_LINE`, `LAUNCHER` or the TOML file.
+        origin: `DEFAULT`, `FLAVOR`, `SHARE`, `COMMAND_LINE`, `LAUNCHER` or the TOML file.
         is_key: Whether a TOML file can set it; False for a value that only the flavor has.
     """
 
@@ -74,8 +74,12 @@ def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], 
     arguments = [f"--{CONFIG_FILE_KEY}={config}", *overrides]
     built = build_job_config(arguments)
     origins: dict[str, str] = {}
+    warmup = built.lr_scheduler.warmup_steps
     for file, values in toml_files(built.job.config_file).items():
         origins |= dict.fromkeys(_leaves(values), shown_config(file))
+        warmup = values.get("lr_scheduler", {}).get("warmup_steps", warmup)
+    if built.lr_scheduler.warmup_steps != warmup:
+        origins["lr_scheduler.warmup_steps"] = SHARE
     origins |= dict.fromkeys(_set_by(arguments), COMMAND_LINE)
     try:
         placed = place(read_environment(), arguments)

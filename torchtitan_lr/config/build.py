@@ -23,7 +23,7 @@ from torchtitan_lr.config.removed import by_key, refuse_removed, refuse_removed_
 from torchtitan_lr.config.schema import AC_MODES, ITS_MODULE, MODELS, TP_PLANS, JobConfig
 from torchtitan_lr.errors import ConfigError, require
 
-_IMPORT_KEY = "experimental.custom_import"
+_IMPORT_KEY, _WARMUP_KEY = "experimental.custom_import", "lr_scheduler.warmup_steps"
 
 REGISTERED = {
     "model.name": MODELS,
@@ -79,14 +79,35 @@ def _fill(raw: dict[str, Any], overrides: list[Override], of_record: bool) -> An
         if any(isinstance(name, str) and name not in known for name, known in names):
             import_extension(module)
     checked = check_record(raw) if of_record else check_toml(raw, config_cls)
+    share = _warmup_share(checked)
     values = apply_overrides(checked, overrides, config_cls)
     check_ranges(values, config_cls)
+    if share is not None and _WARMUP_KEY not in dict(overrides):
+        _shorten_warmup(values, share)
     if (folder := values.get("job", {}).get("dump_folder")) is not None:
         if not folder.strip():
             raise ConfigError("job.dump_folder", folder, "a folder such as ./outputs")
         if folder.startswith("~"):  # which shells do not expand after "="
             values["job"]["dump_folder"] = str(user_path(folder, "job.dump_folder"))
     return fill_job_config(config_cls, values)
+
+
+def _warmup_share(values: dict[str, Any]) -> float | None:
+    """Return the share of warm-up in the steps of a file; None where it does not set both."""
+    steps = values.get("training", {}).get("steps")
+    warmup = values.get("lr_scheduler", {}).get("warmup_steps")
+    return warmup / steps if steps and warmup else None
+
+
+def _shorten_warmup(values: dict[str, Any], share: float) -> None:
+    """Keep a file's share of warm-up where overrides leave fewer steps than its warm-up has.
+
+    Otherwise all steps of ``cola_60m --training.steps=100`` would be warm-up.
+    """
+    schedule, steps = values["lr_scheduler"], values["training"]["steps"]
+    whole = schedule.get("total_steps") or steps
+    if schedule["warmup_steps"] >= whole:
+        schedule["warmup_steps"] = round(share * whole)
 
 
 def without_code(record: dict[str, Any]) -> dict[str, Any]:

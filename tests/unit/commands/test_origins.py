@@ -71,6 +71,12 @@ def test_a_value_of_an_included_file_has_that_file(tmp_path):
     assert {key: found[key] for key in expected} == expected
 
 
+def test_a_shortened_warm_up_has_no_file():
+    key = "lr_scheduler.warmup_steps"
+    assert shown("debug_cola", "--training.steps=10")[key] == (1, "share of the steps")
+    assert shown("debug_cola", "--training.steps=20")[key] == (15, FILE)
+
+
 def test_no_key_is_left_out():
     """Against a walk over the configuration that knows nothing of origins."""
 

@@ -52,3 +52,19 @@ def test_a_wrong_name_is_refused_with_near_ones(elsewhere):
     with pytest.raises(ConfigError) as info:
         load_toml("zzzz")
     assert "did you mean" not in str(info.value) and near_configs("zzzz") == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warmup"),
+    [
+        ([], 839),  # of 8,393 steps
+        (["--training.steps=100"], 10),
+        (["--training.steps=840"], 839),
+        (["--training.steps=1"], 0),
+        (["--training.steps=100", "--lr_scheduler.warmup_steps=50"], 50),
+        (["--training.steps=100", "--lr_scheduler.total_steps=9000"], 839),
+    ],
+)
+def test_a_trial_of_a_few_steps_is_not_all_warm_up(overrides, warmup):
+    config = build_job_config(["--job.config_file=cola_60m", *overrides])
+    assert config.lr_scheduler.warmup_steps == warmup
