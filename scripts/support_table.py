@@ -1,10 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Write the table of ``docs/choose.md`` from ``docs/support_matrix.toml``.
 
-The table is inserted between the page's two markers; ``--print`` only prints it.
+The table is inserted between the page's two markers.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -33,22 +32,11 @@ def insert(text: str, table: str) -> str:
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = OneLineParser(description=__doc__)
-    parser.add_argument("--print", action="store_true", help="print it, change nothing")
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    arguments = parse_args(argv)
-    table = SupportMatrix().table()
-    if arguments.print:
-        print(table)
-        return 0
+    OneLineParser(description=__doc__).parse_args(argv)
     try:
-        PAGE.write_text(insert(PAGE.read_text(), table))
+        PAGE.write_text(insert(PAGE.read_text(), SupportMatrix().table()))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -11,19 +11,20 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Shard
 
 import torchtitan_lr.training.register  # noqa: F401  # the models, as the default module does
-from torchtitan_lr.collectives import Edge, gather_replicated, local
+from torchtitan_lr.collectives import local
 from torchtitan_lr.formulas.data_parallel import named_parameters
 from torchtitan_lr.formulas.tensor_parallel import FORMULAS, PlanFormula
 from torchtitan_lr.formulas.traffic import forward
-from torchtitan_lr.models.ends import EmbedEdge
-from torchtitan_lr.models.linears import MixEdge
-from torchtitan_lr.models.norms import down_products, normalize
-from torchtitan_lr.parallel import plans
+from torchtitan_lr.models.linears import activated, down_products
+from torchtitan_lr.parallel.edge import Edge, MixEdge, gather_from_ranks, normalize
+from torchtitan_lr.parallel.ends import EmbedEdge, HeadEdge
+from torchtitan_lr.parallel.placement import Plan, low_rank_blocks, model_ends, on_ranks
+from torchtitan_lr.parallel.plans import register_plan
 
 
 class GatheredEdge(Edge):
     def whole(self, factor):
-        return gather_replicated(local(factor.weight), self.ranks, 0)
+        return gather_from_ranks(local(factor.weight), self.ranks, 0)
 
 
 class GatheredDownEdge(GatheredEdge):
@@ -33,16 +34,16 @@ class GatheredDownEdge(GatheredEdge):
 
 
 class GatheredUpEdge(GatheredEdge):
-    def forward(self, latents, linears):
-        pairs = zip(latents, linears, strict=True)
+    def forward(self, latents, linears, use_silu):
+        pairs = zip(activated(latents, use_silu), linears, strict=True)
         return [F.linear(x, self.whole(linear.B)) for x, linear in pairs]
 
 
 def gathered(args, settings):
-    down, up = plans.on_ranks(GatheredDownEdge), plans.on_ranks(GatheredUpEdge)
-    blocks = plans.low_rank_blocks(args, settings, down, up, plans.on_ranks(MixEdge))
-    embed = plans.on_ranks(EmbedEdge, gather=True)
-    return blocks | plans.model_ends(settings, embed)
+    down, up = on_ranks(GatheredDownEdge), on_ranks(GatheredUpEdge)
+    blocks = low_rank_blocks(args, GATHERED, down, up, on_ranks(MixEdge, sharded=False))
+    head = on_ranks(HeadEdge, loss_parallel=settings.loss_parallel)
+    return blocks | model_ends(on_ranks(EmbedEdge), head)
 
 
 def gathered_traffic(shape, settings, n, ranks):
@@ -52,7 +53,9 @@ def gathered_traffic(shape, settings, n, ranks):
     return ends | {"block": block}
 
 
-plans.register_plan(
-    "gathered", plans.Plan(gathered, factors=(Shard(0), Shard(0)), shards_heads=False)
+FACTORS = Shard(0), Shard(0)
+GATHERED = Plan(gathered, attention=FACTORS, feed_forward=FACTORS, shards_heads=False)
+register_plan("gathered", GATHERED)
+FORMULAS["gathered"] = PlanFormula(
+    gathered_traffic, shards_heads=False, attention=(0, 0), feed_forward=(0, 0)
 )
-FORMULAS["gathered"] = PlanFormula(gathered_traffic, shards_heads=False, factors=(0, 0))

@@ -38,11 +38,8 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.parallelize import apply_compile
-from torchtitan_lr.parallel.plans import (
-    TPSettings,
-    apply_tensor_parallel,
-    resolve_settings,
-)
+from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plans import apply_tensor_parallel, resolve_settings
 from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 
 Row: TypeAlias = dict[str, Any]
@@ -64,7 +61,6 @@ VARIANTS = {
     "vanilla": Variant("cola", TPSettings("vanilla")),
     "btp_ungrouped": Variant("cola", TPSettings("btp", grouping=False)),
     "btp": Variant("cola", TPSettings("btp")),
-    "btp_column": Variant("cola", TPSettings("btp", norm_stat="column")),
     "btp_sync": Variant("cola", TPSettings("btp", norm="sync")),
     "btp_sequence": Variant("cola", TPSettings("btp", comm="sequence")),
     "btp_low_rank_ac": Variant("cola", TPSettings("btp"), "recompute"),

@@ -62,7 +62,8 @@ def _bench(name: str, options: argparse.Namespace, device: torch.device) -> dict
     m = round(options.megabytes * 1e6 / 4 / ranks)
     group = dist.group.WORLD
     assert group is not None
-    gradient = torch.randn(ranks, m, device=device, generator=_generator(device))
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    gradient = torch.randn(ranks, m, device=device, generator=generator)
     sizes, own = CodecSizes(name, c, theta), torch.empty(m, device=device)
     compressor = Compressor(name, sizes, [Span(m, True)], group, device)
 
@@ -82,10 +83,6 @@ def _bench(name: str, options: argparse.Namespace, device: torch.device) -> dict
         "seconds": seconds,
         "seconds_per_MB": seconds / (m * ranks * 4 / 1e6),
     }
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    return torch.Generator(device).manual_seed(dist.get_rank())
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:

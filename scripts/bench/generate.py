@@ -2,7 +2,7 @@
 """Time generation: tokens/s of decoding and time to the first token, full rank against CoLA.
 
     python -m scripts.bench.generate --flavor 60M --batch 1,32
-    python -m scripts.bench.generate --flavor 130M --variants full,cola,cola_latent --json
+    python -m scripts.bench.generate --flavor 130M --variants full,cola --json
 
 torchrun compares the plans of tensor parallelism, with the bytes that a rank sends per token:
 
@@ -46,28 +46,12 @@ from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.generation import generation_settings, sharded_choice
-from torchtitan_lr.parallel.plans import PLANS as PLAN_TABLE
-from torchtitan_lr.parallel.plans import TPSettings, apply_tensor_parallel
+from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plans import PLANS, apply_tensor_parallel
 from torchtitan_lr.titan.device import keep_freed_memory
 
 Row: TypeAlias = dict[str, Any]
 """Measurements of one variant at one batch size, by name."""
-
-VARIANTS = {
-    f"{family}{'_latent' if kind == 'latent' else ''}": (family, kind)
-    for family in FLAVORS
-    for kind in ("full", "latent")
-    if (family, kind) != ("full", "latent")
-}
-"""Family and kind of the cache."""
-
-PLANS = {
-    f"{plan}{'_latent' if kind == 'latent' else ''}": (plan, kind)
-    for plan in BUILT_IN_PLANS
-    for kind in ("full", "latent")
-    if kind == "full" or (PLAN_TABLE[plan].low_rank and not PLAN_TABLE[plan].shards_latents)
-}
-"""Plan and kind of the cache, of the variants for several ranks."""
 
 SHARE = 0.5
 """CAAT-Net's p; there is one lane per rank."""
@@ -79,7 +63,7 @@ TIMES = ("first", "decode", "first_cpu", "decode_cpu")
 def main(argv: list[str] | None = None) -> int:
     """Time the variants and print a table, or JSON."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    options = _parse(argv, PLANS if ranks > 1 else VARIANTS)
+    options = _parse(argv, ranks)
     if ranks > 1:
         dist.init_process_group("gloo")
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -116,15 +100,16 @@ def _used_ticks() -> tuple[int, int]:
     return sum(numbers) - numbers[3] - numbers[4], sum(numbers)
 
 
-def _parse(argv: list[str] | None, known: dict[str, tuple[str, str]]) -> argparse.Namespace:
+def _parse(argv: list[str] | None, ranks: int) -> argparse.Namespace:
+    known = BUILT_IN_PLANS if ranks > 1 else tuple(FLAVORS)
     parser = OneLineParser(description=__doc__)
     parser.add_argument(
         "--flavor", choices=sorted(FLAVORS["cola"]), default="60M", help="size of the models"
     )
     parser.add_argument(
         "--variants",
-        default="full,cola" if known is VARIANTS else "megatron,caat,btp",
-        help=f"of {', '.join(VARIANTS)}; under torchrun of {', '.join(PLANS)}; with commas",
+        default="megatron,caat,btp" if ranks > 1 else "full,cola",
+        help=f"of {', '.join(FLAVORS)}; under torchrun of {', '.join(BUILT_IN_PLANS)}; with commas",
     )
     parser.add_argument("--batch", default="1,32", help="numbers of prompts, with commas")
     parser.add_argument("--prompt_tokens", type=int, default=128, help="length of each prompt")
@@ -158,14 +143,12 @@ class Built:
 
     Attributes:
         model: The model.
-        kind: Kind of its cache.
         choice: What draws from its logits.
         settings: Its plan's settings; None in one process.
         mesh: The ranks; None in one process.
     """
 
     model: LlamaModel
-    kind: str
     choice: Choice | None = None
     settings: TPSettings | None = None
     mesh: DeviceMesh | None = None
@@ -200,13 +183,12 @@ def _measure(models: dict[str, Built], batch: int, options: argparse.Namespace) 
 
 
 def _build(name: str, options: argparse.Namespace, ranks: int) -> Built:
-    plan, (family, kind) = None, VARIANTS.get(name, ("", ""))
+    plan, family = None, name
     if ranks > 1:
-        plan, kind = PLANS[name]
-        family = "cola" if PLAN_TABLE[plan].low_rank else "full"
+        plan, family = name, "cola" if PLANS[name].low_rank else "full"
     args = FLAVORS[family][options.flavor]
     args.max_seq_len = options.prompt_tokens + options.new_tokens
-    if plan is not None and PLAN_TABLE[plan].lanes:
+    if plan is not None and PLANS[plan].lanes:
         args.lanes, args.sync_fraction = ranks, SHARE
         args.check()
     with torch.device("meta"):
@@ -215,7 +197,7 @@ def _build(name: str, options: argparse.Namespace, ranks: int) -> Built:
     extra: dict[str, Any] = {}
     if plan is not None:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
-        settings = generation_settings(SimpleNamespace(tp_plan=plan), args, ranks, kind)
+        settings = generation_settings(SimpleNamespace(tp_plan=plan), args, ranks)
         apply_tensor_parallel(model, mesh, settings)
         extra = {
             "choice": partial(sharded_choice, Ranks.of(mesh)),
@@ -226,7 +208,7 @@ def _build(name: str, options: argparse.Namespace, ranks: int) -> Built:
     model.init_weights()
     if options.compile:
         compile_blocks(model)
-    return Built(model.eval(), kind, **extra)
+    return Built(model.eval(), **extra)
 
 
 def _traffic(built: Built, batch: int, options: argparse.Namespace) -> Row:
@@ -265,7 +247,6 @@ def _decoder(built: Built, batch: int, options: argparse.Namespace) -> Decoder:
         Sampling(0),
         [0] * batch,
         (),
-        built.kind,
         options.compile,
         built.choice,
     )

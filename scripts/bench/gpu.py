@@ -246,7 +246,7 @@ def optimizer(device: str, small: bool) -> Iterator[Row]:
 
 
 def decoding(device: str, small: bool) -> Iterator[Row]:
-    """Yield the tokens/s of greedy decoding at batch 1 and 32 with the full cache."""
+    """Yield the tokens/s of greedy decoding at batch 1 and 32."""
     prompt, new = (8, 4) if small else (128, 64)
     for family in ("full", "cola"):
         _reset(device)
@@ -264,7 +264,7 @@ def decoding(device: str, small: bool) -> Iterator[Row]:
 def _decode(model: LlamaModel, batch: int, prompt: int, new: int, device: str) -> float:
     """Return the tokens/s of greedy decoding behind random prompts."""
     tokens = torch.randint(model.model_args.vocab_size, (batch, prompt)).tolist()
-    decoder = Decoder(model, tokens, [new] * batch, Sampling(0), [0] * batch, (), "full")
+    decoder = Decoder(model, tokens, [new] * batch, Sampling(0), [0] * batch, ())
     decoder.step()  # the prompts
     begin = time.perf_counter()
     while any(decoder.running):

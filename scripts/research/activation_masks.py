@@ -20,7 +20,7 @@ Mask = Literal["top-k", "random"]
 
 
 class MaskedRowEdge(nn.Module):
-    """A row-parallel linear whose ranks mask their terms; replaces `DenseEdge`.
+    """A row-parallel linear whose ranks mask their terms; replaces `Dense`.
 
     Args:
         ranks: Number of ranks G.
@@ -50,8 +50,8 @@ class MaskedRowEdge(nn.Module):
 
 
 def mask_reductions(model: LlamaModel, ranks: int, kind: Mask, fraction: float) -> None:
-    """Replace the edges after attention and feed-forward of a full-rank model, in place."""
+    """Replace the linears after attention and feed-forward of a full-rank model, in place."""
     for block in model.layers.values():
-        for parent, name in ((block.attention, "o"), (block.feed_forward, "down")):
-            assert isinstance(parent, nn.Module)
-            parent.register_module(name, MaskedRowEdge(ranks, kind, fraction))
+        for name in ("attention.o", "feed_forward.down"):
+            group = block.get_submodule(name)
+            group.register_module("product", MaskedRowEdge(ranks, kind, fraction))

@@ -2,11 +2,10 @@
 """Train small models with lanes at several shared fractions (CAAT-Net, Figure 3, Table 2).
 
 Every run is one process: lanes are a dimension of its activations. The model reads the embedded
-corpus byte by byte, so losses are nats per byte; all runs use the same batches. There are four
+corpus byte by byte, so losses are nats per byte; all runs use the same batches. There are three
 comparisons: the shared fraction p at 4 and 8 lanes; 8 lanes against ranks that mask their terms by
-size (top-k) or at random; backward sums over the lanes in fp32 against bf16, in bf16 training; and
-(experimental) bottleneck-aware tensor parallelism with and without partial sums. Finished runs are
-reused, so the script can be restarted at any time.
+size (top-k) or at random; backward sums over the lanes in fp32 against bf16, in bf16 training.
+Finished runs are reused, so the script can be restarted at any time.
 
     python -m scripts.research.caat_sweep --out outputs/caat_sweep/caat_sweep.png
 """
@@ -28,12 +27,12 @@ from torchtitan_lr.scaling.pictures import color_of
 
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0)
 LANES = (4, 8)
-GROUPS = ("lanes", "masks", "sums", "hybrid")
+GROUPS = ("lanes", "masks", "sums")
 LEARNING_RATE, WARMUP, LAST = 3e-3, 0.1, 0.1  # of the steps; of the rate
 WEIGHT_DECAY, MAX_NORM = 0.01, 0.5
 BATCH, TOKENS, VALIDATION_BATCHES = 16, 64, 32
 
-Kind = Literal["full", "top-k", "random", "cola"]
+Kind = Literal["full", "top-k", "random"]
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,8 @@ def runs_of(group: str, fractions: list[float], lanes: list[int]) -> list[Run]:
     if group == "masks":
         masked = [Run(kind, most, p) for kind in kinds for p in below if p > 0]
         return [*(lanes_run(most, p) for p in fractions if p > 0), *masked]
-    if group == "sums":
-        halves: tuple[Literal["float32", "activation"], ...] = ("float32", "activation")
-        return [Run("full", most, p, "bfloat16", total) for p in (1.0, 0.5) for total in halves]
-    return [Run("cola"), *(Run("cola", n, 0.5) for n in lanes)]
+    halves: tuple[Literal["float32", "activation"], ...] = ("float32", "activation")
+    return [Run("full", most, p, "bfloat16", total) for p in (1.0, 0.5) for total in halves]
 
 
 def build_model(run: Run) -> Any:
@@ -93,18 +90,18 @@ def build_model(run: Run) -> Any:
     from torchtitan_lr.models.args import LlamaArgs
     from torchtitan_lr.models.llama import LlamaModel
 
-    low_rank, masked = run.kind == "cola", run.kind in ("top-k", "random")
+    masked = run.kind in ("top-k", "random")
     args = LlamaArgs(
-        family="cola" if low_rank else "full",
+        family="full",
         dim=64,
         n_layers=4,
         n_heads=8,
         ffn_dim=176,
         vocab_size=256,
         max_seq_len=TOKENS,
-        rank_attention=16 if low_rank else 0,
-        rank_ffn=16 if low_rank else 0,
-        activation="both" if low_rank else "fullrank",
+        rank_attention=0,
+        rank_ffn=0,
+        activation="fullrank",
         init_seed=run.seed,
         lanes=1 if masked else run.lanes,
         sync_fraction=1.0 if masked else run.fraction,
@@ -213,8 +210,6 @@ def tables(results: dict[Run, dict[str, Any]], options: argparse.Namespace) -> l
         runs = {"fp32": Run("full", most, p, "bfloat16")}
         runs["bf16"] = Run("full", most, p, "bfloat16", "activation")
         rows.append({"table": "sums", "p": p} | runs)
-    hybrid = {f"btp_caat, {n} lanes": Run("cola", n, 0.5) for n in options.lanes}
-    rows.append({"table": "hybrid", "p": 0.5, "btp": Run("cola")} | hybrid)
     rows.append({"table": "lanes", "p": 1.0, "another seed": Run(seed=1)})
     return [
         {key: loss[value] if isinstance(value, Run) else value for key, value in row.items()}

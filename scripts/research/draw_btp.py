@@ -123,7 +123,8 @@ def draw_volumes(axes: Any) -> None:
     # Imported late, because torchtitan takes seconds to import and --help must be fast.
     from torchtitan_lr.formulas.tensor_parallel import part_traffic
     from torchtitan_lr.models.flavors import FLAVORS
-    from torchtitan_lr.parallel.plans import PLANS, TPSettings
+    from torchtitan_lr.parallel.placement import TPSettings
+    from torchtitan_lr.parallel.plans import PLANS
 
     names = {
         "megatron": "full rank (megatron)",

@@ -111,13 +111,14 @@ def _watch(model: LlamaModel, spectra: list[Spectrum]) -> Iterator[None]:
         for part, groups in _GROUPS.items():
             module = getattr(block, part)
             for group, names in groups.items():
-                low_rank = hasattr(module, f"up_{group}")
-                edge = getattr(module, f"up_{group}" if low_rank else group)
-                entry = getattr(module, f"down_{group}" if low_rank else group)
+                applied = module.get_submodule(group)
+                low_rank = hasattr(applied, "up")
                 record = _Recorder(spectra, int(number), names, low_rank)
-                handles.append(edge.register_forward_hook(record.output))
+                last = applied.get_submodule("up" if low_rank else "product")
+                handles.append(last.register_forward_hook(record.output))
                 if names == ("down",):
-                    handles.append(entry.register_forward_pre_hook(record.hidden))
+                    first = applied.get_submodule("down" if low_rank else "product")
+                    handles.append(first.register_forward_pre_hook(record.hidden))
     try:
         yield
     finally:

@@ -202,12 +202,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--mbit", type=float, default=200, help="rate of the link, Mbit/s")
     parser.add_argument("--delay_ms", type=float, default=0, help="delay of the link, ms")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds per method")
-    parser.add_argument(
-        "--override", nargs="*", default=[], metavar="KEY=VALUE", help="older spelling of overrides"
-    )
     parser.takes_overrides = True
     options = parser.parse_args(argv)
-    options.overrides += [f"--{item}" for item in options.override]
     check_at_least(options, steps=5, delay_ms=0, exchange=0)
     if not options.mbit > 0:
         parser.error(f"--mbit: got {options.mbit}, expected a positive number")

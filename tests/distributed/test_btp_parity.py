@@ -21,13 +21,13 @@ from tests.support.parity_cases import (
     shard_model,
 )
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.parallel.placement import TPSettings
 
 MATRIX = [
     case for case in all_cases() if case.settings.plan == "btp" and case.dtype == torch.float64
 ]
 DOUBLE = torch.float64
-SEQUENCE = TPSettings("btp", False, norm_stat="column", comm="sequence", head="scatter")
+SEQUENCE = TPSettings("btp", False, comm="sequence", head="scatter")
 
 
 @pytest.fixture(scope="module")

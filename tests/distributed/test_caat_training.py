@@ -19,7 +19,6 @@ from tests.support.parity_runs import (
 )
 from tests.support.rank_pool import RankPool
 
-HYBRID = ["--model.name=llama_cola", *CAAT[1:], "--parallelism.tp_plan=btp_caat"]
 TP2, TP4 = LAYOUTS["fsdp2_tp2"][1], LAYOUTS["tp4"][1]
 PP2_TP2, PP2_FSDP2 = LAYOUTS["pp2_tp2"][1], LAYOUTS["fsdp2_pp2"][1]
 REPLICATE2_ACCUMULATE2 = [
@@ -44,9 +43,6 @@ SAVED = ["--checkpoint.enable", "--checkpoint.interval=1"]
         *nightly((CAAT, [*TP2, "--activation_checkpoint.mode=full"])),
         *nightly((CAAT, [*PP2_TP2, "--activation_checkpoint.mode=selective"])),
         *nightly((CAAT, [*TP4, *COMPILE, *VALIDATED])),
-        (HYBRID, [*TP4, *VALIDATED]),
-        (HYBRID, [*TP2, "--activation_checkpoint.mode=low_rank"]),
-        *nightly((HYBRID, PP2_TP2)),
     ],
     ids=lambda value: "-".join(option.split(".")[-1] for option in value),
 )

@@ -15,9 +15,9 @@ from torch import Tensor
 from tests.support import parity_runs
 from tests.support.parity_cases import tp_mesh
 from tests.support.rank_pool import RankPool
-from torchtitan_lr import collectives
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.compat.collectives import second_group, set_timeouts
+from torchtitan_lr.parallel import edge
 from torchtitan_lr.training.trainer import Trainer
 
 SHAPE = (4, 8, 4)
@@ -25,11 +25,11 @@ SHAPE = (4, 8, 4)
 # Whether x is the same on every rank, and what all ranks' outputs are, given all ranks' inputs.
 MEANING: dict[str, tuple[bool, Callable[[list[Tensor], int], list[Tensor]]]] = {
     "copy_to_ranks": (True, lambda xs, dim: xs),
-    "reduce_over_ranks": (False, lambda xs, dim: [sum(xs)]),  # type: ignore[list-item]
-    "gather_partial": (False, lambda xs, dim: [torch.cat(xs, dim)] * len(xs)),
-    "gather_replicated": (False, lambda xs, dim: [torch.cat(xs, dim)]),
-    "scatter_sum": (False, lambda xs, dim: list(sum(xs).chunk(len(xs), dim))),  # type: ignore
-    "split_replicated": (
+    "reduce_from_ranks": (False, lambda xs, dim: [sum(xs)]),  # type: ignore[list-item]
+    "gather_and_copy_to_ranks": (False, lambda xs, dim: [torch.cat(xs, dim)] * len(xs)),
+    "gather_from_ranks": (False, lambda xs, dim: [torch.cat(xs, dim)]),
+    "reduce_scatter_to_ranks": (False, lambda xs, dim: list(sum(xs).chunk(len(xs), dim))),  # type: ignore
+    "scatter_to_ranks": (
         True,
         lambda xs, dim: [x.chunk(len(xs), dim)[rank] for rank, x in enumerate(xs)],
     ),
@@ -58,8 +58,8 @@ def derivative_error(name: str, dim: int, size: int, dtype: torch.dtype) -> floa
     )
     gradient = sum(expected) if replicated else expected[ranks.rank]
 
-    function = getattr(collectives, name)
-    if name not in ("copy_to_ranks", "reduce_over_ranks"):
+    function = getattr(edge, name)
+    if name not in ("copy_to_ranks", "reduce_from_ranks"):
         function = partial(function, dim=dim)
     # A transposed input: nothing may rely on contiguity.
     x = xs[ranks.rank].detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()

@@ -13,13 +13,16 @@ from torch import Tensor
 
 from tests.support.parity_cases import tp_mesh
 from tests.support.rank_pool import RankPool
-from torchtitan_lr import collectives
 from torchtitan_lr.collectives import Ranks
-from torchtitan_lr.models.linears import (
-    SharedInput,
-    shared_linears,
+from torchtitan_lr.parallel import edge
+from torchtitan_lr.parallel.btp import (
+    Reduction,
+    down_projections,
+    online_down,
+    sync_norm,
+    up_projections,
 )
-from torchtitan_lr.models.norms import Reduction, down_products, online_down, sync_norm
+from torchtitan_lr.parallel.megatron import column_parallel
 
 B, S, D, R = 1, 8, 16, 4
 
@@ -28,27 +31,28 @@ def functions(ranks: Ranks) -> dict[str, tuple[Callable[..., Any], list[tuple[in
     """What is compiled, and the shapes of its inputs."""
     pair: list[tuple[int, ...]] = [(R, D), (R, D)]
     table: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
-        "copy": (lambda x: collectives.copy_to_ranks(x, ranks), [(B, S, D)]),
-        "reduce": (lambda x: collectives.reduce_over_ranks(x, ranks), [(B, S, D)]),
-        "down": (lambda x, *w: down_products(x, w, Reduction(ranks)), [(B, S, D), *pair]),
-        "shared": (lambda x, *w: shared_linears(x, w, SharedInput(ranks)), [(B, S, D), *pair]),
-        "shared_tokens": (
-            lambda x, *w: shared_linears(x, w, SharedInput(ranks, 1)),
-            [(B, S, D), *pair],
-        ),
-        "separate": (
-            lambda x, *w: shared_linears(x, w, SharedInput(ranks, separate=True)),
+        "copy": (lambda x: edge.copy_to_ranks(x, ranks), [(B, S, D)]),
+        "reduce": (lambda x: edge.reduce_from_ranks(x, ranks), [(B, S, D)]),
+        "down": (lambda x, *w: down_projections(x, w, Reduction(ranks)), [(B, S, D), *pair]),
+        "column": (lambda x, *w: column_parallel(x, w, ranks), [(B, S, D), *pair]),
+        "column_tokens": (lambda x, *w: column_parallel(x, w, ranks, 1), [(B, S, D), *pair]),
+        "up": (
+            lambda x, *w: up_projections(x.split(R, -1), w, ranks),
             [(B, S, 3 * R), (2 * D, R), (D, R), (D, R)],
         ),
         "sync": (lambda x, g: sync_norm(x, g, 2 * D, 0.1, ranks), [(B, S, D), (D,)]),
     }
-    for name in ("gather_partial", "gather_replicated", "scatter_sum", "split_replicated"):
-        function = getattr(collectives, name)
+    for name in (
+        "gather_and_copy_to_ranks",
+        "gather_from_ranks",
+        "reduce_scatter_to_ranks",
+        "scatter_to_ranks",
+    ):
+        function = getattr(edge, name)
         table[name] = (lambda x, f=function: f(x, ranks, 1), [(B, S, D)])
     for name, choice in {
         "async": {},
-        "column": {"column": True},
-        "ungrouped": {"grouped": False},
+        "ungrouped": {"grouping": False},
         "sequence": {"sequence": True},
     }.items():
         how = Reduction(ranks, **choice)
@@ -80,5 +84,5 @@ def _gradients(function: Callable[..., Any], inputs: list[Tensor]) -> tuple[Tens
 
 def test_compiled_gradients(two_ranks: RankPool) -> None:
     for errors in two_ranks.run(worst_errors):
-        assert len(errors) == 15
+        assert len(errors) == 14
         assert max(errors.values()) < 1e-12, errors

@@ -22,7 +22,8 @@ from torchtitan_lr.estimate.run import Run, read_run
 from torchtitan_lr.estimate.traffic import bytes_by_dim, step_traffic
 from torchtitan_lr.formulas.memory import static_memory
 from torchtitan_lr.ledger.comparison import compare, differences
-from torchtitan_lr.parallel.plans import TPSettings, resolve_settings
+from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plans import resolve_settings
 
 FULL_AC = ["--activation_checkpoint.mode=full"]
 LOW_RANK_AC = ["--activation_checkpoint.mode=low_rank"]

@@ -40,21 +40,19 @@ class Spoken:
     family: str
     plan: str
     degree: int = 4
-    cache: str = "full"
     sampling: Sampling = GREEDY
     model: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         changes = [f"{k}{v}" for k, v in (self.model | self.settings).items()]
-        return "-".join([self.family, self.plan, f"T{self.degree}", self.cache, *changes])
+        return "-".join([self.family, self.plan, f"T{self.degree}", *changes])
 
 
 LANES = {"lanes": 4, "sync_fraction": 0.5}
 CASES = [
     Spoken("cola", "btp"),
-    Spoken("cola", "btp", cache="latent", sampling=TOP),
-    Spoken("cola", "btp", 2, "latent", model={"n_kv_heads": 2}, settings={"tp_norm": "sync"}),
+    Spoken("cola", "btp", 2, TOP, model={"n_kv_heads": 2}, settings={"tp_norm": "sync"}),
     Spoken("lax", "btp", 2, model={"lax_gate": "scalar"}, settings={"tp_head": "scatter"}),
     Spoken("svd", "btp", 2, sampling=FREE, settings={"tp_comm": "sequence"}),
     Spoken("svd", "vanilla", sampling=NUCLEUS),
@@ -64,8 +62,6 @@ CASES = [
     Spoken("full", "megatron", 2, model={"n_kv_heads": 2}, settings={"tp_comm": "sequence"}),
     Spoken("full", "caat", model=LANES, sampling=TOP),
     Spoken("full", "caat", 2, model=LANES),
-    Spoken("cola", "btp_caat", 2, model=LANES, sampling=FREE),
-    Spoken("cola", "btp_caat", 2, "latent", model=LANES),
 ]
 
 
@@ -84,7 +80,7 @@ def decode(model: LlamaModel, case: Spoken, **options: Any) -> list[list[int]]:
     ids = tokens(model.model_args, b=len(LENGTHS), s=max(LENGTHS))
     prompts = [row[:length].tolist() for row, length in zip(ids, LENGTHS, strict=True)]
     limits = [NEW] * len(LENGTHS)
-    decoder = Decoder(model, prompts, limits, case.sampling, SEEDS, (), case.cache, **options)
+    decoder = Decoder(model, prompts, limits, case.sampling, SEEDS, (), **options)
     rows: list[list[int]] = [[] for _ in prompts]
     while any(decoder.running):
         for row, token in zip(rows, decoder.step(), strict=True):
@@ -98,7 +94,7 @@ def on_rank(cases: list[Spoken]) -> list[tuple[list[list[int]], int]]:
     for case in cases:
         model, mesh = build(case), tp_mesh(case.degree)
         section = SimpleNamespace(tp_plan=case.plan, **case.settings)
-        settings = generation_settings(section, model.model_args, case.degree, case.cache)
+        settings = generation_settings(section, model.model_args, case.degree)
         apply_tensor_parallel(model, mesh, settings)
         caches: list[Any] = []
         with patch.object(LlamaModel, "forward", _noting(caches)):
@@ -126,16 +122,12 @@ def test_ranks_speak_as_one_process(four_ranks: RankPool) -> None:
         for rank in range(4):
             rows, stored = found[rank][index]
             assert rows == expected, (str(case), rank)
-            # A rank's part of the keys and values; latents of its lanes, or whole.
             args = tiny_args(case.family, n_layers=2, **case.model)
-            values = args.kv_dim
-            if case.cache == "latent":
-                values = args.rank_attention * max(args.lanes, case.degree)
-            elif case.plan == "vanilla_replicated":  # every rank computes all heads
-                values = args.kv_dim * case.degree
-            keys = args.kv_dim * (case.degree if case.plan == "vanilla_replicated" else 1)
+            width = args.kv_dim
+            if case.plan == "vanilla_replicated":  # every rank computes all heads
+                width *= case.degree
             columns = max(LENGTHS) + NEW - 1
-            whole = 8 * args.n_layers * len(LENGTHS) * columns * (keys + values)
+            whole = 8 * args.n_layers * len(LENGTHS) * columns * 2 * width
             assert stored * case.degree == whole, str(case)
         assert len({token for row in expected for token in row}) > 5
 
@@ -146,7 +138,7 @@ def bytes_on_rank(cases: list[Spoken]) -> list[list[tuple[int, int]]]:
     for case in cases:
         model, mesh = build(case), tp_mesh(case.degree)
         section = SimpleNamespace(tp_plan=case.plan, **case.settings)
-        settings = generation_settings(section, model.model_args, case.degree, case.cache)
+        settings = generation_settings(section, model.model_args, case.degree)
         apply_tensor_parallel(model, mesh, settings)
         prompts = [[1, 2, 3, 4], [5, 6, 7]]
         choice = partial(sharded_choice, Ranks.of(mesh))

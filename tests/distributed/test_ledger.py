@@ -20,12 +20,12 @@ from torchtitan_lr.commands import measure_comm
 from torchtitan_lr.commands.main import main
 from torchtitan_lr.formulas.data_parallel import data_parallel_traffic
 from torchtitan_lr.ledger.ledger import COUNTS
-from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.parallel.placement import TPSettings
 
 BTP = [
-    TPSettings("btp", grouping, norm, stat, comm, head)
+    TPSettings("btp", grouping, norm, comm, head)
     for grouping in (True, False)
-    for norm, stat in (("online", "async"), ("online", "column"), ("sync", "async"))
+    for norm in ("online", "sync")
     for comm in ("all_reduce", "sequence")
     for head in ("plain", "scatter")
 ]

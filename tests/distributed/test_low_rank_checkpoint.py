@@ -12,12 +12,12 @@ from tests.distributed.ledger_cases import build, measure, run
 from tests.support.nightly import nightly
 from tests.support.parity_cases import Case, covering
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.parallel.placement import TPSettings
 
 BTP = [
-    TPSettings("btp", grouping, norm, stat, comm)
+    TPSettings("btp", grouping, norm, comm)
     for grouping in (True, False)
-    for norm, stat in (("online", "async"), ("online", "column"), ("sync", "async"))
+    for norm in ("online", "sync")
     for comm in ("all_reduce", "sequence")
 ]
 BTP_CASES = [

@@ -16,20 +16,16 @@ from tests.reference.rms_norm import half_units
 from tests.support.parity_cases import tp_mesh
 from tests.support.rank_pool import RankPool
 from tests.unit.tiny import build_tiny, tokens
-from torchtitan_lr.collectives import (
-    Ranks,
-    gather_partial,
-    gather_partial_wide,
-    reduce_over_ranks,
-)
+from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.models.lanes import share_channels
-from torchtitan_lr.models.norms import Reduction, down_products
 from torchtitan_lr.numerics import joint_norm
 from torchtitan_lr.optim.gradients import StoredGradients
+from torchtitan_lr.parallel.btp import Reduction, down_projections
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel, synchronize_gradients
+from torchtitan_lr.parallel.edge import gather_and_copy_to_ranks, reduce_from_ranks
 from torchtitan_lr.titan.base import ParallelDims
 from torchtitan_lr.titan.device import bind_device
 
@@ -128,9 +124,8 @@ def lane_sums(wide: bool) -> tuple[float, float]:
     assert torch.equal(x.grad[..., 48:], terms[ranks.rank][..., 48:])
     shared = half_units(x.grad[..., :48], exact[..., :48])
     own = torch.zeros(2, 8, 16, dtype=torch.bfloat16, requires_grad=True)
-    (gather_partial_wide if wide else gather_partial)(own, ranks).backward(
-        terms[ranks.rank].squeeze(2)
-    )
+    gathered = gather_and_copy_to_ranks(own, ranks, wide_sums=wide)
+    gathered.backward(terms[ranks.rank].squeeze(2))
     assert own.grad is not None
     return shared, half_units(own.grad, exact.squeeze(2).chunk(4, -1)[ranks.rank])
 
@@ -189,7 +184,7 @@ def gradient_of_products(saves_products: bool) -> Tensor:
     weight = torch.arange(18.0).view(3, 6)
 
     def block(x: Tensor) -> Tensor:
-        (h,) = down_products(x * 1.5, [weight], Reduction(ranks))
+        (h,) = down_projections(x * 1.5, [weight], Reduction(ranks))
         return h.square()  # saves what the recomputation of h gives
 
     context = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
@@ -210,7 +205,7 @@ def test_a_sum_in_place_leaves_what_a_selective_checkpoint_saves(two_ranks: Rank
 def term_of_a_sum() -> tuple[Tensor, Tensor]:
     """A rank's tensor after it was summed, and the sum."""
     term = torch.arange(3.0) + dist.get_rank()
-    return term, reduce_over_ranks(term, Ranks.of(tp_mesh(2)))
+    return term, reduce_from_ranks(term, Ranks.of(tp_mesh(2)))
 
 
 def test_a_sum_leaves_its_terms(two_ranks: RankPool) -> None:

@@ -68,7 +68,6 @@ def test_sequence_form_falls_back_for_an_odd_validation_length(
         *nightly(("full", TP2_FSDP2)),
         ("full", [*TP4, "--parallelism.tp_comm=sequence"]),
         ("cola", [*TP4, "--parallelism.disable_loss_parallel"]),
-        ("cola", [*TP2_FSDP2, "--parallelism.tp_norm_stat=column"]),
         *nightly(("lax", [*TP2_FSDP2, "--activation_checkpoint.mode=low_rank"])),
     ],
     ids=lambda value: (

@@ -19,22 +19,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtitan_lr
-from torchtitan_lr import collectives
 from torchtitan_lr.collectives import FEATURES, TOKENS, Ranks
 from torchtitan_lr.models import ends as head_loss
 from torchtitan_lr.models.lanes import lane_terms, share_channels
-from torchtitan_lr.models.linears import (
-    Gated,
-    SharedInput,
-    gated_linear,
-    shared_linears,
-)
-from torchtitan_lr.models.norms import (
+from torchtitan_lr.models.linears import Gated, down_products, gated_linear
+from torchtitan_lr.parallel import edge
+from torchtitan_lr.parallel.btp import (
     Reduction,
-    down_products,
+    down_projections,
     online_down,
     sync_norm,
+    up_projections,
 )
+from torchtitan_lr.parallel.megatron import column_parallel
 
 B, S, D, R, G = 2, 6, 24, 8, 2
 EPS = 1e-5
@@ -66,7 +63,7 @@ class Collectives(TorchDispatchMode):
 TARGETS = torch.arange(B * S).remainder(7).mul(6).sub(1).reshape(B, S)
 TARGETS[TARGETS < 0] = -100  # does not count
 
-ALONE = {"_LinearLoss", "_Down", "_GatedLinear", "_ContiguousGradient"}
+ALONE = {"_LinearLoss", "_DownProducts", "_GatedLinear", "_ContiguousGradient"}
 """The Functions that communicate nothing here."""
 
 LIMITS = {torch.float64: 1e-12, torch.bfloat16: 2.0**-7}
@@ -135,22 +132,32 @@ def losses() -> Iterator[Case]:
 
 
 def exchanges() -> Iterator[Case]:
-    # The Function itself: a call over one rank would leave them out.
-    pairs = {n: f.keywords["pair"] for n, f in vars(collectives).items() if isinstance(f, partial)}
-    for name, pair in pairs.items():
+    for call in (edge.copy_to_ranks, edge.reduce_from_ranks):
+        yield Case(_function(call), lambda ranks, x, f=call: f(x, ranks), torch.clone, ((B, S, D),))
+    for call in (
+        edge.gather_from_ranks,
+        edge.scatter_to_ranks,
+        edge.gather_and_copy_to_ranks,
+        edge.reduce_scatter_to_ranks,
+    ):
         for dim in (TOKENS, FEATURES):
-            call = lambda ranks, x, o=(dim, pair): collectives._Pair.apply(x, ranks, *o)  # noqa: E731
-            yield Case("_Pair", call, torch.clone, ((B, S, D),), f"{name} dim{dim}")
+            ours = lambda ranks, x, f=call, dim=dim: f(x, ranks, dim)  # noqa: E731
+            yield Case(_function(call), ours, torch.clone, ((B, S, D),), f"dim{dim}")
+
+
+def _function(call: Callable[..., Any]) -> str:
+    """The Function that a call applies: ``CopyToRanks`` of ``copy_to_ranks``."""
+    return call.__name__.title().replace("_", "")
 
 
 def cases() -> Iterator[Case]:
     yield from exchanges()
     norm = ((B, S, D), (D,))
     group = (*norm, (R, D), (R + 3, D))
-    for options in ("", "column", "sequence", "column sequence"):
+    for options in ("", "sequence"):
         chosen = dict.fromkeys(options.split(), True)
         for grouped in (True, False):
-            ours = partial(down, grouped=grouped, **chosen)
+            ours = partial(down, grouping=grouped, **chosen)
             formula = lambda x, gamma, *w: linears(rms_norm(x, gamma), *w)  # noqa: E731
             variant = f"{options} {'grouped' if grouped else 'alone'}".strip()
             yield Case("_OnlineDown", ours, formula, group, variant)
@@ -164,12 +171,14 @@ def cases() -> Iterator[Case]:
     yield from losses()
     weights = ((R, D), (R, D), (R + 3, D))
     side_by_side = lambda x, *w: torch.cat(linears(x, *w), -1)  # noqa: E731
-    grouped = lambda ranks, x, *w: torch.cat(down_products(x, w), -1)  # noqa: E731
-    yield Case("_Down", grouped, side_by_side, ((B, S, D), *weights))
-    shared = lambda ranks, x, *w: torch.cat(shared_linears(x, w, SharedInput(ranks)), -1)  # noqa: E731
-    yield Case("_SharedLinear", shared, side_by_side, ((B, S, D), *weights))
-    apart = lambda ranks, x, *w: shared_linears(x, w, SharedInput(ranks, separate=True))  # noqa: E731
-    yield Case("_SharedLinear", apart, one_by_one, ((B, S, 2 * R), (D, R), (D, R)), "separate")
+    alone = lambda ranks, x, *w: torch.cat(down_products(x, w), -1)  # noqa: E731
+    yield Case("_DownProducts", alone, side_by_side, ((B, S, D), *weights))
+    summed = lambda ranks, x, *w: torch.cat(down_projections(x, w, Reduction(ranks)), -1)  # noqa: E731
+    yield Case("_Down", summed, side_by_side, ((B, S, D), *weights))
+    column = lambda ranks, x, *w: torch.cat(column_parallel(x, w, ranks), -1)  # noqa: E731
+    yield Case("_ColumnParallel", column, side_by_side, ((B, S, D), *weights))
+    up = lambda ranks, x, *w: up_projections(x.split(R, -1), w, ranks)  # noqa: E731
+    yield Case("_UpProjections", up, one_by_one, ((B, S, 2 * R), (D, R), (D, R)))
     silu = lambda x: x * x.sigmoid()  # noqa: E731
     yield Case(
         "_GatedLinear",

@@ -11,7 +11,7 @@ from tests.integration import runs
 from tests.support.kills import child_pids
 from torchtitan_lr.formulas.tensor_parallel import model_traffic
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.parallel.placement import TPSettings
 
 LOSS = "loss_metrics/global_avg_loss"
 VALIDATION = "validation_metrics/loss"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from torchtitan_lr.formulas.tensor_parallel import part_traffic
 from torchtitan_lr.formulas.traffic import Traffic, merge
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.parallel.placement import TPSettings
 
 CANDIDATE_BYTES = 8
 """Scores and ids are sent in fp64, which holds both exactly."""

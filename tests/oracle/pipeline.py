@@ -8,7 +8,7 @@ block mixes in.
 
 from torchtitan_lr.formulas.tensor_parallel import FORMULAS
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.parallel.placement import TPSettings
 
 
 def boundary_elements(
@@ -25,7 +25,7 @@ def boundary_elements(
     ===========================  =======  =================
     lanes at full rank           shard    none
     any, ``comm = "sequence"``   shard    shard
-    btp, btp_caat                shard    replica
+    btp                          shard    replica
     vanilla, megatron            replica  shard
     ===========================  =======  =================
 

@@ -20,7 +20,8 @@ from torchtitan_lr.compat import dtensor
 from torchtitan_lr.models.args import LaxGate, LlamaArgs
 from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.plans import PLANS, TPSettings, apply_tensor_parallel, resolve_settings
+from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plans import PLANS, apply_tensor_parallel, resolve_settings
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 """
@@ -60,11 +61,10 @@ class Case:
 
     def __str__(self) -> str:
         s = self.settings
-        norm = s.norm if s.norm == "sync" else f"{s.norm}-{s.norm_stat}"
         grouping = "grouped" if s.grouping else "ungrouped"
         loss = "lossparallel" if s.loss_parallel else "gatheredlogits"
         parts = [s.plan, self.family + ("-gated" if self.gate == "scalar" else "")]
-        parts += ["gqa" if self.gqa else "mha", grouping, norm, s.comm, s.head, loss]
+        parts += ["gqa" if self.gqa else "mha", grouping, s.norm, s.comm, s.head, loss]
         if self.lanes > 1:
             parts.append(f"G{self.lanes}-p{self.fraction}" + "-wide" * s.wide_sums)
         return "-".join([*parts, f"T{self.degree}", str(self.dtype).removeprefix("torch.")])
@@ -276,11 +276,6 @@ def compile_named(model: LlamaModel, names: list[str]) -> None:
         model.layers.register_module(name, compiled)
 
 
-NORMS: list[dict[str, Any]] = [
-    {"norm": "online", "norm_stat": "async"},
-    {"norm": "online", "norm_stat": "column"},
-    {"norm": "sync"},
-]
 LOW_RANK: tuple[str, ...] = ("svd", "cola", "lax")
 
 
@@ -288,9 +283,13 @@ def strategies() -> list[tuple[str, LaxGate, dict[str, Any]]]:
     """Every family, kind of LaX gate and choice of settings."""
     found: list[tuple[str, LaxGate, dict[str, Any]]] = []
     for family, grouping, norm, comm, head in itertools.product(
-        LOW_RANK, (True, False), NORMS, ("all_reduce", "sequence"), ("plain", "scatter")
+        LOW_RANK,
+        (True, False),
+        ("online", "sync"),
+        ("all_reduce", "sequence"),
+        ("plain", "scatter"),
     ):
-        settings = {"plan": "btp", "grouping": grouping, **norm, "comm": comm, "head": head}
+        settings = {"plan": "btp", "grouping": grouping, "norm": norm, "comm": comm, "head": head}
         found.append((family, "identity", settings))
     for plan, family, grouping in itertools.product(
         ("vanilla", "vanilla_replicated"), LOW_RANK, (True, False)

@@ -31,7 +31,8 @@ from torchtitan_lr.estimate.work import work_of_run
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.plans import TPSettings, resolve_settings
+from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plans import resolve_settings
 from torchtitan_lr.parallel.recompute import EAGER_MODES
 from torchtitan_lr.scaling.variants import FULL_RANK, read_modes, shared_mode
 
@@ -245,7 +246,7 @@ def as_text(report: dict[str, Any], hardware: Hardware, storage: float = 0.0) ->
     for rank in report.get("pipeline_ranks", []):
         lines.append(_rank_line(rank))
     for kind, dims in report.get("tsr_comm_bytes", {}).items():
-        lines.append(f"TSR-Adam, {kind} step: {_total({kind: _flat(dims)}) / GIB:,.3f} GiB")
+        lines.append(f"TSR-Adam, {kind} step: {_total(dims) / GIB:,.3f} GiB")
     lines += [f"{name}: {reason}" for name, reason in refused.items()]
     if report["memory_bytes"]["peak"] > hardware.memory_gib * GIB:
         lines.append(f"the configured run does not fit into {hardware.memory_gib:g} GiB")
@@ -289,7 +290,3 @@ def _rank_line(rank: dict[str, Any]) -> str:
         f"in flight, {rank['memory_bytes']['peak'] / GIB:,.2f} GiB, "
         f"{_total(rank['comm_bytes']) / GIB:,.3f} GiB sent"
     )
-
-
-def _flat(dims: dict[str, dict[str, int]]) -> dict[str, int]:
-    return {f"{dim} {op}": size for dim, ops in dims.items() for op, size in ops.items()}

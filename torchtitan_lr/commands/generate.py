@@ -68,9 +68,6 @@ def add_arguments(parser: OneLineParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="prompt i samples with seed + i")
     parser.add_argument("--batch_size", type=int, default=16, help="prompts decoded together")
-    parser.add_argument(
-        "--cache", choices=["full", "latent"], default="full", help="form of the cached values"
-    )
     parser.add_argument("--compile", action="store_true", help="compile the step; slow to start")
     parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
@@ -200,7 +197,6 @@ def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
         find_step(args.checkpoint, args.allow_unverified),
         args.config,
         args.device,
-        args.cache,
         args.overrides,
         args.allow_unverified,
     )
@@ -212,7 +208,6 @@ def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
         args.stop,
         args.stop_token,
         args.batch_size,
-        args.cache,
         args.compile,
         choice,
     )

@@ -138,13 +138,14 @@ class OneLineParser(argparse.ArgumentParser):
         given = sys.argv[1:] if args is None else list(args)
         if self.takes_all and not {"-h", "--help"} & {*given}:
             return argparse.Namespace(arguments=given)
+        for argument in given:
+            refuse_removed({self.prog: argument.partition("=")[0]})
         # `train` takes the option in this form, and the refusal of such a checkpoint names it so.
         given = [_ALLOW if argument == f"{_ALLOW}=true" else argument for argument in given]
         options, rest = super().parse_known_args(given, namespace)
         if self.takes_overrides:
             options.overrides = rest
         for argument in rest:
-            refuse_removed({self.prog: argument.partition("=")[0]})
             override = argument.startswith("--") and "." in argument.partition("=")[0]
             if not (self.takes_overrides and override):
                 want = "--section.key=value or an option" if self.takes_overrides else "an option"

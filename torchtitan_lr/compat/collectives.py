@@ -113,8 +113,6 @@ def _give_gloo_one_worker() -> None:
         timeout: timedelta | None = None,
         **fields: Any,  # torch 2.15: ``enable_reconfigure``
     ) -> None:
-        if isinstance(options, timedelta):  # the same position in the constructor without options
-            options, timeout = None, options
         if options is None:
             # The options that torch would use; no Python object of them exists before the group.
             options = gloo._Options()

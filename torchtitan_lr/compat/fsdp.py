@@ -2,9 +2,9 @@
 """Private parts of FSDP2: a unit's sharded parameters and its communication calls.
 
 Gradient compression needs the layout of a unit's buffer, and the ledger needs the unit that
-communicates; FSDP2 publishes neither. The guard needs a rank's own gradients, which FSDP2 frees
-when they are summed. A run without ``[grad_compression]`` and without the ledger uses only
-`replicate` and `watch_gradients` from this module.
+communicates; FSDP2 publishes neither. A rejected step is explained by a rank's own gradients,
+which FSDP2 frees when they are summed. A run without ``[grad_compression]`` and without the
+ledger uses only `replicate` and `watch_gradients` from this module.
 
 Tested with torch 2.11, 2.13 and 2.15, between which the fields of a parameter group changed.
 """

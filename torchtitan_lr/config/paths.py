@@ -56,14 +56,8 @@ def find_config(text: str) -> str:
 
     A shipped file's name is ``debug_cola``, ``debug_cola.toml`` or
     ``train_configs/debug_cola.toml``.
-
-    Raises:
-        ConfigError: That file was shipped once.
     """
-    if os.path.isfile(text):
-        return text
-    refuse_removed({"CONFIG": PurePath(text).name.removesuffix(".toml")})
-    return shipped_config(text) or text
+    return text if os.path.isfile(text) else shipped_config(text) or text
 
 
 def shipped_config(text: str) -> str | None:
@@ -71,12 +65,16 @@ def shipped_config(text: str) -> str | None:
 
     What only other files include has the name ``base/cola``, as in the files that include it: they
     work in any folder.
+
+    Raises:
+        ConfigError: The file is shipped no more.
     """
     name = PurePath(text.removesuffix(".toml"))
     if name.parts[:1] == (FOLDER,):
         name = name.relative_to(FOLDER)
     path = str(SHIPPED / f"{name}.toml")
     here = name.parent in (PurePath(), PurePath("base"))
+    refuse_removed({"CONFIG": str(name)})
     return path if here and os.path.isfile(path) else None
 
 

@@ -5,7 +5,7 @@ A run's record names every key. One with a key that has left is read all the sam
 was one of those that are lost.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torchtitan_lr.errors import ConfigError
@@ -16,9 +16,8 @@ class Removed(NamedTuple):
 
     instead: str
     """What works in its place, as a phrase: ``false``, ``no such key``."""
-    lost: Callable[[Any], bool] = lambda value: True
-    """Whether a value is lost, as a TOML, a record or (a text, None for a flag) a command line
-    has it."""
+    values: tuple[str, ...] = ()
+    """The lost values, as text in lower case; () for all. Without a value a flag is ``none``."""
     key_stays: bool = False
     """Whether the key has other values."""
     weights_stay: bool = False
@@ -26,39 +25,41 @@ class Removed(NamedTuple):
     last: str = "8020035a"
     """The last commit that reads it."""
 
-
-def _is_on(flag: Any) -> bool:
-    return str(flag).lower() != "false"
-
-
-def _is_experiment(module: Any) -> bool:
-    return str(module).startswith("torchtitan_lr.experiments")
+    def lost(self, value: Any) -> bool:
+        """Return whether a value of a TOML, a record or a command line is lost."""
+        return not self.values or str(value).lower() in self.values
 
 
-_REPLICAS = "no such key: replicas that come and go are gone"
+_OF_REPLICAS = Removed("no such key: replicas that come and go are gone", weights_stay=True)
 
 REMOVED: dict[str, Removed] = {
     "CONFIG": Removed(
-        "a configuration of `torchtitan-lr config list`",
-        lost=("debug_replicas",).__contains__,
-        key_stays=True,
+        "a configuration of `torchtitan-lr config list`", ("debug_replicas",), key_stays=True
     ),
     "torchtitan-lr evaluate": Removed(
         "an export of --format hf, and `lm_eval --model hf` on it",
-        lost=("--tasks", "--task_path", "--num_fewshot").__contains__,
+        ("--tasks", "--task_path", "--num_fewshot"),
         key_stays=True,
     ),
-    "fault_tolerance.enable": Removed("false", lost=_is_on, key_stays=True, weights_stay=True),
+    "torchtitan-lr generate": Removed(
+        "no such option: the cache holds keys and values", ("--cache",), key_stays=True
+    ),
+    "parallelism.tp_plan": Removed("'btp', with caat.lanes = 1", ("btp_caat",), key_stays=True),
+    "parallelism.tp_norm_stat": Removed(
+        "no such key: the statistic has an all-reduce of its own", ("column",), weights_stay=True
+    ),
     "job.custom_config_module": Removed(
-        "'torchtitan_lr.config.schema'", lost=_is_experiment, key_stays=True, weights_stay=True
+        "'torchtitan_lr.config.schema'",
+        ("torchtitan_lr.experiments.replicas.job_config",),
+        key_stays=True,
+        weights_stay=True,
     ),
-    **dict.fromkeys(
-        (
-            *("fault_tolerance.lighthouse", "fault_tolerance.address", "fault_tolerance.digests"),
-            *("fault_tolerance.quorum_timeout_s", "fault_tolerance.heal_timeout_s"),
-        ),
-        Removed(_REPLICAS, weights_stay=True),
-    ),
+    "fault_tolerance.enable": Removed("false", ("true", "none"), key_stays=True, weights_stay=True),
+    "fault_tolerance.lighthouse": _OF_REPLICAS,
+    "fault_tolerance.address": _OF_REPLICAS,
+    "fault_tolerance.quorum_timeout_s": _OF_REPLICAS,
+    "fault_tolerance.heal_timeout_s": _OF_REPLICAS,
+    "fault_tolerance.digests": _OF_REPLICAS,
 }
 """By dotted key; ``CONFIG`` are the shipped configurations, ``torchtitan-lr COMMAND`` the options
 of a command."""

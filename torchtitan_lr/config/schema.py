@@ -25,7 +25,7 @@ from torchtitan_lr.config.ranges import (
 CONFIG_MODULE = "torchtitan_lr.config.schema"
 """This module."""
 
-BUILT_IN_PLANS = ("btp", "vanilla", "vanilla_replicated", "megatron", "caat", "btp_caat")
+BUILT_IN_PLANS = ("btp", "vanilla", "vanilla_replicated", "megatron", "caat")
 """The plans of this package, of ``parallel.plans``."""
 
 TP_PLANS = ["auto", *BUILT_IN_PLANS]
@@ -199,23 +199,16 @@ class Parallelism:
     - 'vanilla': every factor pair column- then row-parallel, heads sharded: the fair baseline
     - 'vanilla_replicated': the same with all heads on every rank, as measured in BOOST's paper
     - 'megatron': column- and row-parallel full-rank linears
-    - 'caat': llama_full with ``[caat] lanes``: each rank has its own streams (CAAT-Net)
-    - 'btp_caat': experimental, svd and cola with ``[caat] lanes``: 'btp' with partial reductions;
-      never chosen by 'auto'"""
+    - 'caat': llama_full with ``[caat] lanes``: each rank has its own streams (CAAT-Net)"""
 
     tp_grouping: bool = True
-    """btp, btp_caat: q, k, v (and gate, up) share one product and one reduction. vanilla: they
+    """btp: q, k, v (and gate, up) share one product and one reduction. vanilla: they
     share the backward reduction of their input."""
 
     tp_norm: Literal["online", "sync"] = "online"
     """btp: how RMSNorm reduces the statistic of a sharded stream. 'online' divides after the
-    projection, so that the statistic is reduced together with the latents; 'sync' reduces it
-    before the projection."""
-
-    tp_norm_stat: Literal["async", "column"] = "async"
-    """btp with tp_norm = 'online': 'async' reduces the statistic in a separate fp32 all-reduce that
-    starts before the projection; 'column' sends it as a column of the latents (fewest calls;
-    rounds it to bf16)."""
+    projection, so that the statistic's fp32 all-reduce runs beside the projection; 'sync' reduces
+    it before the projection."""
 
     tp_comm: Literal["all_reduce", "sequence"] = "all_reduce"
     """btp and megatron: after a reduction every rank has all tokens ('all_reduce'), or a shard of
@@ -335,8 +328,7 @@ class Caat:
     lanes: int = 1
     """Number of residual streams ("lanes"); 1 is the ordinary model. The tensor-parallel degree may
     be any divisor of it: each rank holds lanes / degree of them as a dimension of its activations.
-    It must divide the heads, d_ff and, for llama_full, the vocabulary. llama_svd and llama_cola
-    have lanes in their bottlenecks, with tp_plan = 'btp_caat' (experimental)."""
+    It must divide the heads, d_ff and the vocabulary. Only llama_full has lanes."""
 
     sync_fraction: float = 1.0
     """Fraction p of the channels that the lanes sum: the first int(p * width); 1 shares all."""

@@ -180,7 +180,7 @@ class TokenDataLoader(BaseDataLoader):
             options |= {"persistent_workers": False, "prefetch_factor": None}
         self._options = options
         self._batches: Iterator[Batch] | None = None
-        self._reader, self._ahead = ThreadPoolExecutor(1), Future[Batch]()
+        self._thread, self._next_batch = ThreadPoolExecutor(1), Future[Batch]()
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield micro-batches of ``b`` rows."""
@@ -195,10 +195,10 @@ class TokenDataLoader(BaseDataLoader):
                     sampled = {"batch_sampler": numbers, "collate_fn": tuple}
                     loader = StatefulDataLoader(self.dataset, **sampled, **self._options)
                     self._batches = iter(loader)
-                self._ahead = self._reader.submit(next, self._batches)
-            batch = self._ahead.result()
+                self._next_batch = self._thread.submit(next, self._batches)
+            batch = self._next_batch.result()
             # The next batch is read while the step computes.
-            self._ahead = self._reader.submit(next, self._batches)
+            self._next_batch = self._thread.submit(next, self._batches)
             yield batch
 
     def close(self) -> None:

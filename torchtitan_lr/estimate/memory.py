@@ -15,7 +15,7 @@ from torchtitan_lr.estimate.schedule import most_in_flight, pipeline_order
 from torchtitan_lr.estimate.traffic import boundaries_of, exchanged_units, repeated_row
 from torchtitan_lr.formulas.memory import gathered_bytes, sharded, static_memory
 from torchtitan_lr.formulas.traffic import Traffic
-from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.parallel.placement import TPSettings
 from torchtitan_lr.parallel.recompute import (
     EAGER_MODES,
     apply_activation_checkpoint,

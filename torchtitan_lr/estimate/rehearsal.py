@@ -29,7 +29,8 @@ from torchtitan_lr.compat.fake import FakeTensorMode, RehearsalMode, fake_proces
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.plans import TPSettings, apply_tensor_parallel
+from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plans import apply_tensor_parallel
 
 Prepare = Callable[[nn.Module], None]
 """What is done to the model between tensor parallelism and the forward pass: checkpointing."""

@@ -18,7 +18,7 @@ from torchtitan_lr.formulas.traffic import Traffic, merge
 
 if TYPE_CHECKING:
     from torchtitan_lr.models.args import LlamaArgs
-    from torchtitan_lr.parallel.plans import TPSettings
+    from torchtitan_lr.parallel.placement import TPSettings
 
 
 def data_parallel_traffic(
@@ -94,11 +94,12 @@ def named_parameters(
     widths = zip([d] * 6 + [f], [d, d_kv, d_kv, d, f, f, d], strict=True)
     block: dict[str, tuple[int, ...]] = {}
     for name, (d_in, d_out) in zip(linears, widths, strict=True):
-        rank = shape.rank_attention if name.startswith("attention") else shape.rank_ffn
+        rank, (a, b) = shape.rank_ffn, formula.feed_forward
+        if name.startswith("attention"):
+            rank, (a, b) = shape.rank_attention, formula.attention
         weights: list[tuple[str, tuple[int, int], int | None]]
         weights = [(f"{name}.weight", (d_out, d_in), 0)]
         if shape.family != "full":
-            a, b = formula.factors
             weights = [
                 (f"{name}.A.weight", (rank, d_in), a),
                 (f"{name}.B.weight", (d_out, rank), b),

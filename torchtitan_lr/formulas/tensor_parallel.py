@@ -23,11 +23,7 @@ from torchtitan_lr.formulas.traffic import Traffic, backward, forward, merge
 
 if TYPE_CHECKING:
     from torchtitan_lr.models.args import LlamaArgs
-    from torchtitan_lr.parallel.plans import TPSettings
-
-COLUMN_MULTIPLE = 8
-"""A payload with the norm's statistic as a column is padded to a multiple of this width."""
-
+    from torchtitan_lr.parallel.placement import TPSettings
 
 Parts = dict[str, list[Traffic]]
 """Collectives by part of the model: ``embedding``, ``block`` and ``head``."""
@@ -45,16 +41,18 @@ class PlanFormula:
             exchange a statistic per token.
         shards_latents: Whether a rank holds r/T features of each latent.
         shards_heads: Whether a rank attends with its share of the heads, and not with all of them.
-        factors: Which dimension of A (r, d_in) and of B (d_out, r) the ranks split, None for none
-            (Replicate). A rank multiplies with what it stores: these are also the shapes of its
-            products.
+        attention: Which dimension of attention's A (r, d_in) and B (d_out, r) the ranks split, None
+            for none (Replicate). A rank multiplies with what it stores: these are also the shapes
+            of its products.
+        feed_forward: Likewise, of the feed-forward.
     """
 
     traffic: Callable[[LlamaArgs, TPSettings, int, int], Parts]
     shards_stream: bool = False
     shards_latents: bool = False
     shards_heads: bool = True
-    factors: tuple[int | None, int | None] = (0, 1)
+    attention: tuple[int | None, int | None] = (0, 1)
+    feed_forward: tuple[int | None, int | None] = (0, 1)
 
 
 def chunk_groups(shape: LlamaArgs) -> list[tuple[list[int], bool]]:
@@ -75,11 +73,7 @@ def btp(shape: LlamaArgs, settings: TPSettings, n: int, ranks: int) -> Parts:
     rows: list[Traffic] = []
     for widths, has_norm in chunk_groups(shape):
         payloads = [sum(widths)] if settings.grouping else widths
-        column = has_norm and online and settings.norm_stat == "column"
-        sent = list(payloads)
-        if column:
-            sent[0] = -(-(payloads[0] + 1) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
-        rows.append(forward(reduce, [n * width for width in sent]))
+        rows.append(forward(reduce, [n * width for width in payloads]))
         # Backward, of the copies that the column-parallel B's were given.
         rows.append(backward(reduce, [n * width for width in payloads]))
         if sequence:
@@ -89,8 +83,7 @@ def btp(shape: LlamaArgs, settings: TPSettings, n: int, ranks: int) -> Parts:
             rows.append(forward("all_reduce", [n], "statistic"))
             rows.append(backward("all_reduce", [n], "statistic"))
         elif has_norm:
-            if not column:
-                rows.append(forward(reduce, [n], "statistic"))
+            rows.append(forward(reduce, [n], "statistic"))
             if sequence:  # each rank knows dS of its own tokens only
                 rows.append(backward("all_gather", [n], "statistic"))
     stream = [n * shape.dim]
@@ -162,17 +155,6 @@ def caat(shape: LlamaArgs, settings: TPSettings, n: int, ranks: int) -> Parts:
     }
 
 
-def btp_caat(shape: LlamaArgs, settings: TPSettings, n: int, ranks: int) -> Parts:
-    """BTP's payloads, p times as wide, and its synchronized statistic (experimental)."""
-    payloads: list[int] = []
-    for widths, _ in chunk_groups(shape):
-        shared = [n * int(shape.sync_fraction * width) for width in widths]
-        payloads += [sum(shared)] if settings.grouping else shared
-    statistics = [make("all_reduce", [n] * 2, "statistic") for make in (forward, backward)]
-    block = [*_partial_reductions(payloads, settings, ranks), *statistics]
-    return btp(shape, settings, n, ranks) | {"block": block}
-
-
 def _partial_reductions(payloads: Sequence[int], settings: TPSettings, ranks: int) -> list[Traffic]:
     """Return equal sums in both passes; wide backward sums add in fp32 and send half precision."""
     payloads = [payload for payload in payloads if payload]
@@ -186,12 +168,11 @@ def _partial_reductions(payloads: Sequence[int], settings: TPSettings, ranks: in
 
 
 FORMULAS: dict[str, PlanFormula] = {
-    "btp": PlanFormula(btp, shards_stream=True, factors=(1, 0)),
+    "btp": PlanFormula(btp, shards_stream=True, attention=(1, 0), feed_forward=(1, 0)),
     "vanilla": PlanFormula(vanilla, shards_latents=True),
     "vanilla_replicated": PlanFormula(vanilla, shards_latents=True, shards_heads=False),
     "megatron": PlanFormula(megatron),
     "caat": PlanFormula(caat),
-    "btp_caat": PlanFormula(btp_caat, shards_stream=True, factors=(1, 0)),
 }
 """Formulas by the name of their plan; a plan from outside the package adds its own."""
 

@@ -23,7 +23,8 @@ from torchtitan_lr.inference.decode import Choice
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.generation import generation_settings, sharded_choice
-from torchtitan_lr.parallel.plans import TPSettings, apply_tensor_parallel
+from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plans import apply_tensor_parallel
 from torchtitan_lr.titan.device import keep_freed_memory
 
 DEGREE = "parallelism.tensor_parallel_degree"
@@ -83,7 +84,6 @@ def load_on_ranks(
     step_dir: Path,
     config_file: Path | None,
     device: str,
-    cache: str,
     overrides: Sequence[str],
     allow_unverified: bool = False,
 ) -> tuple[LlamaModel, Any, Choice | None]:
@@ -93,11 +93,11 @@ def load_on_ranks(
         The model, the tokenizer, and what draws its tokens, if ranks hold parts of the logits.
 
     Raises:
-        ConfigError: The checkpoint, tokenizer, cache, device or layout cannot be used.
+        ConfigError: The checkpoint, tokenizer, device or layout cannot be used.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     config, args, tokenizer = read_for_inference(step_dir, config_file)
-    settings = generation_settings(read_parallelism(config, overrides, world), args, world, cache)
+    settings = generation_settings(read_parallelism(config, overrides, world), args, world)
     if world == 1:
         model, tokenizer = load_for_inference(
             step_dir, config_file, device, allow_unverified=allow_unverified

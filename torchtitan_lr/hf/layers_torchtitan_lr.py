@@ -69,11 +69,7 @@ class LowRankLinear(nn.Module):
         super().__init__()
         rank = config.rank_attention if projection in ("q", "k", "v", "o") else config.rank_ffn
         self.silu = projection in config.latent_silu
-        if config.lanes > 1:
-            self.A: nn.Linear = LaneTerms(d_in, rank, config.lanes, config.shared_channels(rank))
-            self.B: nn.Linear = LaneRows(rank, d_out, bias=False)
-        else:
-            self.A, self.B = nn.Linear(d_in, rank, bias=False), nn.Linear(rank, d_out, bias=False)
+        self.A, self.B = nn.Linear(d_in, rank, bias=False), nn.Linear(rank, d_out, bias=False)
         self.gate = nn.Parameter(torch.ones(1)) if gated else None
 
     def forward(self, x: Tensor, carried: Tensor | None = None) -> tuple[Tensor, Tensor]:

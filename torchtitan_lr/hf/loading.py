@@ -83,17 +83,12 @@ def named_step(step_dir: Path) -> Path:
     return next(recorded, names[0])
 
 
-def run_folder(step_dir: Path) -> Path:
-    """Return the dump folder of a step's run, two levels above; both may be links."""
-    return named_step(step_dir).parent.parent
-
-
 def read_record(step_dir: Path) -> dict[str, Any]:
     """Read the record of a checkpoint's run; errors as for `read_run_config`.
 
     A record may be somebody else's. The tokenizer that it names is not downloaded.
     """
-    path = run_folder(step_dir) / RUN_CONFIG
+    path = named_step(step_dir).parent.parent / RUN_CONFIG
     try:
         record = parse_json(in_folder(read_regular(path).decode(), path.parent))
     except FileNotFoundError:

@@ -178,8 +178,7 @@ class TorchtitanLRPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: TorchtitanLRConfig) -> None:
         super().__init__(config)
-        # Lanes of the low-rank families are in the latents; those at full rank are streams.
-        self.streams = config.lanes if config.family == "full" else 1
+        self.streams = config.lanes
         self.tok_embeddings: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)

@@ -25,7 +25,7 @@ from torchtitan_lr.hf.exported import (
 from torchtitan_lr.hf.loading import SECTIONS, build_model_args, open_weights, read_record
 from torchtitan_lr.hf.weights import no_checkpoint
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.ends import cross_entropy_sum
+from torchtitan_lr.models.ends import summed_loss
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan import logger
@@ -211,9 +211,7 @@ def load_on_ranks(
 
     def total_loss(batches: Batches) -> tuple[float, int]:
         with context():
-            loss, tokens = sum_over_ranks(
-                parts, batches, cross_entropy_sum, pipeline, parallel_dims
-            )
+            loss, tokens = sum_over_ranks(parts, batches, summed_loss, pipeline, parallel_dims)
         return loss, round(tokens)
 
     return total_loss
@@ -259,7 +257,7 @@ def _build_parts(
     pipeline = None
     if parallel_dims.pp_enabled:
         split = partial(spec.pipelining_fn, model, parallel_dims, config, device, args)
-        pipeline, parts, _, _ = split(spec.parallelize_fn, cross_entropy_sum)
+        pipeline, parts, _, _ = split(spec.parallelize_fn, summed_loss)
     else:
         parts = [spec.parallelize_fn(model, parallel_dims, config)]
     for part in parts:

@@ -1,34 +1,17 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Caches of keys and values, allocated once, full or in rank space.
+"""Caches of keys and values, allocated once.
 
 Prompts of different lengths are padded on the left, so that all rows write to the same column. A
 row's positions count from its first token; padding attends only to itself, and nothing attends to
 it.
-
-The latent cache uses that a value is V_t = B h_t, where the latent h_t = σ(A x_t), r wide, is
-common to all heads. Attention is linear in the values, so head i gives
-
-    Σ_t p_it V_t^(i) = B^(i) Σ_t p_it h_t
-
-with B^(i) the rows of B that belong to head i's values. The cache therefore stores d_kv + r
-numbers per token and block instead of 2 d_kv, and mixes r instead of head_dim numbers per head and
-token. Keys stay d_kv wide: the rotation stands between q and B. With lanes every lane has latents
-of its own: d_kv + G r numbers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from torchtitan_lr.collectives import local
-from torchtitan_lr.models.linears import LowRankLinear
-
-KINDS = ("full", "latent")
-"""Values of ``--cache``."""
+from torch import Tensor
 
 
 @dataclass
@@ -60,7 +43,6 @@ class KeyValueCache:
         lengths: Number of prompt tokens of each row.
         capacity: Number of columns: the longest prompt and the tokens to come.
         n_layers: Number of blocks.
-        kind: ``full`` or ``latent`` (see above); ``latent`` needs a low-rank family.
         device: Device of the model.
         static: Whether attention reads all columns, the empty ones masked, from the second forward
             pass on. No shape then changes from step to step, as a compiled step needs it.
@@ -74,7 +56,6 @@ class KeyValueCache:
         lengths: Sequence[int],
         capacity: int,
         n_layers: int,
-        kind: str = "full",
         device: torch.device | str = "cpu",
         static: bool = False,
     ) -> None:
@@ -86,7 +67,7 @@ class KeyValueCache:
         self._padding: Tensor | None = None
         if min(lengths) < width:
             self._padding = torch.tensor([[width - length] for length in lengths], device=device)
-        self.layers = [LayerCache(self._columns, kind == "latent") for _ in range(n_layers)]
+        self.layers = [LayerCache(self._columns) for _ in range(n_layers)]
 
     def begin(self, table: Tensor, new: int) -> Tensor:
         """Move on by ``new`` columns and return the rotations of their positions.
@@ -127,65 +108,28 @@ class KeyValueCache:
 
 @dataclass(eq=False)
 class LayerCache:
-    """Keys of one block (b, h_kv, capacity, head_dim), and its values or their latents.
+    """Keys and values of one block, (b, h_kv, capacity, head_dim) each.
 
     Args:
         columns: Those of the present forward pass.
-        latent: Whether latents (b, G, capacity, r) stand in for values, which are like the keys.
     """
 
     columns: Columns
-    latent: bool
     keys: Tensor | None = None
     values: Tensor | None = None
-    _up: nn.Module | None = None
 
-    def up_edge(self, up: nn.Module) -> Callable[..., list[Tensor]]:
-        """Return the block's up edge of q, k and v, or one that leaves v's latent as it is."""
-        if not self.latent:
-            return up
-        if self._up is None:
-            self._up = up
-        # q (b, s, d), k (b, s, d_kv), and the latent of v (b, s, r).
-        return lambda latents, linears: [*up(latents[:2], linears[:2]), latents[2]]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, wv: nn.Module) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the keys and values of new tokens and attend to all tokens so far.
 
         Args:
             q: Rotated queries (b, h, s, head_dim).
             k: Rotated keys (b, h_kv, s, head_dim).
-            v: The last output of `up_edge`: values (b, s, h_kv · head_dim), or latents (b, s, r).
-            wv: The linear of the values; B (h_kv · head_dim, r).
+            v: Values (b, h_kv, s, head_dim).
 
         Returns:
             Tensor (b, h, s, head_dim).
         """
-        if not self.latent:
-            keys, values = self.store(k, v.unflatten(-1, (-1, k.shape[-1])).transpose(1, 2))
-            return self.attention(q, keys, values)
-        wv = cast(LowRankLinear, wv)
-        latents = v if v.dim() == 4 else v.unsqueeze(2)  # (b, s, G, r)
-        keys, stored = self.store(k, latents.transpose(1, 2))
-        if self.columns.first and self._up is not None:
-            # All latents are here: expanded once, they take the training kernel.
-            (values,) = self._up([v], [wv])
-            return self.attention(q, keys, values.unflatten(-1, (-1, k.shape[-1])).transpose(1, 2))
-        # In rank space; the order of products keeps the sum over tokens r wide.
-        batch, heads, new, width = q.shape
-        groups, lanes = keys.shape[1], stored.shape[1]
-        scores = q.reshape(batch, groups, -1, width) @ keys.mT * width**-0.5
-        if self.columns.mask is not None:
-            hidden = ~self.columns.mask.repeat(1, 1, heads // groups, 1)
-            scores = scores.masked_fill(hidden, float("-inf"))
-        weights = scores.softmax(-1).reshape(batch, lanes, -1, keys.shape[2])
-        mixed = (weights @ stored).reshape(batch, groups, -1, stored.shape[-1])
-        # A rank's rows of B are those of its heads, and a lane owns the heads of its rows.
-        rows = local(wv.B.weight).unflatten(0, (groups, width))  # (h_kv, head_dim, r)
-        return (mixed @ rows.mT).reshape(batch, heads, new, width)
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend with values, q (b, h, s, head_dim), k and v (b, h_kv, t, head_dim)."""
+        k, v = self.store(k, v)
         now = self.columns
         # The kernel's own causal form reads no mask from memory.
         return F.scaled_dot_product_attention(
@@ -202,7 +146,7 @@ class LayerCache:
 
         Args:
             k: Keys (b, h_kv, s, head_dim); plans of tensor parallelism give a rank's heads.
-            v: Values (b, h_kv, s, head_dim) or latents (b, G, s, r).
+            v: Values (b, h_kv, s, head_dim).
 
         Returns:
             Keys and values of all columns so far; of all columns where shapes are static.

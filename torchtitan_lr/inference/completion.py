@@ -27,7 +27,6 @@ class Settings:
         stops: Strings that end a text.
         stop_ids: Tokens that end a text, beside the tokenizer's own.
         batch_size: Prompts that are decoded together.
-        cache: Kind of the cache, ``full`` or ``latent``.
         compiled: Whether the model went through `inference.decode.compile_blocks`.
         choice: Draws from the model's logits, see `inference.decode.Decoder`.
     """
@@ -38,7 +37,6 @@ class Settings:
     stops: Sequence[str] = ()
     stop_ids: Sequence[int] = ()
     batch_size: int = 16
-    cache: str = "full"
     compiled: bool = False
     choice: Choice | None = None
 
@@ -110,7 +108,6 @@ def complete_batch(
         settings.sampling,
         seeds,
         stop_ids,
-        settings.cache,
         settings.compiled,
         settings.choice,
     )

@@ -4,15 +4,15 @@
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.inference.cache import KINDS, KeyValueCache
+from torchtitan_lr.inference.cache import KeyValueCache
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.ends import HeadEdge
 from torchtitan_lr.models.llama import LlamaModel
 
 
@@ -119,19 +119,6 @@ def max_new_tokens(
     return most
 
 
-def check_cache(args: LlamaArgs, kind: str) -> None:
-    """Refuse a cache that the model cannot have.
-
-    Raises:
-        ConfigError: An unknown kind, or ``latent`` for a full-rank model.
-    """
-    if kind not in KINDS:
-        raise ConfigError("--cache", kind, "one of " + ", ".join(KINDS))
-    if kind == "latent" and not args.low_rank:
-        want = f"'full' for {args.model_family.model_name}, which has no latents"
-        raise ConfigError("--cache", kind, want)
-
-
 class Decoder:
     """Continues a batch of prompts.
 
@@ -145,7 +132,6 @@ class Decoder:
         sampling: How tokens are drawn.
         seeds: Seed of each row's draws.
         stop_ids: Tokens that end a row.
-        cache: Kind of the cache, ``full`` or ``latent``.
         compiled: Whether the model went through `compile_blocks`. The prompts are read without
             compilation: every length would be compiled anew.
         choice: Draws from the model's logits, if ranks hold parts of them.
@@ -156,7 +142,7 @@ class Decoder:
         new_tokens: Number of new tokens of each row, the stop token included.
 
     Raises:
-        ConfigError: The kind of cache does not fit the model, or a row does not fit its window.
+        ConfigError: A row does not fit its window.
     """
 
     def __init__(
@@ -167,12 +153,10 @@ class Decoder:
         sampling: Sampling,
         seeds: Sequence[int],
         stop_ids: Collection[int] = (),
-        cache: str = "full",
         compiled: bool = False,
         choice: Choice | None = None,
     ) -> None:
         args = model.model_args
-        check_cache(args, cache)
         lengths = [len(prompt) for prompt in prompts]
         for length, limit in zip(lengths, limits, strict=True):
             max_new_tokens(args, length, wanted=limit)
@@ -187,7 +171,7 @@ class Decoder:
             self._draws = torch.stack([draws(seed, most) for seed in seeds]).to(device)
         # The last new token is not read.
         columns = width + most - 1
-        self.cache = KeyValueCache(lengths, columns, args.n_layers, cache, device, compiled)
+        self.cache = KeyValueCache(lengths, columns, args.n_layers, device, compiled)
         self._compiled, self._choice = compiled, choice
         self.running = [True] * len(prompts)
         self.new_tokens = [0] * len(prompts)
@@ -229,5 +213,5 @@ def compile_blocks(model: LlamaModel, backend: str | Callable[..., Any] = "induc
     for block in model.layers.values():
         block.compile(backend=backend, fullgraph=True)
     output = model.output
-    if output is not None and cast(HeadEdge, output.head).ranks.size == 1:
+    if output is not None and not isinstance(output.weight, DTensor):  # a rank's logits are one
         output.compile(backend=backend, fullgraph=True)

@@ -90,7 +90,7 @@ class LlamaArgs(BaseModelArgs):
 
     lanes: int = 1
     """CAAT-Net: number G of streams that share only a part of what they add. 1 is the ordinary
-    model. The low-rank families split their bottlenecks instead (experimental)."""
+    model; only the full-rank family has more."""
 
     sync_fraction: float = 1.0
     """CAAT-Net: p, the share of the channels that all lanes sum, the first int(p · width)."""
@@ -159,8 +159,7 @@ class LlamaArgs(BaseModelArgs):
         if lanes == 1 and fraction != 1:
             raise ConfigError("caat.sync_fraction", fraction, "1 unless caat.lanes is more than 1")
         widths = {"n_heads": self.n_heads, "n_kv_heads": self.kv_heads, "ffn_dim": self.ffn_dim}
-        if not self.low_rank:
-            widths["vocab_size"] = self.vocab_size
+        widths["vocab_size"] = self.vocab_size
         for name, width in widths.items():
             if width % lanes:
                 raise ConfigError("caat.lanes", lanes, f"a divisor of the model's {name} = {width}")

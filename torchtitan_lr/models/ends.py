@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The two ends of the model: the embedding, and the final norm with the head and its loss.
 
-On several ranks the embedding is sharded along d, and the head along the vocabulary. A row-parallel
-head would all-reduce logits and is not supported.
+`TokenEmbedding` and `OutputProjection` own the weights and call a module without parameters:
+`Embed` and `Head` here, on several ranks a plan's edges (`parallel.ends`).
 
 The loss is cross entropy summed over tokens, of logits or of a head. Of a head it is computed a
 chunk of tokens at a time: the logits never exist whole. The loss of a chunk and its gradients with
@@ -18,32 +18,17 @@ vocabulary, and can run backward only once, where a zero-bubble pipeline needs i
 """
 
 import math
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from torchtitan_lr.collectives import (
-    FEATURES,
-    SINGLE,
-    TOKENS,
-    Edge,
-    Ranks,
-    all_gather,
-    copy_to_ranks,
-    gather_partial,
-    gather_partial_wide,
-    gather_replicated,
-    local,
-    reduce,
-    split_replicated,
-)
+from torchtitan_lr.collectives import Ranks, all_gather, reduce
 from torchtitan_lr.compat.autograd import backward_may_repeat
 from torchtitan_lr.models.lanes import lane_linear
-from torchtitan_lr.models.norms import norm_numbers, normalize, sync_norm
 from torchtitan_lr.numerics import scale_
 from torchtitan_lr.titan import IGNORE_INDEX, logger
 from torchtitan_lr.titan.base import JobConfig, LossFunction
@@ -57,107 +42,46 @@ SMALLEST_CHUNK = 512
 LARGEST_CHUNK = 4096
 """Tokens of a chunk at most: wider ones gain nothing."""
 
-Stream = Literal["replicated", "features", "scatter", "tokens", "lanes"]
-"""Layout of the residual stream in front of the head: (b, s, d) on every rank; (b, s, d/T),
-Shard(-1); the same, gathered by `norms.sync_norm`; (b, s/T, d), Shard(1); or CAAT-Net's
-(b, s, g, d), of which each lane scores its part of the vocabulary, so that nothing is gathered."""
 
-
-class EmbedEdge(Edge):
-    """The embedding look-up, of this rank's features."""
-
-    gather: bool = False
-    """Whether all features are then gathered on every rank."""
-
-    sequence: bool = False
-    """Whether each rank then keeps only its shard of the tokens."""
-
-    lanes: int = 1
-    """CAAT-Net's lanes G of the model, all of which start with the same vectors."""
-
-    wide: bool = True
-    """As in `LaneRowEdge`."""
+class Embed(nn.Module):
+    """The look-up of tokens."""
 
     def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
-        """Look tokens (b, s) up in weight (V, d/T), Shard(1).
-
-        Returns:
-            Tensor (b, s, d/T), Shard(-1); with `gather` (b, s, d), replicated, or (b, s/T, d),
-            Shard(1), for `sequence`; with lanes (b, s, g, d), those of this rank.
-        """
-        x = F.embedding(tokens, local(embedding.weight))
-        if self.lanes > 1:
-            # The gradient is a sum over all lanes, the only reduction of the embedding. A rank owns
-            # d/T of the embedding, so a reduce-scatter is enough.
-            x = (gather_partial_wide if self.wide else gather_partial)(x, self.ranks)
-            return x.unsqueeze(2).expand(-1, -1, self.lanes // self.ranks.size, -1)
-        if self.gather:
-            x = gather_replicated(x, self.ranks, FEATURES)
-        return split_replicated(x, self.ranks, TOKENS) if self.sequence else x
+        """Look tokens (b, s) up in weight (V, d); returns (b, s, d)."""
+        return F.embedding(tokens, embedding.weight)
 
 
-class HeadEdge(Edge):
-    """The final norm on all features, then the output projection, sharded along the vocabulary."""
-
-    stream: Stream = "replicated"
-    """Layout of the residual stream."""
-
-    loss_parallel: bool = True
-    """Whether logits stay sharded, as a DTensor for torch's ``loss_parallel`` context, or are
-    gathered."""
+class Head(nn.Module):
+    """The final norm, then the logits or the loss."""
 
     def forward(
-        self, x: Tensor, norm: nn.RMSNorm, output: nn.Linear, targets: Tensor | None = None
+        self, x: Tensor, norm: nn.Module, output: nn.Linear, targets: Tensor | None = None
     ) -> Tensor:
         """Compute logits, or the loss without whole logits.
 
-        For the loss the ranks exchange their log-sum-exps for every chunk of tokens, and at the end
-        the loss.
-
         Args:
-            x: The residual stream, in the layout `stream`.
-            norm: The final norm; weight (d,), Replicate, or (d/T,), Shard(0), for ``scatter``.
-            output: The head; weight (V/T, d), Shard(0).
-            targets: Token ids (b, s), replicated; not used where logits are gathered.
+            x: The residual stream (b, s, d), or with lanes (b, s, G, d), of which each lane scores
+                its part of the vocabulary.
+            norm: The final norm.
+            output: The head; weight (V, d).
+            targets: Token ids (b, s).
 
         Returns:
-            With targets the sum of -log p(target), a replicated scalar, see `linear_loss`. Else
-            logits (b, s, V): a DTensor with Shard(-1), or a plain tensor, the same on every rank.
+            With targets the sum of -log p(target), a scalar, see `linear_loss`. Else logits
+            (b, s, V).
         """
-        weight, ranks = local(output.weight), self.ranks
-        x = self.normalized(x, norm)
-        if targets is not None and (self.loss_parallel or ranks.size == 1):
-            return linear_loss(x, weight, targets, ranks)
-        logits = lane_linear(x, weight) if self.stream == "lanes" else F.linear(x, weight)
-        if ranks.size > 1 and self.loss_parallel:
-            mesh = cast(DTensor, output.weight).device_mesh
-            return DTensor.from_local(logits, mesh, [Shard(-1)], run_check=False)
-        return gather_replicated(logits, ranks, FEATURES)
-
-    def normalized(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
-        """Return the input of the product; replicated, its gradient is summed over the ranks."""
-        if self.ranks.size == 1:
-            return norm(x)
-        if self.stream == "scatter":
-            # Cheaper backward than that of ``features``: γ ⊙ x is gathered and then scaled by rstd,
-            # so that the gathered tensor's gradient is reduce-scattered at once instead of
-            # all-reduced and sliced.
-            return sync_norm(x, *norm_numbers(norm), self.ranks, gather=True)
-        if self.stream == "lanes":
-            return normalize(x, norm, self.ranks)
-        if self.stream == "tokens":
-            return gather_partial(normalize(x, norm, self.ranks), self.ranks, TOKENS)
-        if self.stream == "features":
-            x = gather_replicated(x, self.ranks, FEATURES)
-        return copy_to_ranks(normalize(x, norm), self.ranks)
+        x = norm(x)
+        if targets is not None:
+            return linear_loss(x, output.weight, targets)
+        return lane_linear(x, output.weight) if x.ndim == 4 else F.linear(x, output.weight)
 
 
 class TokenEmbedding(nn.Embedding):
-    """Token embedding whose look-up is an edge."""
+    """Token embedding whose look-up is a module that a plan may replace."""
 
     # A child of this module, not of the model: a pipeline split keeps both on one stage, and FSDP's
-    # hooks run before the edge.
-    embed: Edge
+    # hooks run before the look-up.
+    embed: nn.Module
 
     def forward(self, input: Tensor) -> Tensor:
         """Embed tokens (b, s) as (b, s, d); with lanes at full rank as (b, s, G, d)."""
@@ -166,14 +90,14 @@ class TokenEmbedding(nn.Embedding):
 
 
 class OutputProjection(nn.Linear):
-    """Output projection that applies the final norm too, through one edge."""
+    """Output projection that applies the final norm too, by a module that a plan may replace."""
 
-    head: Edge
+    head: nn.Module
 
     def forward(  # type: ignore[override]
         self, input: Tensor, norm: nn.RMSNorm, targets: Tensor | None = None
     ) -> Tensor:
-        """Turn the residual stream (b, s, d) into logits (b, s, V) or a loss, see `HeadEdge`."""
+        """Turn the residual stream (b, s, d) into logits (b, s, V) or a loss, see `Head`."""
         # A call of this module for the loss too, so that FSDP has gathered the weight.
         out: Tensor = self.head(input, norm, self, targets)
         return out
@@ -186,7 +110,7 @@ def chunk_tokens(tokens: int, dim: int) -> int:
     return min(LARGEST_CHUNK, max(SMALLEST_CHUNK, -(-tokens // CHUNKS)))
 
 
-def linear_loss(x: Tensor, weight: Tensor, targets: Tensor, ranks: Ranks = SINGLE) -> Tensor:
+def linear_loss(x: Tensor, weight: Tensor, targets: Tensor, ranks: Ranks | None = None) -> Tensor:
     """Sum -log p(target) over the valid tokens, in nats, where p is the softmax of x Wᵀ.
 
     The result and its gradients are those of `cross_entropy_sum` of the whole logits.
@@ -196,7 +120,7 @@ def linear_loss(x: Tensor, weight: Tensor, targets: Tensor, ranks: Ranks = SINGL
             weight.
         weight: (V/T, d), Shard(0).
         targets: Token ids (b, s); `IGNORE_INDEX` does not count.
-        ranks: The ranks that share the vocabulary.
+        ranks: The ranks that share the vocabulary; None if the weight has all of it.
 
     Returns:
         A scalar in at least fp32, replicated. The gradient of x is this rank's term of a sum.
@@ -213,7 +137,12 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ranks: Ranks, wanted: bool
+        ctx: Any,
+        x: Tensor,  # (n, g, d)
+        weight: Tensor,  # (V/T, d)
+        targets: Tensor,  # (n,)
+        ranks: Ranks | None,
+        wanted: bool,
     ) -> Tensor:
         tokens = x.shape[0]
         size = chunk_tokens(tokens, x.shape[-1])
@@ -247,7 +176,7 @@ class _LinearLoss(torch.autograd.Function):
             ctx.save_for_backward(dx, dweight.to(weight.dtype))
         elif wanted:
             ctx.save_for_backward(errors, counted, weight, valid)
-        return reduce(loss, ranks)
+        return loss if ranks is None else reduce(loss, ranks)
 
     @staticmethod
     @once_differentiable
@@ -275,7 +204,7 @@ def _chunk_loss(
     counts: Tensor,
     logits: Tensor,
     p: Tensor,
-    ranks: Ranks,
+    ranks: Ranks | None,
     wanted: bool,
 ) -> tuple[Tensor, Tensor]:
     """Compute the loss of n tokens, of the targets in this rank's part of the vocabulary.
@@ -289,7 +218,7 @@ def _chunk_loss(
         counts: Whether each of them does (n,).
         logits: Memory (n, V/T), of the dtype of x.
         p: The same in at least fp32; the same tensor if x is.
-        ranks: The ranks that share the vocabulary.
+        ranks: The ranks that share the vocabulary; None if the weight has all of it.
         wanted: Whether the errors are.
 
     Returns:
@@ -300,9 +229,9 @@ def _chunk_loss(
     columns = logits.chunk(lanes, 1)
     for lane, rows in enumerate(weight.chunk(lanes)):
         torch.mm(x[:, lane], rows.t(), out=columns[lane])
-    place = targets - ranks.rank * weight.shape[0]
-    here = counts
-    if ranks.size > 1:
+    place, here = targets, counts
+    if ranks is not None:  # the targets in this rank's part of the vocabulary
+        place = targets - ranks.rank * weight.shape[0]
         here = counts & (place >= 0) & (place < logits.shape[1])
     place = torch.where(here, place, 0)[:, None]
     of_target = logits.gather(1, place)[:, 0].to(p.dtype)
@@ -313,7 +242,7 @@ def _chunk_loss(
     # The largest p is exp(0) / Σ exp(logit - largest). The target's own p may underflow.
     log_largest_p = p.amax(1).log()
     log_p = of_target - largest + log_largest_p
-    if ranks.size > 1:
+    if ranks is not None:
         own = largest - log_largest_p  # log-sum-exp of this part
         part = own - all_gather([own[None]], ranks, 0)[0].logsumexp(0)
         p *= part.exp()[:, None]
@@ -348,18 +277,13 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum of ``-log p(label)`` over the valid tokens of a batch, in nats.
 
     Args:
-        logits: (b, s, V), a plain tensor, or a DTensor Shard(-1) in loss-parallel context; or the
-            loss, a scalar, which is returned.
+        logits: (b, s, V), a plain tensor, or a DTensor Shard(-1) in loss-parallel context.
         labels: (b, s); positions equal to `IGNORE_INDEX` do not count.
 
     Returns:
         A scalar. The caller divides by the number of valid tokens of the global batch, so that
         gradients add up over ranks and micro-batches without any averaging.
     """
-    # torchtitan's trainer calls the model, then the loss with the model's output and the labels.
-    # The model gets the labels too, and if its head computes the loss, its output is that.
-    if logits.ndim == 0:
-        return logits
     # Half precision is raised to fp32; fp64 stays fp64, which upstream's loss would round.
     compute = torch.promote_types(logits.dtype, torch.float32)
     loss = F.cross_entropy(
@@ -371,25 +295,36 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
+def summed_loss(output: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of a model's output, see `cross_entropy_sum`.
+
+    Args:
+        output: Logits (b, s, V); or, if the model was given the labels and its head has computed
+            the loss, that loss, a scalar.
+        labels: (b, s).
+    """
+    return output if output.ndim == 0 else cross_entropy_sum(output, labels)
+
+
 def perplexity(loss: float) -> float:
     """Return e to the loss (nats a token); infinity where that overflows."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 def build_loss(job_config: JobConfig, **kwargs: Any) -> LossFunction:
-    """Build the loss: `cross_entropy_sum`, compiled if ``compile.components`` names the loss.
+    """Build the loss: `summed_loss`, compiled if ``compile.components`` names the loss.
 
     Args:
         job_config: The run's configuration. Only with ``parallelism.disable_loss_parallel`` under
             tensor parallelism has a rank whole logits to compile for; else the head computes the
-            loss, and this returns it.
+            loss.
         **kwargs: What torchtitan also passes (``parallel_dims``); unused.
     """
     compiled = job_config.compile.enable and "loss" in job_config.compile.components
     if compiled and not head_computes_loss(job_config):
         logger.info("Compiling the loss function with torch.compile")
         return torch.compile(cross_entropy_sum, backend=job_config.compile.backend)
-    return cross_entropy_sum
+    return summed_loss
 
 
 def head_computes_loss(job_config: JobConfig) -> bool:

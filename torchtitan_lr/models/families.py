@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.linears import LowRankLinear, MixEdge
+from torchtitan_lr.models.linears import LowRankLinear, Mix
 
 if TYPE_CHECKING:
     from torchtitan_lr.models.args import LlamaArgs
@@ -69,7 +69,7 @@ class ModelFamily:
 
     name: str
     low_rank: bool = True
-    lanes: bool = True
+    lanes: bool = False
     carries_latents: bool = False
     gated: bool = False
     factorises: bool = False
@@ -114,12 +114,12 @@ class ModelFamily:
         return LowRankLinear(d_in, d_out, rank, gated)
 
     def build_mix(self) -> nn.Module | None:
-        """Build the edge between A and σ, see `models.llama.Sublayer`; None without one.
+        """Build the module between A and σ, see `models.linears.LowRankGroup`; None without one.
 
         Plans put their own edge in place of LaX's. They may hold a latent in shards along r:
-        without carried latents the edge must therefore act on each element by itself.
+        without carried latents the module must therefore act on each element by itself.
         """
-        return MixEdge() if self.carries_latents else None
+        return Mix() if self.carries_latents else None
 
     def check(self, args: "LlamaArgs") -> None:
         """Refuse arguments that the family cannot have.
@@ -132,7 +132,8 @@ class ModelFamily:
             want += "(with σ in the bottleneck it is llama_cola)"
             raise ConfigError("low_rank.activation", args.activation, want)
         if args.lanes > 1 and not self.lanes:
-            want = f"1 for {self.model_name}, whose latents would be lanes"
+            others = " or ".join(family.model_name for family in FAMILIES.values() if family.lanes)
+            want = f"1 for {self.model_name}: only {others} has lanes (svd and cola until 8020035a)"
             raise ConfigError("caat.lanes", args.lanes, want)
 
     def check_overrides(self, section: Any) -> None:
@@ -166,10 +167,10 @@ class ModelFamily:
 FAMILIES: dict[str, ModelFamily] = {
     family.name: family
     for family in (
-        ModelFamily("full", low_rank=False),
+        ModelFamily("full", low_rank=False, lanes=True),
         ModelFamily("svd", factorises=True),
         ModelFamily("cola"),
-        ModelFamily("lax", lanes=False, carries_latents=True, gated=True),
+        ModelFamily("lax", carries_latents=True, gated=True),
     )
 }
 """Families by name; `training.register.register_model_family` adds others."""

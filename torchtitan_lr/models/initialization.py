@@ -47,7 +47,6 @@ def init_parameters(model: nn.Module, args: LlamaArgs) -> None:
         elif isinstance(module, nn.Linear | nn.Embedding):
             # The factors of a LowRankLinear come after their parent and keep its value.
             stds.setdefault(f"{prefix}weight", DENSE_STD)
-    ends = ".A.weight" if args.low_rank else (".wo.weight", ".w2.weight")
     for fqn, parameter in model.named_parameters():
         if fqn not in stds:
             raise RuntimeError(f"no initialization is defined for parameter {fqn}")
@@ -60,6 +59,6 @@ def init_parameters(model: nn.Module, args: LlamaArgs) -> None:
         generator = torch.Generator(part.device).manual_seed(int.from_bytes(digest[:7], "big"))
         full = torch.empty(parameter.shape, dtype=torch.float32, device=part.device)
         full.normal_(0.0, deviation, generator=generator)
-        if args.lanes > 1 and name.endswith(ends):
+        if args.lanes > 1 and name.endswith((".wo.weight", ".w2.weight")):
             full[args.shared_channels(len(full)) :] *= args.lanes**0.5
         part.copy_(own_part(parameter, full, {0: 0, 1: 1}))

@@ -10,14 +10,10 @@ before the residual addition is a_i; the *partial reduction* P replaces it by
 have passed through the norms by then, as unequal streams require (section 4 and appendix B); so the
 gradients of the norms' weights are summed over the ranks. Weights have the shapes, names and
 placements of the model without lanes, lane i owning the i-th part of each: p = 1 is that model
-exactly. A rank has g = G/T of the lanes, in order, and one device all of them. Nothing is reduced
-in front of the column-parallel linears.
+exactly. One device has all lanes, and a rank of the plan `parallel.caat` has g = G/T of them.
 
 A stream is (b, s, g, d) with the lanes that are here as the third dimension, so that everything
 that cuts a batch finds it in front.
-
-The low-rank families keep one stream, split along its features, and have lanes in the latents
-(b, s, g, r): experimental, see `LatentDownEdge`.
 """
 
 from collections.abc import Sequence
@@ -27,10 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lr.collectives import SINGLE, Edge, Ranks, local, reduce, save
-from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.linears import ColumnEdge, DownEdge, LowRankLinear, RowEdge, UpEdge
-from torchtitan_lr.models.norms import down_products, norm_numbers, normalize, sync_norm
+from torchtitan_lr.collectives import SINGLE, Ranks, reduce
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -117,27 +110,32 @@ class _ShareChannels(torch.autograd.Function):
     """Forward partial reduction, backward partial reduction."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shared: int, wide: bool, ranks: Ranks) -> Tensor:
-        ctx.shared, ctx.wide, ctx.ranks = shared, wide, ranks
+    def forward(
+        ctx: Any,
+        x: Tensor,  # (b, s, g, d)
+        shared: int,
+        wide_sums: bool,
+        ranks: Ranks,
+    ) -> Tensor:
+        ctx.shared, ctx.wide_sums, ctx.ranks = shared, wide_sums, ranks
         owned = x.shape[2] > 1  # the sum over one lane is a view of x
-        (out,) = save(lambda: (spread(reduce(lane_sum(x, shared), ranks, owned=owned), x),))
-        return out
+        return spread(reduce(lane_sum(x, shared), ranks, owned=owned), x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        own = lane_sum(gradient, ctx.shared, ctx.wide)
+        own = lane_sum(gradient, ctx.shared, ctx.wide_sums)
         owned = gradient.shape[2] > 1
-        total = reduce(own, ctx.ranks, wide=ctx.wide, owned=owned)
+        total = reduce(own, ctx.ranks, wide=ctx.wide_sums, owned=owned)
         return spread(total, gradient), None, None, None
 
 
-def share_channels(x: Tensor, shared: int, wide: bool = True, ranks: Ranks = SINGLE) -> Tensor:
+def share_channels(x: Tensor, shared: int, wide_sums: bool = True, ranks: Ranks = SINGLE) -> Tensor:
     """Apply the partial reduction P to the lanes of all ranks.
 
     Args:
         x: The terms of this rank's lanes (b, s, g, d).
         shared: The number of channels that are summed, the first ones; 0 communicates nothing.
-        wide: Whether backward sums in fp32 while it sends the dtype of x.
+        wide_sums: Whether backward sums in fp32 while it sends the dtype of x.
         ranks: The tensor-parallel ranks.
 
     Returns:
@@ -145,133 +143,68 @@ def share_channels(x: Tensor, shared: int, wide: bool = True, ranks: Ranks = SIN
     """
     if shared == 0:
         return x
-    out: Tensor = _ShareChannels.apply(x, shared, wide, ranks)
+    out: Tensor = _ShareChannels.apply(x, shared, wide_sums, ranks)
     return out
 
 
-class LaneColumnEdge(Edge):
-    """Norm and a full-rank group that starts from the lanes' own streams.
+class LaneRows(nn.Module):
+    """The norm, and W x of every linear, for a group that starts from the lanes' own streams."""
 
-    No collective but that of the norm's weight.
-    """
-
-    def forward(self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.RMSNorm) -> list[Tensor]:
+    def forward(
+        self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.Module | None = None
+    ) -> list[Tensor]:
         """Normalize every lane and map it by its rows of each linear.
 
         Args:
-            x: The streams of this rank's lanes (b, s, g, d).
-            linears: The group; weight (d_out/T, d) is Shard(0).
-            norm: Norm before them; weight (d,), Replicate.
+            x: The streams (b, s, G, d).
+            linears: The group; weight (d_out, d).
+            norm: Norm before them, if any.
 
         Returns:
-            One output (b, s, d_out/T), Shard(-1), per linear: the lanes' side by side, heads in
-            their order.
+            One output (b, s, d_out) per linear: the lanes' side by side, heads in their order.
         """
-        x = normalize(x, norm, self.ranks)
-        weights = [local(linear.weight) for linear in linears]
-        if x.shape[2] > 1:
-            return [lane_linear(x, weight) for weight in weights]
-        return down_products(x.squeeze(2), weights)  # one product per kind of gradient
+        x = x if norm is None else norm(x)
+        return [lane_linear(x, linear.weight) for linear in linears]
 
 
-class LaneRowEdge(Edge):
-    """A full-rank linear that ends in the lanes' streams, through the partial reduction."""
+class LaneTerms(nn.Module):
+    """W x of a linear that ends in the lanes' streams, through the partial reduction.
 
-    args: LlamaArgs = LlamaArgs()
-    """The model's arguments."""
-
-    wide: bool = True
-    """Whether backward sums in fp32 while it sends half precision."""
-
-    def forward(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
-        """Map each lane's part of the features.
-
-        Args:
-            x: Input (b, s, d_in/T), Shard(-1).
-            linears: One linear; weight (d, d_in/T) is Shard(1).
-
-        Returns:
-            The term added to the streams of this rank's lanes, (b, s, g, d), per linear.
-        """
-        lanes = self.args.lanes // self.ranks.size
-        shared = self.args.shared_channels(self.args.dim)
-        terms = [lane_terms(x, local(linear.weight), lanes) for linear in linears]
-        return [share_channels(term, shared, self.wide, self.ranks) for term in terms]
-
-
-class LatentDownEdge(Edge):
-    """Experimental: a low-rank group's down-projections, reduced in part only.
-
-    Lane i multiplies its part of the features: a_i = A[:, i] x[i], r wide. The whole sum
-    Σ a_i is A x; here each lane keeps its own channels from int(p · r) on.
-    Equivalently, a bottleneck of rank p · r shared by all is joined by one of (1 - p) · r in
-    each lane, a block-diagonal map. The latents and their gradients differ between ranks, so the
-    norm's statistic is reduced in both passes (`sync_norm`).
+    Args:
+        lanes: Their number G.
+        shared: The number of channels that the lanes sum.
+        wide_sums: Whether backward sums in fp32 while it sends half precision.
     """
 
-    args: LlamaArgs = LlamaArgs()
-    """The model's arguments."""
-
-    wide: bool = True
-    """As in `LaneRowEdge`."""
-
-    grouped: bool = True
-    """Whether the shared channels of a group are one message."""
+    def __init__(self, lanes: int, shared: int, wide_sums: bool) -> None:
+        super().__init__()
+        self.lanes, self.shared, self.wide_sums = lanes, shared, wide_sums
 
     def forward(
-        self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
+        self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.Module | None = None
     ) -> list[Tensor]:
-        """Compress an input into the latents of a group.
-
-        Args:
-            x: Input (b, s, d_in/T), Shard(-1).
-            linears: The group; A (r, d_in/T) is Shard(1).
-            norm: Norm before them; weight (d_in/T,), Shard(0).
+        """Map each lane's part of the features x (b, s, d_in).
 
         Returns:
-            The latents of this rank's lanes, one (b, s, g, r) per linear.
+            The term added to the streams, (b, s, G, d), per linear.
         """
-        if norm is not None:
-            single = self.ranks.size == 1
-            x = norm(x) if single else sync_norm(x, *norm_numbers(norm), self.ranks)
-        weights = [local(linear.A.weight) for linear in linears]
-        latents: list[Tensor] = []
-        for group in [weights] if self.grouped else [[weight] for weight in weights]:
-            shared = [self.args.shared_channels(weight.shape[0]) for weight in group]
-            private = [weight.shape[0] - n for weight, n in zip(group, shared, strict=True)]
-            pairs = list(zip(group, shared, strict=True))
-            # The shared rows of all linears come first, so that one reduction serves the group.
-            rows = torch.cat([*(w[:n] for w, n in pairs), *(w[n:] for w, n in pairs)])
-            terms = lane_terms(x, rows, self.args.lanes // self.ranks.size)
-            out = share_channels(terms, sum(shared), self.wide, self.ranks)
-            parts = out.split([*shared, *private], dim=-1)
-            n = len(group)
-            latents += [torch.cat((parts[i], parts[n + i]), dim=-1) for i in range(n)]
-        return latents
+        x = x if norm is None else norm(x)
+        terms = [lane_terms(x, linear.weight, self.lanes) for linear in linears]
+        return [share_channels(term, self.shared, self.wide_sums) for term in terms]
 
 
-class LatentUpEdge(Edge):
-    """Experimental: up-projections on the lanes' own latents; no collective."""
+class LaneEmbed(nn.Module):
+    """The look-up of tokens; all lanes start with the same vectors.
 
-    def forward(self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear]) -> list[Tensor]:
-        """Expand the latents of a group.
+    Args:
+        lanes: Their number G.
+    """
 
-        Args:
-            latents: The latents of this rank's lanes, one (b, s, g, r) per linear.
-            linears: The group; B (d_out/T, r) is Shard(0).
+    def __init__(self, lanes: int) -> None:
+        super().__init__()
+        self.lanes = lanes
 
-        Returns:
-            One output (b, s, d_out/T), Shard(-1), per linear.
-        """
-        pairs = zip(latents, linears, strict=True)
-        return [lane_linear(latent, local(linear.B.weight)) for latent, linear in pairs]
-
-
-def edges_of(args: LlamaArgs) -> tuple[Edge, Edge]:
-    """Return one device's edges for a group: those of A and B, at full rank those of a pair."""
-    wide = args.backward_sum == "float32"
-    if args.lanes == 1:
-        return (DownEdge(), UpEdge()) if args.low_rank else (ColumnEdge(), RowEdge())
-    if args.low_rank:
-        return LatentDownEdge(args=args, wide=wide), LatentUpEdge()
-    return LaneColumnEdge(), LaneRowEdge(args=args, wide=wide)
+    def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
+        """Look tokens (b, s) up in weight (V, d); returns (b, s, G, d)."""
+        x = F.embedding(tokens, embedding.weight)
+        return x.unsqueeze(2).expand(-1, -1, self.lanes, -1)

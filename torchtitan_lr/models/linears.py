@@ -1,60 +1,32 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Low-rank and dense linears, and the edges that apply them on one or several ranks.
+"""Low-rank and dense linears on one device, applied group by group.
 
-A factorised block is a chain of chunks: an up-projection B, d- or f-wide operations, the next
-down-projection A. The activations between chunks are r-wide, so ranks communicate there. The
-borders are the *edges* below: modules without parameters that receive the linears they apply and
-work on a whole group (q, k, v; gate, up). With several ranks they are those of bottleneck-aware
-tensor parallelism (BOOST), or at full rank of Megatron-LM; another plan replaces them by name, and
-the block's code does not change.
+The linears of a group have one input: q, k, v; o; gate, up; down. A group's module has no
+parameters: it is called with the linears, which the sublayers own under their usual names. A plan
+of tensor parallelism replaces the modules of a group by its edges (`torchtitan_lr.parallel.edge`),
+which have the same arguments.
 
-Two products recompute their elementwise input in backward. A product keeps its input for the
-gradient of its weight, which is waste where that input is a function of tensors that backward needs
-anyway: σ(h) beside h, and silu(gate) · up beside gate and up. Memory falls by r for every
-bottleneck with σ but a block's last, and by 2 f for every SwiGLU, per token, for one more
-elementwise pass each. In compiled blocks the compiler decides what is kept (`compat.compiler`).
+A product keeps its input for the gradient of its weight. That is waste where the input is an
+elementwise function of tensors that backward needs anyway: σ(h) beside h, and silu(gate) · up
+beside gate and up. `gated_linear` keeps these tensors alone and recomputes its input in backward.
+Memory falls by r for every bottleneck with σ but a block's last, and by 2 f for every SwiGLU, per
+token, for one more elementwise pass each. In compiled blocks the compiler decides what is kept
+(`compat.compiler`).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from torchtitan_lr.collectives import (
-    SINGLE,
-    TOKENS,
-    Edge,
-    Ranks,
-    all_gather,
-    copy_to_ranks,
-    end_recomputation,
-    local,
-    reduce_over_ranks,
-    save,
-    scatter_sum,
-    start_sum,
-    wait,
-)
-from torchtitan_lr.models.norms import (
-    Reduction,
-    concatenated,
-    down_products,
-    norm_numbers,
-    normalize,
-    online_down,
-    summed_products,
-    sync_norm,
-)
+from torchtitan_lr.models.saved import end_recomputation, save
 
 
 class LowRankLinear(nn.Module):
-    """The factors of one linear map, W ≈ B A; applied by the edges, not by a call.
+    """The factors of one linear map, W ≈ B A; applied by the group, not by a call.
 
     Args:
         d_in: Input width; A.weight is (r, d_in).
@@ -71,8 +43,205 @@ class LowRankLinear(nn.Module):
         self.gate = nn.Parameter(self.A.weight.new_ones(1)) if gated else None
 
 
+class LowRankGroup(nn.Module):
+    """B σ(A x + g · carried) of every linear of a group (CoLA, Eq. 3; LaX).
+
+    Args:
+        use_silu: Whether σ is SiLU, by linear; otherwise it is the identity.
+        down: Applies A.
+        up: Applies σ and B.
+        mix: Adds the carried latents, for families that have them.
+    """
+
+    def __init__(
+        self, use_silu: Iterable[bool], down: nn.Module, up: nn.Module, mix: nn.Module | None
+    ) -> None:
+        super().__init__()
+        self.use_silu = list(use_silu)
+        self.down, self.mix, self.up = down, mix, up
+
+    def forward(
+        self,
+        x: "Tensor | Gated",
+        linears: Sequence[LowRankLinear],
+        norm: nn.Module | None = None,
+        carried: Sequence[Tensor] | None = None,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Apply the group.
+
+        Args:
+            x: Input (b, s, d_in).
+            linears: The group's linears.
+            norm: Applied to x first.
+            carried: The latents of the previous block; None in the first block.
+
+        Returns:
+            One output (b, s, d_out) per linear, and their latents A x (b, s, r), before the mix.
+        """
+        latents = self.down(x, linears, norm)  # A x: (b, s, r) per linear
+        h = latents
+        if self.mix is not None:
+            h = self.mix(h, carried, linears)  # LaX: + g · the previous block's latents
+        return self.up(h, linears, self.use_silu), latents  # B σ(h): (b, s, d_out) per linear
+
+
+class DenseGroup(nn.Module):
+    """W x of every linear of a full-rank group.
+
+    Args:
+        product: Applies the linears.
+    """
+
+    def __init__(self, product: nn.Module) -> None:
+        super().__init__()
+        self.product = product
+
+    def forward(
+        self,
+        x: Tensor,
+        linears: Sequence[nn.Module],
+        norm: nn.Module | None = None,
+        carried: Sequence[Tensor] | None = None,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return one output (b, s, d_out) per linear of x (b, s, d_in), and no latents."""
+        return self.product(x, linears, norm), []
+
+
+class Dense(nn.Module):
+    """The norm, if any, and W x."""
+
+    def forward(
+        self, x: Tensor, linears: Sequence[nn.Module], norm: nn.Module | None = None
+    ) -> list[Tensor]:
+        """Return one output (b, s, d_out) per linear of x (b, s, d_in)."""
+        x = x if norm is None else norm(x)
+        return [linear(x) for linear in linears]
+
+
+class Down(nn.Module):
+    """The norm, if any, and A x."""
+
+    def forward(
+        self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.Module | None = None
+    ) -> list[Tensor]:
+        """Return one latent A x (b, s, r) per linear of x (b, s, d_in)."""
+        x = x if norm is None else norm(x)
+        if not torch.is_grad_enabled():
+            return [linear.A(x) for linear in linears]
+        return down_products(x, [linear.A.weight for linear in linears])
+
+
+class GatedDown(nn.Module):
+    """A (σ(gate) · up) of SwiGLU's factors, which it keeps in the place of their product."""
+
+    def forward(
+        self, x: "Gated", linears: Sequence[LowRankLinear], norm: nn.Module | None = None
+    ) -> list[Tensor]:
+        """Return one latent (b, s, r) per linear of the factors (b, s, f)."""
+        if not torch.is_grad_enabled():  # nothing is kept: the kernel of the product is faster
+            product = x.product()
+            return [linear.A(product) for linear in linears]
+        return [gated_linear(x, linear.A.weight) for linear in linears]
+
+
+class Up(nn.Module):
+    """B σ(h).
+
+    Args:
+        keeps_input: Whether σ(h) is kept for backward, and not h alone. So does the last group of
+            a block: checkpointing stops at the last tensor that a product saves. With σ(h) saved
+            in front of it, the product is not repeated.
+    """
+
+    def __init__(self, keeps_input: bool = False) -> None:
+        super().__init__()
+        self.keeps_input = keeps_input
+
+    def forward(
+        self,
+        latents: Sequence[Tensor],
+        linears: Sequence[LowRankLinear],
+        use_silu: Sequence[bool],
+    ) -> list[Tensor]:
+        """Return one output (b, s, d_out) per linear.
+
+        Args:
+            latents: One h (b, s, r) per linear, before σ.
+            linears: The group.
+            use_silu: Whether σ is SiLU, by linear.
+        """
+        if self.keeps_input or not torch.is_grad_enabled():
+            active = activated(latents, use_silu)
+            return [linear.B(h) for h, linear in zip(active, linears, strict=True)]
+        outputs = []
+        for h, linear, silu in zip(latents, linears, use_silu, strict=True):
+            b = linear.B
+            outputs.append(gated_linear(Gated(h, None, True), b.weight) if silu else b(h))
+        return outputs
+
+
+class Mix(nn.Module):
+    """LaX: add the previous block's latents, projection by projection."""
+
+    def forward(
+        self,
+        latents: Sequence[Tensor],
+        carried: Sequence[Tensor] | None,
+        linears: Sequence[LowRankLinear],
+    ) -> list[Tensor]:
+        """Compute A_i x_i + g · A_(i-1) x_(i-1).
+
+        Args:
+            latents: This block's A_i x_i, one (b, s, r) per linear.
+            carried: The previous block's, in the same order; None in the first block.
+            linears: The group, with the gates g (1,) where they are learned (else g = 1).
+        """
+        return mix(latents, carried, [linear.gate for linear in linears])
+
+
+class Swiglu(nn.Module):
+    """σ(gate) · up.
+
+    Args:
+        silu: Whether σ is SiLU; otherwise it is the identity.
+    """
+
+    def __init__(self, silu: bool) -> None:
+        super().__init__()
+        self.silu = silu
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Multiply (b, s, f)."""
+        return Gated(gate, up, self.silu).product()
+
+
+class SwigluFactors(Swiglu):
+    """σ(gate) · up for `GatedDown`, which multiplies."""
+
+    def forward(self, gate: Tensor, up: Tensor) -> "Gated":  # type: ignore[override]
+        """Return the factors (b, s, f)."""
+        return Gated(gate, up, self.silu)
+
+
+def mix(
+    latents: Sequence[Tensor], carried: Sequence[Tensor] | None, gates: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """Add g · carried to each latent, with one gate g (1,) per linear; None is g = 1."""
+    if carried is None:
+        return list(latents)
+    mixed = []
+    for h, previous, g in zip(latents, carried, gates, strict=True):
+        mixed.append(h + (previous if g is None else g * previous))
+    return mixed
+
+
+def activated(latents: Sequence[Tensor], use_silu: Sequence[bool]) -> list[Tensor]:
+    """Return σ(h) for every latent h."""
+    return [F.silu(h) if silu else h for h, silu in zip(latents, use_silu, strict=True)]
+
+
 class Gated(NamedTuple):
-    """The input σ(gate) · up of a product, not computed yet."""
+    """The factors of σ(gate) · up, multiplied only where they are used."""
 
     gate: Tensor
     """(b, s, f), or a latent (b, s, r)."""
@@ -90,8 +259,16 @@ class Gated(NamedTuple):
 
 
 class _GatedLinear(torch.autograd.Function):
+    """Forward W (σ(gate) · up); backward recomputes the product."""
+
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, silu: bool, weight: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        gate: Tensor,  # (b, s, f), or a latent (b, s, r)
+        up: Tensor | None,  # (b, s, f)
+        silu: bool,
+        weight: Tensor,  # A (r, f), or B (d_out, r)
+    ) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
         end_recomputation(gate, up, weight)
         ctx.silu = silu
@@ -125,322 +302,41 @@ def gated_linear(hidden: Gated, weight: Tensor) -> Tensor:
     return out
 
 
-@dataclass(frozen=True)
-class SharedInput:
-    """How the input of column-parallel linears arrives.
-
-    Args:
-        ranks: The tensor-parallel ranks.
-        dim: The sharded dimension, which forward gathers and backward reduce-scatters; None for a
-            replicated input, whose gradient is all-reduced.
-        saved: What low-rank checkpointing saves: the gathered ``input`` or the ``output``.
-        separate: Whether each linear has its own part of the input's features. Otherwise all
-            linears have the same input.
-    """
-
-    ranks: Ranks
-    dim: int | None = None
-    saved: Literal["input", "output"] = "output"
-    separate: bool = False
-
-
-class _SharedLinear(torch.autograd.Function):
-    """Forward a gather of the input, if it is sharded; backward the sum of its gradient."""
+class _DownProducts(torch.autograd.Function):
+    """Forward A x per linear; backward one product per kind of gradient."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        # One variable argument: see `norms`.
-        x, shared, *weights = inputs
-        whole = x
-        if shared.dim is not None:
-            gather = lambda: tuple(all_gather([x], shared.ranks, shared.dim))  # noqa: E731
-            (whole,) = save(gather) if shared.saved == "input" else gather()
-        ctx.save_for_backward(whole, *weights)
-        end_recomputation(whole, *weights)
-        ctx.shared = shared
-        if shared.separate:
-            return tuple(
-                F.linear(part, run[0]) if len(run) == 1 else torch.bmm(part, torch.stack(run).mT)
-                for part, run in _parts(whole, weights)
-            )
-        compute = lambda: (F.linear(whole, concatenated(weights)),)  # noqa: E731
-        return save(compute) if shared.saved == "output" else compute()
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        # One variable argument: without gradients, the compiler compares numbers of arguments to
+        # decide if a forward has a context, and is wrong for (ctx, x, *weights) with two weights.
+        x, *weights = inputs  # (b, s, d_in); (r_i, d_in)
+        # The weights themselves, not what is put side by side: a copy per block would survive when
+        # FSDP frees the gathered weights.
+        ctx.save_for_backward(x, *weights)
+        return save(lambda: tuple(F.linear(x, weight) for weight in weights))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        # Linears and collective are one Function for this: the reduction of the input's gradient
-        # runs while the gradients of the weights are computed.
-        whole, *weights = ctx.saved_tensors
-        shared = ctx.shared
-        # No name for the term itself: it would outlive the reduction.
-        summed = start_sum(
-            _input_gradient(gradients, weights).view_as(whole)
-            if shared.separate
-            else summed_products(gradients[0], weights),
-            shared.ranks,
-            shared.dim,
-            owned=True,
-        )
-        dweights: list[Tensor] = []
-        if not shared.separate:
-            dw = gradients[0].flatten(0, 1).T @ whole.flatten(0, 1)
-            dweights.extend(dw.split([weight.shape[0] for weight in weights]))
-            return (wait(summed), None, *dweights)
-        for gradient, (part, run) in zip(gradients, _parts(whole, weights), strict=True):
-            if len(run) == 1:
-                dweights.append(gradient.flatten(0, 1).T @ part.flatten(0, 1))
-            else:
-                dweights.extend(torch.bmm(gradient.mT, part).unbind())
-        return (wait(summed), None, *dweights)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        x, *weights = ctx.saved_tensors
+        gradient = concatenated(gradients, dim=-1)  # (b, s, Σ r_i)
+        dw = gradient.flatten(0, -2).T @ x.flatten(0, -2)  # (Σ r_i, d_in)
+        dx = gradient @ concatenated(weights)  # (b, s, d_in)
+        return (dx, *dw.split([weight.shape[0] for weight in weights]))
 
 
-def _runs(weights: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Put neighbours of equal shape together: each run is one batched product.
-
-    Under grouped-query attention q has another shape and its own product; k and v share one.
-    """
-    return [list(run) for _, run in groupby(weights, key=lambda weight: weight.shape)]
-
-
-def _parts(whole: Tensor, weights: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
-    """Pair each run of n weights with its input (b, s, r), or (n, b s, r) if n > 1."""
-    runs = _runs(weights)
-    parts = whole.split([len(run) * run[0].shape[1] for run in runs], dim=-1)
-    return [
-        # (b, s, n r) viewed as a batch: no copy, as `bmm` takes any strides
-        (part.unflatten(-1, (len(run), -1)).flatten(0, 1).transpose(0, 1), run)
-        if len(run) > 1
-        else (part, run)
-        for part, run in zip(parts, runs, strict=True)
-    ]
-
-
-def _input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Return the gradient (b s, Σ r_i) of the inputs, from one gradient per run of weights."""
-    by_weight: list[Tensor] = []
-    for gradient, run in zip(gradients, _runs(weights), strict=True):
-        by_weight += [gradient.flatten(0, 1)] if len(run) == 1 else gradient.unbind()
-    pairs = list(zip(by_weight, weights, strict=True))
-    if torch.compiler.is_compiling():
-        return torch.cat([gradient @ weight for gradient, weight in pairs], -1)
-    # Eagerly each product is written where it belongs: a `cat` would copy all of them once more.
-    widths = [weight.shape[1] for weight in weights]
-    out = by_weight[0].new_empty(by_weight[0].shape[0], sum(widths))
-    for (gradient, weight), part in zip(pairs, out.split(widths, dim=-1), strict=True):
-        torch.mm(gradient, weight, out=part)
-    return out
-
-
-def shared_linears(x: Tensor, weights: Sequence[Tensor], shared: SharedInput) -> list[Tensor]:
-    """Apply column-parallel linears to inputs that all ranks share.
+def down_products(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Apply several linears to one input, with one product per kind of gradient.
 
     Args:
-        x: Input (b, s, d_in) of all linears, or the inputs of ``separate`` ones side by side,
-            (b, s, Σ d_in_i); replicated or sharded along ``shared.dim``.
-        weights: One (d_out_i/T, d_in_i), Shard(0), per linear.
-        shared: How x arrives.
+        x: Input (b, s, d_in).
+        weights: One (r_i, d_in) per linear.
 
     Returns:
-        One output (b, s, d_out_i/T), Shard(-1), per linear.
+        One output (b, s, r_i) per linear. Low-rank checkpointing saves them.
     """
-    outputs = _SharedLinear.apply(x, shared, *weights)
-    if not shared.separate:
-        if len(weights) == 1:  # the backward of a split copies the gradient, even of a single part
-            return list(outputs)
-        return list(outputs[0].split([weight.shape[0] for weight in weights], dim=-1))
-    found: list[Tensor] = []
-    for out, run in zip(outputs, _runs(weights), strict=True):
-        # The product of a run of n is (n, b·s, d_out/T).
-        found += [out] if len(run) == 1 else out.unflatten(1, (x.shape[0], -1)).unbind()
-    return found
+    return list(_DownProducts.apply(x, *weights))
 
 
-class ColumnEdge(Edge):
-    """Start of a Megatron pair: the norm, if any, then the column-parallel linears of a group.
-
-    A pair is two dense linears, or the factors A and B of one (vanilla tensor parallelism).
-    """
-
-    dim: int | None = None
-    """The dimension along which the input is sharded: `TOKENS`, `FEATURES`, or None."""
-
-    grouped: bool = True
-    """Whether the group's linears share one backward all-reduce of their input."""
-
-    def forward(
-        self, x: Tensor, linears: Sequence[nn.Module], norm: nn.RMSNorm | None = None
-    ) -> list[Tensor]:
-        """Apply the group.
-
-        Args:
-            x: Input (b, s, d_in), replicated, or sharded along ``dim``.
-            linears: The group; the weight (d_out/T, d_in), or A (r/T, d_in), is Shard(0).
-            norm: Norm before them; weight (d_in,), Replicate.
-
-        Returns:
-            One output (b, s, d_out/T), or latent (b, s, r/T), Shard(-1), per linear.
-        """
-        if self.ranks.size == 1:
-            x = x if norm is None else norm(x)
-            return [linear(x) for linear in linears]
-        if norm is not None:
-            x = normalize(x, norm, self.ranks if self.dim == TOKENS else SINGLE)
-        factors: list[Any] = [getattr(linear, "A", linear) for linear in linears]
-        weights = [local(factor.weight) for factor in factors]
-        shared = SharedInput(self.ranks, self.dim)
-        if self.grouped:
-            return shared_linears(x, weights, shared)
-        return [shared_linears(x, [weight], shared)[0] for weight in weights]
-
-
-class RowEdge(Edge):
-    """End of a Megatron pair: row-parallel linears and the sum over the ranks."""
-
-    dim: int | None = None
-    """The dimension of which each rank keeps a shard: `TOKENS`, `FEATURES` (the heads of q, k and
-    v), or None for the whole sum."""
-
-    def forward(self, x: Tensor | Sequence[Tensor], linears: Sequence[nn.Module]) -> list[Tensor]:
-        """Apply the linears.
-
-        Args:
-            x: Input (b, s, d_in/T), Shard(-1), of one linear, or one latent (b, s, r/T) per linear.
-            linears: The linears; the weight (d_out, d_in/T), or B (d_out, r/T), is Shard(1).
-
-        Returns:
-            One output per linear: (b, s, d_out), replicated, or its shard along ``dim``.
-        """
-        # Not an all-reduce and a slice: the same forward, but it loses gradients.
-        total = reduce_over_ranks if self.dim is None else partial(scatter_sum, dim=self.dim)
-        inputs = [x] if isinstance(x, Tensor) else x
-        factors: list[Any] = [getattr(linear, "B", linear) for linear in linears]
-        weights = [local(factor.weight) for factor in factors]
-        # Each product is reduced before the next one exists: only one of them has its full width.
-        pairs = zip(inputs, weights, strict=True)
-        return [total(F.linear(part, weight), self.ranks) for part, weight in pairs]
-
-
-class DownEdge(Edge):
-    """End of a chunk: the norm, if any, then A of every linear, and the chunk's one reduction."""
-
-    grouped: bool = True
-    """Whether the latents of a group share one collective."""
-
-    sequence: bool = False
-    """Whether the reduction is a reduce-scatter over the tokens."""
-
-    online: bool = True
-    """Whether the norm's statistic is reduced with the latents, or before them."""
-
-    column: bool = False
-    """For an online norm, whether the statistic is a column of the latents' message."""
-
-    def forward(
-        self, x: "Tensor | Gated", linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
-    ) -> list[Tensor]:
-        """Compress one input into the latents of a group.
-
-        Args:
-            x: Input (b, s, d_in/T), Shard(-1); on one rank also its two factors.
-            linears: The group; all take the same input. A (r, d_in/T) is Shard(1).
-            norm: Norm before them; weight (d_in/T,), Shard(0).
-
-        Returns:
-            One pre-activation latent A x (b, s, r) per linear, replicated; (b, s/T, r), Shard(1),
-            for `sequence`.
-        """
-        weights = [local(linear.A.weight) for linear in linears]
-        if isinstance(x, Gated):
-            return [gated_linear(x, weight) for weight in weights]
-        single = self.ranks.size == 1
-        if single:
-            x = x if norm is None else norm(x)
-            if not torch.is_grad_enabled():
-                return [linear.A(x) for linear in linears]
-        # One rank has no message to share, and separate outputs need no copies.
-        how = Reduction(self.ranks, self.grouped and not single, self.column, self.sequence)
-        if norm is not None and not single:
-            if self.online:
-                return online_down(x, *norm_numbers(norm), weights, how)
-            x = sync_norm(x, *norm_numbers(norm), self.ranks)
-        return down_products(x, weights, how)
-
-
-class UpEdge(Edge):
-    """Start of a chunk: column-parallel B of every linear of the group, each on its own latent."""
-
-    grouped: bool = True
-    """Whether the latents of a group share one collective and, if their shapes are equal, one
-    batched product."""
-
-    sequence: bool = False
-    """Whether the latents arrive as token shards."""
-
-    def forward(
-        self,
-        latents: Sequence[Tensor],
-        linears: Sequence[LowRankLinear],
-        use_silu: Sequence[bool] | None = None,
-    ) -> list[Tensor]:
-        """Expand the latents of a group.
-
-        Args:
-            latents: One (b, s, r) per linear, replicated; (b, s/T, r), Shard(1), for `sequence`;
-                after mixing and, without ``use_silu``, activation.
-            linears: The group; B (d_out/T, r) is Shard(0).
-            use_silu: On one rank, the latents to which σ = SiLU has not been applied yet.
-
-        Returns:
-            One output (b, s, d_out/T), Shard(-1), per linear.
-        """
-        if self.ranks.size == 1:
-            silu = use_silu or [False] * len(linears)
-            return [
-                gated_linear(Gated(latent, None, True), linear.B.weight)
-                if active
-                else linear.B(latent)
-                for latent, linear, active in zip(latents, linears, silu, strict=True)
-            ]
-        weights = [local(linear.B.weight) for linear in linears]
-        separate = self.grouped and len(weights) > 1
-        shared = SharedInput(self.ranks, TOKENS if self.sequence else None, "input", separate)
-        if separate:
-            return shared_linears(torch.cat(list(latents), dim=-1), weights, shared)
-        pairs = zip(latents, weights, strict=True)
-        return [shared_linears(latent, [weight], shared)[0] for latent, weight in pairs]
-
-
-class MixEdge(Edge):
-    """LaX: add the previous block's latents, projection by projection; local on any ranks."""
-
-    sharded: bool = False
-    """Whether a rank holds only a part of each latent, along r or along the tokens. Then the
-    gradient of a learned gate is a sum over the ranks."""
-
-    def forward(
-        self,
-        latents: Sequence[Tensor],
-        carried: Sequence[Tensor] | None,
-        linears: Sequence[LowRankLinear],
-    ) -> list[Tensor]:
-        """Compute A_i x_i + g · A_(i-1) x_(i-1).
-
-        Args:
-            latents: This block's A_i x_i, one (b, s, r) per linear, in the plan's layout.
-            carried: The previous block's, in the same order and layout; None in the first block.
-            linears: The group, with the gates g (1,), Replicate, where they are learned (else
-                g = 1).
-
-        Returns:
-            The mixed latents, in the same layout.
-        """
-        if carried is None:
-            return list(latents)
-        gates = [local(linear.gate) for linear in linears if linear.gate is not None]
-        if gates and self.sharded:  # one collective for the group
-            gates = list(copy_to_ranks(torch.cat(gates), self.ranks).split(1))
-        gate = iter(gates)
-        return [
-            latent + (previous if linear.gate is None else next(gate) * previous)
-            for latent, previous, linear in zip(latents, carried, linears, strict=True)
-        ]
+def concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Concatenate tensors along a dimension; one alone is returned as it is, not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)

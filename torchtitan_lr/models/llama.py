@@ -1,8 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The LLaMA model of every family, its blocks written as bottleneck chunks.
+"""The LLaMA model of every family on one device.
 
 This code is independent of ranks and meshes. It takes head counts and hidden widths from the
-tensors, so it also runs on a shard of the heads or of the feed-forward.
+tensors, so it also runs on a shard of the heads or of the feed-forward: a plan of tensor
+parallelism replaces the modules that apply linears (`models.linears`), and nothing else.
 """
 
 import math
@@ -15,10 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.ends import EmbedEdge, HeadEdge, OutputProjection, TokenEmbedding
+from torchtitan_lr.models.ends import Embed, Head, OutputProjection, TokenEmbedding
 from torchtitan_lr.models.initialization import init_parameters
-from torchtitan_lr.models.lanes import edges_of
-from torchtitan_lr.models.linears import DownEdge, Gated, UpEdge
+from torchtitan_lr.models.lanes import LaneEmbed, LaneRows, LaneTerms
+from torchtitan_lr.models.linears import (
+    Dense,
+    DenseGroup,
+    Down,
+    GatedDown,
+    LowRankGroup,
+    Swiglu,
+    SwigluFactors,
+    Up,
+)
 from torchtitan_lr.titan.base import BlockMask, ModelProtocol, create_attention_mask, flex_attention
 from torchtitan_lr.titan.specs import RoPEScalingArgs
 
@@ -39,79 +49,27 @@ BLOCK_MASK_DEVICES = ("cuda", "xpu")
 """Types of devices where torch's ``flex_attention`` has a backward pass; a CPU has none (2.15)."""
 
 
-class Sublayer(nn.Module):
-    """Attention or the feed-forward: two groups of linears, with an operation between them.
-
-    A full-rank group has one edge, of its name. A factorised one has two, whose names begin with
-    ``down_`` and ``up_``, and for LaX both groups share the edge ``mix``.
+def build_groups(args: LlamaArgs, first: Sequence[str], second: str) -> tuple[nn.Module, nn.Module]:
+    """Build what applies the two groups of linears of attention or the feed-forward.
 
     Args:
         args: The model's arguments.
-        groups: The projections of each group, by its name.
+        first: The projections that read the residual stream.
+        second: The one that adds to it.
     """
-
-    def __init__(self, args: LlamaArgs, groups: dict[str, tuple[str, ...]]) -> None:
-        super().__init__()
-        self.low_rank = args.low_rank
-        self.use_silu = {g: [args.latent_silu(p) for p in names] for g, names in groups.items()}
-        self.mix = args.model_family.build_mix()
-        pairs = [list(groups)]
-        # An edge is a child, so that a plan can replace it by its name.
-        if args.low_rank:
-            pairs = [[f"down_{group}", f"up_{group}"] for group in groups]
-        for names in pairs:
-            for name, edge in zip(names, edges_of(args), strict=True):
-                self.add_module(name, edge)
-
-    def apply_group(
-        self,
-        group: str,
-        x: "Tensor | Gated",
-        linears: Sequence[nn.Module],
-        norm: nn.Module | None = None,
-        carried: Sequence[Tensor] | None = None,
-        cache: "LayerCache | None" = None,
-        last: bool = False,
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Apply a group of linears to one input: W x, or B A x, with σ CoLA's B σ(A x) (Eq. 3).
-
-        Args:
-            group: Its name.
-            x: Input (b, s, d_in), or its two factors.
-            linears: The group's linears; all take the same input.
-            norm: Applied to x first.
-            carried: The latents of the previous block; None in the first block.
-            cache: May replace the edge that applies B.
-            last: Whether the group ends the block.
-
-        Returns:
-            One output (b, s, d_out) per linear, and their pre-activation latents A x (b, s, r),
-            none at full rank.
-        """
-        if not self.low_rank:
-            x = x.product() if isinstance(x, Gated) else x
-            edge = getattr(self, group)
-            return (edge(x, linears) if norm is None else edge(x, linears, norm)), []
-        use_silu = self.use_silu[group]
-        down, up = getattr(self, f"down_{group}"), getattr(self, f"up_{group}")
-        up = up if cache is None else cache.up_edge(up)
-        # Without gradients nothing is kept, so that recomputing an input has no use.
-        recomputes = torch.is_grad_enabled()
-        if isinstance(x, Gated) and not (
-            recomputes and isinstance(down, DownEdge) and down.ranks.size == 1
-        ):
-            x = x.product()
-        latents = down(x, linears, norm)
-        mixed = latents if self.mix is None else self.mix(latents, carried, linears)
-        # A block's last σ(h) is saved before the product: checkpointing stops at the last saved
-        # tensor, and then does not repeat that product.
-        if not last and recomputes and isinstance(up, UpEdge) and up.ranks.size == 1:
-            return up(mixed, linears, use_silu), latents
-        active = [F.silu(h) if silu else h for h, silu in zip(mixed, use_silu, strict=True)]
-        return up(active, linears), latents  # B σ(A x)
+    if args.lanes > 1:
+        shared, wide_sums = args.shared_channels(args.dim), args.backward_sum == "float32"
+        return DenseGroup(LaneRows()), DenseGroup(LaneTerms(args.lanes, shared, wide_sums))
+    if not args.low_rank:
+        return DenseGroup(Dense()), DenseGroup(Dense())
+    family, ends_block = args.model_family, second == "down"
+    opening = LowRankGroup(map(args.latent_silu, first), Down(), Up(), family.build_mix())
+    down = GatedDown() if ends_block else Down()
+    up = Up(keeps_input=ends_block)
+    return opening, LowRankGroup([args.latent_silu(second)], down, up, family.build_mix())
 
 
-class Attention(Sublayer):
+class Attention(nn.Module):
     """Causal self-attention with rotary positions and grouped queries; the groups qkv and o.
 
     Args:
@@ -120,12 +78,13 @@ class Attention(Sublayer):
     """
 
     def __init__(self, args: LlamaArgs, first_block: bool) -> None:
-        super().__init__(args, {"qkv": ("q", "k", "v"), "o": ("o",)})
+        super().__init__()
         d, d_kv, r = args.dim, args.kv_dim, args.rank_attention
         self.head_dim = args.head_dim
         linear = partial(args.model_family.build_linear, args, rank=r, first_block=first_block)
         self.wq, self.wk, self.wv = linear(d, d), linear(d, d_kv), linear(d, d_kv)
         self.wo = linear(d, d)
+        self.qkv, self.o = build_groups(args, ("q", "k", "v"), "o")
 
     def forward(
         self,
@@ -150,32 +109,19 @@ class Attention(Sublayer):
             The update of the residual stream (b, s, d), and this block's q, k, v, o latents
             (none at full rank).
         """
-        qkv, o = [self.wq, self.wk, self.wv], [self.wo]
         previous, previous_o = carried and carried[:3], carried and carried[3:]
-        (q, k, v), latents = self.apply_group("qkv", x, qkv, norm, previous, cache)
+        (q, k, v), latents = self.qkv(x, [self.wq, self.wk, self.wv], norm, previous)
         q, k = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k))  # (b, s, h, head_dim)
         q, k = (apply_rope(t, table).transpose(1, 2) for t in (q, k))  # (b, h, s, head_dim)
-        grouped = q.shape[1] != k.shape[1]
-        if cache is not None:
-            x = cache.attend(q, k, v, self.wv)  # the values as the cache needs them
-        else:
-            v = v.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            if isinstance(mask, BlockMask):
-                x = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
-            else:
-                # Called directly, so that a caller's ``sdpa_kernel`` context chooses the kernel.
-                x = F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-                )
+        v = v.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        x = attend(q, k, v, mask) if cache is None else cache.attend(q, k, v)
         x = x.transpose(1, 2).flatten(2)  # (b, s, h · head_dim)
-        (out,), latents_o = self.apply_group("o", x, o, None, previous_o)
+        (out,), latents_o = self.o(x, [self.wo], None, previous_o)
         return out, (*latents, *latents_o)
 
 
-class FeedForward(Sublayer):
+class FeedForward(nn.Module):
     """SwiGLU feed-forward: down(gate * up), with SiLU on the gate if the family has it.
-
-    Its groups are gate_up and down.
 
     Args:
         args: The model's arguments.
@@ -183,13 +129,15 @@ class FeedForward(Sublayer):
     """
 
     def __init__(self, args: LlamaArgs, first_block: bool) -> None:
-        super().__init__(args, {"gate_up": ("gate", "up"), "down": ("down",)})
+        super().__init__()
         d, f, r = args.dim, args.ffn_dim, args.rank_ffn
-        self.outer_silu = args.outer_silu
         linear = partial(args.model_family.build_linear, args, rank=r, first_block=first_block)
         self.w1 = linear(d, f)  # gate
         self.w2 = linear(f, d)  # down
         self.w3 = linear(d, f)  # up
+        self.gate_up, self.down = build_groups(args, ("gate", "up"), "down")
+        # The low-rank down group multiplies by itself, to keep the factors and not their product.
+        self.swiglu = (SwigluFactors if args.low_rank else Swiglu)(args.outer_silu)
 
     def forward(
         self, x: Tensor, norm: nn.Module, carried: Latents | None
@@ -206,12 +154,9 @@ class FeedForward(Sublayer):
             (none at full rank).
         """
         previous, previous_down = carried and carried[:2], carried and carried[2:]
-        (gate, up), latents = self.apply_group("gate_up", x, [self.w1, self.w3], norm, previous)
-        # Not multiplied yet: on one rank the next edge keeps both factors and not their product.
-        gated = Gated(gate, up, self.outer_silu)
-        (out,), latents_down = self.apply_group(
-            "down", gated, [self.w2], None, previous_down, last=True
-        )
+        (gate, up), latents = self.gate_up(x, [self.w1, self.w3], norm, previous)
+        hidden = self.swiglu(gate, up)  # (b, s, f)
+        (out,), latents_down = self.down(hidden, [self.w2], None, previous_down)
         return out, (*latents, *latents_down)
 
 
@@ -271,12 +216,10 @@ class LlamaModel(ModelProtocol):
         model_args.check()
         self.model_args = model_args
         dim, vocab_size = model_args.dim, model_args.vocab_size
-        # The low-rank families have lanes in their latents, and one stream.
-        lanes = model_args.lanes if not model_args.low_rank else 1
         embedding = TokenEmbedding(vocab_size, dim)
-        embedding.embed = EmbedEdge(lanes=lanes)
+        embedding.embed = Embed() if model_args.lanes == 1 else LaneEmbed(model_args.lanes)
         output = OutputProjection(dim, vocab_size, bias=False)
-        output.head = HeadEdge(stream="replicated" if lanes == 1 else "lanes")
+        output.head = Head()
         self.tok_embeddings: nn.Module | None = embedding
         self.layers = nn.ModuleDict(
             {str(i): TransformerBlock(i, model_args) for i in range(model_args.n_layers)}
@@ -360,6 +303,25 @@ class LlamaModel(ModelProtocol):
             args.rope_scaling,
             torch.promote_types(dtype, torch.float32),
         )
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
+    """Return attention's output (b, h, s, head_dim).
+
+    Args:
+        q: Queries (b, h, s, head_dim).
+        k: Keys (b, h_kv, s, head_dim).
+        v: Values, likewise.
+        mask: Of the documents, see `separate`; None for causal attention.
+    """
+    grouped = q.shape[1] != k.shape[1]
+    if isinstance(mask, BlockMask):
+        out: Tensor = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
+        return out
+    # Called directly, so that a caller's ``sdpa_kernel`` context chooses the kernel.
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+    )
 
 
 def separate(documents: Tensor, dtype: torch.dtype) -> tuple[Tensor, Mask]:

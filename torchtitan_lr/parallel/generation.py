@@ -2,8 +2,7 @@
 """Generation over tensor-parallel ranks: the plans of training, and one choice for all ranks.
 
 The blocks run as in training's forward. A cache takes its shapes from the keys and values that it
-gets, so each rank stores those of its own heads. The latents of the values are whole on every rank
-under BTP; with lanes a rank has those of its own lanes.
+gets, so each rank stores those of its own heads.
 
 The head leaves each rank the logits of its part of the vocabulary. The ranks exchange their best
 candidates only: one per row for greedy tokens, k for top-k. Every rank then draws from the same
@@ -17,13 +16,13 @@ import torch
 from torch import Tensor
 
 from torchtitan_lr.collectives import FEATURES, Ranks, all_gather, local
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.inference.decode import Sampling, check_cache
+from torchtitan_lr.inference.decode import Sampling
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.parallel.plans import PLANS, TPSettings, resolve_settings
+from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plans import resolve_settings
 
 
-def generation_settings(section: Any, args: LlamaArgs, degree: int, cache: str) -> TPSettings:
+def generation_settings(section: Any, args: LlamaArgs, degree: int) -> TPSettings:
     """Resolve the tensor-parallel settings of a model that generates.
 
     Args:
@@ -31,25 +30,14 @@ def generation_settings(section: Any, args: LlamaArgs, degree: int, cache: str) 
             their defaults.
         args: The model's arguments.
         degree: Tensor-parallel degree T.
-        cache: Kind of the cache, ``full`` or ``latent``.
 
     Returns:
         Settings for `apply_tensor_parallel`.
 
     Raises:
-        ConfigError: As `resolve_settings`, or the plan's ranks do not hold whole latents.
+        ConfigError: As `resolve_settings`.
     """
     settings = resolve_settings(TPSettings.read(section), args, degree)
-    check_cache(args, cache)
-    if cache == "latent" and degree > 1 and PLANS[settings.plan].shards_latents:
-        whole = [
-            name
-            for name, plan in PLANS.items()
-            if plan.low_rank and plan.lanes == (args.lanes > 1) and not plan.shards_latents
-        ]
-        want = f"'full' under the plan {settings.plan}, whose ranks hold parts of the latents, "
-        want += f"or the plan {' or '.join(whole)}"
-        raise ConfigError("--cache", cache, want)
     # Ranks cannot share one token.
     return replace(settings, comm="all_reduce")
 

@@ -1,24 +1,100 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The parallelize functions of the families: tensor parallelism to FSDP, in one order."""
+"""The parallelize functions of the families, which torchtitan calls for every model part.
+
+Each emits its family's plan by ``parallelize_module``: for every module the placements of its
+parameters, and its edges. What follows is the same for all, in one order (`finish`).
+"""
 
 from typing import cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchtitan_lr.compat.compiler import remake_inputs_of_products
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel
-from torchtitan_lr.parallel.plans import apply_tensor_parallel, tp_settings
+from torchtitan_lr.parallel.plans import build_tp_plan, check_placed, tp_settings
 from torchtitan_lr.parallel.recompute import apply_activation_checkpoint, compiles_model
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, ParallelDims
 
 
+def parallelize_llama_full(
+    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+) -> nn.Module:
+    """Parallelize W x: q, k, v, gate and up column-parallel, o and down row-parallel.
+
+    By ``megatron``, with lanes by ``caat``. For the arguments see `finish`.
+    """
+    if parallel_dims.tp_enabled:
+        mesh, plan = tensor_parallel_plan(model, parallel_dims, job_config)
+        parallelize_module(model, mesh, plan, src_data_rank=None)
+    return finish(model, parallel_dims, job_config)
+
+
+def parallelize_llama_svd(
+    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+) -> nn.Module:
+    """Parallelize B A x: A row- and B column-parallel (``btp``), or the reverse (``vanilla``).
+
+    For the arguments see `finish`.
+    """
+    if parallel_dims.tp_enabled:
+        mesh, plan = tensor_parallel_plan(model, parallel_dims, job_config)
+        parallelize_module(model, mesh, plan, src_data_rank=None)
+    return finish(model, parallel_dims, job_config)
+
+
+def parallelize_llama_cola(
+    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+) -> nn.Module:
+    """Parallelize B σ(A x) as B A x.
+
+    The edges that apply B apply σ too, to sums over the ranks: σ sends nothing.
+    """
+    return parallelize_llama_svd(model, parallel_dims, job_config)
+
+
+def parallelize_llama_lax(
+    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+) -> nn.Module:
+    """Parallelize B_i σ(A_i x_i + g · A_j x_j), where block j = i - 1, as B σ(A x).
+
+    The plan's edges `MixEdge` add A_j x_j, which has the layout of A_i x_i and also crosses
+    pipeline stages (`plans.stage_boundary`). For the arguments see `finish`.
+    """
+    if parallel_dims.tp_enabled:
+        mesh, plan = tensor_parallel_plan(model, parallel_dims, job_config)
+        parallelize_module(model, mesh, plan, src_data_rank=None)
+    return finish(model, parallel_dims, job_config)
+
+
 def parallelize_llama(
     model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
 ) -> nn.Module:
-    """Apply tensor parallelism, checkpointing, compilation and data parallelism, in this order.
+    """Parallelize a family from outside the package by the plan that its run names.
+
+    For the arguments see `finish`.
+    """
+    if parallel_dims.tp_enabled:
+        mesh, plan = tensor_parallel_plan(model, parallel_dims, job_config)
+        parallelize_module(model, mesh, plan, src_data_rank=None)
+    return finish(model, parallel_dims, job_config)
+
+
+def tensor_parallel_plan(
+    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+) -> tuple[DeviceMesh, dict[str, ParallelStyle]]:
+    """Return the mesh of the tensor-parallel ranks, and the styles of the run's plan."""
+    settings = tp_settings(job_config, cast(LlamaArgs, model.model_args), parallel_dims.tp)
+    logger.info(f"Tensor parallelism over {parallel_dims.tp} ranks: {settings}")
+    return parallel_dims.get_mesh("tp"), build_tp_plan(model, settings)
+
+
+def finish(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+    """Apply checkpointing, compilation and data parallelism, after tensor parallelism.
 
     Args:
         model: On the meta device; the whole model or one pipeline stage.
@@ -26,28 +102,12 @@ def parallelize_llama(
         job_config: The run's configuration.
     """
     if parallel_dims.tp_enabled:
-        args = cast(LlamaArgs, model.model_args)
-        settings = tp_settings(job_config, args, parallel_dims.tp)
-        apply_tensor_parallel(model, parallel_dims.get_mesh("tp"), settings)
+        check_placed(model)
     apply_activation_checkpoint(model, job_config)
     if compiles_model(job_config):
         apply_compile(model, job_config.compile.backend)
     apply_data_parallel(model, parallel_dims, job_config)
     return model
-
-
-parallelize_llama_full = parallelize_llama
-"""Splits dense linears by the plan ``megatron``, with lanes by ``caat``."""
-
-parallelize_llama_svd = parallelize_llama
-"""Splits B A x by ``btp`` or ``vanilla``, with lanes by ``btp_caat``."""
-
-parallelize_llama_cola = parallelize_llama
-"""Splits B σ(A x) as B A x: σ acts on complete sums A x, so it needs no communication."""
-
-parallelize_llama_lax = parallelize_llama
-"""Splits B σ(A x + g · A' x') by ``btp`` or ``vanilla``; the plans' edge ``mix`` adds the latents
-A' x' of the previous block, which also cross pipeline stages."""
 
 
 def apply_compile(model: nn.Module, backend: str) -> None:

@@ -1,193 +1,32 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Tensor parallelism: the settings, the plans by name, their checks, and how one is applied.
+"""The tensor-parallel plans by name, the settings that a run has, and how a plan is applied.
 
-A plan is a function that returns ``{module: (placements, edges)}`` for the arguments of a model and
-the settings of a run. The entry in `PLANS` says beside it what must be known without a model: what
-it fits, which widths the ranks must divide, and what a rank sends to the next pipeline stage. The
+A plan is in the file of its paper: `parallel.btp`, `parallel.megatron`, `parallel.caat`. The
 formula of the same name in `formulas.tensor_parallel` states its traffic independently.
-
-Parameters become DTensors. Activations stay plain local tensors throughout: the edges read their
-weights by `collectives.local` and call the collectives themselves, which spares DTensor's dispatch
-per operation and compiles as one graph.
 """
 
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-from torch.distributed.tensor.placement_types import Placement
 
-from torchtitan_lr.collectives import FEATURES, TOKENS, Edge, Ranks
 from torchtitan_lr.config.schema import TP_PLANS
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.ends import EmbedEdge, HeadEdge, Stream
-from torchtitan_lr.models.lanes import LaneColumnEdge, LaneRowEdge, LatentDownEdge, LatentUpEdge
-from torchtitan_lr.models.linears import ColumnEdge, DownEdge, MixEdge, RowEdge, UpEdge
+from torchtitan_lr.parallel.btp import BTP
+from torchtitan_lr.parallel.caat import CAAT
+from torchtitan_lr.parallel.megatron import MEGATRON, VANILLA, VANILLA_REPLICATED
+from torchtitan_lr.parallel.placement import Plan, TPSettings
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig
 
-EdgeFactory = Callable[[DeviceMesh], nn.Module]
-"""Builds the edge of a plan, given the tensor-parallel mesh."""
-
-Splits = dict[str, tuple[Mapping[str, Placement], Mapping[str, EdgeFactory]]]
-"""By module name: the placements of its parameters, and its new edges by their names in it."""
-
-
-@dataclass(frozen=True)
-class TPSettings:
-    """The tensor-parallel settings of `[parallelism]`; the fields are its `tp_*` keys.
-
-    `config.schema` describes them. Two follow from other keys: whether the loss works on
-    sharded logits, and whether CAAT-Net's backward sums in fp32 while it sends half precision.
-    """
-
-    plan: str = "auto"
-    grouping: bool = True
-    norm: Literal["online", "sync"] = "online"
-    norm_stat: Literal["async", "column"] = "async"
-    comm: Literal["all_reduce", "sequence"] = "all_reduce"
-    head: Literal["plain", "scatter"] = "plain"
-    loss_parallel: bool = True
-    wide_sums: bool = False
-
-    @classmethod
-    def read(cls, section: Any, **more: Any) -> "TPSettings":
-        """Read the ``tp_*`` keys that a section has; the others have their defaults."""
-        names = [field.name for field in fields(cls) if hasattr(section, f"tp_{field.name}")]
-        return cls(**{name: getattr(section, f"tp_{name}") for name in names}, **more)
-
-
-def btp(args: LlamaArgs, settings: TPSettings) -> Splits:
-    """Bottleneck-aware (BOOST): ranks communicate in the r-wide bottleneck.
-
-    The residual stream is sharded along d. Every A is row-parallel: forward communicates only the
-    sum of its r-wide products over the ranks. Every B is column-parallel and its input, the
-    latents, is replicated: backward communicates only the r-wide gradient of the latents. Attention
-    heads, SwiGLU and residual additions work on shards.
-    """
-    sequence = settings.comm == "sequence"
-    down = on_ranks(
-        DownEdge,
-        grouped=settings.grouping,
-        sequence=sequence,
-        online=settings.norm == "online",
-        column=settings.norm_stat == "column",
-    )
-    up = on_ranks(UpEdge, grouped=settings.grouping, sequence=sequence)
-    blocks = low_rank_blocks(args, settings, down, up, on_ranks(MixEdge, sharded=sequence))
-    if settings.head == "scatter":
-        return blocks | model_ends(settings, on_ranks(EmbedEdge), "scatter", Shard(0))
-    return blocks | model_ends(settings, on_ranks(EmbedEdge), "features")
-
-
-def vanilla(args: LlamaArgs, settings: TPSettings) -> Splits:
-    """Split each pair of factors as Megatron splits an MLP: the baseline of BTP.
-
-    A is column-parallel and B row-parallel, so messages are as wide as a linear's output. The
-    residual stream and other d- or f-wide activations are replicated; only the latents are sharded,
-    along r. The fair form reduce-scatters q, k and v over the heads, so that each rank computes its
-    own heads, and gathers attention's output before A_o. In BOOST's baseline
-    (`vanilla_replicated`), which all-reduces q, k and v, every rank computes all heads.
-    """
-    grouped = settings.grouping
-    heads = FEATURES if PLANS[settings.plan].shards_heads else None
-    blocks = low_rank_blocks(
-        args,
-        settings,
-        on_ranks(ColumnEdge, grouped=grouped),
-        on_ranks(RowEdge),
-        on_ranks(MixEdge, sharded=True),
-        down_o=on_ranks(ColumnEdge, grouped=grouped, dim=heads),
-        up_qkv=on_ranks(RowEdge, dim=heads),
-    )
-    return blocks | model_ends(settings, on_ranks(EmbedEdge, gather=True))
-
-
-def megatron(args: LlamaArgs, settings: TPSettings) -> Splits:
-    """Megatron-LM at full rank: q, k, v, gate and up column-parallel, o and down row-parallel.
-
-    Between the pairs the residual stream is replicated (Megatron-LM, section 3) or sharded along
-    the tokens (Korthikanti et al., section 4.2.2), where the norms run on token shards too.
-    """
-    sequence = settings.comm == "sequence"
-    dim = TOKENS if sequence else None
-    blocks = dense_blocks(on_ranks(ColumnEdge, dim=dim), on_ranks(RowEdge, dim=dim))
-    embed = on_ranks(EmbedEdge, gather=True, sequence=sequence)
-    return blocks | model_ends(settings, embed, "tokens" if sequence else "replicated")
-
-
-def caat(args: LlamaArgs, settings: TPSettings) -> Splits:
-    """CAAT-Net: Megatron's placements, with a residual stream for every lane (`models.lanes`)."""
-    row = on_ranks(LaneRowEdge, args=args, wide=settings.wide_sums)
-    embed = on_ranks(EmbedEdge, lanes=args.lanes, wide=settings.wide_sums)
-    blocks = dense_blocks(on_ranks(LaneColumnEdge), row)
-    return blocks | model_ends(settings, embed, "lanes")
-
-
-def btp_caat(args: LlamaArgs, settings: TPSettings) -> Splits:
-    """Experimental: BTP's placements; the latents are reduced in part only (`models.lanes`)."""
-    wide, grouped = settings.wide_sums, settings.grouping
-    down = on_ranks(LatentDownEdge, args=args, wide=wide, grouped=grouped)
-    blocks = low_rank_blocks(args, settings, down, on_ranks(LatentUpEdge))
-    return blocks | model_ends(settings, on_ranks(EmbedEdge), "features")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """An entry of `PLANS`.
-
-    Attributes:
-        split: The plan.
-        low_rank: Whether it splits factorised linears, or dense ones.
-        lanes: Whether it is for models with CAAT-Net's lanes.
-        factors: Placements of A and B, for factorised linears: Shard(0), Shard(1) or Replicate().
-        shards_stream: Whether a rank holds d/T features of the residual stream and sends them to
-            the next stage. The norms' weights in the blocks are sharded in the same way.
-        shards_latents: Whether it sends r/T features of each of LaX's latents.
-        shards_heads: Whether a rank computes its share of the heads, or all heads.
-        choices: Fields of `TPSettings` with an effect; others must keep their defaults.
-    """
-
-    split: Callable[[LlamaArgs, TPSettings], Splits]
-    low_rank: bool = True
-    lanes: bool = False
-    factors: tuple[Placement, Placement] = (Shard(1), Shard(0))
-    shards_stream: bool = False
-    shards_latents: bool = False
-    shards_heads: bool = True
-    choices: Set[str] = frozenset()
-
-    def widths(self, args: LlamaArgs) -> dict[str, int]:
-        """Return the widths that T must divide, by name: those of sharded dimensions."""
-        a, b = self.factors
-        widths: dict[str, int] = {}
-        if self.shards_heads:
-            widths |= {"n_heads": args.n_heads, "n_kv_heads": args.kv_heads}
-        widths["dim"] = args.dim  # of the embedding, in every plan
-        if a == Shard(1) or b == Shard(0):
-            widths |= {"kv_dim": args.kv_dim, "ffn_dim": args.ffn_dim}
-        widths["vocab_size"] = args.vocab_size  # of the head, in every plan
-        if a == Shard(0) or b == Shard(1):
-            widths |= {"rank_attention": args.rank_attention, "rank_ffn": args.rank_ffn}
-        return widths
-
-
-_COLUMN_ROW = Shard(0), Shard(1)
-
-PLANS = {
-    "btp": Plan(btp, shards_stream=True, choices={"grouping", "norm", "norm_stat", "comm", "head"}),
-    "vanilla": Plan(vanilla, factors=_COLUMN_ROW, shards_latents=True, choices={"grouping"}),
-    "vanilla_replicated": Plan(
-        vanilla, factors=_COLUMN_ROW, shards_latents=True, shards_heads=False, choices={"grouping"}
-    ),
-    "megatron": Plan(megatron, low_rank=False, choices={"comm"}),
-    "caat": Plan(caat, low_rank=False, lanes=True),
-    "btp_caat": Plan(btp_caat, lanes=True, shards_stream=True, choices={"grouping"}),
+PLANS: dict[str, Plan] = {
+    "btp": BTP,
+    "vanilla": VANILLA,
+    "vanilla_replicated": VANILLA_REPLICATED,
+    "megatron": MEGATRON,
+    "caat": CAAT,
 }
 """Plans by name, those of `config.schema.BUILT_IN_PLANS`; `register_plan` adds others."""
 
@@ -206,134 +45,13 @@ def register_plan(name: str, plan: Plan) -> None:
         TP_PLANS.append(name)
 
 
-def on_ranks(edge: type[Edge], **options: Any) -> EdgeFactory:
-    """Return a factory of an edge, given its options."""
-    return lambda mesh: edge(Ranks.of(mesh), **options)
-
-
-def low_rank_blocks(
-    args: LlamaArgs,
-    settings: TPSettings,
-    down: EdgeFactory,
-    up: EdgeFactory,
-    mix: EdgeFactory | None = None,
-    **attention: EdgeFactory,
-) -> Splits:
-    """Return placements and edges of low-rank blocks: every A and B, and the norms' weights.
-
-    Args:
-        args: The model's arguments.
-        settings: The settings; the plan's entry says how A, B and the stream are placed.
-        down: The edge that ends a chunk: applies A of a group.
-        up: The edge that starts a chunk: applies B of a group.
-        mix: The edge of families with carried latents, not used for others.
-        **attention: Edges of attention that differ from these, by name.
-    """
-    plan = PLANS[settings.plan]
-    a, b = plan.factors
-    lax = {"mix": mix} if mix is not None and args.model_family.carries_latents else {}
-    of_attention = {"down_qkv": down, "up_qkv": up, "down_o": down, "up_o": up}
-    of_ffn = {"down_gate_up": down, "up_gate_up": up, "down_down": down, "up_down": up}
-    linear: dict[str, Placement] = {"A.weight": a, "B.weight": b, "gate": Replicate()}
-    return _blocks(
-        Shard(0) if plan.shards_stream else Replicate(),
-        dict.fromkeys(("wq", "wk", "wv", "wo", "w1", "w2", "w3"), linear),
-        of_attention | attention | lax,
-        of_ffn | lax,
-    )
-
-
-def dense_blocks(column: EdgeFactory, row: EdgeFactory) -> Splits:
-    """Return placements and edges of a full-rank block: column-, then row-parallel linears.
-
-    Args:
-        column: The edge of q, k, v and of gate, up; weights Shard(0).
-        row: The edge of o and of down; weights Shard(1).
-    """
-    linears = {
-        name: {"weight": Shard(1) if name in ("wo", "w2") else Shard(0)}
-        for name in ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
-    }
-    return _blocks(
-        Replicate(), linears, {"qkv": column, "o": row}, {"gate_up": column, "down": row}
-    )
-
-
-def _blocks(
-    norm: Placement,
-    linears: Mapping[str, Mapping[str, Placement]],
-    attention: Mapping[str, EdgeFactory],
-    feed_forward: Mapping[str, EdgeFactory],
-) -> Splits:
-    splits: Splits = {
-        "layers.*.attention_norm": ({"weight": norm}, {}),
-        "layers.*.ffn_norm": ({"weight": norm}, {}),
-        "layers.*.attention": ({}, attention),
-        "layers.*.feed_forward": ({}, feed_forward),
-    }
-    for name, placements in linears.items():
-        parent = "feed_forward" if name in ("w1", "w2", "w3") else "attention"
-        splits[f"layers.*.{parent}.{name}"] = placements, {}
-    return splits
-
-
-def model_ends(
-    settings: TPSettings,
-    embed: EdgeFactory,
-    stream: Stream = "replicated",
-    norm: Placement = Replicate(),  # noqa: B008
-) -> Splits:
-    """Return both ends of the model: the embedding sharded along d, the head along V.
-
-    Args:
-        settings: The settings.
-        embed: The embedding's edge.
-        stream: Layout of the residual stream in front of the head.
-        norm: Placement of the final norm's weight.
-    """
-    head = on_ranks(HeadEdge, stream=stream, loss_parallel=settings.loss_parallel)
-    return {
-        "tok_embeddings": ({"weight": Shard(1)}, {"embed": embed}),
-        "norm": ({"weight": norm}, {}),
-        "output": ({"weight": Shard(0)}, {"head": head}),
-    }
-
-
-@dataclass
-class EdgeParallel(ParallelStyle):
-    """Distribute the parameters of a module and replace its edges.
-
-    Args:
-        placements: Placement by parameter name, relative to the module. A parameter that is None
-            (the gate of a linear without one) is skipped.
-        edges: The new edge by the edge's name in the module.
-    """
-
-    placements: Mapping[str, Placement]
-    edges: Mapping[str, EdgeFactory]
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, placement in self.placements.items():
-            owner_name, _, leaf = name.rpartition(".")
-            owner = module.get_submodule(owner_name)
-            parameter = getattr(owner, leaf)
-            if parameter is not None:
-                # Every rank has the same full value (none on the meta device): no broadcast.
-                sharded = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=None)
-                owner.register_parameter(leaf, nn.Parameter(sharded))
-        for name, build in self.edges.items():
-            module.get_submodule(name)  # raises for a name that is no edge
-            module.register_module(name, build(device_mesh))
-        return module
-
-
 def build_tp_plan(model: nn.Module, settings: TPSettings) -> dict[str, ParallelStyle]:
     """Return the styles of a model or of one pipeline stage, for ``parallelize_module``."""
     args: LlamaArgs = model.model_args  # type: ignore[assignment]
-    splits = PLANS[settings.plan].split(args, settings)
+    styles = PLANS[settings.plan].split(args, settings)
     # `parallelize_module` warns of names that a stage does not have.
     stage = {name for name, child in model.named_children() if child is not None}
-    return {name: EdgeParallel(*s) for name, s in splits.items() if name.split(".")[0] in stage}
+    return {name: style for name, style in styles.items() if name.split(".")[0] in stage}
 
 
 def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, settings: TPSettings) -> None:
@@ -348,10 +66,18 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, settings: TPSet
     if tp_mesh.size() == 1:
         return
     parallelize_module(model, tp_mesh, build_tp_plan(model, settings), src_data_rank=None)
+    check_placed(model)
+
+
+def check_placed(model: nn.Module) -> None:
+    """Raise for a model of which a plan left a parameter whole.
+
+    Raises:
+        RuntimeError: The plan does not place every parameter.
+    """
     left = [name for name, p in model.named_parameters() if not hasattr(p, "placements")]
     if left:
-        raise RuntimeError(f"the plan {settings.plan} does not place {', '.join(left)}")
-    logger.info(f"Applied tensor parallelism over {tp_mesh.size()} ranks: {settings}")
+        raise RuntimeError(f"the tensor-parallel plan does not place {', '.join(left)}")
 
 
 def tp_settings(job_config: JobConfig, args: LlamaArgs, tp_degree: int) -> TPSettings:
@@ -429,21 +155,16 @@ def _check_plan(settings: TPSettings, args: LlamaArgs) -> None:
     if name not in fitting:
         want = f"one of auto, {', '.join(fitting)} for llama_{args.family}"
         if lanes:
-            note = " (experimental), which auto does not choose" if args.low_rank else ""
-            want = f"{' or '.join(fitting)}{note}, for llama_{args.family} "
-            want += f"with caat.lanes = {args.lanes}"
+            want = f"{' or '.join(fitting)}, for llama_{args.family} with caat.lanes = {args.lanes}"
         elif PLANS[name].lanes:
             want = f"another plan, or caat.lanes of more than {args.lanes}"
         raise ConfigError("parallelism.tp_plan", name, want)
-    for key in ("norm", "norm_stat", "head", "comm", "grouping"):
+    for key in ("norm", "head", "comm", "grouping"):
         value, default = getattr(settings, key), getattr(TPSettings(), key)
         if key not in fitting[name].choices and value != default:
             others = " or ".join(other for other, plan in PLANS.items() if key in plan.choices)
             want = f"{repr(default).lower()}: only the plan {others} has a choice"
             raise ConfigError(f"parallelism.tp_{key}", value, want)
-    if settings.norm == "sync" and settings.norm_stat != "async":
-        want = "'async' unless tp_norm is 'online'"
-        raise ConfigError("parallelism.tp_norm_stat", settings.norm_stat, want)
 
 
 @dataclass(frozen=True)
@@ -487,7 +208,6 @@ def stage_boundary(
     none, G lanes at full rank    s      Gd      full rank has none
     caat, G lanes                 s      Gd/T    full rank has none
     btp                           s      d/T     r (replicated)
-    btp_caat                      s      d/T     svd and cola have none
     btp, ``comm = "sequence"``    s/T    d       r (token-sharded)
     vanilla, vanilla_replicated   s      d       r/T (feature-sharded)
     megatron                      s      d       full rank has none
@@ -504,7 +224,7 @@ def stage_boundary(
     widths = [args.rank_attention] * 4 + [args.rank_ffn] * 3
     if not (latents and args.model_family.carries_latents):
         widths = []
-    if args.lanes > 1 and not args.low_rank:
+    if args.lanes > 1:
         lanes = args.lanes // tp_degree
         return Boundary(seq_len, lanes * args.dim, (), lanes=lanes)
     if tp_degree == 1:

@@ -8,11 +8,11 @@ rotary embedding, norms, SwiGLU and attention; no down-projection runs twice (Co
 norms' statistics, so that recomputation communicates nothing (BOOST, section 4). Attention's output
 and its log-sum-exp can be saved too; then attention does not run twice.
 
-The edges name what is saved, see `torchtitan_lr.collectives.save`. Torch's selective checkpointing
-saves the results of chosen operators. Outside of compiled code it repeats whatever leads to them:
-the product in front of a saved all-reduce would run again for nothing, or its result would have to
-be saved too. It also frees them after the first recomputation, and a split backward needs two. A
-`Recomputation` therefore saves the results of whole computations.
+Autograd Functions name what is saved, see `torchtitan_lr.models.saved`. Torch's selective
+checkpointing saves the results of chosen operators. Outside of compiled code it repeats whatever
+leads to them: the product in front of a saved all-reduce would run again for nothing, or its result
+would have to be saved too. It also frees them after the first recomputation, and a split backward
+needs two. A `Recomputation` therefore saves the results of whole computations.
 
 The memory and the repeated collectives of a mode are stated nowhere: the estimator measures them on
 wrapped blocks.
@@ -29,7 +29,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from torchtitan_lr.collectives import mark_in_graphs, save, saved_by
 from torchtitan_lr.compat.autograd import checkpoint_wrapper, version_of
 from torchtitan_lr.compat.dispatch import (
     ATTENTION_OPERATORS,
@@ -40,6 +39,7 @@ from torchtitan_lr.compat.dispatch import (
 )
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.families import find_family
+from torchtitan_lr.models.saved import mark_in_graphs, save, saved_by
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, apply_ac, count_checkpointed_blocks_from
 

@@ -16,7 +16,7 @@ COLORS = {
     **{"svd": "tab:blue", "cola": "tab:orange", "lax": "tab:green"},
     **{"GaLore": "tab:blue", "TSR keep": "tab:orange", "TSR rotate": "tab:green"},
     **{"TSR reset": "tab:red", "BTP": "tab:orange", "vanilla": "tab:purple"},
-    **{"megatron": "tab:brown", "btp_caat": "tab:red", "CAAT Net": "tab:pink"},
+    **{"megatron": "tab:brown", "CAAT Net": "tab:pink"},
     **{"sketch": "tab:purple", "sparse": "tab:olive"},
     **{"4 lanes": "tab:blue", "8 lanes": "tab:orange"},
     **{"top k": "tab:cyan", "random": "tab:olive", "another seed": "tab:gray"},

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.removed import refuse_removed
 from torchtitan_lr.config.schema import AC_MODES
 from torchtitan_lr.errors import ConfigError
 
@@ -23,7 +24,6 @@ _ONE_LANE = ["--caat.lanes=1", "--caat.sync_fraction=1.0"]
 
 _DEFAULTS = {
     "norm": "--parallelism.tp_norm=online",
-    "norm_stat": "--parallelism.tp_norm_stat=async",
     "head": "--parallelism.tp_head=plain",
     "comm": "--parallelism.tp_comm=all_reduce",
 }
@@ -33,7 +33,7 @@ _FULL_RANK = [
     *("--model.name=llama_full", "--parallelism.tp_plan=auto", "--parallelism.tp_grouping"),
     *("--low_rank.rank=0", "--low_rank.rank_attention=0", "--low_rank.rank_ffn=0"),
     *("--low_rank.activation=flavor", "--low_rank.lax_gate=identity"),
-    *(_DEFAULTS[key] for key in ("norm", "norm_stat", "head")),
+    *(_DEFAULTS[key] for key in ("norm", "head")),
 ]
 
 
@@ -84,6 +84,7 @@ def read_plans(text: str, config: str | None, overrides: Sequence[str] = ()) -> 
             known = _known_plans(config, overrides)
     for plan in plans:
         if plan not in known:
+            refuse_removed({"parallelism.tp_plan": plan})
             raise ConfigError("--plans", plan, f"some of {', '.join(known)}")
     return plans
 

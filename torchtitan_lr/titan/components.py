@@ -51,5 +51,6 @@ class TitanCheckpointHooks(CheckpointManager):
     checkpoint_folder = CheckpointManager._create_checkpoint_id  # of a step
     is_due = CheckpointManager._should_save  # whether `save` saves a step, which may be the last
     wait_for_save = CheckpointManager._async_wait  # until an asynchronous save is on disk
+    states_to_load = CheckpointManager._states_to_load  # the model's alone, or all wanted ones
     # All states, with the model's at the top level.
     flattened_states = CheckpointManager._flattened_model_states_sd

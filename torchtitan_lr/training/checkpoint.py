@@ -86,6 +86,7 @@ class CheckpointManager(TitanCheckpointHooks):
     """
 
     async_mode: AsyncMode
+    sd_adapter: Any
     stager: Any
     _last_saved: str | None = None
 
@@ -256,29 +257,39 @@ class CheckpointManager(TitanCheckpointHooks):
             step = max(folders.complete_steps(self.folder), default=-1)
         step = from_first_rank(step)
         if step != -1:
-            folder = self.checkpoint_folder(step)
-            whole = from_first_rank(folders.is_dcp(folder))
-            if damage := self._damage_of(folder) if whole else _MODEL_ALONE:
-                older = newest_whole_before(folder, self._unverified)
-                if older is None or not self._fall_back:
-                    raise _damaged(folder, damage, older)
-                if self._first:
-                    logger.warning("%s is damaged (%s): resuming from %s", folder, damage, older)
-                step = int(older.rpartition("-")[2])
-        parent: str = self.folder
-        try:
-            # Upstream uses ``initial_load_path`` only if there is no folder.
-            self.folder: str = "" if step == -1 else parent
-            loaded = super().load(step)
-        finally:
-            self.folder = parent
-        if loaded:
-            source = self.initial_load_path if step == -1 else self.checkpoint_folder(step)
+            step = self._whole_step(step)
+            source, in_hf, model_only = self.checkpoint_folder(step), False, step == 0
+        else:
+            source, in_hf = self.initial_load_path or "", self.initial_load_in_hf
+            if in_hf and not source:
+                source = self.sd_adapter.hf_assets_path
+            model_only = self.initial_load_model_only
+        if source:
+            self.dcp_load(self.states_to_load(model_only), source, in_hf, from_quantized=False)
+            GarbageCollection.collect("GC collection for checkpoint loading.")
             console.info("Loaded %s.", source)
         if not self.load_only and self._first:
             self._tidy(step)
         from_first_rank(None)  # no rank saves before the first one is here
-        return bool(loaded)
+        return bool(source)
+
+    def _whole_step(self, step: int) -> int:
+        """Return the step itself if its checkpoint is whole, else the step to fall back to.
+
+        Raises:
+            ConfigError: It is damaged, and ``checkpoint.fall_back`` is off or finds none.
+        """
+        folder = self.checkpoint_folder(step)
+        is_dcp = from_first_rank(folders.is_dcp(folder))
+        damage = self._damage_of(folder) if is_dcp else _MODEL_ALONE
+        if not damage:
+            return step
+        older = newest_whole_before(folder, self._unverified)
+        if older is None or not self._fall_back:
+            raise _damaged(folder, damage, older)
+        if self._first:
+            logger.warning("%s is damaged (%s): resuming from %s", folder, damage, older)
+        return int(older.rpartition("-")[2])
 
     def _tidy(self, step: int) -> None:
         """Rename the steps after ``step``; delete incomplete folders and unfinished deletions."""

@@ -76,8 +76,6 @@ class Step:
         gradients: The gradients of all parts.
         reader: Reads this rank's data.
         compressors: Of ``[grad_compression]``, whose residuals belong to a step.
-        forward_backward: Runs one micro-batch: ``input_dict``, ``labels`` and
-            ``global_valid_tokens``, all on the device. Returns this rank's share of the loss.
         before_change: Called before weights, moments and residuals change.
         data: This step's data.
         loss: This rank's share of the step's loss, an fp64 scalar on the device.
@@ -94,7 +92,6 @@ class Step:
     gradients: Gradients
     reader: StepReader
     compressors: Sequence[Compressor]
-    forward_backward: Callable[..., Tensor]
     before_change: Callable[[], None]
     data: StepData = field(init=False)
     loss: Tensor = field(init=False)
@@ -123,11 +120,15 @@ class Step:
         return self.data
 
     @_part
-    def backward(self) -> None:
+    def backward(self, forward_backward: Callable[..., Tensor]) -> None:
         """Run forward and backward of each micro-batch, and accumulate the gradients.
 
         The loss of a micro-batch is its summed token loss divided by the valid tokens of the global
         batch. So the gradients sum to those of one process with the same batch.
+
+        Args:
+            forward_backward: Runs one micro-batch: ``input_dict``, ``labels`` and
+                ``global_valid_tokens``, all on the device. Returns this rank's share of the loss.
         """
         self.gradients.begin()
         self._own_gradients.clear()
@@ -140,7 +141,7 @@ class Step:
             if self.pipeline is not None:  # it synchronizes at the end of the batch
                 self.pipeline.is_last_round = last
             with self.gradients.micro_batch(last):
-                loss = self.forward_backward(
+                loss = forward_backward(
                     input_dict={k: self._moved(v) for k, v in input_dict.items()},
                     labels=self._moved(labels),
                     global_valid_tokens=tokens,

@@ -74,12 +74,12 @@ class Trainer(TitanTrainer):
         self._ledger: CommLedger | None = None
         # Prevent upstream from writing the record now: the checkpoint check may still raise, and
         # must leave the record of the existing checkpoints unchanged.
-        record, job_config.job.save_config_file = job_config.job.save_config_file, None
+        record_file, job_config.job.save_config_file = job_config.job.save_config_file, None
         # Use our checkpoint manager and no autocast: FSDP or DDP implements mixed precision at
         # every world size.
         with trainer_parts(self.checkpoint_manager):
             super().__init__(job_config)
-        job_config.job.save_config_file = record or RUN_CONFIG
+        job_config.job.save_config_file = record_file or RUN_CONFIG
         self._set_timeouts(job_config.comm.init_timeout_seconds)
         check_same_data(self.dataloader.dataset.identity)
         dims = self.parallel_dims
@@ -124,7 +124,6 @@ class Trainer(TitanTrainer):
                 self.metrics_processor.data_loading_times,
             ),
             compressors=self._residuals.compressors,
-            forward_backward=self.forward_backward_step,
             before_change=self.checkpointer.maybe_wait_for_staging,
         )
 
@@ -220,7 +219,7 @@ class Trainer(TitanTrainer):
 
         logs = self.metrics_processor.should_log(self.step)
         with self._measured(logs):
-            step.backward()
+            step.backward(self.forward_backward_step)
             step.reduce()
             step.decide(self._stop.name is not None, data_iterator if another_follows else None)
             step.clip()

@@ -75,7 +75,7 @@ OVERRIDES = (
         reason="Adam collects its tensors here; the override replaces them by local shards.",
     ),
     Override(
-        ours="torchtitan_lr.parallel.plans:EdgeParallel._apply",
+        ours="torchtitan_lr.parallel.placement:EdgeParallel._apply",
         upstream="torch.distributed.tensor.parallel:ParallelStyle._apply",
         parameters=("module", "device_mesh"),
         caller="torch.distributed.tensor.parallel.api:parallelize_module",
@@ -108,6 +108,12 @@ REWRITES = (
         upstream="torchtitan.train:Trainer.forward_backward_step",
         digest="22441cccc0dd",
         reason="Every pipeline stage gets all arguments, and the pipeline divides its own loss.",
+    ),
+    Rewrite(
+        ours="torchtitan_lr.training.checkpoint:CheckpointManager.load",
+        upstream="torchtitan.components.checkpoint:CheckpointManager.load",
+        digest="a739d1f02684",
+        reason="A damaged or incomplete step is not loaded; later steps are renamed.",
     ),
     Rewrite(
         ours="torchtitan_lr.training.metrics:LowRankMetricsProcessor.log",

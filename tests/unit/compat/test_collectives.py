@@ -30,7 +30,6 @@ def with_options(store):
 
 
 CONSTRUCTED = {
-    "by position": lambda store: dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=70)),
     "by name, as torch": lambda store: dist.ProcessGroupGloo(
         store, 0, 1, timeout=timedelta(seconds=70)
     ),

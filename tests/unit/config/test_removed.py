@@ -9,7 +9,6 @@ from tests.support.config_checks import MAIN
 from torchtitan_lr.checks.stored import check_record
 from torchtitan_lr.commands.main import main
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.config.removed import REMOVED
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.loading import read_run_config
 
@@ -19,6 +18,8 @@ LAST = "is the last commit that reads it"
 LOST = [
     ("fault_tolerance.enable", True, True),
     ("fault_tolerance.lighthouse", "127.0.0.1:29510", True),
+    ("parallelism.tp_plan", "btp_caat", False),
+    ("parallelism.tp_norm_stat", "column", True),
     ("job.custom_config_module", "torchtitan_lr.experiments.replicas.job_config", True),
 ]
 
@@ -77,17 +78,15 @@ def test_a_value_that_stays_is_accepted(arguments):
     "arguments",
     [
         ["train", "debug_replicas"],
+        ["train", "INCLUDING"],
         ["estimate", "debug_replicas"],
         ["evaluate", "outputs/debug_cola", "--tasks", "hellaswag"],
+        ["generate", "outputs/debug_cola", "--cache", "latent"],
     ],
 )
-def test_what_a_command_had_is_refused(arguments, capsys):
-    assert main(arguments) == 2
+def test_what_a_command_had_is_refused(arguments, tmp_path, capsys):
+    including = tmp_path / "mine.toml"
+    including.write_text('include = "debug_replicas"\n')
+    assert main([str(including) if name == "INCLUDING" else name for name in arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and LAST in error
-
-
-def test_every_entry_has_an_example():
-    keys = {key for key in REMOVED if "." in key}
-    keys -= {key for key in keys if key.startswith("fault_tolerance.")}
-    assert keys <= {key for key, _, _ in LOST}

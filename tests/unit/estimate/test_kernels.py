@@ -21,7 +21,8 @@ from torchtitan_lr.estimate.step_time import (
 )
 from torchtitan_lr.estimate.work import rehearse_work
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.parallel.plans import TPSettings, resolve_settings
+from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plans import resolve_settings
 from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 
 SHAPE = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 96}

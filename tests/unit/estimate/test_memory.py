@@ -10,7 +10,7 @@ from torchtitan_lr.formulas.memory import Precision, gathered_bytes, static_memo
 from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
 from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
-from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.parallel.placement import TPSettings
 
 FP32 = Precision(4, 4, 4)
 HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}

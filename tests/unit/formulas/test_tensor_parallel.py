@@ -12,7 +12,7 @@ from torchtitan_lr.formulas.data_parallel import named_parameters
 from torchtitan_lr.formulas.tensor_parallel import part_traffic
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.plans import TPSettings
+from torchtitan_lr.parallel.placement import TPSettings
 
 BS, D, F, R, D_KV = 24, 64, 160, 16, 32
 
@@ -40,13 +40,18 @@ def test_a_rank_stores_what_the_placements_of_the_factors_say(
     a: int | None, b: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None is Replicate."""
-    formula = tensor_parallel.PlanFormula(lambda *_: {}, factors=(a, b))
+    formula = tensor_parallel.PlanFormula(lambda *_: {}, attention=(b, a), feed_forward=(a, b))
     monkeypatch.setitem(tensor_parallel.FORMULAS, "other", formula)
     found = named_parameters(shape(), TPSettings("other"), 4)["block 0"]
-    for key, size, dim in (("A", (R, F), a), ("B", (D, R), b)):
+    for name, size, dim in (
+        ("feed_forward.w2.A", (R, F), a),
+        ("feed_forward.w2.B", (D, R), b),
+        ("attention.wo.A", (R, D), b),
+        ("attention.wo.B", (D, R), a),
+    ):
         whole = torch.empty(size)
         part = whole if dim is None else whole.chunk(4, dim)[0]
-        assert found[f"layers.0.feed_forward.w2.{key}.weight"] == part.shape
+        assert found[f"layers.0.{name}.weight"] == part.shape
 
 
 BSD, BSF, BSR = BS * D, BS * F, BS * R
@@ -76,21 +81,19 @@ TABLE = {
         *(9, 7 * BSR + 2 * BS),
     ),
     "ungrouped, online": (
-        btp(grouping=False, norm_stat="column"),
-        *(7, 7 * BSR + 2 * BS),
+        btp(grouping=False),
+        *(9, 7 * BSR + 2 * BS),
         *(7, 7 * BSR),
     ),
     "grouped, sync": (btp(norm="sync"), 6, 7 * BSR + 2 * BS, 6, 7 * BSR + 2 * BS),
-    "grouped, online": (btp(norm_stat="column"), 4, 7 * BSR + 2 * BS, 4, 7 * BSR),
+    "grouped, online": (btp(), 6, 7 * BSR + 2 * BS, 4, 7 * BSR),
 }
 
 
 @pytest.mark.parametrize("row", TABLE)
-def test_table(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table(row: str) -> None:
     settings, *numbers = TABLE[row]
     family = "full" if settings.plan == "megatron" else "cola"
-    # The table counts no padding.
-    monkeypatch.setattr(tensor_parallel, "COLUMN_MULTIPLE", 1)
     traffic = part_traffic(shape(family), settings, BS)["block"]
     passes = [[row for row in traffic if row.pass_ == name] for name in ("forward", "backward")]
     pairs = [(sum(r.calls for r in rows), sum(r.elements for r in rows)) for rows in passes]

@@ -16,7 +16,6 @@ CASES = {
     "lax": ("lax", {}),
     "lax_gated": ("lax", {"lax_gate": "scalar", "n_kv_heads": 1, "activation": "lowrank"}),
     "lanes": ("full", LANES),
-    "lanes_cola": ("cola", LANES),
 }
 
 

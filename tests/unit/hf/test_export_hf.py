@@ -137,7 +137,7 @@ def test_checkpointed_blocks_have_the_same_gradients(exported):
 
 
 def test_it_saves_itself_with_its_code(exported, tmp_path):
-    ours, theirs, _ = exported("lanes_cola")
+    ours, theirs, _ = exported("lanes")
     theirs.save_pretrained(tmp_path / "again")
     names = {path.name for path in (tmp_path / "again").iterdir()}
     assert {f"{name}.py" for name in HF_CODE} <= names

@@ -255,7 +255,7 @@ def test_damaged_and_other_weights_are_refused(tmp_path, capsys):
     assert "save_pretrained writes it" in refused(capsys, folder, tmp_path / "bin")
 
 
-@pytest.mark.parametrize("case", ["svd", "lax_gated", "lanes_cola"])
+@pytest.mark.parametrize("case", ["svd", "lax_gated", "lanes"])
 @pytest.mark.parametrize("form", ["factored", "hf"])
 def test_our_own_exports_become_the_same_model(case, form, tmp_path):
     ours, folder = model_of(case), tmp_path / "exported"

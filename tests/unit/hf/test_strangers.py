@@ -70,7 +70,6 @@ WAYS = {
         {"model": {"name": "llama_other"}},
         {"parallelism": {"tp_plan": "other"}},
         {"activation_checkpoint": {"mode": "other"}},
-        {"job": {"custom_config_module": "stranger_above.code"}},
     ],
     ids=str,
 )
@@ -153,22 +152,19 @@ def test_linked_folders_are_the_users_own(run, tmp_path):
     assert read_record(tmp_path / "best")["model"]["name"] == "llama_cola"
 
 
-SECTIONS = ["model", "training", "low_rank", "parallelism", "debug"]
-VALUES = [
-    *("model.name", "model.flavor", "model.hf_assets_path", "model.vocab_size"),
-    *("training.seq_len", "low_rank.rank", "low_rank.activation", "debug.seed"),
-]
+# A section, a text, a number, a choice.
+PLACES = ["low_rank", "model.name", "model.vocab_size", "low_rank.activation"]
 
 
-@pytest.mark.parametrize("place", SECTIONS + VALUES)
-@pytest.mark.parametrize("wrong", [[], 1.5, True, "x" * 3000], ids=["list", "1.5", "true", "long"])
-def test_a_value_of_another_type_is_refused_in_one_line(run, place, wrong, capsys):
+@pytest.mark.parametrize("place", PLACES)
+def test_a_value_of_another_type_is_refused_in_one_line(run, place, capsys):
     section, _, name = place.partition(".")
-    change(run, {section: {name: wrong} if name else wrong})
     prompt = ("--prompt", "a", "--max_new_tokens", 1, "--device", "cpu")
-    status, _, told = generate.ask(capsys, run, *prompt)
-    assert status == 2, told
-    assert told.startswith("error: ") and told.count("\n") == 1 and len(told) < 2000
+    for wrong in ([], 1.5, True, "x" * 3000):
+        change(run, {section: {name: wrong} if name else wrong})
+        status, _, told = generate.ask(capsys, run, *prompt)
+        assert status == 2, told
+        assert told.startswith("error: ") and told.count("\n") == 1 and len(told) < 2000
 
 
 def tree(folder):
@@ -296,33 +292,28 @@ def test_the_card_of_an_imported_model(run, tmp_path):
     assert model_fingerprint(ours) == model_fingerprint(theirs)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"rms_norm_eps": math.inf},
-        {"rms_norm_eps": math.nan},
-        {"rope_theta": math.nan},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}},
-        {"num_hidden_layers": 10**5},
-        {"num_hidden_layers": 10**30},
-        {"hidden_size": "64"},
-        {"hidden_size": [64]},
-        {"num_attention_heads": True},
-        {"vocab_size": 10**15},
-        {"max_position_embeddings": 10**12},
-        {"model_type": ["llama"]},
-        {"rope_scaling": {"rope_type": "llama3", "factor": math.inf}},
-        {"torch_dtype": 5, "architectures": 5, "eos_token_id": "x" * 9, "num_hidden_layers": 0},
-    ],
-    ids=lambda changes: ", ".join(f"{k}={v}" for k, v in changes.items())[:50],
-)
-def test_a_configuration_of_other_values_is_refused_in_one_line(dense, tmp_path, capsys, changes):
+# A number without an end, one too large to allocate, one too long for a float, a wrong type.
+CHANGES = [
+    {"rms_norm_eps": math.inf},
+    {"rope_theta": math.nan},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}},
+    {"num_hidden_layers": 10**30},
+    {"vocab_size": 10**15},
+    {"hidden_size": [64]},
+    {"rope_scaling": {"rope_type": "llama3", "factor": math.inf}},
+    {"torch_dtype": 5, "architectures": 5, "eos_token_id": "x" * 9, "num_hidden_layers": 0},
+]
+
+
+def test_a_configuration_of_other_values_is_refused_in_one_line(dense, tmp_path, capsys):
     config = dense / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
-    started = time.monotonic()
-    status, _, told = Command("import").ask(capsys, dense, tmp_path / "out")
-    assert status == 2 and told.startswith("error: ") and told.count("\n") == 1
-    assert len(told) < 2000 and time.monotonic() - started < 5
+    given = json.loads(config.read_text())
+    for changes in CHANGES:
+        config.write_text(json.dumps(given | changes))
+        started = time.monotonic()
+        status, _, told = Command("import").ask(capsys, dense, tmp_path / "out")
+        assert status == 2 and told.startswith("error: ") and told.count("\n") == 1, changes
+        assert len(told) < 2000 and time.monotonic() - started < 5
 
 
 @pytest.fixture
@@ -333,15 +324,16 @@ def dense(tmp_path):
     return tmp_path / "hf"
 
 
-@pytest.mark.parametrize("content", [b"", b"5", b"[]", b"{", b"\xff", b"[" * 10**5, b"{}"])
 @pytest.mark.parametrize("name", ["config.json", "model_args.json", "model.safetensors.index.json"])
-def test_a_damaged_file_of_a_model_is_refused_in_one_line(dense, tmp_path, capsys, name, content):
+def test_a_damaged_file_of_a_model_is_refused_in_one_line(dense, tmp_path, capsys, name):
     if "index" in name:
         (dense / "model.safetensors").unlink()
-    (dense / name).write_bytes(content)
-    for ask, options in ((Command("import"), [tmp_path / "out"]), (generate, ["--prompt", "a"])):
-        status, _, told = ask.ask(capsys, dense, *options)
-        assert status == 2 and told.startswith("error: ") and told.count("\n") == 1
+    commands = ((Command("import"), [tmp_path / "out"]), (generate, ["--prompt", "a"]))
+    for content in (b"", b"[]", b"{", b"\xff", b"[" * 10**5, b"{}"):
+        (dense / name).write_bytes(content)
+        for ask, options in commands:
+            status, _, told = ask.ask(capsys, dense, *options)
+            assert status == 2 and told.startswith("error: ") and told.count("\n") == 1, content
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])

@@ -14,10 +14,8 @@ LANES = {"lanes": 2, "sync_fraction": 0.5}
 GQA = {"n_kv_heads": 2}
 MODELS = {name: (name, {}) for name in FAMILIES}
 MODELS |= {f"{name}_gqa": (name, GQA) for name in ("full", "cola", "lax")}
-MODELS |= {f"{name}_lanes": (name, LANES | GQA) for name in ("full", "svd", "cola")}
+MODELS["full_lanes"] = ("full", LANES | GQA)
 MODELS["lax_gated"] = ("lax", {"lax_gate": "scalar"})
-CASES = [(name, "full") for name in MODELS]
-CASES += [(name, "latent") for name in MODELS if not name.startswith("full")]
 
 
 def build(name):
@@ -55,12 +53,12 @@ def decode(decoder):
     return rows
 
 
-@pytest.mark.parametrize(("name", "kind"), CASES)
-def test_tokens_are_those_without_a_cache(name, kind):
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_without_a_cache(name):
     model = build(name)
     prompts = prompts_of(model)
     limits = [12, 9, 14]
-    decoder = Decoder(model, prompts, limits, GREEDY, [0] * 3, cache=kind)
+    decoder = Decoder(model, prompts, limits, GREEDY, [0] * 3)
     rows = decode(decoder)
     expected = [uncached(model, p, n) for p, n in zip(prompts, limits, strict=True)]
     assert rows == expected
@@ -69,10 +67,10 @@ def test_tokens_are_those_without_a_cache(name, kind):
 
 
 @torch.no_grad()
-def forced(model, rows, lengths, kind, claimed=None):
+def forced(model, rows, lengths, claimed=None):
     """Logits after each token of given sequences: prefill up to ``lengths``, then one by one."""
     width, new = max(lengths), len(rows[0]) - lengths[0]
-    cache = KeyValueCache(claimed or lengths, width + new, model.model_args.n_layers, kind)
+    cache = KeyValueCache(claimed or lengths, width + new, model.model_args.n_layers)
     padded = [[0] * (width - n) + row[:n] for row, n in zip(rows, lengths, strict=True)]
     steps = [torch.tensor(padded)]
     steps += [
@@ -82,17 +80,16 @@ def forced(model, rows, lengths, kind, claimed=None):
     return torch.cat([model(step, cache=cache) for step in steps], dim=1)
 
 
-@pytest.mark.parametrize("kind", ["full", "latent"])
-def test_logits_are_those_without_a_cache(kind):
+def test_logits_are_those_without_a_cache():
     model = build("cola_gqa")
     lengths, new = (4, 10, 7), 6
     rows = prompts_of(model, [n + new for n in lengths])
-    found = forced(model, rows, lengths, kind)
+    found = forced(model, rows, lengths)
     with torch.no_grad():
         whole = [model(torch.tensor([row]))[0, -new - 1 :] for row in rows]
     torch.testing.assert_close(found, torch.stack(whole), atol=1e-12, rtol=0)
     # The control: padding that is read as text changes the predictions of the short rows.
-    wrong = forced(model, rows, lengths, kind, claimed=(10, 10, 10))
+    wrong = forced(model, rows, lengths, claimed=(10, 10, 10))
     assert (wrong[1] - found[1]).abs().max() < 1e-12
     assert (wrong[0] - found[0]).abs().max() > 1e-3
 
@@ -102,24 +99,22 @@ def test_a_prompt_may_be_read_in_parts():
     ids = tokens(model.model_args, b=2, s=12)
     with torch.no_grad():
         expected = model(ids)[:, -1:]
-        for kind in ("full", "latent"):
-            cache = KeyValueCache([12, 12], 12, 3, kind)
-            logits = [model(part, cache=cache) for part in ids.split((5, 4, 3), dim=1)]
-            torch.testing.assert_close(logits[-1], expected, atol=1e-12, rtol=0)
+        cache = KeyValueCache([12, 12], 12, 3)
+        logits = [model(part, cache=cache) for part in ids.split((5, 4, 3), dim=1)]
+    torch.testing.assert_close(logits[-1], expected, atol=1e-12, rtol=0)
     with pytest.raises(ValueError, match="12 columns, not 13"):
         cache.begin(model.freqs_cis, 1)
 
 
-@pytest.mark.parametrize("name", ["cola", "cola_gqa", "cola_lanes"])
+@pytest.mark.parametrize("name", ["cola", "cola_gqa", "full_lanes"])
 def test_bytes_of_the_caches(name):
     model = build(name)
     args = model.model_args
-    for kind, values in (("full", args.kv_dim), ("latent", args.lanes * args.rank_attention)):
-        decoder = Decoder(model, prompts_of(model), [5, 5, 5], GREEDY, [0] * 3, cache=kind)
-        decoder.step()
-        columns = 9 + 5 - 1
-        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in decoder.cache.layers)
-        assert held == 8 * args.n_layers * 3 * columns * (args.kv_dim + values)
+    decoder = Decoder(model, prompts_of(model), [5, 5, 5], GREEDY, [0] * 3)
+    decoder.step()
+    columns = 9 + 5 - 1
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in decoder.cache.layers)
+    assert held == 8 * args.n_layers * 3 * columns * 2 * args.kv_dim
 
 
 def test_draws_of_a_row_do_not_depend_on_the_batch():
@@ -149,24 +144,16 @@ def test_a_stopped_row_leaves_the_others_alone():
     assert decoder.new_tokens == [10, 4, 10]
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "rows"),
-    [
-        *(("cola_gqa", kind, 3) for kind in ("full", "latent")),
-        ("cola_gqa", "latent", 1),
-        ("full", "full", 1),
-        ("cola_lanes", "full", 1),
-    ],
-)
-def test_a_step_of_fixed_shapes_is_one_graph(name, kind, rows):
+@pytest.mark.parametrize(("name", "rows"), [("cola_gqa", 3), ("cola_gqa", 1), ("full", 1)])
+def test_a_step_of_fixed_shapes_is_one_graph(name, rows):
     """The graph has all of a block (`fullgraph`); padded rows and masked columns change nothing."""
     torch.compiler.reset()  # shapes of other tests would make this one's symbolic
     model = build(name)
     prompts = prompts_of(model)[:rows]
-    expected = decode(Decoder(model, prompts, [8] * rows, GREEDY, [0] * rows, cache=kind))
+    expected = decode(Decoder(model, prompts, [8] * rows, GREEDY, [0] * rows))
     seen = []
     compile_blocks(model, lambda graph, inputs: seen.append(graph) or graph)
-    compiled = Decoder(model, prompts, [8] * rows, GREEDY, [0] * rows, cache=kind, compiled=True)
+    compiled = Decoder(model, prompts, [8] * rows, GREEDY, [0] * rows, compiled=True)
     assert decode(compiled) == expected
     assert len(seen) == 2  # for every block and step, and for the head
 

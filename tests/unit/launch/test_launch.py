@@ -23,16 +23,12 @@ def variables(monkeypatch):
 
 REFUSED_VARIABLES = [
     ({"NGPU": "many"}, "NGPU: got 'many', expected a positive integer such as 4"),
-    ({"NGPU": "1025"}, "NGPU: got '1025', expected at most 1,024"),
     ({"NGPU": "9" * 5000}, "NGPU: got '9999999999999999...', expected at most 1,024"),
     (
         {"NGPU": "1000001", "COMM_MODE": "fake_backend"},
         "NGPU: got '1000001', expected at most 1,000,000",
     ),
-    ({"LOG_RANK": "9" * 5000}, "LOG_RANK: got "),
-    ({"NNODES": "1.5"}, "NNODES: got '1.5', expected a positive integer such as 4"),
     ({"LOG_RANK": "4"}, "LOG_RANK: got '4', expected ranks from 0 to 3 such as 0,1"),
-    ({"LOG_RANK": "0,x"}, "LOG_RANK: got '0,x', expected ranks from 0 to 3 such as 0,1"),
     ({"COMM_MODE": "local_tensor"}, "COMM_MODE: got 'local_tensor', expected 'fake_backend'"),
     (
         {"NNODES": "2", "RDZV_ENDPOINT": "a:1,b:1"},
@@ -40,11 +36,8 @@ REFUSED_VARIABLES = [
     ),
     ({"NNODES": "2"}, "RDZV_ENDPOINT: got '', expected host:port of one of the 2 machines"),
     ({"NNODES": "4:2"}, "NNODES: got '4:2', expected a range such as 2:4"),
-    ({"NNODES": "2:"}, "NNODES: got '', expected a positive integer such as 4"),
     ({"NNODES": "0:2"}, "NNODES: got '0', expected a positive integer such as 4"),
-    ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS: got '-1', expected a positive integer such as 4"),
     ({"MAX_RESTARTS": "1001"}, "MAX_RESTARTS: got '1001', expected at most 1,000"),
-    ({"RDZV_CONF": "join=1"}, "RDZV_CONF: got 'join=1', expected KEY=NUMBER,... with the keys jo"),
     ({"RDZV_CONF": "join_timeout=1s"}, "RDZV_CONF: got 'join_timeout=1s', expected KEY=NUMBER"),
 ]
 

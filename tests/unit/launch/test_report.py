@@ -66,7 +66,7 @@ def test_a_rank_that_a_signal_ended_is_found(code, found, tmp_path):
 STACK = """Traceback (most recent call last):
   File "/site/torchtitan/train.py", line 600, in train
     self.train_step(data_iterator)
-  File "/src/torchtitan_lr/training/guard.py", line 75, in agree
+  File "/src/torchtitan_lr/agreement.py", line 75, in agree
     dist.all_reduce(findings, op=dist.ReduceOp.MAX)
   File "/site/torch/distributed/c10d_logger.py", line 83, in wrapper
     return func(*args, **kwargs)
@@ -93,7 +93,7 @@ def test_a_rank_that_torchrun_had_to_kill_is_not_the_cause(tmp_path, stuck):
     assert killed_rank(tmp_path) is None
     assert told == (
         "rank 0 failed: RuntimeError: [gloo] Timed out waiting 1000ms in all_reduce "
-        "(guard.py: agree); rank 1 did not end on SIGTERM: stopped, or stuck; "
+        "(agreement.py: agree); rank 1 did not end on SIGTERM: stopped, or stuck; "
         f"its output: {folder}"
     )
 

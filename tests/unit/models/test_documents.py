@@ -35,7 +35,6 @@ def mask(request):
 
 CASES = [(family, {}) for family in FAMILIES]
 CASES += [("cola", {"n_kv_heads": 2}), ("full", {"lanes": 2, "sync_fraction": 0.5})]
-CASES += [("cola", {"lanes": 2, "sync_fraction": 0.5})]
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_lr.models.norms import down_products
+from torchtitan_lr.models.linears import down_products
 
 SHAPES = ((2, 5, 12), (4, 12), (4, 12), (3, 12))
 """Of an input and its group's weights."""

@@ -12,7 +12,7 @@ from tests.unit.tiny import build_tiny
 from torchtitan_lr.compat.fake import FakeTensorMode
 from torchtitan_lr.estimate.rehearsal import LivingStorages
 from torchtitan_lr.models import ends as head_loss
-from torchtitan_lr.models.ends import cross_entropy_sum, linear_loss
+from torchtitan_lr.models.ends import cross_entropy_sum, linear_loss, summed_loss
 from torchtitan_lr.models.lanes import lane_linear
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.titan import IGNORE_INDEX
@@ -182,7 +182,7 @@ def test_a_model_with_targets_returns_the_loss(family):
     tokens = torch.randint(96, (2, 17), generator=torch.Generator().manual_seed(1))
     tokens, labels = tokens[:, :-1], tokens[:, 1:].clone()
     labels[0, :3] = IGNORE_INDEX
-    found = cross_entropy_sum(model(tokens, **loss_arguments(model, labels)), labels)
+    found = summed_loss(model(tokens, **loss_arguments(model, labels)), labels)
     wanted = cross_entropy_sum(model(tokens), labels)
     torch.testing.assert_close(found, wanted, rtol=1e-13, atol=0)
     assert loss_arguments(torch.nn.Identity(), labels) == {}  # another package's model

@@ -49,7 +49,7 @@ def test_a_linear_is_b_tanh_a():
     attention, norm = model.layers["1"].attention, model.layers["1"].attention_norm
     linears = [attention.wq, attention.wk, attention.wv]
     x = torch.randn(2, 5, 48, dtype=torch.float64)
-    outputs, _ = attention.apply_group("qkv", x, linears, norm)
+    outputs, _ = attention.qkv(x, linears, norm)
     for linear, out in zip(linears, outputs, strict=True):
         torch.testing.assert_close(out, linear.B(torch.tanh(linear.A(norm(x)))))
 

@@ -14,26 +14,23 @@ LANES = {"lanes": 4, "sync_fraction": 0.5}
 
 
 @pytest.mark.parametrize(
-    ("family", "model", "plan", "degree", "cache", "part"),
+    ("family", "model", "plan", "degree", "part"),
     [
-        ("cola", {}, "vanilla", 4, "latent", "--cache: got 'latent', expected 'full' under the"),
-        ("full", {}, "megatron", 4, "latent", "--cache: got 'latent', expected 'full' for llama_"),
-        ("cola", {}, "megatron", 4, "full", "parallelism.tp_plan: got 'megatron'"),
-        ("cola", {"n_kv_heads": 2}, "btp", 4, "full", "tensor_parallel_degree: got 4, expected a"),
-        ("full", LANES, "caat", 3, "full", "expected a divisor of caat.lanes = 4"),
-        ("cola", LANES, "auto", 2, "full", "parallelism.tp_plan: got"),
+        ("cola", {}, "megatron", 4, "parallelism.tp_plan: got 'megatron'"),
+        ("cola", {"n_kv_heads": 2}, "btp", 4, "tensor_parallel_degree: got 4, expected a"),
+        ("full", LANES, "caat", 3, "expected a divisor of caat.lanes = 4"),
     ],
 )
-def test_refusals(family, model, plan, degree, cache, part):
+def test_refusals(family, model, plan, degree, part):
     args = tiny_args(family, **model)
     with pytest.raises(ConfigError, match=part) as info:
-        generation_settings(SimpleNamespace(tp_plan=plan), args, degree, cache)
+        generation_settings(SimpleNamespace(tp_plan=plan), args, degree)
     assert "\n" not in str(info.value)
 
 
 def test_a_token_is_not_shared_by_ranks():
     section = SimpleNamespace(tp_plan="btp", tp_comm="sequence", tp_norm="sync")
-    settings = generation_settings(section, tiny_args("cola"), 4, "latent")
+    settings = generation_settings(section, tiny_args("cola"), 4)
     assert (settings.comm, settings.norm, settings.loss_parallel) == ("all_reduce", "sync", True)
 
 

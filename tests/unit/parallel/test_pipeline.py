@@ -12,7 +12,8 @@ from tests.unit.tiny import tiny_args
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.parallel.pipeline import Pipeline, stage_boundaries
-from torchtitan_lr.parallel.plans import Boundary, TPSettings, stage_boundary
+from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plans import Boundary, stage_boundary
 from torchtitan_lr.parallel.stage_split import layers_before_boundaries
 
 # width 48, ranks 12 (q, k, v, o) and 20 (gate, up, down)

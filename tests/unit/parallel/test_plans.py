@@ -11,13 +11,8 @@ from torchtitan_lr.config.schema import BUILT_IN_PLANS
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.plans import (
-    PLANS,
-    EdgeParallel,
-    TPSettings,
-    build_tp_plan,
-    resolve_settings,
-)
+from torchtitan_lr.parallel.placement import EdgeParallel, TPSettings
+from torchtitan_lr.parallel.plans import PLANS, build_tp_plan, resolve_settings
 from torchtitan_lr.titan import logger
 
 
@@ -60,24 +55,16 @@ LANES = {"lanes": 4, "sync_fraction": 0.5}
         (TPSettings("btp"), "full", {}, "tp_plan"),
         (TPSettings("vanilla"), "full", {}, "tp_plan"),
         (TPSettings("vanilla", norm="sync"), "cola", {}, "tp_norm"),
-        (TPSettings("vanilla", norm_stat="column"), "cola", {}, "tp_norm_stat"),
         (TPSettings("vanilla_replicated", head="scatter"), "cola", {}, "tp_head"),
         (TPSettings("megatron", head="scatter"), "full", {}, "tp_head"),
         (TPSettings("vanilla", comm="sequence"), "cola", {}, "tp_comm"),
         (TPSettings("vanilla_replicated", comm="sequence"), "cola", {}, "tp_comm"),
-        (TPSettings("btp", norm="sync", norm_stat="column"), "cola", {}, "tp_norm_stat"),
         (TPSettings("megatron", grouping=False), "full", {}, "tp_grouping"),
         # Not with lanes.
         (TPSettings("megatron"), "full", LANES, "tp_plan"),
-        (TPSettings("btp_caat"), "full", LANES, "tp_plan"),
-        (TPSettings("btp"), "cola", LANES, "tp_plan"),
-        (TPSettings("caat"), "cola", LANES, "tp_plan"),
-        (TPSettings(), "cola", LANES, "tp_plan"),  # the experimental plan is never chosen by itself
         (TPSettings("caat", comm="sequence"), "full", LANES, "tp_comm"),
-        (TPSettings("btp_caat", comm="sequence"), "cola", LANES, "tp_comm"),
         (TPSettings("caat", grouping=False), "full", LANES, "tp_grouping"),
         (TPSettings("caat", head="scatter"), "full", LANES, "tp_head"),
-        (TPSettings("btp_caat", norm="sync"), "cola", LANES, "tp_norm"),
     ],
 )
 @pytest.mark.parametrize("degree", [1, 2])
@@ -137,7 +124,6 @@ def test_odd_sequences_fall_back_with_a_reason(caplog: pytest.LogCaptureFixture)
 @pytest.mark.parametrize(
     ("family", "plan"),
     [
-        ("svd", "btp_caat"),
         ("svd", "btp"),
         ("lax", "btp"),
         ("cola", "vanilla"),

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan_lr.collectives import save
 from torchtitan_lr.config.schema import AC_MODES
+from torchtitan_lr.models.saved import save
 from torchtitan_lr.parallel.recompute import EAGER_MODES, Recomputation
 
 

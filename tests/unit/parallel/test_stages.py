@@ -12,7 +12,8 @@ from torchtitan_lr.compat.pipelining import SPLITS_BACKWARD
 from torchtitan_lr.models.linears import Gated, gated_linear
 from torchtitan_lr.parallel import pipeline
 from torchtitan_lr.parallel.pipeline import Stage, pack, pack_messages, unpack
-from torchtitan_lr.parallel.plans import Boundary, TPSettings, stage_boundary
+from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plans import Boundary, stage_boundary
 
 
 @pytest.mark.parametrize(

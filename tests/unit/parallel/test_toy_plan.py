@@ -46,7 +46,7 @@ def test_a_registered_plan_is_accepted_from_a_toml_too(tmp_path):
         '[parallelism]\ntp_plan = "gathered"\n[experimental]\ncustom_import = "tests.toy_plan"\n'
     )
     assert build_job_config([f"--job.config_file={toml}"]).parallelism.tp_plan == "gathered"
-    with pytest.raises(ConfigError, match=r"'btp_caat', 'gathered'$"):
+    with pytest.raises(ConfigError, match=r"'caat', 'gathered'$"):
         build_job_config(["--parallelism.tp_plan=no_such_plan"])
 
 

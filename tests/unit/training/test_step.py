@@ -1,6 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A step whose parts are left out or called in another order raises, and changes nothing."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,22 +13,24 @@ TSR = ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=2", "--optimizer.tsr_em
 
 
 @pytest.fixture(params=[[], TSR], ids=["stored", "TSR-Adam"])
-def step(request, tmp_path):
+def trainer(request, tmp_path):
     with tiny_trainer(tmp_path, "--training.global_batch_size=6", *request.param) as trainer:
-        yield trainer._step
+        yield trainer
 
 
-def calls_of(step, batches):
+def calls_of(trainer, batches):
     """The parts of a step, by name, as the trainer calls them."""
-    calls = {part: getattr(step, part) for part in PARTS}
-    return calls | {"read": lambda: step.read(batches), "decide": lambda: step.decide(False, None)}
+    step = trainer._step
+    arguments = {"read": [batches], "backward": [trainer.forward_backward_step]}
+    arguments |= {"decide": [False, None]}
+    return {part: partial(getattr(step, part), *arguments.get(part, ())) for part in PARTS}
 
 
-def test_only_the_next_part_can_be_called(step):
+def test_only_the_next_part_can_be_called(trainer):
     """So that a part that is left out, called twice or too early raises, and does nothing."""
-    (model,) = step.model_parts
+    (model,) = trainer.model_parts
     for seed in range(2):
-        calls = calls_of(step, iter(microbatches(seed)))
+        calls = calls_of(trainer, iter(microbatches(seed)))
         start = parameters(model)
         for part in PARTS:
             before = parameters(model)
@@ -40,12 +44,11 @@ def test_only_the_next_part_can_be_called(step):
         assert not torch.equal(parameters(model)["output.weight"], start["output.weight"])
 
 
-def test_a_part_that_fails_ends_the_steps(step):
-    batches = iter(microbatches())
-    step.read(batches)
-    step.forward_backward = None
+def test_a_part_that_fails_ends_the_steps(trainer):
+    calls = calls_of(trainer, iter(microbatches()))
+    calls["read"]()
     with pytest.raises(TypeError):
-        step.backward()
-    for name, call in calls_of(step, batches).items():
+        trainer._step.backward(None)
+    for name, call in calls.items():
         with pytest.raises(RuntimeError, match=rf"Step.{name}\(\) was called after a failed back"):
             call()

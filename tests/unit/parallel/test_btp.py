@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The statistic of the norms against fp64, and what the reductions take in memory.
+"""BTP: the statistic of its norms against fp64, and what its reductions take in memory.
 
 The norms on ranks are in tests/distributed.
 """
@@ -13,12 +13,12 @@ from torch import Tensor
 from tests.reference import rms_norm
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.estimate.rehearsal import LivingStorages, fake_ranks
-from torchtitan_lr.models.linears import SharedInput, shared_linears
-from torchtitan_lr.models.norms import (
+from torchtitan_lr.parallel.btp import (
     Reduction,
-    down_products,
+    down_projections,
     online_down,
     sum_of_squares,
+    up_projections,
 )
 
 
@@ -55,13 +55,14 @@ def test_a_reduction_holds_its_payload_once_and_copies_no_factor() -> None:
         ranks = Ranks.of(mesh)
         with torch.no_grad():
             for n in (1, 2):
-                down = peak_bytes([x, a], lambda n=n: down_products(x, [a] * n, Reduction(ranks)))
+                summed = lambda n=n: down_projections(x, [a] * n, Reduction(ranks))  # noqa: E731
+                down = peak_bytes([x, a], summed)
                 assert down == n * LATENT + (n > 1) * n * FACTOR
             norm = (x, gamma, 2 * FEATURES, 0.0, [a], Reduction(ranks))
             online = peak_bytes([x, gamma, a], lambda: online_down(*norm))
             # Payload and normalized payload, and two statistics of a number per token.
             assert online <= 2 * LATENT + 3 * 4 * TOKENS + FACTOR
-        (out,) = shared_linears(latent, [b], SharedInput(ranks))
+        (out,) = up_projections([latent], [b], ranks)
         inputs = [latent, b, out, gradient := torch.ones_like(out)]
         up = peak_bytes(inputs, lambda: torch.autograd.grad(out, latent, gradient))
         assert up == LATENT + FACTOR

@@ -1,0 +1,79 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What backward takes from forward when low-rank checkpointing recomputes a block.
+
+Autograd Functions compute by `save` what backward must not compute twice: the r-wide latents, with
+the collective behind them, and the norms' statistics. Without low-rank checkpointing
+(`parallel.recompute`) `save` only calls its argument.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchtitan_lr.compat.compiler import lower_as_identity
+
+T = TypeVar("T", bound=tuple[Any, ...])
+
+_thread = threading.local()
+_marks_in_graphs = False
+
+_library = torch.library.Library("torchtitan_lr", "FRAGMENT")
+_library.define("keep(Tensor x) -> Tensor")
+_library.impl("keep", lambda x: x.clone(), "CompositeExplicitAutograd")
+torch.library.register_autograd("torchtitan_lr::keep", lambda ctx, gradient: gradient, lib=_library)
+
+
+def save(compute: Callable[[], T]) -> T:
+    """Compute tensors that backward takes from forward when it recomputes the rest.
+
+    Call it where autograd records nothing: in the forward of an autograd Function.
+
+    Args:
+        compute: Returns a tuple of tensors. Its other effects happen in forward only.
+
+    Returns:
+        The tensors; in a compiled graph behind `keep`, which costs nothing: there the compiler
+        drops what only leads to saved tensors.
+
+    Raises:
+        RuntimeError: In backward, a saved tensor was changed in place since.
+    """
+    if torch.compiler.is_compiling():
+        made: Any = compute()
+        if _marks_in_graphs:
+            made = tuple(torch.ops.torchtitan_lr.keep(x) for x in made)
+        return made
+    running = getattr(_thread, "running", None)
+    return compute() if running is None else running.save(compute)
+
+
+def end_recomputation(*last: Tensor | None) -> None:
+    """Stop recomputing here if backward only still needs these tensors.
+
+    Call it in the forward of an autograd Function before its product, with what the Function saves.
+    Autograd itself collects that only afterwards: the block's last product would run for nothing.
+    """
+    running = None if torch.compiler.is_compiling() else getattr(_thread, "running", None)
+    if running is not None:
+        running.end_with([x for x in last if x is not None])
+
+
+@contextmanager
+def saved_by(recomputation: Any) -> Iterator[None]:
+    """Let `save` of this thread call a `Recomputation`'s own ``save``."""
+    outer, _thread.running = getattr(_thread, "running", None), recomputation
+    try:
+        yield
+    finally:
+        _thread.running = outer
+
+
+def mark_in_graphs() -> None:
+    """Let graphs that are compiled from now on contain the marks, and cost nothing there."""
+    global _marks_in_graphs
+    _marks_in_graphs = True
+    lower_as_identity(torch.ops.torchtitan_lr.keep.default)

@@ -1,0 +1,537 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""BTP: bottleneck-aware tensor parallelism of low-rank blocks (BOOST, sections 3 and 4).
+
+A *chunk* begins with a group's up-projections B and ends with the next group's down-projections A.
+Ranks communicate where the activations are r-wide:
+
+- The residual stream is sharded along d, so A is row-parallel. Forward sums A x over the ranks
+  (`DownEdge`). Every rank then has the whole latents h.
+- B is column-parallel: forward of `UpEdge` sends nothing. Every rank used all of h for its own
+  outputs, so that backward sums the gradient of the latents over the ranks,
+  dH = Σ_ranks dY_rank B_rank (`_UpProjections.backward`). With the online norm a block has no other
+  sum in backward.
+- Nothing is sent for the weights. A rank's dB = dYᵀ h needs its own dY and the whole h; its
+  dA = dHᵀ x needs the whole dH, which is there after that sum, and its own x.
+
+RMSNorm needs the features of all ranks. `online_down` (BOOST's online RMSNorm, in the deferred
+form) multiplies first and normalizes the r-wide product afterwards, so that statistic and product
+are reduced at the same time:
+
+    H = Σ_i (x_i ⊙ γ_i) A_iᵀ,   S = Σ_i |x_i|²,   rstd = (S / d + ε)^(-1/2),   Y = H · rstd
+
+with i over the ranks. ε enters once, in the global rms. Backward communicates nothing for the
+statistic: Y and its gradient are the same on every rank, and so is
+dS = -½ · rstd² / d · <dY, Y>. Only with token shards of Y (``comm = "sequence"``) is dS gathered.
+`sync_norm` reduces the statistic before it normalizes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+from torchtitan_lr.collectives import (
+    FEATURES,
+    TOKENS,
+    Ranks,
+    all_gather,
+    cast,
+    local,
+    reduce,
+    start_sum,
+    wait,
+)
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.linears import LowRankLinear, activated, concatenated
+from torchtitan_lr.models.saved import end_recomputation, save
+from torchtitan_lr.parallel.edge import (
+    Edge,
+    MixEdge,
+    copy_to_ranks,
+    gather_from_ranks,
+    normalize,
+    summed_products,
+)
+from torchtitan_lr.parallel.ends import HeadEdge
+from torchtitan_lr.parallel.placement import (
+    Plan,
+    Styles,
+    TPSettings,
+    low_rank_blocks,
+    model_ends,
+    on_ranks,
+)
+
+
+class DownEdge(Edge):
+    """End of a chunk: the norm, if any, then A of every linear, and the chunk's one reduction.
+
+    Args:
+        ranks: The tensor-parallel ranks.
+        grouping: Whether the latents of a group share one collective.
+        norm: Whether the norm's statistic is reduced with the latents (``online``), or before them
+            (``sync``).
+        comm: An ``all_reduce``, or for ``sequence`` a reduce-scatter over the tokens.
+    """
+
+    def __init__(
+        self, ranks: Ranks, grouping: bool = True, norm: str = "online", comm: str = "all_reduce"
+    ) -> None:
+        super().__init__(ranks)
+        self.grouping, self.norm, self.comm = grouping, norm, comm
+
+    def forward(
+        self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
+    ) -> list[Tensor]:
+        """Compress one input into the latents of a group.
+
+        Args:
+            x: Input (b, s, d_in/T), Shard(-1).
+            linears: The group; all take the same input. A (r, d_in/T) is Shard(1).
+            norm: Norm before them; weight (d_in/T,), Shard(0).
+
+        Returns:
+            One latent A x (b, s, r) per linear, replicated; (b, s/T, r), Shard(1), for
+            ``sequence``.
+        """
+        weights = [local(linear.A.weight) for linear in linears]
+        how = Reduction(self.ranks, self.grouping, self.comm == "sequence")
+        if norm is None:
+            return down_projections(x, weights, how)
+        if self.norm == "online":
+            return online_down(x, *norm_numbers(norm), weights, how)
+        return down_projections(sync_norm(x, *norm_numbers(norm), self.ranks), weights, how)
+
+
+class UpEdge(Edge):
+    """Start of a chunk: σ, and column-parallel B of every linear of the group.
+
+    Args:
+        ranks: The tensor-parallel ranks.
+        grouping: Whether the latents of a group share one collective and, if their shapes are
+            equal, one batched product.
+        comm: For ``sequence`` the latents arrive as token shards.
+    """
+
+    def __init__(self, ranks: Ranks, grouping: bool = True, comm: str = "all_reduce") -> None:
+        super().__init__(ranks)
+        self.grouping, self.comm = grouping, comm
+
+    def forward(
+        self,
+        latents: Sequence[Tensor],
+        linears: Sequence[LowRankLinear],
+        use_silu: Sequence[bool],
+    ) -> list[Tensor]:
+        """Expand the latents of a group.
+
+        Args:
+            latents: One h (b, s, r) per linear, replicated; (b, s/T, r), Shard(1), for
+                ``sequence``.
+            linears: The group; B (d_out/T, r) is Shard(0).
+            use_silu: Whether σ is SiLU, by linear; otherwise it is the identity.
+
+        Returns:
+            One output B σ(h) (b, s, d_out/T), Shard(-1), per linear.
+        """
+        latents = activated(latents, use_silu)
+        weights = [local(linear.B.weight) for linear in linears]
+        dim = TOKENS if self.comm == "sequence" else None
+        if self.grouping:
+            return up_projections(latents, weights, self.ranks, dim)
+        pairs = zip(latents, weights, strict=True)
+        return [up_projections([latent], [weight], self.ranks, dim)[0] for latent, weight in pairs]
+
+
+class ShardedEmbed(Edge):
+    """The look-up of tokens in this rank's features: nothing is sent."""
+
+    def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
+        """Look tokens (b, s) up in weight (V, d/T), Shard(1); returns (b, s, d/T), Shard(-1)."""
+        return F.embedding(tokens, local(embedding.weight))
+
+
+class FeaturesHead(HeadEdge):
+    """The head of a stream that is sharded along its features: it is gathered, then normalized."""
+
+    def normalized(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
+        """Gather and normalize x (b, s, d/T), Shard(-1)."""
+        x = gather_from_ranks(x, self.ranks)
+        return copy_to_ranks(normalize(x, norm), self.ranks)
+
+
+class ScatterHead(HeadEdge):
+    """The same with a cheaper backward (``head = "scatter"``).
+
+    γ ⊙ x is gathered and then scaled by rstd, so that the gathered tensor's gradient is
+    reduce-scattered at once instead of all-reduced and sliced.
+    """
+
+    def normalized(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
+        """Normalize and gather x (b, s, d/T), Shard(-1); the norm's weight (d/T,) is Shard(0)."""
+        return sync_norm(x, *norm_numbers(norm), self.ranks, gather=True)
+
+
+def btp(args: LlamaArgs, settings: TPSettings) -> Styles:
+    """Return the plan: A row-parallel, B column-parallel, the residual stream sharded along d.
+
+    Attention heads, SwiGLU and residual additions work on shards.
+    """
+    grouping, comm = settings.grouping, settings.comm
+    down = on_ranks(DownEdge, grouping=grouping, norm=settings.norm, comm=comm)
+    up = on_ranks(UpEdge, grouping=grouping, comm=comm)
+    mix = on_ranks(MixEdge, sharded=comm == "sequence")
+    blocks = low_rank_blocks(args, BTP, down, up, mix)
+    embed = on_ranks(ShardedEmbed)
+    if settings.head == "scatter":
+        head = on_ranks(ScatterHead, loss_parallel=settings.loss_parallel)
+        return blocks | model_ends(embed, head, Shard(0))
+    return blocks | model_ends(embed, on_ranks(FeaturesHead, loss_parallel=settings.loss_parallel))
+
+
+BTP = Plan(btp, shards_stream=True, choices={"grouping", "norm", "comm", "head"})
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How the products of a group's down-projections are summed over the ranks.
+
+    Args:
+        ranks: The ranks that share the features.
+        grouping: Whether the linears' products are one message or one message each.
+        sequence: Whether each rank keeps only its shard of the tokens.
+    """
+
+    # Without a default: torch 2.11 compiles no dataclass whose default is an object.
+    ranks: Ranks
+    grouping: bool = True
+    sequence: bool = False
+
+    def start(self, term: Tensor) -> Tensor:
+        """Start the sum of this rank's term (b, s, ...), which is given away."""
+        return start_sum(term, self.ranks, TOKENS if self.sequence else None, owned=True)
+
+    def messages(self, weights: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return the weights whose products are one message, message by message."""
+        return [list(weights)] if self.grouping else [[weight] for weight in weights]
+
+    def by_weight(self, products: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+        """Split each message back into one tensor per linear."""
+        if len(products) == len(weights):
+            return list(products)
+        return list(products[0].split([weight.shape[0] for weight in weights], dim=-1))
+
+
+class _OnlineDown(torch.autograd.Function):
+    """Forward: one reduction per message and one of the statistic. Backward: see the module."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        # One variable argument: without gradients, the compiler compares numbers of arguments to
+        # decide if a forward has a context, and is wrong for (ctx, x, *weights) with two weights.
+        x, gamma, dim, eps, how, *weights = inputs  # (b, s, d/T), (d/T,); A (r_i, d/T)
+        products: list[Tensor] = []  # H: (b, s, Σ r_i) per message, or (b, s/T, Σ r_i)
+
+        def reduced() -> tuple[Tensor]:
+            statistic = how.start(sum_of_squares(x))  # S: (b, s)
+            started = []
+            for group in how.messages(weights):
+                # (x ⊙ γ) Aᵀ = x (A ⊙ γ)ᵀ: A has r rows, and x has b·s.
+                rows = concatenated(group) * gamma
+                # No name for the product itself: it would outlive the reduction, which runs during
+                # the next product.
+                started.append(how.start(F.linear(x, rows)))
+            products.extend(wait(reduction) for reduction in started)
+            return (torch.rsqrt(wait(statistic) / dim + eps),)
+
+        # A recomputation takes the statistic and Y from forward: it does not call `reduced` again.
+        (rstd,) = save(reduced)  # (b, s)
+        # From the saved statistic: else a compiled backward reduces it again.
+        ys = save(lambda: tuple(cast(h * rstd.unsqueeze(-1), x.dtype) for h in products))
+        ctx.save_for_backward(x, gamma, rstd, *ys, *weights)
+        ctx.dim, ctx.how, ctx.n_messages = dim, how, len(ys)
+        return ys
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
+        x, gamma, rstd, *rest = ctx.saved_tensors
+        how, ys, weights = ctx.how, rest[: ctx.n_messages], rest[ctx.n_messages :]
+        inner = sum((dy * y.to(rstd.dtype)).sum(-1) for dy, y in zip(dys, ys, strict=True))
+        ds = -0.5 / ctx.dim * rstd.square() * inner  # (b, s), equal on every rank
+        dhs = [(dy * rstd.unsqueeze(-1)).to(x.dtype) for dy in dys]
+        if how.sequence:
+            ds, *dhs = all_gather([ds, *dhs], how.ranks, TOKENS)
+        dx = 2 * ds.unsqueeze(-1) * x  # (b, s, d/T)
+        dgamma = torch.zeros_like(gamma, dtype=rstd.dtype)
+        dweights: list[Tensor] = []
+        for dh, group in zip(dhs, how.messages(weights), strict=True):
+            dx = dx + summed_products(dh, [weight * gamma for weight in group])
+            # d(A ⊙ γ) = dHᵀ x: the gradients of both factors come from one product.
+            dfolded = dh.flatten(0, 1).T @ x.flatten(0, 1)
+            parts = dfolded.split([weight.shape[0] for weight in group])
+            for part, weight in zip(parts, group, strict=True):
+                dgamma = dgamma + (part.to(rstd.dtype) * weight).sum(0)
+            dweights.extend(part * gamma for part in parts)
+        return dx.to(x.dtype), dgamma.to(gamma.dtype), None, None, None, *dweights
+
+
+def online_down(
+    x: Tensor, gamma: Tensor, dim: int, eps: float, weights: Sequence[Tensor], how: Reduction
+) -> list[Tensor]:
+    """Project a sharded stream down and normalize the product (deferred RMSNorm).
+
+    The arguments are those of `sync_norm` and `down_projections`, the result is that of the latter.
+    """
+    return how.by_weight(_OnlineDown.apply(x, gamma, dim, eps, how, *weights), weights)
+
+
+class _Down(torch.autograd.Function):
+    """Forward: one reduction per message. Backward: nothing, or gathers of token shards."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        # One variable argument: see `_OnlineDown`.
+        x, how, *weights = inputs  # (b, s, d_in/T); A (r_i, d_in/T)
+        # The weights themselves, not what is put side by side: a copy per block would survive when
+        # FSDP frees the gathered weights.
+        ctx.save_for_backward(x, *weights)
+        ctx.how = how
+
+        def reduced() -> tuple[Tensor, ...]:
+            started = []  # all of them: each reduction runs during the next product
+            for group in how.messages(weights):
+                started.append(how.start(F.linear(x, concatenated(group))))
+            return tuple(wait(reduction) for reduction in started)
+
+        return save(reduced)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        whole = list(gradients)
+        if ctx.how.sequence:
+            whole = all_gather(gradients, ctx.how.ranks, TOKENS)
+        gradient = concatenated(whole, dim=-1)  # dH: (b, s, Σ r_i)
+        dw = gradient.flatten(0, -2).T @ x.flatten(0, -2)
+        dx = summed_products(gradient, weights)
+        return (dx, None, *dw.split([weight.shape[0] for weight in weights]))
+
+
+def down_projections(x: Tensor, weights: Sequence[Tensor], how: Reduction) -> list[Tensor]:
+    """Apply the row-parallel down-projections of a group to one input, and sum over the ranks.
+
+    Args:
+        x: Input (b, s, d_in/T), Shard(-1).
+        weights: A of every linear of the group, (r_i, d_in/T), Shard(1).
+        how: How the products are summed.
+
+    Returns:
+        One latent (b, s, r_i) per linear, replicated; (b, s/T, r_i), Shard(1), for token shards.
+        Low-rank checkpointing saves them.
+    """
+    return how.by_weight(_Down.apply(x, how, *weights), weights)
+
+
+class _UpProjections(torch.autograd.Function):
+    """Forward B h; backward the sum of the latents' gradient over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        # One variable argument: see `_OnlineDown`.
+        latents, ranks, dim, *weights = inputs  # (b, s, Σ r_i), or (b, s/T, Σ r_i); B (d_i/T, r_i)
+        whole = latents
+        if dim is not None:
+            (whole,) = save(lambda: tuple(all_gather([latents], ranks, dim)))
+        ctx.save_for_backward(whole, *weights)
+        end_recomputation(whole, *weights)
+        ctx.ranks, ctx.dim = ranks, dim
+        outputs = []
+        for part, run in _parts(whole, weights):
+            if len(run) == 1:
+                outputs.append(F.linear(part, run[0]))  # (b, s, d_i/T)
+            else:
+                outputs.append(torch.bmm(part, torch.stack(run).mT))  # (n, b s, d_i/T)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        whole, *weights = ctx.saved_tensors
+        # BTP's one sum in backward, of dH: it runs while the gradients of the weights are computed.
+        # No name for the term itself: it would outlive the reduction.
+        summed = start_sum(
+            _latents_gradient(gradients, weights).view_as(whole), ctx.ranks, ctx.dim, owned=True
+        )
+        # dB = dYᵀ h needs this rank's dY and the whole h: nothing is sent for the weights.
+        dweights: list[Tensor] = []
+        for gradient, (part, run) in zip(gradients, _parts(whole, weights), strict=True):
+            if len(run) == 1:
+                dweights.append(gradient.flatten(0, 1).T @ part.flatten(0, 1))
+            else:
+                dweights.extend(torch.bmm(gradient.mT, part).unbind())
+        return (wait(summed), None, None, *dweights)
+
+
+def up_projections(
+    latents: Sequence[Tensor], weights: Sequence[Tensor], ranks: Ranks, dim: int | None = None
+) -> list[Tensor]:
+    """Apply the column-parallel up-projections of a group, each to its own latent.
+
+    Args:
+        latents: One (b, s, r_i) per linear; replicated, or sharded along ``dim``.
+        weights: B of every linear of the group, (d_out_i/T, r_i), Shard(0).
+        ranks: The tensor-parallel ranks.
+        dim: The sharded dimension, which forward gathers and backward reduce-scatters; None for
+            replicated latents, whose gradient is all-reduced.
+
+    Returns:
+        One output (b, s, d_out_i/T), Shard(-1), per linear.
+    """
+    side_by_side = concatenated(latents, dim=-1)
+    outputs = _UpProjections.apply(side_by_side, ranks, dim, *weights)
+    found: list[Tensor] = []
+    for out, run in zip(outputs, _runs(weights), strict=True):
+        # The product of a run of n is (n, b·s, d_out/T).
+        found += [out] if len(run) == 1 else out.unflatten(1, (latents[0].shape[0], -1)).unbind()
+    return found
+
+
+def _runs(weights: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Put neighbours of equal shape together: each run is one batched product.
+
+    Under grouped-query attention q has another shape and its own product; k and v share one.
+    """
+    return [list(run) for _, run in groupby(weights, key=lambda weight: weight.shape)]
+
+
+def _parts(whole: Tensor, weights: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
+    """Pair each run of n weights with its latents (b, s, r), or (n, b s, r) if n > 1."""
+    runs = _runs(weights)
+    parts = whole.split([len(run) * run[0].shape[1] for run in runs], dim=-1)
+    pairs = []
+    for part, run in zip(parts, runs, strict=True):
+        if len(run) > 1:
+            # (b, s, n r) viewed as a batch: no copy, as `bmm` takes any strides
+            part = part.unflatten(-1, (len(run), -1)).flatten(0, 1).transpose(0, 1)
+        pairs.append((part, run))
+    return pairs
+
+
+def _latents_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Return this rank's term of dH (b s, Σ r_i), from one gradient per run of weights."""
+    by_weight: list[Tensor] = []
+    for gradient, run in zip(gradients, _runs(weights), strict=True):
+        by_weight += [gradient.flatten(0, 1)] if len(run) == 1 else gradient.unbind()
+    pairs = list(zip(by_weight, weights, strict=True))
+    if len(pairs) == 1 or torch.compiler.is_compiling():
+        return concatenated([gradient @ weight for gradient, weight in pairs], -1)
+    # Eagerly each product is written where it belongs: a `cat` would copy all of them once more.
+    widths = [weight.shape[1] for weight in weights]
+    out = by_weight[0].new_empty(by_weight[0].shape[0], sum(widths))
+    for (gradient, weight), part in zip(pairs, out.split(widths, dim=-1), strict=True):
+        torch.mm(gradient, weight, out=part)
+    return out
+
+
+class _SyncNorm(torch.autograd.Function):
+    """Forward all-reduce of the statistic, backward all-reduce of its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,  # (b, s, d/T)
+        gamma: Tensor,  # (d/T,)
+        dim: int,
+        eps: float,
+        ranks: Ranks,
+    ) -> Tensor:
+        total = partial(reduce, ranks=ranks, owned=True)
+        (rstd,) = save(lambda: (torch.rsqrt(total(sum_of_squares(x)) / dim + eps),))
+        rstd = rstd.unsqueeze(-1)  # (b, s, 1)
+        ctx.save_for_backward(x, gamma, rstd)
+        ctx.dim, ctx.ranks = dim, ranks
+        return cast(x * rstd * gamma, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, gamma, rstd = ctx.saved_tensors
+        scaled = dy * gamma.to(rstd.dtype)
+        inner = reduce((scaled * x).sum(-1), ctx.ranks, owned=True).unsqueeze(-1)
+        dx = rstd * scaled - rstd.pow(3) / ctx.dim * inner * x
+        dgamma = (dy * (x * rstd)).sum((0, 1))
+        return dx.to(x.dtype), dgamma.to(gamma.dtype), None, None, None
+
+
+class _ScatteredNorm(torch.autograd.Function):
+    """Forward all-gather and statistic's all-reduce, backward reduce-scatter and all-reduce.
+
+    H = U · rstd with U the gathered γ ⊙ x.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,  # (b, s, d/T)
+        gamma: Tensor,  # (d/T,)
+        dim: int,
+        eps: float,
+        ranks: Ranks,
+    ) -> Tensor:
+        started = start_sum(sum_of_squares(x), ranks, owned=True)
+        (gathered,) = all_gather([x * gamma], ranks, FEATURES)  # (b, s, d)
+        rstd = torch.rsqrt(wait(started) / dim + eps).unsqueeze(-1)  # (b, s, 1)
+        ctx.save_for_backward(x, gamma, rstd)
+        ctx.dim, ctx.ranks = dim, ranks
+        return cast(gathered * rstd, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, gamma, rstd = ctx.saved_tensors
+        dgathered = (gradient * rstd).to(x.dtype)  # (b, s, d)
+        du = reduce(dgathered, ctx.ranks, FEATURES).to(rstd.dtype)  # (b, s, d/T)
+        # dS = -½ rstd² / d · <dH, H>, and <dH, H> = <dU, U> is a sum over the features, of which
+        # a rank has its own.
+        inner = reduce((du * (x * gamma)).sum(-1), ctx.ranks, owned=True).unsqueeze(-1)
+        ds = -0.5 / ctx.dim * rstd.square() * inner
+        dx = du * gamma + 2 * ds * x
+        dgamma = (du * x).sum((0, 1))
+        return dx.to(x.dtype), dgamma.to(gamma.dtype), None, None, None
+
+
+def sync_norm(
+    x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks, gather: bool = False
+) -> Tensor:
+    """Normalize a sharded stream after reducing its statistic.
+
+    Args:
+        x: Residual stream (b, s, d/T), Shard(-1).
+        gamma: The norm's weight (d/T,), Shard(0).
+        dim: Features d over all ranks.
+        eps: ε, added to the mean square.
+        ranks: The ranks that share the features.
+        gather: Whether to gather the result, for vocabulary shards.
+
+    Returns:
+        Normalized stream (b, s, d/T), Shard(-1); gathered (b, s, d), replicated, whose gradient is
+        summed over the ranks.
+    """
+    kind = _ScatteredNorm if gather else _SyncNorm
+    out: Tensor = kind.apply(x, gamma, dim, eps, ranks)
+    return out
+
+
+def norm_numbers(norm: nn.RMSNorm) -> tuple[Tensor, int, float]:
+    """Return a norm's weight on this rank, its features d over all ranks, and its ε."""
+    eps = torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
+    return local(norm.weight), norm.normalized_shape[0], eps
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """Sum x² over the last dimension, accumulated and returned in fp32 (fp64 for fp64)."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return torch.linalg.vector_norm(x, dim=-1, dtype=dtype).square()

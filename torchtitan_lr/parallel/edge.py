@@ -1,0 +1,249 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Edges of tensor-parallel blocks, and collectives with their partners in backward.
+
+A plan replaces modules of the one-device model by edges, which call the collectives. Every
+collective with a gradient is an autograd Function of its own, so that a profile or a graph shows
+it by name. The names are Megatron-LM's (section 3), and those of its sequence parallelism:
+
+==============================  ==================  ==================
+function                        forward             backward
+==============================  ==================  ==================
+`copy_to_ranks` (f)             --                  all-reduce
+`reduce_from_ranks` (g)         all-reduce          --
+`gather_from_ranks`             all-gather          own slice
+`scatter_to_ranks`              own slice           all-gather
+`gather_and_copy_to_ranks`      all-gather          reduce-scatter
+`reduce_scatter_to_ranks`       reduce-scatter      all-gather
+==============================  ==================  ==================
+
+A wrong partner gives wrong gradients and no error: the docstrings say what each is for. Without
+autograd the collectives are in `torchtitan_lr.collectives`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from torchtitan_lr.collectives import FEATURES, Ranks, all_gather, local, own_slice, reduce
+from torchtitan_lr.models.linears import LowRankLinear, mix
+
+
+class Edge(nn.Module):
+    """A border of the model where ranks communicate: no parameters, but the ranks.
+
+    An edge has the ``forward`` arguments of the one-device module that it replaces.
+
+    Args:
+        ranks: The tensor-parallel ranks, more than one.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+
+class MixEdge(Edge):
+    """LaX: add the previous block's latents, projection by projection; see `models.linears.Mix`.
+
+    Args:
+        ranks: The tensor-parallel ranks.
+        sharded: Whether a rank holds only a part of each latent, along r or along the tokens. Then
+            the gradient of a learned gate is a sum over the ranks.
+    """
+
+    def __init__(self, ranks: Ranks, sharded: bool) -> None:
+        super().__init__(ranks)
+        self.sharded = sharded
+
+    def forward(
+        self,
+        latents: Sequence[Tensor],
+        carried: Sequence[Tensor] | None,
+        linears: Sequence[LowRankLinear],
+    ) -> list[Tensor]:
+        """Compute A_i x_i + g · A_(i-1) x_(i-1), in the layout of the latents.
+
+        Args:
+            latents: This block's A_i x_i, one per linear, in the plan's layout.
+            carried: The previous block's, in the same order and layout; None in the first block.
+            linears: The group; a learned gate g (1,) is Replicate.
+        """
+        if carried is None:
+            return list(latents)
+        gates = {i: local(m.gate) for i, m in enumerate(linears) if m.gate is not None}
+        if gates and self.sharded:  # one collective for the group
+            copies = copy_to_ranks(torch.cat(list(gates.values())), self.ranks).split(1)
+            gates = dict(zip(gates, copies, strict=True))
+        return mix(latents, carried, [gates.get(i) for i in range(len(linears))])
+
+
+def normalize(x: Tensor, norm: nn.RMSNorm, ranks: Ranks | None = None) -> Tensor:
+    """Normalize whole features (..., d) with a replicated weight (d,).
+
+    Args:
+        x: The stream.
+        norm: The norm.
+        ranks: The ranks whose streams differ (token shards, lanes): the weight's gradient is
+            summed over them. None for a replicated stream.
+    """
+    # The gradient of the kernel is that of this rank's stream only.
+    weight = local(norm.weight)
+    if ranks is not None:
+        weight = copy_to_ranks(weight, ranks)
+    return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
+
+
+class CopyToRanks(Function):
+    """Forward nothing, backward an all-reduce."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return reduce(gradient, ctx.ranks), None
+
+
+def copy_to_ranks(x: Tensor, ranks: Ranks) -> Tensor:
+    """Use a replicated tensor in computations that differ by rank (f of Megatron-LM).
+
+    Every rank's computation contributes to the gradient.
+    """
+    out: Tensor = CopyToRanks.apply(x, ranks)
+    return out
+
+
+class ReduceFromRanks(Function):
+    """Forward an all-reduce, backward nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        return reduce(x, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.view_as(gradient), None
+
+
+def reduce_from_ranks(x: Tensor, ranks: Ranks) -> Tensor:
+    """Sum the ranks' terms into a replicated tensor (g of Megatron-LM).
+
+    The gradient of a sum is that of each term.
+    """
+    out: Tensor = ReduceFromRanks.apply(x, ranks)
+    return out
+
+
+class GatherFromRanks(Function):
+    """Forward an all-gather, backward this rank's slice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+        ctx.ranks, ctx.dim = ranks, dim
+        return all_gather([x], ranks, dim)[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return own_slice(gradient, ctx.ranks, ctx.dim), None, None
+
+
+def gather_from_ranks(x: Tensor, ranks: Ranks, dim: int = FEATURES) -> Tensor:
+    """Gather shards of ``dim`` for computations that every rank repeats.
+
+    Each rank has the whole gradient.
+    """
+    out: Tensor = GatherFromRanks.apply(x, ranks, dim)
+    return out
+
+
+class ScatterToRanks(Function):
+    """Forward this rank's slice, backward an all-gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+        ctx.ranks, ctx.dim = ranks, dim
+        return own_slice(x, ranks, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather([gradient], ctx.ranks, ctx.dim)[0], None, None
+
+
+def scatter_to_ranks(x: Tensor, ranks: Ranks, dim: int = FEATURES) -> Tensor:
+    """Keep a shard along ``dim`` of a replicated tensor whose gradient all ranks need whole."""
+    out: Tensor = ScatterToRanks.apply(x, ranks, dim)
+    return out
+
+
+class GatherAndCopyToRanks(Function):
+    """Forward an all-gather, backward a reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int, wide_sums: bool) -> Tensor:
+        ctx.ranks, ctx.dim, ctx.wide_sums = ranks, dim, wide_sums
+        return all_gather([x], ranks, dim)[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return reduce(gradient, ctx.ranks, ctx.dim, ctx.wide_sums), None, None, None
+
+
+def gather_and_copy_to_ranks(
+    x: Tensor, ranks: Ranks, dim: int = FEATURES, wide_sums: bool = False
+) -> Tensor:
+    """Gather shards of ``dim`` for computations that differ by rank.
+
+    It is `copy_to_ranks` of the gathered tensor. With ``wide_sums`` backward sums in fp32 while it
+    sends half precision.
+    """
+    out: Tensor = GatherAndCopyToRanks.apply(x, ranks, dim, wide_sums)
+    return out
+
+
+class ReduceScatterToRanks(Function):
+    """Forward a reduce-scatter, backward an all-gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+        ctx.ranks, ctx.dim = ranks, dim
+        return reduce(x, ranks, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather([gradient], ctx.ranks, ctx.dim)[0], None, None
+
+
+def reduce_scatter_to_ranks(x: Tensor, ranks: Ranks, dim: int = FEATURES) -> Tensor:
+    """Sum the ranks' terms; each rank keeps a shard of ``dim``, and every term reached every shard.
+
+    Not an all-reduce and a slice: its forward is the same, but it loses gradients.
+    """
+    out: Tensor = ReduceScatterToRanks.apply(x, ranks, dim)
+    return out
+
+
+def summed_products(gradient: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Return the gradient of the input of concatenated linears, without concatenating weights.
+
+    Args:
+        gradient: Of the concatenated outputs, (b, s, Σ d_out_i).
+        weights: One (d_out_i, d_in) per linear.
+
+    Returns:
+        Tensor (b, s, d_in); each sum over a linear's outputs is added, in turn, in its dtype.
+    """
+    sizes = [weight.shape[0] for weight in weights]
+    parts = gradient.flatten(0, 1).split(sizes, dim=-1)
+    total = parts[0] @ weights[0]
+    for part, weight in zip(parts[1:], weights[1:], strict=True):
+        if torch.compiler.is_compiling():
+            total = total + part @ weight  # the compiler fuses sums, and copies for an addmm
+        else:
+            torch.addmm(total, part, weight, out=total)
+    return total.unflatten(0, gradient.shape[:2])

@@ -1,0 +1,220 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What a tensor-parallel plan consists of: settings, placements of parameters, and edges.
+
+A plan is a function that returns ``{module: EdgeParallel}`` for the arguments of a model and the
+settings of a run; `parallelize_module` applies it. Parameters become DTensors. Activations stay
+plain local tensors throughout: the edges read their weights by `collectives.local` and call the
+collectives themselves, which spares DTensor's dispatch per operation and compiles as one graph.
+"""
+
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from torchtitan_lr.collectives import Ranks
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.linears import Swiglu
+
+EdgeFactory = Callable[[DeviceMesh], nn.Module]
+"""Builds the edge of a plan, given the tensor-parallel mesh."""
+
+Factors = tuple[Placement, Placement]
+"""Placements of A (r, d_in) and of B (d_out, r)."""
+
+ATTENTION = "attention.wq", "attention.wk", "attention.wv", "attention.wo"
+FEED_FORWARD = "feed_forward.w1", "feed_forward.w3", "feed_forward.w2"  # gate, up, down
+
+
+@dataclass(frozen=True)
+class TPSettings:
+    """The tensor-parallel settings of `[parallelism]`; the fields are its `tp_*` keys.
+
+    `config.schema` describes them, and edges have them under the same names. Two follow from other
+    keys: whether the loss works on sharded logits, and whether CAAT-Net's backward sums in fp32
+    while it sends half precision.
+    """
+
+    plan: str = "auto"
+    grouping: bool = True
+    norm: Literal["online", "sync"] = "online"
+    comm: Literal["all_reduce", "sequence"] = "all_reduce"
+    head: Literal["plain", "scatter"] = "plain"
+    loss_parallel: bool = True
+    wide_sums: bool = False
+
+    @classmethod
+    def read(cls, section: Any, **more: Any) -> "TPSettings":
+        """Read the ``tp_*`` keys that a section has; the others have their defaults."""
+        names = [field.name for field in fields(cls) if hasattr(section, f"tp_{field.name}")]
+        return cls(**{name: getattr(section, f"tp_{name}") for name in names}, **more)
+
+
+@dataclass
+class EdgeParallel(ParallelStyle):
+    """Distributes the parameters of a module and replaces modules in it by edges.
+
+    Args:
+        placements: Placement by parameter name, relative to the module. A parameter that is None
+            (the gate of a linear without one) is skipped.
+        edges: The new edge by the name of the replaced module.
+    """
+
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    edges: Mapping[str, EdgeFactory] = field(default_factory=dict)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, placement in self.placements.items():
+            owner_name, _, leaf = name.rpartition(".")
+            owner = module.get_submodule(owner_name)
+            parameter = getattr(owner, leaf)
+            if parameter is not None:
+                # Every rank has the same full value (none on the meta device): no broadcast.
+                sharded = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=None)
+                owner.register_parameter(leaf, nn.Parameter(sharded))
+        for name, build in self.edges.items():
+            module.get_submodule(name)  # raises for a name that no module has
+            module.register_module(name, build(device_mesh))
+        return module
+
+
+Styles = dict[str, EdgeParallel]
+"""What a plan does with each module, by the module's name; ``*`` stands for every block."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan, and what must be known of it without a model.
+
+    Attributes:
+        split: The plan.
+        low_rank: Whether it splits factorised linears, or dense ones.
+        lanes: Whether it is for models with CAAT-Net's lanes.
+        attention: Placements of attention's factors: Shard(0), Shard(1) or Replicate().
+        feed_forward: Those of the feed-forward's.
+        shards_stream: Whether a rank holds d/T features of the residual stream and sends them to
+            the next stage. The norms' weights in the blocks are sharded in the same way.
+        shards_latents: Whether it sends r/T features of each of LaX's latents.
+        shards_heads: Whether a rank computes its share of the heads, or all heads.
+        choices: Fields of `TPSettings` with an effect; others must keep their defaults.
+    """
+
+    split: Callable[[LlamaArgs, TPSettings], Styles]
+    low_rank: bool = True
+    lanes: bool = False
+    attention: Factors = (Shard(1), Shard(0))
+    feed_forward: Factors = (Shard(1), Shard(0))
+    shards_stream: bool = False
+    shards_latents: bool = False
+    shards_heads: bool = True
+    choices: Set[str] = frozenset()
+
+    def widths(self, args: LlamaArgs) -> dict[str, int]:
+        """Return the widths that T must divide, by name: those of sharded dimensions."""
+        widths: dict[str, int] = {}
+        if self.shards_heads:
+            widths |= {"n_heads": args.n_heads, "n_kv_heads": args.kv_heads}
+        widths["dim"] = args.dim  # of the embedding, in every plan
+        if _shards_outside(self.attention):
+            widths["kv_dim"] = args.kv_dim
+        if _shards_outside(self.feed_forward):
+            widths["ffn_dim"] = args.ffn_dim
+        widths["vocab_size"] = args.vocab_size  # of the head, in every plan
+        if _shards_rank(self.attention):
+            widths["rank_attention"] = args.rank_attention
+        if _shards_rank(self.feed_forward):
+            widths["rank_ffn"] = args.rank_ffn
+        return widths
+
+
+def _shards_outside(factors: Factors) -> bool:
+    """Whether the ranks split d_in of A or d_out of B."""
+    return factors[0] == Shard(1) or factors[1] == Shard(0)
+
+
+def _shards_rank(factors: Factors) -> bool:
+    """Whether the ranks split r of A or of B."""
+    return factors[0] == Shard(0) or factors[1] == Shard(1)
+
+
+def on_ranks(edge: Callable[..., nn.Module], **options: Any) -> EdgeFactory:
+    """Return a factory of an edge, given its options."""
+    return lambda mesh: edge(Ranks.of(mesh), **options)
+
+
+def low_rank_blocks(
+    args: LlamaArgs, plan: Plan, down: EdgeFactory, up: EdgeFactory, mix: EdgeFactory | None = None
+) -> Styles:
+    """Return placements and edges of low-rank blocks: every A and B, and the norms' weights.
+
+    Args:
+        args: The model's arguments.
+        plan: Says how A, B and the stream are placed.
+        down: The edge that ends a chunk: applies A of a group.
+        up: The edge that starts a chunk: applies σ and B of a group.
+        mix: The edge of families with carried latents, not used for others.
+    """
+    group = {"down": down, "up": up}
+    if mix is not None and args.model_family.carries_latents:
+        group["mix"] = mix
+    norm = {"weight": Shard(0) if plan.shards_stream else Replicate()}
+    styles: Styles = {
+        "layers.*.attention_norm": EdgeParallel(norm),
+        "layers.*.attention.qkv": EdgeParallel(edges=group),
+        "layers.*.attention.o": EdgeParallel(edges=group),
+        "layers.*.ffn_norm": EdgeParallel(norm),
+        "layers.*.feed_forward.gate_up": EdgeParallel(edges=group),
+        # The edges get the product, in the place of its factors.
+        "layers.*.feed_forward": EdgeParallel(edges={"swiglu": lambda _: Swiglu(args.outer_silu)}),
+        "layers.*.feed_forward.down": EdgeParallel(edges=group),
+    }
+    for names, (a, b) in ((ATTENTION, plan.attention), (FEED_FORWARD, plan.feed_forward)):
+        for name in names:
+            factors = {"A.weight": a, "B.weight": b, "gate": Replicate()}
+            styles[f"layers.*.{name}"] = EdgeParallel(factors)
+    return styles
+
+
+def dense_blocks(column: EdgeFactory, row: EdgeFactory) -> Styles:
+    """Return placements and edges of full-rank blocks: column-, then row-parallel linears.
+
+    Args:
+        column: The edge of q, k, v and of gate, up; weights Shard(0).
+        row: The edge of o and of down; weights Shard(1).
+    """
+    styles: Styles = {
+        "layers.*.attention_norm": EdgeParallel({"weight": Replicate()}),
+        "layers.*.attention.qkv": EdgeParallel(edges={"product": column}),
+        "layers.*.attention.o": EdgeParallel(edges={"product": row}),
+        "layers.*.ffn_norm": EdgeParallel({"weight": Replicate()}),
+        "layers.*.feed_forward.gate_up": EdgeParallel(edges={"product": column}),
+        "layers.*.feed_forward.down": EdgeParallel(edges={"product": row}),
+    }
+    for name in (*ATTENTION, *FEED_FORWARD):
+        row_parallel = name in ("attention.wo", "feed_forward.w2")
+        styles[f"layers.*.{name}"] = EdgeParallel({"weight": Shard(1 if row_parallel else 0)})
+    return styles
+
+
+def model_ends(
+    embed: EdgeFactory,
+    head: EdgeFactory,
+    norm: Placement = Replicate(),  # noqa: B008
+) -> Styles:
+    """Return both ends of the model: the embedding sharded along d, the head along V.
+
+    Args:
+        embed: The embedding's edge.
+        head: The head's.
+        norm: Placement of the final norm's weight.
+    """
+    return {
+        "tok_embeddings": EdgeParallel({"weight": Shard(1)}, {"embed": embed}),
+        "norm": EdgeParallel({"weight": norm}),
+        "output": EdgeParallel({"weight": Shard(0)}, {"head": head}),
+    }
