@@ -8,6 +8,7 @@ that returns its own argument (a wait, a cast to the dtype at hand).
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -82,6 +83,7 @@ def _gradients(function: Callable[..., Any], inputs: list[Tensor]) -> tuple[Tens
     return torch.autograd.grad(total, inputs)
 
 
+@pytest.mark.nightly  # where torch 2.11 is tested too
 def test_compiled_gradients(two_ranks: RankPool) -> None:
     for errors in two_ranks.run(worst_errors):
         assert len(errors) == 14

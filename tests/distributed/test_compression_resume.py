@@ -53,7 +53,7 @@ def step(trainer: Any, batches: Any) -> list[torch.Tensor]:
 def resumed(folder: str, changes: list[str]) -> list[torch.Tensor]:
     with small_trainer(arguments(folder, changes)) as trainer:
         assert trainer.checkpointer.load(2)
-        return step(trainer, trainer.batch_generator(trainer.dataloader))
+        return step(trainer, iter(trainer.dataloader))
 
 
 def own_training(folder: str, changes: list[str], learned: Any) -> list[torch.Tensor]:
@@ -70,7 +70,7 @@ def own_training(folder: str, changes: list[str], learned: Any) -> list[torch.Te
         ):
             compressor.residual.copy_(residual)
             compressor.exchanges = exchanges
-        batches = trainer.batch_generator(trainer.dataloader)
+        batches = iter(trainer.dataloader)
         with warnings.catch_warnings():  # the schedule moves before the optimizer
             warnings.simplefilter("ignore")
             for _ in range(2):
@@ -88,7 +88,7 @@ def every_change(folder: str) -> dict[str, tuple[bool, bool]]:
         goes on without it.
     """
     with small_trainer(arguments(folder, [])) as trainer:
-        batches = trainer.batch_generator(trainer.dataloader)
+        batches = iter(trainer.dataloader)
         weights = [step(trainer, batches) for _ in range(2)][-1]
         (optimizer,) = trainer.optimizers
         states = [

@@ -167,7 +167,7 @@ def test_bytes_are_those_of_the_formula(four_ranks: RankPool) -> None:
 
 def complete_on_rank(step: str, overrides: list[str], texts: list[str]) -> list[str]:
     """Load a rank's part of a checkpoint and continue texts; on a rank."""
-    model, tokenizer, choice = load_on_ranks(Path(step), None, "cpu", "full", overrides)
+    model, tokenizer, choice = load_on_ranks(Path(step), None, "cpu", overrides)
     if dist.get_world_size() > 1:
         wq = model.layers["0"].attention.wq.A.weight  # type: ignore[union-attr]
         assert wq.to_local().numel() * dist.get_world_size() == wq.numel()
@@ -198,6 +198,6 @@ def test_a_checkpoint_is_read_in_parts(tmp_path: Path, two_ranks: RankPool) -> N
 
 
 def complete_on_rank_alone(step: Path, texts: list[str]) -> list[str]:
-    model, tokenizer, choice = load_on_ranks(step, None, "cpu", "full", [])
+    model, tokenizer, choice = load_on_ranks(step, None, "cpu", [])
     settings = Settings(8, Sampling(0.8, top_k=50), seed=4, batch_size=2, choice=choice)
     return [completion.text for completion in complete(model, tokenizer, texts, settings)]

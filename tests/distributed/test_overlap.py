@@ -14,9 +14,9 @@ from tests.support.parity_cases import Case, model_args, shard_model, tp_mesh
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.collectives import wait
 from torchtitan_lr.ledger.ledger import CommLedger
-from torchtitan_lr.models import linears
 from torchtitan_lr.models.configured import llama_args
 from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.parallel import btp, megatron
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
 from torchtitan_lr.parallel.placement import TPSettings
 
@@ -32,9 +32,10 @@ def rows_of_a_block(family: str, choices: dict[str, Any], hurried: bool) -> list
     tokens = torch.arange(TOKENS).view(2, -1) % 7
     fault: Any = nullcontext()
     if hurried:  # the control: the reduction ends before the products of the weights start
-        start = linears.start_sum
+        paper = btp if case.settings.plan == "btp" else megatron
+        start = paper.start_sum
         finished = lambda *args, **owned: wait(start(*args, **owned)).clone()  # noqa: E731
-        fault = patch.object(linears, "start_sum", finished)
+        fault = patch.object(paper, "start_sum", finished)
     with fault, CommLedger([model], {"tp": tp_mesh(2).get_group()}) as ledger:
         out = model(tokens)
         out = out.full_tensor() if hasattr(out, "full_tensor") else out

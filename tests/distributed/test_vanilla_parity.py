@@ -21,7 +21,7 @@ def test_parity(case: Case, four_ranks: RankPool) -> None:
     assert worst(four_ranks.run(parity, case)) <= TOLERANCE[case.dtype]
 
 
-def test_compiled_parity(four_ranks: RankPool) -> None:
-    case = Case("cola", TPSettings("vanilla"))
-    errors = four_ranks.run(wrapped_parity, case, ["compile_blocks"], "eager")
+def test_compiled_parity(two_ranks: RankPool) -> None:
+    case = Case("cola", TPSettings("vanilla"), degree=2)
+    errors = two_ranks.run(wrapped_parity, case, ["compile_blocks"], "eager")
     assert worst(errors) <= TOLERANCE[case.dtype]

@@ -74,11 +74,12 @@ class SupportMatrix:
 
     @property
     def usual_draws(self) -> list[Combination]:
-        """Return some of `every_draw` that have every value of every axis."""
+        """Return some of `every_draw` that have every value of every axis, on few ranks."""
         chosen: list[Combination] = []
-        missing = {item for combination in self.every_draw for item in combination.items()}
+        few_ranks = sorted(self.every_draw, key=world_size)
+        missing = {item for combination in few_ranks for item in combination.items()}
         while missing:
-            chosen.append(max(self.every_draw, key=lambda c: len(c.items() & missing)))
+            chosen.append(max(few_ranks, key=lambda c: len(c.items() & missing)))
             missing -= chosen[-1].items()
         return chosen
 

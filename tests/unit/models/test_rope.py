@@ -38,6 +38,7 @@ def test_real_and_complex_arithmetic_agree(dtype, limit, scaling):
         assert ((a - b).abs().max() <= limit * b.abs().max()).item() == same
 
 
+@pytest.mark.nightly
 def test_a_compiled_block_sees_no_complex_number():
     model = build_tiny("cola")
     graphs = []

