@@ -208,7 +208,7 @@ class Reduction:
         sequence: Whether each rank keeps only its shard of the tokens.
     """
 
-    # Without a default: torch 2.11 compiles no dataclass whose default is an object.
+    # No default: torch 2.11 compiles no dataclass whose default is an object.
     ranks: Ranks
     grouping: bool = True
     sequence: bool = False
@@ -304,7 +304,7 @@ class _Down(torch.autograd.Function):
         ctx.how = how
 
         def reduced() -> tuple[Tensor, ...]:
-            started = []  # all of them: each reduction runs during the next product
+            started = []  # each reduction runs during the next product
             for group in how.messages(weights):
                 started.append(how.start(F.linear(x, concatenated(group))))
             return tuple(wait(reduction) for reduction in started)

@@ -73,7 +73,7 @@ _COMPILED_SAVES = {
     )
     for attention in (False, True)
 }
-"""What compiled blocks save, by whether that includes attention's results."""
+"""Policies of compiled blocks, by whether attention's results are saved."""
 
 
 def check_mode(config: Any) -> None:
@@ -176,7 +176,7 @@ def checkpoint_block(
 ) -> Any:
     """Run a block forward; its backward recomputes everything but what the block saves."""
     if torch.compiler.is_compiling():
-        # The compiler removes operators whose results are only used by saved tensors.
+        # The compiler removes operators whose results only saved tensors use.
         return checkpoint(
             block,
             *args,
@@ -191,9 +191,9 @@ def checkpoint_block(
 
 
 class _SavedAttention(TorchDispatchMode):
-    """Saves attention's output and log-sum-exp: the operator has an autograd formula of its own."""
+    """Saves attention's output and log-sum-exp; attention is one operator with its own backward."""
 
-    # Else torch would run the compiled ``flex_attention`` uncompiled, with all scores in memory.
+    # Without support torch would run ``flex_attention`` uncompiled, with all scores in memory.
     supports_higher_order_operators = True
     ignore_compile_internals = classmethod(lambda cls: True)
 
@@ -210,19 +210,19 @@ class _AllFound(Exception):
 
 
 class Recomputation:
-    """A forward pass whose saved tensors are computed again when backward needs the first of them.
+    """A forward pass that runs again when backward needs the first of its saved tensors.
 
     All calls of a backward share one recomputation.
 
     Args:
         function: Called in forward, and again in backward until the last saved tensor is there.
-        args: Its positional arguments, which are kept.
-        kwargs: Its keyword arguments.
+        args: Positional arguments of the function; they stay in memory.
+        kwargs: Keyword arguments of the function.
         save_attention: Whether the results of fused attention are saved too.
 
     Attributes:
         kept: The results that `save` keeps, and how often each had been changed in place.
-        kept_next: In backward, the next of them; None in forward.
+        kept_next: In backward, index of the next kept result; None in forward.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ class Recomputation:
         """Stop recomputing here if backward only still needs these tensors.
 
         Args:
-            last: What the calling Function is about to save.
+            last: Tensors that the calling Function is about to save.
         """
         missing = len(self._shapes) - len(self._collected)
         if self.kept_next is None or len(last) != missing:

@@ -92,12 +92,12 @@ class CheckpointManager(TitanCheckpointHooks):
 
     def __init__(self, *, checkpoint_config: Any, **parts: Any) -> None:
         self.fingerprint: dict[str, Any] = {}
-        # torchtitan's own section has none of these keys.
+        # torchtitan's own checkpoint section lacks these keys.
         self._fall_back = getattr(checkpoint_config, "fall_back", False)
         self._other_model = getattr(checkpoint_config, "initial_load_other_model", False)
         self._unverified = getattr(checkpoint_config, "allow_unverified", False)
         self._first = not dist.is_initialized() or dist.get_rank() == 0
-        # Deletes what was renamed: the other ranks wait only for its renaming.
+        # Deletes renamed folders: the other ranks wait for the renaming only.
         self._deletions = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deletions")
         self.before_save: Callable[[], None] = lambda: None
         super().__init__(checkpoint_config=checkpoint_config, **parts)
@@ -277,7 +277,7 @@ class CheckpointManager(TitanCheckpointHooks):
         """Return the step itself if its checkpoint is whole, else the step to fall back to.
 
         Raises:
-            ConfigError: It is damaged, and ``checkpoint.fall_back`` is off or finds none.
+            ConfigError: The step is damaged, and ``checkpoint.fall_back`` is off or finds none.
         """
         folder = self.checkpoint_folder(step)
         is_dcp = from_first_rank(folders.is_dcp(folder))

@@ -36,8 +36,8 @@ class StepData:
 
     Attributes:
         microbatches: ``({"input": (b, s)}, labels (b, s))`` each, on the CPU.
-        tokens: Valid tokens in them.
-        counts: What is summed over ranks: valid tokens, read failures, ends of data.
+        tokens: Valid tokens in the micro-batches.
+        counts: Numbers to sum over ranks: valid tokens, read failures, ends of data.
         global_tokens: Valid tokens of all ranks' micro-batches; NaN until they are summed.
         problem: Why the step cannot be computed; once summed, the same text on all ranks. None if
             it can.
@@ -55,7 +55,7 @@ class StepReader:
 
     Args:
         loader: Its position goes on with each step.
-        device: Of the process group.
+        device: The process group's device.
         copies: Ranks that read the same rows: tensor-parallel ranks times pipeline stages.
         seconds: Gets the seconds of each micro-batch's reading.
 
@@ -79,7 +79,7 @@ class StepReader:
         Call it on every rank.
 
         Raises:
-            DataloaderExhaustedError: A rank has no more data; on all of them.
+            DataloaderExhaustedError: A rank has no more data; raised on all ranks.
         """
         data, sums = self._next, self.next_sums
         if data is None or not sums or sums[2]:
@@ -112,7 +112,7 @@ class StepReader:
                 self._seconds.append(time.perf_counter() - start)
         except StopIteration:
             ended = True
-        except (ConfigError, RuntimeError) as error:  # a worker process raises the latter
+        except (ConfigError, RuntimeError) as error:  # a worker process raises a RuntimeError
             problem = str(error)
         arrays = (labels.numpy() for _, labels in microbatches)
         tokens = sum(int((labels != IGNORE_INDEX).sum()) for labels in arrays)

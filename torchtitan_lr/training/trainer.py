@@ -204,7 +204,7 @@ class Trainer(TitanTrainer):
 
         Raises:
             NonFiniteError: The step was rejected, and ``training.max_skipped_steps`` is used up.
-            BadDataError: If any rank cannot read its data; raised on all of them.
+            BadDataError: A rank cannot read its data; raised on all ranks.
             DataloaderExhaustedError: If a rank has no more data; likewise.
         """
         self.metrics_processor.resume()
