@@ -131,7 +131,7 @@ def _check_step(trainer: Trainer, device: torch.device, monkeypatch: pytest.Monk
     trainer.step = 3
     trainer.train_step(iter(micro_batches(trainer.model_args.vocab_size)))
     assert calls == Counter(queued)
-    assert len(trainer._step.data.microbatches) == MICRO_BATCHES
+    assert len(trainer.running_step.data.microbatches) == MICRO_BATCHES
     assert all(p.device.type == device.type for p in trainer.model_parts[0].parameters())
 
 
@@ -145,7 +145,7 @@ def _forget_values(trainer: Trainer) -> None:
     trainer.lr_schedulers = trainer.train_spec.build_lr_schedulers_fn(
         trainer.optimizers, config.lr_scheduler, config.training.steps
     )
-    trainer._step = trainer.build_step()
+    trainer.running_step = trainer.build_step()
     if isinstance(trainer.optimizers, TSROptimizers):
         for optimizer in trainer.optimizers:
             optimizer.steps += 1

@@ -35,7 +35,7 @@ class Gradients(Protocol):
     """
 
     def begin(self) -> None:
-        """Start a step: no gradient exists yet."""
+        """Start a step; no parameter has a gradient."""
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Surround forward and backward of a micro-batch; ``last`` is the step's last one."""

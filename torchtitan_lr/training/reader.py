@@ -27,7 +27,7 @@ from torchtitan_lr.titan.components import DataloaderExhaustedError
 
 
 class BadDataError(RunFailedError):
-    """A rank could not read its data; the run was saved in its state before the step."""
+    """A rank could not read its data of a step."""
 
 
 @dataclass
@@ -39,8 +39,7 @@ class StepData:
         tokens: Valid tokens in the micro-batches.
         counts: Numbers to sum over ranks: valid tokens, read failures, ends of data.
         global_tokens: Valid tokens of all ranks' micro-batches; NaN until they are summed.
-        problem: Why the step cannot be computed; once summed, the same text on all ranks. None if
-            it can.
+        problem: Why this rank could not read all of them; None if it could.
     """
 
     microbatches: list[Batch]
@@ -79,7 +78,8 @@ class StepReader:
         Call it on every rank.
 
         Raises:
-            DataloaderExhaustedError: A rank has no more data; raised on all ranks.
+            BadDataError: A rank could not read its data; on all of them.
+            DataloaderExhaustedError: A rank has no more data; likewise.
         """
         data, sums = self._next, self.next_sums
         if data is None or not sums or sums[2]:
@@ -94,9 +94,8 @@ class StepReader:
         if ended:
             raise DataloaderExhaustedError
         if failed:
-            data.problem = first_rank_with(data.problem)
-        else:
-            self._loader.position += self._loader.stride * self._loader.microbatches
+            raise BadDataError(first_rank_with(data.problem))
+        self._loader.position += self._loader.stride * self._loader.microbatches
         # Sums of integers below 2^53 are exact.
         self._labels, data.global_tokens = int(tokens) // self._copies, tokens / self._copies
         return data

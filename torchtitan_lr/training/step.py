@@ -1,18 +1,17 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""One training step after another, each in seven parts. docs/step.md tells a step in words.
+"""One training step after another, each in seven parts. docs/step.md tells a step on a page.
 
-======== ===========================================================================
-read     The micro-batches of this rank. Every rank learns whether all ranks have theirs.
-backward Forward and backward of each micro-batch.
-reduce   The sums of gradients over ranks that are not done yet, and this rank's share of the norm.
-decide   One all-reduce: norm, finite losses, stop signals, the next step's data. The verdict.
-clip     The gradients, to ``training.max_norm``.
-apply    The optimizer. The device leaves the step out if the verdict rejects it.
-settle   The host reads the verdict.
-======== ===========================================================================
+1. ``read`` takes this rank's micro-batches. They were read in the step before.
+2. ``backward`` runs forward and backward of each micro-batch.
+3. ``reduce`` ends the sums of gradients over the ranks.
+4. ``decide`` is one all-reduce: the verdict, whether the optimizer takes the step.
+5. ``clip`` scales the gradients down.
+6. ``apply`` steps the optimizer. The device leaves a rejected step out.
+7. ``settle`` reads the verdict on the host.
 
-Between `read` and `settle` the host never waits for the device, unless an optimizer cannot leave a
-step out by itself (`step_unless`). A part that is left out, or called in another order, raises.
+Between ``read`` and ``settle`` the host never waits for the device, unless an optimizer cannot
+leave a step out by itself (`step_unless`). A part that is left out, or called in another order,
+raises.
 """
 
 import functools
@@ -109,11 +108,9 @@ class Step:
         Args:
             data_iterator: Yields ``({"input": (b, s)}, labels (b, s))``; used for a first step.
 
-        Returns:
-            The data. Nothing may follow if they have a ``problem``, which is the same on all ranks.
-
         Raises:
-            DataloaderExhaustedError: A rank has no more data; raised on all ranks.
+            BadDataError: A rank could not read its data; on all of them.
+            DataloaderExhaustedError: A rank has no more data; likewise.
         """
         self.optimizers.zero_grad()
         self.data = self.reader.take(data_iterator)

@@ -53,6 +53,7 @@ class Trainer(TitanTrainer):
         before_start: Called when the checkpoint is loaded and the first step follows.
         skipped_steps: Optimizer steps skipped for a non-finite loss or gradient; checkpointed.
         stopped_by: Name of the signal that ended the run early, None if none has.
+        running_step: The step that runs or has just ended.
     """
 
     checkpoint_manager: type[CheckpointManager] = CheckpointManager
@@ -102,10 +103,10 @@ class Trainer(TitanTrainer):
             self.checkpointer.states[RESIDUALS] = self._residuals
             for compressor in self._residuals.compressors:
                 compressor.before_writing = self.checkpointer.maybe_wait_for_staging
-        self._step = self.build_step()
+        self.running_step = self.build_step()
 
     def build_step(self) -> Step:
-        """Build the steps of this rank, of its model parts and optimizers."""
+        """Build the `Step` of this rank's model parts and optimizers."""
         dims, pipelined = self.parallel_dims, self.parallel_dims.pp_enabled
         gradients: Gradients = StoredGradients(self.model_parts, dims.get_optional_mesh("pp"))
         if isinstance(self.optimizers, TSROptimizers):  # it reduces them itself
@@ -208,11 +209,13 @@ class Trainer(TitanTrainer):
             DataloaderExhaustedError: If a rank has no more data; likewise.
         """
         self.metrics_processor.resume()
-        step, another_follows = self._step, self.step < self.job_config.training.steps
+        step = self.running_step
+        another_follows = self.step < self.job_config.training.steps
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
-        data = step.read(data_iterator)
-        if data.problem is not None:
-            self._stop_for_data(data.problem)
+        try:
+            data = step.read(data_iterator)
+        except BadDataError as error:
+            raise self._saved_before(error) from error
         read = sum(labels.numel() for _, labels in data.microbatches)
         self.ntokens_seen += read
         self.metrics_processor.ntokens_since_last_log += read
@@ -234,7 +237,7 @@ class Trainer(TitanTrainer):
 
     def _settle(self) -> None:
         """End the step: set ``stopped_by``, count a skipped step, or raise a NonFiniteError."""
-        findings = self._step.settle()
+        findings = self.running_step.settle()
         # A run that has reached its last step is not stopped.
         if findings.stop and self.step < self.job_config.training.steps:
             self.stopped_by = self._stop.name or "a signal on another rank"
@@ -242,7 +245,7 @@ class Trainer(TitanTrainer):
                 self.validator.suspended = True
         if not findings.rejected:
             return
-        what = self._step.fault(findings)
+        what = self.running_step.fault(findings)
         if self.skipped_steps >= self.job_config.training.max_skipped_steps:
             raise NonFiniteError(
                 f"step {self.step}: {what}; last good checkpoint: "
@@ -331,8 +334,8 @@ class Trainer(TitanTrainer):
         if config.compile.enable and self.device.type == "cpu":
             console.info("The first step compiles the model: on a CPU that may take minutes")
 
-    def _stop_for_data(self, why: str) -> None:
-        """Save the state before this step, and raise a BadDataError on every rank."""
+    def _saved_before(self, error: BadDataError) -> BadDataError:
+        """Save the state before this step; say so in the error. Call it on every rank."""
         failed = self.step
         self.step -= 1
         saved = self.checkpointer.newest(finite=True)
@@ -340,11 +343,11 @@ class Trainer(TitanTrainer):
             saved = self.checkpointer.save_interrupted(self.step)
         how = f"saved as {saved}" if saved else "nothing was saved"
         how += ": repair it and run the same command again"
-        raise BadDataError(f"step {failed}: {why}; {how}")
+        return BadDataError(f"step {failed}: {error}; {how}")
 
     def _log_step(self, lr: float) -> None:
         """Log the step that has ended; call it on every rank."""
-        data, loss = self._step.data, self._step.loss.clone()
+        data, loss = self.running_step.data, self.running_step.loss.clone()
         mesh = self.parallel_dims.get_optional_mesh("loss")
         pipeline = self.parallel_dims.get_optional_mesh("pp")
         since_last = torch.stack(self._losses).mean()
@@ -363,13 +366,13 @@ class Trainer(TitanTrainer):
             self.step,
             dist_utils.dist_sum(loss, mesh),
             dist_utils.dist_max(own, mesh),
-            self._step.verdict.norm.item(),
+            self.running_step.verdict.norm.item(),
             extra_metrics={
                 "n_tokens_seen": self.ntokens_seen * self._batch_degree,
                 "lr": lr,
                 history.INTERVAL_LOSS: dist_utils.dist_sum(since_last, mesh),
                 "skipped_steps": self.skipped_steps,
-                **self._step.reader.metrics(),
+                **self.running_step.reader.metrics(),
                 **{f"comm_bytes/{dim}": size for dim, size in sorted(counted.items())},
                 **self._residuals.metrics(),
             },

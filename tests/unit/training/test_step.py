@@ -20,7 +20,7 @@ def trainer(request, tmp_path):
 
 def calls_of(trainer, batches):
     """The parts of a step, by name, as the trainer calls them."""
-    step = trainer._step
+    step = trainer.running_step
     arguments = {"read": [batches], "backward": [trainer.forward_backward_step]}
     arguments |= {"decide": [False, None]}
     return {part: partial(getattr(step, part), *arguments.get(part, ())) for part in PARTS}
@@ -48,7 +48,7 @@ def test_a_part_that_fails_ends_the_steps(trainer):
     calls = calls_of(trainer, iter(microbatches()))
     calls["read"]()
     with pytest.raises(TypeError):
-        trainer._step.backward(None)
+        trainer.running_step.backward(None)
     for name, call in calls.items():
         with pytest.raises(RuntimeError, match=rf"Step.{name}\(\) was called after a failed back"):
             call()

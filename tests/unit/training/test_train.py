@@ -191,7 +191,7 @@ def test_a_checkpoint_holds_the_position_before_what_was_read_ahead(tmp_path, mo
 
     def train(trainer, until, ahead=0):
         """Return the labels of each step."""
-        found, reader = [], trainer._step.reader
+        found, reader = [], trainer.running_step.reader
         real = reader.take
 
         def take(*args):
@@ -213,7 +213,7 @@ def test_a_checkpoint_holds_the_position_before_what_was_read_ahead(tmp_path, mo
     assert len(set(map(str, expected))) == 4
     with tiny_trainer(tmp_path / "parts", *options) as trainer:
         assert train(trainer, 2) == expected[:2]
-        read = trainer._step.reader._next.microbatches
+        read = trainer.running_step.reader._next.microbatches
         assert [labels.tolist() for _, labels in read] == expected[2]
     with tiny_trainer(tmp_path / "parts", *options) as trainer:
         assert trainer.checkpointer.load()
@@ -243,7 +243,7 @@ def test_a_logged_step_has_the_mean_of_the_losses_since_the_last(trainer):
     for _ in range(4):
         trainer.step += 1
         trainer.train_step(batches)
-        losses.append(trainer._step.loss)
+        losses.append(trainer.running_step.loss)
     found = {record["step"]: record["interval_loss"] for record in history(trainer)}
     values = [loss.item() for loss in losses]
     # The first step, every third one and the last.
