@@ -8,11 +8,11 @@ rotary embedding, norms, SwiGLU and attention; no down-projection runs twice (Co
 norms' statistics, so that recomputation communicates nothing (BOOST, section 4). Attention's output
 and its log-sum-exp can be saved too; then attention does not run twice.
 
-Autograd Functions name what is saved, see `torchtitan_lr.models.saved`. Torch's selective
+Autograd Functions name what is kept, see `torchtitan_lr.models.kept`. Torch's selective
 checkpointing saves the results of chosen operators. Outside of compiled code it repeats whatever
 leads to them: the product in front of a saved all-reduce would run again for nothing, or its result
 would have to be saved too. It also frees them after the first recomputation, and a split backward
-needs two. A `Recomputation` therefore saves the results of whole computations.
+needs two. A `Recomputation` therefore keeps the results of whole computations.
 
 The memory and the repeated collectives of a mode are stated nowhere: the estimator measures them on
 wrapped blocks.
@@ -39,7 +39,7 @@ from torchtitan_lr.compat.dispatch import (
 )
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.families import find_family
-from torchtitan_lr.models.saved import mark_in_graphs, save, saved_by
+from torchtitan_lr.models.kept import keep, kept_by, mark_in_graphs
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, apply_ac, count_checkpointed_blocks_from
 
@@ -201,7 +201,7 @@ class _SavedAttention(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in (*ATTENTION_OPERATORS, FLEX_ATTENTION, FLEX_ATTENTION_CALL):
-            return save(lambda: func(*args, **(kwargs or {})))
+            return keep(lambda: func(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
 
@@ -221,7 +221,7 @@ class Recomputation:
         save_attention: Whether the results of fused attention are saved too.
 
     Attributes:
-        kept: The results that `save` keeps, and how often each had been changed in place.
+        kept: The kept results, and how often each had been changed in place.
         kept_next: In backward, index of the next kept result; None in forward.
     """
 
@@ -252,7 +252,7 @@ class Recomputation:
         with saved_tensors_hooks(pack, self._unpack):
             return self._run(None, self.args, self.kwargs)
 
-    def save(self, compute: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+    def keep(self, compute: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """Compute and keep tensors in forward; in backward, return what was kept.
 
         Raises:
@@ -266,7 +266,7 @@ class Recomputation:
             return made
         saved, versions = self.kept[self.kept_next]
         if [version_of(x) for x in saved if isinstance(x, Tensor)] != versions:
-            raise RuntimeError("a tensor that low-rank checkpointing saves was changed in place")
+            raise RuntimeError("a tensor that low-rank checkpointing keeps was changed in place")
         self.kept_next += 1
         kept: tuple[Any, ...] = tree_map_only(Tensor, Tensor.detach, saved)
         return kept
@@ -286,7 +286,7 @@ class Recomputation:
 
     def _run(self, kept_next: int | None, args: Any, kwargs: Any) -> Any:
         self.kept_next = kept_next
-        with saved_by(self), self._attention:
+        with kept_by(self), self._attention:
             return self.function(*args, **kwargs)
 
     def _unpack(self, number: int) -> Tensor:
