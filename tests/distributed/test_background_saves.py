@@ -55,7 +55,7 @@ def save_each_step(mode: str, arguments: list[str]) -> Files:
 
     with (
         patch.object(staging, "_copied", copy_when_asked),
-        patch("torchtitan_lr.training.trainer.Trainer.checkpoint_manager", Manager),
+        patch("torchtitan_lr.training.trainer.CheckpointManager", Manager),
     ):
         run = train([*OPTIONS, *arguments, f"--checkpoint.async_mode={mode}"])
     found = {}

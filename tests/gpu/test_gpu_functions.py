@@ -143,6 +143,8 @@ def exchanges() -> Iterator[Case]:
         for dim in (TOKENS, FEATURES):
             ours = lambda ranks, x, f=call, dim=dim: f(x, ranks, dim)  # noqa: E731
             yield Case(_function(call), ours, torch.clone, ((B, S, D),), f"dim{dim}")
+    wide = lambda ranks, x: edge.gather_and_copy_to_ranks(x, ranks, wide_sums=True)  # noqa: E731
+    yield Case("GatherAndCopyToRanks", wide, torch.clone, ((B, S, D),), "wide")
 
 
 def _function(call: Callable[..., Any]) -> str:

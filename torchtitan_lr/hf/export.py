@@ -152,7 +152,6 @@ def build_coded_config(args: LlamaArgs, dtype: torch.dtype) -> dict[str, Any]:
         "architectures": ["TorchtitanLRForCausalLM"],
         "auto_map": {
             "AutoConfig": f"{configuration}.TorchtitanLRConfig",
-            "AutoModel": f"{modeling}.TorchtitanLRModel",
             "AutoModelForCausalLM": f"{modeling}.TorchtitanLRForCausalLM",
         },
         "model_type": CODED_TYPE,

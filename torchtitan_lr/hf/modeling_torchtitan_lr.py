@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .configuration_torchtitan_lr import TorchtitanLRConfig
 from .layers_torchtitan_lr import (
@@ -160,14 +160,16 @@ def next_token_loss(logits: Tensor, labels: Tensor, count: Tensor | int | None) 
     return total / ((labels != -100).sum() if count is None else count)
 
 
-class TorchtitanLRPreTrainedModel(PreTrainedModel):
-    """Embedding, blocks and final norm: what both models have, by the same names.
+class TorchtitanLRForCausalLM(PreTrainedModel, GenerationMixin):
+    """Embedding, blocks, final norm and head, for ``AutoModelForCausalLM``.
 
     Args:
         config: The model's configuration.
     """
 
     config_class = TorchtitanLRConfig
+    _auto_class = "AutoModelForCausalLM"  # save_pretrained copies the code for it
+    accepts_loss_kwargs = True
     base_model_prefix = ""
     _no_split_modules = ["Block"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
@@ -183,11 +185,9 @@ class TorchtitanLRPreTrainedModel(PreTrainedModel):
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
-        self._add_head()
+        head = LaneRows if self.streams > 1 else nn.Linear
+        self.output: nn.Module = head(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def _add_head(self) -> None:
-        """Add the parameters that a class has beside the common ones."""
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the embedding."""
@@ -196,6 +196,14 @@ class TorchtitanLRPreTrainedModel(PreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Replace the embedding."""
         self.tok_embeddings = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the head."""
+        return self.output
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the head."""
+        self.output = new_embeddings
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -217,7 +225,7 @@ class TorchtitanLRPreTrainedModel(PreTrainedModel):
         """Give the normed hidden state, every block's input, and the cache.
 
         The hidden state is (b, s, d), with lanes at full rank (b, s, G, d). For the arguments see
-        `TorchtitanLRModel.forward`.
+        `forward`.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected either input_ids or inputs_embeds")
@@ -251,83 +259,6 @@ class TorchtitanLRPreTrainedModel(PreTrainedModel):
             carried = tuple(rest)
         return self.norm(x), states, cache if use_cache else None
 
-    def _states(self, wanted: bool | None, states: list[Tensor], hidden: Tensor) -> Any:
-        wanted = self.config.output_hidden_states if wanted is None else wanted
-        return (*states, hidden) if wanted else None
-
-
-class TorchtitanLRModel(TorchtitanLRPreTrainedModel):
-    """The model without a head, for ``AutoModel``."""
-
-    _auto_class = "AutoModel"  # save_pretrained copies the code for it
-    # The weights are those of the model with its head, which is not missed here.
-    _keys_to_ignore_on_load_unexpected = [r"^output\."]  # noqa: RUF012
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        cache: Cache | None = None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
-        """Run the blocks and the final norm.
-
-        Args:
-            input_ids: Token ids (b, s).
-            attention_mask: 1 for tokens and 0 for padding, (b, cached + s).
-            position_ids: (b or 1, s); by default counted along the attention mask, so that padding
-                has no part in it.
-            past_key_values: Keys and values of earlier tokens, for transformers before 5.24.
-            inputs_embeds: Embeddings (b, s, d) in place of token ids.
-            use_cache: Whether to return keys and values; by default outside of training.
-            output_hidden_states: Whether to return every block's input and the last one's output.
-            return_dict: False for a tuple.
-            cache: Keys and values of earlier tokens; transformers has this name since 5.24.
-            **kwargs: Ignored.
-
-        Returns:
-            The hidden state (b, s, d), with lanes at full rank (b, s, G, d); cache; hidden states.
-        """
-        cache = past_key_values if cache is None else cache
-        hidden, states, cache = self._run(
-            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache
-        )
-        out = BaseModelOutputWithPast(
-            last_hidden_state=hidden,
-            hidden_states=self._states(output_hidden_states, states, hidden),
-            **{CACHE_NAME: cache},
-        )
-        return out.to_tuple() if return_dict is False else out
-
-
-class TorchtitanLRForCausalLM(TorchtitanLRPreTrainedModel, GenerationMixin):
-    """The model with its head, for ``AutoModelForCausalLM``.
-
-    Args:
-        config: The model's configuration.
-    """
-
-    _auto_class = "AutoModelForCausalLM"
-    accepts_loss_kwargs = True
-
-    def _add_head(self) -> None:
-        head = LaneRows if self.streams > 1 else nn.Linear
-        self.output: nn.Module = head(self.config.hidden_size, self.config.vocab_size, bias=False)
-
-    def get_output_embeddings(self) -> nn.Module:
-        """Return the head."""
-        return self.output
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace the head."""
-        self.output = new_embeddings
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -347,18 +278,20 @@ class TorchtitanLRForCausalLM(TorchtitanLRPreTrainedModel, GenerationMixin):
         """Predict the next token at every position.
 
         Args:
-            input_ids: As for `TorchtitanLRModel`, as are those without a line here.
-            attention_mask: Likewise.
-            position_ids: Likewise.
-            past_key_values: Likewise.
-            inputs_embeds: Likewise.
+            input_ids: Token ids (b, s).
+            attention_mask: 1 for tokens and 0 for padding, (b, cached + s).
+            position_ids: (b or 1, s); by default counted along the attention mask, so that padding
+                has no part in it.
+            past_key_values: Keys and values of earlier tokens, for transformers before 5.24.
+            inputs_embeds: Embeddings (b, s, d) in place of token ids.
             labels: Token ids (b, s), not shifted; -100 where there is no loss.
-            use_cache: Likewise.
-            output_hidden_states: Likewise.
-            return_dict: Likewise.
+            use_cache: Whether to return keys and values; by default outside of training.
+            output_hidden_states: Whether to return every block's input and the normed output of
+                the last one, (b, s, d), with lanes at full rank (b, s, G, d).
+            return_dict: False for a tuple.
             logits_to_keep: How many of the last positions get logits; 0 for all.
             num_items_in_batch: What the summed loss is divided by; by default its labels' number.
-            cache: Likewise.
+            cache: Keys and values of earlier tokens; transformers has this name since 5.24.
             **kwargs: Ignored.
 
         Returns:
@@ -370,10 +303,12 @@ class TorchtitanLRForCausalLM(TorchtitanLRPreTrainedModel, GenerationMixin):
         )
         logits = self.output(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
         loss = None if labels is None else next_token_loss(logits, labels, num_items_in_batch)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         out = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            hidden_states=self._states(output_hidden_states, states, hidden),
+            hidden_states=(*states, hidden) if output_hidden_states else None,
             **{CACHE_NAME: cache},
         )
         return out.to_tuple() if return_dict is False else out

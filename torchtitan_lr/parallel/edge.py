@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from torchtitan_lr.collectives import FEATURES, Ranks, all_gather, local, own_slice, reduce
 from torchtitan_lr.models.linears import LowRankLinear, mix
@@ -97,7 +96,7 @@ def normalize(x: Tensor, norm: nn.RMSNorm, ranks: Ranks | None = None) -> Tensor
     return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
 
 
-class CopyToRanks(Function):
+class CopyToRanks(torch.autograd.Function):
     """Forward nothing, backward an all-reduce."""
 
     @staticmethod
@@ -119,7 +118,7 @@ def copy_to_ranks(x: Tensor, ranks: Ranks) -> Tensor:
     return out
 
 
-class ReduceFromRanks(Function):
+class ReduceFromRanks(torch.autograd.Function):
     """Forward an all-reduce, backward nothing."""
 
     @staticmethod
@@ -140,7 +139,7 @@ def reduce_from_ranks(x: Tensor, ranks: Ranks) -> Tensor:
     return out
 
 
-class GatherFromRanks(Function):
+class GatherFromRanks(torch.autograd.Function):
     """Forward an all-gather, backward this rank's slice."""
 
     @staticmethod
@@ -162,7 +161,7 @@ def gather_from_ranks(x: Tensor, ranks: Ranks, dim: int = FEATURES) -> Tensor:
     return out
 
 
-class ScatterToRanks(Function):
+class ScatterToRanks(torch.autograd.Function):
     """Forward this rank's slice, backward an all-gather."""
 
     @staticmethod
@@ -181,7 +180,7 @@ def scatter_to_ranks(x: Tensor, ranks: Ranks, dim: int = FEATURES) -> Tensor:
     return out
 
 
-class GatherAndCopyToRanks(Function):
+class GatherAndCopyToRanks(torch.autograd.Function):
     """Forward an all-gather, backward a reduce-scatter."""
 
     @staticmethod
@@ -206,7 +205,7 @@ def gather_and_copy_to_ranks(
     return out
 
 
-class ReduceScatterToRanks(Function):
+class ReduceScatterToRanks(torch.autograd.Function):
     """Forward a reduce-scatter, backward an all-gather."""
 
     @staticmethod

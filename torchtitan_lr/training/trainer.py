@@ -56,7 +56,6 @@ class Trainer(TitanTrainer):
         running_step: The step that runs or has just ended.
     """
 
-    checkpoint_manager: type[CheckpointManager] = CheckpointManager
     checkpointer: CheckpointManager
     dataloader: TokenDataLoader
     metrics_processor: LowRankMetricsProcessor
@@ -78,7 +77,7 @@ class Trainer(TitanTrainer):
         record_file, job_config.job.save_config_file = job_config.job.save_config_file, None
         # Use our checkpoint manager and no autocast: FSDP or DDP implements mixed precision at
         # every world size.
-        with trainer_parts(self.checkpoint_manager):
+        with trainer_parts(CheckpointManager):
             super().__init__(job_config)
         job_config.job.save_config_file = record_file or RUN_CONFIG
         self._set_timeouts(job_config.comm.init_timeout_seconds)

@@ -48,7 +48,7 @@ REFUSALS = [
     ("model.hf_assets_path=~nosuchuser/x", "'~nosuchuser/x'", "a path to use here"),
     ("experimental.custom_import=nosuch.sub", "'nosuch.sub'", "a module that can be imported"),
     ("low_rank.rank_ffn=129", "129", "a rank from 1 to 128"),
-    ("caat.lanes=3", "3", "a divisor of the model's n_heads = 8"),
+    ("caat.lanes=3", "3", "1 for llama_cola: only llama_full has lanes"),
     ("caat.sync_fraction=0.5", "0.5", "1 unless caat.lanes is more than 1"),
     ("parallelism.tp_plan=caat", "'caat'", "caat.lanes of more than 1"),
     ("job.custom_config_module=other", "'other'", "torchtitan_lr.config.schema"),

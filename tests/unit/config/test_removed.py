@@ -81,7 +81,7 @@ def test_a_value_that_stays_is_accepted(arguments):
         ["train", "INCLUDING"],
         ["estimate", "debug_replicas"],
         ["evaluate", "outputs/debug_cola", "--tasks", "hellaswag"],
-        ["generate", "outputs/debug_cola", "--cache", "latent"],
+        ["generate", "outputs/debug_cola", "--prompt", "x", "--cache", "latent"],
     ],
 )
 def test_what_a_command_had_is_refused(arguments, tmp_path, capsys):
