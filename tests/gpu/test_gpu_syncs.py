@@ -9,7 +9,7 @@ checked, since these wait today:
 - what a logged step reads.
 
 The refreshes of TSR-Adam are checked without replicas; these compare their bases, and read the
-result after the step (`Synchronizer.repair_drift`).
+result after the step (`TSRAdam.settle`).
 """
 
 from collections import Counter
@@ -28,9 +28,8 @@ from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.compression.codecs import Codec, SketchCodec, SparseCodec, left_over
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.numerics import HostCopy
-from torchtitan_lr.optim.tsr import optimizer as tsr_optimizer
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
-from torchtitan_lr.parallel.parallelize import parallelize_llama
+from torchtitan_lr.optim.tsr import algorithm
+from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.training.register import build_optimizers
 from torchtitan_lr.training.step import Step
 from torchtitan_lr.training.trainer import Trainer
@@ -139,7 +138,8 @@ def _forget_values(trainer: Trainer) -> None:
     """Give a trainer model and optimizer on ``meta``, past TSR-Adam's first refresh."""
     config, dims = trainer.job_config, trainer.parallel_dims
     with torch.device("meta"):
-        model = parallelize_llama(LlamaModel(trainer.model_args), dims, config)
+        parallelize = trainer.train_spec.parallelize_fn
+        model = parallelize(LlamaModel(trainer.model_args), dims, config)
     trainer.device, trainer.model_parts = torch.device("meta"), [model]
     trainer.optimizers = build_optimizers([model], config.optimizer, dims)
     trainer.lr_schedulers = trainer.train_spec.build_lr_schedulers_fn(
@@ -150,7 +150,7 @@ def _forget_values(trainer: Trainer) -> None:
         for optimizer in trainer.optimizers:
             optimizer.steps += 1
             for stack in optimizer.stacks:
-                stack.refreshes += 1
+                stack.refresh_counts += 1
 
 
 def _stub_what_reads(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,5 +164,5 @@ def _stub_what_reads(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam, "_device_dtype_check_for_fused", lambda *_, **__: None)
     # It has no generator.
     monkeypatch.setattr(
-        tsr_optimizer, "draw_sketches", lambda keys, size, like: like.new_empty(len(keys), *size)
+        algorithm, "draw_sketches", lambda keys, size, like: like.new_empty(len(keys), *size)
     )

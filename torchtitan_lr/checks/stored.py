@@ -25,7 +25,7 @@ from torchtitan_lr.config.removed import refuse_removed_run
 from torchtitan_lr.config.schema import TSR, vocabulary_rows
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import llama_args
-from torchtitan_lr.optim.selection import stored_settings
+from torchtitan_lr.optim.tsr.selection import stored_settings
 
 # Keys with which no run is resumed; 0, -1 and an empty text stand for another key's value.
 _NEVER_RESUMED = ("model.name", "low_rank.rank", "training.dataset")

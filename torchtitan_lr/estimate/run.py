@@ -16,7 +16,7 @@ from torchtitan_lr.formulas.data_parallel import named_parameters
 from torchtitan_lr.formulas.memory import NamedShapes, Precision
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import llama_args, model_shapes
-from torchtitan_lr.optim.selection import MatrixPlan, TSRSettings, plan_matrices
+from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
 from torchtitan_lr.parallel.data_parallel import reshard_after_forward
 from torchtitan_lr.parallel.placement import TPSettings
 from torchtitan_lr.parallel.plans import tp_settings

@@ -6,6 +6,7 @@ except those of TSR-Adam. With a pipeline and ``fsdp_reshard_after_forward = "al
 gathers are counted once per pass, although each micro-batch repeats them.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from math import lcm, prod
@@ -21,7 +22,7 @@ from torchtitan_lr.formulas.data_parallel import data_parallel_traffic
 from torchtitan_lr.formulas.memory import sharded
 from torchtitan_lr.formulas.tensor_parallel import model_traffic
 from torchtitan_lr.formulas.traffic import Traffic, merge, pipeline_traffic
-from torchtitan_lr.optim.selection import MatrixPlan
+from torchtitan_lr.optim.tsr.selection import MatrixPlan
 from torchtitan_lr.parallel.pipeline import stage_boundaries
 
 
@@ -173,17 +174,17 @@ def average_optimizer_traffic(run: Run, pp_rank: int) -> list[Traffic]:
     if not plans:
         return optimizer_traffic(run, pp_rank, ())
     steps = lcm(*{plan.interval for plan in plans})
-    known: dict[tuple[int, ...], list[Traffic]] = {}  # by the refreshing matrices
-    rows = []
+    times: Counter[tuple[int, ...]] = Counter()  # of the matrices that refresh together
     for step in range(steps):
         due = tuple(i for i, plan in enumerate(plans) if step % plan.interval == plan.offset)
-        if due not in known:
-            known[due] = optimizer_traffic(run, pp_rank, due)
-        rows += known[due]
-    total = merge(rows)
+        times[due] += 1
+    rows = []
+    for due, count in times.items():
+        for row in optimizer_traffic(run, pp_rank, due):
+            rows.append(replace(row, calls=row.calls * count, elements=row.elements * count))
     return [
         replace(row, calls=round(row.calls / steps), elements=round(row.elements / steps))
-        for row in total
+        for row in merge(rows)
     ]
 
 

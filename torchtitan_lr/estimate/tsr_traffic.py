@@ -3,10 +3,10 @@
 
 A step without refresh sums cores over each mesh dimension that splits a matrix and over the
 replicas, in one call per bucket, and dense gradients over the replicas likewise. A refresh adds the
-sketches Y, Z and B (`randomized_svd`), the triangles of the QR factorizations, and checksums, in
+sketches Y, Z and B (`optim.tsr.svd`), the triangles of the QR factorizations, and checksums, in
 rounds shared by the refreshing matrices with equal q. Elements are counted like in the ledger.
-What is selected, and what a refresh sends, stands in `optim.selection`, which the optimizer reads
-too; ``tests/oracle/tsr.py`` states it once more.
+What is selected, and what a refresh sends, stands in `optim.tsr.selection`, which the optimizer
+reads too; ``tests/oracle/tsr.py`` states it once more.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +15,12 @@ from math import ceil, prod
 from typing import Literal
 
 from torchtitan_lr.formulas.traffic import Traffic, merge
-from torchtitan_lr.optim.selection import BUCKET_ELEMENTS, MatrixPlan, TSRSettings, split_buckets
+from torchtitan_lr.optim.tsr.selection import (
+    BUCKET_ELEMENTS,
+    MatrixPlan,
+    TSRSettings,
+    split_buckets,
+)
 
 Axis = Literal["rows", "columns"]
 

@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchtitan_lr.optim.selection import MatrixPlan
+    from torchtitan_lr.optim.tsr.selection import MatrixPlan
 
 Shape = tuple[int, ...]
 NamedShapes = Mapping[str, Shape]

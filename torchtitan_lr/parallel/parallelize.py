@@ -39,7 +39,8 @@ def parallelize_llama_svd(
 ) -> nn.Module:
     """Parallelize B A x: A row- and B column-parallel (``btp``), or the reverse (``vanilla``).
 
-    For the arguments see `finish`.
+    Low-rank families from outside the package have this function too. For the arguments see
+    `finish`.
     """
     if parallel_dims.tp_enabled:
         mesh, plan = tensor_parallel_plan(model, parallel_dims, job_config)
@@ -62,26 +63,10 @@ def parallelize_llama_lax(
 ) -> nn.Module:
     """Parallelize B_i σ(A_i x_i + g · A_j x_j), where block j = i - 1, as B σ(A x).
 
-    The plan's edges `MixEdge` add A_j x_j, which has the layout of A_i x_i and also crosses
-    pipeline stages (`plans.stage_boundary`). For the arguments see `finish`.
+    The plans have an edge for the addition (`MixEdge`): A_j x_j has the layout of A_i x_i, also
+    where it crosses pipeline stages (`plans.stage_boundary`).
     """
-    if parallel_dims.tp_enabled:
-        mesh, plan = tensor_parallel_plan(model, parallel_dims, job_config)
-        parallelize_module(model, mesh, plan, src_data_rank=None)
-    return finish(model, parallel_dims, job_config)
-
-
-def parallelize_llama(
-    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
-) -> nn.Module:
-    """Parallelize a family from outside the package by the plan that its run names.
-
-    For the arguments see `finish`.
-    """
-    if parallel_dims.tp_enabled:
-        mesh, plan = tensor_parallel_plan(model, parallel_dims, job_config)
-        parallelize_module(model, mesh, plan, src_data_rank=None)
-    return finish(model, parallel_dims, job_config)
+    return parallelize_llama_svd(model, parallel_dims, job_config)
 
 
 def tensor_parallel_plan(

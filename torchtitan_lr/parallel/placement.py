@@ -99,7 +99,7 @@ class Plan:
         feed_forward: Placements of the feed-forward's A and B.
         shards_stream: Whether a rank holds d/T features of the residual stream and sends them to
             the next stage. The norms' weights in the blocks are sharded in the same way.
-        shards_latents: Whether it sends r/T features of each of LaX's latents.
+        shards_latents: Whether it sends r/T features of LaX's latents A x, where A is Shard(0).
         shards_heads: Whether a rank computes its share of the heads, or all heads.
         choices: Fields of `TPSettings` with an effect; others must keep their defaults.
     """

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchtitan_lr.config.schema import TP_PLANS
@@ -233,7 +234,9 @@ def stage_boundary(
     if settings.comm == "sequence":
         shared = tp_degree if plan.shards_stream else 1
         return Boundary(seq_len // tp_degree, args.dim, tuple(widths), shared)
-    if plan.shards_latents:
-        widths = [width // tp_degree for width in widths]
+    if plan.shards_latents and widths:
+        factors = [plan.attention] * 4 + [plan.feed_forward] * 3
+        for i, (a, _) in enumerate(factors):
+            widths[i] //= tp_degree if a == Shard(0) else 1
     stream = args.dim // tp_degree if plan.shards_stream else args.dim
     return Boundary(seq_len, stream, tuple(widths))

@@ -14,10 +14,9 @@ from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 from torchtitan_lr.optim.adam import ON_SHARDS
 from torchtitan_lr.optim.resume import ConfiguredLR, keep_hyperparameters
-from torchtitan_lr.optim.selection import TSRSettings
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.container import TSROptimizers
+from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.parallel.parallelize import (
-    parallelize_llama,
     parallelize_llama_cola,
     parallelize_llama_full,
     parallelize_llama_lax,
@@ -37,7 +36,7 @@ PARALLELIZE = {
     "cola": parallelize_llama_cola,
     "lax": parallelize_llama_lax,
 }
-"""By family; families from outside the package have `parallelize_llama`."""
+"""By family; those from outside the package have the function of ``svd``, or of ``full``."""
 
 
 def build_optimizers(
@@ -81,10 +80,11 @@ def register_model_family(family: ModelFamily) -> None:
     flavors = FLAVORS.setdefault(family.name, FlavorTable(family))
     if family.model_name in REGISTERED_SPECS:  # torchtitan raises for a second registration
         return
+    kind = "svd" if family.low_rank else "full"
     spec = TrainSpec(
         model_cls=LlamaModel,
         model_args=flavors,
-        parallelize_fn=PARALLELIZE.get(family.name, parallelize_llama),
+        parallelize_fn=PARALLELIZE.get(family.name) or PARALLELIZE[kind],
         pipelining_fn=pipeline_llama,
         build_optimizers_fn=build_optimizers,
         build_lr_schedulers_fn=build_lr_schedulers,

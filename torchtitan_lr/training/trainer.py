@@ -28,7 +28,7 @@ from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.gradients import Gradients, StoredGradients
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, ParallelDims, dist_utils
@@ -109,7 +109,7 @@ class Trainer(TitanTrainer):
         dims, pipelined = self.parallel_dims, self.parallel_dims.pp_enabled
         gradients: Gradients = StoredGradients(self.model_parts, dims.get_optional_mesh("pp"))
         if isinstance(self.optimizers, TSROptimizers):  # it reduces them itself
-            gradients = self.optimizers
+            gradients = self.optimizers.gradients
         return Step(
             job_config=self.job_config,
             device=self.device,
