@@ -249,7 +249,7 @@ def _call(what: Any, *arguments: Any) -> Any:
 def read_metadata(step_dir: str | Path) -> Metadata:
     """Read a checkpoint's table of contents; nothing of it is executed.
 
-    A table of 20,000 tensor parts takes seconds, and a resume looks into it several times: within
+    A table of 20,000 tensor parts takes a second, and a resume looks into it several times: within
     `files_kept` it is read once.
 
     Raises:
