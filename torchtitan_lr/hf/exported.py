@@ -120,8 +120,10 @@ def read_export_args(folder: Path) -> LlamaArgs:
             kind = own | {"activation": activation}
             try:
                 args = build_args(values, *rotary, values["family"], kind)
-            except ConfigError:  # the family does not have this activation
-                continue
+            except ConfigError as error:
+                if error.key != "low_rank.activation":
+                    raise
+                continue  # the family does not have this one
             coded = build_coded_config(args, torch.float32)
             if all(coded[name] == values[name] for name in ("latent_silu", "outer_silu")):
                 return args
