@@ -499,14 +499,8 @@ class TSRAdam(Optimizer):
         for parameter, (stack, index) in self._compressed.items():
             self.state[parameter] = {"step": self.steps, **stack.state(index)}
         for dense in self._dense:
-            moments = zip(dense.parameters, dense.exp_avg, dense.exp_avg_sq, strict=True)
-            for parameter, average, square in moments:
-                like = (tuple(parameter.shape), {dim: dim for dim in range(parameter.dim())})
-                self.state[parameter] = {
-                    "step": self.steps,
-                    "exp_avg": wrap_like(parameter, average, *like),
-                    "exp_avg_sq": wrap_like(parameter, square, *like),
-                }
+            for index, parameter in enumerate(dense.parameters):
+                self.state[parameter] = {"step": self.steps, **dense.state(index)}
 
     # The order of a step: begin, backward (gradients arrive), reduce, clip, step, settle.
 
