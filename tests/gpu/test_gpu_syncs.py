@@ -76,8 +76,8 @@ def _reduce(codec: Codec, rows: Tensor) -> tuple[Tensor, Tensor]:
     received = {name: x[:1].expand_as(x) for name, x in message.swapped.items()}
     received |= {name: 2 * x[0] for name, x in message.summed.items()}
     decoded = codec.decode(received, rows.shape[1], 3)
-    verdict = None if decoded.verdict is None else decoded.verdict.expand(2, -1)
-    return decoded.total, left_over(rows.clone(), message, verdict)
+    failed = None if decoded.failed is None else decoded.failed.expand(2, -1)
+    return decoded.total, left_over(rows.clone(), message, failed)
 
 
 RUNS = {

@@ -30,7 +30,7 @@ class TSRMatrix:
     """A compressed matrix and its split, transposed if it is projected transposed.
 
     Args:
-        plan: Its sides m and n, rank r, width k, and iterations q.
+        plan: Sides m and n, rank r, width k, and iterations q of the matrix.
         rows: Mesh dimensions that split the rows.
         columns: Mesh dimensions that split the columns.
     """
@@ -77,7 +77,7 @@ def tsr_traffic(
 
     Args:
         matrices: The compressed matrices, in the order of backward: the last module first.
-        refreshing: Indices of those that refresh.
+        refreshing: Indices of the matrices that refresh.
         dense: Elements of a rank's part of every other parameter, in the same order.
         mesh: The mesh of the run.
         settings: The optimizer's.
@@ -120,7 +120,7 @@ def _refresh(fresh: Sequence[TSRMatrix], q: int, mesh: TSRMesh, rotates: bool) -
     rows: list[Traffic] = []
     axes: list[Axis] = ["columns", *(("rows", "columns") * q), "rows"]
     for axis in axes:
-        # Y and Z are summed over one axis and have the length of the other.
+        # Y and Z are summed over one axis and have the length of the other axis.
         side, other = (0, "rows") if axis == "columns" else (1, "columns")
         sketches = [mesh.block(m)[side] * m.plan.width for m in fresh]
         rows += _sum(fresh, axis, sketches, mesh)

@@ -63,7 +63,7 @@ def build_optimizers(
 def build_lr_schedulers(
     optimizers: OptimizersContainer, config: Any, steps: int
 ) -> LRSchedulersContainer:
-    """Build torchtitan's schedules, of which a resumed run loads the step alone."""
+    """Build torchtitan's schedules; a resumed run loads only their step."""
     schedulers = components.build_lr_schedulers(optimizers, config, steps)
     for scheduler in schedulers:
         scheduler.__class__ = ConfiguredLR
