@@ -519,7 +519,9 @@ class TSRAdam(Optimizer):
                     kept[parameter] = None
                 elif stack.sends_dense:
                     whole.append(parameter)
-        sums = [*self._sums_of_cores(kept), *self._sums_of_gradients(whole)]
+        sums: list[CoreSum | GradientSum] = []
+        sums += self._sums_of_cores(kept)
+        sums += self._sums_of_gradients(whole)
         self._running = RunningStep(due, kept, EarlySums(sums, self._order, self.groups))
 
     def _sums_of_cores(self, kept: Container[Tensor]) -> list[CoreSum]:
