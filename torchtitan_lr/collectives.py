@@ -32,7 +32,7 @@ class Ranks:
 
     Args:
         group: Name of their process group.
-        size: Their number T.
+        size: Number T of the ranks.
         rank: This rank's index.
     """
 
@@ -81,7 +81,7 @@ def start_sum(x: Tensor, ranks: Ranks, dim: int | None = None, owned: bool = Fal
 
 
 def wait(started: Tensor) -> Tensor:
-    """Wait for the result of a collective that was started; returns a view of it."""
+    """Wait for a started collective, and return a view of its result."""
     result: Tensor = functional.wait_tensor(started)
     # Torch 2.11's compiler loses the gradient of a Function whose forward ends in an operator that
     # returns its argument, as the wait does.

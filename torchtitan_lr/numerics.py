@@ -27,8 +27,8 @@ def blocks(tensor: Tensor, entries: int) -> Iterator[Tensor]:
     """Yield a tensor in views, in an order that depends on its shape and strides alone.
 
     Args:
-        tensor: Of any shape; a contiguous one is cut as if it were flat, another one by rows.
-        entries: Of a view, at most.
+        tensor: A tensor of any shape. A contiguous one is cut as if it were flat, others by rows.
+        entries: Largest number of entries of a view.
     """
     if tensor.is_contiguous():
         yield from tensor.view(-1).split(entries)
@@ -72,7 +72,7 @@ def scale_(tensors: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply plain tensors in place by one scalar, and round the products alone.
 
     Args:
-        tensors: Of any dtypes, on one device.
+        tensors: Tensors of any dtypes, on one device.
         factor: A scalar tensor in at least fp32, on any device.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 import torchtitan_lr.training.register  # noqa: F401
-from torchtitan_lr.checkpoints.layout import step_folder
+from torchtitan_lr.checkpoints.folders import step_folder
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least, in_one_line
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.tables import text_table

@@ -51,8 +51,8 @@ from torchtitan_lr.inference.decode import Decoder, Sampling
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.selection import TSRSettings
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.algorithm import TSRAdam
+from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.parallel.recompute import apply_activation_checkpoint
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
@@ -208,8 +208,7 @@ def optimizer(device: str, small: bool) -> Iterator[Row]:
 
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     settings = TSRSettings(rank=rank, embedding_rank=embedding_rank, refresh_interval=10**9)
-    defaults = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
-    tsr = TSROptimizers([model], settings, defaults)
+    tsr = TSRAdam(model.named_parameters(), settings, lr=1e-4, weight_decay=0.01)
 
     def adamw_step() -> None:
         give()
@@ -217,14 +216,15 @@ def optimizer(device: str, small: bool) -> Iterator[Row]:
         adamw.step()
 
     def tsr_step() -> None:
-        give()
-        tsr.accumulate(last=True)
-        tsr.clip(1e9, tsr.synchronize())
+        tsr.begin()
+        with tsr.micro_batch(last=True):
+            give()
+        tsr.clip(1e9, tsr.reduce().sqrt())
         tsr.step()
 
     def refresh() -> None:
-        for matrices in tsr.synchronizer.stacks:
-            matrices.refreshes.zero_()  # as at the start: all matrices refresh
+        for stack in tsr.stacks:
+            stack.refresh_counts.zero_()  # as at the start: all matrices refresh
         tsr_step()
 
     yield {"optimizer": "copying the gradients", "ms": median_ms(give, device, 3)}

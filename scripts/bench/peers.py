@@ -42,7 +42,7 @@ from torchtitan_lr.console.figures import new_figure
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.ends import cross_entropy_sum
+from torchtitan_lr.models.ends import cross_entropy_sum, summed_loss
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel, loss_arguments
 from torchtitan_lr.titan.base import LossFunction
@@ -241,7 +241,7 @@ class Runner:
             # Only these: a cast of the module would spoil the others' rotary tables.
             parameter.data = parameter.data.to(workload.dtype)
         ours = isinstance(self.model, LlamaModel)
-        self.loss: LossFunction = cross_entropy_sum
+        self.loss: LossFunction = summed_loss
         self.low_rank = ours and cast(LlamaArgs, self.model.model_args).low_rank
         self.cuda = workload.device == "cuda"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)

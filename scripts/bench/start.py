@@ -127,6 +127,8 @@ def first_step(ranks: int, arguments: list[str]) -> dict[str, float]:
     )
 
     import torchtitan_lr.training.register  # noqa: F401
+    from torchtitan_lr.checkpoints.folders import METADATA
+    from torchtitan_lr.checkpoints.safe_metadata import read_metadata
     from torchtitan_lr.checks.job import check_job_config
     from torchtitan_lr.config.build import build_job_config
     from torchtitan_lr.titan.device import bind_device
@@ -184,7 +186,8 @@ def first_step(ranks: int, arguments: list[str]) -> dict[str, float]:
         merge = timed("save: plan of all, rank 0", create_default_global_save_plan)
         _, contents = merge(plans)
         table = pickle.dumps(contents)
-        timed("resume: table of contents", pickle.loads)(table)
+        (Path(folder) / METADATA).write_bytes(table)
+        timed("resume: table of contents", read_metadata)(folder)
         loader = DefaultLoadPlanner()
         loader.set_up_planner(states, contents, is_coordinator=True)
         timed("resume: own plan", loader.create_local_plan)()

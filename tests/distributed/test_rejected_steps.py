@@ -48,7 +48,7 @@ UNLOGGED = [*FSDP4, "--training.steps=4", "--metrics.log_freq=10", "--checkpoint
 
 
 def test_steps_between_logged_ones_are_guarded_too(four_ranks: RankPool) -> None:
-    """The host reads their verdict before the next step, so nothing else changes."""
+    """The host reads the verdict on each of them, so nothing else changes."""
     message = f"NonFiniteError: step 2: gradient norm is nan (rank 1: {SPOILT}); last good"
     assert all(message in e for e in four_ranks.errors(train, UNLOGGED, "nan_gradient@2"))
     stopped = four_ranks.run(train, UNLOGGED, "sigterm@2")

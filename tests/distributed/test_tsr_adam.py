@@ -21,8 +21,8 @@ from tests.distributed.tsr_cases import (
     twin,
 )
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.optim.tsr.communication import differences
-from torchtitan_lr.optim.tsr.randomized_svd import SVD
+from torchtitan_lr.optim.tsr.sums import differences
+from torchtitan_lr.optim.tsr.svd import SVD
 
 TOLERANCE = 1e-10
 """The twin computes UᵀGV on a refresh; its rounding off the diagonal is divided by Adam's ε."""
@@ -79,15 +79,14 @@ def test_every_rank_has_the_same_norm(layout: str, four_ranks: RankPool) -> None
 
 
 def train_with_a_drifting_replica(
-    case: Case, side: str = "left", odd: int = 2, error: float = 1e-9
+    case: Case, side: str = "U", odd: int = 2, error: float = 1e-9
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Disturb one replica's bases as another machine's rounding would."""
-    from torchtitan_lr.optim.tsr import communication
-    from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+    from torchtitan_lr.optim.tsr import algorithm
     from torchtitan_lr.titan import logger
 
-    synchronize = TSROptimizers.synchronize
-    layout, original, lines = place(case.layout), communication.solve_together, []
+    reduce = algorithm.TSRAdam.reduce
+    layout, original, lines = place(case.layout), algorithm.solve_together, []
 
     def disturbed(*args: Any) -> list[Any]:
         results = original(*args)
@@ -96,15 +95,15 @@ def train_with_a_drifting_replica(
                 getattr(svd, side)[0].view(-1)[0] += error
         return results
 
-    def same_norm(self: TSROptimizers) -> torch.Tensor:
-        # A mean over the ranks, as the trainer's: the same number on all of them.
-        norm = synchronize(self)
-        dist.all_reduce(norm)
-        return norm / dist.get_world_size()
+    def same_share(self: algorithm.TSRAdam) -> torch.Tensor:
+        # A mean over the ranks, as the trainer's norm: the same number on all of them.
+        share = reduce(self)
+        dist.all_reduce(share)
+        return share / dist.get_world_size()
 
     with (
-        patch.object(TSROptimizers, "synchronize", same_norm),
-        patch.object(communication, "solve_together", disturbed),
+        patch.object(algorithm.TSRAdam, "reduce", same_share),
+        patch.object(algorithm, "solve_together", disturbed),
         patch.object(logger, "warning", lambda text, *rest: lines.append(text % rest)),
     ):
         model, _, _ = train(case, layout)
@@ -114,11 +113,11 @@ def train_with_a_drifting_replica(
 @pytest.mark.parametrize(
     ("side", "odd", "error"),
     [
-        ("left", 2, 1e-9),
-        ("right", 2, 1e-9),
-        ("values", 1, 1e-9),
-        ("left", 0, 1e-9),
-        ("left", 1, 1e-3),  # all would be wrong by more than the tolerance with its bases
+        ("U", 2, 1e-9),
+        ("V", 2, 1e-9),
+        ("S", 1, 1e-9),
+        ("U", 0, 1e-9),
+        ("U", 1, 1e-3),  # all would be wrong by more than the tolerance with its bases
     ],
 )
 def test_a_drifting_replica_is_repaired_and_told(

@@ -23,7 +23,7 @@ from tests.distributed.tsr_cases import (
 )
 from tests.support.nightly import nightly
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.container import TSROptimizers
 
 SAVED = 4
 """Steps before the checkpoint: between two refreshes."""

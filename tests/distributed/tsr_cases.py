@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -13,8 +14,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.reference.tsr_adam import Hyper, ReferenceTSR
 from torchtitan_lr.compat.dtensor import local_slice
-from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.container import TSROptimizers
+from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "tok_embeddings.weight": (14, 8),
@@ -212,19 +213,22 @@ def take_step(
     case: Case,
     step: int,
 ) -> float:
+    gradients = optimizer.gradients
     optimizer.zero_grad()
+    gradients.begin()
     batches = parts_of(layout, case.microbatches)
     for i, parts in enumerate(batches):
-        for name, parameter in model.named_parameters():
-            full = sum(gradient(name, step, part, case.dtype) for part in parts)
-            assert isinstance(full, torch.Tensor)
-            piece = distribute(name, full, layout)
-            parameter.grad = piece if parameter.grad is None else parameter.grad + piece
-        optimizer.accumulate(last=i == len(batches) - 1)
-    norm = optimizer.synchronize()
-    optimizer.clip(MAX_NORM, norm)
+        with gradients.micro_batch(last=i == len(batches) - 1):
+            for name, parameter in model.named_parameters():
+                full = sum(gradient(name, step, part, case.dtype) for part in parts)
+                assert isinstance(full, torch.Tensor)
+                piece = distribute(name, full, layout)
+                parameter.grad = piece if parameter.grad is None else parameter.grad + piece
+    share = gradients.reduce()  # the same on all ranks
+    norm = (share * (dist.get_world_size() if dist.is_initialized() else 1)).sqrt()
+    gradients.clip(MAX_NORM, norm)
     optimizer.step()
-    optimizer.repair_drift()
+    gradients.settle(rejected=False)
     return norm.item()
 
 

@@ -11,8 +11,8 @@ from tests.distributed import tsr_cases
 from tests.distributed.tsr_cases import COLUMN, DEFAULTS, Case, build_model, place, take_step
 from torchtitan_lr.estimate.tsr_traffic import TSRMatrix, TSRMesh, tsr_traffic
 from torchtitan_lr.ledger.ledger import CommLedger
-from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.container import TSROptimizers
+from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -36,7 +36,7 @@ def measure(
         optimizer = TSROptimizers(
             [model], settings, DEFAULTS, replicas=layout.replicas, stages=layout.stages
         )
-        groups = dict(optimizer.synchronizer.groups.sharding)
+        groups = dict(optimizer.gradients.groups.sharding)
         if layout.replicas is not None:
             groups["dp_replicate"] = layout.replicas
         ledger = CommLedger([], groups)

@@ -26,10 +26,10 @@ from torchtitan_lr.compression.codecs import (
 )
 from torchtitan_lr.compression.sizes import (
     HASH_ROWS,
+    failure_block,
     kept_entries,
     sketch_row,
     smallest_theta,
-    verdict_block,
 )
 
 W, M, SEED = 3, 1501, 7
@@ -118,7 +118,7 @@ def test_sketch(device: torch.device) -> None:
         assert same(message.summed["sketch"], np.stack([sketched(part, row) for part in own]))
     for owner, received in enumerate(exchange_in_process(messages)):
         decoded = codec.decode(received, M, SEED)
-        assert decoded.counts["unpeeled"] == 0 and not decoded.verdict.any()
+        assert decoded.counts["unpeeled"] == 0 and not decoded.failed.any()
         assert decoded.counts["indexed"] == np.count_nonzero(sent[:, owner].any(0))
         assert same(decoded.total, sent[:, owner].sum(0, dtype=np.float32))
 
@@ -131,17 +131,17 @@ def test_what_does_not_peel(device: torch.device) -> None:
     codec = SketchCodec(W, C, TOO_DENSE)
     messages = [codec.encode(torch.from_numpy(own.copy()).to(device), SEED) for own in x]
     decoded = [codec.decode(r, M, SEED) for r in exchange_in_process(messages)]
-    block = verdict_block(M)
+    block = failure_block(M)
     failed = np.stack([stuck_blocks(sent[:, owner].any(0), block) for owner in range(W)])
     assert failed.mean() > 0.1
     spread = failed.repeat(block, -1)[:, :M]
     for owner, one in enumerate(decoded):
-        assert same(one.verdict, packed(failed[owner]))
+        assert same(one.failed, packed(failed[owner]))
         total = sent[:, owner].sum(0, dtype=np.float32)
         assert same(one.total, np.where(spread[owner], 0, total))
-    verdicts = torch.stack([one.verdict for one in decoded])
+    failures = torch.stack([one.failed for one in decoded])
     for own, message, chosen in zip(x, messages, mask, strict=True):
-        owed = left_over(torch.from_numpy(own.copy()).to(device), message, verdicts)
+        owed = left_over(torch.from_numpy(own.copy()).to(device), message, failures)
         assert same(owed, np.where(chosen & ~spread, 0, own))
 
 

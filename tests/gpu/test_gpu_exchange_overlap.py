@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.support.units import backward
-from torchtitan_lr.compression.codecs import Steps, complete
+from torchtitan_lr.compression.codecs import Resumable, complete
 from torchtitan_lr.compression.overlap import ExchangeOverlap
 
 CYCLES = 2**31
@@ -22,7 +22,7 @@ def test_backward_goes_on_while_an_exchange_decodes(may_wait: bool) -> None:
     gradients, sums = torch.ones(2**20, device=device), torch.zeros(2**20, device=device)
     passed = torch.cuda.Event()
 
-    def steps() -> Steps[None]:
+    def steps() -> Resumable[None]:
         torch.cuda._sleep(CYCLES)
         yield []
         sums.copy_(2 * gradients)

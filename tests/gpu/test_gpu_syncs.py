@@ -9,7 +9,7 @@ checked, since these wait today:
 - what a logged step reads.
 
 The refreshes of TSR-Adam are checked without replicas; these compare their bases, and read the
-result after the step (`Synchronizer.repair_drift`).
+result after the step (`TSRAdam.settle`).
 """
 
 from collections import Counter
@@ -28,8 +28,8 @@ from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.compression.codecs import Codec, SketchCodec, SparseCodec, left_over
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.numerics import HostCopy
-from torchtitan_lr.optim.tsr import optimizer as tsr_optimizer
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr import algorithm
+from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.training.register import build_optimizers
 from torchtitan_lr.training.step import Step
 from torchtitan_lr.training.trainer import Trainer
@@ -76,8 +76,8 @@ def _reduce(codec: Codec, rows: Tensor) -> tuple[Tensor, Tensor]:
     received = {name: x[:1].expand_as(x) for name, x in message.swapped.items()}
     received |= {name: 2 * x[0] for name, x in message.summed.items()}
     decoded = codec.decode(received, rows.shape[1], 3)
-    verdict = None if decoded.verdict is None else decoded.verdict.expand(2, -1)
-    return decoded.total, left_over(rows.clone(), message, verdict)
+    failed = None if decoded.failed is None else decoded.failed.expand(2, -1)
+    return decoded.total, left_over(rows.clone(), message, failed)
 
 
 RUNS = {
@@ -150,7 +150,7 @@ def _forget_values(trainer: Trainer) -> None:
         for optimizer in trainer.optimizers:
             optimizer.steps += 1
             for stack in optimizer.stacks:
-                stack.refreshes += 1
+                stack.refresh_counts += 1
 
 
 def _stub_what_reads(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,5 +164,5 @@ def _stub_what_reads(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam, "_device_dtype_check_for_fused", lambda *_, **__: None)
     # It has no generator.
     monkeypatch.setattr(
-        tsr_optimizer, "draw_sketches", lambda keys, size, like: like.new_empty(len(keys), *size)
+        algorithm, "draw_sketches", lambda keys, size, like: like.new_empty(len(keys), *size)
     )

@@ -13,9 +13,9 @@ from tests.reference import tsr_adam as reference
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
-from torchtitan_lr.optim.tsr.randomized_svd import draw_sketches
+from torchtitan_lr.optim.tsr.algorithm import TSRAdam
+from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
+from torchtitan_lr.optim.tsr.svd import draw_sketches
 
 STEPS = 5
 HYPER = reference.Hyper(lr=0.02, eps=1e-3, weight_decay=0.1, scale=0.75)
@@ -67,14 +67,15 @@ def by_reference(
 
 
 def by_optimizer(model: LlamaModel, settings: TSRSettings, device: torch.device) -> None:
-    optimizer = TSROptimizers([model], settings, HYPER.defaults())
+    optimizer = TSRAdam(model.named_parameters(), settings, **HYPER.defaults())
     named = dict(model.named_parameters())
     for step in range(STEPS):
         optimizer.zero_grad()
-        for name, gradient in gradients(named, step).items():
-            named[name].grad = gradient.to(device, named[name].dtype)
-        optimizer.accumulate(last=True)
-        optimizer.clip(MAX_NORM, optimizer.synchronize())
+        optimizer.begin()
+        with optimizer.micro_batch(last=True):
+            for name, gradient in gradients(named, step).items():
+                named[name].grad = gradient.to(device, named[name].dtype)
+        optimizer.clip(MAX_NORM, optimizer.reduce().sqrt())
         optimizer.step()
 
 

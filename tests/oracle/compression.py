@@ -28,8 +28,8 @@ def sketch_cells(m: int, c: float) -> int:
     return 3 * ceil(m / (3 * _decimal(c)))
 
 
-def verdict_bytes(m: int) -> int:
-    """Bytes of the owner's verdict on m entries, a bit for each of at most 1024 equal blocks.
+def failure_bytes(m: int) -> int:
+    """Bytes of an owner's `failed` bits for m entries, one for each of at most 1024 equal blocks.
 
     Blocks of b = ⌈m/1024⌉ entries, eight of them to a byte: ⌈m/(8b)⌉, at most 128.
     """
@@ -68,7 +68,7 @@ def exchange_rows(
     if m and codec.name == "sketch":
         found.append(("all_to_all", "index", w * index_bytes(m)))
         found.append(("reduce_scatter", "gradient", w * sketch_cells(m, codec.c)))
-        found.append(("all_gather", "index", w * verdict_bytes(m)))
+        found.append(("all_gather", "index", w * failure_bytes(m)))
     elif m:
         found.append(("all_to_all", "index", w * index_bytes(m)))
         found.append(("all_to_all", "gradient", w * sent_entries(m, codec.theta)))

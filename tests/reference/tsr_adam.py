@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan_lr.optim.tsr.randomized_svd import draw_basis, draw_sketches
+from torchtitan_lr.optim.tsr.svd import draw_basis, draw_sketches
 
 
 @dataclass(frozen=True)

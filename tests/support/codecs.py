@@ -35,8 +35,8 @@ def reduce_in_process(
     """
     messages = [codec.encode(own.clone(), seed) for own in rows]
     decoded = [codec.decode(x, rows.shape[-1], seed) for x in exchange_in_process(messages)]
-    verdicts = [x.verdict for x in decoded if x.verdict is not None]
-    gathered = torch.stack(verdicts) if verdicts else None
+    failed = [x.failed for x in decoded if x.failed is not None]
+    gathered = torch.stack(failed) if failed else None
     unsent = [left_over(o.clone(), x, gathered) for o, x in zip(rows, messages, strict=True)]
     totals = torch.stack([x.total for x in decoded])
     return totals, torch.stack(unsent), [x.counts for x in decoded]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchtitan_lr.checkpoints.layout import all_steps
+from torchtitan_lr.checkpoints.folders import all_steps
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 
 ORPHAN_SECONDS = 5.0

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchtitan_lr.agreement import first_rank_where, from_all_ranks, from_first_rank
-from torchtitan_lr.checkpoints.layout import (
+from torchtitan_lr.checkpoints.folders import (
     HF_INDEX,
     MANIFEST,
     METADATA,
@@ -121,7 +121,7 @@ class ManifestWriter(FileSystemWriter):
     Args:
         step_dir: The checkpoint's folder.
         model: The model's fingerprint.
-        weights: Names of the tensors of which each rank checks whether its part is finite.
+        weights: Names of tensors; each rank checks that its part of them is finite.
     """
 
     def __init__(
@@ -205,9 +205,9 @@ def find_damage(
 
     Args:
         step_dir: The checkpoint's folder.
-        rank: Of the share.
+        rank: Number of the share to verify.
         ranks: Number of shares.
-        files: What one of the ranks has read for all; a process alone reads them itself.
+        files: Size and checksum of every file, if another rank has read the manifest.
         allow_unverified: Whether to compare with DCP's table of contents instead, which detects
             missing and truncated files, if there is no manifest that can be used.
 
@@ -270,7 +270,7 @@ def _stored_files(step_dir: str | Path) -> set[str]:
 def share_of(names: list[str], rank: int, ranks: int) -> list[str]:
     """Return the files that a rank verifies; every file is in the share of one rank.
 
-    The names are those of all files, largest first.
+    ``names`` has all files, the largest first.
     """
     # A rank verifies what the rank of its number wrote. With another number of ranks, consecutive
     # writers have the same verifier, as FSDP's shards have the same reader.
@@ -376,7 +376,7 @@ class _SummingFileSystem(FileSystem):
             self.sums[Path(path).name] = [stream.size, stream.checksum]
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        # Here, because the writer has no other hook between the last file and its renaming.
+        # The writer has no other hook between the last file and the final renaming.
         if self.manifest is not None and Path(new_path).name == METADATA:
             self.manifest.files[METADATA] = self.sums[Path(path).name]
             write_whole(Path(new_path).with_name(MANIFEST), self.manifest.as_json())

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.checkpoints.layout import RUN_CONFIG, write_whole
+from torchtitan_lr.checkpoints.folders import RUN_CONFIG, write_whole
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.schema import TSR
 from torchtitan_lr.titan import logger
@@ -25,8 +25,8 @@ _SECTIONS = (
     "grad_compression",
 )
 
-# These change no number of a resumed run. Tokenizer and reading order are compared with the
-# checkpoint's.
+# Keys that change no number of a resumed run. The tokenizer and the reading order are compared
+# with those of the checkpoint.
 _WITHOUT_EFFECT = frozenset(
     {
         *("model.hf_assets_path", "model.tokenizer_path", "model.print_after_conversion"),
@@ -85,8 +85,8 @@ def changed(record: dict[str, Any], config: Any, ranks: int = 1) -> dict[str, li
         if isinstance(before, dict):  # a damaged record may hold anything
             here = now.get(section, {})
             pairs |= {f"{section}.{key}": [before[key], here[key]] for key in here if key in before}
-    # What counts are the sequences of all ranks; the local batch only splits them. The record of
-    # an earlier version has the setting alone: how many ranks its -1 stands for is unknown.
+    # The sequences of all ranks count; the local batch only splits them. The record of an earlier
+    # version has the setting alone: for how many sequences a setting of -1 stood is unknown.
     setting = pairs.pop("training.global_batch_size", [-1])[0]
     batch = record.get(BATCH, setting)
     if batch != -1:
@@ -101,7 +101,7 @@ def changed(record: dict[str, Any], config: Any, ranks: int = 1) -> dict[str, li
 
 
 def _is_unused(key: str, config: Any) -> bool:
-    """Return whether this run reads no such key: those of another optimizer, or of no codec."""
+    """Return whether this run does not read a key, since it has another optimizer or no codec."""
     if key.startswith("optimizer.tsr_"):
         return bool(config.optimizer.name != TSR)
     section, _, name = key.partition(".")

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from torchtitan_lr.checkpoints.layout import METADATA
+from torchtitan_lr.checkpoints.folders import METADATA
 from torchtitan_lr.compat.checkpointing import (
     METADATA_CLASSES,
     METADATA_FIELDS,
@@ -40,7 +40,7 @@ from torchtitan_lr.compat.checkpointing import (
     StorageInfo,
     set_element,
 )
-from torchtitan_lr.config.files import read_regular
+from torchtitan_lr.config.files import read_kept, read_regular
 
 _MOST_BYTES = 1 << 31  # of a table of contents; one of a thousand ranks has some hundred megabytes
 _MOST_SIZES = 64  # of a tensor; a few bytes could name one long tuple again and again
@@ -189,21 +189,21 @@ _OPERATIONS: dict[bytes, tuple[int, Callable[[_Pickle, Any], None]]] = {
     pickle.REDUCE: (0, _Pickle.call),
     pickle.BUILD: (0, _Pickle.build),
 }
-"""Operations by their byte, with the bytes of the number behind it."""
+"""Each operation by its byte: how many bytes of a number follow, and what it does."""
 
 _WITH_BYTES = (_Pickle.text, _Pickle.long)
-"""Operations behind whose number are as many bytes."""
+"""Operations whose number is the length of the bytes that follow."""
 
 
 def _only(value: Any, *kinds: type) -> Any:
-    """Return a value of one of these types; raise a DamagedError for another one."""
+    """Return a value if it has one of these types, else raise a DamagedError."""
     if type(value) not in kinds and not (PurePath in kinds and isinstance(value, PurePath)):
         raise DamagedError(f"{METADATA} has a {type(value).__name__} where none belongs")
     return value
 
 
 def _whole(made: Any, *kinds: type) -> Any:
-    """As `_only`, of an object that has all attributes of its class."""
+    """Return a value of one of these types if it has all attributes of its class."""
     for name in METADATA_FIELDS[type(_only(made, *kinds))]:
         if not hasattr(made, name):
             raise DamagedError(f"{METADATA} has a {type(made).__name__} without {name}")
@@ -225,7 +225,7 @@ def _find(module: str, name: str) -> Any:
 
 
 def _call(what: Any, *arguments: Any) -> Any:
-    """Return what a known class or function makes of arguments of the types that DCP writes."""
+    """Call a known class or function with arguments of the types that DCP writes."""
     if what is torch.Size and len(_only(*arguments, tuple)) <= _MOST_SIZES:
         return torch.Size([_only(number, int) for number in arguments[0]])
     if what is OrderedDict and not arguments:
@@ -241,7 +241,7 @@ def _call(what: Any, *arguments: Any) -> Any:
         return arguments[0][_only(arguments[1], str)]
     if getattr(what, "__name__", "") == "_get_layout":
         return _find("torch", _only(*arguments, str).removeprefix("torch."))
-    # Not its representation: that of a few nested lists would never end.
+    # A few nested lists can have an endless representation: only the name is shown.
     name = getattr(what, "__name__", type(what).__name__)
     raise DamagedError(f"{METADATA} calls {name}, which no checkpoint needs")
 
@@ -249,12 +249,14 @@ def _call(what: Any, *arguments: Any) -> Any:
 def read_metadata(step_dir: str | Path) -> Metadata:
     """Read a checkpoint's table of contents; nothing of it is executed.
 
+    A table of 20,000 tensor parts takes a second, and a resume looks into it several times: within
+    `files_kept` it is read once.
+
     Raises:
         DamagedError: It is missing, cut off, has what DCP does not write, or names files elsewhere.
     """
     try:
-        metadata = _Pickle().read(read_regular(Path(step_dir) / METADATA, _MOST_BYTES))
-        _check(metadata)
+        return read_kept(Path(step_dir) / METADATA, _read)
     except DamagedError:
         raise
     except FileNotFoundError as error:
@@ -262,11 +264,16 @@ def read_metadata(step_dir: str | Path) -> Metadata:
     # A damaged one fails with whatever its reader stumbles over.
     except Exception as error:
         raise DamagedError(f"{METADATA} cannot be read ({describe(error)})") from error
+
+
+def _read(path: Path) -> Metadata:
+    metadata = _Pickle().read(read_regular(path, _MOST_BYTES))
+    _check(metadata)
     return cast(Metadata, metadata)
 
 
 def _check(metadata: Any) -> None:
-    """Raise a DamagedError where a table of contents is none, or holds values of other types."""
+    """Raise a DamagedError unless this is a table of contents with values of DCP's types."""
     if not isinstance(metadata, Metadata) or not metadata.storage_data:
         raise DamagedError(f"{METADATA} is no table of contents")
     for name, stored in metadata.state_dict_metadata.items():
@@ -293,13 +300,13 @@ def load(
     """Load a checkpoint of DCP in place, as `torch.distributed.checkpoint.load` does, but safely.
 
     Args:
-        state_dict: What to load; values are replaced or filled.
+        state_dict: The states to load; their values are replaced or filled.
         step_dir: The checkpoint's folder.
         no_dist: Whether this process reads alone, without any collective.
-        metadata: Its table of contents, where it has been read already.
+        metadata: The checkpoint's table of contents, if it has been read already.
 
     Raises:
-        CheckpointException: It cannot be read, or does not hold these states.
+        CheckpointException: The checkpoint cannot be read, or does not hold these states.
     """
     with warnings.catch_warnings():
         if no_dist:

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The copy of a background save, made beside the next step's forward and backward pass."""
 
-# torch has a stager with a thread of its own, `DefaultStager`. Its copy of a storage holds the
-# interpreter's lock, so that it stops the training thread all the same (measured: no other Python
-# code runs while a storage is copied). It does not wait for the device to finish the step that is
-# saved. And its thread reads plain values, such as a data position, when they may have changed.
+# Torch's `DefaultStager` copies in a thread, too. Its copy of a storage holds the interpreter's
+# lock, so the training thread stops all the same (measured: no other Python code runs while a
+# storage is copied). `DefaultStager` does not wait for the device to finish the step that is saved.
+# And its thread reads plain values, such as a data position, when they may have changed.
 import copy
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext

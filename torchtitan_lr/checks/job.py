@@ -26,9 +26,10 @@ from torchtitan_lr.checks.values import (
     check_training,
     check_vocabulary,
 )
+from torchtitan_lr.config.files import files_kept
 from torchtitan_lr.errors import require
 
-# What builds models comes behind the rest, and at the end what prepares data, for hours maybe.
+# Checks that build models come late. The last ones prepare data, which may take hours.
 _CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
     *(check_parallelism, check_compile, check_cpu, check_training, check_dump_folder),
     *(check_checkpoint, check_model, check_vocabulary, check_corpora),
@@ -45,7 +46,7 @@ _OF_FILES = {
 
 
 MOST_RANKS = 1 << 20
-"""What is listed by rank, or by pairs of ranks, then fits in memory."""
+"""Lists by rank, or by pairs of ranks, fit in memory up to this number."""
 
 
 def check_job_config(
@@ -64,6 +65,7 @@ def check_job_config(
     require(world_size <= MOST_RANKS, "parallelism", world_size, want)
     if not on_paper:
         check_record(config, world_size)  # first, since it takes no time
-    for check in _CHECKS:
-        if not (on_paper and check in _OF_FILES) and (prepare or check not in _OF_TOKENS):
-            check(config, world_size, device_type)
+    with files_kept():
+        for check in _CHECKS:
+            if not (on_paper and check in _OF_FILES) and (prepare or check not in _OF_TOKENS):
+                check(config, world_size, device_type)

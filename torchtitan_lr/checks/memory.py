@@ -15,7 +15,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.configured import llama_args, model_shapes
 
 COMPILED = 1.5
-"""What a compiled block may save: the estimate counts blocks as uncompiled."""
+"""Share that a compiled block may save; the estimate counts blocks as uncompiled."""
 
 _GIB = 2**30
 _CGROUPS, _OLD_LIMIT = Path("/sys/fs/cgroup"), "memory.limit_in_bytes"

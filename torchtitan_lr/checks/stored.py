@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.checkpoints.layout import (
+from torchtitan_lr.checkpoints.folders import (
     MANIFEST,
     RESIDUALS,
     complete_steps,
@@ -25,7 +25,7 @@ from torchtitan_lr.config.removed import refuse_removed_run
 from torchtitan_lr.config.schema import TSR, vocabulary_rows
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import llama_args
-from torchtitan_lr.optim.selection import stored_settings
+from torchtitan_lr.optim.tsr.selection import stored_settings
 
 # Keys with which no run is resumed; 0, -1 and an empty text stand for another key's value.
 _NEVER_RESUMED = ("model.name", "low_rank.rank", "training.dataset")
@@ -39,7 +39,7 @@ def resumed(config: Any) -> tuple[int, str]:
     if not checkpoint.enable or checkpoint.create_seed_checkpoint or not steps:
         return -1, ""
     step = steps[-1] if checkpoint.load_step == -1 else int(checkpoint.load_step)
-    # `check_checkpoint` refuses a missing one.
+    # `check_checkpoint` refuses a missing checkpoint.
     return (step, step_folder(folder, step)) if step in steps else (-1, "")
 
 
@@ -71,14 +71,14 @@ def check_record(config: Any, world_size: int) -> None:
             config.training.mixture or config.training.allow_changed_corpus
         )
         never = key in _NEVER_RESUMED and not mixed and not {there, here} & {None, 0, -1, ""}
-        # More steps do not help a run of another model either.
+        # With more steps a run of another model still cannot be resumed.
         if never or (line and key.partition(".")[0] in ("model", "low_rank", "caat")):
             other = f"{there!r} as in {record_path(config)}, whose run would be resumed"
             with _cured(config):
                 raise ConfigError(key, here, other)
     if differences and line:
         raise ConfigError("training.steps", steps, f"{want}; changed: {described(differences)}")
-    # With as many steps as it has, a run that was killed behind the last one still validates.
+    # A run that was killed after its last step is resumed to validate.
     require(not line or steps == step, "training.steps", steps, want)
 
 
@@ -87,7 +87,7 @@ def _check_numbers(config: Any, folder: str) -> None:
 
     `check_stored_model` compares the whole model, but loads torchtitan for it, which takes seconds.
     """
-    # Late, as below: `--help` imports this module, and waits for no numpy.
+    # Late imports, here and below: `--help` imports this module and should not wait for numpy.
     from torchtitan_lr.data.tokenizer import HUB
     from torchtitan_lr.training.fingerprint import TOKENIZER, tokenizer_digest
 
@@ -106,7 +106,7 @@ def _check_numbers(config: Any, folder: str) -> None:
     if not config.model.hf_assets_path.startswith(HUB):  # may be a download
         here[TOKENIZER] = tokenizer_digest(config.model.hf_assets_path)
     for key, there in stored.items():
-        # 0 is the flavor's number, which only the model knows.
+        # 0 stands for the flavor's number, which only the model knows.
         if here.get(key) and here[key] != there:
             rank, got = key.startswith("low_rank."), operator.attrgetter(key)(config)
             key, got = ("low_rank.rank", low_rank.rank) if rank and not got else (key, got)
@@ -161,7 +161,7 @@ def check_stored_optimizer(config: Any, world_size: int, device_type: str) -> No
         for name, entry in stored.items()
         if name.startswith(prefix) and hasattr(entry, "size")
     }
-    # Nothing to compare if the model alone was saved.
+    # If the model alone was saved, there is nothing to compare.
     if not sizes or "optimizer" in config.checkpoint.exclude_from_loading:
         return
     section = config.optimizer
@@ -178,7 +178,7 @@ def check_stored_optimizer(config: Any, world_size: int, device_type: str) -> No
 def check_stored_states(config: Any, world_size: int, device_type: str) -> None:
     """Check that residuals and position in the data belong to these ranks, this corpus and order.
 
-    Of the checkpoint one value is read, of the corpus its record.
+    This reads one value of the checkpoint and the record of the corpus.
     """
     from torchtitan_lr.data.dataloader import TrainingRows
 

@@ -37,7 +37,7 @@ def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
 
 def check_plans(config: Any, world_size: int, device_type: str) -> None:
     """Check that the model fits the tensor-parallel plan, at degree 1 too, and TSR-Adam's ranks."""
-    from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
+    from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
     from torchtitan_lr.parallel.plans import tp_settings
 
     offload, tsr = config.training.enable_cpu_offload, config.optimizer.name == TSR

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.checkpoints import layout
+from torchtitan_lr.checkpoints import folders
 from torchtitan_lr.checkpoints.run_record import data_ranks, global_batch_size
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.errors import ConfigError, one_of, require
@@ -64,7 +64,7 @@ def check_dump_folder(config: Any, world_size: int, device_type: str) -> None:
     for key in (key for key, used in written.items() if used):
         value = operator.attrgetter(key)(config)
         _check_folder(folder / user_path(value, key), key, value)
-    for name in (HISTORY_FILE, config.job.save_config_file or layout.RUN_CONFIG):
+    for name in (HISTORY_FILE, config.job.save_config_file or folders.RUN_CONFIG):
         path = folder / name
         if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
             want = f"a folder in which {name} is a file to write to, which {path} is not"
@@ -86,7 +86,7 @@ def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
     fits = not checkpoint.last_save_in_hf or checkpoint.last_save_model_only
     want = "false, or checkpoint.last_save_model_only = true: safetensors hold only tensors"
     require(fits, "checkpoint.last_save_in_hf", True, want)
-    parts = ("model", *(name for name in layout.TRAINING_STATES if name != layout.LANES))
+    parts = ("model", *(name for name in folders.TRAINING_STATES if name != folders.LANES))
     for name in checkpoint.exclude_from_loading:
         want = "some of " + ", ".join(parts)
         require(name in parts, "checkpoint.exclude_from_loading", name, want)
@@ -98,15 +98,15 @@ def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
         return
     folder = Path(config.job.dump_folder) / checkpoint.folder
     step = checkpoint.load_step
-    if step != -1 and not layout.is_complete(layout.step_folder(folder, step)):
-        have = ", ".join(map(str, layout.complete_steps(folder)))
+    if step != -1 and not folders.is_complete(folders.step_folder(folder, step)):
+        have = ", ".join(map(str, folders.complete_steps(folder)))
         want = f"one of {have}" if have else f"-1: {folder} has no checkpoint"
         raise ConfigError("checkpoint.load_step", step, want)
     path, in_hf = checkpoint.initial_load_path, checkpoint.initial_load_in_hf
-    if path and not (os.path.exists(path) if in_hf else layout.is_dcp(path)):
+    if path and not (os.path.exists(path) if in_hf else folders.is_dcp(path)):
         want = "the folder of one complete checkpoint such as outputs/checkpoint/step-100"
         for parent in (Path(path), Path(path).parent):
-            if steps := layout.complete_steps(parent):
+            if steps := folders.complete_steps(parent):
                 want += f"; in {parent} are the steps {', '.join(map(str, steps))}"
                 break
         raise ConfigError("checkpoint.initial_load_path", path, want)
@@ -135,7 +135,7 @@ def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
 
     model, rows = config.model, configured_args(config).vocab_size
     tokens = vocabulary(build_tokenizer(config))
-    # A smaller tokenizer leaves rows unused; a larger one has ids without a row.
+    # With a smaller tokenizer rows stay unused; a larger tokenizer has ids without a row.
     want = (
         f"a tokenizer of at most {rows} tokens for {model.name} {model.flavor}, or "
         f"model.vocab_size = {tokens}: this one has {tokens}"
@@ -187,12 +187,13 @@ def check_data(config: Any, world_size: int, device_type: str) -> None:
         opened = open_rows(config, section)
         for part in opened:
             part.corpus.check_ids(rows_of_model)
-        for part in (part for part in opened if part.cut):
-            logger.warning(
-                "%d pairs of %s are longer than %s.seq_len = %d and are cut; %d of them have no "
-                "room for an answer and are left out",
-                *(part.cut, part.corpus.folder, section, part.seq_len, part.left_out),
-            )
+        for part in opened:
+            if part.cut:
+                logger.warning(
+                    "%d pairs of %s are longer than %s.seq_len = %d and are cut; %d of them have "
+                    "no room for an answer and are left out",
+                    *(part.cut, part.corpus.folder, section, part.seq_len, part.left_out),
+                )
         rows, batch = sum(map(len, opened)), validation.local_batch_size
         batch *= data_ranks(config, world_size)
         if section == "validation" and rows < batch:

@@ -34,7 +34,7 @@ def converse(
         tokenizer: Its tokenizer.
         settings: How answers are drawn; answer i has ``seed + i``.
         ask: Returns the next message, None after the last one.
-        write: Receives the pieces of an answer, and a line break behind it.
+        write: Called with the pieces of an answer, then with a line break.
 
     Returns:
         The messages that the next answer would see.

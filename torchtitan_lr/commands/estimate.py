@@ -33,7 +33,7 @@ from typing import Any
 
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.scaling.variants import PLANS, read_plans
+from torchtitan_lr.scaling.variants import COMPARED_PLANS, read_plans
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -45,7 +45,9 @@ def add_arguments(parser: OneLineParser) -> None:
     )
     parser.add_argument("--hardware", default="h100", help="a shipped machine, or a TOML file")
     parser.add_argument(
-        "--plans", default="full,vanilla,btp", help=f"some of {','.join(PLANS)}, or of your own"
+        "--plans",
+        default="full,vanilla,btp",
+        help=f"some of {','.join(COMPARED_PLANS)}, or of your own",
     )
     parser.add_argument(
         "--checkpointing",

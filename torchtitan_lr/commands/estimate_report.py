@@ -39,7 +39,7 @@ from torchtitan_lr.scaling.variants import FULL_RANK, read_modes, shared_mode
 GIB = 2**30
 
 ALTERNATIVES = ("full", "vanilla", "btp")
-"""What a run is compared with by default: full rank, and the low-rank model under two plans."""
+"""The default alternatives of a run: full rank, and the low-rank model under two plans."""
 
 
 def estimate(
@@ -87,10 +87,10 @@ def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
     busiest = max(ranks, key=lambda rank: _total(rank["comm_bytes"]))
     averaged = traffic
     if run.tsr is not None:
-        rows = [average_optimizer_traffic(run, p) for p in range(run.pp)]
-        averaged = [
-            [row for row in traffic[p] if row.scope != "step"] + rows[p] for p in range(run.pp)
-        ]
+        averaged = []
+        for pp_rank, rows in enumerate(traffic):
+            passes = [row for row in rows if row.scope != "step"]
+            averaged.append(passes + average_optimizer_traffic(run, pp_rank))
     time = step_time(run, averaged, hardware, work_of_run(run))
     tokens = run.tokens * run.microbatches * run.accumulation * run.shard * run.replicas
     parameters, flops = run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len)
@@ -259,9 +259,11 @@ def _rows(columns: list[dict[str, Any]], storage: float) -> Iterator[tuple[str, 
     yield "GFLOP per token", [f"{c['flops_per_token'] / 1e9:,.3f}" for c in columns]
     for part in columns[0]["memory_bytes"]:
         yield f"{part} (GiB per rank)", [_number(c["memory_bytes"][part] / GIB) for c in columns]
-    for dim, op in sorted(
-        {(d, op) for c in columns for d, o in c["comm_bytes"].items() for op in o}
-    ):
+    sent: set[tuple[str, str]] = set()
+    for column in columns:
+        for dim, sizes_by_op in column["comm_bytes"].items():
+            sent.update((dim, op) for op in sizes_by_op)
+    for dim, op in sorted(sent):
         sizes = [c["comm_bytes"].get(dim, {}).get(op, 0) for c in columns]
         yield f"{dim} {op} (GiB per step)", [_number(size / GIB) for size in sizes]
     sizes = [sum(c["checkpoint_bytes"].values()) for c in columns]

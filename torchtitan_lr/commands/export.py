@@ -16,7 +16,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchtitan_lr.checkpoints.layout import is_free, unfinished
+from torchtitan_lr.checkpoints.folders import is_free, unfinished
 from torchtitan_lr.commands.parser import OneLineParser, add_allow_unverified, add_extension
 from torchtitan_lr.errors import ConfigError, escaped
 

@@ -31,6 +31,7 @@ import sys
 from pathlib import Path
 
 from torchtitan_lr.commands.parser import OneLineParser, add_allow_unverified, add_extension
+from torchtitan_lr.config.files import parse_json
 from torchtitan_lr.errors import ConfigError, DataError, escaped
 from torchtitan_lr.launch.environment import forget_other_ranks
 
@@ -158,8 +159,8 @@ def read_prompts(source: Path) -> list[str]:
             continue
         if source.suffix == ".jsonl" or (piped and line.startswith("{")):
             try:
-                prompt = json.loads(line)["prompt"]
-            except (ValueError, TypeError, KeyError, RecursionError):
+                prompt = parse_json(line)["prompt"]
+            except (ValueError, KeyError):
                 prompt = None
             if not isinstance(prompt, str):
                 want = 'a line such as {"prompt": "text"}'

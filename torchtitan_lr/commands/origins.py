@@ -99,7 +99,7 @@ def as_toml(settings: Sequence[Setting]) -> str:
     A value that TOML cannot express (None), and a value that is no key, is a comment.
 
     Args:
-        settings: Settings; those of a section are neighbours.
+        settings: Settings, sorted by section.
     """
     lines: list[str] = []
     section = ""
@@ -141,7 +141,7 @@ def _values(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _with_flavor(settings: list[Setting], config: Any) -> list[Setting]:
-    """Put the flavor's values in the place of the settings that leave them to it.
+    """Replace each setting that leaves its value to the flavor by the flavor's value.
 
     Args:
         settings: Settings of all keys.

@@ -140,7 +140,7 @@ class OneLineParser(argparse.ArgumentParser):
             return argparse.Namespace(arguments=given)
         for argument in given:
             refuse_removed({self.prog: argument.partition("=")[0]})
-        # As `train` takes it, and as the refusal of such a checkpoint names it.
+        # `train` takes the option in this form, and the refusal of such a checkpoint names it so.
         given = [_ALLOW if argument == f"{_ALLOW}=true" else argument for argument in given]
         options, rest = super().parse_known_args(given, namespace)
         if self.takes_overrides:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.checkpoints.layout import RUN_CONFIG
+from torchtitan_lr.checkpoints.folders import RUN_CONFIG
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.console.tables import text_table
@@ -174,16 +174,12 @@ def _last(history: list[dict[str, Any]], key: str) -> float | None:
 def as_text(runs: list[RunInfo]) -> str:
     """Return a table of runs."""
     header = ["run", "config", "step", "loss", "validation", "state"]
-    rows = [
-        [
-            run.folder,
-            run.config,
-            f"{run.step}/{'?' if run.steps is None else run.steps}",
-            *("-" if loss is None else f"{loss:.4f}" for loss in (run.loss, run.val_loss)),
-            f"{run.state}: {run.why}" if run.why else run.state,
-        ]
-        for run in runs
-    ]
+    rows = []
+    for run in runs:
+        step = f"{run.step}/{'?' if run.steps is None else run.steps}"
+        losses = ["-" if loss is None else f"{loss:.4f}" for loss in (run.loss, run.val_loss)]
+        state = f"{run.state}: {run.why}" if run.why else run.state
+        rows.append([run.folder, run.config, step, *losses, state])
     lines = text_table([*header[:5], ""], [[*row[:5], ""] for row in rows], left=2).splitlines()
     # The last column may be long: it is not padded.
     states = [header[5], *(escaped(row[5]) for row in rows)]

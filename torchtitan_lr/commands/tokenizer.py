@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lr.checkpoints.layout import write_whole
+from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.errors import ConfigError
 
@@ -36,7 +36,7 @@ LLAMA3_SPLIT = (
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# The named ones of llama-3.1's 256 special tokens, by position; all others are reserved.
+# Llama 3.1 has 256 special tokens: these positions have names, all others are reserved.
 _NAMED_SPECIALS = {
     0: BOS,
     1: EOS,
@@ -155,13 +155,15 @@ def read_ranks(path: Path) -> "Tokenizer":
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     chars = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-    vocab = {"".join(chars[byte] for byte in token): rank for token, rank in ranks.items()}
+    vocab = {}
+    for token, rank in ranks.items():
+        vocab["".join(chars[byte] for byte in token)] = rank
     merges = []
     for token, _ in sorted(vocab.items(), key=lambda item: item[1]):
         splits = [(token[:i], token[i:]) for i in range(1, len(token))]
         known = [(a, b) for a, b in splits if a in vocab and b in vocab]
         merges += sorted(known, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
-    # tiktoken takes a whole piece that is a token as it is, whatever merges would make of it.
+    # If a whole piece is a token, tiktoken takes that token, whatever the merges would make.
     tokenizer = _byte_level(models.BPE(vocab, merges, ignore_merges=True))
     reserved = (f"<|reserved_special_token_{i}|>" for i in range(256))
     names = [_NAMED_SPECIALS.get(i) or next(reserved) for i in range(256)]

@@ -104,7 +104,7 @@ def make_seed_checkpoint(arguments: list[str]) -> Path:
     from torchtitan_lr.launch.agent import LOOPBACK, loopback_store
     from torchtitan_lr.train import main as train
 
-    # As below torchrun: a store that torch opens by itself would listen on all interfaces.
+    # A store that torch opens by itself would listen on all interfaces, so this one is given.
     store = loopback_store()
     os.environ.update(
         MASTER_ADDR=LOOPBACK,

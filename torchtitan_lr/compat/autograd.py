@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
-# torchtitan wraps its blocks with it and expects its names and hooks. Its module is private.
+# torchtitan wraps blocks with this function and expects the names and hooks that it makes. The
+# module is private.
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper as checkpoint_wrapper,
 )

@@ -4,6 +4,7 @@
 Tested with torch 2.11 and 2.13.
 """
 
+from itertools import product
 from pathlib import PurePath
 from types import NoneType
 
@@ -23,30 +24,24 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+_METADATA = "torch.distributed.checkpoint.metadata"
+_PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+
 METADATA_CLASSES = frozenset(
     {
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
         ("collections", "OrderedDict"),
-        *(
-            ("torch.distributed.checkpoint.metadata", name)
-            for name in (
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
+        (_METADATA, "BytesStorageMetadata"),
+        (_METADATA, "ChunkStorageMetadata"),
+        (_METADATA, "Metadata"),
+        (_METADATA, "MetadataIndex"),
+        (_METADATA, "StorageMeta"),
+        (_METADATA, "TensorProperties"),
+        (_METADATA, "TensorStorageMetadata"),
+        (_METADATA, "_MEM_FORMAT_ENCODING"),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        *(
-            (module, name)
-            for module in ("pathlib", "pathlib._local")
-            for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
-        ),
+        *product(("pathlib", "pathlib._local"), _PATHS),
     }
 )
 """What DCP pickles into ``.metadata``, by module and name.

@@ -40,7 +40,7 @@ NAMESPACES = ("c10d", "_c10d_functional")
 """Namespaces of ``torch.distributed``'s own operators and of the functional ones."""
 
 GROUP_ARGUMENTS = frozenset({"group_name", "process_group"})
-"""Group arguments; an operator without one of them sends nothing (it waits or wraps)."""
+"""Names of group arguments. An operator without a group sends nothing (it waits or wraps)."""
 
 NO_PAYLOAD = frozenset({"barrier", "monitored_barrier_"})
 """Operators with a group argument that send no tensor data."""
@@ -114,7 +114,7 @@ def _give_gloo_one_worker() -> None:
         **fields: Any,  # torch 2.15: ``enable_reconfigure``
     ) -> None:
         if options is None:
-            # As torch's own, of which it makes no Python object before the group exists.
+            # The options that torch would use; no Python object of them exists before the group.
             options = gloo._Options()
             names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
             options._devices = [gloo.create_device(interface=name) for name in names]
@@ -147,7 +147,7 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         return group
     if group not in _SECOND:
         ranks = dist.get_process_group_ranks(group)
-        # Else every rank would need the lists of all groups, W² numbers in a run of W ranks.
+        # With global synchronization every rank would need the lists of all groups: W² numbers.
         second = dist.new_group(ranks, use_local_synchronization=True)
         _SECOND[group] = second
         _FIRST_NAMES[str(second.group_name)] = str(group.group_name)
@@ -155,9 +155,12 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def set_timeouts(timeout: timedelta, besides: dist.ProcessGroup | None = None) -> None:
-    """Set the time-out of this rank's process groups but one; torch's own is up to 30 minutes."""
+    """Set the time-out of all process groups of this rank but one.
+
+    Torch's default is up to 30 minutes.
+    """
     # Uses ``distributed_c10d._set_pg_timeout``, as torchtitan does for some groups of its meshes,
-    # and ``_world``, which alone knows all groups. Fake ones have no time-out.
+    # and ``_world``, which alone knows all groups. Groups of the fake backend have no time-out.
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not besides and dist.get_backend(group) != "fake":
             dist.distributed_c10d._set_pg_timeout(timeout, group)
@@ -165,14 +168,14 @@ def set_timeouts(timeout: timedelta, besides: dist.ProcessGroup | None = None) -
 
 def least_of_all(number: int) -> int:
     """Return the least of all ranks' numbers; call it on every rank."""
-    # Torch chooses the device of pickled objects alike, by the backend.
+    # The backend decides the device; torch chooses it in the same way for pickled objects.
     least = torch.tensor(number, device=dist.distributed_c10d._get_object_coll_device())
     dist.all_reduce(least, dist.ReduceOp.MIN)
     return int(least)
 
 
 def group_name_of(group: Any) -> str:
-    """Return the name of a dispatched collective's group; of a `second_group` that of the first."""
+    """Return the name of a dispatched collective's group; a `second_group` has the first's name."""
     # A functional operator takes the name itself. A ``c10d`` operator takes a boxed object, which
     # the undocumented ``ProcessGroup.unbox`` unwraps.
     if not isinstance(group, str):

@@ -33,7 +33,7 @@ def with_local_part(tensor: Tensor, part: Tensor) -> Tensor:
 
     Args:
         tensor: A DTensor or a plain tensor.
-        part: Of the shape and dtype of its local part, on any device.
+        part: A tensor of the local part's shape and dtype, on any device.
     """
     if not isinstance(tensor, DTensor):
         return part
@@ -62,8 +62,8 @@ def local_slice(
     Raises:
         RuntimeError: The placement does not define a slice (Partial, or an unsupported stride).
     """
-    # Not torch's `_compute_local_shape_and_global_offset`, whose parts of 9 rows on 4 x 2 ranks are
-    # not those of FSDP2.
+    # Torch's `_compute_local_shape_and_global_offset` cuts 9 rows on 4 x 2 ranks otherwise than
+    # FSDP2 does.
     strided = [i for i, p in enumerate(placements) if isinstance(p, _StridedShard)]
     plain = [i for i, p in enumerate(placements) if isinstance(p, Shard) and i not in strided]
     # FSDP2 over tensor parallelism splits a dimension that the mesh dimensions to its right already

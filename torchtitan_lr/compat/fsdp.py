@@ -142,6 +142,6 @@ def wrap_unit_calls(
             if hasattr(communicator, "resume"):
                 calls.append((communicator, "resume"))
         for owner, method in calls:
-            # A ledger inside another's wraps what that one has put there.
+            # A ledger inside another ledger wraps the outer one's functions.
             replaced.enter_context(patch.object(owner, method, wrap(getattr(owner, method))))
     return replaced.close

@@ -34,7 +34,7 @@ def convergence_on_device(device: torch.device) -> Iterator[list[Tensor]]:
     all threads.
 
     Args:
-        device: Of the matrices.
+        device: The device of the matrices.
 
     Yields:
         What the operator gets, int32 (b,) per call: 0 where the result is good.

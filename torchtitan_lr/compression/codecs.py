@@ -6,7 +6,7 @@ A reduction has four phases, each without a host synchronisation:
 1. the codec's ``encode`` converts this rank's rows to tensors for all-to-all and reduce-scatter;
 2. `exchange` runs the collectives;
 3. its ``decode`` returns the owner's sum and its failed blocks (None if it cannot fail);
-4. `left_over`, after a `gather` of these verdicts, returns this rank's residual.
+4. `left_over`, after a `gather` of the owners' `Decoded.failed`, returns this rank's residual.
 
 A row's sum plus its residuals on all ranks equals the sum of the inputs. `SparseCodec` sends the
 largest entries as a bitmap and values, exact for any number of ranks. `SketchCodec` is TAGC's: an
@@ -37,9 +37,9 @@ from torchtitan_lr.compat.collectives import all_gather, reduce_scatter
 from torchtitan_lr.compression.sizes import (
     HASH_ROWS,
     candidates,
+    failure_block,
     kept_entries,
     sketch_row,
-    verdict_block,
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -59,7 +59,7 @@ class Message:
 
     Args:
         positions: Sent entries (W, k) of every row.
-        values: Their values (W, k).
+        values: The values of these entries (W, k).
         swapped: Tensors (W, a): row i goes to rank i as it is (all-to-all).
         summed: Tensors (W, a): row i is summed over ranks at rank i (reduce-scatter).
     """
@@ -76,13 +76,13 @@ class Decoded:
 
     Args:
         total: Sum over ranks of the sent entries (m,); zero in failed blocks.
-        verdict: Packed bits (v,), one per block of consecutive entries, set if it failed; None if
-            the codec cannot fail.
+        failed: Packed bits (v,), one per block of consecutive entries, set if the block could not
+            be decoded; None if the codec cannot fail.
         counts: Numbers for the metrics, scalar tensors by name.
     """
 
     total: Tensor
-    verdict: Tensor | None = None
+    failed: Tensor | None = None
     counts: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -90,22 +90,22 @@ Works = list[dist.Work]
 """Started collectives."""
 
 Result = TypeVar("Result")
-Steps = Generator[Works, None, Result]
+Resumable = Generator[Works, None, Result]
 """A computation that starts collectives, yields them, and is resumed when they are done."""
 
 
-def complete(steps: Steps[Result], works: Works | None = None) -> Result:
-    """Run such a computation to its end, after the collectives that it has started already."""
+def complete(computation: Resumable[Result], works: Works | None = None) -> Result:
+    """Run a `Resumable` to its end, after the collectives that it has started already."""
     while True:
         for work in works or ():
             work.wait()
         try:
-            works = next(steps)
+            works = next(computation)
         except StopIteration as end:
             return cast(Result, end.value)
 
 
-def exchange(message: Message, group: dist.ProcessGroup) -> Steps[dict[str, Tensor]]:
+def exchange(message: Message, group: dist.ProcessGroup) -> Resumable[dict[str, Tensor]]:
     """Run a message's collectives: one all-to-all per tensor, one reduce-scatter for all sums."""
     received, works = {}, []
     for name, tensor in message.swapped.items():
@@ -123,7 +123,7 @@ def exchange(message: Message, group: dist.ProcessGroup) -> Steps[dict[str, Tens
     return received
 
 
-def gather(tensor: Tensor, group: dist.ProcessGroup) -> Steps[Tensor]:
+def gather(tensor: Tensor, group: dist.ProcessGroup) -> Resumable[Tensor]:
     """Return every rank's tensor (a,) as rows (W, a)."""
     rows = tensor.new_empty(group.size() * tensor.numel())
     yield [all_gather(rows, tensor.contiguous(), group=group, async_op=True)]
@@ -134,7 +134,7 @@ def fused(function: F) -> F:
     """Compile an element-wise function to one kernel for accelerators, not for a CPU.
 
     Args:
-        function: Its first argument is a tensor; of Python values it takes integers only.
+        function: Takes a tensor first, then tensors and integers.
     """
     # Sizes and integers stay symbolic: seeds differ in every step and must not cause recompilation.
     # At the first call, since `torch.compile` imports the compiler, which takes seconds.
@@ -196,19 +196,19 @@ def largest(rows: Tensor, theta: float) -> tuple[Tensor, Tensor]:
     return positions, rows.gather(1, positions)
 
 
-def left_over(rows: Tensor, message: Message, verdicts: Tensor | None) -> Tensor:
+def left_over(rows: Tensor, message: Message, failed: Tensor | None) -> Tensor:
     """Return a rank's residual: rows without what it sent; failed blocks count as unsent.
 
     Args:
-        rows: Those that were encoded (W, m); overwritten.
-        message: What was sent of them.
-        verdicts: The owners' packed verdicts (W, v), see `Decoded`; None if none can fail.
+        rows: The rows that were encoded (W, m); overwritten.
+        message: What the codec made of the rows.
+        failed: `Decoded.failed` of every owner (W, v); None if the codec cannot fail.
     """
-    if verdicts is None:
+    if failed is None:
         return rows.scatter_(1, message.positions, 0)
-    failed = unpack(verdicts, verdicts.shape[1] * 8)
-    failed = failed.gather(1, message.positions // verdict_block(rows.shape[1]))
-    return rows.scatter_(1, message.positions, torch.where(failed, message.values, 0))
+    blocks = unpack(failed, failed.shape[1] * 8)  # (W, 8 v)
+    returned = blocks.gather(1, message.positions // failure_block(rows.shape[1]))  # (W, k)
+    return rows.scatter_(1, message.positions, torch.where(returned, message.values, 0))
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class SparseCodec:
         places = _positions(unpack(received["index"], m), k).flatten()
         total = values.new_zeros(m)
         # Both add in a fixed order: accelerators sort `index_put_`'s places, where `index_add_`
-        # would add atomically. On CPUs it is the other way round.
+        # would add atomically. On CPUs `index_add_` is the deterministic one.
         if total.device.type == "cpu":
             return Decoded(total.index_add_(0, places, values.flatten()))
         return Decoded(total.index_put_((places,), values.flatten(), accumulate=True))
@@ -274,7 +274,7 @@ class SketchCodec:
 
         Args:
             rows: Gradient plus residual of this rank (W, m), row i for owner i.
-            seed: Of this step, equal on all ranks.
+            seed: The step's seed, equal on all ranks.
         """
         m = rows.shape[1]
         positions, values = largest(rows, self.theta)
@@ -299,7 +299,7 @@ class SketchCodec:
         values, stuck = solve(received["sketch"], unknown, m, seed, self.rounds)
         total = values.new_zeros(m + 1).index_copy_(0, unknown.clamp(max=m), values)[:m]
         # A block fails if one of its entries is stuck; padding falls behind the last block.
-        block = verdict_block(m)
+        block = failure_block(m)
         blocks = -(-m // block)
         failed = torch.zeros(blocks + 1, dtype=torch.int32, device=unknown.device)
         failed.scatter_add_(0, (unknown // block).clamp(max=blocks), stuck.int())

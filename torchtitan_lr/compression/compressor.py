@@ -23,9 +23,9 @@ from torchtitan_lr.compat.collectives import reduce_scatter
 from torchtitan_lr.compat.fsdp import DefaultAllocMixin, ReduceScatter, reads_sums_at_once
 from torchtitan_lr.compression.codecs import (
     Codec,
+    Resumable,
     SketchCodec,
     SparseCodec,
-    Steps,
     Works,
     complete,
     exchange,
@@ -75,7 +75,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
     Attributes:
         residual: The residual (W, m) after the last step that was taken.
         resume: Ends an exchange; the ledger attributes its collectives to this unit.
-        bytes_saved: What this rank saves per exchange by compression.
+        bytes_saved: Bytes that compression saves this rank per exchange.
         exchanges: Number of exchanges so far.
         measuring: Whether the next exchange also counts.
         counts: The last counts, fp64 (3,), see `COUNTS`; None without a measurement.
@@ -111,7 +111,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         self.overlap = overlap or ExchangeOverlap(device)
         # The table of compressors, by module, must not keep the modules alive.
         self.module = None if module is None else ref(module)
-        self.resume: Callable[[Steps[None], Works], None] = complete
+        self.resume: Callable[[Resumable[None], Works], None] = complete
         self.exchanges = 0
         self.measuring = False
         self.counts: Tensor | None = None
@@ -174,7 +174,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
 
     def _start(self, sums: Tensor, gradients: Tensor) -> None:
         """Start an exchange that writes the sums; the gradients live until it has ended."""
-        # The buffer does not mark its tensors: without one, all behind it would be read wrongly.
+        # The buffer has no marks: if a tensor were missing, all later ones would be read wrongly.
         expected = sum(span.size for span in self.spans)
         if sums.numel() != expected:
             raise RuntimeError(
@@ -183,9 +183,9 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
             )
         module = None if self.module is None else self.module()
         later = module is not None and not reads_sums_at_once(module, sums)
-        self.overlap.run(self.reduce(sums, gradients), self.resume, [sums, gradients], later)
+        self.overlap.run(self.sum_gradients(sums, gradients), self.resume, [sums, gradients], later)
 
-    def reduce(self, sums: Tensor, gradients: Tensor) -> Steps[None]:
+    def sum_gradients(self, sums: Tensor, gradients: Tensor) -> Resumable[None]:
         """Reduce-scatter the unit's gradients (W, s), or all-reduce its shard (s,).
 
         Args:
@@ -195,31 +195,45 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         if not self.compressed_size:
             yield [dist.all_reduce(sums, group=self.group, async_op=True)]
             return
-        parts = gradients.view(-1, sums.numel()).split([span.size for span in self.spans], dim=-1)
-        kinds: dict[bool, list[Tensor]] = {True: [parts[0][:, :0]], False: [parts[0][:, :0]]}
-        for part, span in zip(parts, self.spans, strict=True):
-            kinds[span.compressed].append(part)
-        # Copies, since the exchange overwrites its rows.
-        rows, dense = (torch.cat(kind, dim=-1) for kind in kinds.values())
-        if self.returns_all:
+        rows, dense = self._by_kind(gradients.view(-1, sums.numel()))  # (W, m), (W, e)
+        if self.returns_all:  # a shard: W = 1
             size = self.unit.ranks * self.unit.compressed
             padded = pad(rows[0], (0, size - self.compressed_size))
-            total, _ = yield from self.exchange_rows(padded.view(self.unit.ranks, -1))
-            total, others = (yield from self.spread(total)), dense[0]
+            own, _ = yield from self.exchange_rows(padded.view(self.unit.ranks, -1))
+            total = yield from self.spread(own)  # longer than m by the padding
+            others = dense[0]
             if others.numel():
                 yield [dist.all_reduce(others, group=self.group, async_op=True)]
         else:
-            total, others = yield from self.exchange_rows(rows, dense)
-        pieces, start = [], {True: 0, False: 0}
+            total, others = yield from self.exchange_rows(rows, dense)  # (m,), (e,)
+        self._in_order(total, others, sums)
+
+    def _by_kind(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Copy the compressed gradients (W, m) and the others (W, e) out of the unit's (W, s)."""
+        none = gradients[:, :0]
+        compressed, others = [none], [none]
+        parts = gradients.split([span.size for span in self.spans], dim=1)
+        for span, part in zip(self.spans, parts, strict=True):
+            (compressed if span.compressed else others).append(part)
+        # Copies even of a single part, since an exchange overwrites its rows.
+        return torch.cat(compressed, dim=1), torch.cat(others, dim=1)
+
+    def _in_order(self, compressed: Tensor, others: Tensor, sums: Tensor) -> None:
+        """Write the sums of both kinds into ``sums`` (s,), in the order of the unit's tensors."""
+        pieces = []
+        compressed_end = others_end = 0
         for span in self.spans:
-            source = total if span.compressed else others
-            pieces.append(source.narrow(0, start[span.compressed], span.size))
-            start[span.compressed] += span.size
+            if span.compressed:
+                pieces.append(compressed[compressed_end : compressed_end + span.size])
+                compressed_end += span.size
+            else:
+                pieces.append(others[others_end : others_end + span.size])
+                others_end += span.size
         torch.cat(pieces, out=sums)
 
     def exchange_rows(
         self, rows: Tensor, dense: Tensor | None = None
-    ) -> Steps[tuple[Tensor, Tensor]]:
+    ) -> Resumable[tuple[Tensor, Tensor]]:
         """Reduce-scatter rows, compressed, with error feedback.
 
         If revocable, the residual changes only with the next `commit`. Until then each exchange
@@ -230,17 +244,18 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
             dense: (W, e), reduced without compression; none by default.
 
         Yields:
-            The message's collectives, then those of the verdicts. Between the two, the received
-            message is decoded. The next exchange must not start before the end of this one.
+            The message's collectives, then those that say which blocks failed. Between the two,
+            the received message is decoded. The next exchange must not start before the end of
+            this one.
 
         Returns:
             This rank's sums: (m,) and (e,).
         """
-        # Collisions differ between steps. The 0 was the seed that a run could set once: runs hash
-        # as before.
+        # Collisions differ between steps. The constant 0 stands for a setting that left: without
+        # it every hash would change.
         seed = zlib.crc32(f"0/{self.name}/{self.exchanges}".encode())
         self.exchanges += 1
-        # That of the exchange before, committed or not.
+        # The residual of the exchange before, committed or not.
         pending = self._spare if self._waits else self.residual
         rows += pending
         message = self.codec.encode(rows, seed)
@@ -248,10 +263,10 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
             message.summed["dense"] = dense
         received = yield from exchange(message, self.group)
         decoded = self.codec.decode(received, rows.shape[1], seed)
-        verdicts = None
-        if decoded.verdict is not None:
-            verdicts = yield from gather(decoded.verdict, self.group)
-        unsent = left_over(rows, message, verdicts)
+        failed = None
+        if decoded.failed is not None:
+            failed = yield from gather(decoded.failed, self.group)
+        unsent = left_over(rows, message, failed)
         if self._spare is self.residual:
             self.before_writing()
         # A NaN or infinity is among the largest entries, so it is sent and the step is skipped. In
@@ -265,7 +280,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
             self.counts = torch.stack([counts.get(name, zero).double() for name in COUNTS])
         return decoded.total, received.get("dense", rows.new_empty(0))
 
-    def spread(self, total: Tensor) -> Steps[Tensor]:
+    def spread(self, total: Tensor) -> Resumable[Tensor]:
         """Return all sums on every rank: sent as bitmap and values if that is smaller.
 
         Args:

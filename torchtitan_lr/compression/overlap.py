@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from torchtitan_lr.compat.autograd import after_backward, backward_number
-from torchtitan_lr.compression.codecs import Steps, Works, complete
+from torchtitan_lr.compression.codecs import Resumable, Works, complete
 
-Resume = Callable[[Steps[None], Works], None]
+Resume = Callable[[Resumable[None], Works], None]
 """Waits for started collectives and runs the exchange to its end, as `complete` does."""
 
 
@@ -34,17 +34,17 @@ class ExchangeOverlap:
         self._streams: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._stream: Any = None
         self._ended: Any = None
-        self._running: list[tuple[Resume, Steps[None], Works]] = []
+        self._running: list[tuple[Resume, Resumable[None], Works]] = []
         self._backward: int | None = None
         self._ends: int | None = None  # the backward pass that calls `_end`
 
     def run(
-        self, steps: Steps[None], resume: Resume, tensors: Sequence[Tensor], may_wait: bool
+        self, exchange: Resumable[None], resume: Resume, tensors: Sequence[Tensor], may_wait: bool
     ) -> None:
         """Start an exchange; end it now, or during the rest of backward.
 
         Args:
-            steps: The exchange, not yet started.
+            exchange: The exchange, not yet started.
             resume: Ends it.
             tensors: The tensors of other streams that it reads and writes.
             may_wait: Whether its results may be written until the end of backward.
@@ -52,16 +52,16 @@ class ExchangeOverlap:
         number = backward_number()
         may_wait = may_wait and number is not None
         if number != self._backward:
-            # What a backward pass that raised has left behind: every rank has started it.
+            # A backward pass that raised has left these exchanges; every rank has started them.
             self._finish_all()
             self._backward = number
         if may_wait and number != self._ends:
             after_backward(self._end)
             self._ends = number
         if self._streams is None:
-            # The one before first: its last collectives would otherwise queue behind these.
+            # End the exchange before: its last collectives would otherwise queue behind these.
             self._finish_all()
-            self._running.append((resume, steps, next(steps)))
+            self._running.append((resume, exchange, next(exchange)))
             if not may_wait:
                 self._finish_all()
             return
@@ -70,11 +70,11 @@ class ExchangeOverlap:
             self._stream = self._streams.Stream()
         if self._ended is not None:
             # FSDP2 frees a unit's buffers when its stream has passed this point, and backward
-            # waits for that one unit later: so at most two exchanges hold memory.
+            # waits for that stream one unit later: so at most two exchanges hold memory.
             caller.wait_event(self._ended)
         self._stream.wait_stream(caller)
         with self._streams.stream(self._stream):
-            complete(steps)
+            complete(exchange)
             self._ended = self._stream.record_event()
         for tensor in tensors:
             tensor.record_stream(self._stream)
@@ -83,8 +83,8 @@ class ExchangeOverlap:
 
     def _finish_all(self) -> None:
         while self._running:
-            resume, steps, works = self._running.pop(0)
-            resume(steps, works)
+            resume, exchange, works = self._running.pop(0)
+            resume(exchange, works)
 
     def _end(self) -> None:
         """Make the results visible to what follows backward."""

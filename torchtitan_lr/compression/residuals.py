@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtitan_lr.checkpoints.layout import RESIDUALS, is_dcp
+from torchtitan_lr.checkpoints.folders import RESIDUALS, is_dcp
 from torchtitan_lr.checkpoints.safe_metadata import read_metadata
 from torchtitan_lr.compression.compressor import COUNTS, Compressor
 from torchtitan_lr.errors import require
@@ -34,7 +34,7 @@ class Residuals:
         """Return counters, and residuals that share the compressors' memory."""
         world = dist.get_world_size()
         if self._mesh is None:
-            # Of all ranks: no two have the same residual, under HSDP either.
+            # The residuals of all ranks: each rank has its own, under HSDP too.
             self._mesh = DeviceMesh(self.compressors[0].device.type, list(range(world)))
         state: dict[str, Any] = {}
         for compressor in self.compressors:
@@ -84,7 +84,7 @@ class Residuals:
         }
 
     def check_checkpoint(self, checkpoint_id: str, metadata: Metadata | None = None) -> None:
-        """As `check_residuals`, of the compressors of this rank."""
+        """Compare a checkpoint's residuals with this rank's (`check_residuals`)."""
         world = dist.get_world_size()
         shapes = [(world, *compressor.residual.shape) for compressor in self.compressors]
         check_residuals(shapes, checkpoint_id, metadata)
@@ -98,10 +98,10 @@ def check_residuals(
     Args:
         here: Shape (world, W, m) of the residual of every unit of this run.
         checkpoint_id: The checkpoint's folder.
-        metadata: Its table of contents, where it has been read already.
+        metadata: The checkpoint's table of contents, if it has been read already.
 
     Raises:
-        ConfigError: It has no residuals, or residuals of other ranks or tensors.
+        ConfigError: The checkpoint has no residuals, or residuals of other ranks or tensors.
     """
     saved = saved_residuals(checkpoint_id, metadata)
     skip = f"checkpoint.exclude_from_loading = ['{RESIDUALS}'] to start without residuals"

@@ -96,6 +96,6 @@ def is_compressed(name: str, size: int, settings: CompressionSettings) -> bool:
 
 
 def merged(names: Iterable[str]) -> str:
-    """Return the names of tensors or units in one line, those of all blocks as one."""
+    """Return names of tensors or units in one line; equal names of all blocks become one."""
     short = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names)
     return ", ".join(name.removesuffix(".weight") for name in short) or "none"

@@ -16,8 +16,8 @@ LEVELS: dict[str, tuple[float, float]] = {"2x": (2, 0.8), "4x": (4, 0.9), "10x":
 ROLE_BYTES = {"index": 1, "gradient": 4}
 """Bytes of an element by the role of a message; gradients are exchanged in fp32."""
 
-VERDICT_BITS = 1024
-"""Largest number of blocks per destination in the owner's verdict."""
+FAILURE_BITS = 1024
+"""Largest number of blocks per destination of which an owner says whether they failed."""
 
 HASH_ROWS = 3
 """Rows of the count sketch."""
@@ -53,7 +53,7 @@ class CodecSizes:
 
 @dataclass(frozen=True)
 class Unit:
-    """What W ranks exchange of one unit of the model.
+    """Sizes of the exchange of one unit of the model among W ranks.
 
     Args:
         ranks: Ranks W.
@@ -70,7 +70,7 @@ class Unit:
 def exchange_unit(
     codec: CodecSizes, compressed: int, dense: int, ranks: int, all_reduce: bool
 ) -> Unit:
-    """Return the exchange of a unit of the model; all of it is dense if it cannot be decoded.
+    """Return the sizes of a unit's exchange; all is dense if a sketch could not be decoded.
 
     An owner must decode all but a few percent of what W independent ranks send it. Whole entries
     and cells count: each rank sends at least one of m entries, and a row of the sketch has at least
@@ -80,7 +80,7 @@ def exchange_unit(
     Args:
         codec: The configured codec.
         compressed: Selected entries of a destination, or of the whole shard for `all_reduce`.
-        dense: The other entries, likewise.
+        dense: The uncompressed entries, counted in the same way.
         ranks: Ranks W.
         all_reduce: Whether every rank needs the whole sum; then each owns a W-th part of it.
     """
@@ -105,9 +105,9 @@ def sketch_row(m: int, c: float) -> int:
     return -(-math.ceil(m / c) // HASH_ROWS)
 
 
-def verdict_block(m: int) -> int:
-    """Return the number of consecutive entries per bit of the owner's verdict."""
-    return -(-m // VERDICT_BITS)
+def failure_block(m: int) -> int:
+    """Return the number of consecutive entries per bit of `Decoded.failed`."""
+    return -(-m // FAILURE_BITS)
 
 
 def candidates(ranks: int, m: int, theta: float) -> int:
@@ -147,7 +147,7 @@ def exchange_traffic(
     beside = 0 if all_reduce else w * unit.dense
     rows = [("all_to_all", "index", w * -(-m // 8))]
     if codec.name == "sketch":
-        blocks = -(-m // verdict_block(m))
+        blocks = -(-m // failure_block(m))
         cells = w * HASH_ROWS * sketch_row(m, codec.c)
         rows.append(("reduce_scatter", "gradient", cells + beside))
         rows.append(("all_gather", "index", w * -(-blocks // 8)))

@@ -75,7 +75,7 @@ def _fill(raw: dict[str, Any], overrides: list[Override], of_record: bool) -> An
     module = given.get(_IMPORT_KEY)
     if isinstance(module, str) and module:
         _check_importable(module)
-        # It may register an unknown name; otherwise the ranks import it later.
+        # The module may register an unknown name; otherwise the ranks import it later.
         if any(isinstance(name, str) and name not in known for name, known in names):
             import_extension(module)
     checked = check_record(raw) if of_record else check_toml(raw, config_cls)
@@ -138,7 +138,7 @@ def import_extension(module: str | None) -> None:
     """Import the module that a command line or its TOML names by ``experimental.custom_import``.
 
     Raises:
-        ConfigError: It cannot be imported.
+        ConfigError: The module cannot be imported.
     """
     if not module:
         return

@@ -10,16 +10,19 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torchtitan_lr.config.paths import leads_out
 
+T = TypeVar("T")
+
 MOST_BYTES = 1 << 28
-"""Largest size of such a file: the record of a long run's steps has tens of megabytes."""
+"""Largest size of a file in bytes: the record of a long run's steps has tens of megabytes."""
 
 
 @contextmanager
@@ -28,10 +31,10 @@ def open_regular(path: str | Path, most: int = MOST_BYTES) -> Iterator[BufferedR
 
     Args:
         path: The file.
-        most: Its largest size in bytes.
+        most: The largest size in bytes that is read.
 
     Raises:
-        OSError: It is no regular file, such as a pipe or a device, or is larger.
+        OSError: The file is not regular (a pipe, a device), or is larger than ``most``.
     """
     # Opening a pipe waits for its writer; opening some devices acts.
     _check_regular(os.stat(path), path, most)
@@ -51,7 +54,7 @@ def _check_regular(status: os.stat_result, path: str | Path, most: int) -> None:
 def read_regular(path: str | Path, most: int = MOST_BYTES) -> bytes:
     """Read a file; errors as for `open_regular`."""
     with open_regular(path, most) as file:
-        # No more than its size: files of /proc have none, and reading some of them never ends.
+        # Read no more than the stated size: files of /proc state none, and some never end.
         return file.read(os.fstat(file.fileno()).st_size)
 
 
@@ -60,7 +63,7 @@ def read_json(path: str | Path, most: int = MOST_BYTES) -> dict[str, Any]:
 
     Raises:
         OSError: As for `open_regular`.
-        ValueError: It is not UTF-8, not JSON, no object, or nested too deeply.
+        ValueError: The file is not UTF-8, not JSON, not an object, or nested too deeply.
     """
     return parse_json(read_regular(path, most).decode())
 
@@ -76,15 +79,52 @@ def parse_json(text: str) -> dict[str, Any]:
     return values
 
 
+_kept: ContextVar[dict[object, Any] | None] = ContextVar("_kept", default=None)
+
+
+@contextmanager
+def files_kept() -> Iterator[None]:
+    """Let `read_kept` read each file once in this block; its end forgets all of them."""
+    if _kept.get() is not None:  # within such a block
+        yield
+        return
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def read_kept(path: Path, read: Callable[[Path], T]) -> T:
+    """Return what ``read`` returns for a file; in `files_kept`, call it once per file as it is.
+
+    Args:
+        path: The file.
+        read: Its result must not be changed.
+
+    Raises:
+        OSError: There is no such file.
+    """
+    kept = _kept.get()
+    if kept is None:
+        return read(path)
+    status = path.stat()
+    key = read, path.absolute(), status.st_ino, status.st_size, status.st_mtime_ns
+    if key not in kept:
+        kept[key] = read(path)
+    found: T = kept[key]
+    return found
+
+
 def file_within(folder: Path, name: str) -> Path:
     """Return a file that does not lead out of a folder (`leads_out`). The folder may be a link.
 
     Args:
         folder: The folder.
-        name: The file's name, which may begin with that of a folder in it.
+        name: The file's path in the folder.
 
     Returns:
-        Its path, with every link resolved; there may be no such file.
+        The file's path, with every link resolved; the file may not exist.
 
     Raises:
         OSError: The name leads out of the folder, by itself or by a link.

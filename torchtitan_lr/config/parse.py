@@ -30,7 +30,7 @@ from torchtitan_lr.errors import ConfigError, one_of, require
 CONFIG_FILE_KEY = "job.config_file"
 
 CONFIG_DIR = "${config_dir}"
-"""In a string of a file: the file's own folder, so that both can be moved together."""
+"""In a string of a TOML file: the file's folder. So the file can be moved with what it names."""
 
 # No larger integer fits into torch or any file format here.
 _LARGEST_INTEGER = 2**63 - 1
@@ -139,7 +139,7 @@ def _read_toml(path: str) -> dict[str, Any]:
 
 
 def _merge(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the tables of ``base`` with those of ``values`` over them."""
+    """Return the tables of ``base``, with the values of ``values`` in place of equal keys."""
     merged = dict(base)
     for name, value in values.items():
         known = base.get(name)

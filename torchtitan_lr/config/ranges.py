@@ -17,9 +17,9 @@ class Range(NamedTuple):
     """The values of a key."""
 
     holds: Callable[[Any], bool]
-    """Whether a value is one of them; NaN must fail."""
+    """Whether the key allows a value; must be false for NaN."""
     want: str
-    """They in words, for the refusal."""
+    """Describes the allowed values in the refusal."""
 
 
 def at_least(least: int, want: str = "") -> Range:
@@ -67,7 +67,7 @@ OF_TORCHTITAN: dict[str, Range] = {
         "0 (keep all) or at least 2: the newest may still be in the process of being saved",
     ),
     "checkpoint.load_step": at_least(-1, "a step, or -1 for the newest"),
-    # What is not supported has one value.
+    # A key that is not supported allows one value.
     "checkpoint.initial_load_in_hf_quantized": Range(not_, "false: not supported"),
     "comm.mode": Range(lambda mode: mode != "local_tensor", "'default' or 'fake_backend'"),
     "experimental.custom_args_module": Range(not_, "nothing: leave it out"),
@@ -99,11 +99,16 @@ OF_TORCHTITAN: dict[str, Range] = {
         lambda name: name in ("default", "none"), "'default' or 'none'"
     ),
 }
-"""The ranges of torchtitan's own keys, whose fields are not here to annotate."""
+"""The ranges of torchtitan's own keys; their fields are torchtitan's and cannot be annotated."""
 
 
 def check_ranges(values: dict[str, Any], config_cls: Any) -> None:
-    """Raise for a value, of the right type and by section and key, out of its key's range."""
+    """Raise a ConfigError for the first value out of its key's range.
+
+    Args:
+        values: Values of the right types, by section and key.
+        config_cls: The class of the configuration.
+    """
     tsr = values.get("optimizer", {}).get("name") == "TSRAdam"
     sections: dict[str, Any] = {section.name: section.type for section in fields(config_cls)}
     for section, table in values.items():

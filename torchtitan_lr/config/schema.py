@@ -35,7 +35,7 @@ MODELS = ("llama_full", "llama_svd", "llama_cola", "llama_lax")
 """Values of ``model.name`` that ``experimental.custom_import`` registers by default."""
 
 ITS_MODULE = "--experimental.custom_import=MODULE of the module that registers it"
-"""What else a user may give where a family or a plan is unknown."""
+"""Names the remedy where a family or a plan is unknown."""
 
 AC_MODES = ["selective", "full", "memory_budget", "none", "low_rank"]
 """Values of ``activation_checkpoint.mode``."""
@@ -64,7 +64,7 @@ class Job:
     """Additions to torchtitan's ``[job]``."""
 
     custom_config_module: Annotated[str, _OURS] = CONFIG_MODULE
-    """Module whose JobConfig extends torchtitan's: no other than this one."""
+    """The only module that may extend torchtitan's JobConfig: this one."""
 
 
 @dataclass

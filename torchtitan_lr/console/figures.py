@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What every picture of a run starts from: the figure, its axes, smoothed values."""
+"""The common parts of a run's pictures: the figure, its axes, smoothed values."""
 
 from typing import Any
 

@@ -184,7 +184,7 @@ def step_line(
         grad_norm: Norm of the full gradient before clipping.
         lr: Learning rate of the step.
         tokens: Tokens of all ranks since the first step.
-        tokens_per_s: Of all ranks together.
+        tokens_per_s: Tokens per second of all ranks together.
         mfu: Percent of the device's peak, None if that is unknown.
         memory_gib: Peak of this rank.
     """
@@ -211,7 +211,7 @@ def validation_line(step: int, loss: float, perplexity: float, seconds: float | 
     Args:
         step: The training step before it.
         loss: Mean over its tokens, nats per token.
-        perplexity: Its exponential.
+        perplexity: The exponential of the loss.
         seconds: The time that it took.
     """
     took = "" if seconds is None else f"  in {seconds:.1f} s"

@@ -30,7 +30,7 @@ def progress(
     and then at growing intervals.
 
     Args:
-        items: What to work through.
+        items: The items to work through.
         what: The work, such as ``validation``.
         total: Number of items, None if unknown.
         unit: Name of the items.
@@ -115,7 +115,7 @@ class Preparing:
 
         Args:
             documents: Documents so far.
-            tokens: Tokens so far, those of a preparation that was killed included.
+            tokens: Tokens so far, with those of an earlier preparation that was killed.
             share: Share of the work that is done, None if unknown.
         """
         now = self._clock()

@@ -28,11 +28,11 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int =
         left: Number of left-aligned columns; the others are aligned to the right.
     """
     lines = [[escaped(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = []
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line[:left], widths, strict=False)]
+        for cell, width in zip(line[left:], widths[left:], strict=True):
+            cells.append(cell.rjust(width))
+        aligned.append("  ".join(cells).rstrip())
+    return "\n".join(aligned)

@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_lr.checkpoints.layout import write_whole
+from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.config.files import open_regular, read_json
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.errors import ConfigError, DataError, require
@@ -143,7 +143,7 @@ class Corpus:
         """Open a shard, or its loss mask; the last few stay open.
 
         Raises:
-            DataError: Its files are damaged, or not as many tokens as recorded.
+            DataError: The shard's files are damaged, or do not have the recorded number of tokens.
         """
         # The last part of the name: a record cannot lead out of its folder.
         shard = IndexedDataset(str(self.folder / Path(info.name).name) + ".loss" * loss)
@@ -233,7 +233,7 @@ def save_record(folder: Path, about: dict[str, Any], counts: list[list[list[int]
 
 
 def checksum(prefix: str, kind: str) -> str:
-    """Return the sha256 of a shard's files: .bin and .idx, of pairs then those of the mask."""
+    """Return the sha256 of a shard's files: .bin, .idx, and for pairs those of the mask."""
     digest = hashlib.sha256()
     for each in [prefix, f"{prefix}.loss"] if kind == "pairs" else [prefix]:
         for suffix in (".bin", ".idx"):
@@ -341,7 +341,7 @@ class IndexedDataset:
         if self.num_sequences != self.num_documents:  # several per document, of another writer
             starts = np.append(0, self.ends)
             return starts[slice(*np.searchsorted(starts, (start, stop)))]
-        # The binary search touches a few pages of the index; nothing of it is kept in memory.
+        # A binary search touches a few pages of the index; the index is not kept in memory.
         first, last = np.searchsorted(self.offsets, (start * self._size, stop * self._size))
         return self.offsets[first:last] // self._size
 
@@ -398,10 +398,11 @@ class Rows:
     Attributes:
         pairs: Whether answers alone are labels.
         apart: Whether documents are kept apart.
-        cut: Pairs that are longer than a row; ``left_out``: those of them without a label.
+        cut: Pairs that are longer than a row.
+        left_out: Cut pairs that have no label left.
 
     Raises:
-        ConfigError: There is no whole row.
+        ConfigError: The corpus has not one whole row.
         DataError: A shard of pairs is damaged.
     """
 
@@ -536,7 +537,7 @@ def read_parts(parts: Sequence[Rows], chosen: Indices, numbers: Indices) -> Batc
 
 
 class ValidationSet:
-    """One rank's share of the held-out rows, those of a mixture's parts in turn.
+    """One rank's share of the held-out rows; the parts of a mixture come in turn.
 
     Sequence ``i`` is of rank ``i mod D``. All ranks have the same number of rows in every batch:
     where sequences are missing, rows of ignored labels take their place. So no rank waits for

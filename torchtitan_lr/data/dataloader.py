@@ -62,7 +62,7 @@ class TrainingRows(Dataset[Batch]):
         allow_changed: Whether a position in other data is replaced by the start of these.
 
     Attributes:
-        identity: What the order depends on: ``KEY=VALUE`` by the TOML key that sets it.
+        identity: All that the order depends on, as ``KEY=VALUE`` with the TOML's keys.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class TrainingRows(Dataset[Batch]):
 
         Args:
             checkpoint_id: The checkpoint's folder.
-            metadata: Its table of contents.
+            metadata: The checkpoint's table of contents.
 
         Returns:
             Whether its position can be loaded. False if the data start anew instead.
@@ -114,7 +114,7 @@ class TrainingRows(Dataset[Batch]):
         stored = {"dataloader": {"corpus": ""}}
         if "dataloader.rows" in metadata.state_dict_metadata:
             load(stored, checkpoint_id, no_dist=True, metadata=metadata)
-        theirs = stored["dataloader"]["corpus"]  # empty if it is of an earlier version
+        theirs = stored["dataloader"]["corpus"]  # empty in a checkpoint of an earlier version
         if theirs == self.identity:
             return True
         if self._allow_changed:
@@ -139,7 +139,7 @@ class TokenDataLoader(BaseDataLoader):
 
     Micro-batch m of a step holds the global rows ``m D b + r b + i`` with D data-parallel ranks,
     this rank r, b rows per micro-batch (``local_batch_size``) and ``0 <= i < b``. The position is
-    that of the steps that were taken, whatever was read ahead: who takes a step sets it.
+    that of the steps that were taken, whatever was read ahead: `StepReader.take` moves it.
 
     Args:
         dataset: The rows.
@@ -148,10 +148,10 @@ class TokenDataLoader(BaseDataLoader):
 
     Attributes:
         stride: Rows of a micro-batch over all ranks, ``D b``.
-        own: This rank's among them.
+        own: Numbers of this rank's rows among them.
         microbatches: Micro-batches per step of this rank.
-        rows: The position: rows of all ranks in the steps that were taken.
-        check_checkpoint: That of the rows, for the checkpoint manager.
+        position: Rows of all ranks in the steps that were taken.
+        check_checkpoint: `TrainingRows.check_checkpoint`, for the checkpoint manager.
 
     Raises:
         ConfigError: The batch sizes do not divide.
@@ -175,7 +175,7 @@ class TokenDataLoader(BaseDataLoader):
         fits = self.microbatches > 0 and not rest
         require(fits, "training.global_batch_size", global_batch_size, want)
         self.own = range(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
-        self.rows = 0
+        self.position = 0
         if not options.get("num_workers"):  # torch refuses the other two without it
             options |= {"persistent_workers": False, "prefetch_factor": None}
         self._options = options
@@ -186,7 +186,7 @@ class TokenDataLoader(BaseDataLoader):
         """Yield micro-batches of ``b`` rows."""
         while True:
             if self._batches is None:  # at the start and behind a seek
-                first = count(self.rows, self.stride)
+                first = count(self.position, self.stride)
                 numbers = ([start + row for row in self.own] for start in first)
                 with warnings.catch_warnings():
                     # torchdata 0.11 calls a function that torch 2.13 has deprecated.
@@ -205,20 +205,20 @@ class TokenDataLoader(BaseDataLoader):
         """End the worker processes; what they have read ahead is dropped."""
         self._batches = None
 
-    def seek(self, rows: int) -> None:
-        """Go to a position."""
+    def seek(self, position: int) -> None:
+        """Go to a position, in rows of all ranks."""
         self.close()
-        self.rows = rows
+        self.position = position
 
     def shares(self) -> dict[str, float]:
         """Return the share of the rows so far of each part of a mixture, ``data_share/<name>``."""
-        parts, seen = self.dataset.parts, self.dataset.shares.seen(self.rows)
+        parts, seen = self.dataset.parts, self.dataset.shares.seen(self.position)
         each = zip(parts, seen, strict=True) if len(parts) > 1 else ()
-        return {f"data_share/{part.name}": count / max(1, self.rows) for part, count in each}
+        return {f"data_share/{part.name}": count / max(1, self.position) for part, count in each}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and what it counts rows of; the same on every rank."""
-        return {"rows": self.rows, "corpus": self.dataset.identity}
+        """Return the position and the corpus whose rows it counts; the same on every rank."""
+        return {"rows": self.position, "corpus": self.dataset.identity}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to a stored position; `check_checkpoint` has compared what it belongs to."""
@@ -276,7 +276,7 @@ def _mixed(values: Words) -> Words:
 
 
 class Shares:
-    """Which part of a mixture each row is of, and which row of that part.
+    """Says for each row of a mixture from which part it is, and which row of that part.
 
     After any n rows, part i has had more than ``n w_i - 1`` and fewer than ``n w_i + 1`` of them:
     the schedule is one period of a proportionate-fair one, by earliest pseudo-deadline (Baruah et
@@ -284,10 +284,10 @@ class Shares:
     ``j / w_i`` to ``(j + 1) / w_i``.
 
     Args:
-        weights: Positive weights, over whose sum the shares are.
+        weights: Positive weights; a part's share is its weight divided by their sum.
 
     Attributes:
-        slots: Which part each row of a period is of.
+        slots: The part of each row of a period.
         counts: Rows of each part in a period.
         _before: Rows of each part before each slot, and in a whole period (period + 1, parts).
     """
@@ -301,16 +301,19 @@ class Shares:
         period = min(int(np.lcm.reduce(denominators, dtype=object)), MOST_SLOTS)
         counts = [max(1, round(share * period)) for share in shares]
         counts[int(np.argmax(counts))] += period - sum(counts)  # 0 unless the period was limited
-        slots, before = [], [[0] * len(counts)]
+        slots: list[int] = []
+        given = [0] * len(counts)  # rows of each part in the slots so far
+        before = [given]
         for slot in range(period):
-            given = before[-1]
-            released = [i for i, n in enumerate(counts) if given[i] * period < (slot + 1) * n]
-            slots.append(min(released, key=lambda i: -((given[i] + 1) * -period // counts[i])))
-            before.append([n + (i == slots[-1]) for i, n in enumerate(given)])
+            part = _earliest_due(slot, given, counts)
+            given = given.copy()
+            given[part] += 1
+            slots.append(part)
+            before.append(given)
         self.counts, self.slots, self._before = map(np.array, (counts, slots, before))
 
     def choose(self, rows: Indices) -> tuple[Indices, Indices]:
-        """Return the part (n,) of some rows (n,), and their numbers (n,) in it."""
+        """Return for some rows (n,) the part of each (n,), and its number in that part (n,)."""
         periods, slots = np.divmod(rows, len(self.slots))
         parts = self.slots[slots]
         return parts, periods * self.counts[parts] + self._before[slots, parts]
@@ -320,6 +323,24 @@ class Shares:
         periods, slot = divmod(rows, len(self.slots))
         found: list[int] = (periods * self.counts + self._before[slot]).tolist()
         return found
+
+
+def _earliest_due(slot: int, given: list[int], counts: list[int]) -> int:
+    """Return the part whose next row is due first, of those whose next row may be in this slot.
+
+    Args:
+        slot: The slot to fill.
+        given: Rows of each part in the slots before.
+        counts: Rows of each part in a period.
+    """
+    period = sum(counts)
+    found, earliest = -1, period + 1
+    for part, (row, rows) in enumerate(zip(given, counts, strict=True)):
+        released = row * period < (slot + 1) * rows
+        due = -(-(row + 1) * period // rows)  # rounded up
+        if released and due < earliest:
+            found, earliest = part, due
+    return found
 
 
 def build_dataloader(

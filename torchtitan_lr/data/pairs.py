@@ -40,7 +40,7 @@ def parse_pair(record: Any) -> str:
     joined. Other keys of messages, and ``tools``, are for the template.
 
     Raises:
-        ValueError: It is not a pair or a chat; the message is what was expected.
+        ValueError: The record is not a pair or a chat; the message says what was expected.
     """
     found = record if isinstance(record, dict) else {}
     if MESSAGES in found:
@@ -126,7 +126,7 @@ class PairEncoder:
     encoded as a whole, as transformers does.
 
     Args:
-        tokenizer: Its folder has the template.
+        tokenizer: The tokenizer, whose folder has the template.
 
     Attributes:
         digest: Identity of the chat template; empty for the plain form.
@@ -181,7 +181,7 @@ class PairEncoder:
         return text.rpartition(probe)[2].strip()
 
     def _encode_chat(self, record: dict[str, Any], answered: bool) -> Tokens:
-        """Encode a chat by the template, as a whole: a token is a label if any of it is."""
+        """Encode a whole chat by the template: a token is a label if a part of it is an answer."""
         messages, tools = self._marked(record[MESSAGES]), self._marked(record.get(TOOLS))
         if answered:
             rendered = self._template.answered(messages, tools)

@@ -56,7 +56,7 @@ C4 = {
 }
 KEYS = {"dataset": "a corpus such as 'local'", "weight": "a positive number such as 0.5"}
 KEYS |= dict.fromkeys(["path", "name", "text_column", "hf_name", "hf_split"], "a string")
-"""Keys of an entry of `training.mixture`; the last three replace those of `training`."""
+"""Keys of an entry of `training.mixture`; the last three replace `training`'s keys."""
 
 PREPARED = "TORCHTITAN_LR_PREPARED"
 """Environment variable of the ranks: the folders that the launcher has prepared, as JSON."""
@@ -66,7 +66,7 @@ KEY = "training.token_folder"
 Section = Literal["training", "validation"]
 
 HELD_OUT_TOKENS = 1 << 24
-"""Tokens that are prepared of a Hub's held-out split, unless validation reads all of it."""
+"""Tokens to prepare of a Hub dataset's held-out split, unless validation reads all of it."""
 
 STORED = re.compile(r"[a-z0-9_]+-[0-9a-f]{20}")
 """Names of folders in the shared store: no others are ever deleted."""
@@ -123,12 +123,12 @@ def ensure_prepared(
 ) -> list[Part]:
     """Return the corpora of a run with their folders, after preparing those that are missing.
 
-    In a rank of the launcher they are known. Elsewhere the first process prepares them and others
-    wait. The folders stay locked until the process ends.
+    The launcher tells its ranks the folders. Elsewhere the first process prepares the corpora and
+    other processes wait. The folders stay locked until the process ends.
 
     Args:
         config: A run's ``JobConfig`` or record.
-        *sections: Whose corpora, one after the other; those of ``training`` by default.
+        *sections: Sections whose corpora to return, in this order; ``training`` by default.
         folders: What `find_prepared` found; by default what the launcher has prepared.
 
     Raises:
@@ -138,15 +138,14 @@ def ensure_prepared(
     parts = [part for section in sections or ("training",) for part in wanted(config, section)]
     known = json.loads(os.environ.get(PREPARED, "{}")) if folders is None else folders
     places = [known.get(repr(part.sources)) or part.folder for part in parts]
-    # All are looked for before the first is prepared: that may take hours.
-    readers = [
-        [] if place else [Reader(source) for source in part.sources]
-        for part, place in zip(parts, places, strict=True)
-    ]
-    return [
-        replace(part, folder=place or _prepared(config, part, own))
-        for part, place, own in zip(parts, places, readers, strict=True)
-    ]
+    readers: list[list[Reader]] = []
+    for part, place in zip(parts, places, strict=True):
+        # Looks for all files before the first corpus is prepared: that may take hours.
+        readers.append([] if place else [Reader(source) for source in part.sources])
+    found = []
+    for part, place, own in zip(parts, places, readers, strict=True):
+        found.append(replace(part, folder=place or _prepared(config, part, own)))
+    return found
 
 
 def find_prepared(config: Any, section: Section) -> dict[str, str]:
@@ -243,7 +242,7 @@ def _sources(
 
 
 def _entries(training: Any) -> list[dict[str, Any]]:
-    """Return ``training.mixture`` after checks, or the one corpus as an entry of it."""
+    """Return the checked entries of ``training.mixture``; a single corpus is one entry."""
     given = getattr(training, "mixture", None) or []
     entries = [entry if isinstance(entry, dict) else vars(entry) for entry in given]
     if not entries:
@@ -398,7 +397,7 @@ def _named(path: Path, waiting: str) -> _Lock:
 
 
 def free(store: Path, limit: float) -> int:
-    """Delete the folders that were not used for longest, until the others fit a limit in bytes.
+    """Delete the least recently used folders until the remaining ones fit a limit in bytes.
 
     A folder that a run reads or prepares is kept, and so is every folder where the file system has
     no locks, or whose name is not one of :data:`STORED`. Returns the bytes that are left.

@@ -58,7 +58,7 @@ COMPRESSED: dict[str, Any] = {".gz": "gzip", ".zst": "zstd", ".bz2": bz2.open, "
 ENDINGS = (*(kind + end for end in ("", *COMPRESSED) for kind in (".txt", ".jsonl")), ".parquet")
 
 PIECE_BYTES = 1 << 20  # of text: some 0.2 seconds of work for a tokenizer
-PLACE_BYTES = 1 << 12  # of a .txt file, whose lines are held out together
+PLACE_BYTES = 1 << 12  # lines of a .txt file within these bytes are held out together
 HEAD_BYTES = 1 << 16  # of a file, in which its encoding is looked for
 LONGEST = 1 << 24
 """Bytes of the longest line of a .jsonl file (characters of a column's text) that is read.
@@ -74,7 +74,7 @@ BOM = b"\xef\xbb\xbf"  # some editors write it before a text in UTF-8
 ONE_IN = 200
 USUAL_LIMIT = (1 << 64) // ONE_IN  # a large corpus holds out the documents with lower hashes
 SMALL_BYTES = 8 << 20  # a corpus up to this size is read on opening, to find its lowest hashes
-ENOUGH_BYTES = 16 << 10  # of text that a small corpus holds out, but at most a tenth of it
+ENOUGH_BYTES = 16 << 10  # a small corpus holds out this much text, but at most a tenth
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Piece(NamedTuple):
 
     file: str  # for errors
     data: bytes | list[str | bytes]  # whole lines, or texts; as bytes if they are no UTF-8
-    position: Any  # where to read on behind it (JSON)
+    position: Any  # where the next document begins (JSON)
     share: float = 0.0  # of the source that is read then; 0 if unknown
     start: int | None = None  # bytes of a .txt file before it; None of others, with documents
     line: int = 1  # the number of its first line or row
@@ -113,7 +113,7 @@ class Piece(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """A record that is left out, or of which a part is replaced."""
+    """A record that is left out, or in which characters are replaced."""
 
     place: str
     want: str  # what was expected there
@@ -169,7 +169,7 @@ class Reader:
 
     @cached_property
     def limit(self) -> int:
-        """The hash below which a document is held out; finding that of a small corpus reads it."""
+        """The hash below which a document is held out; for a small corpus this reads all of it."""
         local = self.source.name == "local" and self.source.part == "both"
         if not local or sum(file.stat().st_size for file in self.files) > SMALL_BYTES:
             return USUAL_LIMIT
@@ -443,7 +443,7 @@ def find_files(paths: tuple[str, ...], key: str) -> list[Path]:
     Those in prepared folders, such as a list of bad records, are read only where they are named.
 
     Raises:
-        ConfigError: There are none, or a link leads out of a folder.
+        ConfigError: No file is found, or a link leads out of a folder.
     """
     found: dict[Path, Path] = {}  # by their places without links: a loop of folders ends
     for path in paths:

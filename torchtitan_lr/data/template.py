@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The chat template of a tokenizer's folder: chats to text, and which of it are answers.
+"""The chat template of a tokenizer's folder: chats to text, and the places of answers in it.
 
 A template is found and rendered as transformers' ``apply_chat_template`` does: in a sandbox, with
 the folder's special tokens, without tools and documents. One thing differs: a template is not given
@@ -11,13 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import signal
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from torchtitan_lr.config.files import file_within, read_regular
 from torchtitan_lr.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
@@ -27,11 +23,7 @@ CHAT_TEMPLATE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"
 """Folder of templates with names, such as ``tool_use.jinja``."""
 
-MOST_SECONDS = 10.0
-"""Time to render one chat: a template can have a loop without end."""
-MOST_CHARACTERS = 1 << 26
-"""Length of one rendered chat, and of a repeated text in a template."""
-
+_MOST_BYTES = 1 << 26  # of a template's file
 _KEY, _WANT = "model.hf_assets_path", "a chat template in Jinja, or none at all"
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -101,22 +93,17 @@ class ChatTemplate:
         Raises:
             Exception: The template cannot render it: a template can raise anything.
         """
+        from torchtitan_lr.data import sandbox
+
         name = self._name(tools)
         if name not in self._compiled:  # prompts with completions need none
-            self._compiled[name] = _environment().from_string(self._sources[name])
-        template, answers = self._compiled[name], list[Span]()
+            self._compiled[name] = sandbox.environment().from_string(self._sources[name])
         given = {"messages": messages, "tools": tools or None, "documents": None}
         given |= {"add_generation_prompt": opened}
-        pieces, length = list[str](), 0
-        with _limited_time(), template.environment.marking(lambda: length, answers):
-            for piece in template.generate(self._special | given):
-                pieces.append(piece)
-                length += len(piece)
-                _check_length(length)
-        return Rendered("".join(pieces), answers)
+        return Rendered(*sandbox.render(self._compiled[name], self._special | given))
 
     def answered(self, messages: list[Message], tools: Any = None) -> Rendered:
-        """Render a chat with the places of its answers; an answer has the end mark behind it.
+        """Render a chat and find its answers, each with its end mark.
 
         Without marks in the template an answer is what it adds to the text in front of the answer.
 
@@ -174,7 +161,7 @@ class ChatTemplate:
 
 
 def _read_text(path: Path) -> str:
-    text = read_regular(path, MOST_CHARACTERS).decode()
+    text = read_regular(path, _MOST_BYTES).decode()
     return text.replace("\r\n", "\n").replace("\r", "\n")  # as a text file is read
 
 
@@ -185,99 +172,3 @@ def _of_config(given: Any) -> dict[str, str]:
     if isinstance(given, dict):
         return given
     return {} if given is None else {"default": given}
-
-
-@contextmanager
-def _limited_time() -> Iterator[None]:
-    """Raise a TimeoutError behind `MOST_SECONDS` of work, in the main thread: others get no signal.
-
-    The timer counts the process's own time, so `signal.alarm` stays free for others.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: Any) -> NoReturn:
-        raise TimeoutError(f"it takes more than {MOST_SECONDS:g} seconds")
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-
-
-def _check_length(length: int) -> None:
-    if length > MOST_CHARACTERS:
-        raise ValueError(f"it makes more than {MOST_CHARACTERS} characters")
-
-
-@cache
-def _environment() -> Any:
-    """Return Jinja's sandbox with what transformers adds to it."""
-    # Imported late: few runs have a template. torch itself requires jinja2.
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Answers(Extension):
-        """The block that marks an answer: ``{% generation %}``."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def __init__(self, environment: Any) -> None:
-            super().__init__(environment)
-            environment.extend(marking=self._marking)
-            self._open: list[tuple[Any, list[Span]]] = []
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-        def _mark(self, caller: Any) -> str:
-            text: str = caller()
-            for position, found in self._open:
-                begin = position()
-                found.append((begin, begin + len(text)))
-            return text
-
-        @contextmanager
-        def _marking(self, position: Any, found: list[Span]) -> Iterator[None]:
-            self._open = [(position, found)]
-            try:
-                yield
-            finally:
-                self._open = []
-
-    class Sandbox(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"*", "**"})
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            for one, other in ((left, right), (right, left)):
-                if isinstance(one, int) and hasattr(other, "__len__"):
-                    _check_length(one * len(other))
-            if operator == "**":
-                _check_length(abs(right))
-            return super().call_binop(context, operator, left, right)
-
-    def refuse(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: Any = None,
-        separators: Any = None,
-        sort_keys: bool = False,
-    ) -> str:  # Jinja's own escapes HTML
-        options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    blocks = {"trim_blocks": True, "lstrip_blocks": True}
-    environment = Sandbox(extensions=[Answers, loopcontrols], **blocks)
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = refuse
-    return environment

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Text to a prepared folder: one process reads and writes, the others decode and tokenize.
+"""Text to a prepared folder: one process reads and writes, a pool decodes and tokenizes.
 
 Pieces go out and come back in the order of the source, so the folder does not depend on the number
 of processes. Every two seconds the tokens are written, and then a journal records how many there
@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_lr.checkpoints.layout import write_whole
+from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.compat.interpreter import cores, end_with
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.console.log import say
@@ -51,7 +51,7 @@ BAD_RECORDS = "bad_records.txt"
 SHARD_FILE = re.compile(rf"({'|'.join(PARTS)})-\d{{5}}(\.loss)?\.(bin|idx|lengths)")
 
 SHARD_BYTES = 4 << 30  # of tokens, after which a shard ends: 250 shards in a terabyte
-MOST_LISTED = 1000  # bad records beyond those that may be lost, before a preparation gives up
+MOST_LISTED = 1000  # a preparation gives up after so many bad records above the allowed number
 SYNC_SECONDS = 2.0
 PIECE_SECONDS = 900
 """Seconds after which the process of a piece is ended: some tokenizers' rules never end."""
@@ -68,7 +68,7 @@ Encoded = tuple[list[Arrays], list[Bad]]
 """To train on and held out; and the records that cannot be read."""
 
 _work: Any = None
-"""Of a process of the pool: readers, tokenizer, type of the tokens, and the encoder of pairs."""
+"""State of a process of the pool: readers, tokenizer, type of the tokens, encoder of pairs."""
 
 
 @dataclass
@@ -77,8 +77,8 @@ class Journal:
 
     signature: str  # of sources and tokenizer
     source: int = 0  # index of the one that is read
-    position: Any = None  # where to read on in it; None for its beginning
-    tokens: int = 0  # of it so far, as far as they count for its limit
+    position: Any = None  # where to read on in the file; None for its beginning
+    tokens: int = 0  # of the source so far, as far as they count for its limit
     shards: list[list[list[int]]] = field(default_factory=lambda: [[], []])
     """Documents and tokens of each shard, by part."""
     bad: list[list[str]] = field(default_factory=list)  # the records that are left out
@@ -149,8 +149,8 @@ def tokenize(
     Args:
         readers: The sources, in order.
         tokenizer: Encodes their documents.
-        folder: Where to write; created if needed, and used by no other process.
-        key: What set the folder, to name in errors.
+        folder: The folder to write; created if needed. No other process may use it.
+        key: The key or option that set the folder, for errors.
         workers: Processes that tokenize; one per core by default.
         max_bad_records: Records that may be lost.
         report: Called after every piece.
@@ -372,7 +372,7 @@ class _Shards:
         return prefix
 
     def finish(self) -> None:
-        """End the last shard; all of it may be from a process that was killed."""
+        """End the last shard, which a killed process may have written."""
         if self.counts:
             prefix = self.write()
             lengths = np.fromfile(f"{prefix}.lengths", dtype="<i4")

@@ -143,11 +143,11 @@ class Tokenizer:
         config: Contents of ``tokenizer_config.json``; empty where there is none.
         special_tokens: Text by name, such as ``bos_token``.
         more_special_tokens: Special tokens without a name, as the files have them.
-        added: Ids that the library itself puts in front of a text and behind it.
+        added: Ids that the library puts before and after a text.
         begin, end: Ids that stand around a document: ``added``, and BOS and EOS where there are
             such tokens and ``added`` has them not.
         cleans_up: Whether decoding removes spaces in front of punctuation.
-        stop_ids: Tokens that end a generated text: EOS, and those of ``generation_config.json``.
+        stop_ids: Tokens that end a generated text: EOS, and ``generation_config.json``'s.
 
     Raises:
         Exception: A file is unreadable; the library raises no narrower type.
@@ -176,7 +176,7 @@ class Tokenizer:
         self.stop_ids = {*stop_ids_of(place), self.eos_id} - {None}
 
     def _added_around(self) -> tuple[list[int], list[int]]:
-        """Return the ids that the tokenizer itself puts in front of a text and behind it."""
+        """Return the ids that the tokenizer puts before and after a text."""
         for text in ("a", *islice(self.get_vocab(), 100)):
             plain = self.tokenizer.encode(text, add_special_tokens=False).ids
             whole = self.tokenizer.encode(text).ids
@@ -192,8 +192,8 @@ class Tokenizer:
 
         Args:
             text: The text.
-            add_bos: Whether to put in front of it what begins a document.
-            add_eos: Whether to put behind it what ends a document.
+            add_bos: Whether to put the beginning-of-document tokens before the text.
+            add_eos: Whether to put the end-of-document token after the text.
             special: Whether the name of a special token in it is that token, and not just text:
                 for templates and for prompts, but not for documents, which could forge their end.
 
@@ -290,7 +290,7 @@ def stop_ids_of(folder: Path) -> list[int]:
     """Return the tokens that end a text: of ``generation_config.json``, else ``config.json``.
 
     Raises:
-        ConfigError: They are no ids.
+        ConfigError: A value is no id.
     """
     for name in (GENERATION_CONFIG, "config.json"):
         given = _read_if_there(folder / name).get("eos_token_id")
@@ -324,7 +324,7 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Tokens]
 def tokenizer_identity(tokenizer: Tokenizer) -> str:
     """Return a digest of all that determines a tokenizer's ids, its library's version included."""
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
-    # The list is that of earlier versions: what they have prepared keeps its identity.
+    # Earlier versions had this list: corpora that they prepared keep their identity.
     ends = [bos, eos, bos in tokenizer.added[0], eos in tokenizer.added[1]]
     if tokenizer.config.get("split_special_tokens", False):
         ends.append(True)

@@ -68,7 +68,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Work:
-    """What a device computes: of a block, of the ends of a model, or of a whole step.
+    """Work of a device: for a block, for the ends of a model, or for a whole step.
 
     Args:
         products: Calls by shape.
@@ -132,7 +132,7 @@ class KernelRecorder(RehearsalMode):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         if not self.finding_shapes:
-            # What an operator writes its result into is no input.
+            # A tensor into which an operator writes its result is no input.
             named = {name: value for name, value in (kwargs or {}).items() if name != "out"}
             inputs = (args[1:] if func is torch.ops.aten.copy_.default else args, named)
             # An operator on a list in place returns nothing.
@@ -178,7 +178,7 @@ class KernelRecorder(RehearsalMode):
         self._operators.append(operator)
 
     def record(self, reads: list[Tensor], writes: list[Tensor]) -> None:
-        """Record one kernel of which no operator exists here."""
+        """Record a kernel that no operator of this machine stands for."""
         self._operators.append(_Operator(self.backward, self._sizes(reads), self._sizes(writes)))
 
     def _sizes(self, leaves: list[Any]) -> _Sizes:
@@ -199,7 +199,7 @@ class KernelRecorder(RehearsalMode):
         """Return the work of a pass.
 
         Args:
-            backward: Which pass.
+            backward: Whether the pass is backward.
             fused: Whether a compiler fuses element-wise kernels between products.
         """
         mine = [operator for operator in self._operators if operator.backward == backward]
@@ -222,8 +222,13 @@ class KernelRecorder(RehearsalMode):
         the partitioner of a compiler does.
         """
         kernels = _runs(self._operators)
-        needed = {key[0] for o in self._operators if o.extern for key in o.reads}
-        maker = {key[0]: i for i, kernel in enumerate(kernels) for key in kernel.writes}
+        needed: set[int] = set()  # what products and collectives read
+        for operator in self._operators:
+            if operator.extern:
+                needed.update(key[0] for key in operator.reads)
+        maker: dict[int, int] = {}  # which kernel writes a result
+        for number, kernel in enumerate(kernels):
+            maker |= {key[0]: number for key in kernel.writes}
         traffic = count = 0
         for kernel in kernels:
             if kernel.backward != backward:

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What autograd keeps between forward and backward, counted by running blocks that hold no data.
+"""Tensors that autograd keeps between forward and backward, counted on blocks without data.
 
 Which activations survive depends on the family, the plan, the checkpointing mode and on how each
 operator is written. Instead of a formula for every combination, the blocks themselves run on fake
@@ -41,7 +41,7 @@ Repeats = dict[tuple[str, str, str], tuple[int, int]]
 
 @dataclass(frozen=True)
 class Workload:
-    """What one rank computes for one micro-batch.
+    """The computation of one rank for one micro-batch.
 
     Args:
         args: The model.
@@ -62,7 +62,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What one rank needs for one micro-batch.
+    """The memory of one rank for one micro-batch.
 
     Args:
         block: Bytes kept by a decoder block, its input included, its output not; a mean where
@@ -84,7 +84,7 @@ def rehearse(workload: Workload, prepare: Prepare | None = None, period: int = 1
     """Run a short model forward and backward on tensors without data.
 
     Args:
-        workload: What to run; of the model's blocks one and three, or as many periods.
+        workload: The computation; one and three of the model's blocks run, or as many periods.
         prepare: Applied to the model after tensor parallelism.
         period: Blocks after which checkpointing starts over (``selective_ac_option``).
 

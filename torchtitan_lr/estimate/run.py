@@ -16,7 +16,7 @@ from torchtitan_lr.formulas.data_parallel import named_parameters
 from torchtitan_lr.formulas.memory import NamedShapes, Precision
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import llama_args, model_shapes
-from torchtitan_lr.optim.selection import MatrixPlan, TSRSettings, plan_matrices
+from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
 from torchtitan_lr.parallel.data_parallel import reshard_after_forward
 from torchtitan_lr.parallel.placement import TPSettings
 from torchtitan_lr.parallel.plans import tp_settings
@@ -180,10 +180,10 @@ class Run:
             return [dict(units)]
         unit_of = {"tok_embeddings": "embedding", "norm": "root", "output": "head"}
         unit_of |= {f"layers.{i}": f"block {i}" for i in range(self.args.n_layers)}
-        return [
-            {unit_of[name]: units[unit_of[name]] for name in names}
-            for names in modules_per_stage(self.config, self.args.n_layers)
-        ]
+        stages: list[dict[str, NamedShapes]] = []
+        for names in modules_per_stage(self.config, self.args.n_layers):
+            stages.append({unit_of[name]: units[unit_of[name]] for name in names})
+        return stages
 
     def stages_of(self, pp_rank: int) -> list[int]:
         """Return the stages of a pipeline rank, assigned as in torch."""
@@ -194,9 +194,10 @@ class Run:
 
     def units_of(self, pp_rank: int) -> dict[str, NamedShapes]:
         """Return all FSDP units of a pipeline rank."""
-        return {
-            name: unit for s in self.stages_of(pp_rank) for name, unit in self.stages[s].items()
-        }
+        units: dict[str, NamedShapes] = {}
+        for stage in self.stages_of(pp_rank):
+            units |= self.stages[stage]
+        return units
 
 
 def blocks_of(units: dict[str, NamedShapes]) -> int:

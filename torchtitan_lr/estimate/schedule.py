@@ -53,8 +53,11 @@ def pipeline_order(
     from torchtitan_lr.compat.pipelining import rank_order
 
     letters = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
-    orders = (rank_order(schedule, p, ranks, stages_per_rank, microbatches) for p in range(ranks))
-    return [[Action(letters[kind], *where) for kind, *where in order] for order in orders]
+    orders = []
+    for rank in range(ranks):
+        order = rank_order(schedule, rank, ranks, stages_per_rank, microbatches)
+        orders.append([Action(letters[kind], *where) for kind, *where in order])
+    return orders
 
 
 def _one_stage(stage: int, ahead: int, microbatches: int) -> list[Action]:
@@ -104,11 +107,9 @@ def makespan(orders: Sequence[Sequence[Action]], seconds: Sequence[StageSeconds]
         for rank, order in enumerate(orders):
             while places[rank] < len(order):
                 action = order[places[rank]]
-                needs = _needs(action, len(seconds))
-                ready = [next((done[n] for n in either if n in done), None) for either in needs]
-                if None in ready:
+                start = _start(_needs(action, len(seconds)), done, clocks[rank])
+                if start is None:
                     break
-                start = max([clocks[rank], *(time for time in ready if time is not None)])
                 stage = seconds[action.stage]
                 whole = {"F": stage.forward, "B": stage.backward}
                 took = whole.get(action.kind, stage.backward / 2)
@@ -117,6 +118,22 @@ def makespan(orders: Sequence[Sequence[Action]], seconds: Sequence[StageSeconds]
         if sum(places) == before:
             raise ValueError("the schedule has a deadlock: its ranks wait for one another")
     return max(clocks)
+
+
+def _start(needs: list[list[Action]], done: dict[Action, float], clock: float) -> float | None:
+    """Return when an action can start; None as long as one of its needs is not met.
+
+    Args:
+        needs: Result of `_needs`.
+        done: Ends of the actions so far.
+        clock: When the rank is free.
+    """
+    for alternatives in needs:
+        ends = [done[action] for action in alternatives if action in done]
+        if not ends:
+            return None
+        clock = max(clock, ends[0])
+    return clock
 
 
 def _needs(action: Action, stages: int) -> list[list[Action]]:

@@ -164,14 +164,16 @@ def step_time(
 
     Args:
         run: The run.
-        traffic: Every pipeline rank's, of a whole step.
+        traffic: The traffic of every pipeline rank in a whole step.
         hardware: The machine.
         work: Recorded by `work_of_run`.
     """
     sizes = partial(element_size, dtypes=run.wire_dtypes)
     times = []
     for pp_rank, rows in enumerate(traffic):
-        passes = [each for s in run.stages_of(pp_rank) for each in _passes(run, s, hardware, work)]
+        passes = []
+        for stage in run.stages_of(pp_rank):
+            passes += _passes(run, stage, hardware, work)
         count = run.microbatches * run.accumulation
         products, others = (sum(part) * count for part in zip(*passes, strict=True))
         others += _staging_seconds(run, pp_rank, hardware)
@@ -210,7 +212,7 @@ def _staging_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
 
 
 def _bubble(run: Run, traffic: list[list[Traffic]], hardware: Hardware, work: PassWork) -> float:
-    """Seconds from the first action to the last, less those of the busiest rank."""
+    """Seconds from the first action to the last in which the busiest rank waits."""
     sizes = partial(element_size, dtypes=run.wire_dtypes)
     stages = [StageSeconds(0, 0)] * len(run.stages)
     for pp_rank, rows in enumerate(traffic):
@@ -225,10 +227,10 @@ def _bubble(run: Run, traffic: list[list[Traffic]], hardware: Hardware, work: Pa
     schedule = run.config.parallelism.pipeline_parallel_schedule
     per_rank = len(run.stages) // run.pp
     orders = pipeline_order(schedule, run.pp, per_rank, run.microbatches)
-    busiest = max(
-        run.microbatches * sum(stages[s].forward + stages[s].backward for s in run.stages_of(p))
-        for p in range(run.pp)
-    )
+    busiest = 0.0
+    for pp_rank in range(run.pp):
+        busy = sum(stages[s].forward + stages[s].backward for s in run.stages_of(pp_rank))
+        busiest = max(busiest, run.microbatches * busy)
     return run.accumulation * (makespan(orders, stages) - busiest)
 
 

@@ -6,9 +6,9 @@ except those of TSR-Adam. With a pipeline and ``fsdp_reshard_after_forward = "al
 gathers are counted once per pass, although each micro-batch repeats them.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from math import lcm, prod
 
 import torch
@@ -22,6 +22,7 @@ from torchtitan_lr.formulas.data_parallel import data_parallel_traffic
 from torchtitan_lr.formulas.memory import sharded
 from torchtitan_lr.formulas.tensor_parallel import model_traffic
 from torchtitan_lr.formulas.traffic import Traffic, merge, pipeline_traffic
+from torchtitan_lr.optim.tsr.selection import MatrixPlan
 from torchtitan_lr.parallel.pipeline import stage_boundaries
 
 
@@ -173,16 +174,17 @@ def average_optimizer_traffic(run: Run, pp_rank: int) -> list[Traffic]:
     if not plans:
         return optimizer_traffic(run, pp_rank, ())
     steps = lcm(*{plan.interval for plan in plans})
-    due_at = {
-        step: tuple(i for i, plan in enumerate(plans) if step % plan.interval == plan.offset)
-        for step in range(steps)
-    }
-    rows_of = partial(optimizer_traffic, run, pp_rank)
-    known = {due: rows_of(due) for due in set(due_at.values())}
-    total = merge(row for due in due_at.values() for row in known[due])
+    times: Counter[tuple[int, ...]] = Counter()  # of the matrices that refresh together
+    for step in range(steps):
+        due = tuple(i for i, plan in enumerate(plans) if step % plan.interval == plan.offset)
+        times[due] += 1
+    rows = []
+    for due, count in times.items():
+        for row in optimizer_traffic(run, pp_rank, due):
+            rows.append(replace(row, calls=row.calls * count, elements=row.elements * count))
     return [
         replace(row, calls=round(row.calls / steps), elements=round(row.elements / steps))
-        for row in total
+        for row in merge(rows)
     ]
 
 
@@ -190,16 +192,21 @@ def peak_optimizer_traffic(run: Run, pp_rank: int) -> tuple[list[Traffic], list[
     """Return TSR-Adam's traffic in the first step, and in the later step that sends most bytes."""
     plans = [run.tsr_plans[name] for name in tsr_names(run, pp_rank)]
     steps = lcm(*{plan.interval for plan in plans})
-    due = {
-        step: tuple(i for i, plan in enumerate(plans) if plan.is_due(step, min(step, 1)))
-        for step in range(steps + 1)
-    }
-    later = [optimizer_traffic(run, pp_rank, each) for each in {due[s] for s in due if s > 0}]
+    first = _due(plans, 0, 0)
+    later = [
+        optimizer_traffic(run, pp_rank, due)
+        for due in {_due(plans, step, 1) for step in range(1, steps + 1)}
+    ]
 
     def sent(rows: list[Traffic]) -> int:
         return sum(row.elements * element_size(row, run.wire_dtypes) for row in rows)
 
-    return optimizer_traffic(run, pp_rank, due[0]), max(later, key=sent)
+    return optimizer_traffic(run, pp_rank, first), max(later, key=sent)
+
+
+def _due(plans: list[MatrixPlan], step: int, after: int) -> tuple[int, ...]:
+    """Return the places of the matrices that refresh at a step (`MatrixPlan.is_due`)."""
+    return tuple(i for i, plan in enumerate(plans) if plan.is_due(step, after))
 
 
 def _local_shapes(run: Run, pp_rank: int) -> dict[str, tuple[int, ...]]:

@@ -3,10 +3,10 @@
 
 A step without refresh sums cores over each mesh dimension that splits a matrix and over the
 replicas, in one call per bucket, and dense gradients over the replicas likewise. A refresh adds the
-sketches Y, Z and B (`randomized_svd`), the triangles of the QR factorizations, and checksums, in
+sketches Y, Z and B (`optim.tsr.svd`), the triangles of the QR factorizations, and checksums, in
 rounds shared by the refreshing matrices with equal q. Elements are counted like in the ledger.
-What is selected, and what a refresh sends, stands in `optim.selection`, which the optimizer reads
-too; ``tests/oracle/tsr.py`` states it once more.
+What is selected, and what a refresh sends, stands in `optim.tsr.selection`, which the optimizer
+reads too; ``tests/oracle/tsr.py`` states it once more.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +15,12 @@ from math import ceil, prod
 from typing import Literal
 
 from torchtitan_lr.formulas.traffic import Traffic, merge
-from torchtitan_lr.optim.selection import BUCKET_ELEMENTS, MatrixPlan, TSRSettings, split_buckets
+from torchtitan_lr.optim.tsr.selection import (
+    BUCKET_ELEMENTS,
+    MatrixPlan,
+    TSRSettings,
+    split_buckets,
+)
 
 Axis = Literal["rows", "columns"]
 
@@ -25,7 +30,7 @@ class TSRMatrix:
     """A compressed matrix and its split, transposed if it is projected transposed.
 
     Args:
-        plan: Its sides m and n, rank r, width k, and iterations q.
+        plan: Sides m and n, rank r, width k, and iterations q of the matrix.
         rows: Mesh dimensions that split the rows.
         columns: Mesh dimensions that split the columns.
     """
@@ -72,7 +77,7 @@ def tsr_traffic(
 
     Args:
         matrices: The compressed matrices, in the order of backward: the last module first.
-        refreshing: Indices of those that refresh.
+        refreshing: Indices of the matrices that refresh.
         dense: Elements of a rank's part of every other parameter, in the same order.
         mesh: The mesh of the run.
         settings: The optimizer's.
@@ -115,7 +120,7 @@ def _refresh(fresh: Sequence[TSRMatrix], q: int, mesh: TSRMesh, rotates: bool) -
     rows: list[Traffic] = []
     axes: list[Axis] = ["columns", *(("rows", "columns") * q), "rows"]
     for axis in axes:
-        # Y and Z are summed over one axis and have the length of the other.
+        # Y and Z are summed over one axis and have the length of the other axis.
         side, other = (0, "rows") if axis == "columns" else (1, "columns")
         sketches = [mesh.block(m)[side] * m.plan.width for m in fresh]
         rows += _sum(fresh, axis, sketches, mesh)

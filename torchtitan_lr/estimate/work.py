@@ -21,8 +21,8 @@ class PassWork:
     """Work of a micro-batch on a rank, forward and backward with what checkpointing repeats.
 
     Args:
-        block: Of a decoder block; a mean where checkpointing treats blocks in turns.
-        ends: Of the embedding, the final norm, the head and the loss.
+        block: Work of a decoder block; the mean if checkpointing treats blocks differently.
+        ends: Work of the embedding, the final norm, the head and the loss.
     """
 
     block: tuple[Work, Work]
@@ -72,7 +72,7 @@ def rehearse_work(
     """Run a short model forward and backward on tensors without data, and record its kernels.
 
     Args:
-        workload: What to run; of the model's blocks one and two, or as many periods.
+        workload: The computation; one and two of the model's blocks run, or as many periods.
         fused: Whether a compiler fuses element-wise kernels of blocks; it leaves the ends alone.
         prepare: Applied to the model after tensor parallelism.
         period: Blocks after which checkpointing starts over (``selective_ac_option``).

@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchtitan_lr.optim.selection import MatrixPlan
+    from torchtitan_lr.optim.tsr.selection import MatrixPlan
 
 Shape = tuple[int, ...]
 NamedShapes = Mapping[str, Shape]
@@ -118,7 +118,7 @@ def gathered_bytes(
     others = list(sizes)
     if head:
         others.remove(last)
-    # The median is a block: an embedding and a head differ from all others in size.
+    # The median unit is a block: only the embedding and the head have other sizes.
     block = others[-1] if len(others) < 2 else sorted(others)[len(others) // 2]
     gradient = precision.compute + precision.reduce
     in_head = precision.compute * (last + block) + gradient * last

@@ -103,7 +103,7 @@ def vanilla(shape: LlamaArgs, settings: TPSettings, n: int, ranks: int) -> Parts
     qkv = [d, n * shape.kv_dim, n * shape.kv_dim]
     rows = [forward("all_reduce", [d, f, f, d])]  # o, gate, up, down
     if settings.plan == "vanilla_replicated":
-        # All of q, k and v on every rank; backward, the gradient of A_o's input.
+        # Every rank sums all of q, k and v; in backward, the gradient of A_o's input.
         rows += [forward("all_reduce", qkv), backward("all_reduce", qkv[:1])]
     else:
         # Heads are sharded before attention, and gathered after it: its output is as wide as q.
@@ -156,7 +156,7 @@ def caat(shape: LlamaArgs, settings: TPSettings, n: int, ranks: int) -> Parts:
 
 
 def _partial_reductions(payloads: Sequence[int], settings: TPSettings, ranks: int) -> list[Traffic]:
-    """Return equal sums of both passes; wide backward sums add fp32 and send half precision."""
+    """Return equal sums in both passes; wide backward sums add in fp32 and send half precision."""
     payloads = [payload for payload in payloads if payload]
     if not payloads:
         return []

@@ -180,12 +180,12 @@ def _batches(
     """Return this rank's share of the text, and its name.
 
     Args:
-        options: Those of the command line.
-        source: The corpus that it names; None for that of the run's validation.
+        options: The options of the command line.
+        source: The corpus that the command line names; None for the run's validation corpus.
         config: The run's configuration; may be None with a corpus.
         tokenizer: Encodes the documents.
         seq_len: Tokens per window.
-        share: Data-parallel ranks, and which of them this one is.
+        share: Number of data-parallel ranks, and the number of this rank among them.
     """
     masked = config is not None and config.training.mask_documents
     folders = None

@@ -30,7 +30,7 @@ HF_CODE = ("configuration_torchtitan_lr", "layers_torchtitan_lr", "modeling_torc
 
 _PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 _CODED_FAMILIES = ("full", "svd", "cola", "lax")
-"""Families whose linears the exported model code has."""
+"""Families for which the exported model code has linears."""
 
 
 def export_factored(
@@ -74,7 +74,7 @@ def export_hf(
         The number of written parameters.
 
     Raises:
-        ConfigError: There is no code for such a model.
+        ConfigError: The exported code cannot compute this model.
     """
     args = source.args
     check_hf_exportable(args, keep_factors)

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Read back what ``export`` wrote, in both formats, or another LLaMA of theirs."""
+"""Read exports in both formats, and other LLaMA models of Hugging Face's format."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ def open_source(folder: Path, key: str = "DIR") -> tuple[FolderWeights, bool]:
         The weights, and whether embedding and head are tied in the folder.
 
     Raises:
-        ConfigError: It is none, or has what this package's models do not have.
+        ConfigError: The folder has no such model, or one that this package cannot compute.
     """
     if not folder.is_dir() or not is_export(folder):
         want = f"a folder with {HF_CONFIG} (a Hugging Face LLaMA) or {MODEL_ARGS} (an export)"
@@ -104,7 +104,7 @@ def read_export_args(folder: Path) -> LlamaArgs:
         The model's arguments; what does not change its function has its default.
 
     Raises:
-        ConfigError: There is no such file, or it describes a model that is not one of ours.
+        ConfigError: The file is missing, or describes a model that this package cannot compute.
     """
     if (folder / MODEL_ARGS).is_file():
         return read_model_args(folder / MODEL_ARGS)
@@ -120,8 +120,10 @@ def read_export_args(folder: Path) -> LlamaArgs:
             kind = own | {"activation": activation}
             try:
                 args = build_args(values, *rotary, values["family"], kind)
-            except ConfigError:  # the family does not have this activation
-                continue
+            except ConfigError as error:
+                if error.key != "low_rank.activation":
+                    raise
+                continue  # the family does not have this one
             coded = build_coded_config(args, torch.float32)
             if all(coded[name] == values[name] for name in ("latent_silu", "outer_silu")):
                 return args

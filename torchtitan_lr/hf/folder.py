@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A folder that transformers can load: weights, configuration, tokenizer and model card."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from torchtitan_lr.config.files import read_json
 from torchtitan_lr.data.tokenizer import (
     HF_FILE,
     build_tokenizer,
@@ -76,7 +76,7 @@ def export_folder(
     written = export_hf(source, out_dir, dtype, max_size, keep_factors)
     if assets:
         ids = add_tokenizer(config, out_dir, args.max_seq_len)
-        model = json.loads((out_dir / HF_CONFIG).read_text())
+        model = read_json(out_dir / HF_CONFIG)
         write_json(out_dir / HF_CONFIG, model | {k: ids[k] for k in _MODEL_IDS if k in ids})
     coded = not is_hf_llama(args, keep_factors)
     write_card(args, config, source.step_dir, out_dir, written, coded)

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from torchtitan_lr.checkpoints.layout import HF_INDEX
+from torchtitan_lr.checkpoints.folders import HF_INDEX
 from torchtitan_lr.config.files import file_within, open_regular, read_json
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.shards import WEIGHTS
@@ -38,13 +38,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stored tensor is.
+    """The place of a stored tensor.
 
     Attributes:
         file: The file.
-        name: Its name there.
+        name: The tensor's name in the file.
         shape: Its shape.
-        dtype: Its precision there.
+        dtype: Its precision in the file.
     """
 
     file: Path
@@ -59,7 +59,7 @@ class FolderWeights:
 
     Attributes:
         args: The model's arguments.
-        places: Where each parameter is, by this package's names, in the model's order.
+        places: The place of each parameter, by this package's names, in the model's order.
         dtype: Precision in which they are read.
         llama: Whether the folder has Hugging Face's names and order of rotary pairs.
     """
@@ -107,7 +107,7 @@ def open_folder(
         folder: The folder, with ``model.safetensors`` or several files and their index.
         args: The model's arguments.
         llama: Whether the names are Hugging Face's.
-        tied: Whether the head is the embedding; both get a copy then.
+        tied: Whether the head is the embedding; then both get a copy of the stored tensor.
         key: The input to name in errors.
 
     Returns:
@@ -155,7 +155,7 @@ def weight_files(folder: Path, key: str = "DIR") -> list[Path]:
         ``model.safetensors`` if it is there, as transformers prefers it, else those of the index.
 
     Raises:
-        ConfigError: There are none, the index is damaged, or a file of it is missing.
+        ConfigError: No file is found, the index is damaged, or one of its files is missing.
     """
     for file in folder.glob("*.safetensors"):  # under torchrun DCP opens all of them
         _check_regular(file, key)
@@ -219,7 +219,7 @@ def _stored(folder: Path, key: str) -> dict[str, Place]:
 
 
 def _check_tied(embedding: Place, head: Place) -> None:
-    """Refuse a head of its own where the configuration ties it: readers disagree on these."""
+    """Refuse a stored head where the configuration ties it: readers disagree on such models."""
     if head is embedding:
         return
     tensors = []

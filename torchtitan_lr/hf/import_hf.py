@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_lr.checkpoints.layout import unfinished
+from torchtitan_lr.checkpoints.folders import unfinished
 from torchtitan_lr.data.sources import Source
 from torchtitan_lr.data.tokenizer import build_tokenizer, resolve_assets_path, vocabulary
 from torchtitan_lr.errors import ConfigError, one_of
@@ -128,7 +128,7 @@ def _take_tokenizer(
         The tokenizer; None if the model's folder has none, which `notice` got.
 
     Raises:
-        ConfigError: That of ``--tokenizer`` cannot be used, or a file is a link out of its folder.
+        ConfigError: ``--tokenizer`` cannot be used, or a file is a link out of its folder.
     """
     folder = resolve_assets_path(str(options.tokenizer or options.folder))
     config = SimpleNamespace(model=SimpleNamespace(hf_assets_path=str(folder)))

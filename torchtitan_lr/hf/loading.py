@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchtitan_lr.checkpoints.layout import RUN_CONFIG, TRAINING_STATES
+from torchtitan_lr.checkpoints.folders import RUN_CONFIG, TRAINING_STATES
 from torchtitan_lr.checkpoints.manifest import (
     UnverifiedError,
     find_damage,
@@ -22,7 +22,7 @@ from torchtitan_lr.checkpoints.manifest import (
 )
 from torchtitan_lr.checkpoints.safe_metadata import read_metadata
 from torchtitan_lr.config.build import build_job_config, check_record
-from torchtitan_lr.config.files import parse_json, read_regular
+from torchtitan_lr.config.files import files_kept, parse_json, read_regular
 from torchtitan_lr.config.parse import in_folder
 from torchtitan_lr.config.schema import ITS_MODULE
 from torchtitan_lr.data.tokenizer import HUB, build_tokenizer, require_cached, vocabulary
@@ -44,7 +44,7 @@ from torchtitan_lr.training.fingerprint import (
 )
 
 _MOST_LINKS = 40
-"""As many as Linux follows; two links to each other would never end."""
+"""Linux follows as many links; two links to each other would never end."""
 
 SECTIONS = ("model", "low_rank", "caat", "training", "validation", "parallelism", "debug")
 """Sections of a run's record that decide its model, its corpora and its layout."""
@@ -175,6 +175,7 @@ def build_model_args(config: Any) -> LlamaArgs:
     return args
 
 
+@files_kept()
 def open_weights(
     step_dir: Path,
     args: LlamaArgs,
@@ -291,7 +292,7 @@ def read_for_inference(
         the tokenizer.
 
     Raises:
-        ConfigError: One of them cannot be used.
+        ConfigError: One of the files cannot be used.
     """
     from torchtitan_lr.hf.exported import is_export, read_export_args
 
@@ -308,7 +309,7 @@ def load_tokenizer(config: Any, args: LlamaArgs) -> Any:
     """Return the tokenizer of a run.
 
     Raises:
-        ConfigError: There is none, or it does not fit the model's vocabulary.
+        ConfigError: No tokenizer is found, or it does not fit the model's vocabulary.
     """
     tokenizer = build_tokenizer(config)
     if vocabulary(tokenizer) > args.vocab_size:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import torchtitan_lr.training.register  # noqa: F401  (registers the families)
-from torchtitan_lr.checkpoints.layout import is_dcp
+from torchtitan_lr.checkpoints.folders import is_dcp
 from torchtitan_lr.checkpoints.manifest import damage_of
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
@@ -115,7 +115,7 @@ def check_overrides(overrides: list[str]) -> None:
 
 
 def _record_of_export(folder: Path) -> dict[str, Any]:
-    """Return the record of a run whose model is that of an export, as a flavor of its family."""
+    """Return the record of a run with an export's model, as a flavor of its family."""
     args = read_export_args(folder)
     FLAVORS[args.family][_FLAVOR] = args
     model = {"name": args.model_family.model_name, "flavor": _FLAVOR}
@@ -147,7 +147,7 @@ def check_window(seq_len: int, longest: int) -> None:
     """Raise for sequences that are longer than the trained window.
 
     Raises:
-        ConfigError: There are no rotary positions beyond it.
+        ConfigError: The model has fewer rotary positions.
     """
     if seq_len > longest:
         raise ConfigError("--seq_len", seq_len, f"at most the trained window {longest}")
@@ -185,7 +185,7 @@ def load_on_ranks(
         checkpoint: A checkpoint of any number of ranks, or an export.
         config: Result of `build_config`.
         parallel_dims: Result of `start_group`.
-        device: Of this rank.
+        device: This rank's device.
         allow_unverified: As ``checkpoint.allow_unverified``.
 
     Returns:
@@ -227,7 +227,7 @@ def open_on_ranks(
         calls it and reads its own shards. It raises as this function does.
 
     Raises:
-        ConfigError: It is damaged, or contains another model.
+        ConfigError: The checkpoint is damaged, or contains another model.
     """
     if is_export(checkpoint):
         dtype = export_dtype(checkpoint)

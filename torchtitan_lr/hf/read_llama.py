@@ -113,7 +113,7 @@ def build_args(
     """Build a model's arguments from the keys of a ``config.json``.
 
     Args:
-        values: Its sizes.
+        values: Sizes of the model.
         base: The rotary base.
         scaling: The four numbers of scaled frequencies, by transformers' keys; none without them.
         family: The model's family.

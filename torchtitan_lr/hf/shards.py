@@ -13,7 +13,7 @@ from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 
-from torchtitan_lr.checkpoints.layout import HF_INDEX
+from torchtitan_lr.checkpoints.folders import HF_INDEX
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
@@ -39,7 +39,7 @@ class WeightSource(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Precision of all of them."""
+        """Precision of all tensors."""
         ...
 
     def read(self, names: Sequence[str]) -> Tensors:
@@ -73,9 +73,9 @@ def write_shards(
 
     Args:
         source: The stored weights.
-        pieces: What to write.
+        pieces: The tensors to write.
         out_dir: An existing folder.
-        dtype: Precision of the files; that of the source by default.
+        dtype: Precision of the files; by default the source's.
         max_size: Largest size of a file's tensors, such as ``5GB`` or a number of bytes; a larger
             tensor gets a file of its own.
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from torchtitan_lr.checkpoints.layout import RUN_CONFIG, step_folder
+from torchtitan_lr.checkpoints.folders import RUN_CONFIG, step_folder
 from torchtitan_lr.checkpoints.manifest import ManifestWriter
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import CONFIG_DIR
@@ -52,7 +52,7 @@ def write_step_zero(source: WeightSource, out_dir: Path) -> None:
     if tokenizer.is_dir():
         fingerprint[TOKENIZER] = tokenizer_digest(str(tokenizer))
     write_weights(source, step_zero_of(out_dir), fingerprint)
-    # What the model can read, where the TOML has what to train with.
+    # The longest text that the model can read; the TOML has the length to train with.
     window = f"--training.seq_len={args.max_seq_len}"
     config = build_job_config(
         [f"--job.config_file={toml}", window, f"--job.dump_folder={out_dir.resolve()}"]

@@ -36,7 +36,7 @@ Batch = tuple[dict[str, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class MatrixReport:
-    """What the truncation of one matrix lost.
+    """The loss by truncating one matrix.
 
     Attributes:
         name: Its name, ``layers.0.attention.wq``.
@@ -145,7 +145,7 @@ class CalibrationStream:
         device: Where to compute.
 
     Raises:
-        ConfigError: There are no tokens.
+        ConfigError: The calibration text has no tokens.
     """
 
     def __init__(self, source: WeightSource, batches: Iterable[Batch], device: str) -> None:
@@ -189,7 +189,7 @@ class CalibrationStream:
             moments[first] = moments[first] + product if first in moments else product
 
         for first in set(SHARED_INPUTS.values()):
-            # The block applies the weights of these two by an edge, which is what is called.
+            # The block calls the edges of `_EDGES`, not the linears behind them.
             linear = block.get_submodule(_EDGES.get(first, first))
             linear.register_forward_pre_hook(lambda m, x, first=first: note(first, m, x))
         for number, (x, mask) in enumerate(self._batches):

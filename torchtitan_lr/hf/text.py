@@ -26,9 +26,9 @@ class Document(NamedTuple):
     """An encoded document or pair.
 
     Attributes:
-        tokens: Its ids, with what stands around a document in training (n,).
+        tokens: The document's ids (n,), with those that surround a document in training.
         num_bytes: Bytes of its text in UTF-8; of a pair they are counted from its answers.
-        targets: Of a pair: which tokens are an answer's (n,).
+        targets: For a pair, 1 for the tokens of an answer (n,).
     """
 
     tokens: npt.NDArray[np.integer[Any]]
@@ -107,12 +107,12 @@ def encoded(source: Source, tokenizer: Tokenizer, held_out: bool = True) -> Iter
     """Read and encode a source, document by document.
 
     Args:
-        source: What to read.
+        source: The corpus to read.
         tokenizer: Encodes the documents.
         held_out: The part.
 
     Raises:
-        ConfigError: There is no such source.
+        ConfigError: The source does not exist.
         DataError: A file or a record is unreadable.
     """
     reader = Reader(source)
@@ -127,8 +127,9 @@ def encoded(source: Source, tokenizer: Tokenizer, held_out: bool = True) -> Iter
 
 
 def prepared(corpora: Sequence[Corpus], tokenizer: Tokenizer) -> Iterator[Document]:
-    """Read the held-out documents of prepared corpora; their bytes are those of decoded text."""
-    for corpus, info in ((each, info) for each in corpora for info in each.held_out):
+    """Read the held-out documents of prepared corpora; bytes are counted in the decoded text."""
+    shards = ((corpus, info) for corpus in corpora for info in corpus.held_out)
+    for corpus, info in shards:
         shard, start = corpus.shard(info), 0
         for end in shard.ends.tolist():
             ids = shard.read(start, end)

@@ -76,7 +76,7 @@ def export_tokenizer(
 
     Args:
         tokenizer: The run's tokenizer.
-        folder: Where it came from.
+        folder: The folder of the tokenizer.
         out_dir: An existing folder.
         length: Length of the sequences that the model was trained on.
 
@@ -110,7 +110,7 @@ def export_tokenizer(
         "padding_side": "left",
         # Without token_type_ids, which LLaMA has no use for.
         "model_input_names": ["input_ids", "attention_mask"],
-        # Of BPE it would remove spaces of the text itself.
+        # With BPE the setting would remove spaces of the text itself.
         "clean_up_tokenization_spaces": tokenizer.cleans_up,
     }
     stops = stop_ids_of(folder)

@@ -44,7 +44,7 @@ def truncate(weight: Tensor, rank: int, moments: Tensor | None = None, seed: int
         rank: Rank r. Above the smaller side of W the surplus rows of A are random, of the size of
             the others, and the surplus columns of B zero: B A does not change, and both train.
         moments: C (d_in, d_in), up to a factor; None for the plain SVD.
-        seed: Of the surplus rows.
+        seed: Seed of the surplus rows.
 
     Returns:
         The factors in fp64, on the device of ``weight``.

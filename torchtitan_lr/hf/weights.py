@@ -23,9 +23,9 @@ class StoredWeights:
     Attributes:
         args: The model's arguments.
         step_dir: Folder of the distributed checkpoint (DCP).
-        metadata: Its table of contents.
+        metadata: The checkpoint's table of contents.
         shapes: Shape of every parameter by name, in the model's order.
-        dtype: Precision of all of them.
+        dtype: Precision of all weights.
     """
 
     args: LlamaArgs

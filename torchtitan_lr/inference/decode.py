@@ -67,7 +67,7 @@ class Sampling:
         logits, ids = self.candidates(logits)
         # The sum of a whole vocabulary would round the least likely tokens away in fp32.
         logits = logits.double()
-        # The largest is subtracted first: a tiny temperature would make all of them infinite.
+        # The largest logit is subtracted first: a tiny temperature would make all logits infinite.
         logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
         probabilities = logits.softmax(-1)
         if self.top_p < 1:
@@ -138,7 +138,7 @@ class Decoder:
 
     Attributes:
         cache: The cache.
-        running: Which rows have not ended; a caller ends one after a stop string.
+        running: Whether each row goes on; a caller ends a row after a stop string.
         new_tokens: Number of new tokens of each row, the stop token included.
 
     Raises:

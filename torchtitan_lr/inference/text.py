@@ -8,7 +8,7 @@ _CONTEXT = 8
 """Last tokens of the prompt that are decoded again: some decoders drop a leading space."""
 
 _UNKNOWN = "\ufffd"
-"""What decoders give for bytes that are not (yet) a character."""
+"""The character that decoders return for bytes that are not (yet) a character."""
 
 
 class TextStream:
@@ -20,7 +20,7 @@ class TextStream:
     Args:
         tokenizer: Decodes token ids.
         prompt: Token ids of the prompt.
-        stops: Strings that end the text; they are not part of it.
+        stops: Strings that end the text; the text does not include them.
 
     Attributes:
         stopped: Whether a stop string was found; nothing is given out after it.
@@ -29,7 +29,7 @@ class TextStream:
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._ids = list(prompt[-_CONTEXT:])
-        self._decoded = len(self._ids)  # how many of them are text already
+        self._decoded = len(self._ids)  # ids that are text already
         self._stops = stops
         self._held = ""
         self.stopped = False

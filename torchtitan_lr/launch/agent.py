@@ -40,7 +40,7 @@ from torchtitan_lr.launch.report import DID_NOT_END
 LOOPBACK = "127.0.0.1"
 
 GRACE_SECONDS = 2
-"""Time for the other ranks to end after one has failed; they cannot save without it anyway."""
+"""Time for the other ranks to end after one has failed; without that rank none can save."""
 
 REFUSED = 2
 """Exit status of a rank for an invalid configuration: a restart would fail in the same way."""
@@ -115,7 +115,7 @@ class Ranks:
 
     Attributes:
         cause: Why they were last ended, for the line of the next start.
-        restarts_left: Of the last start.
+        restarts_left: Restarts left at the last start.
     """
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ def why_ended(codes: Mapping[int, int]) -> str:
     """Describe why the ranks of this machine are ended.
 
     Args:
-        codes: Exit status by rank of those that failed on this machine, negative for a signal.
+        codes: Exit status of each rank that failed on this machine; negative for a signal.
     """
     if not codes:
         return "the machines of the run changed"

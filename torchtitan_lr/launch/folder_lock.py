@@ -23,6 +23,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
+from torchtitan_lr.config.files import read_json
 from torchtitan_lr.errors import ConfigError
 
 LOCK_FILE = "run.lock"
@@ -43,7 +44,7 @@ class FolderLock:
 
     Args:
         dump_folder: ``job.dump_folder``.
-        signature: What this start has written into ``run.lock``.
+        signature: The line that this start has written into ``run.lock``.
     """
 
     dump_folder: str
@@ -146,9 +147,9 @@ def lock_file(file: IO[Any], path: Path) -> None:
 
 def _taken(dump_folder: str, path: Path) -> ConfigError:
     try:
-        who = json.loads(path.read_text())
+        who = read_json(path)
         holder = f"process {who['pid']} on {who['host']} has used it since {who['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError):
         holder = "its holder is not recorded yet"  # between locking and signing
     want = f"a folder that no other job uses; {holder}"
     return ConfigError("job.dump_folder", dump_folder, want)

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.checkpoints.layout import complete_steps, step_folder
+from torchtitan_lr.checkpoints.folders import complete_steps, step_folder
 from torchtitan_lr.checks.stored import nothing_to_train
 from torchtitan_lr.compat.interpreter import cores
 from torchtitan_lr.config.build import build_job_config

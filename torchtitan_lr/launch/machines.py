@@ -19,7 +19,7 @@ import struct
 import sys
 from typing import Any
 
-from torchtitan_lr.checkpoints.layout import RESIDUALS
+from torchtitan_lr.checkpoints.folders import RESIDUALS
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import Environment

@@ -2,7 +2,6 @@
 """The launcher's final report: the summary of a run, or the cause of its failure."""
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -109,11 +108,11 @@ def describe_failure(log_folder: Path, status: int) -> str:
     failures = []
     for path in _of_last_start(log_folder, "*/error.json"):
         try:
-            message = json.loads(path.read_text())["message"]
+            message = read_json(path)["message"]
             when = float(message["extraInfo"]["timestamp"])
             stack = str(message["extraInfo"].get("py_callstack"))
             failures.append((when, path.parent, str(message["message"]), stack))
-        except (ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError):
             continue  # a rank that was killed while writing leaves an incomplete file
     if failures:
         _, folder, reason, stack = min(failures)

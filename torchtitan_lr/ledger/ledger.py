@@ -193,7 +193,7 @@ class Collective(NamedTuple):
         group: Name of the process group.
         dtype: Dtype of the payload.
         elements: Elements of the logical tensor, the larger of the call's input and output.
-        results: What a ``c10d`` operator writes while it runs; empty for what it only sends.
+        results: Tensors that a ``c10d`` operator writes; empty if it only sends.
     """
 
     op: str
@@ -222,16 +222,21 @@ def identify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collec
         raise NotImplementedError(f"the ledger does not know the collective {func}")
     op = OPERATIONS[name]
     named = dict(zip(parameters, args, strict=False)) | kwargs
-    leaves = {key: tree_leaves(value) for key, value in named.items()}
-    tensors = {key: [x for x in found if isinstance(x, Tensor)] for key, found in leaves.items()}
-    payload = next(found for found in tensors.values() if found)
+    payload: list[Tensor] = []  # of the first argument that has tensors
+    results: list[Tensor] = []
+    has_results = False
+    elements = 0
+    for key, value in named.items():
+        tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+        payload = payload or tensors
+        elements = max(elements, sum(x.numel() for x in tensors))
+        if key.startswith("out"):
+            has_results = True
+            results += tensors
     group = named.get("group_name", named.get("process_group"))
-    elements = max(sum(t.numel() for t in found) for found in tensors.values())
-    if op == "all_gather" and not any(key.startswith("out") for key in tensors):
+    if op == "all_gather" and not has_results:
         # A functional all-gather has only its input as an argument.
         elements *= named["group_size"]
-    written = [found for key, found in tensors.items() if key.startswith("out")]
-    if not written and op not in ("send", "send_recv"):
-        written = [payload]  # in place
-    results = tuple(tensor for found in written for tensor in found)
-    return Collective(op, group_name_of(group), payload[0].dtype, int(elements), results)
+    if not has_results and op not in ("send", "send_recv"):
+        results = payload  # in place
+    return Collective(op, group_name_of(group), payload[0].dtype, elements, tuple(results))

@@ -13,6 +13,7 @@ nor does an exchange of compressed gradients that ends there.
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -48,7 +49,7 @@ class Overlap:
         Args:
             key: The counter's key.
             result: The result of the operator; a functional collective's is a tensor to wait for.
-            written: What a ``c10d`` collective writes.
+            written: Tensors that a ``c10d`` collective writes.
         """
         if isinstance(result, Tensor):
             self._running[storage_address(result)] = (key, self._issued)
@@ -69,36 +70,51 @@ class Overlap:
         packet = getattr(func, "overloadpacket", None)
         if packet is functional.wait_tensor:
             if (found := self._running.pop(storage_address(args[0]), None)) is not None:
-                self.flops[found[0]] += self._issued - found[1]
+                key, issued_before = found
+                self.flops[key] += self._issued - issued_before
             return
-        leaves = tree_leaves((args, kwargs)) if self._unread and not reducing else []
-        inputs = [x for x in leaves if isinstance(x, Tensor)]
-        read = {storage_address(x) for x in inputs}
-        if read & self._unread.keys():
-            made = [storage_address(x) for x in tree_leaves(result) if isinstance(x, Tensor)]
-            # A view reads nothing.
-            if not made or changes_arguments(func) or not read.issuperset(made):
-                for x in inputs:
-                    begin, end = _span(x)
-                    meets = lambda r, b=begin, e=end: r.begin < e and b < r.end  # noqa: E731
-                    self.end(meets, storage_address(x))
+        if self._unread and not reducing:
+            self._read(func, (args, kwargs), result)
         if packet in flop_registry:
             self._issued += int(flop_registry[packet](*args, **kwargs, out_val=result))
+
+    def _read(self, func: Any, arguments: Any, result: Any) -> None:
+        """End the ``c10d`` collectives of which an operator reads a result."""
+        inputs = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+        read = {storage_address(x) for x in inputs}
+        if not read & self._unread.keys():
+            return
+        made = {storage_address(x) for x in tree_leaves(result) if isinstance(x, Tensor)}
+        is_view = made and made <= read and not changes_arguments(func)
+        if is_view:  # it reads nothing
+            return
+        for x in inputs:
+            self.end(partial(_overlaps, _span(x)), storage_address(x))
 
     def end(self, ends: Callable[[Any], bool], at: int | None = None) -> None:
         """End the ``c10d`` collectives that something waits for here.
 
         Args:
-            ends: Whether that is so for a running one.
-            at: The address of the storage that they write; None for any.
+            ends: Says of a running collective whether it ends here.
+            at: Address of the storage that the collectives write; None for any.
         """
         for address in list(self._unread) if at is None else [at]:
-            # Nothing has visibly waited for a result whose storage is gone.
-            there = [r for r in self._unread.pop(address, []) if not r.storage.expired()]
-            for running in filter(ends, there):
-                self.flops[running.key] += self._issued - running.before
-            if kept := [running for running in there if not ends(running)]:
+            kept = []
+            for running in self._unread.pop(address, []):
+                if running.storage.expired():  # nothing has visibly waited for it
+                    continue
+                if ends(running):
+                    self.flops[running.key] += self._issued - running.before
+                else:
+                    kept.append(running)
+            if kept:
                 self._unread[address] = kept
+
+
+def _overlaps(span: tuple[int, int], running: _Running) -> bool:
+    """Return whether a collective writes into some bytes of its storage."""
+    begin, end = span
+    return running.begin < end and begin < running.end
 
 
 def _span(x: Tensor) -> tuple[int, int]:

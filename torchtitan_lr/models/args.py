@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What defines a model: one dataclass, checked as a whole, filled from the job's configuration."""
+"""The definition of a model: one dataclass, checked as a whole, filled from the configuration."""
 
 import math
 from dataclasses import dataclass
@@ -101,7 +101,7 @@ class LlamaArgs(BaseModelArgs):
 
     @property
     def model_family(self) -> ModelFamily:
-        """What a linear becomes in this family, and what follows from it."""
+        """The family, which says what a linear becomes."""
         return FAMILIES[self.family]
 
     def latent_silu(self, projection: str) -> bool:

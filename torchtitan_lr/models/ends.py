@@ -215,7 +215,7 @@ def _chunk_loss(
         x: The head's input (n, g, d).
         weight: (V/T, d).
         targets: Token ids (n,).
-        counts: Whether each of them does (n,).
+        counts: Whether each label counts (n,).
         logits: Memory (n, V/T), of the dtype of x.
         p: The same in at least fp32; the same tensor if x is.
         ranks: The ranks that share the vocabulary; None if the weight has all of it.

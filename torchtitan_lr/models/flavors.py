@@ -105,12 +105,12 @@ class FlavorTable(UserDict[str, LlamaArgs]):
         """Return a flavor.
 
         Args:
-            flavor: Its name, or the path of a ``.json`` file, relative to the working directory,
+            flavor: A name, or the path of a ``.json`` file, relative to the working directory,
                 else to the package's parent folder.
 
         Raises:
-            KeyError: There is no such name.
-            ConfigError: As for `read_model_args`, or the file has a model of another family.
+            KeyError: No flavor has this name.
+            ConfigError: The file is refused by `read_model_args`, or has another family's model.
         """
         if not flavor.endswith(SUFFIX):
             return copy.deepcopy(super().__getitem__(flavor))

@@ -64,7 +64,7 @@ def lane_terms(x: Tensor, weight: Tensor, lanes: int) -> Tensor:
     Args:
         x: The lanes' inputs side by side, (b, s, g · i).
         weight: (d_out, g · i), the lanes' columns one after the other.
-        lanes: Their number g.
+        lanes: Number g of the lanes here.
 
     Returns:
         One term of the whole product per lane, (b, s, g, d_out).

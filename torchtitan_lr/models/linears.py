@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from torchtitan_lr.models.saved import end_recomputation, save
+from torchtitan_lr.models.kept import end_recomputation, keep
 
 
 class LowRankLinear(nn.Module):
@@ -274,7 +274,7 @@ class _GatedLinear(torch.autograd.Function):
         ctx.silu = silu
         compute = lambda: (F.linear(Gated(gate, up, silu).product(), weight),)  # noqa: E731
         # Low-rank checkpointing repeats up-projections.
-        (out,) = compute() if up is None else save(compute)
+        (out,) = compute() if up is None else keep(compute)
         return out
 
     @staticmethod
@@ -313,7 +313,7 @@ class _DownProducts(torch.autograd.Function):
         # The weights themselves, not what is put side by side: a copy per block would survive when
         # FSDP frees the gathered weights.
         ctx.save_for_backward(x, *weights)
-        return save(lambda: tuple(F.linear(x, weight) for weight in weights))
+        return keep(lambda: tuple(F.linear(x, weight) for weight in weights))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:

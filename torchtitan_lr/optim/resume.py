@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A saved state's hyperparameters stay outside: a resumed run has those of its configuration.
+"""A resumed run has the hyperparameters of its configuration, not those of the saved state.
 
 Torch's optimizers and schedules save what they were built with (learning rate, decays, the
 schedule's base) beside what training has changed (moments, steps), and load both. A resumed run
@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def keep_hyperparameters(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state to load with this optimizer's hyperparameters instead of its own.
+    """Replace the hyperparameters of a state to load by this optimizer's.
 
     It is a hook for `Optimizer.register_load_state_dict_pre_hook`.
     """

@@ -48,8 +48,8 @@ from torchtitan_lr.collectives import (
     wait,
 )
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.kept import end_recomputation, keep
 from torchtitan_lr.models.linears import LowRankLinear, activated, concatenated
-from torchtitan_lr.models.saved import end_recomputation, save
 from torchtitan_lr.parallel.edge import (
     Edge,
     MixEdge,
@@ -208,7 +208,7 @@ class Reduction:
         sequence: Whether each rank keeps only its shard of the tokens.
     """
 
-    # Without a default: torch 2.11 compiles no dataclass whose default is an object.
+    # No default: torch 2.11 compiles no dataclass whose default is an object.
     ranks: Ranks
     grouping: bool = True
     sequence: bool = False
@@ -251,9 +251,9 @@ class _OnlineDown(torch.autograd.Function):
             return (torch.rsqrt(wait(statistic) / dim + eps),)
 
         # A recomputation takes the statistic and Y from forward: it does not call `reduced` again.
-        (rstd,) = save(reduced)  # (b, s)
+        (rstd,) = keep(reduced)  # (b, s)
         # From the saved statistic: else a compiled backward reduces it again.
-        ys = save(lambda: tuple(cast(h * rstd.unsqueeze(-1), x.dtype) for h in products))
+        ys = keep(lambda: tuple(cast(h * rstd.unsqueeze(-1), x.dtype) for h in products))
         ctx.save_for_backward(x, gamma, rstd, *ys, *weights)
         ctx.dim, ctx.how, ctx.n_messages = dim, how, len(ys)
         return ys
@@ -304,12 +304,12 @@ class _Down(torch.autograd.Function):
         ctx.how = how
 
         def reduced() -> tuple[Tensor, ...]:
-            started = []  # all of them: each reduction runs during the next product
+            started = []  # each reduction runs during the next product
             for group in how.messages(weights):
                 started.append(how.start(F.linear(x, concatenated(group))))
             return tuple(wait(reduction) for reduction in started)
 
-        return save(reduced)
+        return keep(reduced)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -347,7 +347,7 @@ class _UpProjections(torch.autograd.Function):
         latents, ranks, dim, *weights = inputs  # (b, s, Σ r_i), or (b, s/T, Σ r_i); B (d_i/T, r_i)
         whole = latents
         if dim is not None:
-            (whole,) = save(lambda: tuple(all_gather([latents], ranks, dim)))
+            (whole,) = keep(lambda: tuple(all_gather([latents], ranks, dim)))
         ctx.save_for_backward(whole, *weights)
         end_recomputation(whole, *weights)
         ctx.ranks, ctx.dim = ranks, dim
@@ -451,7 +451,7 @@ class _SyncNorm(torch.autograd.Function):
         ranks: Ranks,
     ) -> Tensor:
         total = partial(reduce, ranks=ranks, owned=True)
-        (rstd,) = save(lambda: (torch.rsqrt(total(sum_of_squares(x)) / dim + eps),))
+        (rstd,) = keep(lambda: (torch.rsqrt(total(sum_of_squares(x)) / dim + eps),))
         rstd = rstd.unsqueeze(-1)  # (b, s, 1)
         ctx.save_for_backward(x, gamma, rstd)
         ctx.dim, ctx.ranks = dim, ranks

@@ -68,7 +68,7 @@ def apply_data_parallel(
         if parallel_dims.fsdp_enabled:
             # FSDP2 alone starts a unit's gather when its forward begins. It then runs beside the
             # unit before only as far as the host is ahead of the device, which it is not where
-            # kernels are small. As without this, a rank holds the gathered weights of two units.
+            # kernels are small. A rank holds the gathered weights of two units either way.
             for unit, following in pairwise(units):
                 next_units = [cast(FSDPModule, following)]
                 cast(FSDPModule, unit).set_modules_to_forward_prefetch(next_units)

@@ -231,7 +231,7 @@ def summed_products(gradient: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """Return the gradient of the input of concatenated linears, without concatenating weights.
 
     Args:
-        gradient: Of the concatenated outputs, (b, s, Σ d_out_i).
+        gradient: Gradient of the concatenated outputs, (b, s, Σ d_out_i).
         weights: One (d_out_i, d_in) per linear.
 
     Returns:

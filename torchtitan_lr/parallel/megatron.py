@@ -19,8 +19,8 @@ from torch.distributed.tensor import Shard
 
 from torchtitan_lr.collectives import FEATURES, TOKENS, Ranks, all_gather, local, start_sum, wait
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.kept import end_recomputation, keep
 from torchtitan_lr.models.linears import LowRankLinear, activated, concatenated
-from torchtitan_lr.models.saved import end_recomputation, save
 from torchtitan_lr.parallel.edge import (
     Edge,
     MixEdge,
@@ -251,7 +251,7 @@ class _ColumnParallel(torch.autograd.Function):
         ctx.save_for_backward(whole, *weights)
         end_recomputation(whole, *weights)
         ctx.ranks, ctx.dim = ranks, dim
-        (out,) = save(lambda: (F.linear(whole, concatenated(weights)),))
+        (out,) = keep(lambda: (F.linear(whole, concatenated(weights)),))
         return out  # (b, s, Σ d_out_i/T)
 
     @staticmethod

@@ -52,7 +52,7 @@ def _marked(name: str, offset: int, pass_: str) -> Any:
     """Return a method of torch's stage with marks on the tensors of its operations.
 
     Args:
-        name: Of the method, which returns the ``torch.distributed.P2POp`` of a micro-batch.
+        name: Name of a method that returns the ``torch.distributed.P2POp`` of a micro-batch.
         offset: Boundary i lies between the stages i and i + 1; stage i's is i + ``offset``.
         pass_: ``forward`` or ``backward``.
     """
@@ -168,7 +168,7 @@ class Pipeline:
     Attributes:
         job_config: The run's configuration.
         args: The model's arguments.
-        device: Of this rank.
+        device: This rank's device.
         group: Process group of the pipeline.
         loss_fn: Returns the sum over tokens.
         tokens: The divisor of the training loss, the valid tokens of the global batch.
@@ -341,7 +341,7 @@ def pipeline_llama(
     seq_len = job_config.training.seq_len
     indices: list[int] = []
 
-    # torchtitan passes number, device and group of the stages too: those that `pipeline` has.
+    # torchtitan also passes the stages' number, device and group, which `pipeline` knows.
     def build(part: nn.Module, index: int, stages: int, device: torch.device, group: Any) -> Stage:
         indices.append(index)
         return pipeline.build_stage(part, index, size, seq_len)

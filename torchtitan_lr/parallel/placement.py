@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What a tensor-parallel plan consists of: settings, placements of parameters, and edges.
+"""The parts of a tensor-parallel plan: settings, placements of parameters, and edges.
 
 A plan is a function that returns ``{module: EdgeParallel}`` for the arguments of a model and the
 settings of a run; `parallelize_module` applies it. Parameters become DTensors. Activations stay
@@ -50,7 +50,7 @@ class TPSettings:
 
     @classmethod
     def read(cls, section: Any, **more: Any) -> "TPSettings":
-        """Read the ``tp_*`` keys that a section has; the others have their defaults."""
+        """Read the ``tp_*`` keys of a section; a key that the section lacks has its default."""
         names = [field.name for field in fields(cls) if hasattr(section, f"tp_{field.name}")]
         return cls(**{name: getattr(section, f"tp_{name}") for name in names}, **more)
 
@@ -96,7 +96,7 @@ class Plan:
         low_rank: Whether it splits factorised linears, or dense ones.
         lanes: Whether it is for models with CAAT-Net's lanes.
         attention: Placements of attention's factors: Shard(0), Shard(1) or Replicate().
-        feed_forward: Those of the feed-forward's.
+        feed_forward: Placements of the feed-forward's A and B.
         shards_stream: Whether a rank holds d/T features of the residual stream and sends them to
             the next stage. The norms' weights in the blocks are sharded in the same way.
         shards_latents: Whether it sends r/T features of LaX's latents A x, where A is Shard(0).
@@ -115,7 +115,7 @@ class Plan:
     choices: Set[str] = frozenset()
 
     def widths(self, args: LlamaArgs) -> dict[str, int]:
-        """Return the widths that T must divide, by name: those of sharded dimensions."""
+        """Return the widths of sharded dimensions, which T must divide, by name."""
         widths: dict[str, int] = {}
         if self.shards_heads:
             widths |= {"n_heads": args.n_heads, "n_kv_heads": args.kv_heads}
@@ -157,7 +157,7 @@ def low_rank_blocks(
         plan: Says how A, B and the stream are placed.
         down: The edge that ends a chunk: applies A of a group.
         up: The edge that starts a chunk: applies σ and B of a group.
-        mix: The edge of families with carried latents, not used for others.
+        mix: The edge of families with carried latents; other families do not use it.
     """
     group = {"down": down, "up": up}
     if mix is not None and args.model_family.carries_latents:

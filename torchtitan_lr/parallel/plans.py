@@ -29,7 +29,7 @@ PLANS: dict[str, Plan] = {
     "megatron": MEGATRON,
     "caat": CAAT,
 }
-"""Plans by name, those of `config.schema.BUILT_IN_PLANS`; `register_plan` adds others."""
+"""Plans by name: `config.schema.BUILT_IN_PLANS`, and what `register_plan` adds."""
 
 
 def register_plan(name: str, plan: Plan) -> None:
@@ -71,7 +71,7 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, settings: TPSet
 
 
 def check_placed(model: nn.Module) -> None:
-    """Raise for a model of which a plan left a parameter whole.
+    """Raise if a plan has left a parameter of the model whole.
 
     Raises:
         RuntimeError: The plan does not place every parameter.

@@ -8,11 +8,11 @@ rotary embedding, norms, SwiGLU and attention; no down-projection runs twice (Co
 norms' statistics, so that recomputation communicates nothing (BOOST, section 4). Attention's output
 and its log-sum-exp can be saved too; then attention does not run twice.
 
-Autograd Functions name what is saved, see `torchtitan_lr.models.saved`. Torch's selective
+Autograd Functions name what is kept, see `torchtitan_lr.models.kept`. Torch's selective
 checkpointing saves the results of chosen operators. Outside of compiled code it repeats whatever
 leads to them: the product in front of a saved all-reduce would run again for nothing, or its result
 would have to be saved too. It also frees them after the first recomputation, and a split backward
-needs two. A `Recomputation` therefore saves the results of whole computations.
+needs two. A `Recomputation` therefore keeps the results of whole computations.
 
 The memory and the repeated collectives of a mode are stated nowhere: the estimator measures them on
 wrapped blocks.
@@ -39,7 +39,7 @@ from torchtitan_lr.compat.dispatch import (
 )
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.families import find_family
-from torchtitan_lr.models.saved import mark_in_graphs, save, saved_by
+from torchtitan_lr.models.kept import keep, kept_by, mark_in_graphs
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, apply_ac, count_checkpointed_blocks_from
 
@@ -73,7 +73,7 @@ _COMPILED_SAVES = {
     )
     for attention in (False, True)
 }
-"""What compiled blocks save, by whether that includes attention's results."""
+"""Policies of compiled blocks, by whether attention's results are saved."""
 
 
 def check_mode(config: Any) -> None:
@@ -176,7 +176,7 @@ def checkpoint_block(
 ) -> Any:
     """Run a block forward; its backward recomputes everything but what the block saves."""
     if torch.compiler.is_compiling():
-        # The compiler removes operators whose results are only used by saved tensors.
+        # The compiler removes operators whose results only saved tensors use.
         return checkpoint(
             block,
             *args,
@@ -191,9 +191,9 @@ def checkpoint_block(
 
 
 class _SavedAttention(TorchDispatchMode):
-    """Saves attention's output and log-sum-exp: the operator has an autograd formula of its own."""
+    """Saves attention's output and log-sum-exp; attention is one operator with its own backward."""
 
-    # Else torch would run the compiled ``flex_attention`` uncompiled, with all scores in memory.
+    # Without support torch would run ``flex_attention`` uncompiled, with all scores in memory.
     supports_higher_order_operators = True
     ignore_compile_internals = classmethod(lambda cls: True)
 
@@ -201,7 +201,7 @@ class _SavedAttention(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in (*ATTENTION_OPERATORS, FLEX_ATTENTION, FLEX_ATTENTION_CALL):
-            return save(lambda: func(*args, **(kwargs or {})))
+            return keep(lambda: func(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
 
@@ -210,19 +210,19 @@ class _AllFound(Exception):
 
 
 class Recomputation:
-    """A forward pass whose saved tensors are computed again when backward needs the first of them.
+    """A forward pass that runs again when backward needs the first of its saved tensors.
 
     All calls of a backward share one recomputation.
 
     Args:
         function: Called in forward, and again in backward until the last saved tensor is there.
-        args: Its positional arguments, which are kept.
-        kwargs: Its keyword arguments.
+        args: Positional arguments of the function; they stay in memory.
+        kwargs: Keyword arguments of the function.
         save_attention: Whether the results of fused attention are saved too.
 
     Attributes:
-        kept: The results that `save` keeps, and how often each had been changed in place.
-        kept_next: In backward, the next of them; None in forward.
+        kept: The kept results, and how often each had been changed in place.
+        kept_next: In backward, index of the next kept result; None in forward.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class Recomputation:
         with saved_tensors_hooks(pack, self._unpack):
             return self._run(None, self.args, self.kwargs)
 
-    def save(self, compute: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+    def keep(self, compute: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """Compute and keep tensors in forward; in backward, return what was kept.
 
         Raises:
@@ -266,23 +266,27 @@ class Recomputation:
             return made
         saved, versions = self.kept[self.kept_next]
         if [version_of(x) for x in saved if isinstance(x, Tensor)] != versions:
-            raise RuntimeError("a tensor that low-rank checkpointing saves was changed in place")
+            raise RuntimeError("a tensor that low-rank checkpointing keeps was changed in place")
         self.kept_next += 1
         kept: tuple[Any, ...] = tree_map_only(Tensor, Tensor.detach, saved)
         return kept
 
     def end_with(self, last: list[Tensor]) -> None:
-        """In backward, end here if only these tensors are missing, which a Function is to save."""
+        """Stop recomputing here if backward only still needs these tensors.
+
+        Args:
+            last: Tensors that the calling Function is about to save.
+        """
         missing = len(self._shapes) - len(self._collected)
         if self.kept_next is None or len(last) != missing:
             return
-        if any(x.requires_grad for x in last):  # else the Function saves nothing
+        if any(x.requires_grad for x in last):  # else the Function would save nothing
             self._collected += [x.detach() for x in last]
             raise _AllFound
 
     def _run(self, kept_next: int | None, args: Any, kwargs: Any) -> Any:
         self.kept_next = kept_next
-        with saved_by(self), self._attention:
+        with kept_by(self), self._attention:
             return self.function(*args, **kwargs)
 
     def _unpack(self, number: int) -> Tensor:
@@ -291,32 +295,39 @@ class Recomputation:
         Raises:
             RuntimeError: The recomputation saves other tensors than the forward pass did.
         """
-        if number in self._found:
-            return self._found.pop(number)
-        found = self._collected = []
+        # ``torch.utils.checkpoint`` recomputes for every call of autograd. The weights' half of a
+        # split backward is one call per linear: a block would run as often, and what each call
+        # leaves would stay until the last.
+        if number not in self._found:
+            self._found = dict(enumerate(self._recompute()))
+        return self._found.pop(number)
+
+    def _recompute(self) -> list[Tensor]:
+        """Run the function again, up to the last tensor that autograd saved; return all of them.
+
+        Raises:
+            RuntimeError: As for `_unpack`.
+        """
+        saved = self._collected = list[Tensor]()  # `end_with` adds to it
 
         def collect(x: Tensor) -> None:
-            found.append(x.detach())
-            if len(found) == len(self._shapes):
+            saved.append(x.detach())
+            if len(saved) == len(self._shapes):
                 raise _AllFound
 
+        def in_a_new_graph(x: Tensor) -> Tensor:
+            # A view, because module hooks (the FLOP counter's) run other operators on leaves than
+            # on results.
+            return x.detach().requires_grad_().view_as(x) if x.requires_grad else x
+
         with torch.enable_grad():
-            # A graph of its own. It begins with views, because module hooks (the FLOP counter's)
-            # run other operators on leaves than on results.
-            args, kwargs = tree_map_only(
-                Tensor,
-                lambda x: x.detach().requires_grad_().view_as(x) if x.requires_grad else x,
-                (self.args, self.kwargs),
-            )
+            args, kwargs = tree_map_only(Tensor, in_a_new_graph, (self.args, self.kwargs))
             with saved_tensors_hooks(collect, lambda x: x), suppress(_AllFound):
                 self._run(0, args, kwargs)
-        if [(x.shape, x.dtype) for x in found] != self._shapes:
+        self._collected = []
+        if [(x.shape, x.dtype) for x in saved] != self._shapes:
             raise RuntimeError(
                 "low-rank checkpointing: the recomputation took another path than the forward "
                 "pass; was it under a context, such as sdpa_kernel, that ended?"
             )
-        # ``torch.utils.checkpoint`` finds them anew for every call of autograd. The weights' half
-        # of a split backward is one call per linear: a block would run as often, and what each
-        # call leaves would stay until the last.
-        self._found, self._collected = dict(enumerate(found)), []
-        return self._found.pop(number)
+        return saved

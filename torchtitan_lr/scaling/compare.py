@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What runs of a few steps cost, side by side: points of a sweep, a table and a picture."""
+"""Costs of short runs side by side: points of a sweep, a table and a picture."""
 
 import argparse
 from collections.abc import Sequence

@@ -17,13 +17,13 @@ FOLDER = SHIPPED / "experiments"
 
 @dataclass(frozen=True)
 class Family:
-    """What is compared, ``[families.NAME]``: a model, or an optimizer with it.
+    """One of the compared families, ``[families.NAME]``: a model, and possibly an optimizer.
 
     Args:
         model: ``model.name``; by default ``llama_NAME``.
         overrides: Overrides of its runs, ``section.key=value``.
-        learning_rates: Its own grid; empty for that of the experiment.
-        ranks: Ranks of its runs; 0 for those of the experiment.
+        learning_rates: The family's grid; empty for the experiment's.
+        ranks: Ranks of the family's runs; 0 for the experiment's.
     """
 
     model: str = ""
@@ -43,8 +43,8 @@ class Size:
         n_layers: Number L of blocks.
         n_heads: Number of heads.
         vocab_size: Rows V of the embedding and of the head.
-        seeds: Its own seeds; empty for those of the experiment.
-        budgets: Its own tokens per parameter; empty for those of the experiment.
+        seeds: The size's seeds; empty for the experiment's.
+        budgets: The size's tokens per parameter; empty for the experiment's.
     """
 
     flavor: str = ""
@@ -71,7 +71,7 @@ class Experiment:
         tokens_per_parameter: The budgets; parameters N are those without embedding and head.
         equal: What families share at a size and budget: ``tokens_per_parameter`` (each of its own
             N), or ``tokens`` or ``flops`` of the ``reference``.
-        reference: The family that others are compared with; by default the first.
+        reference: The family with which the others are compared; the first by default.
         learning_rates: Values to try, ascending; one value is used without a search.
         search: Sizes at which they are tried; empty for all. Beyond them the rate is on a line
             through log(learning rate) over log(N); with one size it is that size's.
@@ -105,7 +105,7 @@ def read_experiment(text: str, overrides: Sequence[str] = ()) -> Experiment:
         The experiment, in which sizes and families have what they inherit.
 
     Raises:
-        ConfigError: It is missing, not TOML, has an unknown key or a wrong value.
+        ConfigError: The file is missing, not TOML, or has an unknown key or a wrong value.
     """
     shipped = FOLDER / f"{Path(text).name.removesuffix('.toml')}.toml"
     path = Path(text) if Path(text).is_file() else shipped

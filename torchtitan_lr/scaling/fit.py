@@ -24,7 +24,7 @@ LEAST_POINTS, DRAWS = 4, 500
 """Points of different FLOPs that a law needs (it has three parameters); resamples of a fit."""
 
 _LIMITS = np.asarray([-14.0, -14.0, 1e-3]), np.asarray([14.0, 14.0, 4.0])
-"""Of log E, log A and alpha; exp(-14) is no floor, or no such term."""
+"""Bounds of log E, log A and alpha; exp(-14) stands for no floor, or no such term."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torchtitan_lr.console.figures import finish_axes, new_figure, series, smoot
 from torchtitan_lr.errors import escaped
 from torchtitan_lr.training.history import TRAIN_LOSS, VALIDATION_LOSS
 
-# What others are compared with.
+# The runs with which the others are compared.
 _BASES = ("full", "AdamW", "dense", "p1", "one process")
 
 COLORS = {

@@ -84,7 +84,7 @@ class Plan:
             raise ConfigError(f"families.{family}.model", arm.model, want)
         if not flavor:
             rank = max(1, shape.dim // 4) if found.low_rank else 0
-            # Where the nonlinearities are is the family's; the ranks are the size's.
+            # The family says where the nonlinearities are, the size which ranks.
             settings = found.defaults("debug") | {"rank_attention": rank, "rank_ffn": rank}
             sides = ("dim", "ffn_dim", "n_layers", "n_heads", "vocab_size")
             settings |= {side: getattr(shape, side) for side in sides}
@@ -184,7 +184,7 @@ class Plan:
         return found, edges
 
     def _beyond(self, rates: Rates, family: str, size: str) -> float | None:
-        """Return the rate at a size without a search, from those of all searched sizes."""
+        """Return the rate at a size without a search, from the rates of all searched sizes."""
         searched = self.experiment.search
         known = [rate for s in searched if (rate := rates[family, s]) is not None]
         if len(known) < len(searched) or len(known) == 1:

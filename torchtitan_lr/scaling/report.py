@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What a scaling experiment costs and found: one table, fitted laws, JSON and a picture."""
+"""Costs and results of a scaling experiment: one table, fitted laws, JSON and a picture."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from torchtitan_lr.checkpoints.layout import write_whole
+from torchtitan_lr.checkpoints.folders import write_whole
+from torchtitan_lr.config.files import read_json
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.launch.folder_lock import lock_file
@@ -51,9 +52,9 @@ class Point:
         name: Name of its folder and of its wandb run.
         config: Its TOML file.
         arguments: All overrides.
-        settings: What makes it differ from the others: the first columns of the table.
+        settings: Settings in which the point differs from others: the first columns of the table.
         ranks: Number of processes; None for ``NGPU``.
-        row: Its status and results so far.
+        row: The point's status and results so far.
     """
 
     name: str
@@ -94,11 +95,11 @@ def refuse_keys(items: Sequence[str], own: Mapping[str, str], where: str = "") -
 
     Args:
         items: ``section.key=value``, with or without dashes in front.
-        own: What to do instead, by key.
+        own: The remedy for each key that a point sets itself.
         where: Prefix of the key in the message.
 
     Raises:
-        ConfigError: An item sets such a key.
+        ConfigError: An item sets one of these keys.
     """
     for item in items:
         key = item.removeprefix("--").partition("=")[0].replace("-", "_")
@@ -281,7 +282,7 @@ class Sweep:
         if not path.is_file():
             self._save(point, "stopped before its last step")
             return
-        summary = json.loads(path.read_text())
+        summary = read_json(path)
         point.row |= {"steps": summary["steps"]} | {key: summary[key] for key in RESULTS}
         losses = [summary[key] for key in ("val_loss", "train_loss") if summary[key] is not None]
         self._save(point, FINISHED if all(map(math.isfinite, losses)) else DIVERGED)
@@ -331,10 +332,10 @@ def _read_point(path: Path) -> dict[str, Any]:
         ConfigError: The file is damaged.
     """
     try:
-        known = json.loads(path.read_text())
+        known = read_json(path)
         if isinstance(known["arguments"], list) and isinstance(known["row"]["status"], str):
-            return dict(known)
-    except (ValueError, LookupError, TypeError):
+            return known
+    except (OSError, ValueError, LookupError, TypeError):
         pass
     raise ConfigError("--out", str(path), "a file of a sweep; without it the point runs again")
 

@@ -10,7 +10,7 @@ from torchtitan_lr.config.removed import refuse_removed
 from torchtitan_lr.config.schema import AC_MODES
 from torchtitan_lr.errors import ConfigError
 
-PLANS: tuple[str, ...] = ("full", "vanilla", "vanilla_replicated", "btp")
+COMPARED_PLANS: tuple[str, ...] = ("full", "vanilla", "vanilla_replicated", "btp")
 """What `derive` makes: llama_full under Megatron's plan, or a low-rank model under the others.
 
 `read_plans` takes those that a configuration registers too.
@@ -70,15 +70,15 @@ def read_plans(text: str, config: str | None, overrides: Sequence[str] = ()) -> 
     """Read the plans that are to be compared.
 
     Args:
-        text: Some of `PLANS`, and of those that the module of ``experimental.custom_import``
-            registers, separated by commas.
+        text: Plans separated by commas: some of `COMPARED_PLANS`, and of those that the module of
+            ``experimental.custom_import`` registers.
         config: The TOML file; None where there are several, or none.
         overrides: The user's.
 
     Raises:
         ConfigError: There is no such plan.
     """
-    plans, known = text.split(","), PLANS
+    plans, known = text.split(","), COMPARED_PLANS
     if config is not None and not set(plans) <= set(known):
         with suppress(ConfigError):  # it is reported where the run is read
             known = _known_plans(config, overrides)
@@ -96,7 +96,7 @@ def _known_plans(config: str, overrides: Sequence[str]) -> tuple[str, ...]:
 
     # Models with lanes have one plan each, and full rank has its own.
     names = [n for n, plan in plans.PLANS.items() if plan.low_rank and not plan.lanes]
-    return (*PLANS, *(name for name in names if name not in PLANS))
+    return (*COMPARED_PLANS, *(name for name in names if name not in COMPARED_PLANS))
 
 
 def shared_mode(mode: str, plans: Collection[str]) -> str:
@@ -108,7 +108,7 @@ def shared_mode(mode: str, plans: Collection[str]) -> str:
 
     Args:
         mode: The configured mode.
-        plans: The compared plans, out of `PLANS`.
+        plans: The compared plans, out of `COMPARED_PLANS`.
     """
     return "full" if mode == "low_rank" and FULL_RANK in plans else mode
 

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""All that we use of torchtitan, so that another version of it is a change of this room.
+"""All that this package uses of torchtitan: another version changes this room only.
 
 A contract of import-linter forbids ``import torchtitan`` elsewhere in the package. The modules are
 split by what importing them loads: this one neither torch nor torchtitan, `configuration` torch,
@@ -17,7 +17,7 @@ changes, and ``tests/unit/titan`` and ``tests/unit/compat`` test them.
 # maybe_enable_amp.
 import logging
 
-# Both are stated again instead of imported: the launcher and the checks start without torch.
+# Both are stated again, not imported: the launcher and the checks start without torch.
 IGNORE_INDEX = -100
 """The label that no loss counts: torchtitan's, and the default of torch's cross entropy."""
 

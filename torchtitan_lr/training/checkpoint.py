@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from torchtitan_lr.agreement import from_first_rank
-from torchtitan_lr.checkpoints import layout, safe_metadata
+from torchtitan_lr.checkpoints import folders, safe_metadata
 from torchtitan_lr.checkpoints.manifest import (
     Manifest,
     ManifestWriter,
@@ -44,6 +44,7 @@ from torchtitan_lr.checkpoints.manifest import (
 from torchtitan_lr.checkpoints.staging import BackgroundStager
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.compression.residuals import saved_residuals
+from torchtitan_lr.config.files import files_kept
 from torchtitan_lr.console.log import console
 from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.titan import logger
@@ -91,12 +92,12 @@ class CheckpointManager(TitanCheckpointHooks):
 
     def __init__(self, *, checkpoint_config: Any, **parts: Any) -> None:
         self.fingerprint: dict[str, Any] = {}
-        # torchtitan's own section has none of these keys.
+        # torchtitan's own checkpoint section lacks these keys.
         self._fall_back = getattr(checkpoint_config, "fall_back", False)
         self._other_model = getattr(checkpoint_config, "initial_load_other_model", False)
         self._unverified = getattr(checkpoint_config, "allow_unverified", False)
         self._first = not dist.is_initialized() or dist.get_rank() == 0
-        # Deletes what was renamed: the other ranks wait only for its renaming.
+        # Deletes renamed folders: the other ranks wait for the renaming only.
         self._deletions = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deletions")
         self.before_save: Callable[[], None] = lambda: None
         super().__init__(checkpoint_config=checkpoint_config, **parts)
@@ -150,7 +151,7 @@ class CheckpointManager(TitanCheckpointHooks):
         """Save with a manifest into an empty folder; arguments as for upstream's method."""
         self.before_save()
         # No rank writes before DCP has gathered the plans of all, and so after this renaming.
-        if self._first and (renamed := layout.rename_away(checkpoint_id, layout.DISCARDED)):
+        if self._first and (renamed := folders.rename_away(checkpoint_id, folders.DISCARDED)):
             self._deletions.submit(shutil.rmtree, renamed, True)
         self._last_saved = checkpoint_id
         if to_hf:  # at the end of a run, never in the background
@@ -191,7 +192,7 @@ class CheckpointManager(TitanCheckpointHooks):
                 corpus, or it contains another model.
         """
         if from_hf:
-            has_manifest = from_first_rank((Path(checkpoint_id) / layout.MANIFEST).is_file())
+            has_manifest = from_first_rank((Path(checkpoint_id) / folders.MANIFEST).is_file())
             if has_manifest and (damage := self._damage_of(checkpoint_id)):
                 raise _damaged(checkpoint_id, damage, None)
             return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
@@ -210,8 +211,8 @@ class CheckpointManager(TitanCheckpointHooks):
             has_data = state_dict.get(DATALOADER) is not None
             if has_data and not state_dict[DATALOADER].check_checkpoint(checkpoint_id, metadata):
                 del state_dict[DATALOADER]  # the data start anew
-            if layout.RESIDUALS in state_dict:
-                state_dict[layout.RESIDUALS].check_checkpoint(checkpoint_id, metadata)
+            if folders.RESIDUALS in state_dict:
+                state_dict[folders.RESIDUALS].check_checkpoint(checkpoint_id, metadata)
             elif has_data and saved_residuals(checkpoint_id, metadata):
                 logger.warning("The gradient residuals of %s are not loaded", checkpoint_id)
             safe_metadata.load(state_dict, checkpoint_id, metadata=metadata)
@@ -239,6 +240,7 @@ class CheckpointManager(TitanCheckpointHooks):
                 raise
             return None
 
+    @files_kept()
     def load(self, step: int = -1) -> bool:
         """Load step ``step``, or at -1 the newest complete one, then rename all later steps.
 
@@ -252,7 +254,7 @@ class CheckpointManager(TitanCheckpointHooks):
         if not self.enable:
             return False
         if step == -1 and self._first:  # a thousand ranks would list the folder at the same moment
-            step = max(layout.complete_steps(self.folder), default=-1)
+            step = max(folders.complete_steps(self.folder), default=-1)
         step = from_first_rank(step)
         if step != -1:
             step = self._whole_step(step)
@@ -275,10 +277,10 @@ class CheckpointManager(TitanCheckpointHooks):
         """Return the step itself if its checkpoint is whole, else the step to fall back to.
 
         Raises:
-            ConfigError: It is damaged, and ``checkpoint.fall_back`` is off or finds none.
+            ConfigError: The step is damaged, and ``checkpoint.fall_back`` is off or finds none.
         """
         folder = self.checkpoint_folder(step)
-        is_dcp = from_first_rank(layout.is_dcp(folder))
+        is_dcp = from_first_rank(folders.is_dcp(folder))
         damage = self._damage_of(folder) if is_dcp else _MODEL_ALONE
         if not damage:
             return step
@@ -291,17 +293,17 @@ class CheckpointManager(TitanCheckpointHooks):
 
     def _tidy(self, step: int) -> None:
         """Rename the steps after ``step``; delete incomplete folders and unfinished deletions."""
-        for found in layout.all_steps(self.folder):
+        for found in folders.all_steps(self.folder):
             folder = self.checkpoint_folder(found)
-            if not layout.is_complete(folder):
-                layout.rename_away(folder, layout.DISCARDED)
+            if not folders.is_complete(folder):
+                folders.rename_away(folder, folders.DISCARDED)
             elif found > step:
                 logger.warning(
                     "Checkpoint of step %d is renamed to %s",
                     found,
-                    layout.rename_away(folder, layout.ASIDE),
+                    folders.rename_away(folder, folders.ASIDE),
                 )
-        for leftover in glob.glob(os.path.join(glob.escape(self.folder), f"{layout.DISCARDED}*")):
+        for leftover in glob.glob(os.path.join(glob.escape(self.folder), f"{folders.DISCARDED}*")):
             self._deletions.submit(shutil.rmtree, leftover, True)
 
     @_tells_why
@@ -332,7 +334,7 @@ class CheckpointManager(TitanCheckpointHooks):
         if not self.enable:
             return None
         self.wait_for_save()
-        for step in reversed(layout.complete_steps(self.folder)):
+        for step in reversed(folders.complete_steps(self.folder)):
             folder = self.checkpoint_folder(step)
             with suppress(safe_metadata.DamagedError):
                 if not finite or (manifest := self._manifest_of(folder)) is None or manifest.finite:
@@ -344,10 +346,10 @@ class CheckpointManager(TitanCheckpointHooks):
             return
         # The current save counts, complete or not, but no other incomplete folder: it must not
         # displace a complete one.
-        folders = [self.checkpoint_folder(step) for step in layout.all_steps(self.folder)]
-        kept = [path for path in folders if path == self._last_saved or layout.is_complete(path)]
+        paths = [self.checkpoint_folder(step) for step in folders.all_steps(self.folder)]
+        kept = [path for path in paths if path == self._last_saved or folders.is_complete(path)]
         for folder in kept[: -self.keep_latest_k]:
-            if renamed := layout.rename_away(folder, layout.DISCARDED):
+            if renamed := folders.rename_away(folder, folders.DISCARDED):
                 self.purge_queue.put(renamed)
 
 

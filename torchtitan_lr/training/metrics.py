@@ -25,7 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan_lr.checkpoints.layout import write_whole
+from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.checkpoints.run_record import global_batch_size
 from torchtitan_lr.console.log import Pace, console, step_line, validation_line
 from torchtitan_lr.models.args import LlamaArgs
@@ -54,7 +54,7 @@ class HistoryLogger(BaseLogger):
     path: Path
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Append one record; NaN and infinity become null, since JSON has neither."""
+        """Append one record; JSON has no NaN and no infinity, so both become null."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = {k: v for k, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
         record = {"step": step} | dict.fromkeys(metrics) | kept
@@ -81,7 +81,7 @@ class RunTensorBoard(TensorBoardLogger):
         self.tag = None
         purge = after + 1 if goes_on else None
         self.writer = SummaryWriter(str(place), max_queue=1000, purge_step=purge)
-        # As a block of code in Markdown.
+        # Indented: TensorBoard shows Markdown, and this is code.
         self.writer.add_text("config", indent(json.dumps(config, indent=1), " " * 4), after)
 
     def publish(self, summary: dict[str, Any], curve: Path) -> None:
@@ -250,7 +250,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
             write_whole(self.history.path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def close(self) -> None:
-        """Close the loggers; those that know failed runs get ``exit_status``."""
+        """Close the loggers; loggers that record failed runs get ``exit_status``."""
         for opened in self.opened:
             opened.exit_status = self.exit_status
             opened.close()

@@ -5,9 +5,9 @@ The micro-batches of step k are read during step k - 1, while the device compute
 step k - 1 sums what the ranks have read. So no rank starts a step whose data another rank could not
 read, and no rank waits for others between two steps. Only a run's first step has a sum of its own.
 
-A run's position is ``TokenDataLoader.rows``, the rows of all ranks in the steps that have begun. It
-moves in `StepReader.take`, not when rows are read ahead, and a checkpoint holds it. A run that
-resumes on more or fewer ranks goes on at that row.
+A run's position is ``TokenDataLoader.position``, the rows of all ranks in the steps that have
+begun. It moves in `StepReader.take`, not when rows are read ahead, and a checkpoint holds it. A run
+that resumes on more or fewer ranks goes on at that row.
 """
 
 import math
@@ -36,8 +36,8 @@ class StepData:
 
     Attributes:
         microbatches: ``({"input": (b, s)}, labels (b, s))`` each, on the CPU.
-        tokens: Valid tokens in them.
-        counts: What is summed over ranks: valid tokens, read failures, ends of data.
+        tokens: Valid tokens in the micro-batches.
+        counts: Numbers to sum over ranks: valid tokens, read failures, ends of data.
         global_tokens: Valid tokens of all ranks' micro-batches; NaN until they are summed.
         problem: Why this rank could not read all of them; None if it could.
     """
@@ -54,7 +54,7 @@ class StepReader:
 
     Args:
         loader: Its position goes on with each step.
-        device: Of the process group.
+        device: The process group's device.
         copies: Ranks that read the same rows: tensor-parallel ranks times pipeline stages.
         seconds: Gets the seconds of each micro-batch's reading.
 
@@ -95,7 +95,7 @@ class StepReader:
             raise DataloaderExhaustedError
         if failed:
             raise BadDataError(first_rank_with(data.problem))
-        self._loader.rows += self._loader.stride * self._loader.microbatches
+        self._loader.position += self._loader.stride * self._loader.microbatches
         # Sums of integers below 2^53 are exact.
         self._labels, data.global_tokens = int(tokens) // self._copies, tokens / self._copies
         return data
@@ -111,7 +111,7 @@ class StepReader:
                 self._seconds.append(time.perf_counter() - start)
         except StopIteration:
             ended = True
-        except (ConfigError, RuntimeError) as error:  # a worker process raises the latter
+        except (ConfigError, RuntimeError) as error:  # a worker process raises a RuntimeError
             problem = str(error)
         arrays = (labels.numpy() for _, labels in microbatches)
         tokens = sum(int((labels != IGNORE_INDEX).sum()) for labels in arrays)

@@ -14,8 +14,8 @@ from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 from torchtitan_lr.optim.adam import ON_SHARDS
 from torchtitan_lr.optim.resume import ConfiguredLR, keep_hyperparameters
-from torchtitan_lr.optim.selection import TSRSettings
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.container import TSROptimizers
+from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.parallel.parallelize import (
     parallelize_llama_cola,
     parallelize_llama_full,
@@ -63,7 +63,7 @@ def build_optimizers(
 def build_lr_schedulers(
     optimizers: OptimizersContainer, config: Any, steps: int
 ) -> LRSchedulersContainer:
-    """Build torchtitan's schedules, of which a resumed run loads the step alone."""
+    """Build torchtitan's schedules; a resumed run loads only their step."""
     schedulers = components.build_lr_schedulers(optimizers, config, steps)
     for scheduler in schedulers:
         scheduler.__class__ = ConfiguredLR

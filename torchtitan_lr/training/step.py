@@ -67,19 +67,19 @@ class Step:
     """The running step of a rank; call the methods on every rank, in the order of `PARTS`.
 
     Attributes:
-        job_config: The run's configuration, ``[training]`` of it.
-        device: Of this rank.
+        job_config: The run's configuration; a step reads ``[training]``.
+        device: This rank's device.
         model_parts: The pipeline stages of this rank (one without pipelining).
         pipeline: Runs the stages; None without pipelining.
         optimizers: One per model part.
         gradients: The gradients of all parts.
         reader: Reads this rank's data.
-        compressors: Of ``[grad_compression]``, whose residuals belong to a step.
+        compressors: Those of ``[grad_compression]``; a step keeps or discards their residuals.
         before_change: Called before weights, moments and residuals change.
         data: This step's data.
         loss: This rank's share of the step's loss, an fp64 scalar on the device.
         share: This rank's share of the squared gradient norm, likewise.
-        verdict: What all ranks know of the step, on the device.
+        verdict: The ranks' common decision on the step, on the device.
         ended: The last part that has ended.
     """
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lr.agreement import first_rank_where, from_all_ranks, from_first_rank
-from torchtitan_lr.checkpoints.layout import RESIDUALS, RUN_CONFIG, write_whole
+from torchtitan_lr.checkpoints.folders import RESIDUALS, RUN_CONFIG, write_whole
 from torchtitan_lr.checkpoints.run_record import described, global_batch_size, write_record
 from torchtitan_lr.compat.collectives import set_timeouts
 from torchtitan_lr.compression.fsdp import compressors_of
@@ -28,7 +28,7 @@ from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.gradients import Gradients, StoredGradients
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, ParallelDims, dist_utils
@@ -109,7 +109,7 @@ class Trainer(TitanTrainer):
         dims, pipelined = self.parallel_dims, self.parallel_dims.pp_enabled
         gradients: Gradients = StoredGradients(self.model_parts, dims.get_optional_mesh("pp"))
         if isinstance(self.optimizers, TSROptimizers):  # it reduces them itself
-            gradients = self.optimizers
+            gradients = self.optimizers.gradients
         return Step(
             job_config=self.job_config,
             device=self.device,
@@ -204,7 +204,7 @@ class Trainer(TitanTrainer):
 
         Raises:
             NonFiniteError: The step was rejected, and ``training.max_skipped_steps`` is used up.
-            BadDataError: If any rank cannot read its data; raised on all of them.
+            BadDataError: A rank cannot read its data; raised on all ranks.
             DataloaderExhaustedError: If a rank has no more data; likewise.
         """
         self.metrics_processor.resume()
@@ -325,7 +325,8 @@ class Trainer(TitanTrainer):
             rank = f", rank {' and '.join(map(str, ranks))}"
         console.info(
             f"{config.model.name} {config.model.flavor}: {parameters:,} parameters{rank}, on "
-            f"{layout(dims)}, {global_batch_size(config, dims.world_size):,} sequences of "
+            f"{described_layout(dims)}, "
+            f"{global_batch_size(config, dims.world_size):,} sequences of "
             f"{config.training.seq_len:,} tokens per step"
         )
         console.info(f"Training starts at step {self.step + 1}")
@@ -401,7 +402,7 @@ class Trainer(TitanTrainer):
         records = history.read_history(processor.history.path)
         curve = file.with_name(history.CURVE_FILE)
         what = job_config.job.description or f"{job_config.model.name} {job_config.model.flavor}"
-        history.draw_curve(records, curve, f"{what}, {layout(self.parallel_dims)}")
+        history.draw_curve(records, curve, f"{what}, {described_layout(self.parallel_dims)}")
         summary = history.build_summary(records, self.step, peak.item(), checkpoint)
         write_whole(file, json.dumps(summary | {"curve": str(curve)}, indent=2) + "\n")
         logger.info("Summary written to %s", file)
@@ -409,7 +410,7 @@ class Trainer(TitanTrainer):
             opened.publish(summary, curve)
 
 
-def layout(dims: ParallelDims) -> str:
+def described_layout(dims: ParallelDims) -> str:
     """Return the parallel degrees in words, such as ``4 ranks (dp_shard 2, tp 2)``."""
     names = ("dp_replicate", "dp_shard", "tp", "pp")
     degrees = ((name, getattr(dims, name)) for name in names)

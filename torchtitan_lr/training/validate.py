@@ -46,7 +46,7 @@ def sum_over_ranks(
     """Sum the loss over all valid tokens of all ranks.
 
     Args:
-        model_parts: Of this rank; with a pipeline they are not called.
+        model_parts: This rank's parts of the model; a pipeline calls its own.
         batches: ``({"input": (b, s), ...}, labels (b, s))``, with the model's further arguments,
             as many on every rank; ignored labels do not count.
         loss_fn: Returns the sum over tokens.
@@ -127,7 +127,7 @@ class Validator(BaseValidator):
         """Validate every ``validation.freq`` steps and after the last; see ``first_step``."""
         due = super().should_validate(step) or step == self.job_config.training.steps
         if step == 1 and not self._first_step:
-            # Upstream always validates there; the loss is that of an untrained model.
+            # Upstream always validates after step 1, where the model is still untrained.
             due = 1 in (self.job_config.validation.freq, self.job_config.training.steps)
         return due and not self.suspended
 

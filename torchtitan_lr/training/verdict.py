@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The verdict on a step: what all ranks know of it between backward and the optimizer.
+"""The verdict on a step: the ranks' common decision between backward and the optimizer.
 
 It is one all-reduce of a few numbers. Its result stays on the device: the norm clips the gradients,
 and ``rejected`` makes the optimizer leave the step out. The host reads a copy of it once it has
@@ -41,7 +41,7 @@ class Findings:
 
 
 class Verdict:
-    """What all ranks know of one step, on the device.
+    """The ranks' common decision on one step, on the device.
 
     Args:
         loss: This rank's loss of the step, a scalar on the process group's device.

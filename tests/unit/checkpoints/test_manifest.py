@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.checkpoints import manifest
-from torchtitan_lr.checkpoints.layout import all_steps, complete_steps
+from torchtitan_lr.checkpoints.folders import all_steps, complete_steps
 from torchtitan_lr.checkpoints.manifest import (
     Manifest,
     ManifestWriter,

@@ -18,9 +18,11 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as Format
 
 from tests.unit.tiny import build_tiny, tiny_args
+from torchtitan_lr.checkpoints import safe_metadata
 from torchtitan_lr.checkpoints.manifest import find_damage
 from torchtitan_lr.checkpoints.safe_metadata import DamagedError, load, read_metadata
 from torchtitan_lr.compression.residuals import saved_residuals
+from torchtitan_lr.config.files import files_kept
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.loading import load_model
 
@@ -53,6 +55,25 @@ def saved(tmp_path: Path) -> Path:
 def evil(saved: Path, tmp_path: Path) -> Path:
     (saved / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "made")))
     return saved
+
+
+def test_a_table_is_read_once_while_files_are_kept(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is verified; a table that has changed is read anew, and none outlives this."""
+    reads = []
+    read = safe_metadata._read
+    monkeypatch.setattr(safe_metadata, "_read", lambda path: (reads.append(path), read(path))[1])
+    with files_kept():
+        first = read_metadata(saved)
+        assert find_damage(saved, allow_unverified=True) is None
+        with files_kept():
+            assert read_metadata(saved) is first and len(reads) == 1
+        assert read_metadata(saved) is first
+        first.planner_data = None
+        (saved / ".metadata").write_bytes(pickle.dumps(first))
+        assert read_metadata(saved) is not first and len(reads) == 2
+    assert read_metadata(saved) is not read_metadata(saved) and len(reads) == 4
 
 
 def test_what_dcp_writes_is_read_as_dcp_reads_it(saved: Path) -> None:

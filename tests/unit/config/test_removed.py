@@ -6,10 +6,12 @@ import json
 import pytest
 
 from tests.support.config_checks import MAIN
+from tests.support.run_folders import export, write_run
 from torchtitan_lr.checks.stored import check_record
 from torchtitan_lr.commands.main import main
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.hf.exported import read_export_args
 from torchtitan_lr.hf.loading import read_run_config
 
 LAST = "is the last commit that reads it"
@@ -90,3 +92,14 @@ def test_what_a_command_had_is_refused(arguments, tmp_path, capsys):
     assert main([str(including) if name == "INCLUDING" else name for name in arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and LAST in error
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("form", "file"), [("factored", "model_args.json"), ("hf", "config.json")])
+def test_an_export_with_lanes_in_its_bottlenecks_is_refused(form, file, tmp_path):
+    step, _ = write_run(tmp_path / "run", "cola")
+    assert export.main(["--format", form, str(step), str(tmp_path / form)]) == 0
+    path = tmp_path / form / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lanes": 4}))
+    with pytest.raises(ConfigError, match=r"^caat\.lanes: got 4, .* until 8020035a\)$"):
+        read_export_args(path.parent)

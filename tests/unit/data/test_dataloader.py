@@ -64,7 +64,7 @@ def steps(loaders, n):
             assert all(value.dtype == torch.int64 for value in values)
             found.append(torch.stack(values, 1))
     for loader in loaders:
-        loader.rows += n * loader.microbatches * loader.stride
+        loader.position += n * loader.microbatches * loader.stride
     return torch.cat(found).unflatten(0, (n, -1))
 
 

@@ -8,8 +8,8 @@ from tests.unit.tiny import FAMILIES, build_tiny, tiny_args
 from torchtitan_lr.formulas.data_parallel import named_parameters
 from torchtitan_lr.formulas.memory import Precision, gathered_bytes, static_memory
 from torchtitan_lr.models.configured import model_shapes
-from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.algorithm import TSRAdam
+from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 from torchtitan_lr.parallel.placement import TPSettings
 
 FP32 = Precision(4, 4, 4)
@@ -50,7 +50,7 @@ def test_adamw(family):
 def test_tsr_adam(projection, dtype):
     model = build_tiny("full", dtype)
     settings = TSRSettings(rank=8, embedding_rank=4, projection=projection)
-    (optimizer,) = TSROptimizers([model], settings, HYPER).optimizers
+    optimizer = TSRAdam(model.named_parameters(), settings, **HYPER)
     plans = plan_matrices(shapes_of(model.model_args), settings)
     precision = Precision(dtype.itemsize, 2, 4)
     expected = static_memory([shapes_of(model.model_args)], 1, precision, plans)

@@ -4,7 +4,7 @@ import pytest
 from tests.oracle.tsr import TSRShape, honest_tsr, linear_sides
 from torchtitan_lr.estimate.tsr_traffic import TSRMatrix, TSRMesh, tsr_traffic
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.optim.selection import TSRSettings, plan_matrices, split_buckets
+from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices, split_buckets
 
 REPLICAS = TSRMesh({}, replicas=8)
 

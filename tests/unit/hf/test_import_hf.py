@@ -15,7 +15,7 @@ from tests.commands import ROOT, Command
 from tests.support.model_weights import ModelWeights
 from tests.unit.hf.hf_models import model_of
 from tests.unit.tiny import tokens
-from torchtitan_lr.checkpoints.layout import UNFINISHED, unfinished
+from torchtitan_lr.checkpoints.folders import UNFINISHED, unfinished
 from torchtitan_lr.checkpoints.manifest import damage_of, read_manifest
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config

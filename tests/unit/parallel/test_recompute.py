@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lr.config.schema import AC_MODES
-from torchtitan_lr.models.saved import save
+from torchtitan_lr.models.kept import keep
 from torchtitan_lr.parallel.recompute import EAGER_MODES, Recomputation
 
 
@@ -25,7 +25,7 @@ class Product(torch.autograd.Function):
             return (x @ weight,)
 
         ctx.save_for_backward(weight)
-        return save(compute)[0]
+        return keep(compute)[0]
 
     @staticmethod
     def backward(ctx, gradient):

@@ -4,13 +4,13 @@ import pytest
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.scaling.variants import PLANS, derive, shared_mode
+from torchtitan_lr.scaling.variants import COMPARED_PLANS, derive, shared_mode
 
 TP = "--parallelism.tensor_parallel_degree=2"
 NO_CHECKPOINT = "--checkpoint.no_enable"  # whatever runs have left in ./outputs
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", COMPARED_PLANS)
 @pytest.mark.parametrize("family", ["full", "svd", "cola", "lax", "caat"])
 def test_every_plan_from_every_family(family, plan):
     config = f"train_configs/debug_{family}.toml"
@@ -29,7 +29,7 @@ def test_choices_of_the_bottleneck_aware_plan_do_not_reach_the_others():
         *("--parallelism.tp_norm=sync", "--parallelism.tp_head=scatter", "--low_rank.rank=16"),
         *("--parallelism.no_tp_grouping", "--activation_checkpoint.mode=low_rank"),
     ]
-    for plan in PLANS:
+    for plan in COMPARED_PLANS:
         arguments = [f"--job.config_file={config}", NO_CHECKPOINT, *choices]
         mode = shared_mode("low_rank", [plan])
         changes = [*derive(config, plan, choices), f"--activation_checkpoint.mode={mode}"]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
 
-from torchtitan_lr.checkpoints.layout import complete_steps
+from torchtitan_lr.checkpoints.folders import complete_steps
 from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.titan.base import JobConfig
 from torchtitan_lr.training.checkpoint import CheckpointManager

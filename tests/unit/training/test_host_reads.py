@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.unit.tiny_trainer import history, microbatches, parameters, tiny_trainer
 from torchtitan_lr.compression import codecs
 from torchtitan_lr.compression.fsdp import compressors_of
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.training.verdict import NonFiniteError
 
 # Their result's size, or a number of Python, depends on values.
@@ -129,10 +129,10 @@ def test_a_refresh_reads_nothing_and_copies_no_list(moments, replicas, tmp_path)
     with tiny_trainer(tmp_path, *OPTIONS, *options, ranks=replicas) as trainer:
         assert counted(trainer, READS | LISTS)[0] == {}
         stacks = [stack for part in trainer.optimizers for stack in part.stacks]
-        assert stacks and all((stack.refreshes == 3).all() for stack in stacks)
+        assert stacks and all((stack.refresh_counts == 3).all() for stack in stacks)
     # The control.
     with Reads(names=LISTS) as reads:
-        stacks[0].left[[0]] = 1.0 + stacks[0].left[[0]]
+        stacks[0].U[[0]] = 1.0 + stacks[0].U[[0]]
     assert reads.found.total() == 2
 
 

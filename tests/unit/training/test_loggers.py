@@ -19,7 +19,7 @@ from torchtitan_lr.training.metrics import (
     RunWandb,
     resolved_config,
 )
-from torchtitan_lr.training.trainer import layout
+from torchtitan_lr.training.trainer import described_layout
 
 SUMMARY = {"steps": 4, "train_loss": 4.5}
 
@@ -161,5 +161,5 @@ def test_the_resolved_configuration():
     assert config["model_args"]["dim"] == tiny_args("cola").dim
     assert config["environment"]["ranks"] == 4
     assert json.loads(json.dumps(config)) == config
-    assert layout(dims) == "4 ranks (dp_shard 2, tp 2)"
+    assert described_layout(dims) == "4 ranks (dp_shard 2, tp 2)"
     assert job.training.global_batch_size == -1  # the run's own is left alone

@@ -178,12 +178,12 @@ def test_a_step_whose_data_have_ended_is_left_out(trainer):
     for tokens in (48, 96):
         trainer.step += 1
         trainer.train_step(batches)
-        assert trainer.ntokens_seen == trainer.dataloader.rows * 8 == tokens
+        assert trainer.ntokens_seen == trainer.dataloader.position * 8 == tokens
     before = parameters(trainer.model_parts[0])
     with pytest.raises(DataloaderExhaustedError):
         trainer.train_step(batches)
     assert_equal(parameters(trainer.model_parts[0]), before)
-    assert trainer.ntokens_seen == trainer.dataloader.rows * 8 == 96
+    assert trainer.ntokens_seen == trainer.dataloader.position * 8 == 96
 
 
 def test_a_checkpoint_holds_the_position_before_what_was_read_ahead(tmp_path, monkeypatch):
@@ -204,7 +204,7 @@ def test_a_checkpoint_holds_the_position_before_what_was_read_ahead(tmp_path, mo
         while trainer.step < until:
             trainer.step += 1
             trainer.train_step(batches)
-            assert trainer.dataloader.rows == 6 * trainer.step + ahead
+            assert trainer.dataloader.position == 6 * trainer.step + ahead
             trainer.checkpointer.save(trainer.step, last_step=trainer.step == 4)
         return found
 
@@ -220,7 +220,7 @@ def test_a_checkpoint_holds_the_position_before_what_was_read_ahead(tmp_path, mo
         assert train(trainer, 4) == expected[2:]
     with tiny_trainer(tmp_path / "parts", *options) as trainer:  # the control
         assert trainer.checkpointer.load(step=2)
-        trainer.dataloader.seek(trainer.dataloader.rows + 6)  # where the reader was
+        trainer.dataloader.seek(trainer.dataloader.position + 6)  # where the reader was
         assert train(trainer, 3, ahead=6)[0] != expected[2]
 
 

@@ -10,24 +10,22 @@ from torch import nn
 
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.selection import TSRSettings
-from torchtitan_lr.optim.tsr.communication import DENSE, EarlySums
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.algorithm import TSRAdam
+from torchtitan_lr.optim.tsr.selection import TSRSettings
+from torchtitan_lr.optim.tsr.sums import EarlySums
 
 SETTINGS = TSRSettings(rank=3, embedding_rank=2, refresh_interval=3, embedding_refresh_interval=3)
 DEFAULTS = {"lr": 0.02, "beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.1}
-ORDER = [(0, 1), (DENSE, 0), (0, 0), (1, 0)]
-BUCKETS = [[(0, 1), (0, 0)], [(1, 0)], [(DENSE, 0)]]
-IN_TURN = [[(DENSE, 0)], [(0, 1), (0, 0)], [(1, 0)]]
+ORDER = ["wq", "norm", "wk", "embedding"]
+BUCKETS = [["wq", "wk"], ["embedding"], ["norm"]]
+IN_TURN = [["norm"], ["wq", "wk"], ["embedding"]]
 """By the place in `ORDER` of their last gradient."""
 
 
 @pytest.mark.parametrize("arrival", permutations(ORDER), ids=str)
 def test_sums_start_in_one_order_whatever_arrives_first(arrival):
     started = []
-    sums = EarlySums(
-        BUCKETS, ORDER, lambda bucket: started.append(bucket) or (lambda: None), early=True
-    )
+    sums = EarlySums(BUCKETS, ORDER, lambda bucket: started.append(bucket) or (lambda: None))
     for number, place in enumerate(arrival, 1):
         sums.ready(place)
         here = set(arrival[:number])
@@ -36,15 +34,11 @@ def test_sums_start_in_one_order_whatever_arrives_first(arrival):
     assert sums.started == set(ORDER)
 
 
-def test_nothing_starts_early_where_backward_runs_more_than_once():
+def test_sums_of_gradients_that_do_not_come_start_in_the_same_order():
     started = []
-    sums = EarlySums(
-        BUCKETS, ORDER, lambda bucket: started.append(bucket) or (lambda: None), early=False
-    )
-    for place in ORDER:
-        sums.ready(place)
-    assert not started
-    sums.ready(None)
+    sums = EarlySums(BUCKETS, ORDER, lambda bucket: started.append(bucket) or (lambda: None))
+    sums.ready(ORDER[0])
+    sums.start_all()
     assert started == IN_TURN
 
 
@@ -53,26 +47,31 @@ def build(settings=SETTINGS):
     model = LlamaModel(tiny_args("full")).double()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
-    return model, TSROptimizers([model], settings, dict(DEFAULTS))
+    return model, TSRAdam(model.named_parameters(), settings, **DEFAULTS)
 
 
-def backward(model, seed):
+def backward(model, seed, hooks=True):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, model.model_args.vocab_size, (2, 8), generator=generator)
-    model(tokens).double().square().mean().backward()
+    loss = model(tokens).double().square().mean()
+    if hooks:
+        loss.backward()
+        return
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 def step(model, optimizer, seeds, hooks):
     optimizer.zero_grad()
+    optimizer.begin()
     for seed in seeds:
-        if hooks:
-            optimizer.prepare(last=seed == seeds[-1])
-        backward(model, seed)
-        optimizer.accumulate(last=seed == seeds[-1])
-    norm = optimizer.synchronize()
-    optimizer.clip(0.1, norm)
+        with optimizer.micro_batch(last=seed == seeds[-1]):
+            backward(model, seed, hooks)
+    share = optimizer.reduce()
+    optimizer.clip(0.1, share.sqrt())
     optimizer.step()
-    return norm
+    return share
 
 
 @pytest.mark.parametrize("stagger", [False, True])
@@ -93,7 +92,7 @@ def live_bytes(model):
 def test_gradients_of_compressed_matrices_are_gone_when_backward_ends():
     model, optimizer = build()
     step(model, optimizer, [0], True)  # refreshes
-    dense = sum(p.nbytes for part in optimizer.optimizers for p in part.dense)
+    dense = sum(p.nbytes for p in model.parameters() if "left" not in optimizer.state[p])
     most = 0
 
     def watch(_):
@@ -103,14 +102,16 @@ def test_gradients_of_compressed_matrices_are_gone_when_backward_ends():
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(watch)
     optimizer.zero_grad()
-    optimizer.prepare(last=True)
-    backward(model, 1)
-    assert live_bytes(model) == most == dense
-    # The control: without `prepare` all of them are there at the end.
-    optimizer.zero_grad()
+    # The control: outside of a step all of them are there at the end.
     backward(model, 1)
     whole = sum(p.nbytes for p in model.parameters())
     assert live_bytes(model) == whole > 2 * dense
+    optimizer.zero_grad()
+    most = 0
+    optimizer.begin()
+    with optimizer.micro_batch(last=True):
+        backward(model, 1)
+        assert live_bytes(model) == most == dense
 
 
 def test_a_small_gradient_does_not_keep_a_units_buffer_alive():
@@ -122,14 +123,16 @@ def test_a_small_gradient_does_not_keep_a_units_buffer_alive():
     wq, norm = (model.get_parameter(f"layers.0.{name}") for name in names)
     buffer = torch.randn(wq.numel() + norm.numel(), dtype=torch.float64)
     expected = buffer[wq.numel() :].clone()
-    optimizer.prepare(last=True)
-    wq.grad, norm.grad = (part.view(p.shape) for part, p in zip(
-        buffer.split([wq.numel(), norm.numel()]), (wq, norm), strict=True
-    ))  # fmt: skip
-    for parameter in (wq, norm):
-        for hook in parameter._post_accumulate_grad_hooks.values():  # as FSDP2 calls them
-            hook(parameter)
-    assert live_bytes(model) == norm.nbytes
+    optimizer.begin()
+    with optimizer.micro_batch(last=True):
+        wq.grad, norm.grad = (part.view(p.shape) for part, p in zip(
+            buffer.split([wq.numel(), norm.numel()]), (wq, norm), strict=True
+        ))  # fmt: skip
+        for parameter in (wq, norm):
+            for hook in parameter._post_accumulate_grad_hooks.values():  # as FSDP2 calls them
+                hook(parameter)
+    assert sum(p.grad is not None for p in (wq, norm)) == 1
+    assert norm.grad.untyped_storage().nbytes() == norm.nbytes
     assert torch.equal(norm.grad, expected)
 
 
@@ -137,13 +140,14 @@ def test_a_gradient_that_comes_too_late_is_refused():
     model, optimizer = build()
     step(model, optimizer, [0], True)
     optimizer.zero_grad()
-    optimizer.prepare(last=True)
-    backward(model, 1)
-    with pytest.raises(RuntimeError, match=r"second gradient .*tsr_overlap_buckets = 1"):
+    optimizer.begin()
+    refused = pytest.raises(RuntimeError, match=r"second gradient .*tsr_overlap_buckets = 1")
+    with refused, optimizer.micro_batch(last=True):
+        backward(model, 1)
         backward(model, 1)
     # The control: with one bucket no sum starts before the end of backward.
     model, optimizer = build(replace(SETTINGS, overlap_buckets=1))
-    optimizer.prepare(last=True)
-    backward(model, 1)
-    backward(model, 1)
-    optimizer.accumulate(last=True)
+    optimizer.begin()
+    with optimizer.micro_batch(last=True):
+        backward(model, 1)
+        backward(model, 1)

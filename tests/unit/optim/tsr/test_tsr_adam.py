@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from tests.reference.tsr_adam import Hyper
-from torchtitan_lr.optim.selection import TSRSettings
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
-from torchtitan_lr.optim.tsr.randomized_svd import draw_sketches
+from torchtitan_lr.optim.tsr.algorithm import TSRAdam
+from torchtitan_lr.optim.tsr.selection import TSRSettings
+from torchtitan_lr.optim.tsr.svd import draw_sketches
 
 F64 = torch.float64
 NAME = "layers.0.attention.wq.weight"
@@ -36,12 +36,13 @@ def layer_of(weight):
 
 def build(hyper, settings, weight):
     layer = layer_of(weight)
-    optimizer = TSROptimizers([layer], replace(settings, scale=hyper.scale), hyper.defaults())
+    settings = replace(settings, scale=hyper.scale)
+    optimizer = TSRAdam(layer.named_parameters(), settings, **hyper.defaults())
     return layer.get_parameter(NAME), optimizer
 
 
 def run(hyper, settings, steps=8, gradient=gradient):
-    """What training runs, on one matrix."""
+    """Train one matrix as in plain PyTorch."""
     matrix, optimizer = build(hyper, settings, draw(9, 7, seed=99))
     for step in range(steps):
         matrix.grad = gradient(step).clone()

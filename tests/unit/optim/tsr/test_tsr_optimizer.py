@@ -4,14 +4,17 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from tests.reference.tsr_adam import Hyper, ReferenceTSR
 from tests.support.allocations import peak_bytes
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.selection import TSRSettings, plan_matrices
-from torchtitan_lr.optim.tsr.communication import CHECKED, checksum
-from torchtitan_lr.optim.tsr.optimizer import TSROptimizers
+from torchtitan_lr.optim.tsr.algorithm import TSRAdam
+from torchtitan_lr.optim.tsr.container import TSROptimizers
+from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
+from torchtitan_lr.optim.tsr.sums import CHECKED, checksum
+from torchtitan_lr.titan.components import OptimizersContainer
 from torchtitan_lr.training.step import step_unless
 
 SETTINGS = TSRSettings(rank=3, embedding_rank=2, refresh_interval=3, embedding_refresh_interval=2)
@@ -34,15 +37,19 @@ def give(model, seed):
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
-def step(model, optimizer, seeds=(0,), max_norm=float("inf")):
+def accumulate(model, optimizer, seeds):
+    """One micro-batch per seed."""
     optimizer.zero_grad()
+    optimizer.gradients.begin()
     for seed in seeds:
-        give(model, seed)
-        optimizer.accumulate(last=seed == seeds[-1])
-    norm = optimizer.synchronize()
-    optimizer.clip(max_norm, norm)
+        with optimizer.gradients.micro_batch(last=seed == seeds[-1]):
+            give(model, seed)
+
+
+def step(model, optimizer, seeds=(0,)):
+    accumulate(model, optimizer, seeds)
+    optimizer.gradients.reduce()
     optimizer.step()
-    return norm
 
 
 def parameters(model):
@@ -78,27 +85,14 @@ class Weights(nn.Module):
 
 def test_bf16_gradients_are_clipped_as_fp64_ones():
     model, optimizer = build(dtype=torch.bfloat16)
-    give(model, 0)
+    accumulate(model, optimizer, [0])
     norms = {n: p.grad.double() for n, p in model.named_parameters() if p.ndim == 1}
-    optimizer.accumulate(last=True)
-    norm = optimizer.synchronize()
-    optimizer.clip(norm.item() / 393_728, norm)  # bf16 rounds this factor by 0.24%
+    norm = optimizer.gradients.reduce().sqrt()
+    optimizer.gradients.clip(norm.item() / 393_728, norm)  # bf16 rounds this factor by 0.24%
     exact = torch.cat([*norms.values()])
     found = torch.cat([model.get_parameter(name).grad.double() for name in norms])
     scale = found.dot(exact) / exact.square().sum()
     assert scale.item() * 393_728 == pytest.approx(1, abs=1e-3)
-
-
-def test_a_part_does_not_step_without_its_container():
-    """Its gradients would not be summed over the ranks."""
-    model, optimizer = build()
-    before = parameters(model)
-    give(model, 0)
-    with pytest.raises(RuntimeError, match="needs summed gradients"):
-        optimizer.optimizers[0].step()
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    optimizer.step()
-    assert not all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -147,15 +141,17 @@ def test_steps_are_the_algorithms(changes):
     defaults = DEFAULTS | {"eps": 1e-5, "lr": 0.05}
     hyper = Hyper(**defaults, scale=0.7)
     model = Weights()
-    optimizer = TSROptimizers([model], settings, dict(defaults))
+    optimizer = TSRAdam(model.named_parameters(), settings, **defaults)
     twin = ReferenceTSR(parameters(model), plan_matrices(SHAPES, settings), settings, hyper, 2.0)
     assert len(twin.plans) == 4
     for step_ in range(7):
         optimizer.zero_grad()
-        give(model, step_)
-        expected = twin.step({name: p.grad.clone() for name, p in model.named_parameters()})
-        optimizer.accumulate(last=True)
-        norm = optimizer.synchronize()
+        optimizer.begin()
+        with optimizer.micro_batch(last=True):
+            give(model, step_)
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        expected = twin.step(gradients)
+        norm = optimizer.reduce().sqrt()
         optimizer.clip(2.0, norm)
         optimizer.step()
         assert norm.item() == pytest.approx(expected, rel=1e-11)
@@ -166,15 +162,12 @@ def test_steps_are_the_algorithms(changes):
 def test_plain_steps_keep_no_dense_gradient_between_micro_batches():
     model, optimizer = build()
     step(model, optimizer)
-    optimizer.zero_grad()
-    give(model, 1)
-    optimizer.accumulate(last=False)
+    accumulate(model, optimizer, [1])
     kept = {name for name, p in model.named_parameters() if p.grad is not None}
     assert kept == {n for n, p in model.named_parameters() if p.dim() == 1} | {"output.weight"}
     # The control: a step that refreshes keeps them, since Z and B need them after Q.
     model, optimizer = build()
-    give(model, 1)
-    optimizer.accumulate(last=False)
+    accumulate(model, optimizer, [1])
     assert all(p.grad is not None for p in model.parameters())
 
 
@@ -186,31 +179,20 @@ def test_micro_batches_add_up():
         first.zero_grad()
         for seed in seeds:
             give(one, seed)
-        first.accumulate(last=True)
-        first.synchronize()
         first.step()
     for name, value in parameters(one).items():
         torch.testing.assert_close(parameters(four)[name], value, rtol=0, atol=1e-9)
 
 
-def test_a_step_that_is_not_taken_leaves_no_trace():
+def test_the_container_names_its_state_as_torchtitans_do():
     model, optimizer = build()
-    for seed in range(3):
-        step(model, optimizer, [seed])
-    before, state = parameters(model), snapshot(optimizer)
-    optimizer.zero_grad()
-    give(model, 9)
-    optimizer.accumulate(last=True)
-    optimizer.synchronize()  # the fourth refreshes
-    optimizer.zero_grad()
-    assert all(torch.equal(value, before[name]) for name, value in parameters(model).items())
-    assert all(torch.equal(value, state[name]) for name, value in snapshot(optimizer).items())
-    other, again = build()
-    for seed in range(3):
-        step(other, again, [seed])
-    step(model, optimizer, [5])
-    step(other, again, [5])
-    assert all(torch.equal(value, parameters(other)[n]) for n, value in parameters(model).items())
+    LambdaLR(optimizer.gradients, lambda step: 1.0)  # adds a hyperparameter
+    step(model, optimizer)
+    expected = OptimizersContainer.state_dict(optimizer)
+    found = optimizer.state_dict()
+    assert found.keys() == {k for k in expected if not k.endswith(".param_names")}
+    assert f"param_groups.{MATRIX}.initial_lr" in found and f"state.{MATRIX}.left" in found
+    assert all(found[name] is expected[name] or found[name] == expected[name] for name in found)
 
 
 def bits(model, optimizer):
@@ -246,19 +228,26 @@ def test_a_step_that_the_device_rejects_leaves_no_bit(changes, dtype):
 
 def spoilt_step(model, optimizer, seed, rejected):
     """A step with a NaN; returns how often it refreshed the matrix with it."""
-    count = optimizer.optimizers[0].state[dict(model.named_parameters())[MATRIX]]["refreshes"]
-    optimizer.zero_grad()
-    give(model, seed + 10)
-    dict(model.named_parameters())[MATRIX].grad[1, 2] = float("nan")
-    optimizer.accumulate(last=True)
-    optimizer.clip(1.0, optimizer.synchronize())
+    gradients = optimizer.gradients
+    count = gradients.state[model.get_parameter(MATRIX)]["refreshes"]
+    norm = spoilt_norm(model, optimizer, seed + 10)
+    gradients.clip(1.0, norm)
     refreshed = int(count)
     step_unless(rejected, optimizer)
     refreshed = int(count) - refreshed
-    assert optimizer.nonfinite(model) == [MATRIX]  # clipping spoils no other
-    if rejected:
-        optimizer.undo_step_counters()
+    assert gradients.nonfinite(model) == [MATRIX]  # clipping spoils no other
+    gradients.settle(bool(rejected))
     return refreshed
+
+
+def spoilt_norm(model, optimizer, seed):
+    """The norm of gradients of which one entry is NaN."""
+    optimizer.zero_grad()
+    optimizer.gradients.begin()
+    with optimizer.gradients.micro_batch(last=True):
+        give(model, seed)
+        model.get_parameter(MATRIX).grad[1, 2] = float("nan")
+    return optimizer.gradients.reduce().sqrt()
 
 
 def snapshot(optimizer):
@@ -270,12 +259,8 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm():
         model, optimizer = build()
         for seed in range(steps_before):
             step(model, optimizer, [seed])
-        optimizer.zero_grad()
-        give(model, 3)
-        dict(model.named_parameters())[MATRIX].grad[1, 2] = float("nan")
-        optimizer.accumulate(last=True)
-        assert not torch.isfinite(optimizer.synchronize())
-        assert optimizer.nonfinite(model) == [MATRIX]
+        assert not torch.isfinite(spoilt_norm(model, optimizer, 3))
+        assert optimizer.gradients.nonfinite(model) == [MATRIX]
 
 
 @pytest.mark.parametrize("moments", ["keep", "rotate", "reset"])
@@ -307,7 +292,7 @@ def test_loading_copies_and_does_not_cast():
     other, again = build(dtype=torch.bfloat16)
     other.load_state_dict(model.state_dict())
     again.load_state_dict(saved)
-    assert again.optimizers[0].stacks[0].left.dtype == torch.float32
+    assert again.gradients.stacks[0].U.dtype == torch.float32
     assert all(torch.equal(v, snapshot(again)[k]) for k, v in snapshot(optimizer).items())
     for seed in (5, 6):
         step(model, optimizer, [seed])

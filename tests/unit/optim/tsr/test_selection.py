@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 from collections import Counter
 
-from torchtitan_lr.optim.selection import EMBEDDING, HEAD, TSRSettings, plan_matrices
+from torchtitan_lr.optim.tsr.selection import EMBEDDING, HEAD, TSRSettings, plan_matrices
 
 SHAPES = {
     EMBEDDING: (64, 16),

@@ -4,9 +4,8 @@ import torch
 
 from tests.reference.solve_alone import solve_alone
 from tests.support.host_reads import reads
-from torchtitan_lr.optim.tsr.randomized_svd import (
-    Gather,
-    Sum,
+from torchtitan_lr.optim.tsr.sums import Gather, Sum
+from torchtitan_lr.optim.tsr.svd import (
     _small_svd,
     draw_basis,
     draw_sketches,
@@ -38,9 +37,9 @@ def test_exact_where_the_sketch_is_as_wide_as_the_matrix(size):
     svd = solve(gradients, rank=4, width=min(size))
     for i, g in enumerate(gradients):
         u, s, vt = torch.linalg.svd(g, full_matrices=False)
-        torch.testing.assert_close(svd.values[i], s[:4])
+        torch.testing.assert_close(svd.S[i], s[:4])
         best = (u[:, :4] * s[:4]) @ vt[:4]
-        torch.testing.assert_close((svd.left[i] * svd.values[i]) @ svd.right[i].T, best)
+        torch.testing.assert_close((svd.U[i] * svd.S[i]) @ svd.V[i].T, best)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
@@ -54,7 +53,7 @@ def test_the_host_reads_nothing(dtype):
 def test_values_are_no_numbers_where_the_decomposition_does_not_end(dtype):
     spoilt = draw(2, 5, 5).to(dtype)
     spoilt[1, 2, 3] = torch.inf
-    assert _small_svd(spoilt).values.isnan().any(1).tolist() == [False, True]
+    assert _small_svd(spoilt).S.isnan().any(1).tolist() == [False, True]
 
 
 @pytest.mark.parametrize("ratio", [0.9, 0.55, 0.2])
@@ -67,34 +66,34 @@ def test_fp32_is_as_exact_as_its_own_svd(ratio):
         solve_alone(randomized_svd(g, o, 16, 1))
         for g, o in ((gradients, omega), (narrow, omega.float()))
     )
-    sizes = found.values > 5e-5
-    assert found.values.dtype == torch.float32
+    sizes = found.S > 5e-5
+    assert found.S.dtype == torch.float32
     assert bool(sizes.all()) == (ratio > 0.5)
     # The error of a vector is that of fp32 over the gap to its neighbours.
-    assert ((found.values - wide.values).abs() / wide.values)[sizes].max() < 5e-3
-    for basis in (found.left, found.right):
+    assert ((found.S - wide.S).abs() / wide.S)[sizes].max() < 5e-3
+    for basis in (found.U, found.V):
         squares = basis.mT @ basis
         eye = torch.diag_embed(squares.diagonal(dim1=1, dim2=2).round())
         torch.testing.assert_close(squares, eye, rtol=0, atol=2e-5)
-    restored = (found.left * found.values[:, None]) @ found.right.mT
+    restored = (found.U * found.S[:, None]) @ found.V.mT
     torch.testing.assert_close(restored, torch.stack(narrow), rtol=0, atol=2e-5)
 
 
 def test_power_iterations_come_closer():
     g = decaying(60, 40, ratio=0.8)
     exact = torch.linalg.svd(g)[1][:6]
-    errors = [(solve([g], 6, 8, q).values[0] - exact).abs().max() for q in (0, 1, 3)]
+    errors = [(solve([g], 6, 8, q).S[0] - exact).abs().max() for q in (0, 1, 3)]
     assert errors[0] > 2 * errors[1] > 4 * errors[2]
 
 
 def test_columns_are_orthonormal_and_signs_follow_the_sketch():
     g = decaying(30, 20)
     svd, again = solve([g], 5, 8), solve([-g], 5, 8)
-    for basis in (svd.left[0], svd.right[0]):
+    for basis in (svd.U[0], svd.V[0]):
         torch.testing.assert_close(basis.T @ basis, torch.eye(5, dtype=F64))
     # The right vectors' signs come from the sketch, so that the left ones carry the matrix's.
-    torch.testing.assert_close(again.right, svd.right)
-    torch.testing.assert_close(again.left, -svd.left)
+    torch.testing.assert_close(again.V, svd.V)
+    torch.testing.assert_close(again.U, -svd.U)
 
 
 def test_a_fresh_sketch_keeps_the_signs_of_earlier_bases():
@@ -103,14 +102,14 @@ def test_a_fresh_sketch_keeps_the_signs_of_earlier_bases():
     first = solve([g], 5, 8)
     turned = 0
     for seed in range(1, 9):
-        again = solve([g], 5, 8, q=3, seed=seed, earlier=(first.left, first.right))
+        again = solve([g], 5, 8, q=3, seed=seed, earlier=(first.U, first.V))
         torch.testing.assert_close(again, first, rtol=1e-6, atol=1e-6)
-        negative = solve([-g], 5, 8, q=3, seed=seed, earlier=(first.left, first.right))
-        torch.testing.assert_close(negative.left, first.left, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(negative.values, -first.values, rtol=1e-6, atol=1e-6)
+        negative = solve([-g], 5, 8, q=3, seed=seed, earlier=(first.U, first.V))
+        torch.testing.assert_close(negative.U, first.U, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(negative.S, -first.S, rtol=1e-6, atol=1e-6)
         # The control: the sketch's own signs are others.
         fresh = solve([g], 5, 8, q=3, seed=seed)
-        turned += int(((fresh.left * first.left).sum(1) < 0).sum())
+        turned += int(((fresh.U * first.U).sum(1) < 0).sum())
     assert turned > 8
 
 
@@ -118,8 +117,8 @@ def test_a_fresh_sketch_keeps_the_signs_of_earlier_bases():
 def test_what_the_gradient_does_not_determine_is_zero(rank):
     g = draw(10, rank) @ draw(rank, 8, seed=1) if rank else torch.zeros(10, 8, dtype=F64)
     svd = solve([g], 4, 6)
-    assert not svd.left[0][:, rank:].any() and not svd.right[0][:, rank:].any()
-    torch.testing.assert_close((svd.left[0] * svd.values[0]) @ svd.right[0].T, g)
+    assert not svd.U[0][:, rank:].any() and not svd.V[0][:, rank:].any()
+    torch.testing.assert_close((svd.U[0] * svd.S[0]) @ svd.V[0].T, g)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -127,11 +126,9 @@ def test_a_gradient_that_is_not_finite_shows_in_the_values(bad):
     good, g = decaying(10, 8), decaying(10, 8)
     g[3, 2] = bad
     svd = solve([g, good], 3, 5)
-    assert svd.values[0].isnan().all()
+    assert svd.S[0].isnan().all()
     # The other matrix of the stack is solved as if nothing had happened.
-    torch.testing.assert_close(
-        svd.values[1:], solve([good, good], 3, 5).values[1:], rtol=1e-12, atol=1e-12
-    )
+    torch.testing.assert_close(svd.S[1:], solve([good, good], 3, 5).S[1:], rtol=1e-12, atol=1e-12)
 
 
 def split_solve(blocks_of, whole, mesh_dim_count=1):
@@ -187,11 +184,11 @@ def test_split_matrices_have_the_same_triplets(axis):
     ]
     parts = split_solve(steps, axis)
     whole = solve_alone(randomized_svd([g], omega, 4, 1, earlier=earlier))
-    left, right = [part.left for part in parts], [part.right for part in parts]
+    left, right = [part.U for part in parts], [part.V for part in parts]
     left = torch.cat(left, 1) if axis == "rows" else left[0]
     right = torch.cat(right, 1) if axis == "columns" else right[0]
-    torch.testing.assert_close(left, whole.left, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(right, whole.right, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(left, whole.U, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(right, whole.V, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("size", [(12, 4), (13, 5), (6, 6), (7, 1)])

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What backward takes from forward when low-rank checkpointing recomputes a block.
 
-Autograd Functions compute by `save` what backward must not compute twice: the r-wide latents, with
+Autograd Functions compute by `keep` what backward must not compute twice: the r-wide latents, with
 the collective behind them, and the norms' statistics. Without low-rank checkpointing
-(`parallel.recompute`) `save` only calls its argument.
+(`parallel.recompute`) `keep` only calls its argument.
 """
 
 import threading
@@ -27,7 +27,7 @@ _library.impl("keep", lambda x: x.clone(), "CompositeExplicitAutograd")
 torch.library.register_autograd("torchtitan_lr::keep", lambda ctx, gradient: gradient, lib=_library)
 
 
-def save(compute: Callable[[], T]) -> T:
+def keep(compute: Callable[[], T]) -> T:
     """Compute tensors that backward takes from forward when it recomputes the rest.
 
     Call it where autograd records nothing: in the forward of an autograd Function.
@@ -36,11 +36,11 @@ def save(compute: Callable[[], T]) -> T:
         compute: Returns a tuple of tensors. Its other effects happen in forward only.
 
     Returns:
-        The tensors; in a compiled graph behind `keep`, which costs nothing: there the compiler
-        drops what only leads to saved tensors.
+        The tensors; in a compiled graph behind the operator ``torchtitan_lr::keep``, which costs
+        nothing: there the compiler drops what only leads to kept tensors.
 
     Raises:
-        RuntimeError: In backward, a saved tensor was changed in place since.
+        RuntimeError: In backward, a kept tensor was changed in place since.
     """
     if torch.compiler.is_compiling():
         made: Any = compute()
@@ -48,7 +48,7 @@ def save(compute: Callable[[], T]) -> T:
             made = tuple(torch.ops.torchtitan_lr.keep(x) for x in made)
         return made
     running = getattr(_thread, "running", None)
-    return compute() if running is None else running.save(compute)
+    return compute() if running is None else running.keep(compute)
 
 
 def end_recomputation(*last: Tensor | None) -> None:
@@ -63,8 +63,8 @@ def end_recomputation(*last: Tensor | None) -> None:
 
 
 @contextmanager
-def saved_by(recomputation: Any) -> Iterator[None]:
-    """Let `save` of this thread call a `Recomputation`'s own ``save``."""
+def kept_by(recomputation: Any) -> Iterator[None]:
+    """Let `keep`, in this thread, call the ``keep`` of a `Recomputation`."""
     outer, _thread.running = getattr(_thread, "running", None), recomputation
     try:
         yield
@@ -73,7 +73,7 @@ def saved_by(recomputation: Any) -> Iterator[None]:
 
 
 def mark_in_graphs() -> None:
-    """Let graphs that are compiled from now on contain the marks, and cost nothing there."""
+    """Let graphs that are compiled from now on contain the operator ``keep``, at no cost."""
     global _marks_in_graphs
     _marks_in_graphs = True
     lower_as_identity(torch.ops.torchtitan_lr.keep.default)

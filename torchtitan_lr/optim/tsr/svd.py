@@ -6,76 +6,34 @@ may be a *partial sum*: the true G is the sum over replicas. Ranks never send G 
 size, only matrices of width k = r + p (TSR-Adam, Section 3.5).
 
 The algorithm is a generator. Where it needs other ranks, it yields a request (a `Sum` or a
-`Gather`) and receives the answer; the caller chooses the communication. `solve_together` runs the
-generators of many matrices side by side on a mesh and merges each round of requests into one
-collective.
+`Gather`) and receives the answer. `sums.solve_together` runs the generators of many matrices side
+by side and merges each round of requests into one collective.
 """
 
 import hashlib
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchtitan_lr.compat.linalg import convergence_on_device
-
-Axis = Literal["rows", "columns"]
-
-
-@dataclass(frozen=True)
-class Sum:
-    """Request: sum over the ranks that share an axis.
-
-    Args:
-        tensor: This rank's term, of the same shape on all these ranks; summed in place.
-        axis: The axis whose shards are contracted away.
-        replicas: Whether to sum over the replicas too.
-    """
-
-    tensor: Tensor
-    axis: Axis
-    replicas: bool
-
-
-@dataclass(frozen=True)
-class Gather:
-    """Request: gather the blocks of all ranks of one mesh dimension, if it shards the axis.
-
-    The answer is ``(blocks (ranks, ...), own index)``, or None if the dimension does not shard it.
-
-    Args:
-        tensor: This rank's block.
-        axis: The axis.
-        mesh_dim: Index of the dimension, in the run's common order.
-    """
-
-    tensor: Tensor
-    axis: Axis
-    mesh_dim: int
-
-
-Request = Sum | Gather
-Answer = Tensor | tuple[Tensor, int] | None
-Result = TypeVar("Result")
-Steps = Generator[Request, Answer, Result]
-"""A computation that yields requests for sums and blocks of other ranks."""
+from torchtitan_lr.optim.tsr.sums import Axis, Gather, Rounds, summed
 
 
 class SVD(NamedTuple):
     """Leading singular triplets of a batch of b matrices.
 
     Attributes:
-        left: U (b, m, r), orthonormal columns, sharded like G's rows.
-        values: σ (b, r), in descending magnitude, equal on all ranks; negative where alignment with
-            the earlier bases flipped only one side.
-        right: V (b, n, r), orthonormal columns, sharded like G's columns.
+        U: (b, m, r), orthonormal columns, sharded like G's rows.
+        S: σ (b, r), in descending magnitude, equal on all ranks; negative where alignment with the
+            earlier bases flipped only one side.
+        V: (b, n, r), orthonormal columns, sharded like G's columns.
     """
 
-    left: Tensor
-    values: Tensor
-    right: Tensor
+    U: Tensor
+    S: Tensor
+    V: Tensor
 
 
 def randomized_svd(
@@ -86,8 +44,8 @@ def randomized_svd(
     mesh_dims: int = 0,
     replicas: bool = False,
     earlier: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> Steps[SVD]:
-    """Compute the leading singular triplets of matrices of one shape (TSR-Adam, Algorithm 1).
+) -> Rounds[SVD]:
+    """Compute the leading singular triplets of matrices of one shape (Algorithm 1's refresh).
 
     A gradient determines singular vectors up to a sign. The sketch fixes the sign, so that every
     layout of ranks computes the same vectors. Each vector is then flipped towards its predecessor,
@@ -107,39 +65,46 @@ def randomized_svd(
         earlier: The previous bases U (b, m, r) and V (b, n, r), None for a side that is not to be
             aligned. Zeros, or random, before the first refresh.
     """
-    # Y = GΩ, an (m, k) sketch of the range of G.
-    y = yield from summed(_times(gradients, sketches), "columns", replicas)
-    q, _ = yield from tsqr(y, "rows", mesh_dims)
+    # Y = GΩ, a sketch of the range of G.
+    y = yield from summed(_times(gradients, sketches), "columns", replicas)  # (b, m, k)
+    q, _ = yield from tsqr(y, "rows", mesh_dims)  # (b, m, k)
     for _ in range(power_iterations):
         # Z = GᵀQ and Y = G·qr(Z): the sketch turns towards the leading directions.
-        z = yield from summed(_times(gradients, q, transposed=True), "rows", replicas)
+        z = yield from summed(_times(gradients, q, transposed=True), "rows", replicas)  # (b, n, k)
         z, _ = yield from tsqr(z, "columns", mesh_dims)
         y = yield from summed(_times(gradients, z), "columns", replicas)
         q, _ = yield from tsqr(y, "rows", mesh_dims)
     # B = QᵀG (k, n), kept as Bᵀ = Q_b·R_b; then B = R_bᵀ·Q_bᵀ, and its SVD is that of a k×k matrix.
-    b = yield from summed(_times(gradients, q, transposed=True), "rows", replicas)
-    q_b, r_b = yield from tsqr(b, "columns", mesh_dims)
+    b = yield from summed(_times(gradients, q, transposed=True), "rows", replicas)  # (b, n, k)
+    q_b, r_b = yield from tsqr(b, "columns", mesh_dims)  # (b, n, k) and (b, k, k)
     # A non-finite gradient makes R_b non-finite on every rank, where a decomposition may not end.
     # Its singular values become NaN instead, and so does the gradient's norm.
-    small_left, values, small_right = _small_svd(torch.nan_to_num(r_b.mT, 0.0, 0.0, 0.0))
-    values = values + (r_b * 0).sum(dim=(-2, -1))[:, None]
-    # U = QŨ and V = Ṽ, the first r columns.
-    left = q @ small_left[..., :rank]
-    right = q_b @ small_right[..., :rank]
-    sides = yield from summed(sketches[..., :1].mT @ right, "columns", False)
+    small = _small_svd(torch.nan_to_num(r_b.mT, 0.0, 0.0, 0.0))
+    values = small.S + (r_b * 0).sum(dim=(-2, -1))[:, None]  # (b, k)
+    # U = QŨ and V = Q_b·Ṽ, the first r columns.
+    left = q @ small.U[..., :rank]  # (b, m, r)
+    right = q_b @ small.V[..., :rank]  # (b, n, r)
+    sides = yield from summed(sketches[..., :1].mT @ right, "columns", False)  # (b, 1, r)
     # 1 for singular values above rounding error, else 0.
     smallest = values[:, :1] * values.shape[-1] * torch.finfo(values.dtype).eps
     present = (values[:, :rank] > smallest).to(values.dtype)
     keep = _signs(sides) * present[:, None, :]
-    values, bases = values[:, :rank], [left * keep, right * keep]
-    axes: tuple[Axis, Axis] = ("rows", "columns")
-    for number, old in enumerate(earlier):
-        if old is not None:
-            products = yield from summed((bases[number] * old).sum(dim=-2), axes[number], False)
-            # Near zero the sign would be that of rounding noise, which layouts do not share.
-            turn = _signs(products + torch.finfo(products.dtype).eps ** 0.5)
-            values, bases[number] = values * turn, bases[number] * turn[:, None, :]
-    return SVD(bases[0], values, bases[1])
+    left, right, values = left * keep, right * keep, values[:, :rank]
+    old_left, old_right = earlier
+    if old_left is not None:
+        turns = yield from _turns(left, old_left, "rows")
+        left, values = left * turns[:, None, :], values * turns
+    if old_right is not None:
+        turns = yield from _turns(right, old_right, "columns")
+        right, values = right * turns[:, None, :], values * turns
+    return SVD(left, values, right)
+
+
+def _turns(bases: Tensor, old: Tensor, axis: Axis) -> Rounds[Tensor]:
+    """Return 1 for each vector (b, r) that points to its predecessor's side, and -1 for others."""
+    products = yield from summed((bases * old).sum(dim=-2), axis, False)
+    # Near zero the sign would be that of rounding noise, which layouts do not share.
+    return _signs(products + torch.finfo(products.dtype).eps ** 0.5)
 
 
 def _small_svd(square: Tensor) -> SVD:
@@ -169,7 +134,7 @@ def _small_svd(square: Tensor) -> SVD:
     return SVD(left.to(square.dtype), values.to(square.dtype), right.to(square.dtype))
 
 
-def tsqr(tall: Tensor, axis: Axis, mesh_dims: int) -> Steps[tuple[Tensor, Tensor]]:
+def tsqr(tall: Tensor, axis: Axis, mesh_dims: int) -> Rounds[tuple[Tensor, Tensor]]:
     """Compute the QR factorization of a row-sharded tall matrix; ranks send only k×k triangles.
 
     Each rank factorizes its own block. The triangles are gathered and stacked, and their QR
@@ -241,15 +206,8 @@ def draw_basis(key: str, size: tuple[int, int]) -> Tensor:
 
 
 def _seed(key: str) -> int:
-    # The 0 was the seed that a run could set once: runs draw the same Ω as before.
+    # The 0 stands for a seed that a run could once set; another number would change every Ω.
     return int.from_bytes(hashlib.sha256(f"0:{key}".encode()).digest()[:7], "big")
-
-
-def summed(tensor: Tensor, axis: Axis, replicas: bool) -> Steps[Tensor]:
-    """Return the `Sum` of a tensor."""
-    answer = yield Sum(tensor, axis, replicas)
-    assert isinstance(answer, Tensor)
-    return answer
 
 
 def _times(gradients: Sequence[Tensor], factors: Tensor, transposed: bool = False) -> Tensor:

@@ -1,0 +1,793 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""TSR-Adam, the paper's Algorithm 1, as a torch optimizer.
+
+A weight W and its gradient G are (m, n). Two orthonormal bases, U (m, r) and V (n, r), span the
+leading subspaces of G and are equal on all replicas. Each replica has the G of its own data. Only
+the core C = UᵀGV (r, r) is summed over the replicas, and Adam's moments are those of the core.
+
+| line of Algorithm 1 | where |
+|---|---|
+| every K steps: U, Σ, V ← randomized SVD of ΣG | `TSRAdam._new_bases`, `svd.randomized_svd` |
+| moments of the old bases, carried over | `MatrixStack.change_bases` |
+| C ← UᵀGV | `MatrixStack.project` |
+| C ← ΣC over the replicas | `TSRAdam._start_sum` |
+| m, v ← Adam's moments of C; D = m̂/(√v̂ + ε) | `MatrixStack.direction` |
+| W ← (1 − ηλ)W − ηα·UDVᵀ | `MatrixStack.lift` |
+
+A refresh belongs to its step. `TSRAdam.reduce` finds the new bases, and `TSRAdam.step` starts to
+use them. If that step is rejected, the old bases and all counts stay. The next step then has the
+same number, so the same matrices are due, with the same random sketch and the new gradient.
+
+One-sided projection (GaLore) omits V: the core is UᵀG (r, n), for a matrix that is wider than tall.
+Tall and square matrices are transposed first, because GaLore projects them on the right.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchtitan_lr.compat.autograd import clean_name
+from torchtitan_lr.compat.dtensor import local_part, own_part, shard_dims, wrap_like
+from torchtitan_lr.numerics import HostCopy, scale_
+from torchtitan_lr.optim.gradients import clip_factor
+from torchtitan_lr.optim.tsr.dense import DenseParameters
+from torchtitan_lr.optim.tsr.selection import (
+    BUCKET_ELEMENTS,
+    MatrixPlan,
+    TSRSettings,
+    plan_matrices,
+    split_buckets,
+)
+from torchtitan_lr.optim.tsr.sums import (
+    EarlySums,
+    Groups,
+    Layout,
+    Rounds,
+    copy_from_first,
+    differences,
+    in_buckets,
+    norm_over_ranks,
+    solve_together,
+    sum_over,
+    summed,
+    whole_gradient,
+)
+from torchtitan_lr.optim.tsr.svd import SVD, draw_basis, draw_sketches, randomized_svd
+from torchtitan_lr.titan import logger
+
+
+@dataclass
+class NewBases:
+    """New bases of b matrices of one stack.
+
+    Args:
+        stack: The stack.
+        indices: The matrices' places in it.
+        U: (b, m, r).
+        V: (b, n, r), or None if that side is not projected.
+        C: The core in the new bases, (b, r, r) or (b, r, n).
+        U_overlap: U₊ᵀU (b, r, r), the old basis in the new one; None unless moments are rotated.
+        V_overlap: V₊ᵀV (b, r, r), likewise.
+    """
+
+    stack: "MatrixStack"
+    indices: list[int]
+    U: Tensor
+    V: Tensor | None
+    C: Tensor
+    U_overlap: Tensor | None = None
+    V_overlap: Tensor | None = None
+
+
+class MatrixStack:
+    """Algorithm 1's equations, on b matrices of equal shape, rank and layout.
+
+    Stacked matrices need fewer kernels. Every tensor here is this rank's part.
+
+    Args:
+        plans: The compression of each matrix.
+        parameters: The parameters, plain or DTensors.
+        layout: The mesh dimensions that split each of them.
+        ranks: Size of every mesh dimension of the run.
+        settings: The settings.
+
+    Attributes:
+        plan: What the matrices have in common: shape, rank and power iterations.
+        U: (b, m, r), rows sharded like the matrix's rows.
+        V: (b, n, r), rows sharded like the matrix's columns; None if one-sided.
+        C: The cores of the running step (b, r, r), or (b, r, n), sharded like the matrix's columns,
+            if one-sided. `TSRAdam` provides the memory.
+        exp_avg: Adam's m, of the same shape as C.
+        exp_avg_sq: Adam's v, likewise.
+        row_dim: Dimension of a parameter that its rows are, as it is projected.
+        column_dim: The other one.
+        core_dims: Mesh dimensions that split a core.
+        contracted: Mesh dimensions whose ranks each have one term of a core.
+        sketch_size: Elements (m + n)k of one matrix's sketches on a rank.
+        sends_dense: Whether a refresh sums dense gradients, not sketches, over the replicas.
+        ages: Number of cores in the moments (b,), on the CPU.
+        refresh_counts: Number of refreshes so far (b,), on the CPU.
+    """
+
+    C: Tensor
+
+    def __init__(
+        self,
+        plans: Sequence[MatrixPlan],
+        parameters: Sequence[Tensor],
+        layout: Layout,
+        ranks: Sequence[int],
+        settings: TSRSettings,
+    ) -> None:
+        self.plans, self.parameters, self.settings = list(plans), list(parameters), settings
+        self.plan = plan = plans[0]
+        self.row_dim, self.column_dim = (1, 0) if plan.transposed else (0, 1)
+        self.layout = layout
+        rows, columns = layout.largest_block(plan.rows, plan.columns, ranks)
+        self.sketch_size = (rows + columns) * plan.width
+        self.sends_dense, _ = plan.sends(rows, columns)
+        self.core_dims = () if plan.two_sided else layout.columns
+        self.contracted = {*layout.rows, *layout.columns}.difference(self.core_dims)
+        weight = local_part(parameters[0])
+        b, r = len(parameters), plan.rank
+        m, n = self._oriented(weight).shape
+        self.dtype = torch.promote_types(weight.dtype, torch.float32)
+        kind: dict[str, Any] = {"dtype": self.dtype, "device": weight.device}
+        self.U = torch.zeros(b, m, r, **kind)
+        self.V = torch.zeros(b, n, r, **kind) if plan.two_sided else None
+        self.exp_avg = torch.zeros(b, r, r if plan.two_sided else n, **kind)
+        self.exp_avg_sq = torch.zeros_like(self.exp_avg)
+        self.ages = torch.zeros(b, dtype=torch.int64)
+        self.refresh_counts = torch.zeros(b, dtype=torch.int64)
+        if plan.waits:
+            self._draw_bases()
+
+    def _draw_bases(self) -> None:
+        """Draw the bases until the first refresh; each rank draws all rows, and keeps its own."""
+        for i, (plan, parameter) in enumerate(zip(self.plans, self.parameters, strict=True)):
+            basis = draw_basis(f"{plan.name}:left", (plan.rows, plan.rank))
+            self.U[i].copy_(own_part(parameter, basis, {self.row_dim: 0}))
+            if self.V is not None:
+                basis = draw_basis(f"{plan.name}:right", (plan.columns, plan.rank))
+                self.V[i].copy_(own_part(parameter, basis, {self.column_dim: 0}))
+
+    def due(self, steps: int) -> list[int]:
+        """Return the matrices that get new bases in the step after so many steps."""
+        counts = self.refresh_counts.tolist()
+        return [i for i, plan in enumerate(self.plans) if plan.is_due(steps, counts[i])]
+
+    def project(self, index: int) -> None:
+        """Accumulate a core, C ← C + UᵀGV, and free the gradient."""
+        gradient = self._oriented(local_part(cast(Tensor, self.parameters[index].grad)))  # (m, n)
+        self.parameters[index].grad = None
+        half = self.U[index].mT @ gradient.to(self.dtype)  # (r, n)
+        if self.V is None:
+            self.C[index].add_(half)
+        else:
+            self.C[index].addmm_(half, self.V[index])
+
+    def decompose(self, indices: Sequence[int], groups: Groups) -> Rounds[SVD]:
+        """Compute the leading singular triplets of some gradients; see `randomized_svd`."""
+        gradients = []
+        for i in indices:
+            parameter = self.parameters[i]
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients.append(self._oriented(local_part(gradient)))  # (m, n)
+        counts = self.refresh_counts.tolist()
+        keys = [(self.plans[i].name, counts[i]) for i in indices]
+        # Every rank draws the whole Ω (n, k) of each matrix, and keeps its own rows.
+        full = draw_sketches(keys, (self.plan.columns, self.plan.width), self.U)
+        own = [own_part(self.parameters[0], sketch, {self.column_dim: 0}) for sketch in full]
+        return randomized_svd(
+            gradients,
+            torch.stack(own),
+            self.plan.rank,
+            self.plan.power_iterations,
+            mesh_dims=len(groups.sharding),
+            replicas=groups.replicas is not None and not self.sends_dense,
+            earlier=(_read(self.U, indices), None if self.V is None else _read(self.V, indices)),
+        )
+
+    def change_bases(self, new: NewBases, rejected: Tensor) -> None:
+        """Replace the bases and carry the moments over according to ``tsr_moments``.
+
+        ``keep`` leaves the moments unchanged (the published code; the new bases are sign-aligned
+        with the old ones for this mode), and ``reset`` sets them to zero. ``rotate`` expresses them
+        in the new bases (the paper's theory): with P = U₊ᵀU and Q = V₊ᵀV, m ← P·m·Qᵀ, and v by the
+        squared entries of P and Q. The second moment holds variances of the core's entries; if
+        these are independent, the variances of sums add with squared weights.
+
+        Args:
+            new: The bases of some of the matrices.
+            rejected: True on the device to keep the old ones, a scalar. The counters, which are on
+                the host, change in any case; `TSRAdam.settle` resets them.
+        """
+        i = new.indices
+        changes = [(self.U, new.U)]
+        if self.V is not None and new.V is not None:
+            changes.append((self.V, new.V))
+        if self.settings.moments == "reset":
+            zeros = torch.zeros_like(new.C)
+            changes += [(self.exp_avg, zeros), (self.exp_avg_sq, zeros)]
+            self.ages[i] = 0
+        elif new.U_overlap is not None:
+            P, Q = new.U_overlap, new.V_overlap  # (b, r, r)
+            average, square = P @ _read(self.exp_avg, i), P.square() @ _read(self.exp_avg_sq, i)
+            if Q is not None:
+                average, square = average @ Q.mT, square @ Q.square().mT
+            changes += [(self.exp_avg, average), (self.exp_avg_sq, square)]
+        for state, changed in changes:
+            _write(state, i, torch.where(rejected, _read(state, i), changed))
+        self.refresh_counts[i] += 1
+
+    def direction(self, hyper: Mapping[str, Any], rejected: Tensor) -> Tensor:
+        """Run Adam on the cores: update their moments, and return D = m̂/(√v̂ + ε).
+
+        Args:
+            hyper: β₁, β₂ and ε (``eps``).
+            rejected: True on the device to leave the moments as they are, a scalar.
+
+        Returns:
+            D, of the shape of C; 0 if the step is rejected.
+        """
+        beta1, beta2, eps = (float(hyper[name]) for name in ("beta1", "beta2", "eps"))
+        # m ← β₁m + (1 − β₁)C,  v ← β₂v + (1 − β₂)C∘C
+        average = self.exp_avg.lerp(self.C, 1 - beta1)
+        square = (self.exp_avg_sq * beta2).addcmul_(self.C, self.C, value=1 - beta2)
+        torch.where(rejected, self.exp_avg, average, out=self.exp_avg)
+        torch.where(rejected, self.exp_avg_sq, square, out=self.exp_avg_sq)
+        # m̂ = m / (1 − β₁ᵗ), where t is the number of cores in the moments; v̂ likewise.
+        self.ages += 1
+        first, *others = ages = self.ages.tolist()
+        age: float | Tensor = float(first)
+        if any(other != first for other in others):
+            # A copy from pageable memory would make the host wait for the device.
+            on_host = torch.tensor(ages, dtype=self.dtype, pin_memory=self.U.is_cuda)
+            age = on_host.to(self.U.device, non_blocking=True)[:, None, None]
+        corrected = self.exp_avg / (1 - beta1**age)
+        D = corrected / ((self.exp_avg_sq / (1 - beta2**age)).sqrt() + eps)
+        return D.masked_fill(rejected, 0.0)
+
+    def lift(self, D: Tensor, hyper: Mapping[str, Any], rejected: Tensor) -> None:
+        """Lift directions of cores to full matrices: W ← (1 − ηλ)W − ηα·UDVᵀ.
+
+        Args:
+            D: The directions, of the shape of C.
+            hyper: η (``lr``) and λ (``weight_decay``).
+            rejected: True on the device to change no bit of the weights, a scalar.
+        """
+        lr, decay = float(hyper["lr"]), float(hyper["weight_decay"])
+        # A rejected step multiplies weights by 1 and adds 0.
+        shrink = torch.full_like(rejected, 1 - lr * decay, dtype=self.dtype)
+        shrink.masked_fill_(rejected, 1.0)
+        weights = [self._oriented(local_part(parameter)) for parameter in self.parameters]  # (m, n)
+        in_place = weights[0].dtype == self.dtype
+        if in_place and decay:
+            torch._foreach_mul_(weights, shrink)  # all in one launch
+        rate = -lr * self.settings.scale
+        for i, weight in enumerate(weights):
+            factors = self.U[i], D[i]  # (m, r) and (r, n)
+            if self.V is not None:
+                factors = self.U[i] @ D[i], self.V[i].mT
+            if in_place:
+                weight.addmm_(*factors, alpha=rate)
+            else:
+                # A narrower dtype would round the weight after each of the two operations.
+                exact = weight.to(self.dtype).mul_(shrink)
+                weight.copy_(exact.addmm_(*factors, alpha=rate))
+
+    def state(self, index: int) -> dict[str, Tensor]:
+        """Return what a checkpoint holds of a matrix: DTensors of a sharded one, no copies."""
+        matrix, plan = self.parameters[index], self.plan
+        m, n, r = plan.rows, plan.columns, plan.rank
+        core: Any = ((r, r), {}) if plan.two_sided else ((r, n), {self.column_dim: 1})
+        state = {
+            "left": wrap_like(matrix, self.U[index], (m, r), {self.row_dim: 0}),
+            "exp_avg": wrap_like(matrix, self.exp_avg[index], *core),
+            "exp_avg_sq": wrap_like(matrix, self.exp_avg_sq[index], *core),
+            "age": self.ages[index],
+            "refreshes": self.refresh_counts[index],
+        }
+        if self.V is not None:
+            state["right"] = wrap_like(matrix, self.V[index], (n, r), {self.column_dim: 0})
+        return state
+
+    def _oriented(self, matrix: Tensor) -> Tensor:
+        return matrix.mT if self.plan.transposed else matrix
+
+
+def stack_alike(
+    matrices: Sequence[tuple[MatrixPlan, Tensor]],
+    sharding: Mapping[str, int],
+    settings: TSRSettings,
+) -> list[MatrixStack]:
+    """Stack the matrices that are alike.
+
+    Args:
+        matrices: Plan and parameter of each.
+        sharding: Sizes of the run's mesh dimensions that split parameters, by name, in order.
+        settings: The settings.
+    """
+    alike: dict[Any, list[tuple[MatrixPlan, Tensor]]] = defaultdict(list)
+    for plan, parameter in matrices:
+        part = local_part(parameter)
+        row_dim, column_dim = (1, 0) if plan.transposed else (0, 1)
+        layout = Layout(
+            shard_dims(parameter, row_dim, sharding), shard_dims(parameter, column_dim, sharding)
+        )
+        shape = (plan.rows, plan.columns, plan.rank, plan.power_iterations, plan.transposed)
+        alike[layout, shape, part.shape, part.dtype].append((plan, parameter))
+    stacks = []
+    for (layout, *_), same in alike.items():
+        plans, parameters = zip(*same, strict=True)
+        stacks.append(MatrixStack(plans, parameters, layout, list(sharding.values()), settings))
+    return stacks
+
+
+@dataclass
+class RunningStep:
+    """What belongs to one step alone, from `TSRAdam.begin` to `TSRAdam.step`.
+
+    Args:
+        due: The matrices that get new bases in this step, as places in their stack.
+        kept: The matrices that keep their bases, stack after stack; the values have no meaning.
+        sums: The sums of cores and dense gradients.
+        sums_start: Whether a gradient that arrives is whole, and may start a sum.
+        new_bases: None until `TSRAdam.reduce` has found them.
+    """
+
+    due: dict[MatrixStack, list[int]]
+    kept: dict[Tensor, None]
+    sums: EarlySums
+    sums_start: bool = False
+    new_bases: list[NewBases] | None = None
+
+
+class TSRAdam(Optimizer):
+    """TSR-Adam; AdamW for vectors and other parameters that are not compressed.
+
+    It works with any module, in one process or with a process group whose ranks have equal weights
+    and different data:
+
+    >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
+    <torch...>
+    >>> model = nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 8))
+    >>> x, target = torch.randn(64, 16), torch.randn(64, 8)
+    >>> settings = TSRSettings(rank=4, refresh_interval=10)
+    >>> optimizer = TSRAdam(model.named_parameters(), settings, lr=0.02)
+    >>> losses = []
+    >>> for _ in range(30):
+    ...     loss = nn.functional.mse_loss(model(x), target)
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    ...     losses.append(loss.item())
+    >>> losses[-1] < 0.8 * losses[0]
+    True
+
+    With a ``group``, do not reduce the gradients (no DDP): `step` sums what it needs of them. Of
+    DTensors, FSDP2's for example, it also finds the groups that shard them.
+
+    `step` needs no other call. A trainer that sums during backward and clips calls the methods of
+    `optim.gradients.Gradients` in their order: the gradient of a matrix is then projected, and
+    freed, as soon as backward has produced it.
+
+    All state is allocated in the constructor, in fp32 or wider, and never reallocated: a bf16
+    second moment at β₂ = 0.999 would never decay.
+
+    Args:
+        named_parameters: Name and parameter, as ``model.named_parameters()`` yields them, or groups
+            of them as torch has them: ``[{"params": model.named_parameters(), "lr": 0.01}]``.
+        settings: Rank, refreshes and the other ``tsr_*`` settings.
+        lr: η.
+        beta1: β₁.
+        beta2: β₂.
+        eps: ε.
+        weight_decay: λ.
+        group: Ranks with equal parameters and different data; None if there is only one.
+        stages: Pipeline ranks, each with other parameters; None without pipelining.
+        average: Whether gradients are averaged over ``group``, as DDP does. Else they are summed,
+            for a loss that is already divided by the tokens of the global batch.
+
+    Attributes:
+        stacks: The compressed matrices.
+        groups: The process groups.
+        counters: The numbers of steps, refreshes and cores, on the host.
+        found_inf: 1 if the next step must leave no trace, else 0; an fp32 scalar on the device.
+            None if it is taken in any case. Set as torch's `GradScaler` sets it.
+    """
+
+    found_inf: Tensor | None = None
+    takes_verdict = True
+
+    def __init__(
+        self,
+        named_parameters: Iterable[Any],
+        settings: TSRSettings,
+        *,
+        lr: float = 0.01,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        group: dist.ProcessGroup | None = None,
+        stages: dist.ProcessGroup | None = None,
+        average: bool = True,
+    ) -> None:
+        defaults = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
+        super().__init__(named_parameters, defaults | {"weight_decay": weight_decay})
+        self.settings, self._average = settings, average
+        names: dict[Tensor, str] = {}
+        for torch_group in self.param_groups:
+            names.update(zip(torch_group["params"], torch_group["param_names"], strict=True))
+        self.groups = Groups.of(names, group, stages)
+        # Refreshes are spread over the whole model's matrices, and a stage sees its own.
+        shapes = self.groups.of_all_stages({names[p]: tuple(p.shape) for p in names})
+        plans = plan_matrices(shapes, settings)
+        sharding = {name: group.size() for name, group in self.groups.sharding.items()}
+
+        self.steps = torch.zeros((), dtype=torch.float32)
+        self.stacks: list[MatrixStack] = []
+        self._dense: list[DenseParameters] = []
+        # Who updates which parameters with which hyperparameters.
+        self._updates: list[tuple[dict[str, Any], list[MatrixStack], DenseParameters]] = []
+        for torch_group in self.param_groups:
+            compressed = [(plans[names[p]], p) for p in torch_group["params"] if names[p] in plans]
+            stacks = stack_alike(compressed, sharding, settings)
+            dense = DenseParameters([p for p in torch_group["params"] if names[p] not in plans])
+            self.stacks += stacks
+            self._dense.append(dense)
+            self._updates.append((torch_group, stacks, dense))
+
+        self._place: dict[Tensor, tuple[MatrixStack, int]] = {}
+        for stack in self.stacks:
+            for index, parameter in enumerate(stack.parameters):
+                self._place[parameter] = stack, index
+        # The dense parameters, and the mesh dimensions that split each of them.
+        self._split: dict[Tensor, tuple[int, ...]] = {}
+        for dense in self._dense:
+            for parameter in dense.parameters:
+                dims = [shard_dims(parameter, dim, sharding) for dim in range(parameter.dim())]
+                self._split[parameter] = tuple(chain(*dims))
+        # All cores of a step in one buffer, which one call clears, scales or sends.
+        sizes = [stack.exp_avg.numel() for stack in self.stacks]
+        # A pipeline stage may have no compressed matrix.
+        like = self.stacks[0].exp_avg if self.stacks else local_part(next(iter(names)))
+        self._cores = like.new_zeros(sum(sizes))
+        for stack, part in zip(self.stacks, self._cores.split(sizes), strict=True):
+            stack.C = part.view(stack.exp_avg.shape)
+
+        self._order = list(reversed(names))  # backward runs from the last module to the first
+        # A hook that kept the optimizer alive would make a cycle, and torchtitan collects none.
+        reference = weakref.ref(self)
+        for parameter in self._order:
+            parameter.register_post_accumulate_grad_hook(
+                lambda arrived: (own := reference()) and own.gradient_arrived(arrived)
+            )
+        self._running: RunningStep | None = None
+        # Matrices with new bases, and whether replicas computed different ones.
+        self._compared: list[tuple[list[tuple[MatrixStack, int]], HostCopy]] = []
+        self._allocate_state()
+
+    def _allocate_state(self) -> None:
+        """Name the tensors that a checkpoint holds; they share the memory of the stacks."""
+        self.counters = [self.steps]
+        for stack in self.stacks:
+            self.counters += [stack.ages, stack.refresh_counts]
+        self._counts_before = [count.clone() for count in self.counters]
+        for parameter, (stack, index) in self._place.items():
+            self.state[parameter] = {"step": self.steps, **stack.state(index)}
+        for dense in self._dense:
+            moments = zip(dense.parameters, dense.exp_avg, dense.exp_avg_sq, strict=True)
+            for parameter, average, square in moments:
+                like = (tuple(parameter.shape), {dim: dim for dim in range(parameter.dim())})
+                self.state[parameter] = {
+                    "step": self.steps,
+                    "exp_avg": wrap_like(parameter, average, *like),
+                    "exp_avg_sq": wrap_like(parameter, square, *like),
+                }
+
+    # The order of a step: begin, backward (gradients arrive), reduce, clip, step, settle.
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Zero the cores, and plan the refreshes and sums of the next step."""
+        self._repair()
+        self._cores.zero_()
+        due: dict[MatrixStack, list[int]] = {}
+        kept: dict[Tensor, None] = {}
+        # Of these the gradient itself is summed.
+        whole = [parameter for parameter in self._order if parameter not in self._place]
+        for stack in self.stacks:
+            due[stack] = stack.due(int(self.steps))
+            for index, parameter in enumerate(stack.parameters):
+                if index not in due[stack]:
+                    kept[parameter] = None
+                elif stack.sends_dense:
+                    whole.append(parameter)
+        count = self.settings.overlap_buckets
+        projected = [parameter for parameter in self._order if parameter in kept]
+        sizes = [self._core(parameter).numel() for parameter in projected]
+        buckets = in_buckets(projected, sizes, count, most=sum(sizes))
+        by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)  # one message has one dtype
+        for parameter in whole:
+            by_dtype[parameter.dtype].append(parameter)
+        for same in by_dtype.values():
+            sizes = [local_part(parameter).numel() for parameter in same]
+            buckets += in_buckets(same, sizes, count, BUCKET_ELEMENTS)
+        sums = EarlySums(buckets, self._order, self._start_sum)
+        self._running = RunningStep(due, kept, sums)
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Surround forward and backward of a micro-batch; ``last`` is the step's last one.
+
+        FSDP2 calls the hooks after its reduce-scatter. Where no hook runs (a pipeline schedule that
+        splits backward), the end of the micro-batch finds the gradients.
+        """
+        step = self._running
+        assert step is not None
+        # A pipeline runs backward several times before a gradient is complete.
+        early = self.groups.stages is None and self.settings.overlap_buckets > 1
+        step.sums_start = last and early
+        yield
+        with torch.no_grad():
+            for parameter in self._order:
+                if parameter.grad is not None and parameter in step.kept:
+                    self.gradient_arrived(parameter)
+            if last:
+                step.sums.start_all()
+
+    @torch.no_grad()
+    def gradient_arrived(self, parameter: Tensor) -> None:
+        """Use a gradient that backward has produced, if a step is running.
+
+        A matrix that keeps its bases is projected, and its gradient is freed: the core is linear in
+        G. A matrix that is due keeps its gradient until all micro-batches are accumulated, since Z
+        and B need G after Q.
+
+        Raises:
+            RuntimeError: The sum that the gradient belongs to has already started.
+        """
+        step = self._running
+        if step is None:
+            return
+        if parameter.grad is not None:
+            if parameter in step.sums.started:
+                raise RuntimeError(
+                    "a parameter received a second gradient after its sum over the replicas had "
+                    "started; set optimizer.tsr_overlap_buckets = 1"
+                )
+            part = local_part(parameter.grad)
+            if parameter in step.kept:
+                stack, index = self._place[parameter]
+                stack.project(index)
+            elif parameter not in self._place and part.untyped_storage().nbytes() > 2 * part.nbytes:
+                # FSDP's gradients of one unit share their memory: a small one must not keep the
+                # large ones alive.
+                parameter.grad = parameter.grad.clone()
+        if step.sums_start:
+            step.sums.ready(parameter)
+
+    def _start_sum(self, bucket: Sequence[Tensor]) -> Callable[[], None]:
+        """Start the sum of a bucket over the replicas: C ← ΣC, or G ← ΣG of a dense parameter."""
+        assert self._running is not None
+        if bucket[0] not in self._running.kept:
+            return sum_over([whole_gradient(p) for p in bucket], self.groups.replicas)
+        cores = [self._core(parameter) for parameter in bucket]
+        if len(bucket) == len(self._place):
+            cores = [self._cores]  # no copy: the buffer itself is sent
+        for dim, group in enumerate(self.groups.sharding.values()):
+            # The ranks of a mesh dimension that splits G have terms of a core, but for the long
+            # side of a one-sided core: there they have different blocks.
+            terms = [self._core(p) for p in bucket if dim in self._place[p][0].contracted]
+            sum_over(cores if len(terms) == len(bucket) else terms, group)()
+        return sum_over(cores, self.groups.replicas)
+
+    def _core(self, parameter: Tensor) -> Tensor:
+        stack, index = self._place[parameter]
+        return stack.C[index]
+
+    @torch.no_grad()
+    def reduce(self) -> Tensor:
+        """Finish the sums over the replicas, and find the new bases of matrices that are due.
+
+        Returns:
+            This rank's share of the squared norm Σ|C|² + Σ|G|² of cores and dense gradients, an
+            fp64 scalar: the shares of all ranks, which are equal, add up to it.
+        """
+        step = self._running
+        assert step is not None
+        step.sums.wait()
+        step.new_bases = []
+        for matrices in self._rounds(step.due):
+            step.new_bases += self._new_bases(matrices)
+        gradients = [whole_gradient(parameter) for parameter in self._split]
+        new_cores = [bases.C for bases in step.new_bases]
+        if self._average and self.groups.replicas is not None:
+            share = torch.tensor(1 / self.groups.replicas.size(), dtype=torch.float64)
+            scale_([self._cores, *gradients, *new_cores], share)
+        # Each with the mesh dimensions that split it.
+        pieces: list[tuple[Tensor, tuple[int, ...]]] = []
+        if step.new_bases or any(stack.core_dims for stack in self.stacks):
+            pieces += [(self._core(p), self._place[p][0].core_dims) for p in step.kept]
+        else:
+            pieces.append((self._cores, ()))
+        pieces += [(bases.C, bases.stack.core_dims) for bases in step.new_bases]
+        pieces += zip(gradients, self._split.values(), strict=True)
+        norm = norm_over_ranks(pieces, self.groups)
+        for bases in step.new_bases:
+            _write(bases.stack.C, bases.indices, bases.C)
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        return norm.square() / ranks
+
+    def _rounds(
+        self, due: Mapping["MatrixStack", Sequence[int]]
+    ) -> list[dict["MatrixStack", list[int]]]:
+        """Share out the matrices that are due over rounds, each decomposed together.
+
+        The sketches of a round fit into one bucket, and its matrices have the same q.
+        """
+        matrices = [(stack, index) for stack, indices in due.items() for index in indices]
+        sizes = [stack.sketch_size for stack, _ in matrices]
+        rounds: list[dict[MatrixStack, list[int]]] = []
+        for bucket in split_buckets(sizes, BUCKET_ELEMENTS):
+            by_iterations: dict[int, dict[MatrixStack, list[int]]] = {}
+            for stack, index in (matrices[place] for place in bucket):
+                same = by_iterations.setdefault(stack.plan.power_iterations, {})
+                same.setdefault(stack, []).append(index)
+            rounds += by_iterations.values()
+        return rounds
+
+    def _new_bases(self, matrices: Mapping["MatrixStack", list[int]]) -> list[NewBases]:
+        """Refresh: U, Σ, V ← randomized SVD of ΣG, equal on all replicas; not yet applied."""
+        layouts = [stack.layout for stack in matrices]
+        computations = [stack.decompose(i, self.groups) for stack, i in matrices.items()]
+        svds = solve_together(computations, layouts, self.groups)
+        if self.groups.replicas is not None:
+            # Each matrix is compared, repaired and logged alone. The host would wait for the device
+            # if it repaired the bases here.
+            names, batches = [], []
+            for (stack, indices), svd in zip(matrices.items(), svds, strict=True):
+                names += [(stack, index) for index in indices]
+                batches += [list(of_matrix) for of_matrix in zip(*svd, strict=True)]
+            self._compared.append((names, HostCopy(differences(batches, self.groups.replicas))))
+        found: list[NewBases] = []
+        for (stack, indices), svd in zip(matrices.items(), svds, strict=True):
+            # In the new bases UᵀGV is diag(σ), and UᵀG is diag(σ)Vᵀ: nothing is sent for it.
+            if stack.plan.two_sided:
+                core = torch.diag_embed(svd.S)  # (b, r, r)
+                found.append(NewBases(stack, indices, svd.U, svd.V, core))
+            else:
+                core = svd.S[..., None] * svd.V.mT  # (b, r, n)
+                found.append(NewBases(stack, indices, svd.U, None, core))
+        if self.settings.moments == "rotate":
+            self._find_overlaps(found)
+        return found
+
+    def _find_overlaps(self, found: Sequence[NewBases]) -> None:
+        """Find the old bases in the new ones, U₊ᵀU and V₊ᵀV, summed over the shards of rows."""
+        layouts = [new.stack.layout for new in found]
+        of_U, of_V = [], []
+        for new in found:
+            of_U.append(summed(new.U.mT @ _read(new.stack.U, new.indices), "rows", False))
+            if new.V is not None and new.stack.V is not None:  # of all matrices of a run, or none
+                of_V.append(summed(new.V.mT @ _read(new.stack.V, new.indices), "columns", False))
+        for new, overlap in zip(found, solve_together(of_U, layouts, self.groups), strict=True):
+            new.U_overlap = overlap
+        for new, overlap in zip(found, solve_together(of_V, layouts, self.groups), strict=False):
+            new.V_overlap = overlap
+
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        """Scale cores and dense gradients down to a norm, as `clip_grads_with_norm_` does.
+
+        After the sums, and on what is used: each replica's own gradients would get another scale.
+        """
+        gradients = [whole_gradient(parameter) for parameter in self._split]
+        scale_([self._cores, *gradients], clip_factor(max_norm, norm))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters.
+
+        If `begin` was not called, all gradients are where backward has left them, and are used from
+        there.
+
+        Returns:
+            The closure's loss; None without a closure.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._running is None:
+            self.begin()
+            with self.micro_batch(last=True):
+                pass
+        assert self._running is not None
+        if self._running.new_bases is None:
+            self.reduce()
+        rejected = torch.zeros((), dtype=torch.bool, device=self._cores.device)
+        if self.found_inf is not None:
+            rejected = self.found_inf > 0
+        torch._foreach_copy_(self._counts_before, self.counters)
+        for new in self._running.new_bases or ():
+            new.stack.change_bases(new, rejected)
+        self.steps += 1
+        for hyper, stacks, dense in self._updates:
+            for stack in stacks:
+                stack.lift(stack.direction(hyper, rejected), hyper, rejected)
+            dense.update(float(self.steps), hyper, self.found_inf)
+        self._running = None
+        return loss
+
+    @torch.no_grad()
+    def settle(self, rejected: bool) -> None:
+        """Finish a step whose verdict the host has read; reset what a rejected one has counted."""
+        self._repair()
+        if rejected:
+            torch._foreach_copy_(self.counters, self._counts_before)
+
+    def _repair(self) -> None:
+        """Give all replicas the first one's matrices whose bases differed in the last step.
+
+        Their weights and moments have parted since. Nothing else has: cores, dense gradients and
+        the norm are sums over the replicas. So all go on as if they had used the first one's bases.
+        Replicas on equal machines never differ, but one refresh with other bases would let them
+        part for good.
+        """
+        compared, self._compared = self._compared, []
+        for matrices, differ in compared:
+            drifted = [m for m, wrong in zip(matrices, differ.read(), strict=True) if wrong]
+            for stack, index in drifted:
+                tensors = [local_part(stack.parameters[index]), stack.U[index]]
+                if stack.V is not None:
+                    tensors.append(stack.V[index])
+                tensors += [stack.exp_avg[index], stack.exp_avg_sq[index]]
+                copy_from_first(tensors, cast(dist.ProcessGroup, self.groups.replicas))
+            if drifted:
+                logger.warning(
+                    "Replicas computed different bases for %s; the first replica's are used",
+                    ", ".join(stack.plans[index].name for stack, index in drifted),
+                )
+
+    def nonfinite(self, part: nn.Module) -> list[str]:
+        """Return the names of a part's parameters whose gradient or core is not finite here."""
+        names = []
+        for name, parameter in part.named_parameters():
+            used = [] if parameter.grad is None else [local_part(parameter.grad)]
+            if parameter in self._place:
+                used.append(self._core(parameter))
+            if not all(torch.isfinite(tensor).all() for tensor in used):
+                names.append(clean_name(name))
+        return names
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a state into the existing tensors; the hyperparameters stay the configured ones.
+
+        Torch's own method would replace the tensors, and cast moments to a parameter's bf16.
+        """
+        ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, parameter in zip(ids, own, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                local_part(self.state[parameter][name]).copy_(local_part(torch.as_tensor(value)))
+
+
+def _read(stacked: Tensor, indices: Sequence[int]) -> Tensor:
+    # A list as an index would be copied to the device, for which the host waits.
+    return torch.stack([stacked[i] for i in indices])
+
+
+def _write(stacked: Tensor, indices: Sequence[int], new: Tensor) -> None:
+    torch._foreach_copy_([stacked[i] for i in indices], list(new.unbind()))

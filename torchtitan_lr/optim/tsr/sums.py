@@ -1,0 +1,370 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What a TSR-Adam step sends: sums of cores and dense gradients, and the rounds of a refresh.
+
+FSDP sums gradients over the shards only; TSR-Adam sums over the replicas itself. Every reduction is
+a plain SUM. Nothing here knows the algorithm: the functions take tensors and process groups.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lr.agreement import from_all_ranks
+from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.numerics import blocks, joint_norm
+from torchtitan_lr.optim.tsr.selection import split_buckets
+
+CHECKED = 2**18
+"""Words of a checksum that are cast at a time."""
+
+Axis = Literal["rows", "columns"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The mesh dimensions that split a matrix's rows and columns, by index in the run's order."""
+
+    rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+
+    def mesh_dims(self, axis: Axis) -> tuple[int, ...]:
+        """Return the mesh dimensions that split one axis."""
+        return self.rows if axis == "rows" else self.columns
+
+    def largest_block(self, m: int, n: int, ranks: Sequence[int]) -> tuple[int, int]:
+        """Return the sides of a rank's largest block, with padding: all ranks must decide alike.
+
+        Args:
+            m: Rows of the whole matrix.
+            n: Its columns.
+            ranks: Size of every mesh dimension of the run.
+        """
+        for dim in self.rows:
+            m = -(-m // ranks[dim])
+        for dim in self.columns:
+            n = -(-n // ranks[dim])
+        return m, n
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of a run.
+
+    Args:
+        sharding: Mesh dimensions that split parameters, by name, in the run's common order.
+        replicas: Ranks with equal parameters and different data; None if there is only one.
+        stages: Pipeline ranks; None without pipelining.
+    """
+
+    sharding: Mapping[str, dist.ProcessGroup]
+    replicas: dist.ProcessGroup | None = None
+    stages: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, parameters: Iterable[Tensor], *more: dist.ProcessGroup | None) -> "Groups":
+        """Read the mesh dimensions of more than one rank from parameters; `more` as above."""
+        sharding: dict[str, dist.ProcessGroup] = {}
+        for parameter in parameters:
+            if isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
+                for dim, name in enumerate(mesh.mesh_dim_names or ()):
+                    if mesh.size(dim) > 1:
+                        sharding.setdefault(name, mesh.get_group(dim))
+        return cls(sharding, *more)
+
+    def of_all_stages(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of all pipeline stages, each of which knows its own."""
+        stages = [own] if self.stages is None else from_all_ranks(own, self.stages)
+        return {name: value for entries in stages for name, value in entries.items()}
+
+
+def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> Callable[[], None]:
+    """Start the sum of tensors of one dtype over a group, in one message.
+
+    Returns:
+        A function that waits, and copies the sums into the tensors; nothing without a group.
+    """
+    if group is None or not tensors:
+        return lambda: None
+    first = tensors[0]
+    is_message = len(tensors) == 1 and first.is_contiguous()
+    message = first if is_message else torch.cat([tensor.reshape(-1) for tensor in tensors])
+    work = dist.all_reduce(message, group=group, async_op=True)
+
+    def wait() -> None:
+        assert work is not None
+        work.wait()
+        if message is not first:
+            parts = message.split([tensor.numel() for tensor in tensors])
+            views = [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+            torch._foreach_copy_(list(tensors), views)
+
+    return wait
+
+
+# The sums that start during backward.
+
+
+def in_buckets(
+    parameters: Sequence[Tensor], sizes: Sequence[int], count: int, most: int
+) -> list[list[Tensor]]:
+    """Split parameters into about ``count`` buckets of consecutive ones, of similar size.
+
+    Args:
+        parameters: All of what is sent for them has one dtype.
+        sizes: Elements that are sent for each.
+        count: Number of buckets.
+        most: Elements of a bucket, at most.
+    """
+    limit = min(-(-sum(sizes) // count), most)
+    return [[parameters[i] for i in bucket] for bucket in split_buckets(sizes, limit)]
+
+
+class EarlySums:
+    """The sums of one step: each starts when all its gradients are there, in a fixed order.
+
+    Autograd may produce gradients in another order on another rank. A bucket therefore waits for
+    all buckets before it.
+
+    Args:
+        buckets: The parameters of each sum.
+        order: Every parameter, in the order in which backward is expected to produce gradients.
+        start: Starts the sum of a bucket; returns what waits for it.
+
+    Attributes:
+        started: The parameters whose sums have started: they take no other gradient.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Sequence[Tensor]],
+        order: Sequence[Tensor],
+        start: Callable[[Sequence[Tensor]], Callable[[], None]],
+    ) -> None:
+        position = {parameter: index for index, parameter in enumerate(order)}
+        in_turn = sorted(buckets, key=lambda bucket: max(position[p] for p in bucket))
+        self._waiting = deque((bucket, set(bucket)) for bucket in in_turn)  # and what is missing
+        self._start = start
+        self.started: set[Tensor] = set()
+        self._pending: list[Callable[[], None]] = []
+
+    def ready(self, parameter: Tensor) -> None:
+        """Mark a parameter whose gradient is complete, and start the sums that are complete."""
+        for _, missing in self._waiting:
+            missing.discard(parameter)
+        while self._waiting and not self._waiting[0][1]:
+            self._start_next()
+
+    def start_all(self) -> None:
+        """Start the other sums too: whatever is not marked has no gradient on this rank."""
+        while self._waiting:
+            self._start_next()
+
+    def wait(self) -> None:
+        """Wait for all sums that have started."""
+        for wait in self._pending:
+            wait()
+        self._pending.clear()
+
+    def _start_next(self) -> None:
+        bucket, _ = self._waiting.popleft()
+        self.started.update(bucket)
+        self._pending.append(self._start(bucket))
+
+
+def whole_gradient(parameter: Tensor) -> Tensor:
+    """Return the local gradient for summing in place; create zeros if there is none."""
+    if parameter.grad is None:
+        # Other replicas may have one: every rank takes part in the sum.
+        parameter.grad = torch.zeros_like(parameter)
+    return local_part(parameter.grad)
+
+
+def norm_over_ranks(pieces: Iterable[tuple[Tensor, tuple[int, ...]]], groups: Groups) -> Tensor:
+    """Return the joint 2-norm of tensors of all ranks, each element counted once.
+
+    Args:
+        pieces: Tensors that all replicas hold alike, each with the mesh dimensions that split it;
+            at least one.
+        groups: The process groups.
+
+    Returns:
+        An fp64 scalar, equal on all ranks.
+    """
+    places = [group.rank() for group in groups.sharding.values()]
+    own, device = [], None
+    for piece, mesh_dims in pieces:
+        device = device or piece.device
+        # All ranks along a dimension that does not split the piece hold the same: the first counts.
+        if all(place == 0 or dim in mesh_dims for dim, place in enumerate(places)):
+            own.append(piece)
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    if own:
+        square += joint_norm(own).double().square()
+    for group in (*groups.sharding.values(), groups.stages):
+        if group is not None:
+            dist.all_reduce(square, group=group)
+    return square.sqrt()
+
+
+# A refresh's rounds of requests.
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Request: sum over the ranks that share an axis.
+
+    Args:
+        tensor: This rank's term, of the same shape on all these ranks; summed in place.
+        axis: The axis whose shards are contracted away.
+        replicas: Whether to sum over the replicas too.
+    """
+
+    tensor: Tensor
+    axis: Axis
+    replicas: bool
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Request: gather the blocks of all ranks of one mesh dimension, if it shards the axis.
+
+    The answer is ``(blocks (ranks, ...), own index)``, or None if the dimension does not shard it.
+
+    Args:
+        tensor: This rank's block.
+        axis: The axis.
+        mesh_dim: Index of the dimension, in the run's common order.
+    """
+
+    tensor: Tensor
+    axis: Axis
+    mesh_dim: int
+
+
+Request = Sum | Gather
+Answer = Tensor | tuple[Tensor, int] | None
+Result = TypeVar("Result")
+Rounds = Generator[Request, Answer, Result]
+"""A computation in rounds: each yields a request to other ranks, and receives the answer."""
+
+
+def summed(tensor: Tensor, axis: Axis, replicas: bool) -> Rounds[Tensor]:
+    """Return the `Sum` of a tensor."""
+    answer = yield Sum(tensor, axis, replicas)
+    assert isinstance(answer, Tensor)
+    return answer
+
+
+def solve_together(
+    computations: Sequence[Rounds[Result]], layouts: Sequence[Layout], groups: Groups
+) -> list[Result]:
+    """Run computations side by side and merge each round of their requests into collectives.
+
+    A round needs at most one call per kind of request and mesh dimension. The computations, each
+    with the layout of its matrices, have the same order on all ranks.
+    """
+    results: dict[int, Result] = {}
+    answers: dict[int, Answer] = dict.fromkeys(range(len(computations)))
+    while answers:
+        sums: dict[int, Sum] = {}
+        gathers: dict[int, Gather] = {}
+        for index, answer in answers.items():
+            try:
+                request = computations[index].send(answer)
+            except StopIteration as end:
+                results[index] = end.value
+                continue
+            if isinstance(request, Sum):
+                sums[index] = request
+            else:
+                gathers[index] = request
+        answers = _answer_sums(sums, layouts, groups)
+        answers.update(_answer_gathers(gathers, layouts, groups))
+    return [results[index] for index in range(len(computations))]
+
+
+def _answer_sums(
+    sums: Mapping[int, Sum], layouts: Sequence[Layout], groups: Groups
+) -> dict[int, Answer]:
+    """Sum tensors over the shards of their axis, then over the replicas, all in place."""
+    for dim, group in enumerate(groups.sharding.values()):
+        split = [s.tensor for i, s in sums.items() if dim in layouts[i].mesh_dims(s.axis)]
+        sum_over(split, group)()
+    sum_over([s.tensor for s in sums.values() if s.replicas], groups.replicas)()
+    return {i: s.tensor for i, s in sums.items()}
+
+
+def _answer_gathers(
+    gathers: Mapping[int, Gather], layouts: Sequence[Layout], groups: Groups
+) -> dict[int, Answer]:
+    """Gather the blocks of the mesh dimension that each request asks for."""
+    answers: dict[int, Answer] = dict.fromkeys(gathers)
+    for dim, group in enumerate(groups.sharding.values()):
+        asked: dict[int, Tensor] = {}
+        for i, gather in gathers.items():
+            if gather.mesh_dim == dim and dim in layouts[i].mesh_dims(gather.axis):
+                asked[i] = gather.tensor
+        if not asked:
+            continue
+        own = torch.cat([block.reshape(-1) for block in asked.values()])
+        everyone = own.new_empty(group.size() * own.numel())
+        dist.all_gather_into_tensor(everyone, own, group=group)
+        sizes = [block.numel() for block in asked.values()]
+        parts = everyone.view(group.size(), -1).split(sizes, dim=1)
+        for (i, block), part in zip(asked.items(), parts, strict=True):
+            answers[i] = (part.reshape(group.size(), *block.shape), group.rank())
+    return answers
+
+
+# Whether replicas computed the same.
+
+
+def differences(batches: Sequence[Sequence[Tensor]], replicas: dist.ProcessGroup) -> Tensor:
+    """Return whether any bit of the tensors that each replica computed itself differs.
+
+    One all-reduce of two checksums per batch detects it.
+
+    Returns:
+        One truth value per batch (n,), the same on all replicas.
+    """
+    weights = torch.arange(1, CHECKED + 1, device=batches[0][0].device)
+    products = torch.empty_like(weights)
+    checksums = torch.stack([checksum(batch, weights, products) for batch in batches])
+    extremes = torch.cat([checksums, -checksums])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=replicas)
+    high, low = extremes.view(2, -1)
+    return high != -low
+
+
+def checksum(tensors: Sequence[Tensor], weights: Tensor, products: Tensor) -> Tensor:
+    """Return a number in [0, 2⁶²), int64, that every bit of some tensors and its place change.
+
+    Args:
+        tensors: In fp32 or fp64.
+        weights: Of the 32-bit words of a block (n,), int64.
+        products: Memory (n,), int64: the tensors are cast a block at a time.
+    """
+    total = weights.new_zeros(())
+    for tensor in tensors:
+        for block in blocks(tensor, len(weights) // 2):
+            bits = block.contiguous().view(-1).view(torch.int32)
+            terms = products[: len(bits)].copy_(bits).mul_(weights[: len(bits)])
+            # By the weights swapped entries show, by the factor swapped blocks; int64 wraps.
+            total.mul_(1_000_003).add_(terms.sum())
+    # Below 2⁶², the number's negative is in int64's range too.
+    return total.remainder(2**62)
+
+
+def copy_from_first(tensors: Iterable[Tensor], replicas: dist.ProcessGroup) -> None:
+    """Overwrite tensors with those of the first replica."""
+    for tensor in tensors:
+        sent = tensor.contiguous()
+        dist.broadcast(sent, group_src=0, group=replicas)
+        tensor.copy_(sent)
