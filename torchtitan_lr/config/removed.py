@@ -17,7 +17,7 @@ class Removed(NamedTuple):
     instead: str
     """What works in its place, as a phrase: ``false``, ``no such key``."""
     values: tuple[str, ...] = ()
-    """The lost values, as text in lower case; () for all. Without a value a flag is ``none``."""
+    """The lost values, as text in lower case; () for all."""
     key_stays: bool = False
     """Whether the key has other values."""
     weights_stay: bool = False
@@ -54,7 +54,7 @@ REMOVED: dict[str, Removed] = {
         key_stays=True,
         weights_stay=True,
     ),
-    "fault_tolerance.enable": Removed("false", ("true", "none"), key_stays=True, weights_stay=True),
+    "fault_tolerance.enable": Removed("false", ("true",), key_stays=True, weights_stay=True),
     "fault_tolerance.lighthouse": _OF_REPLICAS,
     "fault_tolerance.address": _OF_REPLICAS,
     "fault_tolerance.quorum_timeout_s": _OF_REPLICAS,
@@ -79,13 +79,13 @@ def refuse_removed(settings: Mapping[str, Any]) -> None:
     """Raise for a removed key, or a lost value, of a TOML or a command line.
 
     Args:
-        settings: Values by dotted key, of a command line as text.
+        settings: Values by dotted key, of a command line as text; None for a flag, which is true.
 
     Raises:
         ConfigError: It names the key and the last commit that reads it.
     """
-    for key, value in settings.items():
-        entry = REMOVED.get(key)
+    for key, given in settings.items():
+        entry, value = REMOVED.get(key), True if given is None else given
         if entry is not None and (entry.lost(value) or not entry.key_stays):
             raise _refusal(key, value, entry)
 

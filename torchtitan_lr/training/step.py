@@ -135,7 +135,7 @@ class Step:
         for index, (input_dict, labels) in enumerate(self.data.microbatches):
             last = index == len(self.data.microbatches) - 1
             synchronize_gradients(self.model_parts, last)
-            if self.pipeline is not None:  # it synchronizes at the end of the batch
+            if self.pipeline is not None:  # which synchronizes itself, at the end of its batch
                 self.pipeline.is_last_round = last
             with self.gradients.micro_batch(last):
                 loss = forward_backward(
