@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.distributed.tsr_cases import (
     BASE,
@@ -21,6 +22,8 @@ from tests.distributed.tsr_cases import (
     twin,
 )
 from tests.support.rank_pool import RankPool
+from torchtitan_lr.optim.tsr.algorithm import TSRAdam
+from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.optim.tsr.sums import differences
 from torchtitan_lr.optim.tsr.svd import SVD
 
@@ -152,3 +155,27 @@ def found_to_differ(odd: int, which: int) -> list[int]:
 @pytest.mark.parametrize("odd", [0, 3])
 def test_every_replica_sees_that_one_differs(which: int, odd: int, four_ranks: RankPool) -> None:
     assert four_ranks.run(found_to_differ, odd, which) == [[1]] * 4
+
+
+def train_alone(ranks: int) -> dict[str, torch.Tensor]:
+    """Train in plain PyTorch on this rank's rows of a batch of four; on the whole batch alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), nn.SiLU(), nn.Linear(9, 4)).double()
+    group = dist.group.WORLD if ranks > 1 else None
+    settings = TSRSettings(rank=3, refresh_interval=2, refresh="sketch")
+    optimizer = TSRAdam(model.named_parameters(), settings, eps=1e-3, group=group)
+    for step in range(5):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+        own = x.chunk(ranks)[dist.get_rank() if ranks > 1 else 0]
+        model(own).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_alone_with_a_group_it_trains_on_the_mean_gradient(two_ranks: RankPool) -> None:
+    expected = train_alone(1)
+    for weights in two_ranks.run(train_alone, 2):
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-10, atol=1e-10)

@@ -10,7 +10,7 @@ the core C = UᵀGV (r, r) is summed over the replicas, and Adam's moments are t
 | every K steps: U, Σ, V ← randomized SVD of ΣG | `TSRAdam._new_bases`, `svd.randomized_svd` |
 | moments of the old bases, carried over | `MatrixStack.change_bases` |
 | C ← UᵀGV | `MatrixStack.project` |
-| C ← ΣC over the replicas | `TSRAdam._start_sum` |
+| C ← ΣC over the replicas | `sums.CoreSum` |
 | m, v ← Adam's moments of C; D = m̂/(√v̂ + ε) | `MatrixStack.direction` |
 | W ← (1 − ηλ)W − ηα·UDVᵀ | `MatrixStack.lift` |
 
@@ -24,7 +24,7 @@ Tall and square matrices are transposed first, because GaLore projects them on t
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -48,7 +48,9 @@ from torchtitan_lr.optim.tsr.selection import (
     split_buckets,
 )
 from torchtitan_lr.optim.tsr.sums import (
+    CoreSum,
     EarlySums,
+    GradientSum,
     Groups,
     Layout,
     Rounds,
@@ -57,7 +59,6 @@ from torchtitan_lr.optim.tsr.sums import (
     in_buckets,
     norm_over_ranks,
     solve_together,
-    sum_over,
     summed,
     whole_gradient,
 )
@@ -377,7 +378,8 @@ class TSRAdam(Optimizer):
     With a ``group``, do not reduce the gradients (no DDP): `step` sums what it needs of them. Of
     DTensors, FSDP2's for example, it also finds the groups that shard them.
 
-    `step` needs no other call. A trainer that sums during backward and clips calls the methods of
+    `step` needs no other call. A parameter without a gradient counts as one whose gradient is zero.
+    A trainer that sums during backward and clips calls the methods of
     `optim.gradients.Gradients` in their order: the gradient of a matrix is then projected, and
     freed, as soon as backward has produced it.
 
@@ -397,6 +399,9 @@ class TSRAdam(Optimizer):
         stages: Pipeline ranks, each with other parameters; None without pipelining.
         average: Whether gradients are averaged over ``group``, as DDP does. Else they are summed,
             for a loss that is already divided by the tokens of the global batch.
+
+    Raises:
+        ValueError: The parameters have no names, which select the random sketches.
 
     Attributes:
         stacks: The compressed matrices.
@@ -426,9 +431,15 @@ class TSRAdam(Optimizer):
         defaults = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
         super().__init__(named_parameters, defaults | {"weight_decay": weight_decay})
         self.settings, self._average = settings, average
-        names: dict[Tensor, str] = {}
+        names: dict[Tensor, str] = {}  # of the parameters that are trained
         for torch_group in self.param_groups:
-            names.update(zip(torch_group["params"], torch_group["param_names"], strict=True))
+            if "param_names" not in torch_group:
+                raise ValueError("TSRAdam needs names: give it model.named_parameters()")
+            for name, parameter in zip(
+                torch_group["param_names"], torch_group["params"], strict=True
+            ):
+                if parameter.requires_grad:
+                    names[parameter] = name
         self.groups = Groups.of(names, group, stages)
         # Refreshes are spread over the whole model's matrices, and a stage sees its own.
         shapes = self.groups.of_all_stages({names[p]: tuple(p.shape) for p in names})
@@ -438,26 +449,27 @@ class TSRAdam(Optimizer):
         self.steps = torch.zeros((), dtype=torch.float32)
         self.stacks: list[MatrixStack] = []
         self._dense: list[DenseParameters] = []
-        # Who updates which parameters with which hyperparameters.
+        # Hyperparameters, and what `step` updates with them.
         self._updates: list[tuple[dict[str, Any], list[MatrixStack], DenseParameters]] = []
         for torch_group in self.param_groups:
-            compressed = [(plans[names[p]], p) for p in torch_group["params"] if names[p] in plans]
+            trained = [p for p in torch_group["params"] if p in names]
+            compressed = [(plans[names[p]], p) for p in trained if names[p] in plans]
             stacks = stack_alike(compressed, sharding, settings)
-            dense = DenseParameters([p for p in torch_group["params"] if names[p] not in plans])
+            dense = DenseParameters([p for p in trained if names[p] not in plans])
             self.stacks += stacks
             self._dense.append(dense)
             self._updates.append((torch_group, stacks, dense))
 
-        self._place: dict[Tensor, tuple[MatrixStack, int]] = {}
+        self._compressed: dict[Tensor, tuple[MatrixStack, int]] = {}
         for stack in self.stacks:
             for index, parameter in enumerate(stack.parameters):
-                self._place[parameter] = stack, index
+                self._compressed[parameter] = stack, index
         # The dense parameters, and the mesh dimensions that split each of them.
-        self._split: dict[Tensor, tuple[int, ...]] = {}
+        self._dense_dims: dict[Tensor, tuple[int, ...]] = {}
         for dense in self._dense:
             for parameter in dense.parameters:
                 dims = [shard_dims(parameter, dim, sharding) for dim in range(parameter.dim())]
-                self._split[parameter] = tuple(chain(*dims))
+                self._dense_dims[parameter] = tuple(chain(*dims))
         # All cores of a step in one buffer, which one call clears, scales or sends.
         sizes = [stack.exp_avg.numel() for stack in self.stacks]
         # A pipeline stage may have no compressed matrix.
@@ -484,17 +496,11 @@ class TSRAdam(Optimizer):
         for stack in self.stacks:
             self.counters += [stack.ages, stack.refresh_counts]
         self._counts_before = [count.clone() for count in self.counters]
-        for parameter, (stack, index) in self._place.items():
+        for parameter, (stack, index) in self._compressed.items():
             self.state[parameter] = {"step": self.steps, **stack.state(index)}
         for dense in self._dense:
-            moments = zip(dense.parameters, dense.exp_avg, dense.exp_avg_sq, strict=True)
-            for parameter, average, square in moments:
-                like = (tuple(parameter.shape), {dim: dim for dim in range(parameter.dim())})
-                self.state[parameter] = {
-                    "step": self.steps,
-                    "exp_avg": wrap_like(parameter, average, *like),
-                    "exp_avg_sq": wrap_like(parameter, square, *like),
-                }
+            for index, parameter in enumerate(dense.parameters):
+                self.state[parameter] = {"step": self.steps, **dense.state(index)}
 
     # The order of a step: begin, backward (gradients arrive), reduce, clip, step, settle.
 
@@ -503,29 +509,41 @@ class TSRAdam(Optimizer):
         """Zero the cores, and plan the refreshes and sums of the next step."""
         self._repair()
         self._cores.zero_()
-        due: dict[MatrixStack, list[int]] = {}
+        due = {stack: stack.due(int(self.steps)) for stack in self.stacks}
         kept: dict[Tensor, None] = {}
         # Of these the gradient itself is summed.
-        whole = [parameter for parameter in self._order if parameter not in self._place]
-        for stack in self.stacks:
-            due[stack] = stack.due(int(self.steps))
+        whole = [parameter for parameter in self._order if parameter in self._dense_dims]
+        for stack, indices in due.items():
             for index, parameter in enumerate(stack.parameters):
-                if index not in due[stack]:
+                if index not in indices:
                     kept[parameter] = None
                 elif stack.sends_dense:
                     whole.append(parameter)
-        count = self.settings.overlap_buckets
-        projected = [parameter for parameter in self._order if parameter in kept]
-        sizes = [self._core(parameter).numel() for parameter in projected]
-        buckets = in_buckets(projected, sizes, count, most=sum(sizes))
+        sums: list[CoreSum | GradientSum] = []
+        sums += self._sums_of_cores(kept)
+        sums += self._sums_of_gradients(whole)
+        self._running = RunningStep(due, kept, EarlySums(sums, self._order, self.groups))
+
+    def _sums_of_cores(self, kept: Container[Tensor]) -> list[CoreSum]:
+        parameters = [parameter for parameter in self._order if parameter in kept]
+        sizes = [self._core(parameter).numel() for parameter in parameters]
+        sums = []
+        for bucket in in_buckets(parameters, sizes, self.settings.overlap_buckets, sum(sizes)):
+            cores = [self._core(parameter) for parameter in bucket]
+            contracted = [self._compressed[parameter][0].contracted for parameter in bucket]
+            buffer = self._cores if len(bucket) == len(self._compressed) else None
+            sums.append(CoreSum(bucket, cores, contracted, buffer))
+        return sums
+
+    def _sums_of_gradients(self, whole: Iterable[Tensor]) -> list[GradientSum]:
         by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)  # one message has one dtype
         for parameter in whole:
             by_dtype[parameter.dtype].append(parameter)
+        buckets: list[list[Tensor]] = []
         for same in by_dtype.values():
             sizes = [local_part(parameter).numel() for parameter in same]
-            buckets += in_buckets(same, sizes, count, BUCKET_ELEMENTS)
-        sums = EarlySums(buckets, self._order, self._start_sum)
-        self._running = RunningStep(due, kept, sums)
+            buckets += in_buckets(same, sizes, self.settings.overlap_buckets, BUCKET_ELEMENTS)
+        return [GradientSum(bucket) for bucket in buckets]
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -569,32 +587,20 @@ class TSRAdam(Optimizer):
                 )
             part = local_part(parameter.grad)
             if parameter in step.kept:
-                stack, index = self._place[parameter]
+                stack, index = self._compressed[parameter]
                 stack.project(index)
-            elif parameter not in self._place and part.untyped_storage().nbytes() > 2 * part.nbytes:
+            elif (
+                parameter not in self._compressed
+                and part.untyped_storage().nbytes() > 2 * part.nbytes
+            ):
                 # FSDP's gradients of one unit share their memory: a small one must not keep the
                 # large ones alive.
                 parameter.grad = parameter.grad.clone()
         if step.sums_start:
             step.sums.ready(parameter)
 
-    def _start_sum(self, bucket: Sequence[Tensor]) -> Callable[[], None]:
-        """Start the sum of a bucket over the replicas: C ← ΣC, or G ← ΣG of a dense parameter."""
-        assert self._running is not None
-        if bucket[0] not in self._running.kept:
-            return sum_over([whole_gradient(p) for p in bucket], self.groups.replicas)
-        cores = [self._core(parameter) for parameter in bucket]
-        if len(bucket) == len(self._place):
-            cores = [self._cores]  # no copy: the buffer itself is sent
-        for dim, group in enumerate(self.groups.sharding.values()):
-            # The ranks of a mesh dimension that splits G have terms of a core, but for the long
-            # side of a one-sided core: there they have different blocks.
-            terms = [self._core(p) for p in bucket if dim in self._place[p][0].contracted]
-            sum_over(cores if len(terms) == len(bucket) else terms, group)()
-        return sum_over(cores, self.groups.replicas)
-
     def _core(self, parameter: Tensor) -> Tensor:
-        stack, index = self._place[parameter]
+        stack, index = self._compressed[parameter]
         return stack.C[index]
 
     @torch.no_grad()
@@ -611,7 +617,7 @@ class TSRAdam(Optimizer):
         step.new_bases = []
         for matrices in self._rounds(step.due):
             step.new_bases += self._new_bases(matrices)
-        gradients = [whole_gradient(parameter) for parameter in self._split]
+        gradients = [whole_gradient(parameter) for parameter in self._dense_dims]
         new_cores = [bases.C for bases in step.new_bases]
         if self._average and self.groups.replicas is not None:
             share = torch.tensor(1 / self.groups.replicas.size(), dtype=torch.float64)
@@ -619,11 +625,11 @@ class TSRAdam(Optimizer):
         # Each with the mesh dimensions that split it.
         pieces: list[tuple[Tensor, tuple[int, ...]]] = []
         if step.new_bases or any(stack.core_dims for stack in self.stacks):
-            pieces += [(self._core(p), self._place[p][0].core_dims) for p in step.kept]
+            pieces += [(self._core(p), self._compressed[p][0].core_dims) for p in step.kept]
         else:
             pieces.append((self._cores, ()))
         pieces += [(bases.C, bases.stack.core_dims) for bases in step.new_bases]
-        pieces += zip(gradients, self._split.values(), strict=True)
+        pieces += zip(gradients, self._dense_dims.values(), strict=True)
         norm = norm_over_ranks(pieces, self.groups)
         for bases in step.new_bases:
             _write(bases.stack.C, bases.indices, bases.C)
@@ -692,7 +698,7 @@ class TSRAdam(Optimizer):
 
         After the sums, and on what is used: each replica's own gradients would get another scale.
         """
-        gradients = [whole_gradient(parameter) for parameter in self._split]
+        gradients = [whole_gradient(parameter) for parameter in self._dense_dims]
         scale_([self._cores, *gradients], clip_factor(max_norm, norm))
 
     @torch.no_grad()
@@ -765,7 +771,7 @@ class TSRAdam(Optimizer):
         names = []
         for name, parameter in part.named_parameters():
             used = [] if parameter.grad is None else [local_part(parameter.grad)]
-            if parameter in self._place:
+            if parameter in self._compressed:
                 used.append(self._core(parameter))
             if not all(torch.isfinite(tensor).all() for tensor in used):
                 names.append(clean_name(name))

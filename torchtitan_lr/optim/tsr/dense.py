@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.compat.dtensor import local_part, wrap_like
 from torchtitan_lr.optim.tsr.sums import whole_gradient
 
 
@@ -28,6 +28,15 @@ class DenseParameters:
             wide = torch.promote_types(part.dtype, torch.float32)
             self.exp_avg.append(torch.zeros_like(part, dtype=wide))
             self.exp_avg_sq.append(torch.zeros_like(part, dtype=wide))
+
+    def state(self, index: int) -> dict[str, Tensor]:
+        """Return what a checkpoint holds of a parameter: DTensors of a sharded one, no copies."""
+        parameter = self.parameters[index]
+        like = (tuple(parameter.shape), {dim: dim for dim in range(parameter.dim())})
+        return {
+            "exp_avg": wrap_like(parameter, self.exp_avg[index], *like),
+            "exp_avg_sq": wrap_like(parameter, self.exp_avg_sq[index], *like),
+        }
 
     def update(self, steps: float, hyper: Mapping[str, Any], found_inf: Tensor | None) -> None:
         """Run AdamW, W ← (1 − ηλ)W − η·m̂/(√v̂ + ε), by torch's fused kernel.

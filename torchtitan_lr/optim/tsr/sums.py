@@ -6,7 +6,7 @@ a plain SUM. Nothing here knows the algorithm: the functions take tensors and pr
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -126,31 +126,79 @@ def in_buckets(
     return [[parameters[i] for i in bucket] for bucket in split_buckets(sizes, limit)]
 
 
+def whole_gradient(parameter: Tensor) -> Tensor:
+    """Return the local gradient for summing in place; create zeros if there is none."""
+    if parameter.grad is None:
+        # Other replicas may have one: every rank takes part in the sum.
+        parameter.grad = torch.zeros_like(parameter)
+    return local_part(parameter.grad)
+
+
+@dataclass(frozen=True)
+class GradientSum:
+    """The sum of dense gradients over the replicas: G ← ΣG.
+
+    Args:
+        parameters: The parameters, of one dtype.
+    """
+
+    parameters: Sequence[Tensor]
+
+    def start(self, groups: Groups) -> Callable[[], None]:
+        """Start the sum; return what waits for it."""
+        gradients = [whole_gradient(parameter) for parameter in self.parameters]
+        return sum_over(gradients, groups.replicas)
+
+
+@dataclass(frozen=True)
+class CoreSum:
+    """The sum of cores over the ranks: C ← ΣC.
+
+    Args:
+        parameters: Whose cores they are.
+        cores: The cores, of one dtype.
+        contracted: For each core the mesh dimensions whose ranks hold one term of it each.
+        buffer: The memory of all cores of a rank, if these are all: it is sent without a copy.
+    """
+
+    parameters: Sequence[Tensor]
+    cores: Sequence[Tensor]
+    contracted: Sequence[Container[int]]
+    buffer: Tensor | None
+
+    def start(self, groups: Groups) -> Callable[[], None]:
+        """Sum over the shards, then start the sum over the replicas; return what waits for it."""
+        sent = self.cores if self.buffer is None else [self.buffer]
+        for dim, group in enumerate(groups.sharding.values()):
+            # Along a one-sided core's long side ranks hold different blocks: nothing to add.
+            pairs = zip(self.cores, self.contracted, strict=True)
+            terms = [core for core, dims in pairs if dim in dims]
+            sum_over(sent if len(terms) == len(self.cores) else terms, group)()
+        return sum_over(sent, groups.replicas)
+
+
 class EarlySums:
     """The sums of one step: each starts when all its gradients are there, in a fixed order.
 
-    Autograd may produce gradients in another order on another rank. A bucket therefore waits for
-    all buckets before it.
+    Autograd may produce gradients in another order on another rank. A sum therefore waits for all
+    sums before it.
 
     Args:
-        buckets: The parameters of each sum.
+        sums: The sums.
         order: Every parameter, in the order in which backward is expected to produce gradients.
-        start: Starts the sum of a bucket; returns what waits for it.
+        groups: The process groups.
 
     Attributes:
         started: The parameters whose sums have started: they take no other gradient.
     """
 
     def __init__(
-        self,
-        buckets: Sequence[Sequence[Tensor]],
-        order: Sequence[Tensor],
-        start: Callable[[Sequence[Tensor]], Callable[[], None]],
+        self, sums: Sequence[CoreSum | GradientSum], order: Sequence[Tensor], groups: Groups
     ) -> None:
         position = {parameter: index for index, parameter in enumerate(order)}
-        in_turn = sorted(buckets, key=lambda bucket: max(position[p] for p in bucket))
-        self._waiting = deque((bucket, set(bucket)) for bucket in in_turn)  # and what is missing
-        self._start = start
+        in_turn = sorted(sums, key=lambda one: max(position[p] for p in one.parameters))
+        self._waiting = deque((one, set(one.parameters)) for one in in_turn)  # and what is missing
+        self._groups = groups
         self.started: set[Tensor] = set()
         self._pending: list[Callable[[], None]] = []
 
@@ -173,17 +221,9 @@ class EarlySums:
         self._pending.clear()
 
     def _start_next(self) -> None:
-        bucket, _ = self._waiting.popleft()
-        self.started.update(bucket)
-        self._pending.append(self._start(bucket))
-
-
-def whole_gradient(parameter: Tensor) -> Tensor:
-    """Return the local gradient for summing in place; create zeros if there is none."""
-    if parameter.grad is None:
-        # Other replicas may have one: every rank takes part in the sum.
-        parameter.grad = torch.zeros_like(parameter)
-    return local_part(parameter.grad)
+        one, _ = self._waiting.popleft()
+        self.started.update(one.parameters)
+        self._pending.append(one.start(self._groups))
 
 
 def norm_over_ranks(pieces: Iterable[tuple[Tensor, tuple[int, ...]]], groups: Groups) -> Tensor:

@@ -3,6 +3,7 @@
 
 from dataclasses import replace
 from itertools import permutations
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tests.unit.tiny import tiny_args
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings
-from torchtitan_lr.optim.tsr.sums import EarlySums
+from torchtitan_lr.optim.tsr.sums import EarlySums, Groups
 
 SETTINGS = TSRSettings(rank=3, embedding_rank=2, refresh_interval=3, embedding_refresh_interval=3)
 DEFAULTS = {"lr": 0.02, "beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.1}
@@ -22,10 +23,20 @@ IN_TURN = [["norm"], ["wq", "wk"], ["embedding"]]
 """By the place in `ORDER` of their last gradient."""
 
 
+def recorded(started):
+    """Sums that note their parameters when they start."""
+    sums = []
+    for names in BUCKETS:
+        one = SimpleNamespace(parameters=names)
+        one.start = lambda groups, names=names: started.append(names) or (lambda: None)
+        sums.append(one)
+    return EarlySums(sums, ORDER, Groups({}))
+
+
 @pytest.mark.parametrize("arrival", permutations(ORDER), ids=str)
 def test_sums_start_in_one_order_whatever_arrives_first(arrival):
     started = []
-    sums = EarlySums(BUCKETS, ORDER, lambda bucket: started.append(bucket) or (lambda: None))
+    sums = recorded(started)
     for number, place in enumerate(arrival, 1):
         sums.ready(place)
         here = set(arrival[:number])
@@ -36,7 +47,7 @@ def test_sums_start_in_one_order_whatever_arrives_first(arrival):
 
 def test_sums_of_gradients_that_do_not_come_start_in_the_same_order():
     started = []
-    sums = EarlySums(BUCKETS, ORDER, lambda bucket: started.append(bucket) or (lambda: None))
+    sums = recorded(started)
     sums.ready(ORDER[0])
     sums.start_all()
     assert started == IN_TURN
