@@ -24,6 +24,9 @@ def test_the_shards_memory_is_not_reused_before_the_sum_is_done(
     assert group is not None
     device = torch.device("cuda", torch.cuda.current_device())
     spans = [Span(SIZE, compressed)]
+    # The first call of a process compiles, for longer than the stream is busy below.
+    warm = Compressor("warm", codec, spans, group, device, all_reduce=True).all_reduce
+    warm(torch.ones(SIZE, device=device))
     hook = Compressor("unit", codec, spans, group, device, all_reduce=True).all_reduce
     scatters, reduces = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(scatters):
