@@ -2,7 +2,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 # Style, types and tests. Every stage runs, even after a failure; the exit status is 1 if a stage
 # failed, and the last lines name it.
-#   ./scripts/run_tests.sh           everything; of the largest matrices, this commit's share
+#   ./scripts/run_tests.sh           one test of each kind
 #   ./scripts/run_tests.sh --full    the whole matrices and all mutants: for nightly runs
 #   ./scripts/run_tests.sh ARGS ...  style and types, then pytest with these arguments
 # docs/contributing.md lists the limits and the layout of the tests.

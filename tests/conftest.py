@@ -17,7 +17,7 @@ os.environ["XDG_CACHE_HOME"] = str(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--full`` (the nightly job) and ``--shuffle``."""
-    parser.addoption("--full", action="store_true", help="whole matrices, not a commit's share")
+    parser.addoption("--full", action="store_true", help="whole matrices, waits for time limits")
     parser.addoption(
         "--shuffle", type=int, metavar="SEED", help="run files, and the tests in each, in any order"
     )

@@ -247,10 +247,10 @@ def saved_on_rank(case: Case) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("case", [PLANS[1], *nightly(PLANS[0], *PLANS[2:])], ids=str)
-def test_saved_activations(case: Case, four_ranks: RankPool) -> None:
+def test_saved_activations(case: Case, two_ranks: RankPool) -> None:
     from tests.support.parity_cases import BATCH, TOKENS
 
-    found = four_ranks.run(saved_on_rank, case)[0]
+    found = two_ranks.run(saved_on_rank, case)[0]
     args = model_args(case)
     settings = resolve_settings(case.settings, args, case.degree, TOKENS)
     estimates = {}

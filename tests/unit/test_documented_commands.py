@@ -85,5 +85,5 @@ def collisions(commands):
 def test_documented_runs_have_folders_of_their_own():
     commands = [(variables, rest) for _, variables, name, rest in ALL if name == "train"]
     assert collisions(commands) == []
-    wrong = [({}, ["debug_cola"]), ({}, ["--training.dataset=local", "--training.steps=3"])]
-    assert collisions(wrong) == [("outputs/debug_cola", "training.dataset", "training.steps")]
+    wrong = [({}, ["debug_cola"]), ({}, ["--training.dataset=local", "--training.seq_len=32"])]
+    assert collisions(wrong) == [("outputs/debug_cola", "training.dataset", "training.seq_len")]

@@ -4,8 +4,8 @@
 It needs no process group: one process of a run calls it (`torchtitan_lr.launch.check_once`).
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Set
+from typing import Any, Literal
 
 from torchtitan_lr.checks.compression import check_grad_compression
 from torchtitan_lr.checks.memory import check_memory
@@ -39,6 +39,15 @@ _CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
 )
 _OF_TOKENS = {check_data, check_stored_states}
 
+Data = Literal["prepare", "find", "none"]
+"""How far a check goes with the corpora: it prepares them, only finds their files, or neither."""
+
+_LEFT_OUT: dict[Data, Set[Callable[[Any, int, str], None]]] = {
+    "prepare": set(),
+    "find": _OF_TOKENS,
+    "none": _OF_TOKENS | {check_corpora},
+}
+
 _OF_FILES = {
     *(check_dump_folder, check_checkpoint, check_vocabulary, check_corpora, check_memory),
     *(check_stored_model, check_stored_optimizer, check_data, check_stored_states),
@@ -50,7 +59,7 @@ MOST_RANKS = 1 << 20
 
 
 def check_job_config(
-    config: Any, world_size: int, device_type: str, on_paper: bool = False, prepare: bool = True
+    config: Any, world_size: int, device_type: str, on_paper: bool = False, data: Data = "prepare"
 ) -> None:
     """Raise a ConfigError for the first key with which a configuration cannot run.
 
@@ -59,7 +68,7 @@ def check_job_config(
         world_size: Number of ranks of the whole run.
         device_type: ``cpu``, ``cuda`` or ``xpu``: the device of the ranks.
         on_paper: Whether to skip the checks of this machine's files and memory, for an estimate.
-        prepare: Whether to check what reads the prepared tokens, and prepare them if needed.
+        data: How far to go with the corpora.
     """
     want = f"at most {MOST_RANKS} ranks: the product of the degrees, --world or NGPU"
     require(world_size <= MOST_RANKS, "parallelism", world_size, want)
@@ -67,5 +76,5 @@ def check_job_config(
         check_record(config, world_size)  # first, since it takes no time
     with files_kept():
         for check in _CHECKS:
-            if not (on_paper and check in _OF_FILES) and (prepare or check not in _OF_TOKENS):
+            if not (on_paper and check in _OF_FILES) and check not in _LEFT_OUT[data]:
                 check(config, world_size, device_type)

@@ -85,7 +85,7 @@ def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], 
         placed = place(read_environment(), arguments)
         built, note = placed.config, placed.note and f"note: {placed.note}"
         origins |= dict.fromkeys(_set_by(placed.arguments[len(arguments) :]), LAUNCHER)
-        check_machines(built, placed.environment, placed.device, prepare=False)
+        check_machines(built, placed.environment, placed.device, data="find")
     except ConfigError as error:
         note = f"note: it does not run here: {error}"
     check_model(built, 1, "cpu")

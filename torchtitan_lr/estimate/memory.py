@@ -36,10 +36,12 @@ def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
     there at once only where an earlier micro-batch left its gradients.
     """
     plans = None if run.tsr is None else run.tsr_plans
-    stages = [
-        {name: shape for unit in run.stages[stage].values() for name, shape in unit.items()}
-        for stage in run.stages_of(pp_rank)
-    ]
+    stages = []
+    for stage in run.stages_of(pp_rank):
+        shapes: dict[str, tuple[int, ...]] = {}
+        for unit in run.stages[stage].values():
+            shapes |= unit
+        stages.append(shapes)
     parts = static_memory(stages, run.shard, run.precision, plans)
     parts["activations"] = in_flight(run, pp_rank, rehearsal)[0]
     parts["working"] = rehearsal.working

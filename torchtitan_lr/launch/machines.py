@@ -20,7 +20,7 @@ import sys
 from typing import Any
 
 from torchtitan_lr.checkpoints.folders import RESIDUALS
-from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.checks.job import Data, check_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import Environment
 
@@ -32,7 +32,7 @@ _BATCH = "training.global_batch_size"
 
 
 def check_machines(
-    config: Any, environment: Environment, device_type: str, prepare: bool = True
+    config: Any, environment: Environment, device_type: str, data: Data = "prepare"
 ) -> None:
     """Check the configuration for every number of machines that the run may have.
 
@@ -42,7 +42,7 @@ def check_machines(
         config: Result of :func:`build_job_config`.
         environment: The launch's environment.
         device_type: ``cpu``, ``cuda`` or ``xpu``.
-        prepare: As for `check_job_config`.
+        data: As for `check_job_config`.
 
     Raises:
         ConfigError: The configuration cannot run, cannot be restarted, or does not fit one of the
@@ -56,7 +56,7 @@ def check_machines(
         want = f"-1 with MAX_RESTARTS={restarts}: every restart would return to this step"
         raise ConfigError("checkpoint.load_step", config.checkpoint.load_step, want)
     on_paper = environment.nodes > 1
-    check_job_config(config, environment.world_size, device_type, on_paper, prepare)
+    check_job_config(config, environment.world_size, device_type, on_paper, data)
     if environment.min_nodes is None:
         return
     if config.training.global_batch_size == -1:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.checks.job import Data, check_job_config
 from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.launch.environment import (
     Environment,
@@ -92,21 +92,21 @@ def start(
 
 
 def place_run(
-    arguments: Sequence[str], ranks: int | None = None, prepare: bool = True
+    arguments: Sequence[str], ranks: int | None = None, data: Data = "prepare"
 ) -> Placement:
     """Check a run's configuration and return its ranks, as the launcher chooses them.
 
     Args:
         arguments: The run's arguments.
         ranks: Their number; None for ``NGPU``.
-        prepare: Whether its corpus is checked too, and prepared if needed.
+        data: How far to go with its corpora (`check_job_config`).
 
     Raises:
         ConfigError: The configuration is not valid.
     """
     placed = place(_one_machine(ranks), list(arguments))
     ranks = placed.environment.ranks
-    check_job_config(placed.config, ranks, placed.device, prepare=prepare)
+    check_job_config(placed.config, ranks, placed.device, data=data)
     return placed
 
 

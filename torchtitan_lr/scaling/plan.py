@@ -101,7 +101,7 @@ class Plan:
 
         own = [f"--job.config_file={self._config}", f"--job.dump_folder={self.work / 'none'}"]
         ranks = self.experiment.families[family].ranks
-        placed = place_run([*own, *self._overrides[family, size]], ranks, prepare=False)
+        placed = place_run([*own, *self._overrides[family, size]], ranks, data="none")
         if not placed.config.validation.enable:
             raise ConfigError("validation.enable", False, "true: the fit reads the validation loss")
         run = read_run(placed.config, ranks)

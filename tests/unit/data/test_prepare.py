@@ -11,7 +11,7 @@ import pytest
 
 import torchtitan_lr.training.register  # noqa: F401  (registers the models)
 from tests.support.corpora import write_jsonl
-from torchtitan_lr.checks.values import check_data
+from torchtitan_lr.checks.values import check_corpora, check_data
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data import prepare
 from torchtitan_lr.data.corpus import Corpus
@@ -161,7 +161,7 @@ def test_ranks_do_not_change_what_is_prepared_of_the_hub(tmp_path, config):
         found.append(ensure_prepared(job)[0].folder)
     assert found[0] == found[1] == found[2]
     with pytest.raises(ConfigError, match=r"hf_tokens: got 0, .*\(384\).*global_batch_size = 8"):
-        check_data(config(options, path=None), 2, "cpu")
+        check_corpora(config(options, path=None), 2, "cpu")
 
 
 def test_a_prepared_folder_of_the_user(tmp_path, config):

@@ -171,10 +171,8 @@ def test_the_last_hidden_state_is_what_the_head_reads(exported, case):
         assert torch.equal(theirs.output(out.hidden_states[-1]), out.logits)
 
 
-ONE_GRAPH = ["cola", *(pytest.param(c, marks=pytest.mark.nightly) for c in GENERATING[1:])]
-
-
-@pytest.mark.parametrize("case", ONE_GRAPH)
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", GENERATING)
 def test_it_is_one_graph(exported, case):
     """Of padded batches too, whose mask is data; the results are those without a graph."""
     ours, theirs, _ = exported(case)

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.oracle.activations import kept_bytes, recompute_flops
 from tests.support.allocations import Allocations
+from tests.support.nightly import nightly
 from torchtitan_lr.estimate.rehearsal import fake_ranks
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
@@ -162,7 +163,7 @@ def test_published_factors() -> None:
         assert kept_bytes(args, n, 16, 2) == 2 * (n * d + 7 * n * r)
 
 
-@pytest.mark.parametrize(("family", "save_attention"), [("cola", True), ("lax", False)])
+@pytest.mark.parametrize(("family", "save_attention"), [("lax", False), *nightly(("cola", True))])
 def test_compiled(family: str, save_attention: bool) -> None:
     """A compiled block keeps the same bytes, counted where autograd packs them."""
     plain = build(family, n_layers=2).double()

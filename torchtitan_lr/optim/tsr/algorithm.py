@@ -751,10 +751,10 @@ class TSRAdam(Optimizer):
     def _repair(self) -> None:
         """Give all replicas the first one's matrices whose bases differed in the last step.
 
-        Their weights and moments have parted since. Nothing else has: cores, dense gradients and
-        the norm are sums over the replicas. So all go on as if they had used the first one's bases.
-        Replicas on equal machines never differ, but one refresh with other bases would let them
-        part for good.
+        Only the weights and moments of these matrices can differ between replicas: cores, dense
+        gradients and the norm are sums over the replicas. So all replicas go on as if they had used
+        the first one's bases. Replicas on equal machines never differ, but one refresh with other
+        bases would let them part for good.
         """
         compared, self._compared = self._compared, []
         for matrices, differ in compared:
