@@ -24,7 +24,7 @@ Tall and square matrices are transposed first, because GaLore projects them on t
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -622,23 +622,28 @@ class TSRAdam(Optimizer):
         if self._average and self.groups.replicas is not None:
             share = torch.tensor(1 / self.groups.replicas.size(), dtype=torch.float64)
             scale_([self._cores, *gradients, *new_cores], share)
-        # Each with the mesh dimensions that split it.
-        pieces: list[tuple[Tensor, tuple[int, ...]]] = []
-        if step.new_bases or any(stack.core_dims for stack in self.stacks):
-            pieces += [(self._core(p), self._compressed[p][0].core_dims) for p in step.kept]
-        else:
-            pieces.append((self._cores, ()))
-        pieces += [(bases.C, bases.stack.core_dims) for bases in step.new_bases]
-        pieces += zip(gradients, self._dense_dims.values(), strict=True)
-        norm = norm_over_ranks(pieces, self.groups)
+        norm = self._norm(step.kept, step.new_bases, gradients)
         for bases in step.new_bases:
             _write(bases.stack.C, bases.indices, bases.C)
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         return norm.square() / ranks
 
+    def _norm(
+        self, kept: Collection[Tensor], new_bases: Sequence[NewBases], gradients: Sequence[Tensor]
+    ) -> Tensor:
+        # Cores and dense gradients, each with the mesh dimensions that split it.
+        pieces: list[tuple[Tensor, tuple[int, ...]]] = []
+        if new_bases or any(stack.core_dims for stack in self.stacks):
+            pieces += [(self._core(p), self._compressed[p][0].core_dims) for p in kept]
+        else:
+            pieces.append((self._cores, ()))
+        pieces += [(bases.C, bases.stack.core_dims) for bases in new_bases]
+        pieces += zip(gradients, self._dense_dims.values(), strict=True)
+        return norm_over_ranks(pieces, self.groups)
+
     def _rounds(
-        self, due: Mapping["MatrixStack", Sequence[int]]
-    ) -> list[dict["MatrixStack", list[int]]]:
+        self, due: Mapping[MatrixStack, Sequence[int]]
+    ) -> list[dict[MatrixStack, list[int]]]:
         """Share out the matrices that are due over rounds, each decomposed together.
 
         The sketches of a round fit into one bucket, and its matrices have the same q.
@@ -654,7 +659,7 @@ class TSRAdam(Optimizer):
             rounds += by_iterations.values()
         return rounds
 
-    def _new_bases(self, matrices: Mapping["MatrixStack", list[int]]) -> list[NewBases]:
+    def _new_bases(self, matrices: Mapping[MatrixStack, list[int]]) -> list[NewBases]:
         """Refresh: U, Σ, V ← randomized SVD of ΣG, equal on all replicas; not yet applied."""
         layouts = [stack.layout for stack in matrices]
         computations = [stack.decompose(i, self.groups) for stack, i in matrices.items()]
