@@ -59,10 +59,10 @@ from torchtitan_lr.optim.tsr.sums import (
     copy_from_first,
     differences,
     in_buckets,
+    local_gradient,
     norm_over_ranks,
     solve_together,
     summed,
-    local_gradient,
 )
 from torchtitan_lr.optim.tsr.svd import SVD, draw_basis, draw_sketches, randomized_svd
 from torchtitan_lr.titan import logger
@@ -381,9 +381,9 @@ class TSRAdam(Optimizer):
     With a ``group``, do not reduce the gradients (no DDP): `step` sums what it needs of them. Of
     DTensors, FSDP2's for example, it also finds the groups that shard them.
 
-    `step` needs no other call, with ``found_inf`` or without. A parameter without a gradient counts as one whose gradient is zero.
-    A trainer that sums during backward and clips calls the methods of
-    `optim.gradients.Gradients` in their order: the gradient of a matrix is then projected, and
+    `step` needs no other call, with ``found_inf`` or without. A parameter without a gradient counts
+    as one whose gradient is zero. A trainer that sums during backward and clips calls the methods
+    of `optim.gradients.Gradients` in their order: the gradient of a matrix is then projected, and
     freed, as soon as backward has produced it.
 
     All state is allocated in the constructor, in fp32 or wider, and never reallocated: a bf16
@@ -639,7 +639,7 @@ class TSRAdam(Optimizer):
         return norm.square() / ranks
 
     def _norm(self, projected: Iterable[Tensor], new_bases: Sequence[NewBases]) -> Tensor:
-        """Return the norm of cores and dense gradients over all ranks; new cores are in NewBases."""
+        """Return the norm of all cores, with the new ones, and dense gradients, over all ranks."""
         # Each piece with the mesh dimensions that split it.
         pieces: list[tuple[Tensor, tuple[int, ...]]] = []
         if not new_bases and not any(stack.core_dims for stack in self.stacks):
