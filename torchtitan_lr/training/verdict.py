@@ -9,7 +9,6 @@ queued the step.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -65,7 +64,7 @@ class Verdict:
     @classmethod
     def all_reduced(
         cls, loss: Tensor, share: Tensor, stop: bool, next_counts: Sequence[float] = ()
-    ) -> Self:
+    ) -> "Verdict":
         """Decide with all ranks, in one all-reduce.
 
         Args:
