@@ -27,8 +27,8 @@ class Residuals:
 
     For every unit, a checkpoint has one DTensor (world, W, m), sharded along the first dimension,
     and the number of exchanges, which determines the seeds. A residual belongs to one rank's part
-    of the batch, so only the same number of ranks can load it. A checkpoint also has the names of all
-    compressed tensors: tensors of equal size cannot be told apart by the shapes.
+    of the batch, so only the same number of ranks can load it. A checkpoint also has the names of
+    all compressed tensors: shapes do not tell tensors of equal size apart.
     """
 
     compressors: Sequence[Compressor]
