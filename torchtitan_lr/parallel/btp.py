@@ -60,6 +60,7 @@ from torchtitan_lr.parallel.edge import (
 )
 from torchtitan_lr.parallel.ends import HeadEdge
 from torchtitan_lr.parallel.placement import (
+    ROW_COLUMN,
     Plan,
     Styles,
     TPSettings,
@@ -195,7 +196,9 @@ def btp(args: LlamaArgs, settings: TPSettings) -> Styles:
     return blocks | model_ends(embed, on_ranks(FeaturesHead, loss_parallel=settings.loss_parallel))
 
 
-BTP = Plan(btp, shards_stream=True, choices={"grouping", "norm", "comm", "head"})
+BTP = Plan(
+    btp, ROW_COLUMN, ROW_COLUMN, shards_stream=True, choices={"grouping", "norm", "comm", "head"}
+)
 
 
 @dataclass(frozen=True)
