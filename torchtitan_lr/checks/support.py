@@ -10,6 +10,7 @@ from typing import Any
 from torchtitan_lr.config.schema import TSR
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.models.configured import llama_args, model_shapes
+from torchtitan_lr.titan import logger
 
 
 def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
@@ -45,7 +46,13 @@ def check_plans(config: Any, world_size: int, device_type: str) -> None:
     args = llama_args(config)
     if args is None:  # another package's model: it has a plan of its own, and the ranks check it
         return
-    tp_settings(config, args, config.parallelism.tensor_parallel_degree)
+    sections = config.parallelism
+    degree = sections.tensor_parallel_degree
+    if tp_settings(config, args, degree).comm != sections.tp_comm:
+        logger.warning(
+            "parallelism.tp_comm falls back from 'sequence' to 'all_reduce': "
+            f"{degree} ranks cannot share the tokens of every training and validation row evenly"
+        )
     if tsr:
         plan_matrices(model_shapes(args), TSRSettings.from_config(config.optimizer))
 

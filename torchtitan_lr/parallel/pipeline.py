@@ -200,7 +200,7 @@ class Pipeline:
 
     @cached_property
     def settings(self) -> TPSettings:
-        """The run's tensor-parallel settings, resolved once: that may warn."""
+        """The run's tensor-parallel settings."""
         degree = self.job_config.parallelism.tensor_parallel_degree
         return tp_settings(self.job_config, self.args, degree)
 

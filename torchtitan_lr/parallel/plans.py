@@ -19,7 +19,6 @@ from torchtitan_lr.parallel.btp import BTP
 from torchtitan_lr.parallel.caat import CAAT
 from torchtitan_lr.parallel.megatron import MEGATRON, VANILLA, VANILLA_REPLICATED
 from torchtitan_lr.parallel.placement import Plan, TPSettings
-from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig
 
 PLANS: dict[str, Plan] = {
@@ -119,8 +118,8 @@ def resolve_settings(
         *seq_lens: Every sequence length s of the run.
 
     Returns:
-        Settings for `apply_tensor_parallel`: the plan is named, and token sharding is disabled with
-        a warning if T does not divide a sequence.
+        Settings for `apply_tensor_parallel`: the plan is named, and tokens are not sharded if T
+        does not divide a sequence.
 
     Raises:
         ConfigError: If the plan does not fit the family, a setting would have no effect under the
@@ -137,13 +136,8 @@ def resolve_settings(
         if width % tp_degree:
             want = f"a divisor of {name} = {width} under the plan {settings.plan}"
             raise ConfigError("parallelism.tensor_parallel_degree", tp_degree, want)
-    uneven = [s for s in seq_lens if s % tp_degree]
-    if settings.comm == "sequence" and uneven:
-        # Exact: both forms compute the same sums.
-        logger.warning(
-            f"parallelism.tp_comm falls back from 'sequence' to 'all_reduce': {tp_degree} ranks "
-            f"cannot share {uneven[0]} tokens evenly"
-        )
+    if settings.comm == "sequence" and any(s % tp_degree for s in seq_lens):
+        # Exact: both forms compute the same sums. `checks.support.check_plans` warns.
         settings = replace(settings, comm="all_reduce")
     return settings
 

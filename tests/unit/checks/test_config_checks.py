@@ -13,6 +13,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.loading import build_model_args
 from torchtitan_lr.models import configured
 from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.titan import logger
 from torchtitan_lr.training import fingerprint
 
 # One example of every kind: a range of the schema and of torchtitan's keys, a choice, what depends
@@ -233,3 +234,21 @@ def test_memory_budget_with_compile(tmp_path):
     assert "unless compile.enable" in refusal(*argv, "--compile.components=loss", device="cuda")
     text = refusal(*argv, "--activation_checkpoint.memory_budget=2", device="cuda")
     assert text == "activation_checkpoint.memory_budget: got 2.0, expected a number from 0 to 1"
+
+
+def test_a_fall_back_of_tp_comm_is_said(caplog):
+    logger.addHandler(caplog.handler)
+    try:
+        for seq_len in (128, 126):
+            caplog.clear()
+            check(
+                "--parallelism.tensor_parallel_degree=4",
+                "--parallelism.tp_comm=sequence",
+                f"--training.seq_len={seq_len}",
+                f"--validation.seq_len={seq_len}",
+            )
+            said = [message for message in caplog.messages if "tp_comm" in message]
+            assert len(said) == (0 if seq_len == 128 else 1)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "4 ranks" in said[0]

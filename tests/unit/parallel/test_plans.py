@@ -1,5 +1,4 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,6 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.placement import EdgeParallel, TPSettings
 from torchtitan_lr.parallel.plans import PLANS, build_tp_plan, resolve_settings
-from torchtitan_lr.titan import logger
 
 
 def tiny(family: str = "cola", **changes: Any) -> LlamaArgs:
@@ -107,18 +105,10 @@ def test_widths_that_do_not_divide_are_refused(
     assert resolve_settings(settings, tiny(**changes), 1, 16) == settings
 
 
-def test_odd_sequences_fall_back_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_tokens_of_odd_sequences_are_not_sharded() -> None:
     settings = TPSettings("btp", comm="sequence")
-    logger.addHandler(caplog.handler)
-    try:
-        with caplog.at_level(logging.WARNING):
-            assert resolve_settings(settings, tiny(), 4, 16).comm == "sequence"
-            assert not caplog.messages
-            assert resolve_settings(settings, tiny(), 4, 18).comm == "all_reduce"
-    finally:
-        logger.removeHandler(caplog.handler)
-    (message,) = caplog.messages
-    assert "tp_comm" in message and "4 ranks" in message and "18 tokens" in message
+    assert resolve_settings(settings, tiny(), 4, 16).comm == "sequence"
+    assert resolve_settings(settings, tiny(), 4, 16, 18).comm == "all_reduce"
 
 
 @pytest.mark.parametrize(
