@@ -54,7 +54,7 @@ def test_a_rank_stores_what_the_placements_of_the_factors_say(
         assert found[f"layers.0.{name}.weight"] == part.shape
     found = named_parameters(shape("full"), TPSettings("other"), 4)["block 0"]
     for name, size, dim in (
-        ("attention.wv", (D_KV, D), b),
+        ("attention.wq", (D, D), b),
         ("attention.wo", (D, D), a),
         ("feed_forward.w3", (F, D), a),
         ("feed_forward.w2", (D, F), b),
