@@ -247,8 +247,12 @@ class _OnlineDown(torch.autograd.Function):
         # One variable argument: without gradients, the compiler compares numbers of arguments to
         # decide if a forward has a context, and is wrong for (ctx, x, *weights) with two weights.
         x, gamma, dim, eps, how, *weights = inputs  # (b, s, d/T), (d/T,); A (r_i, d/T)
+        # P: (b, s, Σ r_i) per message, or (b, s/T, Σ r_i). `reduced` fills it: P is not kept, and a
+        # recomputation, which takes the statistic and Y from forward, neither calls `reduced` nor
+        # needs P.
+        products: list[Tensor] = []
 
-        def reduced() -> tuple[Tensor, ...]:
+        def reduced() -> tuple[Tensor]:
             statistic = how.start(sum_of_squares(x))  # S: (b, s)
             started = []
             for group in how.messages(weights):
@@ -257,17 +261,15 @@ class _OnlineDown(torch.autograd.Function):
                 # No name for the product itself: it would outlive the reduction, which runs during
                 # the next product.
                 started.append(how.start(F.linear(x, rows)))
-            products = [wait(reduction) for reduction in started]  # P per message
-            rstd = torch.rsqrt(wait(statistic) / dim + eps)
-            ys = [cast(p * rstd.unsqueeze(-1), x.dtype) for p in products]
-            return rstd, *ys
+            products.extend(wait(reduction) for reduction in started)
+            return (torch.rsqrt(wait(statistic) / dim + eps),)
 
-        # (b, s), and Y per message (b, s, Σ r_i); for token shards s/T. A recomputation takes them
-        # from forward: it does not call `reduced` again.
-        rstd, *ys = keep(reduced)
+        (rstd,) = keep(reduced)  # (b, s)
+        # Y from the kept statistic, so a second `keep`: else a compiled backward reduces it again.
+        ys = keep(lambda: tuple(cast(p * rstd.unsqueeze(-1), x.dtype) for p in products))
         ctx.save_for_backward(x, gamma, rstd, *ys, *weights)
         ctx.dim, ctx.how, ctx.n_messages = dim, how, len(ys)
-        return tuple(ys)
+        return ys
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
