@@ -24,7 +24,7 @@ from torchtitan_lr.parallel.plans import register_plan
 
 class GatheredEdge(Edge):
     def whole(self, factor):
-        return gather_from_ranks(local(factor.weight), self.ranks, 0)
+        return gather_from_ranks(local(factor.weight), self.ranks)
 
 
 class GatheredDownEdge(GatheredEdge):
@@ -53,9 +53,7 @@ def gathered_traffic(shape, settings, n, ranks):
     return ends | {"block": block}
 
 
-FACTORS = Shard(0), Shard(0)
+FACTORS = Shard(1), Shard(1)
 GATHERED = Plan(gathered, attention=FACTORS, feed_forward=FACTORS, shards_heads=False)
 register_plan("gathered", GATHERED)
-FORMULAS["gathered"] = PlanFormula(
-    gathered_traffic, shards_heads=False, attention=(0, 0), feed_forward=(0, 0)
-)
+FORMULAS["gathered"] = PlanFormula(gathered_traffic, (1, 1), (1, 1), shards_heads=False)

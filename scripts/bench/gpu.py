@@ -219,7 +219,7 @@ def optimizer(device: str, small: bool) -> Iterator[Row]:
         tsr.begin()
         with tsr.micro_batch(last=True):
             give()
-        tsr.clip(1e9, tsr.reduce().sqrt())
+        tsr.clip(1e9, tsr.finish_sums().sqrt())
         tsr.step()
 
     def refresh() -> None:

@@ -162,7 +162,7 @@ def stage_norms() -> dict[str, float]:
 
 def summed(module: nn.Module, pipeline: DeviceMesh | None = None) -> float:
     """The root of all ranks' shares."""
-    total = StoredGradients([module], pipeline).reduce()
+    total = StoredGradients([module], pipeline).finish_sums()
     dist.all_reduce(total)
     return total.sqrt().item()
 

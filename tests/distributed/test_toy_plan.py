@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A plan that is registered from outside the package trains, and sends what its formula says.
+"""Plans that are registered from outside the package train, and send what their formulas say.
 
-`tests.toy_plan` is imported on the ranks only: a registered plan stays for the process's life.
+The modules are imported on the ranks only: a registered plan stays for the process's life.
 """
 
 import importlib
@@ -18,28 +18,29 @@ from tests.support.parity_runs import EXACT, largest_difference
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.parallel.placement import TPSettings
 
-TOY = TPSettings("gathered")
+TOY, MIXED, DENSE = TPSettings("gathered"), TPSettings("mixed"), TPSettings("mixed_dense")
 CASES = [
     Case("cola", TOY),
     Case("svd", TOY, gqa=False, degree=2),
     Case("lax", TOY, gate="scalar"),
     Case("cola", replace(TOY, loss_parallel=False)),
+    Case("cola", MIXED, degree=2),
+    Case("svd", replace(MIXED, grouping=False)),
+    Case("lax", MIXED, degree=2, gate="scalar"),
+    Case("full", DENSE, degree=2),
 ]
 RUN = ["--training.steps=3"]
-LAYOUT = [
-    *("--parallelism.tp_plan=gathered", "--experimental.custom_import=tests.toy_plan"),
-    *("--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=4"),
-]
+LAYOUT = ["--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=4"]
 
 
 def with_toy(function: Callable[..., Any], *args: Any) -> Any:
     importlib.import_module("tests.toy_plan")
+    importlib.import_module("tests.toy_mixed_plan")
     return function(*args)
 
 
-def ledger_against(case: Case, formula: str) -> list[Any]:
-    wanted = replace(case, settings=replace(case.settings, plan=formula))
-    return disagreements(measure(case), expected(wanted), case)
+def ledger_disagreements(case: Case) -> list[Any]:
+    return disagreements(measure(case), expected(case), case)
 
 
 def test_parity(four_ranks: RankPool) -> None:
@@ -49,12 +50,14 @@ def test_parity(four_ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ledger_equals_its_own_formula(case: Case, four_ranks: RankPool) -> None:
-    assert four_ranks.run(with_toy, ledger_against, case, "gathered") == [[]] * 4
+    assert four_ranks.run(with_toy, ledger_disagreements, case) == [[]] * 4
 
 
-def test_it_trains_as_one_process(one_rank: RankPool, four_ranks: RankPool) -> None:
+def test_they_train_as_one_process(one_rank: RankPool, four_ranks: RankPool) -> None:
     """Two replicas of two ranks: FSDP shards what the plan left of a parameter."""
     model = ["--model.name=llama_lax", *RUN]
     (alone,) = one_rank.run(train, model)
-    run = four_ranks.run(train, [*model, *LAYOUT])[0]
-    assert largest_difference(run, alone) <= EXACT
+    for plan, module in (("gathered", "toy_plan"), ("mixed", "toy_mixed_plan")):
+        named = [f"--parallelism.tp_plan={plan}", f"--experimental.custom_import=tests.{module}"]
+        run = four_ranks.run(with_toy, train, [*model, *LAYOUT, *named])[0]
+        assert largest_difference(run, alone) <= EXACT, plan

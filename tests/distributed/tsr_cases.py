@@ -224,7 +224,7 @@ def take_step(
                 assert isinstance(full, torch.Tensor)
                 piece = distribute(name, full, layout)
                 parameter.grad = piece if parameter.grad is None else parameter.grad + piece
-    share = gradients.reduce()  # the same on all ranks
+    share = gradients.finish_sums()  # the same on all ranks
     norm = (share * (dist.get_world_size() if dist.is_initialized() else 1)).sqrt()
     gradients.clip(MAX_NORM, norm)
     optimizer.step()

@@ -52,9 +52,11 @@ def by_trainer(
     found = {}
 
     class Remembered(step_module.Verdict):
-        def __init__(self, loss: Tensor, *others: Any) -> None:
-            super().__init__(loss, *others)
-            found.update(loss=loss.cpu(), norm=self.norm.cpu())
+        @classmethod
+        def all_reduced(cls, loss: Tensor, *others: Any) -> step_module.Verdict:
+            verdict = super().all_reduced(loss, *others)
+            found.update(loss=loss.cpu(), norm=verdict.norm.cpu())
+            return verdict
 
     monkeypatch.setattr(step_module, "Verdict", Remembered)
     trainer.step = 2  # the first is logged

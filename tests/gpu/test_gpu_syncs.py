@@ -124,7 +124,7 @@ def _check_step(trainer: Trainer, device: torch.device, monkeypatch: pytest.Monk
 
         return run
 
-    queued = ("backward", "reduce", "decide", "clip", "apply")
+    queued = ("backward", "finish_sums", "read_ahead", "decide", "clip", "apply")
     for name in queued:
         monkeypatch.setattr(Step, name, watched(name, getattr(Step, name)))
     trainer.step = 3
@@ -158,7 +158,7 @@ def _stub_what_reads(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
 
     # The copy of a tensor without values, and what the host reads of it after the step.
     monkeypatch.setattr(HostCopy, "_start", lambda copy: None)
-    findings = Findings(rejected=False, norm=1.0, bad_losses=0, stop=False, loss_is_finite=True)
+    findings = Findings(rejected=False, norm=1.0, bad_ranks=0, stop=False, loss_is_finite=True)
     monkeypatch.setattr(Verdict, "read", lambda verdict: findings)
     # The kernel is queued like any other; torch lists only devices with values for it.
     monkeypatch.setattr(adam, "_device_dtype_check_for_fused", lambda *_, **__: None)

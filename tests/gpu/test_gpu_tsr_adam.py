@@ -75,7 +75,7 @@ def by_optimizer(model: LlamaModel, settings: TSRSettings, device: torch.device)
         with optimizer.micro_batch(last=True):
             for name, gradient in gradients(named, step).items():
                 named[name].grad = gradient.to(device, named[name].dtype)
-        optimizer.clip(MAX_NORM, optimizer.reduce().sqrt())
+        optimizer.clip(MAX_NORM, optimizer.finish_sums().sqrt())
         optimizer.step()
 
 

@@ -25,7 +25,7 @@ class Split:
     def formula(self) -> PlanFormula:
         """The plan's formula."""
         plan = "megatron" if self.settings is None or self.degree == 1 else self.settings.plan
-        return FORMULAS[plan]  # megatron's, as one rank does, splits neither stream nor latents
+        return FORMULAS[plan]  # at T = 1 all are equal: nothing is split
 
 
 def kept_bytes(
@@ -40,8 +40,9 @@ def kept_bytes(
 
     The block's input and the seven latents: nd + 7nr elements (the residual in the middle of the
     block, the second nd of CoLA's Table 4, is made again from the o latent). A rank that shards the
-    stream keeps nd/T and the statistics of two norms, one that shards latents 7nr/T. BTP's token
-    shards keep 7nr/T latents, and 7nr gathered ones: gathering again would communicate.
+    stream keeps nd/T and the statistics of two norms. Where A is split along r, it keeps nr/T of a
+    latent. BTP's token shards keep 7nr/T latents, and 7nr gathered ones: gathering again would
+    communicate.
 
     Args:
         shape: Shape and family of the model; low-rank.
@@ -54,10 +55,13 @@ def kept_bytes(
     """
     formula, t = split.formula, split.degree
     statistic_size = max(4, element_size)
-    latents = tokens * (4 * shape.rank_attention + 3 * shape.rank_ffn)
+    attention, feed_forward = 4 * shape.rank_attention, 3 * shape.rank_ffn
+    if formula.attention[0] == 0:
+        attention //= t
+    if formula.feed_forward[0] == 0:
+        feed_forward //= t
+    latents = tokens * (attention + feed_forward)
     stream, statistics = tokens * shape.dim, 0
-    if formula.shards_latents:
-        latents //= t
     if formula.shards_stream:
         assert split.settings is not None
         sequence = split.settings.comm == "sequence"

@@ -41,14 +41,16 @@ def boundary_elements(
     """
     full_rank_lanes = shape.family == "full" and shape.lanes > 1
     stream = seq_len * shape.dim * (shape.lanes if full_rank_lanes else 1)
-    latents = 0
-    if shape.family == "lax" and blocks_before not in (0, shape.n_layers):
-        latents = seq_len * (4 * shape.rank_attention + 3 * shape.rank_ffn)
+    attention, feed_forward = 4 * seq_len * shape.rank_attention, 3 * seq_len * shape.rank_ffn
+    if shape.family != "lax" or blocks_before in (0, shape.n_layers):
+        attention = feed_forward = 0
     if tp_degree == 1:
-        return stream + latents
+        return stream + attention + feed_forward
     formula, by_tokens = FORMULAS[settings.plan], settings.comm == "sequence"
     if formula.shards_stream or by_tokens or full_rank_lanes:
         stream //= tp_degree
-    if formula.shards_latents or by_tokens:
-        latents //= tp_degree
-    return stream + latents
+    if formula.attention[0] == 0 or by_tokens:
+        attention //= tp_degree
+    if formula.feed_forward[0] == 0 or by_tokens:
+        feed_forward //= tp_degree
+    return stream + attention + feed_forward

@@ -6,6 +6,7 @@ any data are read, with the override that starts a new run; so is a run without 
 """
 
 import itertools
+import math
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -222,14 +223,22 @@ def _check_residuals(config: Any, world_size: int, metadata: Any, folder: str) -
     if section.codec == "none" or not section.save_residuals or llama_args(config) is None:
         return
     from torchtitan_lr.compression.residuals import check_residuals
+    from torchtitan_lr.compression.settings import is_compressed
     from torchtitan_lr.estimate.run import read_run
     from torchtitan_lr.estimate.traffic import exchanged_units
 
-    units = [unit for _, unit in exchanged_units(read_run(config, world_size))]
-    exchanged = [unit for unit in units if unit.compressed and unit.ranks > 1]
-    if exchanged:  # a rank alone exchanges nothing
-        shapes = [(world_size, unit.ranks, unit.compressed) for unit in exchanged]
-        check_residuals(shapes, folder, metadata)
+    run = read_run(config, world_size)
+    shapes, names = [], []
+    units = zip(exchanged_units(run), run.stages[0].values(), strict=True)
+    for (_, unit), parameters in units:
+        if not unit.compressed or unit.ranks == 1:  # a rank alone exchanges nothing
+            continue
+        shapes.append((world_size, unit.ranks, unit.compressed))
+        for name in parameters:
+            if is_compressed(name, math.prod(run.global_shapes[name]), run.compression):
+                names.append(name)
+    if shapes:
+        check_residuals(shapes, names, folder, metadata)
 
 
 @contextmanager

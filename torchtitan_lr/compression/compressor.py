@@ -49,10 +49,11 @@ COUNTS = ("sent", "unpeeled", "indexed")
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive entries of one tensor in a flat buffer."""
+    """Consecutive entries of one tensor, a parameter's gradient, in a flat buffer."""
 
     size: int
     compressed: bool
+    tensor: str = ""
 
 
 class Compressor(DefaultAllocMixin, ReduceScatter):

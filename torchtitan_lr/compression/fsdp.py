@@ -74,7 +74,7 @@ def apply_gradient_compression(
         compressor = COMPRESSORS[module] = Compressor(
             unit_name,
             settings.codec,
-            [Span(size, name in chosen) for name, size in parts.items()],
+            [Span(size, name in chosen, name) for name, size in parts.items()],
             group,
             device,
             settings.residual_dtype,

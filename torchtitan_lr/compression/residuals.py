@@ -12,10 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan_lr.checkpoints.folders import RESIDUALS, is_dcp
-from torchtitan_lr.checkpoints.safe_metadata import read_metadata
+from torchtitan_lr.checkpoints.safe_metadata import load, read_metadata
 from torchtitan_lr.compression.compressor import COUNTS, Compressor
 from torchtitan_lr.errors import require
 from torchtitan_lr.numerics import joint_norm
+
+NAMES = "tensors"
+"""Key of the names of the compressed tensors, in a checkpoint."""
 
 
 @dataclass
@@ -24,11 +27,13 @@ class Residuals:
 
     For every unit, a checkpoint has one DTensor (world, W, m), sharded along the first dimension,
     and the number of exchanges, which determines the seeds. A residual belongs to one rank's part
-    of the batch, so only the same number of ranks can load it.
+    of the batch, so only the same number of ranks can load it. A checkpoint also has the names of
+    all compressed tensors: shapes do not tell tensors of equal size apart.
     """
 
     compressors: Sequence[Compressor]
     _mesh: DeviceMesh | None = None
+    _loads_names: bool = True  # False while a checkpoint without the names is loaded
 
     def state_dict(self) -> dict[str, Any]:
         """Return counters, and residuals that share the compressors' memory."""
@@ -36,7 +41,7 @@ class Residuals:
         if self._mesh is None:
             # The residuals of all ranks: each rank has its own, under HSDP too.
             self._mesh = DeviceMesh(self.compressors[0].device.type, list(range(world)))
-        state: dict[str, Any] = {}
+        state: dict[str, Any] = {NAMES: " ".join(self._names())} if self._loads_names else {}
         for compressor in self.compressors:
             local = compressor.residual.unsqueeze(0)
             shape = torch.Size((world, *compressor.residual.shape))
@@ -48,6 +53,7 @@ class Residuals:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the counters; residuals were loaded in place."""
+        self._loads_names = True
         for compressor in self.compressors:
             compressor.exchanges = int(state_dict[f"{compressor.name}.exchanges"])
             saved = state_dict[f"{compressor.name}.residual"]
@@ -87,18 +93,32 @@ class Residuals:
         """Compare a checkpoint's residuals with this rank's (`check_residuals`)."""
         world = dist.get_world_size()
         shapes = [(world, *compressor.residual.shape) for compressor in self.compressors]
-        check_residuals(shapes, checkpoint_id, metadata)
+        names = check_residuals(shapes, self._names(), checkpoint_id, metadata)
+        self._loads_names = bool(names)
+
+    def _names(self) -> list[str]:
+        """Return the names of the compressed tensors."""
+        spans = [span for compressor in self.compressors for span in compressor.spans]
+        return [span.tensor for span in spans if span.compressed]
 
 
 def check_residuals(
-    here: Iterable[tuple[int, ...]], checkpoint_id: str, metadata: Metadata | None = None
-) -> None:
+    here: Iterable[tuple[int, ...]],
+    names: Iterable[str],
+    checkpoint_id: str,
+    metadata: Metadata | None = None,
+) -> set[str]:
     """Raise for a checkpoint with other residuals, before it is loaded.
 
     Args:
         here: Shape (world, W, m) of the residual of every unit of this run.
+        names: Names of the compressed tensors of this run.
         checkpoint_id: The checkpoint's folder.
         metadata: The checkpoint's table of contents, if it has been read already.
+
+    Returns:
+        The names in the checkpoint; none in one of commit 8020035a or before, which is not compared
+        by names.
 
     Raises:
         ConfigError: The checkpoint has no residuals, or residuals of other ranks or tensors.
@@ -112,6 +132,17 @@ def check_residuals(
     want += f"whose residuals cannot be resharded, or {skip}"
     fits = sorted(saved.values()) == sorted(here)
     require(fits, "grad_compression", "other residuals", want)
+    metadata = metadata or read_metadata(checkpoint_id)
+    if f"{RESIDUALS}.{NAMES}" not in metadata.state_dict_metadata:
+        return set()
+    stored = {RESIDUALS: {NAMES: ""}}
+    load(stored, checkpoint_id, no_dist=True, metadata=metadata)
+    theirs = set(stored[RESIDUALS][NAMES].split())
+    if others := sorted(theirs ^ set(names)):
+        kind = "compressed" if others[0] in theirs else "not compressed"
+        want = f"the compressed tensors of {checkpoint_id}, where {others[0]} is {kind}, or {skip}"
+        require(False, "grad_compression.layers", "other tensors", want)
+    return theirs
 
 
 def saved_residuals(

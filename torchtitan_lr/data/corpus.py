@@ -470,27 +470,42 @@ class Rows:
         return labelled(tokens, targets if self.pairs else None, begins if self.apart else None)
 
     def _packed(self) -> tuple[Indices, Indices]:
-        """Return where each row of pairs begins and ends, in tokens (n,)."""
-        rows = [np.empty((2, 0), dtype=np.int64)]
+        """Return where each row of pairs begins and ends, in tokens (n,).
+
+        A row holds as many whole pairs of one shard as its s + 1 tokens have room for. A longer
+        pair has a row of its own and is cut; without a label in what is left it has no row. With
+        s + 1 = 10, pairs of 4, 5, 3, 12 and 6 tokens make four rows, which begin at the tokens 0,
+        9, 12 and 24, and end before 9, 12, 22 and 30.
+        """
+        firsts, lasts = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
         for info, offset in zip(self._shards, self._starts, strict=False):
-            ends = self.corpus.shard(info).ends
-            starts, usable = np.append(0, ends)[:-1], np.ones(len(ends), dtype=bool)
-            long = np.flatnonzero(ends - starts > self._size)
-            mask = self.corpus.shard(info, loss=True)
-            for pair in long.tolist():
-                usable[pair] = mask.read(starts[pair] + 1, starts[pair] + self._size).any()
-            self.cut, self.left_out = self.cut + len(long), self.left_out + int((~usable).sum())
-            # The first pair that has no room in a row that begins with each; a long one is alone.
+            ends = self.corpus.shard(info).ends  # of each pair, in tokens of the shard (pairs,)
+            starts = np.append(0, ends)[:-1]
+            unusable = self._without_label(info, starts, ends)
+            # For a row that begins with pair i, the pair behind it: 2, 3, 3, 4, 5 in the example.
             fits = np.searchsorted(ends, starts + self._size, side="right")
-            nexts = np.maximum(fits, np.arange(len(ends)) + 1).tolist()
-            heads, pair = [], 0
+            following = np.maximum(fits, np.arange(len(ends)) + 1)  # a long pair does not fit
+            first_pairs, pair, next_pairs = [], 0, following.tolist()
             while pair < len(ends):
-                heads += [pair] if usable[pair] else []
-                pair = nexts[pair]
-            lasts, most = ends[[nexts[pair] - 1 for pair in heads]], starts[heads] + self._size
-            rows.append(np.stack([starts[heads], np.minimum(lasts, most)]) + offset)
-        firsts, lasts = np.concatenate(rows, axis=1)
-        return firsts, lasts
+                if pair not in unusable:
+                    first_pairs.append(pair)
+                pair = next_pairs[pair]
+            first = starts[first_pairs]
+            last = np.minimum(ends[following[first_pairs] - 1], first + self._size)
+            firsts.append(first + offset)
+            lasts.append(last + offset)
+        return np.concatenate(firsts), np.concatenate(lasts)
+
+    def _without_label(self, info: ShardInfo, starts: Indices, ends: Indices) -> set[int]:
+        """Return the pairs of a shard that are cut before their first label; count the cut ones."""
+        long = np.flatnonzero(ends - starts > self._size).tolist()
+        mask = self.corpus.shard(info, loss=True)
+        found = set()
+        for pair in long:
+            if not mask.read(starts[pair] + 1, starts[pair] + self._size).any():
+                found.add(pair)
+        self.cut, self.left_out = self.cut + len(long), self.left_out + len(found)
+        return found
 
 
 def labelled(

@@ -1,9 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The training loader: a rank's rows of each global batch; its state is one integer.
 
-Row k of the run is a pure function of the corpus, the seed and k. The global batch of step n has
-the rows ``n B .. (n + 1) B - 1``, so it is the same for any number of ranks and any micro-batch,
-and a run goes on exactly at any other split.
+Row k of the run, counted from 0, is a pure function of the corpus, the seed and k. A step at
+position p trains on the rows ``p .. p + B - 1``. With a fixed ``training.global_batch_size`` B, its
+batch is the same for any number of ranks and any micro-batch, and a run goes on exactly at any
+other split. At -1, B is one micro-batch of every data-parallel rank, and grows with the ranks.
 
 The seeded order needs no table. Each epoch permutes the windows by a Feistel network (Luby and
 Rackoff, 1988) over the smallest power of two that holds them. A result that is no window is
@@ -137,9 +138,10 @@ class TrainingRows(Dataset[Batch]):
 class TokenDataLoader(BaseDataLoader):
     """Yields this rank's micro-batches, from the loader's position on and without end.
 
-    Micro-batch m of a step holds the global rows ``m D b + r b + i`` with D data-parallel ranks,
-    this rank r, b rows per micro-batch (``local_batch_size``) and ``0 <= i < b``. The position is
-    that of the steps that were taken, whatever was read ahead: `StepReader.take` moves it.
+    Micro-batch m of a step at position p holds the global rows ``p + m D b + r b + i``, with D
+    data-parallel ranks, this rank r, b rows per micro-batch (``local_batch_size``) and
+    ``0 <= i < b``; m and r count from 0. The position is that of the steps that were taken,
+    whatever was read ahead: `StepReader.take` moves it.
 
     Args:
         dataset: The rows.
@@ -150,7 +152,7 @@ class TokenDataLoader(BaseDataLoader):
         stride: Rows of a micro-batch over all ranks, ``D b``.
         own: Numbers of this rank's rows among them.
         microbatches: Micro-batches per step of this rank.
-        position: Rows of all ranks in the steps that were taken.
+        position: Rows of all ranks together in the steps that were taken.
         check_checkpoint: `TrainingRows.check_checkpoint`, for the checkpoint manager.
 
     Raises:
@@ -183,23 +185,29 @@ class TokenDataLoader(BaseDataLoader):
         self._thread, self._next_batch = ThreadPoolExecutor(1), Future[Batch]()
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield micro-batches of ``b`` rows."""
+        """Yield micro-batches of ``b`` rows, from the position on.
+
+        A thread is one micro-batch ahead: when micro-batch j is yielded, it begins to read j + 1.
+        Worker processes, if there are any, read ``prefetch_factor`` micro-batches each beyond it.
+        """
         while True:
-            if self._batches is None:  # at the start and behind a seek
-                first = count(self.position, self.stride)
-                numbers = ([start + row for row in self.own] for start in first)
-                with warnings.catch_warnings():
-                    # torchdata 0.11 calls a function that torch 2.13 has deprecated.
-                    warnings.filterwarnings("ignore", "'set_vital'")
-                    # The rows of a batch are read together: there is nothing to collate.
-                    sampled = {"batch_sampler": numbers, "collate_fn": tuple}
-                    loader = StatefulDataLoader(self.dataset, **sampled, **self._options)
-                    self._batches = iter(loader)
+            if self._batches is None:  # at the start, and after `seek`
+                self._batches = self._batches_from(self.position)
                 self._next_batch = self._thread.submit(next, self._batches)
             batch = self._next_batch.result()
-            # The next batch is read while the step computes.
             self._next_batch = self._thread.submit(next, self._batches)
             yield batch
+
+    def _batches_from(self, position: int) -> Iterator[Batch]:
+        """Return the micro-batches from a position on; each is read when it is asked for."""
+        firsts = count(position, self.stride)
+        numbers = ([first + row for row in self.own] for first in firsts)
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls a function that torch 2.13 has deprecated.
+            warnings.filterwarnings("ignore", "'set_vital'")
+            # The rows of a batch are read together: there is nothing to collate.
+            sampled = {"batch_sampler": numbers, "collate_fn": tuple}
+            return iter(StatefulDataLoader(self.dataset, **sampled, **self._options))
 
     def close(self) -> None:
         """End the worker processes; what they have read ahead is dropped."""

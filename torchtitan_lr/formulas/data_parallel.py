@@ -97,15 +97,13 @@ def named_parameters(
         rank, (a, b) = shape.rank_ffn, formula.feed_forward
         if name.startswith("attention"):
             rank, (a, b) = shape.rank_attention, formula.attention
-        weights: list[tuple[str, tuple[int, int], int | None]]
-        weights = [(f"{name}.weight", (d_out, d_in), 0)]
-        if shape.family != "full":
-            weights = [
-                (f"{name}.A.weight", (rank, d_in), a),
-                (f"{name}.B.weight", (d_out, rank), b),
-            ]
-        elif name in ("attention.wo", "feed_forward.w2"):  # row-parallel
-            weights = [(f"{name}.weight", (d_out, d_in), 1)]
+        weights: list[tuple[str, tuple[int, int], int | None]] = [
+            (f"{name}.A.weight", (rank, d_in), a),
+            (f"{name}.B.weight", (d_out, rank), b),
+        ]
+        if shape.family == "full":
+            closes_pair = name in ("attention.wo", "feed_forward.w2")
+            weights = [(f"{name}.weight", (d_out, d_in), b if closes_pair else a)]
         for key, size, dim in weights:
             part = list(size)
             if dim is not None:

@@ -31,32 +31,30 @@ Parts = dict[str, list[Traffic]]
 
 @dataclass(frozen=True)
 class PlanFormula:
-    """One plan on paper. The defaults hold for a residual stream that every rank has whole.
+    """One plan on paper.
 
     Args:
         traffic: Takes the model's arguments, the plan's settings, n and T > 1. Returns the
             collectives of the embedding, of one decoder block, and of final norm and head without
             the gather of logits; none of a learned gate.
+        attention: Which dimension of attention's A (r, d_in) and B (d_out, r) the ranks split, None
+            for none (Replicate); at full rank of q, k, v and of o. Where they split A along r, 0,
+            a rank holds r/T features of its latents.
+        feed_forward: Likewise, of the feed-forward; at full rank of gate, up and of down.
         shards_stream: Whether a rank holds d/T features of the residual stream. Its norms then
             exchange a statistic per token.
-        shards_latents: Whether a rank holds r/T features of each latent.
         shards_heads: Whether a rank attends with its share of the heads, and not with all of them.
-        attention: Which dimension of attention's A (r, d_in) and B (d_out, r) the ranks split, None
-            for none (Replicate). A rank multiplies with what it stores: these are also the shapes
-            of its products.
-        feed_forward: Likewise, of the feed-forward.
     """
 
     traffic: Callable[[LlamaArgs, TPSettings, int, int], Parts]
+    attention: tuple[int | None, int | None]
+    feed_forward: tuple[int | None, int | None]
     shards_stream: bool = False
-    shards_latents: bool = False
     shards_heads: bool = True
-    attention: tuple[int | None, int | None] = (0, 1)
-    feed_forward: tuple[int | None, int | None] = (0, 1)
 
 
 def chunk_groups(shape: LlamaArgs) -> list[tuple[list[int], bool]]:
-    """Ranks of q, k, v; o; gate, up; down, and whether a norm stands in front of the group."""
+    """Widths r of q, k, v; o; gate, up; down, and whether a norm stands in front of the group."""
     attention, ffn = shape.rank_attention, shape.rank_ffn
     return [([attention] * 3, True), ([attention], False), ([ffn] * 2, True), ([ffn], False)]
 
@@ -168,11 +166,11 @@ def _partial_reductions(payloads: Sequence[int], settings: TPSettings, ranks: in
 
 
 FORMULAS: dict[str, PlanFormula] = {
-    "btp": PlanFormula(btp, shards_stream=True, attention=(1, 0), feed_forward=(1, 0)),
-    "vanilla": PlanFormula(vanilla, shards_latents=True),
-    "vanilla_replicated": PlanFormula(vanilla, shards_latents=True, shards_heads=False),
-    "megatron": PlanFormula(megatron),
-    "caat": PlanFormula(caat),
+    "btp": PlanFormula(btp, attention=(1, 0), feed_forward=(1, 0), shards_stream=True),
+    "vanilla": PlanFormula(vanilla, (0, 1), (0, 1)),
+    "vanilla_replicated": PlanFormula(vanilla, (0, 1), (0, 1), shards_heads=False),
+    "megatron": PlanFormula(megatron, (0, 1), (0, 1)),
+    "caat": PlanFormula(caat, (0, 1), (0, 1)),
 }
 """Formulas by the name of their plan; a plan from outside the package adds its own."""
 
@@ -222,10 +220,15 @@ def part_traffic(shape: LlamaArgs, settings: TPSettings, tokens: int, ranks: int
     """
     formula = FORMULAS[settings.plan]
     parts = formula.traffic(shape, settings, tokens, ranks) | {"gates": []}
-    # A learned gate on latent shards: its gradient is summed over the ranks, once per group.
-    shards = formula.shards_latents or settings.comm == "sequence"
-    if shape.family == "lax" and shape.lax_gate == "scalar" and shards:
-        parts["gates"].append(backward("all_reduce", [3, 1, 2, 1]))
+    if shape.family == "lax" and shape.lax_gate == "scalar":
+        # A learned gate on latent shards: its gradient is summed over the ranks, once per group.
+        by_tokens, payloads = settings.comm == "sequence", []
+        if by_tokens or formula.attention[0] == 0:
+            payloads += [3, 1]  # q, k, v; o
+        if by_tokens or formula.feed_forward[0] == 0:
+            payloads += [2, 1]  # gate, up; down
+        if payloads:
+            parts["gates"].append(backward("all_reduce", payloads))
     if not settings.loss_parallel:
         parts["head"].append(forward("all_gather", [tokens * shape.vocab_size]))
     return {part: merge(rows) for part, rows in parts.items()}

@@ -3,8 +3,8 @@
 
 `training.step.Step` calls `Gradients` and checks the order of its calls. There are two
 implementations. In `StoredGradients`, FSDP or DDP reduces the gradients and leaves them in
-``parameter.grad``. TSR-Adam (`optim.tsr`) takes them from there during backward and reduces them
-itself.
+``parameter.grad`` before backward ends. TSR-Adam (`optim.tsr`) takes them from there during
+backward and sums over the replicas itself.
 """
 
 import math
@@ -30,8 +30,9 @@ class Gradients(Protocol):
 
     The methods are called in this order, `micro_batch` once per micro-batch, all of them on every
     rank. Weights, moments and counters change between `clip` and `settle` alone, in the optimizers'
-    own ``step``. An optimizer may communicate there too: every rank calls it, whatever the verdict
-    on the step is.
+    own ``step``. An optimizer that leaves a rejected step out by itself may communicate there: its
+    ``step`` is called on every rank in a rejected step too. ``step_unless`` in ``training/step.py``
+    says which optimizers these are; it does not call the others.
     """
 
     def begin(self) -> None:
@@ -40,8 +41,8 @@ class Gradients(Protocol):
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Surround forward and backward of a micro-batch; ``last`` is the step's last one."""
 
-    def reduce(self) -> Tensor:
-        """End the sums over the ranks; return this rank's share of the squared norm.
+    def finish_sums(self) -> Tensor:
+        """Wait for sums over the ranks that still run; return this rank's share of the norm.
 
         Returns:
             A plain fp64 scalar. The shares of all ranks add up to the square of the full gradient's
@@ -85,8 +86,8 @@ class StoredGradients(Gradients):
         return nullcontext()
 
     @torch.no_grad()
-    def reduce(self) -> Tensor:
-        """Return this rank's share of the squared norm; the gradients are already reduced.
+    def finish_sums(self) -> Tensor:
+        """Return this rank's share of the squared norm; FSDP and DDP have ended the sums.
 
         A part of which several ranks hold a copy is divided by their number.
         """
@@ -108,7 +109,7 @@ class StoredGradients(Gradients):
         scale_(map(local_part, self._gradients()), clip_factor(max_norm, norm))
 
     def settle(self, rejected: bool) -> None:
-        """Do nothing: the fused Adam counts a rejected step neither here nor on the device."""
+        """Do nothing: no optimizer with stored gradients has counted a rejected step."""
 
     def nonfinite(self, part: nn.Module) -> list[str]:
         """Return the names of a part's parameters whose gradient is not finite on this rank."""

@@ -5,22 +5,25 @@ A *chunk* begins with a group's up-projections B and ends with the next group's 
 Ranks communicate where the activations are r-wide:
 
 - The residual stream is sharded along d, so A is row-parallel. Forward sums A x over the ranks
-  (`DownEdge`). Every rank then has the whole latents h.
-- B is column-parallel: forward of `UpEdge` sends nothing. Every rank used all of h for its own
-  outputs, so that backward sums the gradient of the latents over the ranks,
-  dH = Σ_ranks dY_rank B_rank (`_UpProjections.backward`). With the online norm a block has no other
-  sum in backward.
-- Nothing is sent for the weights. A rank's dB = dYᵀ h needs its own dY and the whole h; its
-  dA = dHᵀ x needs the whole dH, which is there after that sum, and its own x.
+  (`DownEdge`). Every rank then has the whole latents, and from them h, the input of B: σ and LaX's
+  additions send nothing.
+- B is column-parallel: forward of `UpEdge`, O = B h, sends nothing. Every rank used all of h for
+  its own features of O, so that backward sums over the ranks: dh = Σ_ranks dO_rank B_rank
+  (`_UpProjections.backward`). It is the one sum of a group in backward. Two settings add sums:
+  the norm ``sync`` that of its statistic (`_SyncNorm`), and token shards that of LaX's learned
+  gates (`MixEdge`).
+- Nothing is sent for the weights. A rank's dB = dOᵀ h needs its own dO and the whole h. Its
+  dA = dPᵀ x, where P is the product that forward summed, needs its own x and the whole dP, which
+  every rank computes from dh.
 
 RMSNorm needs the features of all ranks. `online_down` (BOOST's online RMSNorm, in the deferred
 form) multiplies first and normalizes the r-wide product afterwards, so that statistic and product
 are reduced at the same time:
 
-    H = Σ_i (x_i ⊙ γ_i) A_iᵀ,   S = Σ_i |x_i|²,   rstd = (S / d + ε)^(-1/2),   Y = H · rstd
+    P = Σ_i (x_i ⊙ γ_i) A_iᵀ,   S = Σ_i |x_i|²,   rstd = (S / d + ε)^(-1/2),   Y = P · rstd
 
-with i over the ranks. ε enters once, in the global rms. Backward communicates nothing for the
-statistic: Y and its gradient are the same on every rank, and so is
+with i over the ranks; Y are the latents. ε enters once, in the global rms. Backward communicates
+nothing for the statistic: Y and its gradient are the same on every rank, and so is
 dS = -½ · rstd² / d · <dY, Y>. Only with token shards of Y (``comm = "sequence"``) is dS gathered.
 `sync_norm` reduces the statistic before it normalizes.
 """
@@ -60,6 +63,7 @@ from torchtitan_lr.parallel.edge import (
 )
 from torchtitan_lr.parallel.ends import HeadEdge
 from torchtitan_lr.parallel.placement import (
+    ROW_COLUMN,
     Plan,
     Styles,
     TPSettings,
@@ -71,6 +75,8 @@ from torchtitan_lr.parallel.placement import (
 
 class DownEdge(Edge):
     """End of a chunk: the norm, if any, then A of every linear, and the chunk's one reduction.
+
+    It takes the place of a group's ``down``, as `megatron.VanillaDown` does, which starts a pair.
 
     Args:
         ranks: The tensor-parallel ranks.
@@ -195,7 +201,9 @@ def btp(args: LlamaArgs, settings: TPSettings) -> Styles:
     return blocks | model_ends(embed, on_ranks(FeaturesHead, loss_parallel=settings.loss_parallel))
 
 
-BTP = Plan(btp, shards_stream=True, choices={"grouping", "norm", "comm", "head"})
+BTP = Plan(
+    btp, ROW_COLUMN, ROW_COLUMN, shards_stream=True, choices={"grouping", "norm", "comm", "head"}
+)
 
 
 @dataclass(frozen=True)
@@ -229,14 +237,20 @@ class Reduction:
 
 
 class _OnlineDown(torch.autograd.Function):
-    """Forward: one reduction per message and one of the statistic. Backward: see the module."""
+    """Forward: one reduction per message and one of the statistic.
+
+    Backward sends nothing (see the module), or gathers token shards.
+    """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         # One variable argument: without gradients, the compiler compares numbers of arguments to
         # decide if a forward has a context, and is wrong for (ctx, x, *weights) with two weights.
         x, gamma, dim, eps, how, *weights = inputs  # (b, s, d/T), (d/T,); A (r_i, d/T)
-        products: list[Tensor] = []  # H: (b, s, Σ r_i) per message, or (b, s/T, Σ r_i)
+        # P: (b, s, Σ r_i) per message, or (b, s/T, Σ r_i). `reduced` fills it: P is not kept, and a
+        # recomputation, which takes the statistic and Y from forward, neither calls `reduced` nor
+        # needs P.
+        products: list[Tensor] = []
 
         def reduced() -> tuple[Tensor]:
             statistic = how.start(sum_of_squares(x))  # S: (b, s)
@@ -250,10 +264,9 @@ class _OnlineDown(torch.autograd.Function):
             products.extend(wait(reduction) for reduction in started)
             return (torch.rsqrt(wait(statistic) / dim + eps),)
 
-        # A recomputation takes the statistic and Y from forward: it does not call `reduced` again.
         (rstd,) = keep(reduced)  # (b, s)
-        # From the saved statistic: else a compiled backward reduces it again.
-        ys = keep(lambda: tuple(cast(h * rstd.unsqueeze(-1), x.dtype) for h in products))
+        # Y from the kept statistic, so a second `keep`: else a compiled backward reduces it again.
+        ys = keep(lambda: tuple(cast(p * rstd.unsqueeze(-1), x.dtype) for p in products))
         ctx.save_for_backward(x, gamma, rstd, *ys, *weights)
         ctx.dim, ctx.how, ctx.n_messages = dim, how, len(ys)
         return ys
@@ -264,16 +277,16 @@ class _OnlineDown(torch.autograd.Function):
         how, ys, weights = ctx.how, rest[: ctx.n_messages], rest[ctx.n_messages :]
         inner = sum((dy * y.to(rstd.dtype)).sum(-1) for dy, y in zip(dys, ys, strict=True))
         ds = -0.5 / ctx.dim * rstd.square() * inner  # (b, s), equal on every rank
-        dhs = [(dy * rstd.unsqueeze(-1)).to(x.dtype) for dy in dys]
+        dps = [(dy * rstd.unsqueeze(-1)).to(x.dtype) for dy in dys]
         if how.sequence:
-            ds, *dhs = all_gather([ds, *dhs], how.ranks, TOKENS)
+            ds, *dps = all_gather([ds, *dps], how.ranks, TOKENS)
         dx = 2 * ds.unsqueeze(-1) * x  # (b, s, d/T)
         dgamma = torch.zeros_like(gamma, dtype=rstd.dtype)
         dweights: list[Tensor] = []
-        for dh, group in zip(dhs, how.messages(weights), strict=True):
-            dx = dx + summed_products(dh, [weight * gamma for weight in group])
-            # d(A ⊙ γ) = dHᵀ x: the gradients of both factors come from one product.
-            dfolded = dh.flatten(0, 1).T @ x.flatten(0, 1)
+        for dp, group in zip(dps, how.messages(weights), strict=True):
+            dx = dx + summed_products(dp, [weight * gamma for weight in group])
+            # d(A ⊙ γ) = dPᵀ x: the gradients of both factors come from one product.
+            dfolded = dp.flatten(0, 1).T @ x.flatten(0, 1)
             parts = dfolded.split([weight.shape[0] for weight in group])
             for part, weight in zip(parts, group, strict=True):
                 dgamma = dgamma + (part.to(rstd.dtype) * weight).sum(0)
@@ -292,7 +305,7 @@ def online_down(
 
 
 class _Down(torch.autograd.Function):
-    """Forward: one reduction per message. Backward: nothing, or gathers of token shards."""
+    """Forward: one reduction per message. Backward sends nothing, or gathers token shards."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
@@ -317,7 +330,7 @@ class _Down(torch.autograd.Function):
         whole = list(gradients)
         if ctx.how.sequence:
             whole = all_gather(gradients, ctx.how.ranks, TOKENS)
-        gradient = concatenated(whole, dim=-1)  # dH: (b, s, Σ r_i)
+        gradient = concatenated(whole, dim=-1)  # dP: (b, s, Σ r_i)
         dw = gradient.flatten(0, -2).T @ x.flatten(0, -2)
         dx = summed_products(gradient, weights)
         return (dx, None, *dw.split([weight.shape[0] for weight in weights]))
@@ -362,12 +375,12 @@ class _UpProjections(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         whole, *weights = ctx.saved_tensors
-        # BTP's one sum in backward, of dH: it runs while the gradients of the weights are computed.
+        # The sum of dh over the ranks: it runs while the gradients of the weights are computed.
         # No name for the term itself: it would outlive the reduction.
         summed = start_sum(
             _latents_gradient(gradients, weights).view_as(whole), ctx.ranks, ctx.dim, owned=True
         )
-        # dB = dYᵀ h needs this rank's dY and the whole h: nothing is sent for the weights.
+        # dB = dOᵀ h needs this rank's dO and the whole h: nothing is sent for the weights.
         dweights: list[Tensor] = []
         for gradient, (part, run) in zip(gradients, _parts(whole, weights), strict=True):
             if len(run) == 1:
@@ -423,7 +436,7 @@ def _parts(whole: Tensor, weights: Sequence[Tensor]) -> list[tuple[Tensor, list[
 
 
 def _latents_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Return this rank's term of dH (b s, Σ r_i), from one gradient per run of weights."""
+    """Return this rank's term of dh (b s, Σ r_i), from one gradient per run of weights."""
     by_weight: list[Tensor] = []
     for gradient, run in zip(gradients, _runs(weights), strict=True):
         by_weight += [gradient.flatten(0, 1)] if len(run) == 1 else gradient.unbind()
@@ -470,7 +483,7 @@ class _SyncNorm(torch.autograd.Function):
 class _ScatteredNorm(torch.autograd.Function):
     """Forward all-gather and statistic's all-reduce, backward reduce-scatter and all-reduce.
 
-    H = U · rstd with U the gathered γ ⊙ x.
+    The output is N = U · rstd with U the gathered γ ⊙ x.
     """
 
     @staticmethod
@@ -494,7 +507,7 @@ class _ScatteredNorm(torch.autograd.Function):
         x, gamma, rstd = ctx.saved_tensors
         dgathered = (gradient * rstd).to(x.dtype)  # (b, s, d)
         du = reduce(dgathered, ctx.ranks, FEATURES).to(rstd.dtype)  # (b, s, d/T)
-        # dS = -½ rstd² / d · <dH, H>, and <dH, H> = <dU, U> is a sum over the features, of which
+        # dS = -½ rstd² / d · <dN, N>, and <dN, N> = <dU, U> is a sum over the features, of which
         # a rank has its own.
         inner = reduce((du * (x * gamma)).sum(-1), ctx.ranks, owned=True).unsqueeze(-1)
         ds = -0.5 / ctx.dim * rstd.square() * inner

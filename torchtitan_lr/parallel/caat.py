@@ -18,6 +18,7 @@ from torchtitan_lr.models.linears import down_products
 from torchtitan_lr.parallel.edge import Edge, gather_and_copy_to_ranks, normalize
 from torchtitan_lr.parallel.ends import HeadEdge
 from torchtitan_lr.parallel.placement import (
+    COLUMN_ROW,
     Plan,
     Styles,
     TPSettings,
@@ -128,7 +129,7 @@ def caat(args: LlamaArgs, settings: TPSettings) -> Styles:
     row = on_ranks(LaneRowEdge, lanes=args.lanes, shared=shared, wide_sums=wide_sums)
     embed = on_ranks(LaneEmbedEdge, lanes=args.lanes, wide_sums=wide_sums)
     head = on_ranks(LaneHead, loss_parallel=settings.loss_parallel)
-    return dense_blocks(on_ranks(LaneColumnEdge), row) | model_ends(embed, head)
+    return dense_blocks(CAAT, on_ranks(LaneColumnEdge), row) | model_ends(embed, head)
 
 
-CAAT = Plan(caat, low_rank=False, lanes=True)
+CAAT = Plan(caat, COLUMN_ROW, COLUMN_ROW, low_rank=False, lanes=True)

@@ -6,6 +6,9 @@ sums the input's gradient over the ranks. The second one is row-parallel: forwar
 At full rank the pairs are q, k, v with o, and gate, up with down. The vanilla plans (BOOST's
 baselines) make a pair of the factors A and B of every linear, so that messages are as wide as its
 output, and the latents are sharded along r.
+
+So `VanillaDown`, which applies A, *starts* a pair, and `VanillaUp` ends it. Under BTP `DownEdge`,
+which also applies A, *ends* a chunk.
 """
 
 from collections.abc import Sequence
@@ -15,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
 
 from torchtitan_lr.collectives import FEATURES, TOKENS, Ranks, all_gather, local, start_sum, wait
 from torchtitan_lr.models.args import LlamaArgs
@@ -32,6 +34,7 @@ from torchtitan_lr.parallel.edge import (
 )
 from torchtitan_lr.parallel.ends import EmbedEdge, HeadEdge
 from torchtitan_lr.parallel.placement import (
+    COLUMN_ROW,
     EdgeParallel,
     Plan,
     Styles,
@@ -121,14 +124,14 @@ def megatron(args: LlamaArgs, settings: TPSettings) -> Styles:
     the tokens (Korthikanti et al., section 4.2.2), where the norms run on token shards too.
     """
     comm = settings.comm
-    blocks = dense_blocks(on_ranks(ColumnEdge, comm=comm), on_ranks(RowEdge, comm=comm))
+    blocks = dense_blocks(MEGATRON, on_ranks(ColumnEdge, comm=comm), on_ranks(RowEdge, comm=comm))
     head = TokensHead if comm == "sequence" else HeadEdge
     return blocks | model_ends(
         on_ranks(EmbedEdge, comm=comm), on_ranks(head, loss_parallel=settings.loss_parallel)
     )
 
 
-MEGATRON = Plan(megatron, low_rank=False, choices={"comm"})
+MEGATRON = Plan(megatron, COLUMN_ROW, COLUMN_ROW, low_rank=False, choices={"comm"})
 
 
 class VanillaDown(Edge):
@@ -230,13 +233,7 @@ def vanilla_replicated(args: LlamaArgs, settings: TPSettings) -> Styles:
     return blocks | model_ends(on_ranks(EmbedEdge), head)
 
 
-VANILLA = Plan(
-    vanilla,
-    attention=(Shard(0), Shard(1)),
-    feed_forward=(Shard(0), Shard(1)),
-    shards_latents=True,
-    choices={"grouping"},
-)
+VANILLA = Plan(vanilla, COLUMN_ROW, COLUMN_ROW, choices={"grouping"})
 VANILLA_REPLICATED = replace(VANILLA, split=vanilla_replicated, shards_heads=False)
 
 

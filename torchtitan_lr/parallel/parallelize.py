@@ -53,7 +53,8 @@ def parallelize_llama_cola(
 ) -> nn.Module:
     """Parallelize B σ(A x) as B A x.
 
-    The edges that apply B apply σ too, to sums over the ranks: σ sends nothing.
+    The edges that apply B apply σ too. They have whole latents (``btp``) or some of their features
+    (``vanilla``), never a term of a sum, so σ sends nothing.
     """
     return parallelize_llama_svd(model, parallel_dims, job_config)
 

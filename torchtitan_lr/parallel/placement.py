@@ -1,10 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The parts of a tensor-parallel plan: settings, placements of parameters, and edges.
+"""What a tensor-parallel plan consists of: placements of parameters, and edges.
 
-A plan is a function that returns ``{module: EdgeParallel}`` for the arguments of a model and the
-settings of a run; `parallelize_module` applies it. Parameters become DTensors. Activations stay
-plain local tensors throughout: the edges read their weights by `collectives.local` and call the
-collectives themselves, which spares DTensor's dispatch per operation and compiles as one graph.
+A plan is a `Plan`; a run's settings name it. Its function ``split`` returns
+``{module: EdgeParallel}`` for the arguments of a model and the settings of a run, and
+`parallelize_module` applies that. Every parameter becomes a DTensor, also one that stays whole:
+its placement is Replicate(). Activations stay plain local tensors throughout: the edges read their
+weights by `collectives.local` and call the collectives themselves, which spares DTensor's dispatch
+per operation and compiles as one graph.
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -25,7 +27,12 @@ EdgeFactory = Callable[[DeviceMesh], nn.Module]
 """Builds the edge of a plan, given the tensor-parallel mesh."""
 
 Factors = tuple[Placement, Placement]
-"""Placements of A (r, d_in) and of B (d_out, r)."""
+"""Placements of A (r, d_in) and B (d_out, r) of every linear; at full rank of the weights
+(d_out, d_in) of a pair: q, k, v and then o, or gate, up and then down."""
+
+COLUMN_ROW: Factors = (Shard(0), Shard(1))  # Megatron-LM's pair; of A and B: latents of r/T
+ROW_COLUMN: Factors = (Shard(1), Shard(0))  # of A and B: whole latents
+WHOLE: Factors = (Replicate(), Replicate())
 
 ATTENTION = "attention.wq", "attention.wk", "attention.wv", "attention.wo"
 FEED_FORWARD = "feed_forward.w1", "feed_forward.w3", "feed_forward.w2"  # gate, up, down
@@ -89,28 +96,27 @@ Styles = dict[str, EdgeParallel]
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan, and what must be known of it without a model.
+    """A tensor-parallel plan: its function, and what must be known without a model.
 
     Attributes:
-        split: The plan.
+        split: The function. It returns what the plan does with each module.
+        attention: Placements of attention's linears: Shard(0), Shard(1) or Replicate(). If A is
+            Shard(0), a rank holds r/T features of its latents, and sends these to the next stage.
+        feed_forward: Likewise, of the feed-forward's.
         low_rank: Whether it splits factorised linears, or dense ones.
         lanes: Whether it is for models with CAAT-Net's lanes.
-        attention: Placements of attention's factors: Shard(0), Shard(1) or Replicate().
-        feed_forward: Placements of the feed-forward's A and B.
         shards_stream: Whether a rank holds d/T features of the residual stream and sends them to
             the next stage. The norms' weights in the blocks are sharded in the same way.
-        shards_latents: Whether it sends r/T features of LaX's latents A x, where A is Shard(0).
         shards_heads: Whether a rank computes its share of the heads, or all heads.
         choices: Fields of `TPSettings` with an effect; others must keep their defaults.
     """
 
     split: Callable[[LlamaArgs, TPSettings], Styles]
+    attention: Factors
+    feed_forward: Factors
     low_rank: bool = True
     lanes: bool = False
-    attention: Factors = (Shard(1), Shard(0))
-    feed_forward: Factors = (Shard(1), Shard(0))
     shards_stream: bool = False
-    shards_latents: bool = False
     shards_heads: bool = True
     choices: Set[str] = frozenset()
 
@@ -120,26 +126,25 @@ class Plan:
         if self.shards_heads:
             widths |= {"n_heads": args.n_heads, "n_kv_heads": args.kv_heads}
         widths["dim"] = args.dim  # of the embedding, in every plan
-        if _shards_outside(self.attention):
+        if self._shards_outside(self.attention):
             widths["kv_dim"] = args.kv_dim
-        if _shards_outside(self.feed_forward):
+        if self._shards_outside(self.feed_forward):
             widths["ffn_dim"] = args.ffn_dim
         widths["vocab_size"] = args.vocab_size  # of the head, in every plan
-        if _shards_rank(self.attention):
+        if self._shards_rank(self.attention):
             widths["rank_attention"] = args.rank_attention
-        if _shards_rank(self.feed_forward):
+        if self._shards_rank(self.feed_forward):
             widths["rank_ffn"] = args.rank_ffn
         return widths
 
+    def _shards_outside(self, factors: Factors) -> bool:
+        """Whether the ranks split d_in of A or d_out of B; at full rank, the width of a pair."""
+        first, second = ROW_COLUMN if self.low_rank else COLUMN_ROW
+        return factors[0] == first or factors[1] == second
 
-def _shards_outside(factors: Factors) -> bool:
-    """Whether the ranks split d_in of A or d_out of B."""
-    return factors[0] == Shard(1) or factors[1] == Shard(0)
-
-
-def _shards_rank(factors: Factors) -> bool:
-    """Whether the ranks split r of A or of B."""
-    return factors[0] == Shard(0) or factors[1] == Shard(1)
+    def _shards_rank(self, factors: Factors) -> bool:
+        """Whether the ranks split r of A or of B."""
+        return self.low_rank and (factors[0] == Shard(0) or factors[1] == Shard(1))
 
 
 def on_ranks(edge: Callable[..., nn.Module], **options: Any) -> EdgeFactory:
@@ -155,8 +160,8 @@ def low_rank_blocks(
     Args:
         args: The model's arguments.
         plan: Says how A, B and the stream are placed.
-        down: The edge that ends a chunk: applies A of a group.
-        up: The edge that starts a chunk: applies σ and B of a group.
+        down: The edge that applies A of a group.
+        up: The edge that applies σ and B of a group.
         mix: The edge of families with carried latents; other families do not use it.
     """
     group = {"down": down, "up": up}
@@ -180,24 +185,29 @@ def low_rank_blocks(
     return styles
 
 
-def dense_blocks(column: EdgeFactory, row: EdgeFactory) -> Styles:
-    """Return placements and edges of full-rank blocks: column-, then row-parallel linears.
+def dense_blocks(plan: Plan, first: EdgeFactory, second: EdgeFactory) -> Styles:
+    """Return placements and edges of full-rank blocks, which are two pairs of linears.
 
     Args:
-        column: The edge of q, k, v and of gate, up; weights Shard(0).
-        row: The edge of o and of down; weights Shard(1).
+        plan: Says how the weights are placed.
+        first: The edge of q, k, v and of gate, up.
+        second: The edge of o and of down.
     """
     styles: Styles = {
         "layers.*.attention_norm": EdgeParallel({"weight": Replicate()}),
-        "layers.*.attention.qkv": EdgeParallel(edges={"product": column}),
-        "layers.*.attention.o": EdgeParallel(edges={"product": row}),
+        "layers.*.attention.qkv": EdgeParallel(edges={"product": first}),
+        "layers.*.attention.o": EdgeParallel(edges={"product": second}),
         "layers.*.ffn_norm": EdgeParallel({"weight": Replicate()}),
-        "layers.*.feed_forward.gate_up": EdgeParallel(edges={"product": column}),
-        "layers.*.feed_forward.down": EdgeParallel(edges={"product": row}),
+        "layers.*.feed_forward.gate_up": EdgeParallel(edges={"product": first}),
+        "layers.*.feed_forward.down": EdgeParallel(edges={"product": second}),
     }
-    for name in (*ATTENTION, *FEED_FORWARD):
-        row_parallel = name in ("attention.wo", "feed_forward.w2")
-        styles[f"layers.*.{name}"] = EdgeParallel({"weight": Shard(1 if row_parallel else 0)})
+    for names, (opening, closing) in (
+        (ATTENTION, plan.attention),
+        (FEED_FORWARD, plan.feed_forward),
+    ):
+        for name in names:
+            placement = closing if name == names[-1] else opening  # o, down
+            styles[f"layers.*.{name}"] = EdgeParallel({"weight": placement})
     return styles
 
 

@@ -57,6 +57,9 @@ def build_tp_plan(model: nn.Module, settings: TPSettings) -> dict[str, ParallelS
 def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, settings: TPSettings) -> None:
     """Turn a model's parameters into DTensors and its edges into those of a plan, in place.
 
+    For generation, estimates and measurements. A training run does the same by its family's
+    function in `parallel.parallelize`, which torchtitan calls.
+
     Args:
         model: A `LlamaModel` or a pipeline stage of one, before any other wrapper; on the
             meta device, or with the same full weights on every rank. Nothing is communicated.
@@ -70,10 +73,10 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, settings: TPSet
 
 
 def check_placed(model: nn.Module) -> None:
-    """Raise if a plan has left a parameter of the model whole.
+    """Raise if the plan gives a parameter no placement; Replicate(), which keeps it whole, is one.
 
     Raises:
-        RuntimeError: The plan does not place every parameter.
+        RuntimeError: Names these parameters.
     """
     left = [name for name, p in model.named_parameters() if not hasattr(p, "placements")]
     if left:
@@ -228,9 +231,9 @@ def stage_boundary(
     if settings.comm == "sequence":
         shared = tp_degree if plan.shards_stream else 1
         return Boundary(seq_len // tp_degree, args.dim, tuple(widths), shared)
-    if plan.shards_latents and widths:
-        factors = [plan.attention] * 4 + [plan.feed_forward] * 3
-        for i, (a, _) in enumerate(factors):
-            widths[i] //= tp_degree if a == Shard(0) else 1
+    factors = [plan.attention] * 4 + [plan.feed_forward] * 3
+    for i in range(len(widths)):
+        if factors[i][0] == Shard(0):  # A is split along r
+            widths[i] //= tp_degree
     stream = args.dim // tp_degree if plan.shards_stream else args.dim
     return Boundary(seq_len, stream, tuple(widths))

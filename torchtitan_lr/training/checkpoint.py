@@ -188,8 +188,9 @@ class CheckpointManager(TitanCheckpointHooks):
         """Load a verified checkpoint; arguments as for upstream's method.
 
         Raises:
-            ConfigError: The checkpoint is damaged, its data position belongs to another batch or
-                corpus, or it contains another model.
+            ConfigError: The checkpoint is damaged, its data position belongs to another corpus,
+                order or sequence length, its residuals to other ranks or tensors, or it contains
+                another model.
         """
         if from_hf:
             has_manifest = from_first_rank((Path(checkpoint_id) / folders.MANIFEST).is_file())

@@ -1,19 +1,23 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A rank's data for a step, read one step ahead.
+"""A rank's data for a step, collected one step ahead.
 
-The micro-batches of step k are read during step k - 1, while the device computes. The verdict on
-step k - 1 sums what the ranks have read. So no rank starts a step whose data another rank could not
-read, and no rank waits for others between two steps. Only a run's first step has a sum of its own.
+`Step.read_ahead` of one step collects the micro-batches of the next one, while the device computes.
+The loader's thread reads one micro-batch further still (`TokenDataLoader.__iter__`), from the
+corpus's ``.bin`` files (`IndexedDataset.read` in ``data/corpus.py``). The verdict on a step sums
+what the ranks have collected. So no rank starts a step whose data another rank could not read, and
+no rank waits for others between two steps. Only the first step of a process has a sum of its own.
 
-A run's position is ``TokenDataLoader.position``, the rows of all ranks in the steps that have
-begun. It moves in `StepReader.take`, not when rows are read ahead, and a checkpoint holds it. A run
-that resumes on more or fewer ranks goes on at that row.
+A run's position is ``TokenDataLoader.position``: the number of rows that the ranks together have
+trained on, those of the running or a rejected step included. It moves in `StepReader.take`, not
+when rows are read ahead, and a checkpoint holds it. A run that resumes on more or fewer ranks goes
+on at that row.
 """
 
 import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +28,17 @@ from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.errors import ConfigError, RunFailedError, require
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.titan.components import DataloaderExhaustedError
+
+
+class Counts(NamedTuple):
+    """What ranks tell each other of one step's data; all are summed over the ranks."""
+
+    tokens: float
+    """Valid tokens."""
+    failed: float
+    """1 if a micro-batch could not be read, else 0."""
+    ended: float
+    """1 if the data ended before the last micro-batch, else 0."""
 
 
 class BadDataError(RunFailedError):
@@ -37,14 +52,14 @@ class StepData:
     Attributes:
         microbatches: ``({"input": (b, s)}, labels (b, s))`` each, on the CPU.
         tokens: Valid tokens in the micro-batches.
-        counts: Numbers to sum over ranks: valid tokens, read failures, ends of data.
+        counts: This rank's counts.
         global_tokens: Valid tokens of all ranks' micro-batches; NaN until they are summed.
         problem: Why this rank could not read all of them; None if it could.
     """
 
     microbatches: list[Batch]
     tokens: int
-    counts: tuple[float, ...]
+    counts: Counts
     global_tokens: float = math.nan
     problem: str | None = None
 
@@ -60,7 +75,7 @@ class StepReader:
 
     Attributes:
         next_sums: The counts of the next step's data over all ranks, set once the verdict is read;
-            empty if nothing was read ahead.
+            None if nothing was read ahead.
     """
 
     def __init__(
@@ -69,7 +84,7 @@ class StepReader:
         self._loader, self._device, self._copies = loader, device, copies
         self._seconds = seconds
         self._next: StepData | None = None
-        self.next_sums: tuple[float, ...] = ()
+        self.next_sums: Counts | None = None
         self._labels = 0  # of all ranks in the last step
 
     def take(self, data_iterator: Iterator[Batch]) -> StepData:
@@ -82,26 +97,31 @@ class StepReader:
             DataloaderExhaustedError: A rank has no more data; likewise.
         """
         data, sums = self._next, self.next_sums
-        if data is None or not sums or sums[2]:
+        # Data that ended while they were read ahead may go on here, in another iterator.
+        if data is None or sums is None or sums.ended:
             data = self.read_next(data_iterator)
-            sums = data.counts
-            if dist.get_world_size() > 1:
-                numbers = torch.tensor(sums, dtype=torch.float64, device=self._device)
-                dist.all_reduce(numbers)
-                sums = tuple(numbers.tolist())
-        self._next, self.next_sums = None, ()
-        tokens, failed, ended = sums
-        if ended:
+            sums = self._summed(data.counts)
+        self._next = self.next_sums = None
+        if sums.ended:
             raise DataloaderExhaustedError
-        if failed:
+        if sums.failed:
             raise BadDataError(first_rank_with(data.problem))
         self._loader.position += self._loader.stride * self._loader.microbatches
         # Sums of integers below 2^53 are exact.
-        self._labels, data.global_tokens = int(tokens) // self._copies, tokens / self._copies
+        data.global_tokens = sums.tokens / self._copies
+        self._labels = int(sums.tokens) // self._copies
         return data
 
+    def _summed(self, counts: Counts) -> Counts:
+        """Sum counts over all ranks, and wait for the sums."""
+        if dist.get_world_size() == 1:
+            return counts
+        sums = torch.tensor(counts, dtype=torch.float64, device=self._device)
+        dist.all_reduce(sums)
+        return Counts(*sums.tolist())
+
     def read_next(self, data_iterator: Iterator[Batch]) -> StepData:
-        """Read the next step's micro-batches; the verdict on this step sums their counts."""
+        """Read the micro-batches that `take` will return, each with the loader's next batch."""
         microbatches: list[Batch] = []
         problem, ended = None, False
         try:
@@ -115,7 +135,7 @@ class StepReader:
             problem = str(error)
         arrays = (labels.numpy() for _, labels in microbatches)
         tokens = sum(int((labels != IGNORE_INDEX).sum()) for labels in arrays)
-        counts = tokens, problem is not None, ended
+        counts = Counts(tokens, problem is not None, ended)
         self._next = StepData(microbatches, tokens, counts, problem=problem)
         return self._next
 

@@ -1,15 +1,16 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""One training step after another, each in seven parts. docs/step.md tells a step on a page.
+"""One training step after another, each in eight parts. docs/step.md tells a step on a page.
 
-1. ``read`` takes this rank's micro-batches. They were read in the step before.
+1. ``take`` takes this rank's micro-batches. All but a run's first were read in the step before.
 2. ``backward`` runs forward and backward of each micro-batch.
-3. ``reduce`` ends the sums of gradients over the ranks.
-4. ``decide`` is one all-reduce: the verdict, whether the optimizer takes the step.
-5. ``clip`` scales the gradients down.
-6. ``apply`` steps the optimizer. The device leaves a rejected step out.
-7. ``settle`` reads the verdict on the host.
+3. ``finish_sums`` waits for the sums of gradients, and computes this rank's share of the norm.
+4. ``read_ahead`` collects the next step's micro-batches while the device computes.
+5. ``decide`` is one all-reduce: the verdict, whether the optimizer takes the step.
+6. ``clip`` scales the gradients down.
+7. ``apply`` steps the optimizer. A rejected step changes no weight.
+8. ``settle`` reads the verdict on the host.
 
-Between ``read`` and ``settle`` the host never waits for the device, unless an optimizer cannot
+Between ``take`` and ``settle`` the host does not wait for the device, unless an optimizer cannot
 leave a step out by itself (`step_unless`). A part that is left out, or called in another order,
 raises.
 """
@@ -35,13 +36,22 @@ from torchtitan_lr.parallel.data_parallel import (
 from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan.base import JobConfig
 from torchtitan_lr.titan.components import OptimizersContainer
-from torchtitan_lr.training.reader import StepData, StepReader
+from torchtitan_lr.training.reader import Counts, StepData, StepReader
 from torchtitan_lr.training.verdict import Findings, Verdict
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-PARTS = ("read", "backward", "reduce", "decide", "clip", "apply", "settle")
+PARTS = (
+    "take",
+    "backward",
+    "finish_sums",
+    "read_ahead",
+    "decide",
+    "clip",
+    "apply",
+    "settle",
+)
 """The parts of a step, in order; the first follows the last part of the step before."""
 
 
@@ -79,6 +89,7 @@ class Step:
         data: This step's data.
         loss: This rank's share of the step's loss, an fp64 scalar on the device.
         share: This rank's share of the squared gradient norm, likewise.
+        next_counts: This rank's counts of the next step's data; empty if none were read.
         verdict: The ranks' common decision on the step, on the device.
         ended: The last part that has ended.
     """
@@ -95,6 +106,7 @@ class Step:
     data: StepData = field(init=False)
     loss: Tensor = field(init=False)
     share: Tensor = field(init=False)
+    next_counts: tuple[float, ...] = field(init=False)
     verdict: Verdict = field(init=False)
     ended: str = field(init=False, default="settle")
 
@@ -102,7 +114,7 @@ class Step:
         self._own_gradients = OwnGradients(self.model_parts)
 
     @_part
-    def read(self, data_iterator: Iterator[Batch]) -> StepData:
+    def take(self, data_iterator: Iterator[Batch]) -> StepData:
         """Take the micro-batches of this step, which were read during the one before.
 
         Args:
@@ -151,25 +163,31 @@ class Step:
         return tensor.to(self.device, non_blocking=True)
 
     @_part
-    def reduce(self) -> None:
-        """End the sums of gradients over the ranks, and compute this rank's share of the norm."""
-        self.share = self.gradients.reduce()
+    def finish_sums(self) -> None:
+        """Wait for sums of gradients that still run; compute this rank's share of the norm."""
+        self.share = self.gradients.finish_sums()
 
     @_part
-    def decide(self, stop: bool, data_iterator: Iterator[Batch] | None) -> None:
+    def read_ahead(self, data_iterator: Iterator[Batch] | None) -> None:
+        """Collect the next step's micro-batches, while the device computes.
+
+        Args:
+            data_iterator: Yields the next step's data; None if the run has no other step.
+        """
+        self.next_counts = ()
+        if data_iterator is not None:
+            self.next_counts = self.reader.read_next(data_iterator).counts
+
+    @_part
+    def decide(self, stop: bool) -> None:
         """Let all ranks decide whether the optimizer takes the step; see `Verdict`.
 
-        Before it, while the device computes, this rank reads the next step's data. The verdict's
-        all-reduce tells all ranks whether each of them could.
+        The same all-reduce tells all ranks whether each of them could read ahead.
 
         Args:
             stop: Whether this rank received a stop signal. The run then ends after this step.
-            data_iterator: Yields the next step's data; None if the run has no other step.
         """
-        next_counts: tuple[float, ...] = ()
-        if data_iterator is not None:
-            next_counts = self.reader.read_next(data_iterator).counts
-        self.verdict = Verdict(self.loss, self.share, stop, next_counts)
+        self.verdict = Verdict.all_reduced(self.loss, self.share, stop, self.next_counts)
 
     @_part
     def clip(self) -> None:
@@ -189,7 +207,7 @@ class Step:
     def settle(self) -> Findings:
         """Read the verdict on the host, which waits for it but not for the optimizer."""
         findings = self.verdict.read()
-        self.reader.next_sums = findings.next_counts
+        self.reader.next_sums = Counts(*findings.next_counts) if findings.next_counts else None
         self.gradients.settle(findings.rejected)
         return findings
 
@@ -197,7 +215,7 @@ class Step:
         """Say why a step was rejected; call it on every rank, before the next step."""
         if not self.data.global_tokens:  # 0/0: the weights are not the cause
             return "the global batch has no valid label (all are ignored)"
-        if findings.bad_losses:
+        if findings.bad_ranks:
             rank = first_rank_where(not findings.loss_is_finite)
             return f"loss of rank {rank} is not finite"
         return f"gradient norm is {findings.norm} ({self._where_not_finite()})"

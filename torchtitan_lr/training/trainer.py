@@ -212,7 +212,7 @@ class Trainer(TitanTrainer):
         another_follows = self.step < self.job_config.training.steps
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         try:
-            data = step.read(data_iterator)
+            data = step.take(data_iterator)
         except BadDataError as error:
             raise self._saved_before(error) from error
         read = sum(labels.numel() for _, labels in data.microbatches)
@@ -222,8 +222,9 @@ class Trainer(TitanTrainer):
         logs = self.metrics_processor.should_log(self.step)
         with self._measured(logs):
             step.backward(self.forward_backward_step)
-            step.reduce()
-            step.decide(self._stop.name is not None, data_iterator if another_follows else None)
+            step.finish_sums()
+            step.read_ahead(data_iterator if another_follows else None)
+            step.decide(self._stop.name is not None)
             step.clip()
             step.apply()
         self.lr_schedulers.step()

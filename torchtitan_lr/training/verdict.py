@@ -30,7 +30,7 @@ class Findings:
     """Whether the optimizer left the step out."""
     norm: float
     """The norm of the full gradient."""
-    bad_losses: int
+    bad_ranks: int
     """Number of ranks whose own loss is not finite."""
     stop: bool
     """Whether any rank received a stop signal."""
@@ -41,37 +41,48 @@ class Findings:
 
 
 class Verdict:
-    """The ranks' common decision on one step, on the device.
+    """The ranks' common decision on one step, on the device; `all_reduced` makes it.
 
     Args:
-        loss: This rank's loss of the step, a scalar on the process group's device.
-        share: This rank's share of the squared gradient norm, a scalar.
-        stop: Whether this rank received a stop signal.
-        next_counts: This rank's counts of the next step's data, summed as well.
+        sums: Over all ranks (3 + counts,), fp64: the squared gradient norm, the number of ranks
+            whose loss is not finite, the number of stop signals, and the counts of the next data.
+        bad: 1 if this rank's own loss is not finite, else 0; an fp64 scalar.
 
     Attributes:
         norm: The norm of the full gradient, an fp64 scalar, equal on all ranks.
         rejected: 1 if the norm or any rank's loss is not finite, else 0; an fp32 scalar.
     """
 
-    def __init__(
-        self, loss: Tensor, share: Tensor, stop: bool, next_counts: Sequence[float] = ()
-    ) -> None:
+    def __init__(self, sums: Tensor, bad: Tensor) -> None:
+        square, bad_ranks = sums[:2].unbind()
+        self.norm = square.sqrt()
+        # A NaN of one rank is in the sums of all: every rank rejects the step.
+        self.rejected = ((bad_ranks > 0) | ~self.norm.isfinite()).float()
+        own = torch.stack([bad, self.rejected.double()])
+        self._numbers = HostCopy(torch.cat([sums, own]))
+
+    @classmethod
+    def all_reduced(
+        cls, loss: Tensor, share: Tensor, stop: bool, next_counts: Sequence[float] = ()
+    ) -> "Verdict":
+        """Decide with all ranks, in one all-reduce.
+
+        Args:
+            loss: This rank's loss of the step, a scalar on the process group's device.
+            share: This rank's share of the squared gradient norm, a scalar.
+            stop: Whether this rank received a stop signal.
+            next_counts: This rank's counts of the next step's data, summed as well.
+        """
         bad = (~loss.isfinite()).double()
         # Fills of the device's memory, not copies from the host's.
         known = [torch.full_like(bad, float(number)) for number in (stop, *next_counts)]
         sums = torch.stack([share.to(loss.device, torch.float64), bad, *known])
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(sums)
-        square, losses = sums[:2].unbind()
-        self.norm = square.sqrt()
-        # A NaN of one rank is in the sums of all: every rank rejects the step.
-        self.rejected = ((losses > 0) | ~self.norm.isfinite()).float()
-        own = torch.stack([bad, self.rejected.double()])
-        self._numbers = HostCopy(torch.cat([sums, own]))
+        return cls(sums, bad)
 
     def read(self) -> Findings:
         """Return the verdict on the host; waits for the all-reduce, not for the optimizer."""
-        square, losses, stops, *counts, bad, rejected = self._numbers.read()
+        square, bad_ranks, stops, *counts, bad, rejected = self._numbers.read()
         norm = math.sqrt(square) if square >= 0 else math.nan
-        return Findings(rejected > 0, norm, int(losses), stops > 0, not bad, tuple(counts))
+        return Findings(rejected > 0, norm, int(bad_ranks), stops > 0, not bad, tuple(counts))

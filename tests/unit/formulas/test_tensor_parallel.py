@@ -52,6 +52,16 @@ def test_a_rank_stores_what_the_placements_of_the_factors_say(
         whole = torch.empty(size)
         part = whole if dim is None else whole.chunk(4, dim)[0]
         assert found[f"layers.0.{name}.weight"] == part.shape
+    found = named_parameters(shape("full"), TPSettings("other"), 4)["block 0"]
+    for name, size, dim in (
+        ("attention.wq", (D, D), b),
+        ("attention.wo", (D, D), a),
+        ("feed_forward.w3", (F, D), a),
+        ("feed_forward.w2", (D, F), b),
+    ):
+        whole = torch.empty(size)
+        part = whole if dim is None else whole.chunk(4, dim)[0]
+        assert found[f"layers.0.{name}.weight"] == part.shape
 
 
 BSD, BSF, BSR = BS * D, BS * F, BS * R

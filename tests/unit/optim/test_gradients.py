@@ -22,13 +22,13 @@ def parts():
 
 def test_norm_and_clipping(parts):
     gradients = StoredGradients(parts, None)
-    norm = gradients.reduce().sqrt()
+    norm = gradients.finish_sums().sqrt()
     assert norm.item() == pytest.approx(5)
     gradients.clip(10.0, norm)  # small enough
     assert torch.equal(parts[0].weight.grad, torch.ones(3, 3))
     gradients.clip(1.0, norm)
     # Clipping divides by the norm + 1e-6; the rest is fp32's rounding.
-    assert gradients.reduce().sqrt().item() == pytest.approx(5 / (5 + 1e-6), rel=1e-6)
+    assert gradients.finish_sums().sqrt().item() == pytest.approx(5 / (5 + 1e-6), rel=1e-6)
     torch.testing.assert_close(parts[1].weight.grad, torch.full((2, 2), 0.4))
     assert parts[1].bias.grad is None
 
@@ -39,7 +39,7 @@ def test_bf16_gradients_are_clipped_as_fp64_ones():
     model.weight.grad = torch.randn(50, 200, generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = model.weight.grad.double()
     gradients = StoredGradients([model], None)
-    norm = gradients.reduce().sqrt()
+    norm = gradients.finish_sums().sqrt()
     assert norm.item() == pytest.approx(exact.norm().item(), rel=1e-12)
     gradients.clip(exact.norm().item() / 393_728, norm)  # bf16 rounds this factor by 0.24%
     scale = (model.weight.grad.double() * exact).sum() / exact.square().sum()
@@ -51,8 +51,8 @@ def test_what_is_not_finite_is_named(parts):
     assert gradients.nonfinite(parts[1]) == []
     parts[1].weight.grad[1, 0] = float("inf")
     assert gradients.nonfinite(parts[1]) == ["weight"]
-    assert not torch.isfinite(gradients.reduce())
+    assert not torch.isfinite(gradients.finish_sums())
     # Clipping leaves the others as they are, so that the culprit can be named after it.
-    gradients.clip(1.0, gradients.reduce().sqrt())
+    gradients.clip(1.0, gradients.finish_sums().sqrt())
     assert gradients.nonfinite(parts[1]) == ["weight"]
     assert torch.equal(parts[0].weight.grad, torch.ones(3, 3))

@@ -10,10 +10,11 @@ import torch
 from tests.oracle.pipeline import boundary_elements
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.formulas.tensor_parallel import FORMULAS, PlanFormula
 from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.parallel.pipeline import Pipeline, stage_boundaries
-from torchtitan_lr.parallel.placement import TPSettings
-from torchtitan_lr.parallel.plans import Boundary, stage_boundary
+from torchtitan_lr.parallel.placement import COLUMN_ROW, WHOLE, Plan, TPSettings
+from torchtitan_lr.parallel.plans import PLANS, Boundary, stage_boundary
 from torchtitan_lr.parallel.stage_split import layers_before_boundaries
 
 # width 48, ranks 12 (q, k, v, o) and 20 (gate, up, down)
@@ -40,6 +41,16 @@ def test_elements_a_token(family, settings, degree, per_token):
     assert boundary_elements(tiny_args(family), settings, degree, 16, 1) == 16 * per_token
 
 
+def test_latents_of_a_part_that_is_not_split(monkeypatch):
+    nothing = lambda *_: {}  # noqa: E731
+    monkeypatch.setitem(PLANS, "mixed", Plan(nothing, WHOLE, COLUMN_ROW))
+    monkeypatch.setitem(FORMULAS, "mixed", PlanFormula(nothing, (None, None), (0, 1)))
+    boundary = stage_boundary(tiny_args("lax"), TPSettings("mixed"), 4, 16, latents=True)
+    assert boundary.latents == (12, 12, 12, 12, 5, 5, 5)
+    elements = boundary_elements(tiny_args("lax"), TPSettings("mixed"), 4, 16, 1)
+    assert elements == prod(boundary.shape) == 16 * (48 + 4 * 12 + 3 * 5)
+
+
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_a_stage_sends_the_streams_of_its_lanes(degree):
     args = tiny_args("full", lanes=4, sync_fraction=0.5)
@@ -61,15 +72,13 @@ def test_latents_cross_between_blocks_only():
     assert elements == [prod(boundary.shape) for boundary in boundaries]
 
 
-def test_settings_that_warn_are_resolved_once(caplog):
-    """Not for every batch of a validation."""
+def test_rows_whose_tokens_the_ranks_cannot_share_have_boundaries_too():
     options = ["tensor_parallel_degree=2", "tp_comm=sequence", "pipeline_parallel_degree=2"]
     config = build_job_config(
         [*(f"--parallelism.{option}" for option in options), "--training.seq_len=15"]
     )
     pipeline = Pipeline(config, tiny_args("cola"), None, None, cross_entropy_sum)
     assert [len(pipeline.boundaries(seq_len)) for seq_len in (15, 15, 16)] == [1, 1, 1]
-    assert caplog.text.count("falls back") == 1
 
 
 def test_the_loss_is_divided_before_backward():

@@ -23,8 +23,8 @@ def trainer(request, tmp_path):
 def calls_of(trainer, batches):
     """The parts of a step, by name, as the trainer calls them."""
     step = trainer.running_step
-    arguments = {"read": [batches], "backward": [trainer.forward_backward_step]}
-    arguments |= {"decide": [False, None]}
+    arguments = {"take": [batches], "backward": [trainer.forward_backward_step]}
+    arguments |= {"read_ahead": [None], "decide": [False]}
     return {part: partial(getattr(step, part), *arguments.get(part, ())) for part in PARTS}
 
 
@@ -48,7 +48,7 @@ def test_only_the_next_part_can_be_called(trainer):
 
 def test_a_part_that_fails_ends_the_steps(trainer):
     calls = calls_of(trainer, iter(microbatches()))
-    calls["read"]()
+    calls["take"]()
     with pytest.raises(TypeError):
         trainer.running_step.backward(None)
     for name, call in calls.items():

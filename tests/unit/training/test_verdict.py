@@ -20,7 +20,7 @@ from torchtitan_lr.training.verdict import Findings, Verdict
 def test_one_process_agrees_with_itself(
     loss: float, square: float, stop: bool, findings: Findings
 ) -> None:
-    verdict = Verdict(torch.tensor(loss), torch.tensor(square), stop)
+    verdict = Verdict.all_reduced(torch.tensor(loss), torch.tensor(square), stop)
     assert verdict.read() == findings
     bad = not (math.isfinite(loss) and math.isfinite(square))
     assert findings.rejected is bad
@@ -30,11 +30,11 @@ def test_one_process_agrees_with_itself(
 
 def test_counts_are_summed_exactly_with_the_verdict() -> None:
     counts = (float(2**53), 0.0, 1.0)
-    verdict = Verdict(torch.tensor(1.5), torch.tensor(9.0), False, counts)
+    verdict = Verdict.all_reduced(torch.tensor(1.5), torch.tensor(9.0), False, counts)
     assert verdict.read() == Findings(False, 3.0, 0, False, True, counts)
 
 
 def test_a_norm_that_is_no_number_rejects() -> None:
-    verdict = Verdict(torch.tensor(1.0), torch.tensor(math.nan), False)
+    verdict = Verdict.all_reduced(torch.tensor(1.0), torch.tensor(math.nan), False)
     assert math.isnan(verdict.read().norm) and verdict.read().rejected
     assert verdict.rejected.item() == 1.0

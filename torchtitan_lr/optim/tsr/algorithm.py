@@ -14,9 +14,11 @@ the core C = UᵀGV (r, r) is summed over the replicas, and Adam's moments are t
 | m, v ← Adam's moments of C; D = m̂/(√v̂ + ε) | `MatrixStack.direction` |
 | W ← (1 − ηλ)W − ηα·UDVᵀ | `MatrixStack.lift` |
 
-A refresh belongs to its step. `TSRAdam.reduce` finds the new bases, and `TSRAdam.step` starts to
-use them. If that step is rejected, the old bases and all counts stay. The next step then has the
-same number, so the same matrices are due, with the same random sketch and the new gradient.
+A refresh belongs to its step. `TSRAdam.finish_sums` finds the new bases, and `TSRAdam.step` starts
+to use them. If that step is rejected (``found_inf``), the device keeps the old bases and moments.
+The optimizer's counts are on the host: `TSRAdam.settle`, or else the next `TSRAdam.begin`, sets
+them back. So the optimizer's next step has the same number: the same matrices are due, with the
+same random sketch and the new gradient. A run's step number, learning rate and data go on.
 
 One-sided projection (GaLore) omits V: the core is UᵀG (r, n), for a matrix that is wider than tall.
 Tall and square matrices are transposed first, because GaLore projects them on the right.
@@ -24,7 +26,7 @@ Tall and square matrices are transposed first, because GaLore projects them on t
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -57,10 +59,10 @@ from torchtitan_lr.optim.tsr.sums import (
     copy_from_first,
     differences,
     in_buckets,
+    local_gradient,
     norm_over_ranks,
     solve_together,
     summed,
-    whole_gradient,
 )
 from torchtitan_lr.optim.tsr.svd import SVD, draw_basis, draw_sketches, randomized_svd
 from torchtitan_lr.titan import logger
@@ -210,7 +212,7 @@ class MatrixStack:
         Args:
             new: The bases of some of the matrices.
             rejected: True on the device to keep the old ones, a scalar. The counters, which are on
-                the host, change in any case; `TSRAdam.settle` resets them.
+                the host, change in any case; `TSRAdam.settle` or `TSRAdam.begin` sets them back.
         """
         i = new.indices
         changes = [(self.U, new.U)]
@@ -335,19 +337,20 @@ def stack_alike(
 
 
 @dataclass
-class RunningStep:
+class StepState:
     """What belongs to one step alone, from `TSRAdam.begin` to `TSRAdam.step`.
 
     Args:
         due: The matrices that get new bases in this step, as places in their stack.
-        kept: The matrices that keep their bases, stack after stack; the values have no meaning.
+        projected: The other matrices, whose gradients are projected as they arrive, stack after
+            stack; the values have no meaning.
         sums: The sums of cores and dense gradients.
         sums_start: Whether a gradient that arrives is whole, and may start a sum.
-        new_bases: None until `TSRAdam.reduce` has found them.
+        new_bases: None until `TSRAdam.finish_sums` has found them.
     """
 
     due: dict[MatrixStack, list[int]]
-    kept: dict[Tensor, None]
+    projected: dict[Tensor, None]
     sums: EarlySums
     sums_start: bool = False
     new_bases: list[NewBases] | None = None
@@ -378,9 +381,9 @@ class TSRAdam(Optimizer):
     With a ``group``, do not reduce the gradients (no DDP): `step` sums what it needs of them. Of
     DTensors, FSDP2's for example, it also finds the groups that shard them.
 
-    `step` needs no other call. A parameter without a gradient counts as one whose gradient is zero.
-    A trainer that sums during backward and clips calls the methods of
-    `optim.gradients.Gradients` in their order: the gradient of a matrix is then projected, and
+    `step` needs no other call, with ``found_inf`` or without. A parameter without a gradient counts
+    as one whose gradient is zero. A trainer that sums during backward and clips calls the methods
+    of `optim.gradients.Gradients` in their order: the gradient of a matrix is then projected, and
     freed, as soon as backward has produced it.
 
     All state is allocated in the constructor, in fp32 or wider, and never reallocated: a bf16
@@ -407,8 +410,10 @@ class TSRAdam(Optimizer):
         stacks: The compressed matrices.
         groups: The process groups.
         counters: The numbers of steps, refreshes and cores, on the host.
-        found_inf: 1 if the next step must leave no trace, else 0; an fp32 scalar on the device.
-            None if it is taken in any case. Set as torch's `GradScaler` sets it.
+        found_inf: 1 if the next step must leave no trace, else 0; an fp32 scalar on the device,
+            equal on all ranks. None if the step is taken in any case. Torch's fused Adam has the
+            same attribute. `counters` of a rejected step are right again once `settle`, `begin`
+            or `state_dict` was called, or the next `step`.
     """
 
     found_inf: Tensor | None = None
@@ -485,7 +490,9 @@ class TSRAdam(Optimizer):
             parameter.register_post_accumulate_grad_hook(
                 lambda arrived: (own := reference()) and own.gradient_arrived(arrived)
             )
-        self._running: RunningStep | None = None
+        self._running: StepState | None = None
+        # Whether the counters count a rejected step; a tensor until the host has read the verdict.
+        self._rejected: Tensor | bool = False
         # Matrices with new bases, and whether replicas computed different ones.
         self._compared: list[tuple[list[tuple[MatrixStack, int]], HostCopy]] = []
         self._allocate_state()
@@ -502,30 +509,31 @@ class TSRAdam(Optimizer):
             for index, parameter in enumerate(dense.parameters):
                 self.state[parameter] = {"step": self.steps, **dense.state(index)}
 
-    # The order of a step: begin, backward (gradients arrive), reduce, clip, step, settle.
+    # The order of a step: begin, backward (gradients arrive), finish_sums, clip, step, settle.
 
     @torch.no_grad()
     def begin(self) -> None:
         """Zero the cores, and plan the refreshes and sums of the next step."""
         self._repair()
+        self._reset_counters()
         self._cores.zero_()
         due = {stack: stack.due(int(self.steps)) for stack in self.stacks}
-        kept: dict[Tensor, None] = {}
+        projected: dict[Tensor, None] = {}
         # Of these the gradient itself is summed.
         whole = [parameter for parameter in self._order if parameter in self._dense_dims]
         for stack, indices in due.items():
             for index, parameter in enumerate(stack.parameters):
                 if index not in indices:
-                    kept[parameter] = None
+                    projected[parameter] = None
                 elif stack.sends_dense:
                     whole.append(parameter)
         sums: list[CoreSum | GradientSum] = []
-        sums += self._sums_of_cores(kept)
+        sums += self._sums_of_cores(projected)
         sums += self._sums_of_gradients(whole)
-        self._running = RunningStep(due, kept, EarlySums(sums, self._order, self.groups))
+        self._running = StepState(due, projected, EarlySums(sums, self._order, self.groups))
 
-    def _sums_of_cores(self, kept: Container[Tensor]) -> list[CoreSum]:
-        parameters = [parameter for parameter in self._order if parameter in kept]
+    def _sums_of_cores(self, projected: Container[Tensor]) -> list[CoreSum]:
+        parameters = [parameter for parameter in self._order if parameter in projected]
         sizes = [self._core(parameter).numel() for parameter in parameters]
         sums = []
         for bucket in in_buckets(parameters, sizes, self.settings.overlap_buckets, sum(sizes)):
@@ -560,7 +568,7 @@ class TSRAdam(Optimizer):
         yield
         with torch.no_grad():
             for parameter in self._order:
-                if parameter.grad is not None and parameter in step.kept:
+                if parameter.grad is not None and parameter in step.projected:
                     self.gradient_arrived(parameter)
             if last:
                 step.sums.start_all()
@@ -586,7 +594,7 @@ class TSRAdam(Optimizer):
                     "started; set optimizer.tsr_overlap_buckets = 1"
                 )
             part = local_part(parameter.grad)
-            if parameter in step.kept:
+            if parameter in step.projected:
                 stack, index = self._compressed[parameter]
                 stack.project(index)
             elif (
@@ -604,8 +612,8 @@ class TSRAdam(Optimizer):
         return stack.C[index]
 
     @torch.no_grad()
-    def reduce(self) -> Tensor:
-        """Finish the sums over the replicas, and find the new bases of matrices that are due.
+    def finish_sums(self) -> Tensor:
+        """Wait for the sums over the replicas, and find the new bases of matrices that are due.
 
         Returns:
             This rank's share of the squared norm Σ|C|² + Σ|G|² of cores and dense gradients, an
@@ -614,31 +622,35 @@ class TSRAdam(Optimizer):
         step = self._running
         assert step is not None
         step.sums.wait()
-        step.new_bases = []
+        new_bases: list[NewBases] = []
         for matrices in self._rounds(step.due):
-            step.new_bases += self._new_bases(matrices)
-        gradients = [whole_gradient(parameter) for parameter in self._dense_dims]
-        new_cores = [bases.C for bases in step.new_bases]
+            new_bases += self._new_bases(matrices)
+        step.new_bases = new_bases
+
         if self._average and self.groups.replicas is not None:
+            gradients = [local_gradient(parameter) for parameter in self._dense_dims]
             share = torch.tensor(1 / self.groups.replicas.size(), dtype=torch.float64)
-            scale_([self._cores, *gradients, *new_cores], share)
-        norm = self._norm(step.kept, step.new_bases, gradients)
-        for bases in step.new_bases:
-            _write(bases.stack.C, bases.indices, bases.C)
+            scale_([self._cores, *gradients, *(new.C for new in new_bases)], share)
+        norm = self._norm(step.projected, new_bases)
+        for new in new_bases:
+            _write(new.stack.C, new.indices, new.C)
+        # `norm` is that of all ranks: each returns an equal share of its square.
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         return norm.square() / ranks
 
-    def _norm(
-        self, kept: Collection[Tensor], new_bases: Sequence[NewBases], gradients: Sequence[Tensor]
-    ) -> Tensor:
-        # Cores and dense gradients, each with the mesh dimensions that split it.
+    def _norm(self, projected: Iterable[Tensor], new_bases: Sequence[NewBases]) -> Tensor:
+        """Return the norm of all cores, with the new ones, and dense gradients, over all ranks."""
+        # Each piece with the mesh dimensions that split it.
         pieces: list[tuple[Tensor, tuple[int, ...]]] = []
-        if new_bases or any(stack.core_dims for stack in self.stacks):
-            pieces += [(self._core(p), self._compressed[p][0].core_dims) for p in kept]
+        if not new_bases and not any(stack.core_dims for stack in self.stacks):
+            pieces.append((self._cores, ()))  # in most steps: all cores are one piece
         else:
-            pieces.append((self._cores, ()))
-        pieces += [(bases.C, bases.stack.core_dims) for bases in new_bases]
-        pieces += zip(gradients, self._dense_dims.values(), strict=True)
+            for parameter in projected:
+                pieces.append((self._core(parameter), self._compressed[parameter][0].core_dims))
+        for new in new_bases:
+            pieces.append((new.C, new.stack.core_dims))
+        for parameter, mesh_dims in self._dense_dims.items():
+            pieces.append((local_gradient(parameter), mesh_dims))
         return norm_over_ranks(pieces, self.groups)
 
     def _rounds(
@@ -703,7 +715,7 @@ class TSRAdam(Optimizer):
 
         After the sums, and on what is used: each replica's own gradients would get another scale.
         """
-        gradients = [whole_gradient(parameter) for parameter in self._dense_dims]
+        gradients = [local_gradient(parameter) for parameter in self._dense_dims]
         scale_([self._cores, *gradients], clip_factor(max_norm, norm))
 
     @torch.no_grad()
@@ -726,10 +738,10 @@ class TSRAdam(Optimizer):
                 pass
         assert self._running is not None
         if self._running.new_bases is None:
-            self.reduce()
+            self.finish_sums()
         rejected = torch.zeros((), dtype=torch.bool, device=self._cores.device)
         if self.found_inf is not None:
-            rejected = self.found_inf > 0
+            self._rejected = rejected = self.found_inf > 0
         torch._foreach_copy_(self._counts_before, self.counters)
         for new in self._running.new_bases or ():
             new.stack.change_bases(new, rejected)
@@ -743,10 +755,24 @@ class TSRAdam(Optimizer):
 
     @torch.no_grad()
     def settle(self, rejected: bool) -> None:
-        """Finish a step whose verdict the host has read; reset what a rejected one has counted."""
+        """Finish a step whose verdict the host has read; set back what a rejected one has counted.
+
+        Without this call the next `begin` does so, and then the host waits for ``found_inf``.
+        """
         self._repair()
-        if rejected:
+        self._rejected = rejected
+        self._reset_counters()
+
+    def _reset_counters(self) -> None:
+        """Set the counters back if the last step was rejected and they count it."""
+        if self._rejected:  # of a tensor the host waits for the value
             torch._foreach_copy_(self.counters, self._counts_before)
+        self._rejected = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's dictionary of the state and hyperparameters; no rejected step counts."""
+        self._reset_counters()
+        return super().state_dict()
 
     def _repair(self) -> None:
         """Give all replicas the first one's matrices whose bases differed in the last step.
@@ -788,6 +814,7 @@ class TSRAdam(Optimizer):
 
         Torch's own method would replace the tensors, and cast moments to a parameter's bf16.
         """
+        self._rejected = False  # a step that is not in the loaded counts
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         own = chain.from_iterable(group["params"] for group in self.param_groups)
         for number, parameter in zip(ids, own, strict=True):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from torchtitan_lr.compat.dtensor import local_part, wrap_like
-from torchtitan_lr.optim.tsr.sums import whole_gradient
+from torchtitan_lr.optim.tsr.sums import local_gradient
 
 
 class DenseParameters:
@@ -53,7 +53,7 @@ class DenseParameters:
         weights = [local_part(parameter) for parameter in self.parameters]
         exact = [w.to(m.dtype) for w, m in zip(weights, self.exp_avg, strict=True)]
         gradients = [
-            whole_gradient(parameter).to(m.dtype)
+            local_gradient(parameter).to(m.dtype)
             for parameter, m in zip(self.parameters, self.exp_avg, strict=True)
         ]
         options: dict[str, Any] = {

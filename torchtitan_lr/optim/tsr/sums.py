@@ -126,8 +126,8 @@ def in_buckets(
     return [[parameters[i] for i in bucket] for bucket in split_buckets(sizes, limit)]
 
 
-def whole_gradient(parameter: Tensor) -> Tensor:
-    """Return the local gradient for summing in place; create zeros if there is none."""
+def local_gradient(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a gradient, to sum in place; create zeros if there is none."""
     if parameter.grad is None:
         # Other replicas may have one: every rank takes part in the sum.
         parameter.grad = torch.zeros_like(parameter)
@@ -146,7 +146,7 @@ class GradientSum:
 
     def start(self, groups: Groups) -> Callable[[], None]:
         """Start the sum; return what waits for it."""
-        gradients = [whole_gradient(parameter) for parameter in self.parameters]
+        gradients = [local_gradient(parameter) for parameter in self.parameters]
         return sum_over(gradients, groups.replicas)
 
 

@@ -79,7 +79,7 @@ def step(model, optimizer, seeds, hooks):
     for seed in seeds:
         with optimizer.micro_batch(last=seed == seeds[-1]):
             backward(model, seed, hooks)
-    share = optimizer.reduce()
+    share = optimizer.finish_sums()
     optimizer.clip(0.1, share.sqrt())
     optimizer.step()
     return share

@@ -1,4 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import math
 from dataclasses import replace
 
 import pytest
@@ -48,7 +49,7 @@ def accumulate(model, optimizer, seeds):
 
 def step(model, optimizer, seeds=(0,)):
     accumulate(model, optimizer, seeds)
-    optimizer.gradients.reduce()
+    optimizer.gradients.finish_sums()
     optimizer.step()
 
 
@@ -87,7 +88,7 @@ def test_bf16_gradients_are_clipped_as_fp64_ones():
     model, optimizer = build(dtype=torch.bfloat16)
     accumulate(model, optimizer, [0])
     norms = {n: p.grad.double() for n, p in model.named_parameters() if p.ndim == 1}
-    norm = optimizer.gradients.reduce().sqrt()
+    norm = optimizer.gradients.finish_sums().sqrt()
     optimizer.gradients.clip(norm.item() / 393_728, norm)  # bf16 rounds this factor by 0.24%
     exact = torch.cat([*norms.values()])
     found = torch.cat([model.get_parameter(name).grad.double() for name in norms])
@@ -151,7 +152,7 @@ def test_steps_are_the_algorithms(changes):
             give(model, step_)
             gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         expected = twin.step(gradients)
-        norm = optimizer.reduce().sqrt()
+        norm = optimizer.finish_sums().sqrt()
         optimizer.clip(2.0, norm)
         optimizer.step()
         assert norm.item() == pytest.approx(expected, rel=1e-11)
@@ -226,6 +227,31 @@ def test_a_step_that_the_device_rejects_leaves_no_bit(changes, dtype):
     assert not torch.isfinite(parameters(model)[MATRIX]).all()
 
 
+@pytest.mark.parametrize("saves", [False, True], ids=["", "saves"])
+@pytest.mark.parametrize("rejected", [0, 2, 3])
+def test_a_program_that_never_settles_loses_no_refresh(rejected, saves):
+    """Alone, with ``found_inf`` and no `settle`: a rejected step is as if it had not been."""
+
+    def train(seeds):
+        model = Weights()
+        optimizer = TSRAdam(model.named_parameters(), SETTINGS, **DEFAULTS)
+        for seed in seeds:
+            optimizer.zero_grad()
+            give(model, abs(seed))
+            optimizer.found_inf = torch.tensor(float(seed < 0))
+            if seed < 0:
+                model.get_parameter(MATRIX).grad[1, 2] = math.nan
+            optimizer.step()
+            if seed < 0 and saves:  # a checkpoint behind the rejected step
+                states = optimizer.state_dict()["state"].values()
+                assert {int(state["step"]) for state in states} == {rejected}
+        return parameters(model), optimizer.state_dict()["state"]
+
+    seeds = [1, 2, 3, 4, 5, 6]
+    weights, states = train([*seeds[:rejected], -9, *seeds[rejected:]])
+    torch.testing.assert_close((weights, states), train(seeds), rtol=0, atol=0)
+
+
 def spoilt_step(model, optimizer, seed, rejected):
     """A step with a NaN; returns how often it refreshed the matrix with it."""
     gradients = optimizer.gradients
@@ -247,7 +273,7 @@ def spoilt_norm(model, optimizer, seed):
     with optimizer.gradients.micro_batch(last=True):
         give(model, seed)
         model.get_parameter(MATRIX).grad[1, 2] = float("nan")
-    return optimizer.gradients.reduce().sqrt()
+    return optimizer.gradients.finish_sums().sqrt()
 
 
 def snapshot(optimizer):
