@@ -88,7 +88,7 @@ def train_with_a_drifting_replica(
     from torchtitan_lr.optim.tsr import algorithm
     from torchtitan_lr.titan import logger
 
-    reduce = algorithm.TSRAdam.reduce
+    finish_sums = algorithm.TSRAdam.finish_sums
     layout, original, lines = place(case.layout), algorithm.solve_together, []
 
     def disturbed(*args: Any) -> list[Any]:
@@ -100,12 +100,12 @@ def train_with_a_drifting_replica(
 
     def same_share(self: algorithm.TSRAdam) -> torch.Tensor:
         # A mean over the ranks, as the trainer's norm: the same number on all of them.
-        share = reduce(self)
+        share = finish_sums(self)
         dist.all_reduce(share)
         return share / dist.get_world_size()
 
     with (
-        patch.object(algorithm.TSRAdam, "reduce", same_share),
+        patch.object(algorithm.TSRAdam, "finish_sums", same_share),
         patch.object(algorithm, "solve_together", disturbed),
         patch.object(logger, "warning", lambda text, *rest: lines.append(text % rest)),
     ):

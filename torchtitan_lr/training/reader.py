@@ -121,7 +121,7 @@ class StepReader:
         return Counts(*sums.tolist())
 
     def read_next(self, data_iterator: Iterator[Batch]) -> StepData:
-        """Read the micro-batches that `take` will return, each with the loader's next batch."""
+        """Read the micro-batches that the next `take` returns."""
         microbatches: list[Batch] = []
         problem, ended = None, False
         try:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """One training step after another, each in eight parts. docs/step.md tells a step on a page.
 
-1. ``take`` takes this rank's micro-batches. All but a run's first were read in the step before.
+1. ``take`` takes this rank's micro-batches. All but a process's first were read before.
 2. ``backward`` runs forward and backward of each micro-batch.
 3. ``finish_sums`` waits for the sums of gradients, and computes this rank's share of the norm.
 4. ``read_ahead`` collects the next step's micro-batches while the device computes.
