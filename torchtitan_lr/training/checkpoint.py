@@ -260,6 +260,10 @@ class CheckpointManager(TitanCheckpointHooks):
         if step != -1:
             step = self._whole_step(step)
             source, in_hf, model_only = self.checkpoint_folder(step), False, step == 0
+            if self.initial_load_path:
+                console.info(
+                    "checkpoint.initial_load_path is not read: the run has steps of its own."
+                )
         else:
             source, in_hf = self.initial_load_path or "", self.initial_load_in_hf
             if in_hf and not source:

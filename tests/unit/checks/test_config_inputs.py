@@ -9,7 +9,7 @@ import pytest
 from tests.commands import ROOT
 from tests.support.config_checks import MAIN, SHIPPED, check, refusal
 from tests.support.corpora import write_jsonl
-from torchtitan_lr.checks.values import check_data
+from torchtitan_lr.checks.values import check_corpora, check_data
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data.corpus import Corpus
 from torchtitan_lr.data.prepare import ensure_prepared, wanted
@@ -55,6 +55,7 @@ def own(tmp_path):
     def run(*more):
         sizes = ["--training.seq_len=16", "--validation.seq_len=16"]
         config = build_job_config([*argv, *sizes, *more])
+        check_corpora(config, 1, "cpu")
         check_data(config, 1, "cpu")
         return config
 

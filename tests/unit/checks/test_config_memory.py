@@ -49,9 +49,10 @@ def test_a_sequence_that_cannot_fit_alone(machine):
     assert refusal(NOT_COMPILED).startswith("training.seq_len: got 128, expected a shorter one or")
 
 
-def test_memory_is_refused_before_a_corpus_is_read(machine):
+def test_memory_is_refused_before_a_corpus_is_read(machine, tmp_path):
     machine(0.02)
-    corpus = ["--training.dataset=local", "--training.dataset_path=/none.jsonl"]
+    (tmp_path / "a.jsonl").write_text("not a record\n")
+    corpus = ["--training.dataset=local", f"--training.dataset_path={tmp_path}/a.jsonl"]
     assert refusal(NOT_COMPILED, *corpus).startswith("training.seq_len: got")
 
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
 
 from torchtitan_lr.checkpoints.folders import complete_steps
+from torchtitan_lr.console.log import console
 from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.titan.base import JobConfig
 from torchtitan_lr.training.checkpoint import CheckpointManager
@@ -260,6 +261,22 @@ def test_falling_back_goes_on_from_the_newest_whole_one(tmp_path: Path) -> None:
     assert old.load()
     old.close()
     assert folders(tmp_path) == ["aside-2-0", "aside-3-0", "step-1"]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_initial_weights_that_are_not_read_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(console, "info", lambda text, *values: said.append(text % values))
+    model_only(tmp_path / "source").save(1)
+    checkpoints = model_only(tmp_path / "run")
+    checkpoints.initial_load_path = str(tmp_path / "source/checkpoint/step-1")
+    assert checkpoints.load()
+    assert not any("not read" in text for text in said)
+    checkpoints.save(1)
+    assert checkpoints.load()
+    assert sum("initial_load_path is not read" in text for text in said) == 1
 
 
 @pytest.mark.usefixtures("process_group")
