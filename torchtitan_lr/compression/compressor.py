@@ -74,7 +74,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         module: The unit, whose sums may be written later; None likewise.
 
     Attributes:
-        residual: The residual (W, m) after the last step that was taken.
+        residual: The residual (W, m) after the last step that was not rejected.
         resume: Ends an exchange; the ledger attributes its collectives to this unit.
         bytes_saved: Bytes that compression saves this rank per exchange.
         exchanges: Number of exchanges so far.

@@ -140,8 +140,9 @@ class TokenDataLoader(BaseDataLoader):
 
     Micro-batch m of a step at position p holds the global rows ``p + m D b + r b + i``, with D
     data-parallel ranks, this rank r, b rows per micro-batch (``local_batch_size``) and
-    ``0 <= i < b``; m and r count from 0. The position is that of the steps that were taken,
-    whatever was read ahead: `StepReader.take` moves it.
+    ``0 <= i < b``; m and r count from 0. The position is behind the steps whose data
+    `StepReader.take` has handed out, whatever was read ahead and whether or not the optimizer
+    rejected them.
 
     Args:
         dataset: The rows.
@@ -152,7 +153,7 @@ class TokenDataLoader(BaseDataLoader):
         stride: Rows of a micro-batch over all ranks, ``D b``.
         own: Numbers of this rank's rows among them.
         microbatches: Micro-batches per step of this rank.
-        position: Rows of all ranks together in the steps that were taken.
+        position: Rows of all ranks together that `StepReader.take` has handed out.
         check_checkpoint: `TrainingRows.check_checkpoint`, for the checkpoint manager.
 
     Raises:

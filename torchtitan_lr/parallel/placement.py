@@ -174,7 +174,7 @@ def low_rank_blocks(
         "layers.*.attention.o": EdgeParallel(edges=group),
         "layers.*.ffn_norm": EdgeParallel(norm),
         "layers.*.feed_forward.gate_up": EdgeParallel(edges=group),
-        # The edges get the product, in the place of its factors.
+        # `down`'s edge takes σ(gate) · up as one tensor; `SwigluFactors` would pass it two.
         "layers.*.feed_forward": EdgeParallel(edges={"swiglu": lambda _: Swiglu(args.outer_silu)}),
         "layers.*.feed_forward.down": EdgeParallel(edges=group),
     }

@@ -410,9 +410,9 @@ class TSRAdam(Optimizer):
         stacks: The compressed matrices.
         groups: The process groups.
         counters: The numbers of steps, refreshes and cores, on the host.
-        found_inf: 1 if the next step must leave no trace, else 0; an fp32 scalar on the device,
-            equal on all ranks. None if the step is taken in any case. Torch's fused Adam has the
-            same attribute. `counters` of a rejected step are right again once `settle`, `begin`
+        found_inf: 1 if the next step must not change weights, bases and moments, else 0; an fp32
+            scalar on the device, equal on all ranks. None if every step counts. Torch's fused Adam
+            has the same attribute. `counters` of a rejected step are right again once `settle`, `begin`
             or `state_dict` was called, or the next `step`.
     """
 
