@@ -74,7 +74,7 @@ from torchtitan_lr.parallel.placement import (
 
 
 class DownEdge(Edge):
-    """End of a chunk: the norm, if any, then A of every linear, and the chunk's one reduction.
+    """End of a chunk: A of every linear of a group, and the sums over the ranks.
 
     It takes the place of a group's ``down``, as `megatron.VanillaDown` does, which starts a pair.
 

@@ -7,10 +7,10 @@ corpus's ``.bin`` files (`IndexedDataset.read` in ``data/corpus.py``). The verdi
 what the ranks have collected. So no rank starts a step whose data another rank could not read, and
 no rank waits for others between two steps. Only the first step of a process has a sum of its own.
 
-A run's position is ``TokenDataLoader.position``: the number of rows that the ranks together have
-trained on, those of the running or a rejected step included. It moves in `StepReader.take`, not
-when rows are read ahead, and a checkpoint holds it. A run that resumes on more or fewer ranks goes
-on at that row.
+A run's position is ``TokenDataLoader.position``: the number of rows of all steps that have been
+handed out, whether or not the optimizer used them. It moves in `StepReader.take`, not when rows are
+read ahead, and a checkpoint holds it. A run that resumes on more or fewer ranks goes on at that
+row.
 """
 
 import math

@@ -412,8 +412,8 @@ class TSRAdam(Optimizer):
         counters: The numbers of steps, refreshes and cores, on the host.
         found_inf: 1 if the next step must not change weights, bases and moments, else 0; an fp32
             scalar on the device, equal on all ranks. None if every step counts. Torch's fused Adam
-            has the same attribute. `counters` of a rejected step are right again once `settle`, `begin`
-            or `state_dict` was called, or the next `step`.
+            has the same attribute. `counters` of a rejected step are right again once `settle`,
+            `begin` or `state_dict` was called, or the next `step`.
     """
 
     found_inf: Tensor | None = None
