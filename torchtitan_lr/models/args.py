@@ -178,6 +178,8 @@ class LlamaArgs(BaseModelArgs):
         for key, value in numbers.items():
             if type(value) not in (int, float) or not 0 <= value < math.inf:
                 raise ConfigError(key, value, "a finite number of at least 0")
+        if not self.rope_theta:  # the rotary table divides by its powers
+            raise ConfigError("model.rope_theta", self.rope_theta, "a positive number")
         if self.max_seq_len > _LONGEST:
             want = f"at most {_LONGEST}, for which the rotary table has gigabytes"
             raise ConfigError("training.seq_len", self.max_seq_len, want)

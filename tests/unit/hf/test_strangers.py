@@ -296,6 +296,7 @@ def test_the_card_of_an_imported_model(run, tmp_path):
 CHANGES = [
     {"rms_norm_eps": math.inf},
     {"rope_theta": math.nan},
+    {"rope_theta": 0.0},
     {"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}},
     {"num_hidden_layers": 10**30},
     {"vocab_size": 10**15},
