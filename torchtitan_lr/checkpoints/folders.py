@@ -4,12 +4,15 @@
 import errno
 import fcntl
 import itertools
+import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from torchtitan_lr.config.files import read_json
 
 RUN_CONFIG = "job_config.json"
 """Default of ``job.save_config_file``, the run's record of its configuration: in the dump folder,
@@ -85,13 +88,16 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 UNFINISHED = ".unfinished"
 """Folder in the output folder of a command, with what it has written so far."""
 
+_MOVING = "moving.json"
+"""File in it: the names of what is moved out of it at the end."""
+
 
 @contextmanager
 def unfinished(out: Path) -> Iterator[Path]:
     """Give a folder to write into, whose content is moved into ``out`` at the end.
 
-    A failed command leaves nothing, and a killed one nothing but `UNFINISHED`, which the next one
-    into the same folder deletes.
+    A failed command leaves nothing. A killed one leaves `UNFINISHED`, and what it had moved out of
+    it already; the next command into the same folder deletes both.
 
     Args:
         out: A folder that is new or empty, see `is_free`.
@@ -102,13 +108,18 @@ def unfinished(out: Path) -> Iterator[Path]:
     aside, is_new = out / UNFINISHED, not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError), _locked(aside):
+        for name in _half_moved(out):
+            moved = out / name
+            shutil.rmtree(moved) if moved.is_dir() else moved.unlink(missing_ok=True)
         shutil.rmtree(aside)
     aside.mkdir()
     try:
         with _locked(aside):
             yield aside
-            for file in aside.iterdir():
-                file.rename(out / file.name)
+            names = os.listdir(aside)
+            (aside / _MOVING).write_text(json.dumps({"names": names}))
+            for name in names:
+                (aside / name).rename(out / name)
     finally:
         shutil.rmtree(aside)
         if is_new:
@@ -134,7 +145,21 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def is_free(out: Path) -> bool:
     """Return whether a folder is new or empty; what a killed command left does not count."""
-    return not out.exists() or (out.is_dir() and {*os.listdir(out)} <= {UNFINISHED})
+    if not out.exists():
+        return True
+    return out.is_dir() and {*os.listdir(out)} <= {UNFINISHED, *_half_moved(out)}
+
+
+def _half_moved(out: Path) -> list[str]:
+    """Return what a killed command was moving into a folder; nothing if it had moved all."""
+    aside = out / UNFINISHED
+    try:
+        names = read_json(aside / _MOVING)["names"]
+    except (OSError, ValueError, KeyError):  # it was killed before it moved anything
+        return []
+    if os.listdir(aside) == [_MOVING]:
+        return []
+    return [name for name in names if Path(name).name == name]
 
 
 def rename_away(folder: str, prefix: str) -> str | None:

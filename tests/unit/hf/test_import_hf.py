@@ -2,9 +2,12 @@
 """Hugging Face's LLaMAs and our own exports as checkpoints, against transformers."""
 
 import copy
+import itertools
 import json
 import math
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from tests.commands import ROOT, Command
 from tests.support.model_weights import ModelWeights
 from tests.unit.hf.hf_models import model_of
 from tests.unit.tiny import tokens
-from torchtitan_lr.checkpoints.folders import UNFINISHED, unfinished
+from torchtitan_lr.checkpoints.folders import UNFINISHED, is_free, unfinished
 from torchtitan_lr.checkpoints.manifest import damage_of, read_manifest
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
@@ -365,6 +368,42 @@ def test_there_and_back_everything_is_what_it_was(version, tmp_path):
     weights = [load_file(folder / "model.safetensors") for folder in folders]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+@pytest.mark.parametrize("killed_at", [0, 1, 2])
+def test_a_kill_between_the_last_renames_blocks_nothing(tmp_path, killed_at):
+    out = tmp_path / "out"
+    if not (child := os.fork()):
+        renames = itertools.count()
+        rename = Path.rename
+
+        def killed(path, target):
+            if next(renames) == killed_at:
+                os._exit(9)
+            return rename(path, target)
+
+        Path.rename = killed
+        with unfinished(out) as aside:
+            (aside / "a").mkdir()
+            (aside / "a" / "b").write_text("half")
+            (aside / "c").write_text("half")
+        os._exit(0)  # both were renamed
+    os.waitpid(child, 0)
+    if killed_at == 2:  # it was not: nothing of a whole output is given away
+        assert not is_free(out) and {*os.listdir(out)} == {"a", "c"}
+        (out / UNFINISHED).mkdir()
+        (out / UNFINISHED / "moving.json").write_text('{"names": ["a", "c"]}')
+        assert not is_free(out)
+        return
+    assert is_free(out)
+    with unfinished(out) as aside:
+        assert {*os.listdir(out)} == {UNFINISHED}
+        (aside / "d").write_text("whole")
+    assert os.listdir(out) == ["d"]
+    assert not is_free(out)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "text").write_text("mine")
+    assert not is_free(tmp_path / "own")
 
 
 def test_nothing_half_made_is_left(plain, tmp_path, capsys):
