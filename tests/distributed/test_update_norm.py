@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.training import small_trainer
 from tests.distributed.test_validation import training_batch
-from tests.support.parity_runs import LAYOUTS, full_parameters, degrees, model
+from tests.distributed.training import small_trainer
+from tests.support.parity_runs import LAYOUTS, degrees, full_parameters, model
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 from torchtitan_lr.training.update_norm import UPDATE_NORM
