@@ -218,6 +218,12 @@ class Parallelism:
     """btp: the head's backward as an all-reduce of d-wide gradients, or as the cheaper
     reduce-scatter, with the final norm applied to the logits."""
 
+    cp_gather: Literal["kv", "latents"] = "kv"
+    """What attention gathers from the ranks of ``context_parallel_degree``: keys and values ('kv'),
+    or in a low-rank model the r-wide latents of both, from which every rank computes the keys and
+    values of all tokens ('latents', without tensor parallelism or with 'btp'). Latents send less
+    where the rank is below the width of the keys; ``torchtitan-lr estimate`` has both costs."""
+
 
 @dataclass
 class LowRank:
