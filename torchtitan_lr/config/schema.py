@@ -55,6 +55,9 @@ def vocabulary_rows(wanted: int, tp_degree: int, lanes: int) -> int:
 TSR = "TSRAdam"
 """The value of ``optimizer.name`` that chooses TSR-Adam."""
 
+SPECTRAL = ("Muon", "Spectron", "LoRAMuon")
+"""Values of ``optimizer.name`` that choose a spectral optimizer."""
+
 
 _OURS = Range(lambda module: module in ("", CONFIG_MODULE), f"'{CONFIG_MODULE}'")
 
