@@ -55,6 +55,9 @@ def vocabulary_rows(wanted: int, tp_degree: int, lanes: int) -> int:
 TSR = "TSRAdam"
 """The value of ``optimizer.name`` that chooses TSR-Adam."""
 
+SPECTRAL = ("Muon", "Spectron", "LoRAMuon")
+"""Values of ``optimizer.name`` that choose a spectral optimizer."""
+
 
 _OURS = Range(lambda module: module in ("", CONFIG_MODULE), f"'{CONFIG_MODULE}'")
 
@@ -468,6 +471,11 @@ class Metrics:
     comm_ledger: bool = False
     """Count the collectives of every logged step and log bytes per step and mesh dimension. A
     counted step is slower."""
+
+    update_norm: bool = False
+    """Log ``spectral/update_norm``: the largest spectral norm of the change of a factor, or of a
+    dense matrix, of the blocks in this step, by power iteration. A logged step then copies the
+    weights' shards and gathers every matrix once."""
 
 
 @dataclass
