@@ -40,7 +40,8 @@ def rows_of(points: Sequence[Point], reference: str) -> list[dict[str, Any]]:
         if point.row["status"] == FINISHED:
             row["losses"][seed] = point.row["val_loss"]
     for (family, *setting), row in rows.items():
-        other = rows[(reference, *setting)]["losses"]
+        base = (reference, *setting)
+        other = rows[base]["losses"]
         pairs = [loss - other[seed] for seed, loss in row["losses"].items() if seed in other]
         row["loss"] = student(list(row["losses"].values())) if row["losses"] else None
         row["minus_reference"] = student(pairs) if pairs and family != reference else None
