@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from torchtitan_lr.config.schema import TSR
+from torchtitan_lr.config.schema import SPECTRAL, TSR
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.models.ends import build_loss
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
@@ -14,6 +14,7 @@ from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 from torchtitan_lr.optim.adam import ON_SHARDS
 from torchtitan_lr.optim.resume import ConfiguredLR, keep_hyperparameters
+from torchtitan_lr.optim.spectral.container import SpectralOptimizers
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.parallel.parallelize import (
@@ -42,7 +43,7 @@ PARALLELIZE = {
 def build_optimizers(
     model_parts: list[nn.Module], optimizer_config: OptimizerConfig, parallel_dims: ParallelDims
 ) -> OptimizersContainer:
-    """Build a container of optimizers, one per pipeline stage: torchtitan's, or TSR-Adam's."""
+    """Build a container of optimizers, one per pipeline stage: torchtitan's, or another."""
     if optimizer_config.name == TSR:
         meshes = [parallel_dims.get_optional_mesh(name) for name in ("dp_replicate", "pp")]
         names = ("lr", "beta1", "beta2", "eps", "weight_decay")
@@ -52,6 +53,8 @@ def build_optimizers(
             {name: getattr(optimizer_config, name) for name in names},
             *(None if mesh is None else mesh.get_group() for mesh in meshes),
         )
+    if optimizer_config.name in SPECTRAL:
+        return SpectralOptimizers(model_parts, optimizer_config)
     optimizers = components.build_optimizers(model_parts, optimizer_config, parallel_dims)
     for optimizer in optimizers:
         # Other optimizers than Adam and AdamW are left alone.
