@@ -55,10 +55,10 @@ def read_record(config: Any) -> dict[str, Any]:
 
 
 def data_ranks(config: Any, ranks: int) -> int:
-    """Return the data-parallel degree of a run."""
+    """Return the data-parallel degree of a run: the number of ranks that read different rows."""
     layout = config.parallelism
     others: int = layout.tensor_parallel_degree * layout.pipeline_parallel_degree
-    return max(1, ranks // others)
+    return max(1, ranks // (others * layout.context_parallel_degree))
 
 
 def global_batch_size(config: Any, ranks: int) -> int:
