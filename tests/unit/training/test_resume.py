@@ -114,7 +114,7 @@ WITHOUT_EFFECT = {
         pipeline_parallel_expert_parallel_overlap context_parallel_degree
         context_parallel_load_balancer context_parallel_rotate_method expert_parallel_degree
         expert_tensor_parallel_degree expert_parallel_comm_backend tp_plan tp_grouping tp_norm
-        tp_comm tp_head""",
+        tp_comm tp_head cp_gather""",
     "activation_checkpoint": """mode selective_ac_option early_stop memory_budget
         per_op_sac_force_recompute_mm_shapes_by_fqns visualize_memory_budget_pareto
         preserve_rng_state determinism_check debug low_rank_save_attention""",
