@@ -86,8 +86,10 @@ def check_placed(model: nn.Module) -> None:
 def tp_settings(job_config: JobConfig, args: LlamaArgs, tp_degree: int) -> TPSettings:
     """Resolve the settings of ``[parallelism]`` for a run, for the sequences of its configuration.
 
-    All that reads a run's settings calls this: checks, parallelize functions, pipeline, estimate
-    and the run's record.
+    The only place that does so, a pure function of the configuration. Checks call it in the
+    launcher, before a rank exists. On a rank, torchtitan hands parallelize functions, the pipeline
+    and the record's writer the configuration alone, so each of these calls it for itself and gets
+    an equal record. Generation reads the record that the run has written.
 
     Raises:
         ConfigError: As `resolve_settings`.
@@ -140,6 +142,30 @@ def resolve_settings(
         # Exact: both forms compute the same sums. `checks.support.check_plans` warns.
         settings = replace(settings, comm="all_reduce")
     return settings
+
+
+def check_gather(gather: str, args: LlamaArgs, settings: TPSettings, tp_degree: int) -> None:
+    """Check that the model and its plan have what context parallelism is to gather.
+
+    Args:
+        gather: ``parallelism.cp_gather``.
+        args: The model's shape.
+        settings: Returned by `resolve_settings`.
+        tp_degree: Tensor-parallel degree T.
+
+    Raises:
+        ConfigError: Latents are to be gathered, and the model has none or the plan splits them.
+    """
+    if gather != "latents":
+        return
+    key = "parallelism.cp_gather"
+    if not args.low_rank:
+        raise ConfigError(key, gather, f"'kv' for llama_{args.family}, which has no latents")
+    if tp_degree > 1 and settings.plan != "btp":
+        want = (
+            f"'kv' under the plan {settings.plan}, or the plan btp, whose ranks have whole latents"
+        )
+        raise ConfigError(key, gather, want)
 
 
 def _check_plan(settings: TPSettings, args: LlamaArgs) -> None:
