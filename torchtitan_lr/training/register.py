@@ -48,13 +48,15 @@ def build_optimizers(
     groups = ParameterGroups.from_config(optimizer_config)
     if optimizer_config.name == TSR:
         meshes = [parallel_dims.get_optional_mesh(name) for name in ("dp_replicate", "pp")]
+        replicas, stages = (None if mesh is None else mesh.get_group() for mesh in meshes)
         names = ("lr", "beta1", "beta2", "eps", "weight_decay")
         return TSROptimizers(
             model_parts,
             TSRSettings.from_config(optimizer_config),
             {name: getattr(optimizer_config, name) for name in names},
-            *(None if mesh is None else mesh.get_group() for mesh in meshes),
-            groups=groups,
+            replicas,
+            stages,
+            groups,
         )
     optimizers = components.build_optimizers(model_parts, optimizer_config, parallel_dims)
     lr, weight_decay = optimizer_config.lr, optimizer_config.weight_decay
