@@ -234,6 +234,12 @@ class Parallelism:
     """btp: the head's backward as an all-reduce of d-wide gradients, or as the cheaper
     reduce-scatter, with the final norm applied to the logits."""
 
+    cp_gather: Literal["kv", "latents"] = "kv"
+    """What attention gathers from the ranks of ``context_parallel_degree``: keys and values ('kv'),
+    or in a low-rank model the r-wide latents of both, from which every rank computes the keys and
+    values of all tokens ('latents', without tensor parallelism or with 'btp'). Latents send less
+    where the rank is below the width of the keys; ``torchtitan-lr estimate`` has both costs."""
+
 
 @dataclass
 class LowRank:
@@ -287,8 +293,20 @@ class Optimizer:
     """Decay of the second moment."""
 
     weight_decay: Annotated[float, FINITE] = 0.01
-    """Decoupled weight decay, applied to every parameter. LoRAMuon splits it between A and B, so
+    """Decoupled weight decay. LoRAMuon splits it between A and B, so
     that B A decays by it."""
+
+    weight_decay_on: Literal["all", "matrices"] = "all"
+    """What `weight_decay` shrinks:
+    - 'all': every parameter
+    - 'matrices': all but norms and gates"""
+
+    groups: list[dict[str, str | float]] = field(default_factory=list)
+    """Other rates for some parameters: a table ``[[optimizer.groups]]`` for each group, with the
+    keys ``pattern``, ``lr_multiplier`` and ``weight_decay_multiplier`` (factors on the learning
+    rate and on ``weight_decay``; 1 by default). A pattern is a regular expression, found anywhere
+    in a name such as ``layers.0.attention.wq.A.weight``. A parameter belongs to the first group
+    whose pattern is in its name. All groups follow one schedule."""
 
     momentum: Annotated[float, DECAY] = 0.95
     """Muon, Spectron, LoRAMuon: decay of the momentum, which is an average of the gradients."""
@@ -503,6 +521,11 @@ class Metrics:
     comm_ledger: bool = False
     """Count the collectives of every logged step and log bytes per step and mesh dimension. A
     counted step is slower."""
+
+    update_norm: bool = False
+    """Log ``spectral/update_norm``: the largest spectral norm of the change of a factor, or of a
+    dense matrix, of the blocks in this step, by power iteration. A logged step then copies the
+    weights' shards and gathers every matrix once."""
 
 
 @dataclass

@@ -1,15 +1,17 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A spectral optimizer and AdamW in torchtitan's container of optimizers."""
 
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.optim.adam import ShardAdamW
 from torchtitan_lr.optim.container import NamedOptimizers, trained_parameters
+from torchtitan_lr.optim.groups import ONE_GROUP, ParameterGroups
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.spectral.selection import select_matrices
 from torchtitan_lr.titan import logger
@@ -23,9 +25,12 @@ class SpectralOptimizers(NamedOptimizers):
     Args:
         model_parts: The pipeline stages of this rank (one without pipelining).
         config: ``[optimizer]``.
+        groups: Other rates for some parameters.
     """
 
-    def __init__(self, model_parts: list[nn.Module], config: Any) -> None:
+    def __init__(
+        self, model_parts: list[nn.Module], config: Any, groups: ParameterGroups = ONE_GROUP
+    ) -> None:
         self.model_parts = model_parts
         parameters = {n: p for part in model_parts for n, p in trained_parameters(part)}
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
@@ -35,11 +40,9 @@ class SpectralOptimizers(NamedOptimizers):
         optimizers: list[Optimizer] = []
         if matrices:  # a pipeline stage may have none
             spectral = SpectralOptimizer(
-                matrices,
+                groups.split(matrices, config.lr, config.weight_decay),
                 config.name,
                 [(parameters[a], parameters[b]) for a, b in chosen.pairs],
-                lr=config.lr,
-                weight_decay=config.weight_decay,
                 momentum=config.momentum,
                 nesterov=config.nesterov,
             )
@@ -53,23 +56,22 @@ class SpectralOptimizers(NamedOptimizers):
                     *(config.name, gathered),
                 )
         if others:
-            optimizers.append(_adamw(others, config))
+            lr = config.adamw_lr or config.lr
+            optimizers.append(_adamw(groups.split(others, lr, config.weight_decay), config))
         self.contain(optimizers, {"lr": config.lr})
 
 
-def _adamw(parameters: list[tuple[str, Tensor]], config: Any) -> ShardAdamW:
-    """Build AdamW, with its state."""
+def _adamw(groups: list[dict[str, Any]], config: Any) -> ShardAdamW:
+    """Build AdamW for groups of named parameters, with its state."""
     how = config.implementation
     optimizer = ShardAdamW(
-        parameters,
-        lr=config.adamw_lr or config.lr,
+        groups,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        weight_decay=config.weight_decay,
         fused=how == "fused",
         foreach=how == "foreach",
     )
-    for _, parameter in parameters:
+    for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
         # As torch creates it in the first step: a state to load needs tensors.
         device = local_part(parameter).device if how == "fused" else "cpu"
         optimizer.state[parameter] = {

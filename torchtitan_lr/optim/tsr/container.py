@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan_lr.optim.container import NamedOptimizers, trained_parameters
+from torchtitan_lr.optim.groups import ONE_GROUP, ParameterGroups
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.titan import logger
@@ -19,6 +20,7 @@ class TSROptimizers(NamedOptimizers):
         defaults: ``lr``, ``beta1``, ``beta2``, ``eps`` and ``weight_decay``.
         replicas: Ranks with equal parameters and different data.
         stages: Pipeline ranks.
+        groups: Groups of parameters with rates of their own.
 
     Attributes:
         gradients: The optimizer, which is also the `Gradients` of a step.
@@ -31,9 +33,13 @@ class TSROptimizers(NamedOptimizers):
         defaults: dict[str, float],
         replicas: dist.ProcessGroup | None = None,
         stages: dist.ProcessGroup | None = None,
+        groups: ParameterGroups = ONE_GROUP,
     ) -> None:
         self.model_parts = model_parts
-        parts = [{"params": trained_parameters(part)} for part in model_parts]
+        parts = []
+        for part in model_parts:
+            trained = trained_parameters(part)
+            parts += groups.split(trained, defaults["lr"], defaults["weight_decay"])
         self.gradients = TSRAdam(
             parts, settings, **defaults, group=replicas, stages=stages, average=False
         )
