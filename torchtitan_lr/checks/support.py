@@ -39,7 +39,7 @@ def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
 def check_plans(config: Any, world_size: int, device_type: str) -> None:
     """Check that the model fits the tensor-parallel plan, at degree 1 too, and TSR-Adam's ranks."""
     from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
-    from torchtitan_lr.parallel.plans import tp_settings
+    from torchtitan_lr.parallel.plans import check_gather, tp_settings
 
     offload, tsr = config.training.enable_cpu_offload, config.optimizer.name == TSR
     require(not (offload and tsr), "training.enable_cpu_offload", True, "false with TSRAdam")
@@ -48,7 +48,9 @@ def check_plans(config: Any, world_size: int, device_type: str) -> None:
         return
     sections = config.parallelism
     degree = sections.tensor_parallel_degree
-    if tp_settings(config, args, degree).comm != sections.tp_comm:
+    settings = tp_settings(config, args, degree)
+    check_gather(sections.cp_gather, args, settings, degree)
+    if settings.comm != sections.tp_comm:
         logger.warning(
             "parallelism.tp_comm falls back from 'sequence' to 'all_reduce': "
             f"{degree} ranks cannot share the tokens of every training and validation row evenly"

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_map_with_path as tree_map_with_path
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 ATTENTION_OPERATORS = frozenset(
     {
@@ -56,6 +57,32 @@ def changes_arguments(func: Any) -> bool:
     # If upstream renames these, the ledger and the estimate take operators that write for views;
     # this function's test fails first.
     return bool(getattr(getattr(func, "_schema", None), "is_mutable", False))
+
+
+def product_flops(operator: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
+    """Return the FLOPs of an operator's matrix products; 0 for one without any.
+
+    Torch 2.11 refuses to count attention with grouped queries, so each group's keys and values are
+    shown to the count once per head of its queries, as a kernel multiplies them.
+
+    Args:
+        operator: The operator, without its overload.
+        args: Its arguments; tensors of attention are (b, heads, s, d).
+        kwargs: Its other arguments.
+        result: What it returned.
+    """
+    if operator not in flop_registry:
+        return 0
+    name = str(getattr(operator, "__name__", operator))
+    if name.startswith("_scaled_dot_product"):
+        heads = max(x.shape[1] for x in args if isinstance(x, Tensor) and x.ndim == 4)
+        args = tuple(
+            x.new_empty(x.shape[0], heads, *x.shape[2:], device="meta")
+            if isinstance(x, Tensor) and x.ndim == 4
+            else x
+            for x in args
+        )
+    return int(flop_registry[operator](*args, **kwargs, out_val=result))
 
 
 def results_are_cached() -> bool:

@@ -55,6 +55,9 @@ def vocabulary_rows(wanted: int, tp_degree: int, lanes: int) -> int:
 TSR = "TSRAdam"
 """The value of ``optimizer.name`` that chooses TSR-Adam."""
 
+SPECTRAL = ("Muon", "Spectron", "LoRAMuon")
+"""Values of ``optimizer.name`` that choose a spectral optimizer."""
+
 
 _OURS = Range(lambda module: module in ("", CONFIG_MODULE), f"'{CONFIG_MODULE}'")
 
@@ -217,6 +220,12 @@ class Parallelism:
     tp_head: Literal["plain", "scatter"] = "plain"
     """btp: the head's backward as an all-reduce of d-wide gradients, or as the cheaper
     reduce-scatter, with the final norm applied to the logits."""
+
+    cp_gather: Literal["kv", "latents"] = "kv"
+    """What attention gathers from the ranks of ``context_parallel_degree``: keys and values ('kv'),
+    or in a low-rank model the r-wide latents of both, from which every rank computes the keys and
+    values of all tokens ('latents', without tensor parallelism or with 'btp'). Latents send less
+    where the rank is below the width of the keys; ``torchtitan-lr estimate`` has both costs."""
 
 
 @dataclass
@@ -462,6 +471,11 @@ class Metrics:
     comm_ledger: bool = False
     """Count the collectives of every logged step and log bytes per step and mesh dimension. A
     counted step is slower."""
+
+    update_norm: bool = False
+    """Log ``spectral/update_norm``: the largest spectral norm of the change of a factor, or of a
+    dense matrix, of the blocks in this step, by power iteration. A logged step then copies the
+    weights' shards and gathers every matrix once."""
 
 
 @dataclass

@@ -144,6 +144,30 @@ def resolve_settings(
     return settings
 
 
+def check_gather(gather: str, args: LlamaArgs, settings: TPSettings, tp_degree: int) -> None:
+    """Check that the model and its plan have what context parallelism is to gather.
+
+    Args:
+        gather: ``parallelism.cp_gather``.
+        args: The model's shape.
+        settings: Returned by `resolve_settings`.
+        tp_degree: Tensor-parallel degree T.
+
+    Raises:
+        ConfigError: Latents are to be gathered, and the model has none or the plan splits them.
+    """
+    if gather != "latents":
+        return
+    key = "parallelism.cp_gather"
+    if not args.low_rank:
+        raise ConfigError(key, gather, f"'kv' for llama_{args.family}, which has no latents")
+    if tp_degree > 1 and settings.plan != "btp":
+        want = (
+            f"'kv' under the plan {settings.plan}, or the plan btp, whose ranks have whole latents"
+        )
+        raise ConfigError(key, gather, want)
+
+
 def _check_plan(settings: TPSettings, args: LlamaArgs) -> None:
     """Check that the plan supports the model, and has a choice where the settings make one."""
     name, lanes = settings.plan, args.lanes > 1

@@ -114,7 +114,7 @@ WITHOUT_EFFECT = {
         pipeline_parallel_expert_parallel_overlap context_parallel_degree
         context_parallel_load_balancer context_parallel_rotate_method expert_parallel_degree
         expert_tensor_parallel_degree expert_parallel_comm_backend tp_plan tp_grouping tp_norm
-        tp_comm tp_head""",
+        tp_comm tp_head cp_gather""",
     "activation_checkpoint": """mode selective_ac_option early_stop memory_budget
         per_op_sac_force_recompute_mm_shapes_by_fqns visualize_memory_budget_pareto
         preserve_rng_state determinism_check debug low_rank_save_attention""",
@@ -142,7 +142,7 @@ WITHOUT_EFFECT = {
         profiler_warmup enable_memory_snapshot save_memory_snapshot_folder""",
     "metrics": """log_freq enable_tensorboard disable_color_printing save_tb_folder
         save_for_all_ranks enable_wandb verbose wandb_project wandb_run_name wandb_group
-        wandb_tags wandb_mode comm_ledger""",
+        wandb_tags wandb_mode comm_ledger update_norm""",
     "comm": """init_timeout_seconds train_timeout_seconds trace_buf_size save_traces_folder
         save_traces_file_prefix mode""",
     "memory_estimation": "enable disable_fake_mode",
