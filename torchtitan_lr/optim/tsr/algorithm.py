@@ -7,7 +7,7 @@ the core C = UᵀGV (r, r) is summed over the replicas, and Adam's moments are t
 
 | line of Algorithm 1 | where |
 |---|---|
-| every K steps: U, Σ, V ← randomized SVD of ΣG | `TSRAdam._new_bases`, `svd.randomized_svd` |
+| every K steps: U, Σ, V ← randomized SVD of ΣG | `TSRAdam._refresh`, `svd.randomized_svd` |
 | moments of the old bases, carried over | `MatrixStack.change_bases` |
 | C ← UᵀGV | `MatrixStack.project` |
 | C ← ΣC over the replicas | `sums.CoreSum` |
@@ -633,7 +633,7 @@ class TSRAdam(Optimizer):
         step.sums.wait()
         new_bases: list[NewBases] = []
         for matrices in self._rounds(step.due):
-            new_bases += self._new_bases(matrices)
+            new_bases += self._refresh(matrices)
         step.new_bases = new_bases
 
         if self._average and self.groups.replicas is not None:
@@ -680,8 +680,8 @@ class TSRAdam(Optimizer):
             rounds += by_iterations.values()
         return rounds
 
-    def _new_bases(self, matrices: Mapping[MatrixStack, list[int]]) -> list[NewBases]:
-        """Refresh: U, Σ, V ← randomized SVD of ΣG, equal on all replicas; not yet applied."""
+    def _refresh(self, matrices: Mapping[MatrixStack, list[int]]) -> list[NewBases]:
+        """Find U, Σ, V ← randomized SVD of ΣG, equal on all replicas; `step` starts to use them."""
         layouts = [stack.layout for stack in matrices]
         computations = [stack.decompose(i, self.groups) for stack, i in matrices.items()]
         svds = solve_together(computations, layouts, self.groups)
