@@ -20,7 +20,7 @@ from torchtitan_lr.config.parse import (
 from torchtitan_lr.config.paths import find_config, user_path
 from torchtitan_lr.config.ranges import check_ranges
 from torchtitan_lr.config.removed import by_key, refuse_removed, refuse_removed_run
-from torchtitan_lr.config.schema import AC_MODES, ITS_MODULE, MODELS, TP_PLANS, JobConfig
+from torchtitan_lr.config.schema import AC_MODES, CODEC_NAMES, ITS_MODULE, MODELS, TP_PLANS, JobConfig
 from torchtitan_lr.errors import ConfigError, require
 
 _IMPORT_KEY, _WARMUP_KEY = "experimental.custom_import", "lr_scheduler.warmup_steps"
@@ -29,6 +29,7 @@ REGISTERED = {
     "model.name": MODELS,
     "parallelism.tp_plan": TP_PLANS,
     "activation_checkpoint.mode": AC_MODES,
+    "grad_compression.codec": CODEC_NAMES,
 }
 """Known values of the keys to which ``experimental.custom_import`` may add some."""
 
