@@ -52,6 +52,6 @@ class MaskedRowEdge(nn.Module):
 def mask_reductions(model: LlamaModel, ranks: int, kind: Mask, fraction: float) -> None:
     """Replace the linears after attention and feed-forward of a full-rank model, in place."""
     for block in model.layers.values():
-        for name in ("attention.o", "feed_forward.down"):
+        for name in ("attention.o", "feed_forward.out"):
             group = block.get_submodule(name)
             group.register_module("product", MaskedRowEdge(ranks, kind, fraction))

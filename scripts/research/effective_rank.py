@@ -19,7 +19,7 @@ PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
 _GROUPS = {
     "attention": {"qkv": ("q", "k", "v"), "o": ("o",)},
-    "feed_forward": {"gate_up": ("gate", "up"), "down": ("down",)},
+    "feed_forward": {"gate_up": ("gate", "up"), "out": ("down",)},
 }
 
 

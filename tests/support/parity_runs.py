@@ -209,7 +209,7 @@ def _result_of(trainer: Trainer, everywhere: bool) -> dict[str, Any]:
         "ledger": trainer._ledger.rows() if trainer._ledger else [],
         "last_val_loss": trainer.validator.last_loss if validated else None,
         "state_dtypes": _state_dtypes(trainer.optimizers),
-        "parameters": _full_parameters(trainer.model_parts, everywhere),
+        "parameters": full_parameters(trainer.model_parts, everywhere),
     }
 
 
@@ -312,7 +312,7 @@ def _state_dtypes(optimizers: Any) -> set[str]:
     return {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
 
 
-def _full_parameters(model_parts: list[Any], everywhere: bool) -> dict[str, Any]:
+def full_parameters(model_parts: list[Any], everywhere: bool) -> dict[str, Any]:
     """Gather full parameters as arrays by name; only on rank 0 unless ``everywhere``."""
     parts: dict[str, _Part] = {}
     for part in model_parts:

@@ -2,6 +2,7 @@
 """Checks of pipelines: schedule, split of the model, micro-batches."""
 
 import operator
+from itertools import chain
 from typing import Any
 
 from torchtitan_lr.errors import ConfigError, one_of, require
@@ -81,10 +82,9 @@ def _check_stages(config: Any) -> list[list[str]]:
         want = f"fewer stages than {wanted}, into which {args.n_layers} blocks do not go"
         raise ConfigError("parallelism.pipeline_parallel_degree", degree, want) from None
     blocks = [f"layers.{i}" for i in range(args.n_layers)]
-    flat = [name for stage in stages for name in stage]
-    ordered = flat == ["tok_embeddings", *blocks, "norm", "output"]
-    filled = all(name in blocks for stage in stages[1:-1] for name in stage[:1])
-    ends = stages[-1][-2:] == ["norm", "output"] and all(stages)
+    ordered = [*chain(*stages)] == ["tok_embeddings", *blocks, "norm", "output"]
+    filled = all(stages) and all(stage[0] in blocks for stage in stages[1:-1])
+    ends = stages[-1][-2:] == ["norm", "output"]
     want = (
         f"{wanted} stages which list tok_embeddings, layers.0 to layers.{args.n_layers - 1}, "
         "norm and output once each and in this order, norm beside output"

@@ -109,7 +109,8 @@ def list_as_text(rows: list[dict[str, Any]]) -> str:
         ranks, steps = str(row["ranks"]), "-" if row["steps"] is None else f"{row['steps']:,}"
         names = [row["name"], row["model"], row["flavor"], row["dataset"]]
         lines.append([*names, ranks, steps, row["description"]])
-    widths = [max(len(line[i]) for line in [header, *lines]) for i in (4, 5)]
-    for line in lines:
-        line[4], line[5] = line[4].rjust(widths[0]), line[5].rjust(widths[1])
+    for i in (4, 5):  # the numbers: ranks and steps
+        width = max(len(line[i]) for line in [header, *lines])
+        for line in lines:
+            line[i] = line[i].rjust(width)
     return text_table(header, lines, left=len(header))

@@ -202,7 +202,10 @@ def plot(runs: list[RunInfo], path: Path) -> None:
     histories = {run.folder: read_history(Path(run.folder) / HISTORY_FILE) for run in runs}
     common = os.path.commonpath([str(Path(name).parent) for name in histories] or [""])
     short = {os.path.relpath(name, common or "."): rows for name, rows in histories.items()}
-    drawn = {name: rows for name, rows in short.items() if any(TRAIN_LOSS in row for row in rows)}
+    drawn = {}
+    for name, rows in short.items():
+        if any(TRAIN_LOSS in row for row in rows):
+            drawn[name] = rows
     if not drawn:
         raise ConfigError("--plot", str(path), "runs with at least one logged step")
     try:

@@ -3,7 +3,7 @@
 
 The unsent part of a rank's gradient is its residual, which is added to its next gradient (TAGC,
 Algorithm 1). A residual is as large as the unsharded gradient of the unit. If steps may be skipped,
-an exchange writes a second residual, which replaces the first one when the step is taken: the
+an exchange writes a second residual, which replaces the first one when the step is accepted: the
 values sent in a skipped step were not applied.
 """
 
@@ -116,7 +116,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         self.residual = torch.zeros(ranks, owned, dtype=residual_dtype, device=device)
         # Written by an exchange; swapped with the residual by commit.
         self._spare = torch.empty_like(self.residual) if revocable else self.residual
-        self._waits = False  # whether the spare one is the residual if the step is taken
+        self._waits = False  # whether the spare one is the residual if the step is accepted
 
     def commit(self, rejected: Tensor | None = None) -> None:
         """Keep the residual of the exchanges since the last step, unless the step is rejected.

@@ -67,12 +67,11 @@ of a command."""
 
 def by_key(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a TOML file, or of a record, by dotted key; nothing is checked."""
-    return {
-        f"{section}.{key}": value
-        for section, table in values.items()
-        if isinstance(table, dict)
-        for key, value in table.items()
-    }
+    found: dict[str, Any] = {}
+    for section, table in values.items():
+        if isinstance(table, dict):
+            found |= {f"{section}.{key}": value for key, value in table.items()}
+    return found
 
 
 def refuse_removed(settings: Mapping[str, Any]) -> None:

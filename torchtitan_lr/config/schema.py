@@ -467,6 +467,11 @@ class Metrics:
     """Count the collectives of every logged step and log bytes per step and mesh dimension. A
     counted step is slower."""
 
+    update_norm: bool = False
+    """Log ``spectral/update_norm``: the largest spectral norm of the change of a factor, or of a
+    dense matrix, of the blocks in this step, by power iteration. A logged step then copies the
+    weights' shards and gathers every matrix once."""
+
 
 @dataclass
 class Experimental:

@@ -201,13 +201,16 @@ class TokenDataLoader(BaseDataLoader):
 
     def _batches_from(self, position: int) -> Iterator[Batch]:
         """Return the micro-batches from a position on; each is read when it is asked for."""
-        firsts = count(position, self.stride)
-        numbers = ([first + row for row in self.own] for first in firsts)
+
+        def numbers() -> Iterator[list[int]]:
+            for first in count(position, self.stride):
+                yield [first + row for row in self.own]
+
         with warnings.catch_warnings():
             # torchdata 0.11 calls a function that torch 2.13 has deprecated.
             warnings.filterwarnings("ignore", "'set_vital'")
             # The rows of a batch are read together: there is nothing to collate.
-            sampled = {"batch_sampler": numbers, "collate_fn": tuple}
+            sampled = {"batch_sampler": numbers(), "collate_fn": tuple}
             return iter(StatefulDataLoader(self.dataset, **sampled, **self._options))
 
     def close(self) -> None:

@@ -458,7 +458,7 @@ def find_files(paths: tuple[str, ...], key: str) -> list[Path]:
         require(files, key, path, "an existing file or folder, or a pattern that matches")
         known = [file for file in files if file.name.endswith(ENDINGS) and file.is_file()]
         if folder is not None:
-            prepared = {place for place in {file.parent for file in known} if is_ours(place)}
+            prepared = set(filter(is_ours, {file.parent for file in known}))
             known = [file for file in known if file.parent not in prepared]
             _refuse_links(known, folder, key)
         for file in known:

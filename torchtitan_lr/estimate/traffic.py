@@ -193,10 +193,8 @@ def peak_optimizer_traffic(run: Run, pp_rank: int) -> tuple[list[Traffic], list[
     plans = [run.tsr_plans[name] for name in tsr_names(run, pp_rank)]
     steps = lcm(*{plan.interval for plan in plans})
     first = _due(plans, 0, 0)
-    later = [
-        optimizer_traffic(run, pp_rank, due)
-        for due in {_due(plans, step, 1) for step in range(1, steps + 1)}
-    ]
+    later_due = {_due(plans, step, 1) for step in range(1, steps + 1)}
+    later = [optimizer_traffic(run, pp_rank, due) for due in later_due]
 
     def sent(rows: list[Traffic]) -> int:
         return sum(row.elements * element_size(row, run.wire_dtypes) for row in rows)

@@ -28,7 +28,7 @@ SHARED_INPUTS = {
 }
 """The linears of a block, each with the first one that has the same input."""
 
-_EDGES = {"attention.wo": "attention.o", "feed_forward.w2": "feed_forward.down"}
+_EDGES = {"attention.wo": "attention.o", "feed_forward.w2": "feed_forward.out"}
 
 Batch = tuple[dict[str, Tensor], Tensor]
 """``({"input": (b, s)}, labels (b, s))``; tokens without a label are padding."""

@@ -48,9 +48,8 @@ class LowRankGroup(nn.Module):
 
     Args:
         use_silu: Whether σ is SiLU, by linear; otherwise it is the identity.
-        down: Applies A of every linear. (The feed-forward's linear "down" is a group too, so
-            ``feed_forward.down.down`` applies its A.)
-        up: Applies σ and B of every linear, also of the linear "down".
+        down: Applies A of every linear.
+        up: Applies σ and B of every linear.
         mix: Adds the carried latents, for families that have them.
     """
 

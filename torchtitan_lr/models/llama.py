@@ -121,7 +121,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU feed-forward: down(gate * up), with SiLU on the gate if the family has it.
+    """SwiGLU feed-forward, down(gate · up), with σ on the gate; the groups gate_up and out.
 
     Args:
         args: The model's arguments.
@@ -135,8 +135,8 @@ class FeedForward(nn.Module):
         self.w1 = linear(d, f)  # gate
         self.w2 = linear(f, d)  # down
         self.w3 = linear(d, f)  # up
-        self.gate_up, self.down = build_groups(args, ("gate", "up"), "down")
-        # The low-rank down group multiplies by itself, to keep the factors and not their product.
+        self.gate_up, self.out = build_groups(args, ("gate", "up"), "down")
+        # The low-rank group `out` multiplies by itself, to keep the factors and not their product.
         self.swiglu = (SwigluFactors if args.low_rank else Swiglu)(args.outer_silu)
 
     def forward(
@@ -156,7 +156,7 @@ class FeedForward(nn.Module):
         previous, previous_down = carried and carried[:2], carried and carried[2:]
         (gate, up), latents = self.gate_up(x, [self.w1, self.w3], norm, previous)
         hidden = self.swiglu(gate, up)  # (b, s, f)
-        (out,), latents_down = self.down(hidden, [self.w2], None, previous_down)
+        (out,), latents_down = self.out(hidden, [self.w2], None, previous_down)
         return out, (*latents, *latents_down)
 
 

@@ -3,7 +3,7 @@
 
 `training.step.Step` calls `Gradients` and checks the order of its calls. There are two
 implementations. In `StoredGradients`, FSDP or DDP reduces the gradients and leaves them in
-``parameter.grad`` before backward ends. TSR-Adam (`optim.tsr`) takes them from there during
+``parameter.grad`` before backward ends. TSR-Adam (`optim.tsr`) reads them there during
 backward and sums over the replicas itself.
 """
 

@@ -155,13 +155,11 @@ class OwnGradients:
 
     def nonfinite(self, part: nn.Module) -> list[str]:
         """Return the names of a part's parameters whose own gradient was not finite."""
-        spoilt = {
-            id(parameter)
-            for parameters, norms in self._norms
-            for parameter, finite in zip(parameters, norms.isfinite().tolist(), strict=True)
-            if not finite
-        }
-        return [clean_name(name) for name, p in part.named_parameters() if id(p) in spoilt]
+        spoilt: set[Tensor] = set()
+        for parameters, norms in self._norms:
+            finite = norms.isfinite().tolist()
+            spoilt.update(p for p, fine in zip(parameters, finite, strict=True) if not fine)
+        return [clean_name(name) for name, p in part.named_parameters() if p in spoilt]
 
 
 def fsdp_modules(model_parts: Iterable[nn.Module]) -> list[FSDPModule]:

@@ -174,9 +174,9 @@ def low_rank_blocks(
         "layers.*.attention.o": EdgeParallel(edges=group),
         "layers.*.ffn_norm": EdgeParallel(norm),
         "layers.*.feed_forward.gate_up": EdgeParallel(edges=group),
-        # `down`'s edge takes σ(gate) · up as one tensor; `SwigluFactors` would pass it two.
+        # The edge of `out` has σ(gate) · up as one input; `SwigluFactors` would pass it two.
         "layers.*.feed_forward": EdgeParallel(edges={"swiglu": lambda _: Swiglu(args.outer_silu)}),
-        "layers.*.feed_forward.down": EdgeParallel(edges=group),
+        "layers.*.feed_forward.out": EdgeParallel(edges=group),
     }
     for names, (a, b) in ((ATTENTION, plan.attention), (FEED_FORWARD, plan.feed_forward)):
         for name in names:
@@ -199,7 +199,7 @@ def dense_blocks(plan: Plan, first: EdgeFactory, second: EdgeFactory) -> Styles:
         "layers.*.attention.o": EdgeParallel(edges={"product": second}),
         "layers.*.ffn_norm": EdgeParallel({"weight": Replicate()}),
         "layers.*.feed_forward.gate_up": EdgeParallel(edges={"product": first}),
-        "layers.*.feed_forward.down": EdgeParallel(edges={"product": second}),
+        "layers.*.feed_forward.out": EdgeParallel(edges={"product": second}),
     }
     for names, (opening, closing) in (
         (ATTENTION, plan.attention),

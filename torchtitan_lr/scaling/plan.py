@@ -8,6 +8,7 @@ search determines can be planned then, so the points follow from the losses that
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -196,12 +197,12 @@ class Plan:
 
     def main_points(self, rates: Rates) -> list[Point]:
         """Return the points that a fit uses: all budgets and seeds, at the chosen rates or None."""
-        return [
-            self.point(family, size, budget, seed, rates[family, size])
-            for family, size in self.costs
-            for budget in self.experiment.sizes[size].budgets
-            for seed in self.experiment.sizes[size].seeds
-        ]
+        points = []
+        for family, size in self.costs:
+            of_size = self.experiment.sizes[size]
+            for budget, seed in product(of_size.budgets, of_size.seeds):
+                points.append(self.point(family, size, budget, seed, rates[family, size]))
+        return points
 
     def points(self, rates: Rates) -> list[Point]:
         """Return the points that can start: of searches, and of known rates; cheapest first."""

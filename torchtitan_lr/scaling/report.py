@@ -98,11 +98,10 @@ def write(plan: Plan, edges: Sequence[str], rows: Sequence[Row], fits: Mapping[s
     parts.append(markdown_table(*table(rows, experiment.reference)))
     if fits:
         header = ["family", "points", "E [95%]", "alpha [95%]"]
-        laws = [
-            [name, str(fit.points)]
-            + [with_interval(fit.interval(key), ".3f") for key in ("floor", "alpha")]
-            for name, fit in fits.items()
-        ]
+        laws = []
+        for name, fit in fits.items():
+            intervals = [with_interval(fit.interval(key), ".3f") for key in ("floor", "alpha")]
+            laws.append([name, str(fit.points), *intervals])
         parts.append(markdown_table(header, laws))
     text = "\n\n".join(part for part in [*parts, *edges] if part)
     (plan.work / "scaling.md").write_text(text + "\n")

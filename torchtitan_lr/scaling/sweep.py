@@ -297,11 +297,12 @@ class Sweep:
     def rows(self) -> list[dict[str, Any]]:
         """Return the table: ``status``, the settings, ``parameters``, ``steps`` and `RESULTS`."""
         keys = ("parameters", "steps", *RESULTS)
-        return [
-            {"point": point.name, "status": point.row["status"], **point.settings}
-            | {key: point.row.get(key) for key in keys}
-            for point in self.points
-        ]
+        rows = []
+        for point in self.points:
+            results = {key: point.row.get(key) for key in keys}
+            named = {"point": point.name, "status": point.row["status"]}
+            rows.append({**named, **point.settings, **results})
+        return rows
 
     def write(self) -> None:
         """Write the table in three formats: sweep.json, sweep.csv and sweep.md."""

@@ -101,10 +101,10 @@ def build_summary(
     if mean is not None and math.isfinite(mean):  # a skipped step has no loss
         loss = mean
 
-    speeds, mfus = (
-        [record[key] for record in windows if record.get(key) is not None]
-        for key in ("throughput/tokens_per_s", "mfu(%)")
-    )
+    def median_of(key: str) -> float | None:
+        values = [record[key] for record in windows if record.get(key) is not None]
+        return median(values) if values else None
+
     ppl = math.inf if val_loss is None else perplexity(val_loss)
     return {
         "steps": steps,
@@ -112,8 +112,8 @@ def build_summary(
         "val_loss": val_loss,
         "val_ppl": ppl if math.isfinite(ppl) else None,  # JSON has no infinity
         "unigram_entropy": val[-1].get(UNIGRAM_ENTROPY) if val else None,
-        "tokens_per_s": median(speeds) if speeds else None,
-        "mfu": median(mfus) if mfus else None,
+        "tokens_per_s": median_of("throughput/tokens_per_s"),
+        "mfu": median_of("mfu(%)"),
         "peak_memory_gib": peak_memory_gib,
         "checkpoint": checkpoint,
         "curve": None,

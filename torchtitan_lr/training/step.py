@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """One training step after another, each in eight parts. docs/step.md tells a step on a page.
 
-1. ``take`` takes this rank's micro-batches. All but a process's first were read before.
+1. ``take`` receives this rank's micro-batches. All but a process's first were read before.
 2. ``backward`` runs forward and backward of each micro-batch.
 3. ``finish_sums`` waits for the sums of gradients, and computes this rank's share of the norm.
 4. ``read_ahead`` collects the next step's micro-batches while the device computes.
-5. ``decide`` is one all-reduce: the verdict, whether the optimizer takes the step.
+5. ``decide`` is one all-reduce: the verdict, which accepts or rejects the step.
 6. ``clip`` scales the gradients down.
 7. ``apply`` steps the optimizer. A rejected step changes no weight.
 8. ``settle`` reads the verdict on the host.
@@ -115,7 +115,7 @@ class Step:
 
     @_part
     def take(self, data_iterator: Iterator[Batch]) -> StepData:
-        """Take the micro-batches of this step, which were read during the one before.
+        """Receive the micro-batches of this step, which were read during the one before.
 
         Args:
             data_iterator: Yields ``({"input": (b, s)}, labels (b, s))``; used for a first step.
@@ -180,7 +180,7 @@ class Step:
 
     @_part
     def decide(self, stop: bool) -> None:
-        """Let all ranks decide whether the optimizer takes the step; see `Verdict`.
+        """Let all ranks accept or reject the step; see `Verdict`.
 
         The same all-reduce tells all ranks whether each of them could read ahead.
 

@@ -33,7 +33,7 @@ def batches(number=3, b=2, s=12, padding=5):
 
 
 # What the block calls in the place of these linears, with the same input.
-EDGES = {"attention.wo": "attention.o", "feed_forward.w2": "feed_forward.down"}
+EDGES = {"attention.wo": "attention.o", "feed_forward.w2": "feed_forward.out"}
 
 
 @pytest.fixture

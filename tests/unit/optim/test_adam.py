@@ -96,7 +96,7 @@ def test_a_rejected_step_leaves_no_bit(kind, implementation, mesh):
         step_unless(torch.zeros(()), container)
         for a, b in zip(plain.parameters(), model.parameters(), strict=True):
             assert torch.equal(a, b)
-    # The control: torch's own step takes the NaN.
+    # The control: torch's own step uses the NaN.
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, float("nan"))
     container.step()

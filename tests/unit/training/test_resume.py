@@ -142,7 +142,7 @@ WITHOUT_EFFECT = {
         profiler_warmup enable_memory_snapshot save_memory_snapshot_folder""",
     "metrics": """log_freq enable_tensorboard disable_color_printing save_tb_folder
         save_for_all_ranks enable_wandb verbose wandb_project wandb_run_name wandb_group
-        wandb_tags wandb_mode comm_ledger""",
+        wandb_tags wandb_mode comm_ledger update_norm""",
     "comm": """init_timeout_seconds train_timeout_seconds trace_buf_size save_traces_folder
         save_traces_file_prefix mode""",
     "memory_estimation": "enable disable_fake_mode",

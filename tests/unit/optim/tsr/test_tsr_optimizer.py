@@ -222,7 +222,7 @@ def test_a_step_that_the_device_rejects_leaves_no_bit(changes, dtype):
         expected = bits(other, twin)
         assert all(torch.equal(v, expected[n]) for n, v in bits(model, optimizer).items()), seed
     assert rejected == [1, 0, 0, 1, 0]  # by the steps done, as if nothing had been before
-    # The control: taken, it spoils the weights.
+    # The control: accepted, it spoils the weights.
     spoilt_step(model, optimizer, 5, torch.zeros(()))
     assert not torch.isfinite(parameters(model)[MATRIX]).all()
 
