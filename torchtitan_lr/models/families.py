@@ -137,8 +137,8 @@ class ModelFamily:
     def own_parameters(self, args: "LlamaArgs", rank: int) -> dict[str, OwnParameter]:
         """Return what a linear of rank r has beside A, B and the gate, by name.
 
-        The module of `build_mix` reads them from its linears. On several ranks a parameter is a
-        DTensor: `collectives.local` returns this rank's part.
+        The module of `build_mix` reads them from the linears that it is given. On several ranks
+        these have this rank's part of each parameter, as plain tensors, and nothing else.
         """
         return {}
 

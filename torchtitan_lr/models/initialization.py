@@ -67,7 +67,7 @@ def init_parameters(model: nn.Module, args: LlamaArgs) -> None:
         fills[fqn](full, generator)
         if args.lanes > 1 and name.endswith((".wo.weight", ".w2.weight")):
             full[args.shared_channels(len(full)) :] *= args.lanes**0.5
-        part.copy_(own_part(parameter, full, {0: 0, 1: 1}))
+        part.copy_(own_part(parameter, full, {dim: dim for dim in range(full.ndim)}))
 
 
 def _draw(weight: Tensor, generator: torch.Generator, std: float) -> None:
