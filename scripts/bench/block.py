@@ -21,7 +21,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -71,12 +72,11 @@ VARIANTS = {
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
     """Time the variants and print a table, or JSON."""
-    options = _parse(argv)
+    options = parse(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("skipped: no CUDA device here (--device cpu times this processor instead)")
         return 0
-    mesh = _join(options)
-    try:
+    with joined(options) as mesh:
         report: dict[str, Any] = {
             "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
             "torch": torch.__version__,
@@ -85,18 +85,17 @@ def main(argv: list[str] | None = None) -> int:
             "variants": {},
         }
         for name in options.only:
-            row = _measure(VARIANTS[name], mesh, options)
+            row = measure(VARIANTS[name], mesh, options)
             report["variants"][name] = row
             print(name, row, file=sys.stderr, flush=True)  # if the next never ends
         _rate_checkpointing(report["variants"])
         if dist.get_rank() == 0:
             print(json.dumps(report, indent=2) if options.json else _table(report))
-    finally:
-        dist.destroy_process_group()
     return 0
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Read the options."""
     parser = OneLineParser(description=__doc__)
     parser.add_argument(
         "--flavor", choices=sorted(FLAVORS["cola"]), default="7B", help="flavor of the model"
@@ -124,8 +123,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _join(options: argparse.Namespace) -> DeviceMesh:
-    """Return the mesh of torchrun's process group, or of a fake one of `--ranks` ranks."""
+@contextmanager
+def joined(options: argparse.Namespace) -> Iterator[DeviceMesh]:
+    """Be in torchrun's process group, or in a fake one of `--ranks` ranks; its mesh."""
     if "WORLD_SIZE" in os.environ:
         if options.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -135,10 +135,13 @@ def _join(options: argparse.Namespace) -> DeviceMesh:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", rank=0, world_size=options.ranks, store=FakeStore())
-    return init_device_mesh(options.device, (options.ranks,), mesh_dim_names=("tp",))
+    try:
+        yield init_device_mesh(options.device, (options.ranks,), mesh_dim_names=("tp",))
+    finally:
+        dist.destroy_process_group()
 
 
-def _measure(variant: Variant, mesh: DeviceMesh, options: argparse.Namespace) -> Row:
+def measure(variant: Variant, mesh: DeviceMesh, options: argparse.Namespace) -> Row:
     """Return times (ms), TFLOP/s and activation memory (MiB) of one variant."""
     args = replace(FLAVORS[variant.family][options.flavor], n_layers=1)
     args.max_seq_len = options.seq_len

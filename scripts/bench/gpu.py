@@ -13,6 +13,8 @@ Nothing is fetched. The parts:
     optimizer TSR-Adam's plain and refresh step against fused AdamW's
     decoding  one prompt and 32: tokens/s of full rank and CoLA
     codec     TAGC: one exchange of a gradient with this process alone, by codec
+    block     a decoder block of one rank of four, compiled: BTP's forward and backward beside full
+              rank's; nothing is sent
     profile   the kernels of one compiled step of CoLA, the longest first
 
 Every row is printed, and written to --out, as it ends: a time limit costs the rows after it.
@@ -37,6 +39,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchtitan_lr.training.register  # noqa: F401
+from scripts.bench import block as bench_block
 from scripts.bench.harness import in_turns, machine, median_ms
 from scripts.bench.peers import Runner, Workload
 from tests.oracle.flops import flops_per_token
@@ -292,8 +295,27 @@ def codec(device: str, small: bool) -> Iterator[Row]:
         dist.destroy_process_group()
 
 
+BLOCKS = ("full", "vanilla", "btp", "btp_low_rank_ac_keep_attention")
+"""Rows of `block`; their speed-up is over the first."""
+
+
+def block(device: str, small: bool) -> Iterator[Row]:
+    """Yield the milliseconds of a block of one rank of four, by `scripts.bench.block`."""
+    _reset(device)
+    shape = ["--flavor=debug", "--batch=1", "--seq_len=32", "--steps=1", "--dtype=float32"]
+    if not small:
+        shape = ["--flavor=7B", "--batch=4", "--seq_len=4096", "--steps=10", "--compile"]
+    options = bench_block.parse([f"--device={device}", *shape])
+    first = None
+    with bench_block.joined(options) as mesh:
+        for name in BLOCKS:
+            row = bench_block.measure(bench_block.VARIANTS[name], mesh, options)
+            first = first or row["forward_backward_ms"]
+            yield {"variant": name, **row, "speed_up": first / row["forward_backward_ms"]}
+
+
 PARTS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
-    part.__name__: part for part in (parity, training, optimizer, decoding, codec, profile)
+    part.__name__: part for part in (parity, training, optimizer, decoding, codec, block, profile)
 }
 
 

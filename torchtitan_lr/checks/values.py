@@ -22,9 +22,8 @@ from torchtitan_lr.training.history import HISTORY_FILE
 
 def check_training(config: Any, world_size: int, device_type: str) -> None:
     """Check the global batch, and what has to cover the run or fit its sequences."""
-    training, parallelism = config.training, config.parallelism
-    others = parallelism.tensor_parallel_degree * parallelism.pipeline_parallel_degree
-    degree, batch = max(1, world_size // others), training.global_batch_size
+    training = config.training
+    degree, batch = data_ranks(config, world_size), training.global_batch_size
     unit = training.local_batch_size * degree
     if batch != -1 and (batch <= 0 or batch % unit):
         want = (

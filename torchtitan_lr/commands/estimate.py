@@ -95,6 +95,7 @@ def default_world(config: Any) -> int:
     return int(
         section.tensor_parallel_degree
         * section.pipeline_parallel_degree
+        * section.context_parallel_degree
         * section.data_parallel_replicate_degree
         * max(1, section.data_parallel_shard_degree)
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.estimate.context import gather_lines, gather_report
 from torchtitan_lr.estimate.hardware import Hardware
 from torchtitan_lr.estimate.memory import (
     checkpoint_bytes,
@@ -32,7 +33,7 @@ from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.placement import TPSettings
-from torchtitan_lr.parallel.plans import resolve_settings
+from torchtitan_lr.parallel.plans import check_gather, resolve_settings
 from torchtitan_lr.parallel.recompute import EAGER_MODES
 from torchtitan_lr.scaling.variants import FULL_RANK, read_modes, shared_mode
 
@@ -60,6 +61,7 @@ def estimate(
         rank that needs most), ``activations_by_mode``, ``comm_bytes`` (of the pipeline rank that
         sends most, by mesh dimension and operation), ``checkpoint_bytes`` (of all ranks together,
         by part), ``step_time`` and ``pipeline_ranks``; with
+        context parallelism also ``context`` (`gather_report`); with
         TSR-Adam also ``tsr_comm_bytes`` (then ``comm_bytes`` are for a step without refresh and the
         time for an average step); and the same keys for every plan in ``alternatives``.
         ``tokens_per_s`` in ``step_time`` counts all ranks together.
@@ -105,6 +107,8 @@ def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
     }
     if run.tsr is not None:
         report["tsr_comm_bytes"] = _tsr_bytes(run, busiest["rank"], averaged)
+    if run.cp > 1:
+        report["context"] = gather_report(run, busiest["rank"], hardware)
     if run.pp > 1:
         report["pipeline_ranks"] = ranks
     if every_mode:
@@ -215,13 +219,17 @@ def alternatives(run: Run, modes: Mapping[str, str]) -> Iterator[tuple[str, Run 
         if name != FULL_RANK and not low.low_rank:
             continue
         plan, args = ("auto", dense) if name == FULL_RANK else (name, low)
+        config = with_checkpointing(run.config, mode)
         try:
             settings = resolve_settings(TPSettings(plan), args, run.tp, run.seq_len)
         except ConfigError as error:
             yield name, error
-        else:
-            config = with_checkpointing(run.config, mode)
-            yield name, Run(config, run.world, args, settings, baseline=True)
+            continue
+        try:
+            check_gather(run.gather, args, settings, run.tp)
+        except ConfigError:  # this plan has no whole latents to gather
+            config = replace(config, parallelism=replace(config.parallelism, cp_gather="kv"))
+        yield name, Run(config, run.world, args, settings, baseline=True)
 
 
 def as_text(report: dict[str, Any], hardware: Hardware, storage: float = 0.0) -> str:
@@ -245,6 +253,8 @@ def as_text(report: dict[str, Any], hardware: Hardware, storage: float = 0.0) ->
         lines.append(f"  {mode:14}{sizes['kept'] / GIB:10,.2f} +{sizes['working'] / GIB:8,.2f}")
     for rank in report.get("pipeline_ranks", []):
         lines.append(_rank_line(rank))
+    if "context" in report:
+        lines += gather_lines(report["context"])
     for kind, dims in report.get("tsr_comm_bytes", {}).items():
         lines.append(f"TSR-Adam, {kind} step: {_total(dims) / GIB:,.3f} GiB")
     lines += [f"{name}: {reason}" for name, reason in refused.items()]

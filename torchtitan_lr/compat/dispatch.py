@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_map_with_path as tree_map_with_path
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 ATTENTION_OPERATORS = frozenset(
     {
@@ -45,6 +46,24 @@ FLEX_ATTENTION_CALL = inductor_compiled_code
 function, the only one of a block that torch wraps so. If upstream renames it, the import fails."""
 
 
+def flash_attention_to_prefix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return attention's output of the last tokens of a prefix, by CUDA's flash kernel.
+
+    Args:
+        q: Queries (b, h, n, head_dim) of the last n tokens.
+        k: Keys (b, h_kv, s, head_dim) of all s.
+        v: Values, likewise.
+
+    Raises:
+        RuntimeError: The kernel does not fit the tensors: they are in half precision, and 8
+            divides head_dim.
+    """
+    # For this operator ``is_causal`` means from the lower right, as `torch.nn.attention.bias` says.
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention
+    out: Tensor = kernel(q, k, v, 0.0, is_causal=True)[0]
+    return out
+
+
 def schema_of(func: Any) -> tuple[str, list[str]]:
     """Return an operator's name without its namespace, and the names of its parameters."""
     schema = func._schema
@@ -56,6 +75,32 @@ def changes_arguments(func: Any) -> bool:
     # If upstream renames these, the ledger and the estimate take operators that write for views;
     # this function's test fails first.
     return bool(getattr(getattr(func, "_schema", None), "is_mutable", False))
+
+
+def product_flops(operator: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
+    """Return the FLOPs of an operator's matrix products; 0 for one without any.
+
+    Torch 2.11 refuses to count attention with grouped queries, so each group's keys and values are
+    shown to the count once per head of its queries, as a kernel multiplies them.
+
+    Args:
+        operator: The operator, without its overload.
+        args: Its arguments; tensors of attention are (b, heads, s, d).
+        kwargs: Its other arguments.
+        result: What it returned.
+    """
+    if operator not in flop_registry:
+        return 0
+    name = str(getattr(operator, "__name__", operator))
+    if name.startswith("_scaled_dot_product"):
+        heads = max(x.shape[1] for x in args if isinstance(x, Tensor) and x.ndim == 4)
+        args = tuple(
+            x.new_empty(x.shape[0], heads, *x.shape[2:], device="meta")
+            if isinstance(x, Tensor) and x.ndim == 4
+            else x
+            for x in args
+        )
+    return int(flop_registry[operator](*args, **kwargs, out_val=result))
 
 
 def results_are_cached() -> bool:

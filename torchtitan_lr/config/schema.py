@@ -58,6 +58,9 @@ def vocabulary_rows(wanted: int, tp_degree: int, lanes: int) -> int:
 TSR = "TSRAdam"
 """The value of ``optimizer.name`` that chooses TSR-Adam."""
 
+SPECTRAL = ("Muon", "Spectron", "LoRAMuon")
+"""Values of ``optimizer.name`` that choose a spectral optimizer."""
+
 
 _OURS = Range(lambda module: module in ("", CONFIG_MODULE), f"'{CONFIG_MODULE}'")
 
@@ -221,6 +224,12 @@ class Parallelism:
     """btp: the head's backward as an all-reduce of d-wide gradients, or as the cheaper
     reduce-scatter, with the final norm applied to the logits."""
 
+    cp_gather: Literal["kv", "latents"] = "kv"
+    """What attention gathers from the ranks of ``context_parallel_degree``: keys and values ('kv'),
+    or in a low-rank model the r-wide latents of both, from which every rank computes the keys and
+    values of all tokens ('latents', without tensor parallelism or with 'btp'). Latents send less
+    where the rank is below the width of the keys; ``torchtitan-lr estimate`` has both costs."""
+
 
 @dataclass
 class LowRank:
@@ -260,7 +269,19 @@ class Optimizer:
     """Decay of the second moment."""
 
     weight_decay: Annotated[float, FINITE] = 0.01
-    """Decoupled weight decay, applied to every parameter."""
+    """Decoupled weight decay."""
+
+    weight_decay_on: Literal["all", "matrices"] = "all"
+    """What `weight_decay` shrinks:
+    - 'all': every parameter
+    - 'matrices': all but norms and gates"""
+
+    groups: list[dict[str, str | float]] = field(default_factory=list)
+    """Other rates for some parameters: a table ``[[optimizer.groups]]`` for each group, with the
+    keys ``pattern``, ``lr_multiplier`` and ``weight_decay_multiplier`` (factors on the learning
+    rate and on ``weight_decay``; 1 by default). A pattern is a regular expression, found anywhere
+    in a name such as ``layers.0.attention.wq.A.weight``. A parameter belongs to the first group
+    whose pattern is in its name. All groups follow one schedule."""
 
     tsr_rank: Annotated[int, at_least(1)] = 128
     """TSRAdam: rank r of the cores, at most the shorter side of every compressed matrix."""

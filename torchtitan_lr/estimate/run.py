@@ -58,9 +58,24 @@ class Run:
         return int(self.config.parallelism.data_parallel_replicate_degree)
 
     @property
+    def cp(self) -> int:
+        """Ranks C that share each row of tokens."""
+        return int(self.config.parallelism.context_parallel_degree)
+
+    @property
+    def gather(self) -> str:
+        """What attention gathers from those ranks: ``kv`` or ``latents``."""
+        return str(self.config.parallelism.cp_gather)
+
+    @property
     def shard(self) -> int:
-        """Ranks that share each parameter."""
+        """Ranks that share each parameter; those that share a row are among them."""
         return self.world // (self.tp * self.pp * self.replicas)
+
+    @property
+    def rows_apart(self) -> int:
+        """Groups of ranks that read different rows."""
+        return self.shard // self.cp * self.replicas
 
     @property
     def mesh(self) -> dict[str, MeshDim]:
@@ -70,7 +85,8 @@ class Run:
         for name, size in sizes.items():
             mesh[name] = MeshDim(size, stride)
             stride *= size
-        return mesh
+        # FSDP's dimension is torchtitan's dp_shard over cp, of which cp is the inner one.
+        return mesh | {"cp": MeshDim(self.cp, self.tp)}
 
     @property
     def accumulation(self) -> int:
@@ -78,9 +94,7 @@ class Run:
         training = self.config.training
         if training.global_batch_size == -1:
             return 1
-        return int(
-            training.global_batch_size // (training.local_batch_size * self.shard * self.replicas)
-        )
+        return int(training.global_batch_size // (training.local_batch_size * self.rows_apart))
 
     @property
     def microbatch(self) -> int:
@@ -101,8 +115,8 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Tokens n of a micro-batch."""
-        return self.microbatch * self.seq_len
+        """Tokens n of a micro-batch on a rank."""
+        return self.microbatch * self.seq_len // self.cp
 
     @property
     def precision(self) -> Precision:

@@ -18,6 +18,7 @@ from torchtitan_lr.compression.sizes import Unit, exchange_traffic, exchange_uni
 from torchtitan_lr.estimate.rehearsal import Rehearsal
 from torchtitan_lr.estimate.run import Run, blocks_of
 from torchtitan_lr.estimate.tsr_traffic import TSRMatrix, TSRMesh, tsr_traffic
+from torchtitan_lr.formulas.context_parallel import context_traffic
 from torchtitan_lr.formulas.data_parallel import data_parallel_traffic
 from torchtitan_lr.formulas.memory import sharded
 from torchtitan_lr.formulas.tensor_parallel import model_traffic
@@ -34,8 +35,9 @@ def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> 
         pp_rank: Pipeline rank.
         rehearsal: Contains the collectives that activation checkpointing repeats; None for none.
     """
-    tensor = _here(run, pp_rank, model_traffic(run.args, run.settings, run.tp, run.tokens))
-    rows = _times(tensor, run.microbatches * run.accumulation)
+    model = _here(run, pp_rank, model_traffic(run.args, run.settings, run.tp, run.tokens))
+    model += run_context_traffic(run, pp_rank, run.gather)
+    rows = _times(model, run.microbatches * run.accumulation)
     rows += _data(run, pp_rank)
     if run.pp > 1:
         boundaries, stages = boundaries_of(run), run.stages_of(pp_rank)
@@ -49,6 +51,18 @@ def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> 
     if run.tsr is not None:
         rows += optimizer_traffic(run, pp_rank, ())
     return rows
+
+
+def run_context_traffic(run: Run, pp_rank: int, gather: str) -> list[Traffic]:
+    """Return a pipeline rank's traffic of context parallelism in a micro-batch.
+
+    Args:
+        run: The run.
+        pp_rank: Pipeline rank.
+        gather: A value of ``parallelism.cp_gather``, the run's or another.
+    """
+    rows = context_traffic(run.args, run.settings, run.tp, run.cp, run.tokens, gather)
+    return _here(run, pp_rank, rows)
 
 
 def element_size(row: Traffic, dtypes: Mapping[str, str]) -> int:

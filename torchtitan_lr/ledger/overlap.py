@@ -18,10 +18,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.flop_counter import flop_registry
 
 from torchtitan_lr.compat.collectives import functional
-from torchtitan_lr.compat.dispatch import changes_arguments, storage_address, tree_leaves
+from torchtitan_lr.compat.dispatch import (
+    changes_arguments,
+    product_flops,
+    storage_address,
+    tree_leaves,
+)
 
 
 class _Running(NamedTuple):
@@ -75,8 +79,7 @@ class Overlap:
             return
         if self._unread and not reducing:
             self._read(func, (args, kwargs), result)
-        if packet in flop_registry:
-            self._issued += int(flop_registry[packet](*args, **kwargs, out_val=result))
+        self._issued += product_flops(packet, args, kwargs, result)
 
     def _read(self, func: Any, arguments: Any, result: Any) -> None:
         """End the ``c10d`` collectives of which an operator reads a result."""

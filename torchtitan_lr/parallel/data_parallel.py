@@ -8,18 +8,21 @@ An optimizer that reduces over the replicas itself (TSR-Adam) gets gradients sum
 only: FSDP2 wraps the model with the shard mesh, which has size 1 under pure replication.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from torchtitan_lr.compat.autograd import clean_name
+from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.compat.fsdp import ReplicateModule, replicate, watch_gradients
 from torchtitan_lr.compression.fsdp import COMPRESSORS, apply_gradient_compression
-from torchtitan_lr.compression.settings import compression_settings
-from torchtitan_lr.config.schema import TSR
+from torchtitan_lr.compression.settings import compression_settings, merged
+from torchtitan_lr.config.schema import SPECTRAL, TSR
+from torchtitan_lr.models.linears import LowRankLinear
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig, ParallelDims, mesh_of
 
@@ -57,6 +60,8 @@ def apply_data_parallel(
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
         if training.enable_cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy()
+        if job_config.optimizer.name in SPECTRAL:
+            options["shard_placement_fn"] = split_outside_rank(model, mesh.shape[-1])
         # On a mesh of size 1 nothing is sharded: a second all-gather would only copy.
         reshard = mesh.size() > 1 and reshard_after_forward(job_config, parallel_dims.pp_enabled)
         # Backward needs the head first: resharding it after forward would only cause another
@@ -92,6 +97,38 @@ def apply_data_parallel(
         apply_gradient_compression(model, mesh, settings, all_reduce=crosses_hosts)
     elif compresses:
         logger.info("Gradient compression: nothing to exchange without FSDP")
+
+
+def split_outside_rank(model: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]:
+    """Choose the dimensions in which FSDP2 splits weights for a spectral optimizer.
+
+    It sums Gram matrices (r, r) over the ranks, for which no rank may hold a part of r. So A
+    (r, d_in) is split along d_in, where FSDP2's choice is always the first dimension. A keeps that
+    where it does not help: if tensor parallelism splits r already, or if the ranks do not divide
+    the columns, which FSDP2 refuses. The optimizer then gathers.
+
+    Args:
+        model: After tensor parallelism.
+        ranks: FSDP ranks.
+
+    Returns:
+        FSDP2's ``shard_placement_fn``.
+    """
+    by_columns: set[Tensor] = set()
+    uneven: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, LowRankLinear):
+            continue
+        weight = module.A.weight
+        rows, columns = local_part(weight).shape
+        if columns % ranks:
+            uneven.append(f"{clean_name(name)}.A.weight ({columns} columns)")
+        elif rows == len(weight):
+            by_columns.add(weight)
+    if uneven:
+        what = "FSDP splits along r, and the optimizer gathers, what %d ranks do not divide: %s"
+        logger.info(what, ranks, merged(uneven))
+    return lambda parameter: Shard(int(parameter in by_columns))
 
 
 def mixed_precision_policy(job_config: JobConfig) -> MixedPrecisionPolicy:

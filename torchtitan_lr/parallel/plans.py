@@ -102,9 +102,10 @@ def tp_settings(job_config: JobConfig, args: LlamaArgs, tp_degree: int) -> TPSet
         loss_parallel=not section.disable_loss_parallel,
         wide_sums=half and args.lanes > 1 and args.backward_sum == "float32",
     )
-    seq_lens = [training.seq_len]
+    rows = [training.seq_len]
     if job_config.validation.enable:
-        seq_lens.append(job_config.validation.seq_len)
+        rows.append(job_config.validation.seq_len)
+    seq_lens = [seq_len // section.context_parallel_degree for seq_len in rows]
     return resolve_settings(settings, args, tp_degree, *seq_lens)
 
 
@@ -117,7 +118,7 @@ def resolve_settings(
         settings: The user's settings.
         args: The model's shape.
         tp_degree: Tensor-parallel degree T; at 1 the plan is checked too.
-        *seq_lens: Every sequence length s of the run.
+        *seq_lens: Every number of tokens of a row that tensor-parallel ranks have together.
 
     Returns:
         Settings for `apply_tensor_parallel`: the plan is named, and tokens are not sharded if T
@@ -142,6 +143,30 @@ def resolve_settings(
         # Exact: both forms compute the same sums. `checks.support.check_plans` warns.
         settings = replace(settings, comm="all_reduce")
     return settings
+
+
+def check_gather(gather: str, args: LlamaArgs, settings: TPSettings, tp_degree: int) -> None:
+    """Check that the model and its plan have what context parallelism is to gather.
+
+    Args:
+        gather: ``parallelism.cp_gather``.
+        args: The model's shape.
+        settings: Returned by `resolve_settings`.
+        tp_degree: Tensor-parallel degree T.
+
+    Raises:
+        ConfigError: Latents are to be gathered, and the model has none or the plan splits them.
+    """
+    if gather != "latents":
+        return
+    key = "parallelism.cp_gather"
+    if not args.low_rank:
+        raise ConfigError(key, gather, f"'kv' for llama_{args.family}, which has no latents")
+    if tp_degree > 1 and settings.plan != "btp":
+        want = (
+            f"'kv' under the plan {settings.plan}, or the plan btp, whose ranks have whole latents"
+        )
+        raise ConfigError(key, gather, want)
 
 
 def _check_plan(settings: TPSettings, args: LlamaArgs) -> None:

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Autograd, dispatch modes, and tensors without data."""
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -77,3 +78,17 @@ def test_fake_dtensor_finds_shapes_where_the_door_is(two_ranks):
     name = "ShardingPropagator._propagate_tensor_meta_non_cached"
     assert seen, changed(name, "fake.RehearsalMode")
     assert seen == [1, 0] * (len(seen) // 2)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_dispatch_counts_products_of_grouped_queries(kv_heads):
+    """2·2·b·heads·s²·d forward, 5/2 of that backward, however many heads keys and values have."""
+    q = torch.zeros(3, 4, 8, 16, device="meta")
+    k = v = torch.zeros(3, kv_heads, 8, 16, device="meta")
+    sdpa = torch.ops.aten._scaled_dot_product_flash_attention
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    forward = 4 * 3 * 4 * 8 * 8 * 16
+    assert dispatch.product_flops(sdpa, (q, k, v, 0.0, True), {}, (q,)) == forward
+    found = dispatch.product_flops(backward, (q, q, k, v, q, q[..., 0]), {}, (q, k, v))
+    assert found == forward * 5 // 2
+    assert dispatch.product_flops(torch.ops.aten.add, (q, q), {}, q) == 0

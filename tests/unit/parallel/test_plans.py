@@ -11,7 +11,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.placement import EdgeParallel, TPSettings
-from torchtitan_lr.parallel.plans import PLANS, build_tp_plan, resolve_settings
+from torchtitan_lr.parallel.plans import PLANS, build_tp_plan, check_gather, resolve_settings
 
 
 def tiny(family: str = "cola", **changes: Any) -> LlamaArgs:
@@ -72,6 +72,23 @@ def test_settings_that_do_not_fit_are_refused(
     with pytest.raises(ConfigError, match=rf"^parallelism\.{key}: ") as error:
         resolve_settings(settings, tiny(family, **changes), degree, 16)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("plan", "family", "degree", "message"),
+    [
+        ("megatron", "full", 1, "'kv' for llama_full, which has no latents"),
+        ("vanilla", "cola", 2, "'kv' under the plan vanilla, or the plan btp"),
+        ("vanilla_replicated", "lax", 4, "'kv' under the plan vanilla_replicated, or"),
+    ],
+)
+def test_latents_that_are_not_whole_are_not_gathered(
+    plan: str, family: str, degree: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^parallelism\.cp_gather: got 'latents', .*{message}"):
+        check_gather("latents", tiny(family), TPSettings(plan), degree)
+    check_gather("kv", tiny(family), TPSettings(plan), degree)
+    check_gather("latents", tiny(), TPSettings("vanilla" if degree == 1 else "btp"), degree)
 
 
 def test_ranks_share_out_the_lanes() -> None:

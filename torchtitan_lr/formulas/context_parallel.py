@@ -1,0 +1,91 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Context parallelism in closed form: collectives, FLOPs and bytes of a decoder block.
+
+C ranks share every row: each has n = b·s/C tokens of a micro-batch, and gathers what attention
+needs of the C·n tokens of all ranks (Llama 3, section 3.3.2). That is k and v, 2·d_kv/T numbers per
+token, or in a low-rank model the latents σ(A_k x) and σ(A_v x), 2r numbers, from which each rank
+computes k and v of all tokens. What was gathered is not kept: backward gathers it once more, and
+reduce-scatters its gradient. Latents send less while r < d_kv/T.
+
+Independent of the runtime (`parallel.context`), like `formulas.tensor_parallel`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torchtitan_lr.formulas.tensor_parallel import FORMULAS
+from torchtitan_lr.formulas.traffic import Traffic, backward, forward, merge
+
+if TYPE_CHECKING:
+    from torchtitan_lr.models.args import LlamaArgs
+    from torchtitan_lr.parallel.placement import TPSettings
+
+
+def kv_width(shape: LlamaArgs, settings: TPSettings, tp_degree: int) -> int:
+    """Return the features of k on a tensor-parallel rank, d_kv/T; v has as many."""
+    splits = tp_degree > 1 and FORMULAS[settings.plan].shards_heads
+    return shape.kv_dim // tp_degree if splits else shape.kv_dim
+
+
+def context_traffic(
+    shape: LlamaArgs,
+    settings: TPSettings,
+    tp_degree: int,
+    cp_degree: int,
+    tokens: int,
+    gather: str,
+) -> list[Traffic]:
+    """Return every collective of context parallelism in a micro-batch.
+
+    Args:
+        shape: Shape and family of the model.
+        settings: The tensor-parallel plan; ignored when T is 1.
+        tp_degree: Tensor-parallel ranks T.
+        cp_degree: Ranks C that share a row.
+        tokens: Tokens n on each of them.
+        gather: What is gathered, ``kv`` or ``latents``.
+
+    Returns:
+        Rows for every block; none at C = 1.
+    """
+    if cp_degree == 1:
+        return []
+    width = kv_width(shape, settings, tp_degree) if gather == "kv" else shape.rank_attention
+    payloads = [2 * cp_degree * tokens * width]  # of both in one message
+    block = [forward("all_gather", payloads), backward("all_gather", payloads)]
+    block.append(backward("reduce_scatter", payloads))
+    rows = []
+    for i in range(shape.n_layers):
+        rows += [replace(row, scope=f"block {i}", mesh_dim="cp") for row in block]
+    return merge(rows)
+
+
+def latent_flops(
+    shape: LlamaArgs, settings: TPSettings, tp_degree: int, cp_degree: int, tokens: int
+) -> tuple[int, int]:
+    """Return the FLOPs that gathered latents add to those of gathered k and v, per block.
+
+    B_k and B_v take 4·r·d_kv/T per token. Forward applies them to the tokens of the C - 1 other
+    ranks too. Backward has two products for each (the gradients of B and of the latent), and
+    computes k and v of all C·n tokens once more.
+
+    Returns:
+        FLOPs of a micro-batch forward, and backward.
+    """
+    one = 4 * shape.rank_attention * kv_width(shape, settings, tp_degree)
+    others = (cp_degree - 1) * tokens
+    return others * one, 2 * others * one + cp_degree * tokens * one
+
+
+def gathered_bytes(width: int, cp_degree: int, tokens: int, itemsize: int) -> int:
+    """Return the bytes of a block's k and v of all C·n tokens, which its attention needs at once.
+
+    Args:
+        width: Features of k on the rank, see `kv_width`.
+        cp_degree: Ranks C that share a row.
+        tokens: Tokens n on each of them.
+        itemsize: Bytes per number.
+    """
+    return 2 * cp_degree * tokens * width * itemsize
