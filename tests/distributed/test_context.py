@@ -20,4 +20,3 @@ def shared(degree: int, **others: int) -> list[str]:
 def test_two_ranks(family: str, two_ranks: RankPool, reference: Any) -> None:
     run = two_ranks.run(train, [*model(family), *shared(2)])[0]
     assert largest_difference(run, reference(*model(family))) < EXACT
-    print([r for r in run["ledger"] if r["scope"].startswith("block")])

@@ -6,6 +6,7 @@ values: the record's key ``changes`` lists them with the step after which the ne
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +76,17 @@ def changed(record: dict[str, Any], config: Any, ranks: int = 1) -> dict[str, li
     (``tests/unit/training/test_resume.py`` goes through all keys).
 
     Returns:
-        ``[recorded value, value now]`` by dotted key; keys that only one of the two has are left
-        out.
+        ``[recorded value, value now]`` by dotted key; for a key that an earlier version's record
+        lacks, the default is the recorded value.
     """
     now = json.loads(json.dumps(config.to_dict()))  # tuples become lists, as in the record
     pairs: dict[str, list[Any]] = {}
     for section in _SECTIONS:
         before = record.get(section)
         if isinstance(before, dict):  # a damaged record may hold anything
-            here = now.get(section, {})
-            pairs |= {f"{section}.{key}": [before[key], here[key]] for key in here if key in before}
+            defaults = json.loads(json.dumps(asdict(type(getattr(config, section))())))
+            for key, here in now.get(section, {}).items():
+                pairs[f"{section}.{key}"] = [before.get(key, defaults[key]), here]
     # The sequences of all ranks count; the local batch only splits them. The record of an earlier
     # version has the setting alone: for how many sequences a setting of -1 stood is unknown.
     setting = pairs.pop("training.global_batch_size", [-1])[0]

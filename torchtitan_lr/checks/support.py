@@ -81,7 +81,9 @@ def check_context(config: Any, world_size: int, device_type: str) -> None:
     if config.validation.enable:
         rows["validation"] = config.validation.seq_len
     for section, seq_len in rows.items():
-        require(seq_len % unit == 0, f"{section}.seq_len", seq_len, f"a multiple of {unit}: {product}")
+        require(
+            seq_len % unit == 0, f"{section}.seq_len", seq_len, f"a multiple of {unit}: {product}"
+        )
 
 
 def check_compile(config: Any, world_size: int, device_type: str) -> None:

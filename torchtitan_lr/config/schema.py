@@ -266,7 +266,19 @@ class Optimizer:
     """Decay of the second moment."""
 
     weight_decay: Annotated[float, FINITE] = 0.01
-    """Decoupled weight decay, applied to every parameter."""
+    """Decoupled weight decay."""
+
+    weight_decay_on: Literal["all", "matrices"] = "all"
+    """What `weight_decay` shrinks:
+    - 'all': every parameter
+    - 'matrices': all but norms and gates"""
+
+    groups: list[dict[str, str | float]] = field(default_factory=list)
+    """Other rates for some parameters: a table ``[[optimizer.groups]]`` for each group, with the
+    keys ``pattern``, ``lr_multiplier`` and ``weight_decay_multiplier`` (factors on the learning
+    rate and on ``weight_decay``; 1 by default). A pattern is a regular expression, found anywhere
+    in a name such as ``layers.0.attention.wq.A.weight``. A parameter belongs to the first group
+    whose pattern is in its name. All groups follow one schedule."""
 
     tsr_rank: Annotated[int, at_least(1)] = 128
     """TSRAdam: rank r of the cores, at most the shorter side of every compressed matrix."""

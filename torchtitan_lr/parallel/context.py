@@ -107,9 +107,7 @@ def gather_row(x: Tensor, ranks: Ranks) -> Tensor:
     return out
 
 
-def attend_from_chunks(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, ranks: Ranks
-) -> Tensor:
+def attend_from_chunks(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, ranks: Ranks) -> Tensor:
     """Return attention's output for a rank's two chunks of a row, (b, h, s/C, head_dim).
 
     Args:

@@ -28,6 +28,7 @@ from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.gradients import Gradients, StoredGradients
+from torchtitan_lr.optim.groups import ParameterGroups
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.parallel.context import context_ranks
 from torchtitan_lr.parallel.pipeline import Pipeline
@@ -74,6 +75,7 @@ class Trainer(TitanTrainer):
         self._losses: list[torch.Tensor] = []  # of the steps since the last logged one
         self._first_step = 0
         self._ledger: CommLedger | None = None
+        self._groups = ParameterGroups.from_config(job_config.optimizer)
         # Prevent upstream from writing the record now: the checkpoint check may still raise, and
         # must leave the record of the existing checkpoints unchanged.
         record_file, job_config.job.save_config_file = job_config.job.save_config_file, None
@@ -216,7 +218,8 @@ class Trainer(TitanTrainer):
         self.metrics_processor.resume()
         step = self.running_step
         another_follows = self.step < self.job_config.training.steps
-        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        lr, schedule = self.job_config.optimizer.lr, self.lr_schedulers.schedulers[0]
+        rates = self._groups.rates(lr, schedule)
         try:
             data = step.take(data_iterator)
         except BadDataError as error:
@@ -240,7 +243,7 @@ class Trainer(TitanTrainer):
         self._losses.append(step.loss)  # on the device: the host does not wait for it
         self._settle()
         if logs:
-            self._log_step(lr)
+            self._log_step(rates)
         # Validation and saving, until the next step, do not count as training time.
         self.metrics_processor.pause()
 
@@ -354,7 +357,7 @@ class Trainer(TitanTrainer):
         how += ": repair it and run the same command again"
         return BadDataError(f"step {failed}: {error}; {how}")
 
-    def _log_step(self, lr: float) -> None:
+    def _log_step(self, rates: dict[str, float]) -> None:
         """Log the step that has ended; call it on every rank."""
         data, loss = self.running_step.data, self.running_step.loss.clone()
         mesh = self.parallel_dims.get_optional_mesh("loss")
@@ -378,7 +381,7 @@ class Trainer(TitanTrainer):
             self.running_step.verdict.norm.item(),
             extra_metrics={
                 "n_tokens_seen": self.ntokens_seen * self._batch_degree,
-                "lr": lr,
+                **rates,
                 history.INTERVAL_LOSS: dist_utils.dist_sum(since_last, mesh),
                 "skipped_steps": self.skipped_steps,
                 **self.running_step.reader.metrics(),
