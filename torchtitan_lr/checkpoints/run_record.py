@@ -129,7 +129,10 @@ def write_record(config: Any, step: int, ranks: int = 1) -> dict[str, list[Any]]
     """
     path, found = record_path(config), read_record(config)
     listed = found.get(CHANGES, [])
-    entries = [entry for entry in listed if _is_entry(entry)] if isinstance(listed, list) else []
+    entries = []
+    for entry in listed if isinstance(listed, list) else []:
+        if isinstance(entry, dict) and isinstance(entry.get("after_step"), int):
+            entries.append(entry)
     tables = all(isinstance(found.get(section, {}), dict) for section in _SECTIONS)
     if path.is_file() and not (found and tables and entries == listed):
         aside = path.with_name(f"{path.name}.damaged")
@@ -143,7 +146,3 @@ def write_record(config: Any, step: int, ranks: int = 1) -> dict[str, list[Any]]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(record, indent=2))
     return changes
-
-
-def _is_entry(entry: Any) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("after_step"), int)
