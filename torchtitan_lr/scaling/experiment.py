@@ -70,7 +70,8 @@ class Experiment:
         seeds: ``debug.seed`` of the repetitions.
         tokens_per_parameter: The budgets; parameters N are those without embedding and head.
         equal: What families share at a size and budget: ``tokens_per_parameter`` (each of its own
-            N), or ``tokens`` or ``flops`` of the ``reference``.
+            N), ``tokens`` or ``flops`` of the ``reference``, or ``both`` of these, one run each.
+            Searches are at equal tokens then.
         reference: The family with which the others are compared; the first by default.
         learning_rates: Values to try, ascending; one value is used without a search.
         search: Sizes at which they are tried; empty for all. Beyond them the rate is on a line
@@ -86,7 +87,7 @@ class Experiment:
     ranks: int = 1
     seeds: list[int] = field(default_factory=lambda: [0])
     tokens_per_parameter: list[float] = field(default_factory=lambda: [20.0])
-    equal: Literal["tokens_per_parameter", "tokens", "flops"] = "tokens_per_parameter"
+    equal: Literal["tokens_per_parameter", "tokens", "flops", "both"] = "tokens_per_parameter"
     reference: str = ""
     learning_rates: list[float] = field(default_factory=lambda: [1e-3])
     search: list[str] = field(default_factory=list)

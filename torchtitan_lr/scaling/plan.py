@@ -58,6 +58,10 @@ class Plan:
         experiment: The experiment.
         work: Folder of all runs; the models of the sizes are written to ``models`` in it.
 
+    Attributes:
+        costs: By family and size.
+        measures: What families share, in one run of each size, budget and seed for each.
+
     Raises:
         ConfigError: A configuration is not valid, or an override sets a key of the experiment.
     """
@@ -71,6 +75,8 @@ class Plan:
         pairs = [(family, size) for family in experiment.families for size in experiment.sizes]
         self._overrides = {pair: self._model(*pair) for pair in pairs}
         self.costs = {pair: self._cost(*pair) for pair in pairs}
+        equal = experiment.equal
+        self.measures = ["tokens", "flops"] if equal == "both" else [equal]
 
     def _model(self, family: str, size: str) -> list[str]:
         """Return the overrides of a family at a size; write the file of a flavor that is new."""
@@ -111,7 +117,9 @@ class Plan:
         batches = run.microbatches * run.accumulation * run.shard * run.replicas
         return Cost(counted, flops, run.tokens * batches)
 
-    def point(self, family: str, size: str, budget: float, seed: int, rate: float | None) -> Point:
+    def point(
+        self, family: str, size: str, budget: float, seed: int, rate: float | None, equal: str = ""
+    ) -> Point:
         """Return a run as a point of a sweep.
 
         Args:
@@ -120,18 +128,17 @@ class Plan:
             budget: Tokens per parameter.
             seed: ``debug.seed``.
             rate: Learning rate; None where a search is still to choose it.
+            equal: One of the experiment's `measures`; the first by default.
 
         Returns:
             The point; its settings have these, N, the tokens D, and the FLOPs of all ranks.
         """
         experiment, cost = self.experiment, self.costs[family, size]
-        reference = self.costs[experiment.reference, size]
-        own = experiment.equal == "tokens_per_parameter"
-        wanted = budget * (cost if own else reference).counted
-        if experiment.equal == "flops":
-            wanted *= reference.flops_per_token / cost.flops_per_token
-        steps = max(1, round(wanted / cost.tokens_per_step))
+        first, *others = self.measures
+        steps = self._steps(family, size, budget, equal or first)
         name = f"{family}_{size}_{budget:g}_seed{seed}_lr{rate or 0:g}"
+        if equal in others and steps != self._steps(family, size, budget, first):
+            name += f"_{equal}"
         arguments = [
             *("--checkpoint.enable", f"--checkpoint.interval={math.ceil(steps / 4)}"),
             *("--checkpoint.keep_latest_k=2", *self._overrides[family, size]),
@@ -143,9 +150,20 @@ class Plan:
         ]
         tokens = steps * cost.tokens_per_step
         settings = {"family": family, "size": size, "tokens_per_parameter": budget, "seed": seed}
-        settings |= {"learning_rate": rate, "N": cost.counted, "D": tokens}
+        settings |= {"equal": equal or first, "learning_rate": rate}
+        settings |= {"N": cost.counted, "D": tokens}
         settings["FLOPs"] = float(tokens) * cost.flops_per_token
         return Point(name, self._config, arguments, settings, experiment.families[family].ranks)
+
+    def _steps(self, family: str, size: str, budget: float, equal: str) -> int:
+        """Return the steps at which a family shares ``equal`` with the reference."""
+        cost, reference = self.costs[family, size], self.costs[self.experiment.reference, size]
+        wanted = budget * reference.counted
+        if equal == "tokens_per_parameter":
+            wanted = budget * cost.counted
+        if equal == "flops":
+            wanted *= reference.flops_per_token / cost.flops_per_token
+        return max(1, round(wanted / cost.tokens_per_step))
 
     def searches(self) -> dict[tuple[str, str], list[Point]]:
         """Return the points of every search, in the order of the grid."""
@@ -200,8 +218,9 @@ class Plan:
         points = []
         for family, size in self.costs:
             of_size = self.experiment.sizes[size]
-            for budget, seed in product(of_size.budgets, of_size.seeds):
-                points.append(self.point(family, size, budget, seed, rates[family, size]))
+            for budget, equal, seed in product(of_size.budgets, self.measures, of_size.seeds):
+                rate = rates[family, size]
+                points.append(self.point(family, size, budget, seed, rate, equal))
         return points
 
     def points(self, rates: Rates) -> list[Point]:

@@ -19,7 +19,7 @@ Row = Mapping[str, Any]
 
 
 def rows_of(points: Sequence[Point], reference: str) -> list[dict[str, Any]]:
-    """Return one row per family, size and budget.
+    """Return one row per family, size, budget and shared measure.
 
     Args:
         points: Returned by `Plan.main_points`, with the rows of a sweep.
@@ -34,13 +34,14 @@ def rows_of(points: Sequence[Point], reference: str) -> list[dict[str, Any]]:
     for point in points:
         given = dict(point.settings)
         seed = given.pop("seed")
-        key = given["family"], given["size"], given["tokens_per_parameter"]
+        key = given["family"], given["size"], given["tokens_per_parameter"], given["equal"]
         row = rows.setdefault(key, given | {"seeds": 0, "losses": {}})
         row["seeds"] += 1
         if point.row["status"] == FINISHED:
             row["losses"][seed] = point.row["val_loss"]
-    for (family, size, budget), row in rows.items():
-        other = rows[reference, size, budget]["losses"]
+    for (family, *setting), row in rows.items():
+        base = (reference, *setting)
+        other = rows[base]["losses"]
         pairs = [loss - other[seed] for seed, loss in row["losses"].items() if seed in other]
         row["loss"] = student(list(row["losses"].values())) if row["losses"] else None
         row["minus_reference"] = student(pairs) if pairs and family != reference else None
@@ -49,13 +50,13 @@ def rows_of(points: Sequence[Point], reference: str) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[Row], reference: str) -> tuple[list[str], list[list[str]]]:
     """Return the header and the cells of `rows_of`."""
-    header = ["family", "size", "tokens/N", "learning rate", "N", "D", "FLOPs", "seeds"]
+    header = ["family", "size", "tokens/N", "equal", "learning rate", "N", "D", "FLOPs", "seeds"]
     header += ["validation loss [95%]", f"minus {reference} [95%]"]
     cells = []
     for row in rows:
         rate = f"{row['learning_rate']:g}" if row["learning_rate"] else "-"
-        line = [row["family"], row["size"], f"{row['tokens_per_parameter']:g}", rate]
-        line += [f"{row['N']:,}", f"{row['D']:,}", f"{row['FLOPs']:.3g}"]
+        line = [row["family"], row["size"], f"{row['tokens_per_parameter']:g}", row["equal"]]
+        line += [rate, f"{row['N']:,}", f"{row['D']:,}", f"{row['FLOPs']:.3g}"]
         line += [f"{len(row['losses'])}/{row['seeds']}", with_interval(row["loss"], ".4f")]
         cells.append([*line, with_interval(row["minus_reference"], "+.4f")])
     return header, cells

@@ -9,7 +9,7 @@ import pytest
 from tests.commands import ROOT, Command
 from torchtitan_lr.scaling.experiment import read_experiment
 from torchtitan_lr.scaling.plan import Plan
-from torchtitan_lr.scaling.report import fits_of
+from torchtitan_lr.scaling.report import fits_of, rows_of
 
 scaling = Command("scaling")
 
@@ -131,6 +131,27 @@ def test_lengths_by_hand(tmp_path):
         else:
             wanted = cola.counted if equal == "tokens_per_parameter" else n
             assert two["D"] == pytest.approx(4.0 * wanted, rel=0.01)
+
+
+def test_runs_at_equal_tokens_and_at_equal_flops(tmp_path):
+    plan = plan_of(tmp_path, ('name = "x"', 'name = "x"\nequal = "both"'))
+    points = plan.main_points(dict.fromkeys(plan.costs, 1e-3))
+    for point in points:
+        point.row = {"status": "to do"}
+    found = {}
+    for point in points:
+        given = point.settings
+        found[given["family"], given["size"], given["seed"], given["equal"]] = point
+    assert len(found) == len(points) == 2 * 2 * (2 + 1)
+    full, cola = (found[family, "b", 5, "flops"] for family in ("full", "cola"))
+    assert cola.settings["FLOPs"] == pytest.approx(full.settings["FLOPs"], rel=0.05)
+    assert cola.settings["D"] > full.settings["D"]
+    # The reference has one run of both; the searched run is that of equal tokens.
+    assert full.name == found["full", "b", 5, "tokens"].name == "full_b_0.05_seed5_lr0.001"
+    assert cola.name == "cola_b_0.05_seed5_lr0.001_flops"
+    assert found["cola", "a", 0, "tokens"].name in [p.name for p in plan.searches()["cola", "a"]]
+    rows = rows_of(points, "full")
+    assert [row["equal"] for row in rows] == ["tokens", "flops"] * 4
 
 
 def test_a_best_value_is_inside_its_grid(tmp_path):
