@@ -6,6 +6,7 @@ values: the record's key ``changes`` lists them with the step after which the ne
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,10 @@ def read_record(config: Any) -> dict[str, Any]:
 
 
 def data_ranks(config: Any, ranks: int) -> int:
-    """Return the data-parallel degree of a run."""
+    """Return the data-parallel degree of a run: the number of ranks that read different rows."""
     layout = config.parallelism
     others: int = layout.tensor_parallel_degree * layout.pipeline_parallel_degree
-    return max(1, ranks // others)
+    return max(1, ranks // (others * layout.context_parallel_degree))
 
 
 def global_batch_size(config: Any, ranks: int) -> int:
@@ -75,16 +76,17 @@ def changed(record: dict[str, Any], config: Any, ranks: int = 1) -> dict[str, li
     (``tests/unit/training/test_resume.py`` goes through all keys).
 
     Returns:
-        ``[recorded value, value now]`` by dotted key; keys that only one of the two has are left
-        out.
+        ``[recorded value, value now]`` by dotted key; for a key that an earlier version's record
+        lacks, the default is the recorded value.
     """
     now = json.loads(json.dumps(config.to_dict()))  # tuples become lists, as in the record
     pairs: dict[str, list[Any]] = {}
     for section in _SECTIONS:
         before = record.get(section)
         if isinstance(before, dict):  # a damaged record may hold anything
-            here = now.get(section, {})
-            pairs |= {f"{section}.{key}": [before[key], here[key]] for key in here if key in before}
+            defaults = json.loads(json.dumps(asdict(type(getattr(config, section))())))
+            for key, here in now.get(section, {}).items():
+                pairs[f"{section}.{key}"] = [before.get(key, defaults[key]), here]
     # The sequences of all ranks count; the local batch only splits them. The record of an earlier
     # version has the setting alone: for how many sequences a setting of -1 stood is unknown.
     setting = pairs.pop("training.global_batch_size", [-1])[0]
@@ -127,7 +129,10 @@ def write_record(config: Any, step: int, ranks: int = 1) -> dict[str, list[Any]]
     """
     path, found = record_path(config), read_record(config)
     listed = found.get(CHANGES, [])
-    entries = [entry for entry in listed if _is_entry(entry)] if isinstance(listed, list) else []
+    entries = []
+    for entry in listed if isinstance(listed, list) else []:
+        if isinstance(entry, dict) and isinstance(entry.get("after_step"), int):
+            entries.append(entry)
     tables = all(isinstance(found.get(section, {}), dict) for section in _SECTIONS)
     if path.is_file() and not (found and tables and entries == listed):
         aside = path.with_name(f"{path.name}.damaged")
@@ -141,7 +146,3 @@ def write_record(config: Any, step: int, ranks: int = 1) -> dict[str, list[Any]]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(record, indent=2))
     return changes
-
-
-def _is_entry(entry: Any) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("after_step"), int)

@@ -52,10 +52,6 @@ class Setting:
     origin: str
     is_key: bool = True
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields by name, for JSON."""
-        return asdict(self)
-
 
 def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], str]:
     """Read a configuration as a run on this machine would.
@@ -179,11 +175,13 @@ def _with_flavor(settings: list[Setting], config: Any) -> list[Setting]:
 
 
 def _text(value: Any) -> str:
-    """Return a value as TOML; a dictionary or None, which are shown in comments only, as JSON."""
+    """Return a value as TOML; None, which is shown in comments only, as JSON."""
     if isinstance(value, bool) or value is None:
         return json.dumps(value)
     if isinstance(value, float):
         return repr(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_text(item) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_text(item)}' for key, item in value.items())}}}"
     return json.dumps(value, ensure_ascii=False)

@@ -37,6 +37,9 @@ MODELS = ("llama_full", "llama_svd", "llama_cola", "llama_lax")
 ITS_MODULE = "--experimental.custom_import=MODULE of the module that registers it"
 """Names the remedy where a family or a plan is unknown."""
 
+CODEC_NAMES = ["none", "sparse", "sketch"]
+"""Values of ``grad_compression.codec``; registering a codec adds its name."""
+
 AC_MODES = ["selective", "full", "memory_budget", "none", "low_rank"]
 """Values of ``activation_checkpoint.mode``."""
 
@@ -266,7 +269,19 @@ class Optimizer:
     """Decay of the second moment."""
 
     weight_decay: Annotated[float, FINITE] = 0.01
-    """Decoupled weight decay, applied to every parameter."""
+    """Decoupled weight decay."""
+
+    weight_decay_on: Literal["all", "matrices"] = "all"
+    """What `weight_decay` shrinks:
+    - 'all': every parameter
+    - 'matrices': all but norms and gates"""
+
+    groups: list[dict[str, str | float]] = field(default_factory=list)
+    """Other rates for some parameters: a table ``[[optimizer.groups]]`` for each group, with the
+    keys ``pattern``, ``lr_multiplier`` and ``weight_decay_multiplier`` (factors on the learning
+    rate and on ``weight_decay``; 1 by default). A pattern is a regular expression, found anywhere
+    in a name such as ``layers.0.attention.wq.A.weight``. A parameter belongs to the first group
+    whose pattern is in its name. All groups follow one schedule."""
 
     tsr_rank: Annotated[int, at_least(1)] = 128
     """TSRAdam: rank r of the cores, at most the shorter side of every compressed matrix."""
@@ -352,11 +367,12 @@ class Caat:
 class GradCompression:
     """The section ``[grad_compression]``: compressed gradients for slow networks (TAGC)."""
 
-    codec: Literal["none", "sparse", "sketch"] = "none"
+    codec: Annotated[str, CODEC_NAMES] = "none"
     """How gradients are reduced over FSDP's shards or, under HSDP, over its replicas:
     - 'none': by FSDP2
     - 'sparse': a bitmap and the largest values, 1 + 32(1 - theta) bits per parameter, exact
     - 'sketch': an index and a count sketch, 1 + 32/c bits per parameter; needs a sparse union
+    - the name of a codec that ``experimental.custom_import`` registers
 
     Under HSDP the sums are sent back to all replicas, min(32, 1 + 32·replicas(1 - theta)) more
     bits. Entries that are not sent are added to the next gradient; these residuals take the memory

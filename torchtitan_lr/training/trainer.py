@@ -28,8 +28,10 @@ from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.gradients import Gradients, StoredGradients
-from torchtitan_lr.optim.tsr.container import TSROptimizers
+from torchtitan_lr.optim.groups import ParameterGroups
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
+from torchtitan_lr.optim.tsr.container import TSROptimizers
+from torchtitan_lr.parallel.context import context_ranks
 from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, ParallelDims, dist_utils
@@ -74,6 +76,7 @@ class Trainer(TitanTrainer):
         self._losses: list[torch.Tensor] = []  # of the steps since the last logged one
         self._first_step = 0
         self._ledger: CommLedger | None = None
+        self._groups = ParameterGroups.from_config(job_config.optimizer)
         # Prevent upstream from writing the record now: the checkpoint check may still raise, and
         # must leave the record of the existing checkpoints unchanged.
         record_file, job_config.job.save_config_file = job_config.job.save_config_file, None
@@ -125,7 +128,8 @@ class Trainer(TitanTrainer):
             reader=StepReader(
                 self.dataloader,
                 self.device,
-                dims.non_data_parallel_size,
+                dims.tp * dims.pp,
+                context_ranks(dims),
                 self.metrics_processor.data_loading_times,
             ),
             compressors=self._residuals.compressors,
@@ -146,7 +150,7 @@ class Trainer(TitanTrainer):
                 self.gc_handler.run(self.step)
                 self.train_step(batches)
                 self.checkpointer.save(self.step, last_step=self.step == config.training.steps)
-                if self._validates():
+                if config.validation.enable and self.validator.should_validate(self.step):
                     self.validator.validate(self.model_parts, self.step)
                 for profiler in profiling:
                     profiler.step()
@@ -164,10 +168,6 @@ class Trainer(TitanTrainer):
         self.metrics_processor.start_after(self.step)
         self._report_start()
         self._make_up_for_validation()
-
-    def _validates(self) -> bool:
-        """Return whether a validation follows the step."""
-        return self.job_config.validation.enable and self.validator.should_validate(self.step)
 
     def _report_end(self) -> None:
         """Write the summary of a run that is complete, or say how a stopped one goes on."""
@@ -215,12 +215,14 @@ class Trainer(TitanTrainer):
         self.metrics_processor.resume()
         step = self.running_step
         another_follows = self.step < self.job_config.training.steps
-        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        lr, schedule = self.job_config.optimizer.lr, self.lr_schedulers.schedulers[0]
+        rates = self._groups.rates(lr, schedule)
         try:
             data = step.take(data_iterator)
         except BadDataError as error:
             raise self._saved_before(error) from error
-        read = sum(labels.numel() for _, labels in data.microbatches)
+        # Of whole rows, which context-parallel ranks share.
+        read = sum(labels.numel() for _, labels in data.microbatches) * self.parallel_dims.cp
         self.ntokens_seen += read
         self.metrics_processor.ntokens_since_last_log += read
 
@@ -238,7 +240,7 @@ class Trainer(TitanTrainer):
         self._losses.append(step.loss)  # on the device: the host does not wait for it
         self._settle()
         if logs:
-            self._log_step(lr)
+            self._log_step(rates)
         # Validation and saving, until the next step, do not count as training time.
         self.metrics_processor.pause()
 
@@ -355,7 +357,7 @@ class Trainer(TitanTrainer):
         how += ": repair it and run the same command again"
         return BadDataError(f"step {failed}: {error}; {how}")
 
-    def _log_step(self, lr: float) -> None:
+    def _log_step(self, rates: dict[str, float]) -> None:
         """Log the step that has ended; call it on every rank."""
         data, loss = self.running_step.data, self.running_step.loss.clone()
         mesh = self.parallel_dims.get_optional_mesh("loss")
@@ -379,7 +381,7 @@ class Trainer(TitanTrainer):
             self.running_step.verdict.norm.item(),
             extra_metrics={
                 "n_tokens_seen": self.ntokens_seen * self._batch_degree,
-                "lr": lr,
+                **rates,
                 history.INTERVAL_LOSS: dist_utils.dist_sum(since_last, mesh),
                 "skipped_steps": self.skipped_steps,
                 **self.running_step.reader.metrics(),
@@ -424,7 +426,7 @@ class Trainer(TitanTrainer):
 
 def described_layout(dims: ParallelDims) -> str:
     """Return the parallel degrees in words, such as ``4 ranks (dp_shard 2, tp 2)``."""
-    names = ("dp_replicate", "dp_shard", "tp", "pp")
+    names = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
     degrees = ((name, getattr(dims, name)) for name in names)
     split = ", ".join(f"{name} {degree}" for name, degree in degrees if degree > 1)
     return "1 rank" if dims.world_size == 1 else f"{dims.world_size} ranks ({split})"

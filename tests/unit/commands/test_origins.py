@@ -4,9 +4,10 @@
 import dataclasses
 
 import pytest
+import tomli
 
 from tests.support.nightly import nightly
-from torchtitan_lr.commands.origins import as_toml, read_origins
+from torchtitan_lr.commands.origins import Setting, as_toml, read_origins
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.paths import shipped_configs
 from torchtitan_lr.launch import placement
@@ -120,6 +121,14 @@ def test_what_is_shown_configures_the_same_run(name, tmp_path):
     # What the ranks here cannot run is shown too.
     if before.parallelism.tensor_parallel_degree > 4:
         assert note.startswith("note: it does not run here: parallelism.tensor_parallel_degree")
+
+
+@pytest.mark.parametrize("key", ["optimizer.groups", "training.mixture"])
+def test_tables_in_lists_are_shown_as_toml(key, tmp_path):
+    tables = [{"pattern": r"\.A\.", "lr_multiplier": 0.5}, {"dataset": 'a "b"'}]
+    shown = tomli.loads(as_toml([Setting(key, tables, "default")]))
+    section, _, name = key.partition(".")
+    assert shown[section][name] == tables
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
 
 from torchtitan_lr.checkpoints.folders import complete_steps
+from torchtitan_lr.config.build import config_class
 from torchtitan_lr.console.log import console
 from torchtitan_lr.errors import ConfigError, RunFailedError
-from torchtitan_lr.titan.base import JobConfig
 from torchtitan_lr.training.checkpoint import CheckpointManager
 from torchtitan_lr.training.register import build_optimizers
 
@@ -34,7 +34,7 @@ class Killed(Exception):
 def manager(tmp_path: Path, cls: type[Any], keep: int = 10, mode: str = "disabled") -> Any:
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 3)
-    config = JobConfig()
+    config = config_class()()
     config.checkpoint.enable = True
     config.checkpoint.interval = 1
     config.checkpoint.keep_latest_k = keep

@@ -24,11 +24,15 @@ BASE = {
     "training.shuffle_seed": 1,
     "training.max_norm": 1e9,
     "optimizer.lr": 0.02,
+    "optimizer.groups": r"""[
+        {pattern = "norm", weight_decay_multiplier = 9}, {pattern = '\.B\.', lr_multiplier = 0.5}
+    ]""",
     "lr_scheduler.warmup_steps": 1,
     "lr_scheduler.decay_ratio": 0.75,
 }
 TSR = {
     "optimizer.name": "TSRAdam",
+    "optimizer.groups": "[]",
     "optimizer.tsr_rank": 2,
     "optimizer.tsr_embedding_rank": 3,
     "optimizer.tsr_refresh_interval": 4,
@@ -45,10 +49,12 @@ ADAM = {
     "optimizer.beta2": 0.9,
     "optimizer.eps": 1e-3,
     "optimizer.weight_decay": 0.5,
+    "optimizer.weight_decay_on": "matrices",
 }
 APPLIED = {
     "adam": ADAM
     | {
+        "optimizer.groups": "[]",
         "optimizer.name": "Adam",
         "lr_scheduler.warmup_steps": 4,
         "lr_scheduler.total_steps": 9,
@@ -65,6 +71,7 @@ APPLIED = {
     },
     "tsr": ADAM
     | {
+        "optimizer.groups": "[{pattern = 'attention', lr_multiplier = 2}]",
         "optimizer.tsr_scale": 0.1,
         "optimizer.tsr_refresh_interval": 2,
         "optimizer.tsr_embedding_refresh_interval": 1,
@@ -172,8 +179,11 @@ ELSEWHERE = {
 
 
 def trainer_of(folder, recipe, **changes):
-    options = [f"--{key}={value}" for key, value in {**recipe, **changes}.items()]
-    return tiny_trainer(folder, *options, exact=False)
+    values = {**recipe, **changes}
+    tables = Path(tempfile.mkdtemp()) / "groups.toml"  # a command line has no tables
+    tables.write_text(f"optimizer.groups = {values.pop('optimizer.groups')}")
+    options = [f"--{key}={value}" for key, value in values.items()]
+    return tiny_trainer(folder, f"--job.config_file={tables}", *options, exact=False)
 
 
 def two_steps(trainer):
@@ -199,7 +209,7 @@ def stopped(name):
         trainer.write_record()
         trainer.checkpointer.save(2, last_step=True)
         (optimizer,) = trainer.optimizers
-        states = [optimizer.state[p] for p in optimizer.param_groups[0]["params"]]
+        states = [optimizer.state[p] for p in trainer.model_parts[0].parameters()]
         return recipe, folder, copy.deepcopy((weights, states))
 
 
@@ -217,7 +227,7 @@ def own_training(name, key, value):
     recipe, folder, (weights, states) = stopped(name)
     with trainer_of(folder / "own", recipe, **{key: value}) as trainer:
         (optimizer,) = trainer.optimizers
-        parameters = optimizer.param_groups[0]["params"]
+        parameters = trainer.model_parts[0].parameters()
         for parameter, weight, saved in zip(parameters, weights, states, strict=True):
             local_part(parameter.detach()).copy_(weight)
             own = optimizer.state[parameter]

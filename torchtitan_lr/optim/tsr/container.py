@@ -8,6 +8,7 @@ from torch import nn
 
 from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.optim.groups import ONE_GROUP, ParameterGroups
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.titan import logger
@@ -26,6 +27,7 @@ class TSROptimizers(OptimizersContainer):
         defaults: ``lr``, ``beta1``, ``beta2``, ``eps`` and ``weight_decay``.
         replicas: Ranks with equal parameters and different data.
         stages: Pipeline ranks.
+        groups: Groups of parameters with rates of their own.
 
     Attributes:
         gradients: The optimizer, which is also the `Gradients` of a step.
@@ -38,12 +40,13 @@ class TSROptimizers(OptimizersContainer):
         defaults: dict[str, float],
         replicas: dist.ProcessGroup | None = None,
         stages: dist.ProcessGroup | None = None,
+        groups: ParameterGroups = ONE_GROUP,
     ) -> None:
         self.model_parts = model_parts
         parts = []
         for part in model_parts:
             trained = [(clean_name(n), p) for n, p in part.named_parameters() if p.requires_grad]
-            parts.append({"params": trained})
+            parts += groups.split(trained, defaults["lr"], defaults["weight_decay"])
         self.gradients = TSRAdam(
             parts, settings, **defaults, group=replicas, stages=stages, average=False
         )

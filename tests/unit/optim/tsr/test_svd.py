@@ -9,6 +9,7 @@ from torchtitan_lr.optim.tsr.svd import (
     _small_svd,
     draw_basis,
     draw_sketches,
+    gram_qr,
     randomized_svd,
     tsqr,
 )
@@ -152,6 +153,37 @@ def split_solve(blocks_of, whole, mesh_dim_count=1):
             answers = [(stacked, i) for i in range(len(ranks))]
         else:
             answers = [None] * len(ranks)
+
+
+@pytest.mark.parametrize("condition", [1e0, 1e3, 1e5])
+def test_gram_qr_is_as_exact_as_householders(condition):
+    """A GPU's way, in fp32: the factorization with a positive diagonal is unique."""
+    ratio = condition ** (-1 / 15)
+    wide = torch.stack([decaying(60, 16, ratio=ratio, seed=seed) for seed in range(3)])
+    tall = wide.float()
+    q, r = gram_qr(tall)
+    assert q.dtype == r.dtype == torch.float32
+    eye = torch.eye(16).expand(3, 16, 16)
+    torch.testing.assert_close(q.mT @ q, eye, rtol=0, atol=1e-6)
+    torch.testing.assert_close(q @ r, tall, rtol=0, atol=3e-7)
+    exact_q, exact_r = torch.linalg.qr(tall.double())
+    signs = exact_r.diagonal(dim1=1, dim2=2).sign()
+    torch.testing.assert_close(q.double(), exact_q * signs[:, None], rtol=0, atol=1e-6)
+    # In fp32 the squared condition number has no digits left.
+    gram = tall.mT @ tall
+    narrow = torch.linalg.cholesky_ex(gram, upper=True).L
+    worse = torch.linalg.solve_triangular(narrow, tall, upper=True, left=False)
+    assert condition == 1 or not (worse.mT @ worse - eye).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_gram_qr_of_fewer_directions_than_columns(rank):
+    tall = (draw(2, 40, rank) @ draw(2, rank, 8, seed=1)).float()
+    q, r = gram_qr(tall)
+    torch.testing.assert_close(q @ r, tall, rtol=0, atol=1e-5)
+    values = torch.linalg.svdvals(q)
+    torch.testing.assert_close(values[:, :rank], torch.ones(2, rank), rtol=0, atol=1e-5)
+    assert values.isfinite().all() and (values < 1 + 1e-5).all()
 
 
 @pytest.mark.parametrize("rows", [(4, 4, 4), (9, 2, 1), (7, 5, 0)])

@@ -1,0 +1,131 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Groups of parameters, by what a step does to the weights."""
+
+import json
+
+import pytest
+
+from tests.unit.tiny_trainer import history, tiny_trainer
+from torchtitan_lr.checkpoints.run_record import changed
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.errors import ConfigError
+
+OPTIMIZERS = ["AdamW", "TSRAdam"]
+OPTIONS = [
+    *("--optimizer.lr=0.125", "--optimizer.weight_decay=0.5", "--lr_scheduler.warmup_steps=2"),
+    *("--training.max_norm=1e9", "--optimizer.tsr_rank=2", "--optimizer.tsr_embedding_rank=2"),
+]
+GROUPS = r"""
+[[optimizer.groups]]
+pattern = 'wq\.A'
+lr_multiplier = 0
+
+[[optimizer.groups]]
+pattern = '\.A\.'  # not wq's, which an earlier group has
+lr_multiplier = 4
+weight_decay_multiplier = 0
+
+[[optimizer.groups]]
+pattern = 'norm'
+weight_decay_multiplier = 2
+"""
+
+
+def written(folder, text):
+    path = folder / "groups.toml"
+    path.write_text(text)
+    return f"--job.config_file={path}"
+
+
+def steps(folder, *options, count=1):
+    """Weights before and after some steps, and what was logged; no gradient comes from the data."""
+    with tiny_trainer(folder, *OPTIONS, *options) as trainer:
+        model = trainer.model_parts[0]
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        batches = iter(trainer.dataloader)
+        for _ in range(count):
+            trainer.step += 1
+            trainer.train_step(batches)
+        after = {name: p.detach().clone() for name, p in model.named_parameters()}
+        return before, after, history(trainer)
+
+
+def own_rate(name):
+    """Factors on learning rate and weight decay, by hand."""
+    if "wq.A" in name:
+        return 0, 1
+    if ".A." in name:
+        return 4, 0
+    return (1, 2) if "norm" in name else (1, 1)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_parameter_has_the_rates_of_its_first_group(name, tmp_path):
+    """A step with groups is, parameter by parameter, one of a run that has these rates for all."""
+    named = f"--optimizer.name={name}"
+    before, found, _ = steps(tmp_path, named, written(tmp_path, GROUPS))
+    for factors in ((0, 1), (4, 0), (1, 2), (1, 1)):
+        rate, decay = 0.125 * factors[0], 0.5 * factors[1]
+        options = [named, f"--optimizer.lr={rate or 1e-300}", f"--optimizer.weight_decay={decay}"]
+        _, expected, _ = steps(tmp_path / f"{factors}", *options)
+        chosen = [parameter for parameter in found if own_rate(parameter) == factors]
+        assert chosen
+        for parameter in chosen:
+            assert found[parameter].equal(expected[parameter]), parameter
+            assert rate == 0 or not found[parameter].equal(before[parameter])
+
+
+def test_norms_and_gates_need_not_decay(tmp_path):
+    lax = ["--optimizer.lr=1e-3", "--optimizer.beta1=0"]
+    _, all_decay, _ = steps(tmp_path / "all", *lax)
+    _, found, _ = steps(tmp_path / "matrices", *lax, "--optimizer.weight_decay_on=matrices")
+    _, without, _ = steps(tmp_path / "none", *lax, "--optimizer.weight_decay=0")
+    for parameter, weights in found.items():
+        same, other = (all_decay, without) if weights.dim() == 2 else (without, all_decay)
+        assert weights.equal(same[parameter])
+        assert not weights.equal(other[parameter])
+
+
+def test_all_groups_follow_the_schedule_and_are_logged(tmp_path):
+    _, _, records = steps(tmp_path, written(tmp_path, GROUPS), count=3)
+    rates = [record["lr"] for record in records]
+    assert rates[:2] == [0.0625, 0.125]
+    for pattern, factor in ((r"wq\.A", 0), (r"\.A\.", 4), ("norm", 1)):
+        assert [record[f"lr/{pattern}"] for record in records] == [factor * r for r in rates]
+
+
+REFUSED = [
+    ("pattern = 'wqq'", "[0].pattern: got 'wqq', expected a regular expression that is found in"),
+    ("pattern = '['", "[0].pattern: got '[', expected a regular expression such as"),
+    ("lr_multiplier = 2", "[0].pattern: got '', expected a regular expression such as"),
+    ("pattern = 'norm'\nlr = 3", "[0].lr: got 3, expected one of pattern, lr_multiplier, weight"),
+    ("pattern = 'norm'\nlr_multiplier = -1", "[0].lr_multiplier: got -1, expected a factor of at"),
+    ("pattern = 'norm'\nlr_multiplier = true", "[0].lr_multiplier: got True, expected a factor"),
+    (
+        "pattern = 'w'\n[[optimizer.groups]]\npattern = 'wo'",
+        "[1].pattern: got 'wo', expected a table above those whose patterns take all of its",
+    ),
+]
+
+
+@pytest.mark.parametrize(("table", "message"), REFUSED)
+def test_what_no_run_can_have_is_refused(table, message, tmp_path):
+    options = [written(tmp_path, f"[[optimizer.groups]]\n{table}"), f"--job.dump_folder={tmp_path}"]
+    with pytest.raises(ConfigError) as error:
+        check_job_config(build_job_config(options), 1, "cpu", data="none")
+    assert str(error.value).startswith(f"optimizer.groups{message}")
+
+
+def test_a_command_line_has_no_tables():
+    with pytest.raises(ConfigError, match=r"groups: got 'norm', expected a list of tables \[\[..."):
+        build_job_config(["--optimizer.groups=norm"])
+
+
+def test_a_record_without_the_key_had_no_groups(tmp_path):
+    config = build_job_config([written(tmp_path, GROUPS)])
+    record = json.loads(json.dumps(build_job_config([]).to_dict()))
+    was, now = changed(record, config)["optimizer.groups"]
+    assert was == [] and [table["pattern"] for table in now] == [r"wq\.A", r"\.A\.", "norm"]
+    del record["optimizer"]["groups"]
+    assert changed(record, config)["optimizer.groups"] == [was, now]

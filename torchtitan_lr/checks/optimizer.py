@@ -1,0 +1,25 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Checks of ``[optimizer]`` against the model."""
+
+from typing import Any
+
+from torchtitan_lr.errors import require
+from torchtitan_lr.models.configured import llama_args, model_shapes
+
+
+def check_groups(config: Any, world_size: int, device_type: str) -> None:
+    """Check that every table of ``[[optimizer.groups]]`` has a parameter of the whole model."""
+    from torchtitan_lr.compression.settings import merged
+    from torchtitan_lr.optim.groups import KEY, ONE_GROUP, ParameterGroups, check_names
+
+    section = config.optimizer
+    groups = ParameterGroups.from_config(section)
+    if groups == ONE_GROUP:
+        return
+    args = llama_args(config)
+    want = f"none with model.name = {config.model.name!r}, whose package builds its own optimizer"
+    require(args is not None or not section.groups, KEY, section.groups, want)
+    key, decay_on = "optimizer.weight_decay_on", section.weight_decay_on
+    require(args is not None, key, decay_on, want.replace("none", "'all'"))
+    names = list(model_shapes(args))
+    check_names(names, groups, merged(names))
