@@ -162,6 +162,7 @@ def measured(four_ranks: RankPool, eight_ranks: RankPool) -> Callable[[str], lis
 
 
 SELDOM = ("fsdp4", "pp2_fsdp2", "pp2_replicate2", "tsr_tp2_fsdp2", "tagc_small_units")
+SELDOM += ("lora_muon_btp4", "lora_muon_hsdp2x2")
 USUAL = [*(name for name in RUNS if name not in SELDOM), *nightly(*SELDOM)]
 
 
@@ -176,6 +177,17 @@ def test_bytes_sent(name: str, runs: dict[str, Run], measured: Any) -> None:
         # The control: another dtype on the wire is noticed.
         wrong = run.wire_dtypes | dict.fromkeys(("activation", "parameter"), "float64")
         assert rank["sent"] != bytes_by_dim(traffic, wrong)
+
+
+OF_SPECTRAL = ("muon_full_fsdp4", "muon_cola_btp_fsdp2", "spectron_vanilla_fsdp2")
+
+
+@pytest.mark.parametrize("name", [*OF_SPECTRAL, *nightly("lora_muon_btp4", "lora_muon_hsdp2x2")])
+def test_every_row_of_a_spectral_step(name: str, runs: dict[str, Run], measured: Any) -> None:
+    """Also which mesh dimensions a message spans, and that it is one."""
+    run, rows = runs[name], measured(name)[0]["rows"]
+    assert any(row["scope"] == "optimizer" for row in rows)
+    assert differences(compare(rows, step_traffic(run, 0), run.wire_dtypes)) == []
 
 
 CHECKPOINTED = ("btp_fsdp2", "vanilla_fsdp2", "btp_every_second_block")
