@@ -268,10 +268,13 @@ class Optimizer:
     weight_decay: Annotated[float, FINITE] = 0.01
     """Decoupled weight decay."""
 
-    weight_decay_on: Literal["all", "matrices"] = "all"
-    """What `weight_decay` shrinks:
+    weight_decay_on: Literal["all", "matrices", "products"] = "all"
+    """What `weight_decay` λ shrinks:
     - 'all': every parameter
-    - 'matrices': all but norms and gates"""
+    - 'matrices': all but norms and gates
+    - 'products': as 'matrices', but in the place of the factors A and B of a linear their product,
+      by the penalty λ/2·|BA|² (Frobenius): A ← A - ηλ·BᵀB A, B ← B - ηλ·B AAᵀ. So it is with CoLA
+      too, which has an activation between A and B. Ranks sum r×r Gram matrices for it."""
 
     groups: list[dict[str, str | float]] = field(default_factory=list)
     """Other rates for some parameters: a table ``[[optimizer.groups]]`` for each group, with the

@@ -1,0 +1,57 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Weight decay of B A, against autograd's gradient of the penalty."""
+
+import pytest
+import torch
+
+from tests.unit.optim.test_groups import OPTIMIZERS, steps, written
+
+RATE, DECAY = 0.125, 0.5  # those of `steps`
+PRODUCTS = "--optimizer.weight_decay_on=products"
+
+
+def gradients(weights):
+    """The gradient of the penalty by name, for the factors of every linear."""
+    found = {}
+    for name in [name for name in weights if name.endswith(".A.weight")]:
+        other = name.replace(".A.", ".B.")
+        A, B = (weights[factor].clone().requires_grad_() for factor in (name, other))
+        (0.5 * (B @ A).square().sum()).backward()
+        found |= {name: A.grad, other: B.grad}
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_step_is_the_penaltys_gradient(name, tmp_path):
+    options = [f"--optimizer.name={name}"]
+    before, found, _ = steps(tmp_path / "on", *options, PRODUCTS)
+    _, without, _ = steps(tmp_path / "off", *options, "--optimizer.weight_decay=0")
+    penalty = gradients(before)
+    assert len(penalty) == 14
+    for parameter, weights in found.items():
+        expected = torch.zeros_like(weights)
+        if parameter in penalty:
+            expected = -RATE * DECAY * penalty[parameter]
+        elif weights.dim() == 2:
+            expected = -RATE * DECAY * before[parameter]
+        torch.testing.assert_close(weights - without[parameter], expected, atol=1e-14, rtol=1e-9)
+
+
+def test_each_factor_has_the_rates_of_its_group(tmp_path):
+    tables = r"""
+    [[optimizer.groups]]
+    pattern = 'wq\.A'
+    weight_decay_multiplier = 3
+    [[optimizer.groups]]
+    pattern = 'wq\.B'
+    lr_multiplier = 2
+    """
+    before, found, _ = steps(tmp_path / "on", PRODUCTS, written(tmp_path, tables))
+    off = ["--optimizer.weight_decay=0", written(tmp_path, tables)]
+    _, without, _ = steps(tmp_path / "off", *off)
+    penalty = gradients(before)
+    for factor, times in (("wq.A", 3), ("wq.B", 2), ("wk.A", 1)):
+        parameter = f"layers.0.attention.{factor}.weight"
+        expected = -RATE * DECAY * times * penalty[parameter]
+        change = found[parameter] - without[parameter]
+        torch.testing.assert_close(change, expected, atol=1e-14, rtol=1e-9)
