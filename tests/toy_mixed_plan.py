@@ -5,7 +5,6 @@ Every rank has the whole of attention and repeats it. The feed-forward is split 
 and at full rank as by ``megatron``. A run names this module by ``experimental.custom_import``.
 """
 
-import torchtitan_lr.training.register  # noqa: F401  # the models, as the default module does
 from torchtitan_lr.formulas.tensor_parallel import FORMULAS, PlanFormula
 from torchtitan_lr.formulas.traffic import backward, forward
 from torchtitan_lr.parallel.edge import MixEdge, WholeDense, WholeDown, WholeUp

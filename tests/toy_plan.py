@@ -10,7 +10,6 @@ from math import prod
 import torch.nn.functional as F
 from torch.distributed.tensor import Shard
 
-import torchtitan_lr.training.register  # noqa: F401  # the models, as the default module does
 from torchtitan_lr.collectives import local
 from torchtitan_lr.formulas.data_parallel import named_parameters
 from torchtitan_lr.formulas.tensor_parallel import FORMULAS, PlanFormula

@@ -21,6 +21,8 @@ with collector_off():
 
     import torch
 
+    # Our models, also where `experimental.custom_import` names another module.
+    import torchtitan_lr.training.register  # noqa: F401
     from torchtitan_lr.training.trainer import Trainer
 
 from torchtitan_lr.checks.job import check_job_config

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Plans that are registered from outside the package train, and send what their formulas say.
+"""Plans and a family from outside the package train, and send what their formulas say.
 
 The modules are imported on the ranks only: a registered plan stays for the process's life.
 """
@@ -28,12 +28,15 @@ CASES = [
     Case("svd", replace(MIXED, grouping=False)),
     Case("lax", MIXED, degree=2, gate="scalar"),
     Case("full", DENSE, degree=2),
+    *(Case("tanh", TPSettings(plan)) for plan in ("btp", "vanilla", "gathered")),
+    Case("tanh", TPSettings("btp", comm="sequence")),
 ]
 RUN = ["--training.steps=3"]
 LAYOUT = ["--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=4"]
 
 
 def with_toy(function: Callable[..., Any], *args: Any) -> Any:
+    importlib.import_module("tests.toy_family")
     importlib.import_module("tests.toy_plan")
     importlib.import_module("tests.toy_mixed_plan")
     return function(*args)

@@ -85,7 +85,7 @@ def model_args(case: Case) -> LlamaArgs:
         norm_eps=1e-2,  # large enough to detect that it is applied twice
         rank_attention=12 if low_rank else 0,
         rank_ffn=20 if low_rank else 0,
-        activation="fullrank" if case.family in ("full", "svd") else "both",
+        activation="fullrank" if case.family in ("full", "svd", "tanh") else "both",
         lax_gate=case.gate,
         lanes=case.lanes,
         sync_fraction=case.fraction,

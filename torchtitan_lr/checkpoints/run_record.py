@@ -56,10 +56,10 @@ def read_record(config: Any) -> dict[str, Any]:
 
 
 def data_ranks(config: Any, ranks: int) -> int:
-    """Return the data-parallel degree of a run."""
+    """Return the data-parallel degree of a run: the number of ranks that read different rows."""
     layout = config.parallelism
     others: int = layout.tensor_parallel_degree * layout.pipeline_parallel_degree
-    return max(1, ranks // others)
+    return max(1, ranks // (others * layout.context_parallel_degree))
 
 
 def global_batch_size(config: Any, ranks: int) -> int:
@@ -129,7 +129,10 @@ def write_record(config: Any, step: int, ranks: int = 1) -> dict[str, list[Any]]
     """
     path, found = record_path(config), read_record(config)
     listed = found.get(CHANGES, [])
-    entries = [entry for entry in listed if _is_entry(entry)] if isinstance(listed, list) else []
+    entries = []
+    for entry in listed if isinstance(listed, list) else []:
+        if isinstance(entry, dict) and isinstance(entry.get("after_step"), int):
+            entries.append(entry)
     tables = all(isinstance(found.get(section, {}), dict) for section in _SECTIONS)
     if path.is_file() and not (found and tables and entries == listed):
         aside = path.with_name(f"{path.name}.damaged")
@@ -143,7 +146,3 @@ def write_record(config: Any, step: int, ranks: int = 1) -> dict[str, list[Any]]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(record, indent=2))
     return changes
-
-
-def _is_entry(entry: Any) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("after_step"), int)

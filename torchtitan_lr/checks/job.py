@@ -17,7 +17,13 @@ from torchtitan_lr.checks.stored import (
     check_stored_optimizer,
     check_stored_states,
 )
-from torchtitan_lr.checks.support import check_compile, check_cpu, check_parallelism, check_plans
+from torchtitan_lr.checks.support import (
+    check_compile,
+    check_context,
+    check_cpu,
+    check_parallelism,
+    check_plans,
+)
 from torchtitan_lr.checks.values import (
     check_checkpoint,
     check_corpora,
@@ -35,7 +41,7 @@ _CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
     *(check_parallelism, check_compile, check_cpu, check_training, check_dump_folder),
     *(check_checkpoint, check_model, check_groups, check_vocabulary, check_corpora),
     *(check_stored_model, check_stored_optimizer),
-    *(check_plans, check_pipeline, check_grad_compression, check_memory),
+    *(check_context, check_plans, check_pipeline, check_grad_compression, check_memory),
     *(check_data, check_stored_states),
 )
 _OF_TOKENS = {check_data, check_stored_states}

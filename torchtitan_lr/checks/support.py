@@ -14,10 +14,11 @@ from torchtitan_lr.titan import logger
 
 
 def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
-    """Check that the data, tensor and pipeline degrees multiply to the world size."""
+    """Check that the degrees of parallelism multiply to the world size."""
     sections = config.parallelism
     rest, others = world_size, []
-    for name in ("tensor_parallel", "pipeline_parallel", "data_parallel_replicate"):
+    names = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel_replicate")
+    for name in names:
         degree = getattr(sections, f"{name}_degree")
         if degree <= 0 or rest % degree:
             # Up to the square root only: a typing error may ask for 10**12 ranks.
@@ -57,6 +58,32 @@ def check_plans(config: Any, world_size: int, device_type: str) -> None:
         )
     if tsr:
         plan_matrices(model_shapes(args), TSRSettings.from_config(config.optimizer))
+
+
+def check_context(config: Any, world_size: int, device_type: str) -> None:
+    """Check that context-parallel ranks can share every row, and that they have the kernels."""
+    parallelism, training = config.parallelism, config.training
+    degree, key = parallelism.context_parallel_degree, "parallelism.context_parallel_degree"
+    if degree == 1:
+        return
+    require(llama_args(config) is not None, key, degree, "1 for a model of another package")
+    require(device_type != "xpu", key, degree, "1 on an XPU: only CUDA and a CPU are supported")
+    # The other kernels materialize the mask, or ignore that queries are grouped.
+    fits = device_type != "cuda" or training.mixed_precision_param != "float32"
+    want = f"'bfloat16' with {key} = {degree} on a GPU: flash attention has no float32"
+    require(fits, "training.mixed_precision_param", "float32", want)
+    unit, product = 2 * degree, f"2 * {key} ({degree})"
+    if parallelism.tp_comm == "sequence":
+        unit *= parallelism.tensor_parallel_degree
+        product += f" * tensor_parallel_degree ({parallelism.tensor_parallel_degree})"
+        product += " with tp_comm = 'sequence'"
+    rows = {"training": training.seq_len}
+    if config.validation.enable:
+        rows["validation"] = config.validation.seq_len
+    for section, seq_len in rows.items():
+        require(
+            seq_len % unit == 0, f"{section}.seq_len", seq_len, f"a multiple of {unit}: {product}"
+        )
 
 
 def check_compile(config: Any, world_size: int, device_type: str) -> None:

@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, wraps
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -35,12 +35,16 @@ from torch.nn.functional import pad
 
 from torchtitan_lr.compat.collectives import all_gather, reduce_scatter
 from torchtitan_lr.compression.sizes import (
+    FORMULAS,
     HASH_ROWS,
+    CodecFormula,
+    CodecSizes,
     candidates,
     failure_block,
     kept_entries,
     sketch_row,
 )
+from torchtitan_lr.config.schema import CODEC_NAMES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,15 +63,17 @@ class Message:
 
     Args:
         positions: Sent entries (W, k) of every row.
-        values: The values of these entries (W, k).
+        values: The values of these entries (W, k), before any rounding.
         swapped: Tensors (W, a): row i goes to rank i as it is (all-to-all).
         summed: Tensors (W, a): row i is summed over ranks at rank i (reduce-scatter).
+        lost: What rounding takes from the sent values (W, k); None if they are sent exactly.
     """
 
     positions: Tensor
     values: Tensor
     swapped: dict[str, Tensor] = field(default_factory=dict)
     summed: dict[str, Tensor] = field(default_factory=dict)
+    lost: Tensor | None = None
 
 
 @dataclass
@@ -197,18 +203,40 @@ def largest(rows: Tensor, theta: float) -> tuple[Tensor, Tensor]:
 
 
 def left_over(rows: Tensor, message: Message, failed: Tensor | None) -> Tensor:
-    """Return a rank's residual: rows without what it sent; failed blocks count as unsent.
+    """Return a rank's residual: rows without what was received; failed blocks count as unsent.
 
     Args:
         rows: The rows that were encoded (W, m); overwritten.
         message: What the codec made of the rows.
         failed: `Decoded.failed` of every owner (W, v); None if the codec cannot fail.
     """
+    left: Any = 0 if message.lost is None else message.lost
     if failed is None:
-        return rows.scatter_(1, message.positions, 0)
+        return rows.scatter_(1, message.positions, left)
     blocks = unpack(failed, failed.shape[1] * 8)  # (W, 8 v)
     returned = blocks.gather(1, message.positions // failure_block(rows.shape[1]))  # (W, k)
-    return rows.scatter_(1, message.positions, torch.where(returned, message.values, 0))
+    return rows.scatter_(1, message.positions, torch.where(returned, message.values, left))
+
+
+class Codec(Protocol):
+    """What a codec does; an exchange calls both methods on every rank."""
+
+    def encode(self, rows: Tensor, seed: int) -> Message:
+        """Return what this rank sends.
+
+        Args:
+            rows: Gradient plus residual of this rank (W, m), row i for owner i; not overwritten.
+            seed: The step's seed, equal on all ranks.
+        """
+
+    def decode(self, received: Mapping[str, Tensor], m: int, seed: int) -> Decoded:
+        """Return the owner's sum.
+
+        Args:
+            received: Swapped tensors (W, a), row i from rank i, and summed ones (a,), by name.
+            m: Entries of a row.
+            seed: As in `encode`.
+        """
 
 
 @dataclass(frozen=True)
@@ -270,12 +298,7 @@ class SketchCodec:
     rounds: int = ROUNDS
 
     def encode(self, rows: Tensor, seed: int) -> Message:
-        """Choose the entries to send: the index, and a sketch for each owner (W, 3·row).
-
-        Args:
-            rows: Gradient plus residual of this rank (W, m), row i for owner i.
-            seed: The step's seed, equal on all ranks.
-        """
+        """Choose the entries to send: the index, and a sketch for each owner (W, 3·row)."""
         m = rows.shape[1]
         positions, values = largest(rows, self.theta)
         # Zeros are not in the index: with fewer unknowns, peeling is more reliable.
@@ -284,13 +307,7 @@ class SketchCodec:
         return Message(positions, values, {"index": pack(marked)}, {"sketch": cells})
 
     def decode(self, received: Mapping[str, Tensor], m: int, seed: int) -> Decoded:
-        """Peel the summed sketch; the counts are ``unpeeled`` and ``indexed`` entries.
-
-        Args:
-            received: Swapped tensors (W, a), row i from rank i, and summed ones (a,), by name.
-            m: Entries of a row.
-            seed: As in `encode`.
-        """
+        """Peel the summed sketch; the counts are ``unpeeled`` and ``indexed`` entries."""
         marked = unpack(union(received["index"]), m)
         sent = candidates(self.ranks, m, self.theta)
         unknown = marked.nonzero_static(size=sent, fill_value=m).flatten()
@@ -454,4 +471,28 @@ def _loaded(
     return pad(sketch, (0, 1)), load, cells, negative
 
 
-Codec = SketchCodec | SparseCodec
+CODECS: dict[str, Callable[[int, CodecSizes], Codec]] = {
+    "sparse": lambda ranks, sizes: SparseCodec(sizes.theta),
+    "sketch": lambda ranks, sizes: SketchCodec(ranks, sizes.c, sizes.theta),
+}
+"""Builds a codec by its name, given the ranks W and the configured c and θ."""
+
+
+def register_codec(
+    name: str, build: Callable[[int, CodecSizes], Codec], formula: CodecFormula
+) -> None:
+    """Register a codec from outside the package, also as a value of ``grad_compression.codec``.
+
+    Args:
+        name: Its name.
+        build: As in `CODECS`.
+        formula: States what it sends, independently of the codec; the ledger compares.
+
+    Raises:
+        ValueError: Another codec has the name.
+    """
+    if name == "none" or name in CODECS:
+        raise ValueError(f"the name {name!r} of a codec is taken")
+    CODECS[name], FORMULAS[name] = build, formula
+    if name not in CODEC_NAMES:
+        CODEC_NAMES.append(name)

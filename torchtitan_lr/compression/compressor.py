@@ -22,10 +22,8 @@ from torch.nn.functional import pad
 from torchtitan_lr.compat.collectives import reduce_scatter
 from torchtitan_lr.compat.fsdp import DefaultAllocMixin, ReduceScatter, reads_sums_at_once
 from torchtitan_lr.compression.codecs import (
-    Codec,
+    CODECS,
     Resumable,
-    SketchCodec,
-    SparseCodec,
     Works,
     complete,
     exchange,
@@ -106,9 +104,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         self.unit = Unit(ranks, owned, entries - self.compressed_size)
         whole = ROLE_BYTES["gradient"] * entries * (1 if all_reduce else ranks)
         self.bytes_saved = whole - sent_bytes(self.unit, sizes, all_reduce)
-        self.codec: Codec = SparseCodec(sizes.theta)
-        if sizes.name == "sketch":
-            self.codec = SketchCodec(ranks, sizes.c, sizes.theta)
+        self.sizes, self.codec = sizes, CODECS[sizes.name](ranks, sizes)
         self.overlap = overlap or ExchangeOverlap(device)
         # The table of compressors, by module, must not keep the modules alive.
         self.module = None if module is None else ref(module)
@@ -291,7 +287,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
             (W·m,), bitwise equal on every rank.
         """
         w, m = self.unit.ranks, self.unit.compressed
-        sent = returned_entries(self.unit, self.codec.theta)
+        sent = returned_entries(self.unit, self.sizes.theta)
         if sent == m:
             return (yield from gather(total, self.group)).flatten()
         marked = total != 0

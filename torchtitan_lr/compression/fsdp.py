@@ -114,7 +114,7 @@ def _log(
     logger.info(
         "Gradient compression: %s over %d ranks, theta %g, %.2f bits a compressed parameter; "
         "%d of %d tensors compressed, %.1f%% of %s parameters (%s); dense: %s",
-        codec.name if codec.name == "sparse" else f"{codec.name} (c = {codec.c:g})",
+        f"{codec.name} (c = {codec.c:g})" if codec.name == "sketch" else codec.name,
         ranks,
         codec.theta,
         bits_per_entry(codec, ranks if all_reduce else 0),

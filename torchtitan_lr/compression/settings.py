@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lr.compression.sizes import LEVELS, PEELING_LIMIT, CodecSizes, peels, smallest_theta
+from torchtitan_lr.compression.sizes import (
+    FORMULAS,
+    LEVELS,
+    PEELING_LIMIT,
+    CodecSizes,
+    peels,
+    smallest_theta,
+)
 from torchtitan_lr.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,6 +62,8 @@ def compression_settings(config: Any, ranks: int) -> CompressionSettings:
 
     section = config.grad_compression
     c, requested = LEVELS.get(section.level, (section.c, section.theta))
+    if FORMULAS[section.codec].sends_all:
+        requested = 0.0
     theta = requested
     if section.codec == "sketch" and ranks > 1 and not peels(c, theta, ranks):
         theta = smallest_theta(c, ranks)

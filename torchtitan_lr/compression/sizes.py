@@ -8,6 +8,7 @@ has a second one, and the ledger counts what is really sent. Nothing here needs 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 LEVELS: dict[str, tuple[float, float]] = {"2x": (2, 0.8), "4x": (4, 0.9), "10x": (10, 0.9875)}
@@ -41,7 +42,7 @@ class CodecSizes:
     """The parameters that determine the sizes of a codec's messages.
 
     Args:
-        name: ``sparse`` or ``sketch``.
+        name: ``sparse``, ``sketch``, or the name of a codec that is registered from outside.
         c: Entries per cell of the sketch.
         theta: Share of unsent entries.
     """
@@ -65,6 +66,49 @@ class Unit:
     ranks: int
     compressed: int
     dense: int = 0
+
+
+Rows = list[tuple[str, str, int]]
+"""Collectives on one rank: operation, role (a key of `ROLE_BYTES`) and elements, of the input of a
+reduction or the output of a gather."""
+
+
+@dataclass(frozen=True)
+class CodecFormula:
+    """What a codec sends.
+
+    Attributes:
+        messages: Returns the collectives of `codecs.exchange`, and the gather of failed blocks if
+            the codec can fail. Dense entries are not in them.
+        sends_all: Whether a rank sends every entry, so that ``theta`` has no effect.
+    """
+
+    messages: Callable[[Unit, CodecSizes], Rows]
+    sends_all: bool = False
+
+
+def sparse_messages(unit: Unit, codec: CodecSizes) -> Rows:
+    """Return a bitmap and values."""
+    w, m = unit.ranks, unit.compressed
+    return [
+        ("all_to_all", "index", w * -(-m // 8)),
+        ("all_to_all", "gradient", w * kept_entries(m, codec.theta)),
+    ]
+
+
+def sketch_messages(unit: Unit, codec: CodecSizes) -> Rows:
+    """Return an index, the cells, and the blocks that failed."""
+    w, m = unit.ranks, unit.compressed
+    blocks = -(-m // failure_block(m))
+    return [
+        ("all_to_all", "index", w * -(-m // 8)),
+        ("reduce_scatter", "gradient", w * HASH_ROWS * sketch_row(m, codec.c)),
+        ("all_gather", "index", w * -(-blocks // 8)),
+    ]
+
+
+FORMULAS = {"sparse": CodecFormula(sparse_messages), "sketch": CodecFormula(sketch_messages)}
+"""Of every codec, by name; `codecs.register_codec` adds others."""
 
 
 def exchange_unit(
@@ -125,42 +169,34 @@ def returned_entries(unit: Unit, theta: float) -> int:
     return sent if -(-m // 8) + value * sent < value * m else m
 
 
-def exchange_traffic(
-    unit: Unit, codec: CodecSizes, all_reduce: bool = False
-) -> list[tuple[str, str, int]]:
+def exchange_traffic(unit: Unit, codec: CodecSizes, all_reduce: bool = False) -> Rows:
     """Return every collective of an exchange on one rank.
 
     Args:
         unit: Sizes of the exchange.
         codec: The codec.
         all_reduce: Whether every rank gets all sums, as HSDP's replicas do, and not its own only.
-
-    Returns:
-        Operation, role (a key of `ROLE_BYTES`) and elements of each: the input of a reduction, the
-        output of a gather.
     """
     w, m = unit.ranks, unit.compressed
     if m == 0:
         plain = ("all_reduce", 1) if all_reduce else ("reduce_scatter", w)
         return [(plain[0], "gradient", plain[1] * unit.dense)]
-    # A reduce-scatter's dense entries travel in the call of the cells.
-    beside = 0 if all_reduce else w * unit.dense
-    rows = [("all_to_all", "index", w * -(-m // 8))]
-    if codec.name == "sketch":
-        blocks = -(-m // failure_block(m))
-        cells = w * HASH_ROWS * sketch_row(m, codec.c)
-        rows.append(("reduce_scatter", "gradient", cells + beside))
-        rows.append(("all_gather", "index", w * -(-blocks // 8)))
-    else:
-        rows.append(("all_to_all", "gradient", w * kept_entries(m, codec.theta)))
-        rows += [("reduce_scatter", "gradient", beside)] if beside else []
+    rows = FORMULAS[codec.name].messages(unit, codec)
     if not all_reduce:
-        return rows
+        return _with_dense(rows, w * unit.dense) if unit.dense else rows
     returned = returned_entries(unit, codec.theta)
     if returned < m:
         rows.append(("all_gather", "index", w * -(-m // 8)))
     rows.append(("all_gather", "gradient", w * returned))
     return [*rows, ("all_reduce", "gradient", unit.dense)] if unit.dense else rows
+
+
+def _with_dense(rows: Rows, dense: int) -> Rows:
+    """Add the dense entries of a reduce-scatter: to the codec's own, if it has one."""
+    for i, (op, role, elements) in enumerate(rows):
+        if op == "reduce_scatter":
+            return [*rows[:i], (op, role, elements + dense), *rows[i + 1 :]]
+    return [*rows, ("reduce_scatter", "gradient", dense)]
 
 
 def sent_bytes(unit: Unit, codec: CodecSizes, all_reduce: bool = False) -> int:

@@ -3,8 +3,9 @@
 
 # This needs no process group: the launcher does it before any rank starts, and every rank again.
 import importlib
-import importlib.util
-from contextlib import suppress
+import os
+import sys
+import traceback
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,15 @@ from torchtitan_lr.config.parse import (
 from torchtitan_lr.config.paths import find_config, user_path
 from torchtitan_lr.config.ranges import check_ranges
 from torchtitan_lr.config.removed import by_key, refuse_removed, refuse_removed_run
-from torchtitan_lr.config.schema import AC_MODES, ITS_MODULE, MODELS, TP_PLANS, JobConfig
+from torchtitan_lr.config.schema import (
+    AC_MODES,
+    CODEC_NAMES,
+    ITS_MODULE,
+    MODELS,
+    TP_PLANS,
+    Experimental,
+    JobConfig,
+)
 from torchtitan_lr.errors import ConfigError, require
 
 _IMPORT_KEY, _WARMUP_KEY = "experimental.custom_import", "lr_scheduler.warmup_steps"
@@ -29,6 +38,7 @@ REGISTERED = {
     "model.name": MODELS,
     "parallelism.tp_plan": TP_PLANS,
     "activation_checkpoint.mode": AC_MODES,
+    "grad_compression.codec": CODEC_NAMES,
 }
 """Known values of the keys to which ``experimental.custom_import`` may add some."""
 
@@ -71,13 +81,9 @@ def _fill(raw: dict[str, Any], overrides: list[Override], of_record: bool) -> An
     config_cls = config_class()
     from torchtitan_lr.titan.configuration import fill_job_config
 
-    names = [(given.get(key), known) for key, known in REGISTERED.items()]
     module = given.get(_IMPORT_KEY)
-    if isinstance(module, str) and module:
-        _check_importable(module)
-        # The module may register an unknown name; otherwise the ranks import it later.
-        if any(isinstance(name, str) and name not in known for name, known in names):
-            import_extension(module)
+    if isinstance(module, str) and module != Experimental.custom_import:
+        import_extension(module)  # its names become known, its faults are told before ranks start
     checked = check_record(raw) if of_record else check_toml(raw, config_cls)
     share = _warmup_share(checked)
     values = apply_overrides(checked, overrides, config_cls)
@@ -137,17 +143,24 @@ def check_record(record: dict[str, Any]) -> dict[str, Any]:
 def import_extension(module: str | None) -> None:
     """Import the module that a command line or its TOML names by ``experimental.custom_import``.
 
+    It may be in the working directory, where the ranks find it too; installed modules go first.
+
     Raises:
         ConfigError: The module cannot be imported.
     """
     if not module:
         return
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
     try:
         importlib.import_module(module)
-    except (ImportError, ValueError, TypeError) as error:  # a relative name, an empty part
-        raise ConfigError(
-            _IMPORT_KEY, module, f"a module that can be imported ({error})"
-        ) from error
+    except ImportError as error:
+        want = f"a module that can be imported ({error})"
+        raise ConfigError(_IMPORT_KEY, module, want) from error
+    except Exception as error:  # of the module's own code, or of a name such as "..x"
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        fault = f"{type(error).__name__}: {error}, {where.filename}:{where.lineno}"
+        raise ConfigError(_IMPORT_KEY, module, f"a module that runs ({fault})") from error
 
 
 @cache
@@ -158,11 +171,3 @@ def config_class() -> Any:
     # Called late: it imports torch, which takes seconds; a wrong path is reported first.
     with collector_off():
         return merged_job_config(JobConfig)
-
-
-def _check_importable(module: str) -> None:
-    """Raise unless a module can be imported; it is not imported."""
-    found = None
-    with suppress(ImportError, ValueError, AttributeError):  # no parent, or no module's name
-        found = importlib.util.find_spec(module)
-    require(found, _IMPORT_KEY, module, "a module that can be imported")

@@ -79,11 +79,14 @@ OF_TORCHTITAN: dict[str, Range] = {
         not_, "false: the plans are untested with it (it fuses products and collectives on CUDA)"
     ),
     **dict.fromkeys(
-        [f"parallelism.{name}_parallel_degree" for name in ("context", "expert", "expert_tensor")],
-        Range(lambda n: n == 1, "1: only data, tensor and pipeline parallelism are supported here"),
+        [f"parallelism.{name}_parallel_degree" for name in ("expert", "expert_tensor")],
+        Range(lambda n: n == 1, "1: no model here has experts"),
     ),
     "parallelism.context_parallel_load_balancer": Range(
-        lambda name: name != "", "a name such as 'headtail'"
+        lambda name: name == "headtail", "'headtail': each rank has an early and a late chunk"
+    ),
+    "parallelism.context_parallel_rotate_method": Range(
+        lambda name: name == "allgather", "'allgather': keys and values are gathered"
     ),
     "parallelism.pipeline_parallel_first_stage_less_layers": at_least(0, "0 or more"),
     "parallelism.pipeline_parallel_last_stage_less_layers": at_least(0, "0 or more"),

@@ -37,6 +37,9 @@ MODELS = ("llama_full", "llama_svd", "llama_cola", "llama_lax")
 ITS_MODULE = "--experimental.custom_import=MODULE of the module that registers it"
 """Names the remedy where a family or a plan is unknown."""
 
+CODEC_NAMES = ["none", "sparse", "sketch"]
+"""Values of ``grad_compression.codec``; registering a codec adds its name."""
+
 AC_MODES = ["selective", "full", "memory_budget", "none", "low_rank"]
 """Values of ``activation_checkpoint.mode``."""
 
@@ -367,11 +370,12 @@ class Caat:
 class GradCompression:
     """The section ``[grad_compression]``: compressed gradients for slow networks (TAGC)."""
 
-    codec: Literal["none", "sparse", "sketch"] = "none"
+    codec: Annotated[str, CODEC_NAMES] = "none"
     """How gradients are reduced over FSDP's shards or, under HSDP, over its replicas:
     - 'none': by FSDP2
     - 'sparse': a bitmap and the largest values, 1 + 32(1 - theta) bits per parameter, exact
     - 'sketch': an index and a count sketch, 1 + 32/c bits per parameter; needs a sparse union
+    - the name of a codec that ``experimental.custom_import`` registers
 
     Under HSDP the sums are sent back to all replicas, min(32, 1 + 32·replicas(1 - theta)) more
     bits. Entries that are not sent are added to the next gradient; these residuals take the memory

@@ -53,7 +53,7 @@ def context_traffic(
     if cp_degree == 1:
         return []
     width = kv_width(shape, settings, tp_degree) if gather == "kv" else shape.rank_attention
-    payloads = [cp_degree * tokens * width] * 2
+    payloads = [2 * cp_degree * tokens * width]  # of both in one message
     block = [forward("all_gather", payloads), backward("all_gather", payloads)]
     block.append(backward("reduce_scatter", payloads))
     rows = []

@@ -97,13 +97,17 @@ def named_parameters(
         rank, (a, b) = shape.rank_ffn, formula.feed_forward
         if name.startswith("attention"):
             rank, (a, b) = shape.rank_attention, formula.attention
-        weights: list[tuple[str, tuple[int, int], int | None]] = [
+        weights: list[tuple[str, tuple[int, ...], int | None]] = [
             (f"{name}.A.weight", (rank, d_in), a),
             (f"{name}.B.weight", (d_out, rank), b),
         ]
         if shape.family == "full":
             closes_pair = name in ("attention.wo", "feed_forward.w2")
             weights = [(f"{name}.weight", (d_out, d_in), b if closes_pair else a)]
+        else:
+            for own_name, own in shape.model_family.own_parameters(shape, rank).items():
+                # Split as the latents are: along r if A is.
+                weights.append((f"{name}.{own_name}", own.shape, own.rank_dim if a == 0 else None))
         for key, size, dim in weights:
             part = list(size)
             if dim is not None:

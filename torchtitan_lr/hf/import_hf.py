@@ -70,7 +70,7 @@ def import_folder(
         notice("the embedding is also the head there; here both are trained on their own")
     try:
         with unfinished(out) as aside:
-            tokenizer = _take_tokenizer(options, aside, args, notice)
+            tokenizer = _copy_tokenizer(options, aside, args, notice)
             weights: WeightSource = source
             if family is not None:
                 batches = _calibration(options, tokenizer, args)
@@ -119,7 +119,7 @@ def _device(name: str) -> str:
     return name
 
 
-def _take_tokenizer(
+def _copy_tokenizer(
     options: argparse.Namespace, out: Path, args: LlamaArgs, notice: Callable[[str], object]
 ) -> Any:
     """Copy a tokenizer that training can use.

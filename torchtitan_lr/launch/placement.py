@@ -148,8 +148,13 @@ def _degree(config: Any) -> int:
 def _others(config: Any) -> int:
     """Return the product of the degrees besides the tensor-parallel one, at least 1."""
     section = config.parallelism
-    degrees = (section.pipeline_parallel_degree, section.data_parallel_replicate_degree)
-    return math.prod(max(1, degree) for degree in (*degrees, section.data_parallel_shard_degree))
+    degrees = (
+        section.pipeline_parallel_degree,
+        section.context_parallel_degree,
+        section.data_parallel_replicate_degree,
+        section.data_parallel_shard_degree,
+    )
+    return math.prod(max(1, degree) for degree in degrees)
 
 
 def _default_batch(config: Any) -> int:

@@ -9,12 +9,15 @@ weights, without communication.
 """
 
 import hashlib
+from collections.abc import Callable
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part, own_part
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.linears import LowRankLinear
 
@@ -32,33 +35,44 @@ def init_parameters(model: nn.Module, args: LlamaArgs) -> None:
     whatever the rank. CAAT-Net's private channels, to which no other lane adds, start √G times as
     large: a shared one is the sum of G terms, and all have the same variance (section 3.2).
 
+    A family from outside the package says how its own parameters start (`OwnParameter`).
+
     Raises:
-        RuntimeError: If a parameter belongs to no known kind of module.
+        ConfigError: A parameter belongs to no known kind of module.
     """
-    stds: dict[str, float | None] = {}  # None for a parameter of ones
+    fills: dict[str, Callable[[Tensor, torch.Generator], object]] = {}
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         if isinstance(module, LowRankLinear):
             (rank, d_in), d_out = module.A.weight.shape, module.B.weight.shape[0]
-            std = float(rank**-0.25 * (d_in + d_out) ** -0.25)
-            stds |= {f"{prefix}A.weight": std, f"{prefix}B.weight": std, f"{prefix}gate": None}
+            factor = partial(_draw, std=float(rank**-0.25 * (d_in + d_out) ** -0.25))
+            fills |= {f"{prefix}A.weight": factor, f"{prefix}B.weight": factor}
+            fills[f"{prefix}gate"] = _ones
+            for own_name, own in args.model_family.own_parameters(args, rank).items():
+                fills[f"{prefix}{own_name}"] = own.init
         elif isinstance(module, nn.RMSNorm):
-            stds[f"{prefix}weight"] = None
+            fills[f"{prefix}weight"] = _ones
         elif isinstance(module, nn.Linear | nn.Embedding):
             # The factors of a LowRankLinear come after their parent and keep its value.
-            stds.setdefault(f"{prefix}weight", DENSE_STD)
+            fills.setdefault(f"{prefix}weight", partial(_draw, std=DENSE_STD))
     for fqn, parameter in model.named_parameters():
-        if fqn not in stds:
-            raise RuntimeError(f"no initialization is defined for parameter {fqn}")
-        name, deviation, part = clean_name(fqn), stds[fqn], local_part(parameter)
-        if deviation is None:
-            part.fill_(1.0)
-            continue
+        name, part = clean_name(fqn), local_part(parameter)
+        if fqn not in fills:
+            want = f"a family whose `own_parameters` say how {name} starts"
+            raise ConfigError("model.name", args.model_family.model_name, want)
         # No draw of a shard: on a CPU mesh torch gives every shard the same values.
         digest = hashlib.sha256(f"{args.init_seed}:{name}".encode()).digest()
         generator = torch.Generator(part.device).manual_seed(int.from_bytes(digest[:7], "big"))
         full = torch.empty(parameter.shape, dtype=torch.float32, device=part.device)
-        full.normal_(0.0, deviation, generator=generator)
+        fills[fqn](full, generator)
         if args.lanes > 1 and name.endswith((".wo.weight", ".w2.weight")):
             full[args.shared_channels(len(full)) :] *= args.lanes**0.5
-        part.copy_(own_part(parameter, full, {0: 0, 1: 1}))
+        part.copy_(own_part(parameter, full, {dim: dim for dim in range(full.ndim)}))
+
+
+def _draw(weight: Tensor, generator: torch.Generator, std: float) -> None:
+    weight.normal_(0.0, std, generator=generator)
+
+
+def _ones(weight: Tensor, generator: torch.Generator) -> None:
+    weight.fill_(1.0)

@@ -45,6 +45,9 @@ N_ATTENTION_LATENTS = 4
 Mask: TypeAlias = Tensor | BlockMask
 """Which tokens attention sees, see `separate`."""
 
+PLACES = "places"
+"""Name of the tokens' places in a batch's inputs, and of the model's argument."""
+
 BLOCK_MASK_DEVICES = ("cuda", "xpu")
 """Types of devices where torch's ``flex_attention`` has a backward pass; a CPU has none (2.15)."""
 
@@ -69,6 +72,14 @@ def build_groups(args: LlamaArgs, first: Sequence[str], second: str) -> tuple[nn
     return opening, LowRankGroup([args.latent_silu(second)], down, up, family.build_mix())
 
 
+class Attend(nn.Module):
+    """Attention of all tokens of a row to those before them."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
+        """Return attention's output (b, h, s, head_dim); arguments as for `attend`."""
+        return attend(q, k, v, mask)
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and grouped queries; the groups qkv and o.
 
@@ -85,6 +96,7 @@ class Attention(nn.Module):
         self.wq, self.wk, self.wv = linear(d, d), linear(d, d_kv), linear(d, d_kv)
         self.wo = linear(d, d)
         self.qkv, self.o = build_groups(args, ("q", "k", "v"), "o")
+        self.attend: nn.Module = Attend()
 
     def forward(
         self,
@@ -114,7 +126,7 @@ class Attention(nn.Module):
         q, k = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k))  # (b, s, h, head_dim)
         q, k = (apply_rope(t, table).transpose(1, 2) for t in (q, k))  # (b, h, s, head_dim)
         v = v.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        x = attend(q, k, v, mask) if cache is None else cache.attend(q, k, v)
+        x = self.attend(q, k, v, mask) if cache is None else cache.attend(q, k, v)
         x = x.transpose(1, 2).flatten(2)  # (b, s, h · head_dim)
         (out,), latents_o = self.o(x, [self.wo], None, previous_o)
         return out, (*latents, *latents_o)
@@ -240,6 +252,7 @@ class LlamaModel(ModelProtocol):
         *carried: Tensor,
         cache: "KeyValueCache | None" = None,
         documents: Tensor | None = None,
+        places: Tensor | None = None,
         targets: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """Predict the next token at every position.
@@ -250,6 +263,8 @@ class LlamaModel(ModelProtocol):
             cache: Keys and values of the tokens before these; None if there are none.
             documents: Index of each token's document (b, s), on every pipeline stage; None for one
                 document per row. Documents do not see each other (`separate`).
+            places: Places of the tokens in their rows (b, s), on every pipeline stage; then a row
+                is longer, and has all its documents. None if the tokens are whole rows.
             targets: Token ids (b, s) whose log-probabilities are summed, on every pipeline stage.
                 A head that gathers its logits over the ranks does not use them.
 
@@ -267,8 +282,10 @@ class LlamaModel(ModelProtocol):
         if documents is not None:
             if cache is not None:
                 raise ValueError("a cache holds one document per row")
-            positions, mask = separate(documents, x.dtype)
+            positions, mask = separate(documents, x.dtype, places)
             table, options = table[positions], [{"mask": mask} for _ in self.layers]
+        elif places is not None:
+            table = table[places]
         elif cache is not None:
             table = cache.begin(table, tokens.shape[1])
             options = [{"cache": layer} for layer in cache.layers]
@@ -324,7 +341,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
     )
 
 
-def separate(documents: Tensor, dtype: torch.dtype) -> tuple[Tensor, Mask]:
+def separate(
+    documents: Tensor, dtype: torch.dtype, places: Tensor | None = None
+) -> tuple[Tensor, Mask]:
     """Return the positions of tokens in their documents, and the mask of attention.
 
     A token attends to the earlier tokens of its own document, as if that were alone.
@@ -333,27 +352,34 @@ def separate(documents: Tensor, dtype: torch.dtype) -> tuple[Tensor, Mask]:
         documents: Index of each token's document (b, s). It changes where a document begins, and is
             different for all documents of a row.
         dtype: Of the queries.
+        places: Places of the tokens that attend (b, q); None for all s.
 
     Returns:
-        Positions (b, s), int64, from 0. The first token of a row begins a document: what a row
+        Positions (b, q), int64, from 0. The first token of a row begins a document: what a row
         continues from an earlier one is not there. And the mask: the blocks of 128 × 128 scores
         that ``flex_attention`` computes, which takes no memory of s²; on a CPU, what is added to
-        the scores (b, 1, s, s): 0 for the tokens up to one's own of the same document, else -inf.
+        the scores (b, 1, q, s): 0 for the tokens up to one's own of the same document, else -inf.
     """
     b, s = documents.shape
-    places = torch.arange(s, device=documents.device).expand_as(documents)
+    keys = torch.arange(s, device=documents.device).expand_as(documents)
+    queries = keys if places is None else places
     first = torch.ones_like(documents[:, :1], dtype=torch.bool)
     begins = torch.cat([first, documents[:, 1:] != documents[:, :-1]], dim=1)
-    positions = places - torch.where(begins, places, 0).cummax(dim=1).values
+    positions = keys - torch.where(begins, keys, 0).cummax(dim=1).values
+    owners = documents
+    if places is not None:
+        positions, owners = positions.gather(1, places), documents.gather(1, places)
 
     def is_seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (documents[row, query] == documents[row, key])
+        return (queries[row, query] >= key) & (owners[row, query] == documents[row, key])
 
+    q = queries.shape[1]
     if documents.device.type in BLOCK_MASK_DEVICES:
-        return positions, create_attention_mask(is_seen, b, None, s, s, device=documents.device)
-    same = documents[:, :, None] == documents[:, None, :]
-    mask = torch.zeros(same.shape, dtype=dtype, device=documents.device)
-    return positions, mask.masked_fill_(~same.tril_(), float("-inf"))[:, None]
+        return positions, create_attention_mask(is_seen, b, None, q, s, device=documents.device)
+    seen = owners[:, :, None] == documents[:, None, :]
+    seen &= queries[:, :, None] >= keys[:, None, :]
+    mask = torch.zeros(seen.shape, dtype=dtype, device=documents.device)
+    return positions, mask.masked_fill_(~seen, float("-inf"))[:, None]
 
 
 def build_freqs_cis(

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchtitan_lr.compat.compiler import remake_inputs_of_products
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.parallel.context import apply_context_parallel, context_ranks
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel
 from torchtitan_lr.parallel.plans import build_tp_plan, check_placed, tp_settings
 from torchtitan_lr.parallel.recompute import apply_activation_checkpoint, compiles_model
@@ -80,7 +81,7 @@ def tensor_parallel_plan(
 
 
 def finish(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-    """Apply checkpointing, compilation and data parallelism, after tensor parallelism.
+    """Apply context parallelism, checkpointing, compilation and data parallelism, in this order.
 
     Args:
         model: On the meta device; the whole model or one pipeline stage.
@@ -89,6 +90,8 @@ def finish(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig)
     """
     if parallel_dims.tp_enabled:
         check_placed(model)
+    if parallel_dims.cp_enabled:
+        apply_context_parallel(model, context_ranks(parallel_dims))
     apply_activation_checkpoint(model, job_config)
     if compiles_model(job_config):
         apply_compile(model, job_config.compile.backend)

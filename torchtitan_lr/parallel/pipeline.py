@@ -338,7 +338,7 @@ def pipeline_llama(
     args, group = cast(LlamaArgs, model_args), parallel_dims.get_mesh("pp").get_group()
     pipeline = Pipeline(job_config, args, device, group, loss_fn)
     size = job_config.parallelism.pipeline_parallel_microbatch_size
-    seq_len = job_config.training.seq_len
+    seq_len = job_config.training.seq_len // parallel_dims.cp
     indices: list[int] = []
 
     # torchtitan also passes the stages' number, device and group, which `pipeline` knows.

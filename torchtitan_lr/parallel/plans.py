@@ -102,9 +102,10 @@ def tp_settings(job_config: JobConfig, args: LlamaArgs, tp_degree: int) -> TPSet
         loss_parallel=not section.disable_loss_parallel,
         wide_sums=half and args.lanes > 1 and args.backward_sum == "float32",
     )
-    seq_lens = [training.seq_len]
+    rows = [training.seq_len]
     if job_config.validation.enable:
-        seq_lens.append(job_config.validation.seq_len)
+        rows.append(job_config.validation.seq_len)
+    seq_lens = [seq_len // section.context_parallel_degree for seq_len in rows]
     return resolve_settings(settings, args, tp_degree, *seq_lens)
 
 
@@ -117,7 +118,7 @@ def resolve_settings(
         settings: The user's settings.
         args: The model's shape.
         tp_degree: Tensor-parallel degree T; at 1 the plan is checked too.
-        *seq_lens: Every sequence length s of the run.
+        *seq_lens: Every number of tokens of a row that tensor-parallel ranks have together.
 
     Returns:
         Settings for `apply_tensor_parallel`: the plan is named, and tokens are not sharded if T

@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from torchtitan_lr.compat.autograd import checkpoint_wrapper, version_of
+from torchtitan_lr.compat.autograd import checkpoint_wrapper, checkpointed_modules, version_of
 from torchtitan_lr.compat.dispatch import (
     ATTENTION_OPERATORS,
     FLEX_ATTENTION,
@@ -40,6 +40,7 @@ from torchtitan_lr.compat.dispatch import (
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.families import find_family
 from torchtitan_lr.models.kept import keep, kept_by, mark_in_graphs
+from torchtitan_lr.parallel.context import GatheredAttention
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, apply_ac, count_checkpointed_blocks_from
 
@@ -120,7 +121,16 @@ def apply_activation_checkpoint(model: nn.Module, job_config: JobConfig) -> None
         return
     if section.mode == "low_rank":
         apply_low_rank_checkpoint(model, section.low_rank_save_attention)
-        return
+    else:
+        _apply_upstream_checkpoint(model, job_config)
+    for wrapped in checkpointed_modules(model):
+        for module in wrapped.modules():
+            if isinstance(module, GatheredAttention):
+                module.repeats = False
+
+
+def _apply_upstream_checkpoint(model: nn.Module, job_config: JobConfig) -> None:
+    section: Any = job_config.activation_checkpoint
     # "2" wraps every second block, counted over the whole model and not per pipeline stage.
     count_checkpointed_blocks_from(int(next(iter(getattr(model, "layers")), 0)))  # noqa: B009
     apply_ac(

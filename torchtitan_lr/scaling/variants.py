@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Derive the same job under another plan from one TOML: full rank, vanilla, bottleneck-aware."""
 
-import importlib
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
@@ -90,8 +89,7 @@ def read_plans(text: str, config: str | None, overrides: Sequence[str] = ()) -> 
 
 
 def _known_plans(config: str, overrides: Sequence[str]) -> tuple[str, ...]:
-    given = build_job_config([f"--job.config_file={config}", *overrides])
-    importlib.import_module(given.experimental.custom_import)
+    build_job_config([f"--job.config_file={config}", *overrides])  # imports the module
     from torchtitan_lr.parallel import plans
 
     # Models with lanes have one plan each, and full rank has its own.

@@ -23,9 +23,11 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lr.agreement import first_rank_with, from_first_rank
+from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.errors import ConfigError, RunFailedError, require
+from torchtitan_lr.parallel.context import own_part
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.titan.components import DataloaderExhaustedError
 
@@ -70,7 +72,8 @@ class StepReader:
     Args:
         loader: Its position goes on with each step.
         device: The process group's device.
-        copies: Ranks that read the same rows: tensor-parallel ranks times pipeline stages.
+        copies: Ranks that read the same tokens: tensor-parallel ranks times pipeline stages.
+        context: The ranks that share the tokens of a row: each reads it, and keeps its own.
         seconds: Gets the seconds of each micro-batch's reading.
 
     Attributes:
@@ -79,9 +82,15 @@ class StepReader:
     """
 
     def __init__(
-        self, loader: TokenDataLoader, device: torch.device, copies: int, seconds: list[float]
+        self,
+        loader: TokenDataLoader,
+        device: torch.device,
+        copies: int,
+        context: Ranks,
+        seconds: list[float],
     ) -> None:
         self._loader, self._device, self._copies = loader, device, copies
+        self._context = context
         self._seconds = seconds
         self._next: StepData | None = None
         self.next_sums: Counts | None = None
@@ -127,7 +136,7 @@ class StepReader:
         try:
             for _ in range(self._loader.microbatches):
                 start = time.perf_counter()
-                microbatches.append(next(data_iterator))
+                microbatches.append(own_part(next(data_iterator), self._context))
                 self._seconds.append(time.perf_counter() - start)
         except StopIteration:
             ended = True

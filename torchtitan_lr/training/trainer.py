@@ -30,6 +30,7 @@ from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.gradients import Gradients, StoredGradients
 from torchtitan_lr.optim.groups import ParameterGroups
 from torchtitan_lr.optim.tsr.container import TSROptimizers
+from torchtitan_lr.parallel.context import context_ranks
 from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, ParallelDims, dist_utils
@@ -126,7 +127,8 @@ class Trainer(TitanTrainer):
             reader=StepReader(
                 self.dataloader,
                 self.device,
-                dims.non_data_parallel_size,
+                dims.tp * dims.pp,
+                context_ranks(dims),
                 self.metrics_processor.data_loading_times,
             ),
             compressors=self._residuals.compressors,
@@ -147,7 +149,7 @@ class Trainer(TitanTrainer):
                 self.gc_handler.run(self.step)
                 self.train_step(batches)
                 self.checkpointer.save(self.step, last_step=self.step == config.training.steps)
-                if self._validates():
+                if config.validation.enable and self.validator.should_validate(self.step):
                     self.validator.validate(self.model_parts, self.step)
                 for profiler in profiling:
                     profiler.step()
@@ -165,10 +167,6 @@ class Trainer(TitanTrainer):
         self.metrics_processor.start_after(self.step)
         self._report_start()
         self._make_up_for_validation()
-
-    def _validates(self) -> bool:
-        """Return whether a validation follows the step."""
-        return self.job_config.validation.enable and self.validator.should_validate(self.step)
 
     def _report_end(self) -> None:
         """Write the summary of a run that is complete, or say how a stopped one goes on."""
@@ -222,7 +220,8 @@ class Trainer(TitanTrainer):
             data = step.take(data_iterator)
         except BadDataError as error:
             raise self._saved_before(error) from error
-        read = sum(labels.numel() for _, labels in data.microbatches)
+        # Of whole rows, which context-parallel ranks share.
+        read = sum(labels.numel() for _, labels in data.microbatches) * self.parallel_dims.cp
         self.ntokens_seen += read
         self.metrics_processor.ntokens_since_last_log += read
 
@@ -423,7 +422,7 @@ class Trainer(TitanTrainer):
 
 def described_layout(dims: ParallelDims) -> str:
     """Return the parallel degrees in words, such as ``4 ranks (dp_shard 2, tp 2)``."""
-    names = ("dp_replicate", "dp_shard", "tp", "pp")
+    names = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
     degrees = ((name, getattr(dims, name)) for name in names)
     split = ", ".join(f"{name} {degree}" for name, degree in degrees if degree > 1)
     return "1 rank" if dims.world_size == 1 else f"{dims.world_size} ranks ({split})"

@@ -20,6 +20,7 @@ from torchtitan_lr.data.corpus import ValidationSet, moved
 from torchtitan_lr.data.prepare import open_rows
 from torchtitan_lr.models.ends import perplexity
 from torchtitan_lr.models.llama import loss_arguments
+from torchtitan_lr.parallel.context import context_ranks, own_part
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
 from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan import IGNORE_INDEX
@@ -48,7 +49,8 @@ def sum_over_ranks(
     Args:
         model_parts: This rank's parts of the model; a pipeline calls its own.
         batches: ``({"input": (b, s), ...}, labels (b, s))``, with the model's further arguments,
-            as many on every rank; ignored labels do not count.
+            as many on every rank; ignored labels do not count. Context-parallel ranks have the
+            same rows, of which each computes its tokens.
         loss_fn: Returns the sum over tokens.
         pipeline: Runs the batches if the model is split into stages.
         parallel_dims: Degrees and meshes.
@@ -60,7 +62,9 @@ def sum_over_ranks(
         model.eval()
     loss_sum = torch.zeros((), dtype=torch.float64, device=device_type())
     num_tokens = torch.zeros_like(loss_sum)
-    for batch in batches:
+    context = context_ranks(parallel_dims)
+    for rows in batches:
+        batch = own_part(rows, context)
         num_tokens += (batch[1] != IGNORE_INDEX).sum().item()
         tokens, labels, arguments = moved(batch, device_type())
         arguments |= loss_arguments(model_parts[0], labels)
@@ -142,7 +146,8 @@ class Validator(BaseValidator):
             )
         self.last_loss = loss_sum / total
         if self._entropy is None:
-            # Each rank counts its own share, once. A trained model's loss must be below the
+            # Each rank counts its own rows, once. Context-parallel ranks count the same ones, which
+            # changes no share. A trained model's loss must be below the
             # entropy: it is the loss of the best model without context.
             model: Any = model_parts[0]
             counts = torch.zeros(model.model_args.vocab_size, dtype=torch.int64)

@@ -57,8 +57,9 @@ REFUSALS = [
 
 # Keys of torchtitan that nothing here reads.
 NOT_READ = (
-    *("parallelism.context_parallel_degree=2", "parallelism.expert_parallel_degree=2"),
+    *("parallelism.context_parallel_load_balancer=ptrr", "parallelism.expert_parallel_degree=2"),
     *(
+        "parallelism.context_parallel_rotate_method=alltoall",
         "parallelism.enable_async_tensor_parallel",
         "model.converters=float8",
         "model.tokenizer_path=x",
@@ -66,6 +67,37 @@ NOT_READ = (
     *("memory_estimation.enable", "checkpoint.initial_load_in_hf_quantized"),
     *("experimental.custom_args_module=other", "low_rank.lax_gate=scalar"),
 )
+
+
+ROW_SHARED = ("--parallelism.context_parallel_degree=2", "--parallelism.tensor_parallel_degree=2")
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "want"),
+    [
+        (
+            "training.seq_len=126 validation.no_enable",
+            "cpu",
+            "training.seq_len: got 126, expected a multiple of 4: 2 * ",
+        ),
+        (
+            "validation.seq_len=124 parallelism.tp_comm=sequence",
+            "cpu",
+            "validation.seq_len: got 124",
+        ),
+        (
+            "parallelism.context_parallel_degree=3",
+            "cpu",
+            "context_parallel_degree: got 3, expected a",
+        ),
+        ("training.seq_len=128", "cuda", "training.mixed_precision_param: got 'float32'"),
+        ("training.seq_len=128", "xpu", "parallelism.context_parallel_degree: got 2, expected 1"),
+    ],
+)
+def test_rows_that_ranks_cannot_share(options, device, want):
+    given = [f"--{option}" for option in options.split()]
+    assert want in refusal(*ROW_SHARED, *given, device=device)
+    check(*ROW_SHARED)
 
 
 def test_what_would_be_ignored_is_refused():

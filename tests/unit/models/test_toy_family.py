@@ -44,14 +44,15 @@ def tiny_toy(**changes):
     return build_tiny("tanh", activation="fullrank", **changes)
 
 
-def test_a_linear_is_b_tanh_a():
+def test_a_linear_is_b_tanh_a_with_its_own_parameters():
     model = tiny_toy(dtype=torch.float64)
     attention, norm = model.layers["1"].attention, model.layers["1"].attention_norm
     linears = [attention.wq, attention.wk, attention.wv]
     x = torch.randn(2, 5, 48, dtype=torch.float64)
     outputs, _ = attention.qkv(x, linears, norm)
     for linear, out in zip(linears, outputs, strict=True):
-        torch.testing.assert_close(out, linear.B(torch.tanh(linear.A(norm(x)))))
+        latent = torch.tanh(linear.temperature * linear.A(norm(x)))
+        torch.testing.assert_close(out, linear.B(linear.gain * latent))
 
 
 @pytest.mark.parametrize("plan", ["auto", "vanilla"])
@@ -66,3 +67,20 @@ def test_its_checkpoints_carry_its_name_and_it_is_no_llama():
     assert model_fingerprint(args)["model.name"] == "llama_tanh"
     with pytest.raises(ConfigError, match="'factored' for this model"):
         check_hf_exportable(args)
+
+
+@pytest.mark.parametrize(
+    ("code", "want"),
+    [
+        ("import nothing_of_this_name", "that can be imported .*nothing_of_this_name"),
+        ("1 / 0", r"that runs \(ZeroDivisionError: division by zero, .*own_file.py:1\)"),
+    ],
+)
+def test_a_module_of_the_working_directory_is_found_and_its_faults_are_told(
+    code, want, tmp_path, monkeypatch
+):
+    (tmp_path / "own_file.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ConfigError, match=want):
+        build_job_config(["--experimental.custom_import=own_file"])

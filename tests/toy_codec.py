@@ -1,0 +1,34 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A gradient codec from outside the package: ``sign``, a bit per entry and a size per destination.
+
+Each rank sends the signs of its rows and the mean size of every row. A run names this module by
+``experimental.custom_import``.
+"""
+
+import torch
+
+from torchtitan_lr.compression.codecs import Decoded, Message, pack, register_codec, unpack
+from torchtitan_lr.compression.sizes import CodecFormula
+
+
+class SignCodec:
+    def encode(self, rows, seed):
+        size = rows.abs().mean(1, keepdim=True)  # (W, 1)
+        sent = torch.where(rows < 0, -size, size)  # (W, m)
+        positions = torch.arange(rows.shape[1], device=rows.device).expand(rows.shape)
+        swapped = {"index": pack(rows < 0), "values": size}
+        return Message(positions, rows.clone(), swapped, lost=rows - sent)
+
+    def decode(self, received, m, seed):
+        negative, size = unpack(received["index"], m), received["values"]  # (W, m), (W, 1)
+        return Decoded(torch.where(negative, -size, size).sum(0))
+
+
+def sign_messages(unit, codec):
+    w, m = unit.ranks, unit.compressed
+    return [("all_to_all", "index", w * -(-m // 8)), ("all_to_all", "gradient", w)]
+
+
+register_codec(
+    "sign", lambda ranks, sizes: SignCodec(), CodecFormula(sign_messages, sends_all=True)
+)

@@ -1,0 +1,181 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Context parallelism: C ranks share the tokens of every row (Llama 3, section 3.3.2).
+
+A row is cut into 2C chunks of equal length. Rank i has the chunks i and 2C - 1 - i, which
+torchtitan calls ``headtail``: chunk j attends to the first j + 1 chunks, so all ranks have equally
+much to compute. Everything but attention works token by token and sends nothing.
+
+Attention's keys and values are gathered along the tokens, and put into the row's order. A token
+then attends to all earlier ones of its row, wherever they were computed. In backward each rank has
+the gradient of all keys and values that its queries have seen; a reduce-scatter sums them.
+
+What was gathered is as large for any C, so it does not stay until backward: it is gathered again
+there. Per micro-batch a block sends two all-gathers and one reduce-scatter, in every mode of
+activation checkpointing.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from torchtitan_lr.collectives import SINGLE, TOKENS, Ranks, all_gather, reduce
+from torchtitan_lr.compat.dispatch import (
+    ATTENTION_OPERATORS,
+    FLEX_ATTENTION,
+    FLEX_ATTENTION_CALL,
+    flash_attention_to_prefix,
+)
+from torchtitan_lr.data.corpus import Batch
+from torchtitan_lr.models.llama import PLACES, Attention, Mask, attend
+from torchtitan_lr.parallel.edge import Edge
+from torchtitan_lr.titan.base import ParallelDims
+
+_SAVES_ATTENTION = partial(
+    create_selective_checkpoint_contexts,
+    [*ATTENTION_OPERATORS, FLEX_ATTENTION, FLEX_ATTENTION_CALL],
+)
+"""Backward repeats what leads to attention, and not attention."""
+
+
+def context_ranks(parallel_dims: ParallelDims) -> Ranks:
+    """Return the ranks that share the tokens of a row with this one."""
+    mesh = parallel_dims.get_optional_mesh("cp")
+    return SINGLE if mesh is None else Ranks.of(mesh)
+
+
+def own_chunks(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """Return a rank's two of the 2C chunks of a dimension, the earlier one first."""
+    chunks = x.chunk(2 * ranks.size, dim)
+    return torch.cat([chunks[ranks.rank], chunks[-1 - ranks.rank]], dim)
+
+
+def own_part(batch: Batch, ranks: Ranks) -> Batch:
+    """Keep a rank's tokens of a batch of whole rows.
+
+    Args:
+        batch: Inputs and labels (b, s); 2C divides s.
+        ranks: The ranks that share a row; one rank keeps the batch.
+
+    Returns:
+        Tokens, their places in the row, and labels (b, s/C). Other inputs, such as the indices of
+        documents, stay those of the whole row.
+    """
+    if ranks.size == 1:
+        return batch
+    inputs, labels = batch
+    tokens = inputs["input"]
+    places = torch.arange(tokens.shape[TOKENS]).expand_as(tokens)
+    own = {"input": own_chunks(tokens, ranks, TOKENS), PLACES: own_chunks(places, ranks, TOKENS)}
+    return inputs | own, own_chunks(labels, ranks, TOKENS)
+
+
+class GatherRow(torch.autograd.Function):
+    """Forward an all-gather of a row's tokens in their order, backward a reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        (parts,) = all_gather([x.unsqueeze(0)], ranks, 0)  # (C, ..., s/C, n)
+        heads, tails = parts.chunk(2, dim=-2)  # chunks 0 to C - 1, and 2C - 1 down to C
+        return torch.cat([*heads.unbind(), *reversed(tails.unbind())], dim=-2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        size = ctx.ranks.size
+        parts = [own_chunks(gradient, Ranks(size=size, rank=i), -2) for i in range(size)]
+        return reduce(torch.stack(parts), ctx.ranks, 0).squeeze(0), None
+
+
+def gather_row(x: Tensor, ranks: Ranks) -> Tensor:
+    """Gather a tensor of a row's tokens, on which every rank's own queries depend.
+
+    Args:
+        x: A rank's chunks (..., s/C, n).
+        ranks: The ranks that share a row.
+
+    Returns:
+        Tensor (..., s, n) in the row's order. The ranks' gradients are summed.
+    """
+    out: Tensor = GatherRow.apply(x, ranks)
+    return out
+
+
+def attend_from_chunks(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, ranks: Ranks) -> Tensor:
+    """Return attention's output for a rank's two chunks of a row, (b, h, s/C, head_dim).
+
+    Args:
+        q: Their queries, likewise.
+        k: Keys of the whole row (b, h_kv, s, head_dim).
+        v: Values, likewise.
+        mask: Of the own tokens to the row's, see `separate`; None for causal attention.
+        ranks: The ranks that share a row.
+    """
+    if mask is not None:
+        return attend(q, k, v, mask)
+    length = q.shape[-2] // 2
+    outputs = []
+    for chunk, queries in zip(
+        (ranks.rank, 2 * ranks.size - 1 - ranks.rank), q.chunk(2, dim=-2), strict=True
+    ):
+        seen = (chunk + 1) * length
+        outputs.append(attend_to_prefix(queries, k[:, :, :seen], v[:, :, :seen]))
+    return torch.cat(outputs, dim=-2)
+
+
+def attend_to_prefix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return the output of the last tokens of a prefix of a row; arguments as for `attend`."""
+    # Causal from the lower right. Torch's class of that bias, `CausalBias`, cannot be built under a
+    # dispatch mode, as which the ledger runs, and takes other kernels where flash does not fit: one
+    # of them ignores that queries are grouped.
+    if q.device.type == "cuda":
+        return flash_attention_to_prefix(q, k, v)
+    queries, keys = q.shape[-2], k.shape[-2]
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+class GatheredAttention(Edge):
+    """Attention of a rank's own queries to the keys and values of the whole row.
+
+    Attributes:
+        repeats: Whether it gathers keys and values again in backward by itself. In a block that
+            runs again in backward they are gathered there.
+    """
+
+    repeats = True
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
+        """Return attention's output (b, h, s/C, head_dim); arguments as for `attend`.
+
+        Queries, keys and values are those of the own tokens; the mask as in `attend_from_chunks`.
+        """
+        if not self.repeats:
+            return self._gather_and_attend(q, k, v, mask)
+        out: Tensor = checkpoint(
+            self._gather_and_attend,
+            *(q, k, v, mask),
+            use_reentrant=False,
+            preserve_rng_state=False,  # attention draws no random numbers
+            context_fn=_SAVES_ATTENTION,
+        )
+        return out
+
+    def _gather_and_attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
+        k, v = gather_row(torch.stack([k, v]), self.ranks).unbind()  # one message
+        return attend_from_chunks(q, k, v, mask, self.ranks)
+
+
+def apply_context_parallel(model: nn.Module, ranks: Ranks) -> None:
+    """Let the blocks of a model, or of a pipeline stage, share rows with other ranks, in place.
+
+    Call it before checkpointing wraps the blocks.
+    """
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = GatheredAttention(ranks)
