@@ -23,6 +23,8 @@ from torchtitan_lr.compat.dtensor import local_part, own_part
 from torchtitan_lr.numerics import exact_products
 from torchtitan_lr.optim.spectral.algebra import packed, unpacked
 from torchtitan_lr.optim.spectral.layout import Groups, Layout
+from torchtitan_lr.optim.spectral.selection import factor_pairs
+from torchtitan_lr.titan import logger
 
 
 class Factor:
@@ -80,6 +82,8 @@ class ProductDecay:
         self.pairs = list(pairs)
         self.factors = [factor for pair in self.pairs for factor in pair]
         self.groups = Groups(factor.layout for factor in self.factors)
+        if gathered := sum(bool(factor.layout.rows) for factor in self.factors):
+            logger.info("weight_decay_on = 'products' gathers %d factors per step", gathered)
 
     @classmethod
     def of(
@@ -95,7 +99,7 @@ class ProductDecay:
             named: A rank's parameters by name.
             decays: λ by name.
         """
-        group_of = {}
+        group_of: dict[Tensor, dict[str, Any]] = {}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group_of |= dict.fromkeys(group["params"], group)
@@ -109,12 +113,9 @@ class ProductDecay:
         return cls(pairs)
 
     @torch.no_grad()
-    def step(self, found_inf: Tensor | None) -> None:
-        """Shrink all factors, by their weights from before the step.
-
-        Args:
-            found_inf: 1 on the device to leave no trace, else 0; None for 0.
-        """
+    def __call__(self, optimizers: Iterable[Any], *_: Any) -> None:
+        """Shrink all factors, before the step of a container of optimizers: a step pre-hook."""
+        found_inf = getattr(next(iter(optimizers)), "found_inf", None)
         rejected = None if found_inf is None else found_inf > 0
         with exact_products():
             parts = {f: (f.layout, f.exact_part(), f.r) for f in self.factors}
@@ -126,14 +127,3 @@ class ProductDecay:
                 gram_A, gram_B = (unpacked(sums[factor][None], factor.r)[0] for factor in (A, B))
                 A.shrink(gram_B, columns[A], rejected)
                 B.shrink(gram_A, columns[B], rejected)
-
-
-def factor_pairs(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the names of A and B of every linear: ``NAME.A.weight`` and ``NAME.B.weight``."""
-    known = set(names)
-    pairs = []
-    for name in names:
-        other = f"{name.removesuffix('A.weight')}B.weight"
-        if name.endswith(".A.weight") and other in known:
-            pairs.append((name, other))
-    return pairs

@@ -4,9 +4,10 @@
 import pytest
 import torch
 
-from tests.unit.optim.test_groups import OPTIMIZERS, steps, written
+from tests.unit.optim.test_groups import steps, written
 
-RATE, DECAY = 0.125, 0.5  # those of `steps`
+RATE, DECAY = 0.0625, 0.5  # of the first step of `steps`, which is warm-up
+ROUNDING = {"atol": 5e-7, "rtol": 1e-5}  # of weights below 4 in fp32
 PRODUCTS = "--optimizer.weight_decay_on=products"
 
 
@@ -21,7 +22,7 @@ def gradients(weights):
     return found
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["AdamW", "TSRAdam", "Muon"])  # LoRAMuon's step reads weights
 def test_one_step_is_the_penaltys_gradient(name, tmp_path):
     options = [f"--optimizer.name={name}"]
     before, found, _ = steps(tmp_path / "on", *options, PRODUCTS)
@@ -34,7 +35,7 @@ def test_one_step_is_the_penaltys_gradient(name, tmp_path):
             expected = -RATE * DECAY * penalty[parameter]
         elif weights.dim() == 2:
             expected = -RATE * DECAY * before[parameter]
-        torch.testing.assert_close(weights - without[parameter], expected, atol=1e-14, rtol=1e-9)
+        torch.testing.assert_close(weights - without[parameter], expected, **ROUNDING)
 
 
 def test_each_factor_has_the_rates_of_its_group(tmp_path):
@@ -54,4 +55,4 @@ def test_each_factor_has_the_rates_of_its_group(tmp_path):
         parameter = f"layers.0.attention.{factor}.weight"
         expected = -RATE * DECAY * times * penalty[parameter]
         change = found[parameter] - without[parameter]
-        torch.testing.assert_close(change, expected, atol=1e-14, rtol=1e-9)
+        torch.testing.assert_close(change, expected, **ROUNDING)
