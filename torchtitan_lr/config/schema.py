@@ -304,8 +304,9 @@ class Optimizer:
     - 'all': every parameter
     - 'matrices': all but norms and gates
     - 'products': as 'matrices', but in the place of the factors A and B of a linear their product,
-      by the penalty λ/2·|BA|² (Frobenius): A ← A - ηλ·BᵀB A, B ← B - ηλ·B AAᵀ. So it is with CoLA
-      too, which has an activation between A and B. Ranks sum r×r Gram matrices for it."""
+      by the penalty λ/2·|BA|² (Frobenius): A ← A - ηλ·BᵀB A, B ← B - ηλ·B AAᵀ, before the
+      optimizer's own update, with every optimizer. An activation between A and B does not count.
+      Ranks sum r×r Gram matrices for it, and gather factors whose r they split."""
 
     groups: list[dict[str, str | float]] = field(default_factory=list)
     """Other rates for some parameters: a table ``[[optimizer.groups]]`` for each group, with the

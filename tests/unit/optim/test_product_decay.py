@@ -5,6 +5,10 @@ import pytest
 import torch
 
 from tests.unit.optim.test_groups import steps, written
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.optim.product_decay import ProductDecay
 
 RATE, DECAY = 0.0625, 0.5  # of the first step of `steps`, which is warm-up
 ROUNDING = {"atol": 5e-7, "rtol": 1e-5}  # of weights below 4 in fp32
@@ -56,3 +60,32 @@ def test_each_factor_has_the_rates_of_its_group(tmp_path):
         expected = -RATE * DECAY * times * penalty[parameter]
         change = found[parameter] - without[parameter]
         torch.testing.assert_close(change, expected, **ROUNDING)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rejected_step_changes_no_bit(dtype):
+    torch.manual_seed(0)
+    weights = {"x.A.weight": torch.randn(3, 8), "x.B.weight": torch.randn(5, 3)}
+    weights = {name: torch.nn.Parameter(weight.to(dtype)) for name, weight in weights.items()}
+    optimizer = torch.optim.AdamW(weights.values(), lr=RATE)
+    decay = ProductDecay.of([optimizer], weights, dict.fromkeys(weights, DECAY))
+    before = [weight.detach().clone() for weight in weights.values()]
+    for found_inf, same in ((torch.ones(()), True), (torch.zeros(()), False)):
+        optimizer.found_inf = found_inf
+        decay([optimizer])
+        after = [weight.detach() for weight in weights.values()]
+        assert all(map(torch.equal, before, after)) == same
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        (["--model.name=llama_full"], "optimizer.weight_decay_on: got 'products', expected 'mat"),
+        (["--training.enable_cpu_offload"], "training.enable_cpu_offload: got True, expected fal"),
+    ],
+)
+def test_what_no_run_can_have_is_refused(options, key, tmp_path):
+    config = build_job_config([PRODUCTS, f"--job.dump_folder={tmp_path}", *options])
+    with pytest.raises(ConfigError) as error:
+        check_job_config(config, 4, "cuda", data="none")
+    assert str(error.value).startswith(key)
