@@ -23,8 +23,8 @@ from tests.distributed.tsr_cases import (
 )
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
+from torchtitan_lr.optim.tsr.drift import differences
 from torchtitan_lr.optim.tsr.selection import TSRSettings
-from torchtitan_lr.optim.tsr.sums import differences
 from torchtitan_lr.optim.tsr.svd import SVD
 
 TOLERANCE = 1e-10

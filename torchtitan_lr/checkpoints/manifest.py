@@ -147,8 +147,11 @@ class ManifestWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Finish the save on the first rank: write the manifest, then ``.metadata``."""
-        files = {name: s for result in results for name, s in cast(_Results, result).sums.items()}
-        finite = all(cast(_Results, result).finite for result in results)
+        files: dict[str, Sum] = {}
+        finite = True
+        for result in cast(list[_Results], results):
+            files |= result.sums
+            finite &= result.finite
         self.fs.manifest = Manifest(files, self._model, finite)
         super().finish(metadata, results)
 
@@ -189,7 +192,9 @@ def write_manifest(step_dir: str | Path, finite: bool) -> None:
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     shares = from_all_ranks({name: _sum_of(Path(step_dir) / name) for name in names[rank::ranks]})
     if rank == 0:
-        files = {name: found for share in shares for name, found in share.items()}
+        files: dict[str, Sum] = {}
+        for share in shares:
+            files |= share
         manifest = Manifest(files, finite=finite)
         write_whole(Path(step_dir) / MANIFEST, manifest.as_json())
 

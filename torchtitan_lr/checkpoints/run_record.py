@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan_lr.checkpoints.folders import RUN_CONFIG, write_whole
 from torchtitan_lr.config.files import read_json
-from torchtitan_lr.config.schema import TSR
+from torchtitan_lr.config.schema import SPECTRAL, TSR
 from torchtitan_lr.titan import logger
 
 CHANGES = "changes"
@@ -106,6 +106,8 @@ def _is_unused(key: str, config: Any) -> bool:
     """Return whether this run does not read a key, since it has another optimizer or no codec."""
     if key.startswith("optimizer.tsr_"):
         return bool(config.optimizer.name != TSR)
+    if key in ("optimizer.momentum", "optimizer.nesterov", "optimizer.adamw_lr"):
+        return config.optimizer.name not in SPECTRAL
     section, _, name = key.partition(".")
     return (
         section == "grad_compression"
@@ -129,7 +131,10 @@ def write_record(config: Any, step: int, ranks: int = 1) -> dict[str, list[Any]]
     """
     path, found = record_path(config), read_record(config)
     listed = found.get(CHANGES, [])
-    entries = [entry for entry in listed if _is_entry(entry)] if isinstance(listed, list) else []
+    entries = []
+    for entry in listed if isinstance(listed, list) else []:
+        if isinstance(entry, dict) and isinstance(entry.get("after_step"), int):
+            entries.append(entry)
     tables = all(isinstance(found.get(section, {}), dict) for section in _SECTIONS)
     if path.is_file() and not (found and tables and entries == listed):
         aside = path.with_name(f"{path.name}.damaged")
@@ -143,7 +148,3 @@ def write_record(config: Any, step: int, ranks: int = 1) -> dict[str, list[Any]]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(record, indent=2))
     return changes
-
-
-def _is_entry(entry: Any) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("after_step"), int)

@@ -8,6 +8,7 @@ Every check takes the configuration, the number of ranks of the whole run and th
 import math
 import operator
 import os
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,8 @@ def _check_hub_tokens(config: Any, world_size: int) -> None:
     from torchtitan_lr.data.prepare import wanted
 
     training = config.training
-    limited = any(source.tokens for part in wanted(config) for source in part.sources)
+    sources = chain.from_iterable(part.sources for part in wanted(config))
+    limited = any(source.tokens for source in sources)
     batch = global_batch_size(config, world_size)
     if limited and not training.hf_tokens and batch > training.local_batch_size:
         tokens = (training.steps + 1) * batch * (training.seq_len + 1)

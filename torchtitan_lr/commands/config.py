@@ -24,6 +24,7 @@ Exit status: 0, or 2 for an invalid configuration.
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from torchtitan_lr.commands.parser import OneLineParser, check_toml
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     shown, note = read_origins(args.config, args.overrides)
     if args.changed:
         shown = [setting for setting in shown if setting.origin != "default"]
-    print(json.dumps([s.as_dict() for s in shown], indent=1) if args.json else as_toml(shown))
+    print(json.dumps([asdict(s) for s in shown], indent=1) if args.json else as_toml(shown))
     if note:
         print(note, file=sys.stderr)
     return 0

@@ -227,14 +227,9 @@ def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
         _print(prompts[0])
         list(done)
         _print("\n")
-    elif args.prompt is not None and args.out is None:
-        (completion,) = done
-        print(json.dumps(dataclasses.asdict(completion)))
     else:
-        with contextlib.ExitStack() as stack:
-            file = sys.stdout
-            if args.out is not None:
-                file = stack.enter_context(args.out.open("w", encoding="utf-8"))
+        to_stdout = contextlib.nullcontext(sys.stdout)
+        with to_stdout if args.out is None else args.out.open("w", encoding="utf-8") as file:
             for completion in done:
                 print(json.dumps(dataclasses.asdict(completion)), file=file, flush=True)
 

@@ -67,17 +67,6 @@ def parser_of(name: str) -> OneLineParser:
     return parser
 
 
-def front_parser() -> OneLineParser:
-    """Return the parser of ``torchtitan-lr`` itself: a list of the subcommands, and the version."""
-    parser = OneLineParser(prog=PROGRAM, description=DESCRIPTION, usage="%(prog)s COMMAND [...]")
-    parser.add_argument("--version", action="version", version=version())
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for name in COMMANDS:
-        summary = (module_of(name).__doc__ or "").partition("\n")[0].removesuffix(".")
-        commands.add_parser(name, help=summary, add_help=False)
-    return parser
-
-
 def version() -> str:
     """Return the versions of this package and of torch, from their metadata."""
     found = []
@@ -104,7 +93,14 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0].startswith("-"):
-        front_parser().parse_args(argv[:1] or ["--help"])
+        usage = "%(prog)s COMMAND [...]"
+        parser = OneLineParser(prog=PROGRAM, description=DESCRIPTION, usage=usage)
+        parser.add_argument("--version", action="version", version=version())
+        commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+        for name in COMMANDS:
+            summary = (module_of(name).__doc__ or "").partition("\n")[0].removesuffix(".")
+            commands.add_parser(name, help=summary, add_help=False)
+        parser.parse_args(argv[:1] or ["--help"])
         raise ConfigError("COMMAND", argv[0], f"a command of `{PROGRAM} --help`")
     name, *rest = argv
     status: int = module_of(name).run(parser_of(name).parse_args(rest))

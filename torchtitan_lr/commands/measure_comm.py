@@ -74,8 +74,11 @@ def one_block(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in whole:
         if row["scope"].startswith("block "):
             blocks.setdefault(row["scope"], []).append(row)
-    alike = [[_without_overlap(row) for row in rows] for rows in blocks.values()]
-    if not alike or any(block != alike[0] for block in alike):
+    compared = []
+    for rows in blocks.values():
+        known = [{k: v for k, v in row.items() if k not in ("scope", *OVERLAP)} for row in rows]
+        compared.append(known)
+    if not compared or any(block != compared[0] for block in compared):
         return whole
     merged = []
     for rows in zip(*blocks.values(), strict=True):
@@ -85,10 +88,6 @@ def one_block(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
     first = next(i for i, row in enumerate(whole) if row["scope"].startswith("block "))
     others = [row for row in whole[first:] if not row["scope"].startswith("block ")]
     return [*whole[:first], *merged, *others]
-
-
-def _without_overlap(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key not in ("scope", *OVERLAP)}
 
 
 def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
@@ -142,19 +141,16 @@ def as_text(rows: list[dict[str, Any]]) -> str:
     """Format the rows as a table; a formula's number that agrees is shown as ``=``."""
     lines = []
     for row in rows:
-        pairs = (("calls", "expected_calls"), ("elements", "expected_elements"))
-        wanted = [_beside(row[measured], row[expected]) for measured, expected in pairs]
+        wanted = []
+        for key in ("calls", "elements"):
+            expected = row[f"expected_{key}"]
+            number = "-" if expected is None else str(expected)
+            wanted.append("=" if expected == row[key] else number)
         least, most = (f"{row[key] / 1e6:.1f}" for key in OVERLAP)
         megaflops = least if least == most else f"{least} to {most}"
         lines.append([*(str(row[key]) for key in KEYS), *wanted, megaflops])
     header = (*KEYS, "expected calls", "expected elements", "overlapped MFLOP")
     return text_table(header, lines, left=5)
-
-
-def _beside(measured: int, expected: int | None) -> str:
-    if expected is None:
-        return "-"
-    return "=" if measured == expected else str(expected)
 
 
 if __name__ == "__main__":

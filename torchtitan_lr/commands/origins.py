@@ -52,10 +52,6 @@ class Setting:
     origin: str
     is_key: bool = True
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields by name, for JSON."""
-        return asdict(self)
-
 
 def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], str]:
     """Read a configuration as a run on this machine would.

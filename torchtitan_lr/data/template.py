@@ -64,9 +64,11 @@ class ChatTemplate:
         self._special, self._where = tokenizer.special_tokens, str(folder / CHAT_TEMPLATE)
         try:
             files = template_files(folder)
-            self._sources: dict[str, str] = {
-                name: _read_text(file_within(folder, file)) for name, file in files.items()
-            }
+            self._sources: dict[str, str] = {}
+            for name, file in files.items():
+                text = read_regular(file_within(folder, file), _MOST_BYTES).decode()
+                # Ends of lines as where a text file is read.
+                self._sources[name] = text.replace("\r\n", "\n").replace("\r", "\n")
             if not files:  # files replace all templates of the configuration
                 self._where = str(folder / TOKENIZER_CONFIG)
                 self._sources = _of_config(tokenizer.config.get("chat_template"))
@@ -76,8 +78,8 @@ class ChatTemplate:
             raise ConfigError(_KEY, self._where, f"{_WANT} ({error})") from error
         self._compiled: dict[str, Any] = {}
         used = [self._sources[n] for n in ("default", "tool_use") if n in self._sources]
-        text = "\0".join(used) or repr(self._sources)
-        self.digest = hashlib.sha256(text.encode()).hexdigest()[:8] if self._sources else ""
+        identity = "\0".join(used) or repr(self._sources)
+        self.digest = hashlib.sha256(identity.encode()).hexdigest()[:8] if self._sources else ""
 
     def render(self, messages: list[Message], tools: Any = None, opened: bool = False) -> Rendered:
         """Render a chat.
@@ -158,11 +160,6 @@ class ChatTemplate:
         if type(error).__name__ == "TemplateSyntaxError":
             want = f"{_WANT} ({error})"
         return ConfigError(_KEY, self._where, want)
-
-
-def _read_text(path: Path) -> str:
-    text = read_regular(path, _MOST_BYTES).decode()
-    return text.replace("\r\n", "\n").replace("\r", "\n")  # as a text file is read
 
 
 def _of_config(given: Any) -> dict[str, str]:

@@ -101,14 +101,6 @@ class Journal:
         record = asdict(self)
         write_whole(folder / JOURNAL, json.dumps(record | {"digest": _digest(record)}, indent=1))
 
-    def check_owner(self, folder: Path, key: str) -> None:
-        """Raise a ConfigError if another process has written its own since."""
-        found = dict[str, Any]()
-        with suppress(OSError, ValueError):
-            found = read_json(folder / JOURNAL)
-        want = "a folder that no other process prepares or deletes meanwhile"
-        require(found.get("owner") == self.owner, key, str(folder), want)
-
     def add_bad(self, bad: Sequence[Bad]) -> None:
         """Count records that are left out or changed."""
         for record in bad:
@@ -262,7 +254,11 @@ class _Preparation:
                 yield ahead.popleft()
 
     def _sync(self) -> None:
-        self._journal.check_owner(self._folder, self._key)
+        found = dict[str, Any]()
+        with suppress(OSError, ValueError):
+            found = read_json(self._folder / JOURNAL)
+        want = "a folder that no other process prepares or deletes meanwhile"
+        require(found.get("owner") == self._journal.owner, self._key, str(self._folder), want)
         for part in self._parts:
             if part.waiting:
                 part.write()

@@ -2,7 +2,7 @@
 """Generation under torchrun: the ranks' settings, their part of the model."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_lr.collectives import Ranks
@@ -20,10 +19,8 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.loading import load_for_inference, read_for_inference
 from torchtitan_lr.hf.ranks import open_on_ranks
 from torchtitan_lr.inference.decode import Choice
-from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.generation import generation_settings, sharded_choice
-from torchtitan_lr.parallel.placement import TPSettings
 from torchtitan_lr.parallel.plans import apply_tensor_parallel
 from torchtitan_lr.titan.device import keep_freed_memory
 
@@ -104,9 +101,14 @@ def load_on_ranks(
         )
         return model, tokenizer, None
     mesh = _start(device)
-    opened = open_on_ranks(step_dir, args, config.model.hf_assets_path, allow_unverified)
-    model = _load_part(*opened, args, mesh, settings)
-    return model, tokenizer, partial(sharded_choice, Ranks.of(mesh))
+    dtype, fill = open_on_ranks(step_dir, args, config.model.hf_assets_path, allow_unverified)
+    with torch.device("meta"):
+        model = LlamaModel(args)
+    model.to(dtype)
+    apply_tensor_parallel(model, mesh, settings)
+    model.to_empty(device=mesh.device_type)
+    fill([model])
+    return model.eval(), tokenizer, partial(sharded_choice, Ranks.of(mesh))
 
 
 def _start(device: str) -> DeviceMesh:
@@ -125,20 +127,3 @@ def _start(device: str) -> DeviceMesh:
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
     return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("tp",))
-
-
-def _load_part(
-    dtype: torch.dtype,
-    fill: Callable[[list[nn.Module]], None],
-    args: LlamaArgs,
-    mesh: DeviceMesh,
-    settings: TPSettings,
-) -> LlamaModel:
-    """Load a rank's part of the model."""
-    with torch.device("meta"):
-        model = LlamaModel(args)
-    model.to(dtype)
-    apply_tensor_parallel(model, mesh, settings)
-    model.to_empty(device=mesh.device_type)
-    fill([model])
-    return model.eval()

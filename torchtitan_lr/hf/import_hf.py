@@ -72,7 +72,7 @@ def import_folder(
     try:
         with unfinished(out) as aside:
             write_origin(folder, repository, aside)
-            tokenizer = _take_tokenizer(options.tokenizer, folder, aside, args, notice)
+            tokenizer = _copy_tokenizer(options.tokenizer, folder, aside, args, notice)
             weights: WeightSource = source
             if family is not None:
                 batches = _calibration(options, tokenizer, args)
@@ -121,7 +121,7 @@ def _device(name: str) -> str:
     return name
 
 
-def _take_tokenizer(
+def _copy_tokenizer(
     given: Path | None, model: Path, out: Path, args: LlamaArgs, notice: Callable[[str], object]
 ) -> Any:
     """Copy a tokenizer that training can use: the given one, else that of the model's folder.

@@ -53,8 +53,11 @@ class TextStream:
             self.stopped = True
             return str(text[: min(places)])
         # The end of the text may be the beginning of a stop string, unless nothing follows.
-        begins = (stop[:n] for stop in self._stops for n in range(1, len(stop)))
-        held = max((len(begin) for begin in begins if text.endswith(begin)), default=0)
+        held = 0
+        for stop in self._stops:
+            for n in range(1, len(stop)):
+                if text.endswith(stop[:n]):
+                    held = max(held, n)
         end = len(text) - held * (token is not None)
         self._held = text[end:]
         return str(text[:end])

@@ -240,18 +240,14 @@ def hidden_errors(log_folder: Path, shown: Collection[int]) -> list[str]:
     errors: dict[int, list[str]] = {}
     first_rank = _first_rank(log_folder)
     for path in _of_last_start(log_folder, "*/std*.log"):
-        if lines := _final_lines(path):
+        with path.open("rb") as file:
+            # The lines are at the end; do not read the whole output of a long run.
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            tail = file.read().decode("utf-8", errors="replace").splitlines()
+        if lines := [line for line in tail if _FINAL_LINE.search(line)]:
             rank = int(path.parent.name)
             prefix = f"[rank{first_rank + rank}]:"
             errors[rank] = errors.get(rank, []) + [prefix + line for line in lines]
     if not errors or errors.keys() & set(shown):
         return []
     return errors[min(errors)]
-
-
-def _final_lines(path: Path) -> list[str]:
-    with path.open("rb") as file:
-        # These lines are at the end; do not read the whole output of a long run.
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-        lines = file.read().decode("utf-8", errors="replace").splitlines()
-    return [line for line in lines if _FINAL_LINE.search(line)]

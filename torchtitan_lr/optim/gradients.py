@@ -113,7 +113,11 @@ class StoredGradients(Gradients):
 
     def nonfinite(self, part: nn.Module) -> list[str]:
         """Return the names of a part's parameters whose gradient is not finite on this rank."""
-        return nonfinite_gradients(part)
+        names = []
+        for name, p in part.named_parameters():
+            if p.grad is not None and not torch.isfinite(local_part(p.grad)).all():
+                names.append(clean_name(name))
+        return names
 
     def _gradients(self) -> list[Tensor]:
         parameters = (p for part in self.model_parts for p in part.parameters())
@@ -128,9 +132,3 @@ def clip_factor(max_norm: float, norm: Tensor) -> Tensor:
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     # `torch.where` would copy the number 1 to the device.
     return factor.masked_fill(~norm.isfinite(), 1.0)
-
-
-def nonfinite_gradients(part: nn.Module) -> list[str]:
-    """Return the names of a part's parameters whose gradient is not finite on this rank."""
-    gradients = ((clean_name(name), p.grad) for name, p in part.named_parameters())
-    return [n for n, g in gradients if g is not None and not torch.isfinite(local_part(g)).all()]

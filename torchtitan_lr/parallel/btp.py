@@ -57,6 +57,7 @@ from torchtitan_lr.parallel.edge import (
     Edge,
     MixEdge,
     copy_to_ranks,
+    gather_and_copy_to_ranks,
     gather_from_ranks,
     normalize,
     summed_products,
@@ -154,6 +155,26 @@ class UpEdge(Edge):
         pairs = zip(latents, weights, strict=True)
         return [up_projections([latent], [weight], self.ranks, dim)[0] for latent, weight in pairs]
 
+    def whole(self, latents: Sequence[Tensor]) -> list[Tensor]:
+        """Return the latents of a group for products that other modules compute.
+
+        Args:
+            latents: As for `forward`.
+
+        Returns:
+            One h (b, s, r) per linear, replicated; its gradient is summed over the ranks.
+        """
+        messages = [concatenated(latents, dim=-1)] if self.grouping else latents
+        copies = []
+        for message in messages:
+            if self.comm == "sequence":
+                copies.append(gather_and_copy_to_ranks(message, self.ranks, TOKENS))
+            else:
+                copies.append(copy_to_ranks(message, self.ranks))
+        if not self.grouping:
+            return copies
+        return list(copies[0].split([latent.shape[-1] for latent in latents], dim=-1))
+
 
 class ShardedEmbed(Edge):
     """The look-up of tokens in this rank's features: nothing is sent."""
@@ -247,9 +268,8 @@ class _OnlineDown(torch.autograd.Function):
         # One variable argument: without gradients, the compiler compares numbers of arguments to
         # decide if a forward has a context, and is wrong for (ctx, x, *weights) with two weights.
         x, gamma, dim, eps, how, *weights = inputs  # (b, s, d/T), (d/T,); A (r_i, d/T)
-        # P: (b, s, Σ r_i) per message, or (b, s/T, Σ r_i). `reduced` fills it: P is not kept, and a
-        # recomputation, which takes the statistic and Y from forward, neither calls `reduced` nor
-        # needs P.
+        # P, one per message: (b, s, Σ r_i), or (b, s/T, Σ r_i). Backward needs rstd and Y alone, so
+        # P leaves `reduced` by this list: what `reduced` returns would be kept in memory.
         products: list[Tensor] = []
 
         def reduced() -> tuple[Tensor]:
@@ -264,9 +284,14 @@ class _OnlineDown(torch.autograd.Function):
             products.extend(wait(reduction) for reduction in started)
             return (torch.rsqrt(wait(statistic) / dim + eps),)
 
+        def normalized() -> tuple[Tensor, ...]:
+            return tuple(cast(p * rstd.unsqueeze(-1), x.dtype) for p in products)
+
+        # A recomputation receives both results from forward: it calls neither function. There are
+        # two, because Y must follow from the kept rstd: from another rstd, a compiled backward
+        # would reduce the statistic again.
         (rstd,) = keep(reduced)  # (b, s)
-        # Y from the kept statistic, so a second `keep`: else a compiled backward reduces it again.
-        ys = keep(lambda: tuple(cast(p * rstd.unsqueeze(-1), x.dtype) for p in products))
+        ys = keep(normalized)
         ctx.save_for_backward(x, gamma, rstd, *ys, *weights)
         ctx.dim, ctx.how, ctx.n_messages = dim, how, len(ys)
         return ys
@@ -365,11 +390,11 @@ class _UpProjections(torch.autograd.Function):
         end_recomputation(whole, *weights)
         ctx.ranks, ctx.dim = ranks, dim
         outputs = []
-        for part, run in _parts(whole, weights):
+        for h, run in _latents_by_run(whole, weights):
             if len(run) == 1:
-                outputs.append(F.linear(part, run[0]))  # (b, s, d_i/T)
+                outputs.append(F.linear(h, run[0]))  # (b, s, d_i/T)
             else:
-                outputs.append(torch.bmm(part, torch.stack(run).mT))  # (n, b s, d_i/T)
+                outputs.append(torch.bmm(h, torch.stack(run).mT))  # (n, b s, d_i/T)
         return tuple(outputs)
 
     @staticmethod
@@ -378,15 +403,15 @@ class _UpProjections(torch.autograd.Function):
         # The sum of dh over the ranks: it runs while the gradients of the weights are computed.
         # No name for the term itself: it would outlive the reduction.
         summed = start_sum(
-            _latents_gradient(gradients, weights).view_as(whole), ctx.ranks, ctx.dim, owned=True
+            _own_term_of_dh(gradients, weights).view_as(whole), ctx.ranks, ctx.dim, owned=True
         )
         # dB = dOᵀ h needs this rank's dO and the whole h: nothing is sent for the weights.
         dweights: list[Tensor] = []
-        for gradient, (part, run) in zip(gradients, _parts(whole, weights), strict=True):
+        for gradient, (h, run) in zip(gradients, _latents_by_run(whole, weights), strict=True):
             if len(run) == 1:
-                dweights.append(gradient.flatten(0, 1).T @ part.flatten(0, 1))
+                dweights.append(gradient.flatten(0, 1).T @ h.flatten(0, 1))
             else:
-                dweights.extend(torch.bmm(gradient.mT, part).unbind())
+                dweights.extend(torch.bmm(gradient.mT, h).unbind())
         return (wait(summed), None, None, *dweights)
 
 
@@ -415,40 +440,38 @@ def up_projections(
 
 
 def _runs(weights: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Put neighbours of equal shape together: each run is one batched product.
+    """Put neighbours of equal shape together: each run of n is one product, batched if n > 1.
 
     Under grouped-query attention q has another shape and its own product; k and v share one.
     """
     return [list(run) for _, run in groupby(weights, key=lambda weight: weight.shape)]
 
 
-def _parts(whole: Tensor, weights: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
-    """Pair each run of n weights with its latents (b, s, r), or (n, b s, r) if n > 1."""
+def _latents_by_run(whole: Tensor, weights: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
+    """Pair the latents of each run, (b, s, r), or (n, b s, r) if n > 1, with its weights."""
     runs = _runs(weights)
-    parts = whole.split([len(run) * run[0].shape[1] for run in runs], dim=-1)
+    latents = whole.split([len(run) * run[0].shape[1] for run in runs], dim=-1)  # (b, s, n r)
     pairs = []
-    for part, run in zip(parts, runs, strict=True):
-        if len(run) > 1:
-            # (b, s, n r) viewed as a batch: no copy, as `bmm` takes any strides
-            part = part.unflatten(-1, (len(run), -1)).flatten(0, 1).transpose(0, 1)
-        pairs.append((part, run))
+    for h, run in zip(latents, runs, strict=True):
+        if len(run) > 1:  # viewed as a batch: no copy, as `bmm` accepts any strides
+            h = h.unflatten(-1, (len(run), -1)).flatten(0, 1).transpose(0, 1)
+        pairs.append((h, run))
     return pairs
 
 
-def _latents_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Return this rank's term of dh (b s, Σ r_i), from one gradient per run of weights."""
-    by_weight: list[Tensor] = []
+def _own_term_of_dh(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Return dO B of this rank (b s, Σ r_i), from the gradients dO of each run's outputs."""
+    douts: list[Tensor] = []  # (b s, d_i/T) per weight
     for gradient, run in zip(gradients, _runs(weights), strict=True):
-        by_weight += [gradient.flatten(0, 1)] if len(run) == 1 else gradient.unbind()
-    pairs = list(zip(by_weight, weights, strict=True))
-    if len(pairs) == 1 or torch.compiler.is_compiling():
-        return concatenated([gradient @ weight for gradient, weight in pairs], -1)
+        douts += [gradient.flatten(0, 1)] if len(run) == 1 else gradient.unbind()
+    if len(weights) == 1 or torch.compiler.is_compiling():
+        return concatenated([dout @ b for dout, b in zip(douts, weights, strict=True)], -1)
     # Eagerly each product is written where it belongs: a `cat` would copy all of them once more.
-    widths = [weight.shape[1] for weight in weights]
-    out = by_weight[0].new_empty(by_weight[0].shape[0], sum(widths))
-    for (gradient, weight), part in zip(pairs, out.split(widths, dim=-1), strict=True):
-        torch.mm(gradient, weight, out=part)
-    return out
+    widths = [b.shape[1] for b in weights]
+    term = douts[0].new_empty(douts[0].shape[0], sum(widths))
+    for dout, b, part in zip(douts, weights, term.split(widths, dim=-1), strict=True):
+        torch.mm(dout, b, out=part)
+    return term
 
 
 class _SyncNorm(torch.autograd.Function):

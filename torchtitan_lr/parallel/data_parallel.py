@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
@@ -43,7 +44,7 @@ def apply_data_parallel(
         job_config: The run's configuration: ``[training]`` for dtypes, ``[parallelism]`` for the
             resharding policy.
     """
-    policy, training = mixed_precision_policy(job_config), job_config.training
+    training = job_config.training
     mixed = not parallel_dims.dp_enabled and training.mixed_precision_param != training.dtype
     # FSDP2 must not sum over the replicas if an optimizer or a compressor does.
     owned = job_config.optimizer.name == TSR and parallel_dims.dp_replicate_enabled
@@ -57,26 +58,7 @@ def apply_data_parallel(
         if parallel_dims.dp_replicate_enabled and not (owned or compresses):
             names = ["dp_replicate", "fsdp"]
         mesh = mesh_of(parallel_dims, "fsdp") if owned else parallel_dims.get_mesh(names)
-        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-        if training.enable_cpu_offload:
-            options["offload_policy"] = CPUOffloadPolicy()
-        if job_config.optimizer.name in SPECTRAL:
-            options["shard_placement_fn"] = split_outside_rank(model, mesh.shape[-1])
-        # On a mesh of size 1 nothing is sharded: a second all-gather would only copy.
-        reshard = mesh.size() > 1 and reshard_after_forward(job_config, parallel_dims.pp_enabled)
-        # Backward needs the head first: resharding it after forward would only cause another
-        # all-gather.
-        always = job_config.parallelism.fsdp_reshard_after_forward == "always"
-        for unit in (*units, model):
-            reshards = always if unit is model.output else reshard
-            fully_shard(unit, reshard_after_forward=reshards, **options)
-        if parallel_dims.fsdp_enabled:
-            # FSDP2 alone starts a unit's gather when its forward begins. It then runs beside the
-            # unit before only as far as the host is ahead of the device, which it is not where
-            # kernels are small. A rank holds the gathered weights of two units either way.
-            for unit, following in pairwise(units):
-                next_units = [cast(FSDPModule, following)]
-                cast(FSDPModule, unit).set_modules_to_forward_prefetch(next_units)
+        shard_units(model, units, mesh, parallel_dims, job_config)
         kind = "HSDP" if len(names) == 2 else "FSDP"
         if owned:
             kind = f"FSDP over {mesh.size()} ranks; the optimizer synchronizes the replicas"
@@ -86,7 +68,7 @@ def apply_data_parallel(
         # are then too small by a factor of the number of replicas.
         mesh = mesh_of(parallel_dims, "dp_replicate")
         for unit in (*units, model):
-            replicate(unit, mesh=mesh, mp_policy=policy)
+            replicate(unit, mesh=mesh, mp_policy=mixed_precision_policy(job_config))
         logger.info("Applied replication over %d ranks to the model", mesh.size())
     sum_gradients(model)
     if compresses and parallel_dims.fsdp_enabled:
@@ -97,6 +79,44 @@ def apply_data_parallel(
         apply_gradient_compression(model, mesh, settings, all_reduce=crosses_hosts)
     elif compresses:
         logger.info("Gradient compression: nothing to exchange without FSDP")
+
+
+def shard_units(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    parallel_dims: ParallelDims,
+    job_config: JobConfig,
+) -> None:
+    """Apply FSDP2 to the units and to the rest of the model.
+
+    Args:
+        model: As for `apply_data_parallel`.
+        units: What is gathered at a time, in the order of forward.
+        mesh: FSDP's mesh, of HSDP with the replicas in front.
+        parallel_dims: Degrees and meshes.
+        job_config: The run's configuration.
+    """
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": mixed_precision_policy(job_config)}
+    if job_config.training.enable_cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    if job_config.optimizer.name in SPECTRAL:
+        options["shard_placement_fn"] = split_outside_rank(model, mesh.shape[-1])
+    # On a mesh of size 1 nothing is sharded: a second all-gather would only copy.
+    reshard = mesh.size() > 1 and reshard_after_forward(job_config, parallel_dims.pp_enabled)
+    # Backward needs the head first: resharding it after forward would only cause another
+    # all-gather.
+    always = job_config.parallelism.fsdp_reshard_after_forward == "always"
+    for unit in (*units, model):
+        reshards = always if unit is model.output else reshard
+        fully_shard(unit, reshard_after_forward=reshards, **options)
+    if parallel_dims.fsdp_enabled:
+        # FSDP2 alone starts a unit's gather when its forward begins. It then runs beside the unit
+        # before only as far as the host is ahead of the device, which it is not where kernels are
+        # small. A rank holds the gathered weights of two units either way.
+        for unit, following in pairwise(units):
+            next_units = [cast(FSDPModule, following)]
+            cast(FSDPModule, unit).set_modules_to_forward_prefetch(next_units)
 
 
 def split_outside_rank(model: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]:

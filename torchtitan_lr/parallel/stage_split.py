@@ -2,7 +2,6 @@
 """The split of a model's modules into pipeline stages."""
 
 import math
-from itertools import accumulate
 from typing import Any
 
 SCHEDULES: dict[str, tuple[bool, bool]] = {
@@ -53,5 +52,8 @@ def modules_per_stage(job_config: Any, n_layers: int) -> list[list[str]]:
 
 def layers_before_boundaries(job_config: Any, n_layers: int) -> list[int]:
     """Return the number of blocks before each boundary."""
-    stages = modules_per_stage(job_config, n_layers)[:-1]
-    return list(accumulate(sum(name.startswith("layers.") for name in names) for names in stages))
+    before, so_far = [], 0
+    for names in modules_per_stage(job_config, n_layers)[:-1]:
+        so_far += sum(name.startswith("layers.") for name in names)
+        before.append(so_far)
+    return before

@@ -72,7 +72,7 @@ class Plan:
         refuse_keys(experiment.overrides, OWN_KEYS, "overrides: ")
         for name, family in experiment.families.items():
             refuse_keys(family.overrides, OWN_KEYS, f"families.{name}.overrides: ")
-        pairs = [(family, size) for family in experiment.families for size in experiment.sizes]
+        pairs = list(product(experiment.families, experiment.sizes))
         self._overrides = {pair: self._model(*pair) for pair in pairs}
         self.costs = {pair: self._cost(*pair) for pair in pairs}
         equal = experiment.equal

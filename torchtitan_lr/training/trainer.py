@@ -149,7 +149,7 @@ class Trainer(TitanTrainer):
                 self.gc_handler.run(self.step)
                 self.train_step(batches)
                 self.checkpointer.save(self.step, last_step=self.step == config.training.steps)
-                if self._validates():
+                if config.validation.enable and self.validator.should_validate(self.step):
                     self.validator.validate(self.model_parts, self.step)
                 for profiler in profiling:
                     profiler.step()
@@ -167,10 +167,6 @@ class Trainer(TitanTrainer):
         self.metrics_processor.start_after(self.step)
         self._report_start()
         self._make_up_for_validation()
-
-    def _validates(self) -> bool:
-        """Return whether a validation follows the step."""
-        return self.job_config.validation.enable and self.validator.should_validate(self.step)
 
     def _report_end(self) -> None:
         """Write the summary of a run that is complete, or say how a stopped one goes on."""

@@ -7,7 +7,7 @@ the core C = UᵀGV (r, r) is summed over the replicas, and Adam's moments are t
 
 | line of Algorithm 1 | where |
 |---|---|
-| every K steps: U, Σ, V ← randomized SVD of ΣG | `TSRAdam._new_bases`, `svd.randomized_svd` |
+| every K steps: U, Σ, V ← randomized SVD of ΣG | `TSRAdam._refresh`, `svd.randomized_svd` |
 | moments of the old bases, carried over | `MatrixStack.change_bases` |
 | C ← UᵀGV | `MatrixStack.project` |
 | C ← ΣC over the replicas | `sums.CoreSum` |
@@ -39,9 +39,11 @@ from torch.optim import Optimizer
 
 from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part, own_part, shard_dims, wrap_like
-from torchtitan_lr.numerics import HostCopy, scale_
+from torchtitan_lr.numerics import scale_
 from torchtitan_lr.optim.gradients import clip_factor
+from torchtitan_lr.optim.resume import copy_state
 from torchtitan_lr.optim.tsr.dense import DenseParameters
+from torchtitan_lr.optim.tsr.drift import Drift, Matrix
 from torchtitan_lr.optim.tsr.selection import (
     BUCKET_ELEMENTS,
     MatrixPlan,
@@ -56,8 +58,6 @@ from torchtitan_lr.optim.tsr.sums import (
     Groups,
     Layout,
     Rounds,
-    copy_from_first,
-    differences,
     in_buckets,
     local_gradient,
     norm_over_ranks,
@@ -65,7 +65,6 @@ from torchtitan_lr.optim.tsr.sums import (
     summed,
 )
 from torchtitan_lr.optim.tsr.svd import SVD, draw_basis, draw_sketches, randomized_svd
-from torchtitan_lr.titan import logger
 
 
 @dataclass
@@ -288,6 +287,12 @@ class MatrixStack:
                 exact = weight.to(self.dtype).mul_(shrink)
                 weight.copy_(exact.addmm_(*factors, alpha=rate))
 
+    def tensors(self, index: int) -> list[Tensor]:
+        """Return this rank's weight, bases and moments of a matrix: all that a refresh changes."""
+        bases = [self.U[index]] if self.V is None else [self.U[index], self.V[index]]
+        moments = [self.exp_avg[index], self.exp_avg_sq[index]]
+        return [local_part(self.parameters[index]), *bases, *moments]
+
     def state(self, index: int) -> dict[str, Tensor]:
         """Return what a checkpoint holds of a matrix: DTensors of a sharded one, no copies."""
         matrix, plan = self.parameters[index], self.plan
@@ -453,28 +458,25 @@ class TSRAdam(Optimizer):
 
         self.steps = torch.zeros((), dtype=torch.float32)
         self.stacks: list[MatrixStack] = []
-        self._dense: list[DenseParameters] = []
         # Hyperparameters, and what `step` updates with them.
         self._updates: list[tuple[dict[str, Any], list[MatrixStack], DenseParameters]] = []
+        # Where each compressed matrix is, and which mesh dimensions split each other parameter.
+        self._compressed: dict[Tensor, tuple[MatrixStack, int]] = {}
+        self._dense_dims: dict[Tensor, tuple[int, ...]] = {}
         for torch_group in self.param_groups:
             trained = [p for p in torch_group["params"] if p in names]
             compressed = [(plans[names[p]], p) for p in trained if names[p] in plans]
             stacks = stack_alike(compressed, sharding, settings)
             dense = DenseParameters([p for p in trained if names[p] not in plans])
             self.stacks += stacks
-            self._dense.append(dense)
             self._updates.append((torch_group, stacks, dense))
-
-        self._compressed: dict[Tensor, tuple[MatrixStack, int]] = {}
-        for stack in self.stacks:
-            for index, parameter in enumerate(stack.parameters):
-                self._compressed[parameter] = stack, index
-        # The dense parameters, and the mesh dimensions that split each of them.
-        self._dense_dims: dict[Tensor, tuple[int, ...]] = {}
-        for dense in self._dense:
+            for stack in stacks:
+                for index, parameter in enumerate(stack.parameters):
+                    self._compressed[parameter] = stack, index
             for parameter in dense.parameters:
                 dims = [shard_dims(parameter, dim, sharding) for dim in range(parameter.dim())]
                 self._dense_dims[parameter] = tuple(chain(*dims))
+
         # All cores of a step in one buffer, which one call clears, scales or sends.
         sizes = [stack.exp_avg.numel() for stack in self.stacks]
         # A pipeline stage may have no compressed matrix.
@@ -484,20 +486,26 @@ class TSRAdam(Optimizer):
             stack.C = part.view(stack.exp_avg.shape)
 
         self._order = list(reversed(names))  # backward runs from the last module to the first
-        # A hook that kept the optimizer alive would make a cycle, and torchtitan collects none.
-        reference = weakref.ref(self)
-        for parameter in self._order:
-            parameter.register_post_accumulate_grad_hook(
-                lambda arrived: (own := reference()) and own.gradient_arrived(arrived)
-            )
         self._running: StepState | None = None
         # Whether the counters count a rejected step; a tensor until the host has read the verdict.
         self._rejected: Tensor | bool = False
-        # Matrices with new bases, and whether replicas computed different ones.
-        self._compared: list[tuple[list[tuple[MatrixStack, int]], HostCopy]] = []
-        self._allocate_state()
+        self._drift = Drift(self.groups.replicas)
+        self._name_state()
+        self._watch_gradients()
 
-    def _allocate_state(self) -> None:
+    def _watch_gradients(self) -> None:
+        """Let backward call `gradient_arrived` for each parameter."""
+        # A hook that kept the optimizer alive would make a cycle, and torchtitan collects none.
+        reference = weakref.ref(self)
+
+        def arrived(parameter: Tensor) -> None:
+            if (optimizer := reference()) is not None:
+                optimizer.gradient_arrived(parameter)
+
+        for parameter in self._order:
+            parameter.register_post_accumulate_grad_hook(arrived)
+
+    def _name_state(self) -> None:
         """Name the tensors that a checkpoint holds; they share the memory of the stacks."""
         self.counters = [self.steps]
         for stack in self.stacks:
@@ -505,7 +513,7 @@ class TSRAdam(Optimizer):
         self._counts_before = [count.clone() for count in self.counters]
         for parameter, (stack, index) in self._compressed.items():
             self.state[parameter] = {"step": self.steps, **stack.state(index)}
-        for dense in self._dense:
+        for _, _, dense in self._updates:
             for index, parameter in enumerate(dense.parameters):
                 self.state[parameter] = {"step": self.steps, **dense.state(index)}
 
@@ -514,7 +522,7 @@ class TSRAdam(Optimizer):
     @torch.no_grad()
     def begin(self) -> None:
         """Zero the cores, and plan the refreshes and sums of the next step."""
-        self._repair()
+        self._drift.repair()
         self._reset_counters()
         self._cores.zero_()
         due = {stack: stack.due(int(self.steps)) for stack in self.stacks}
@@ -527,31 +535,34 @@ class TSRAdam(Optimizer):
                     projected[parameter] = None
                 elif stack.sends_dense:
                     whole.append(parameter)
-        sums: list[CoreSum | GradientSum] = []
-        sums += self._sums_of_cores(projected)
-        sums += self._sums_of_gradients(whole)
-        self._running = StepState(due, projected, EarlySums(sums, self._order, self.groups))
+        sums = EarlySums(self._sums(projected, whole), self._order, self.groups)
+        self._running = StepState(due, projected, sums)
 
-    def _sums_of_cores(self, projected: Container[Tensor]) -> list[CoreSum]:
+    def _sums(
+        self, projected: Container[Tensor], whole: Iterable[Tensor]
+    ) -> list[CoreSum | GradientSum]:
+        """Divide a step's sums into messages.
+
+        Args:
+            projected: Matrices whose cores are summed.
+            whole: Parameters whose gradients are summed.
+        """
+        sums: list[CoreSum | GradientSum] = []
+        count = self.settings.overlap_buckets
         parameters = [parameter for parameter in self._order if parameter in projected]
         sizes = [self._core(parameter).numel() for parameter in parameters]
-        sums = []
-        for bucket in in_buckets(parameters, sizes, self.settings.overlap_buckets, sum(sizes)):
+        for bucket in in_buckets(parameters, sizes, count, sum(sizes)):
             cores = [self._core(parameter) for parameter in bucket]
             contracted = [self._compressed[parameter][0].contracted for parameter in bucket]
             buffer = self._cores if len(bucket) == len(self._compressed) else None
             sums.append(CoreSum(bucket, cores, contracted, buffer))
-        return sums
-
-    def _sums_of_gradients(self, whole: Iterable[Tensor]) -> list[GradientSum]:
         by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)  # one message has one dtype
         for parameter in whole:
             by_dtype[parameter.dtype].append(parameter)
-        buckets: list[list[Tensor]] = []
         for same in by_dtype.values():
             sizes = [local_part(parameter).numel() for parameter in same]
-            buckets += in_buckets(same, sizes, self.settings.overlap_buckets, BUCKET_ELEMENTS)
-        return [GradientSum(bucket) for bucket in buckets]
+            sums += map(GradientSum, in_buckets(same, sizes, count, BUCKET_ELEMENTS))
+        return sums
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -624,7 +635,7 @@ class TSRAdam(Optimizer):
         step.sums.wait()
         new_bases: list[NewBases] = []
         for matrices in self._rounds(step.due):
-            new_bases += self._new_bases(matrices)
+            new_bases += self._refresh(matrices)
         step.new_bases = new_bases
 
         if self._average and self.groups.replicas is not None:
@@ -671,21 +682,18 @@ class TSRAdam(Optimizer):
             rounds += by_iterations.values()
         return rounds
 
-    def _new_bases(self, matrices: Mapping[MatrixStack, list[int]]) -> list[NewBases]:
-        """Refresh: U, Σ, V ← randomized SVD of ΣG, equal on all replicas; not yet applied."""
+    def _refresh(self, matrices: Mapping[MatrixStack, list[int]]) -> list[NewBases]:
+        """Find U, Σ, V ← randomized SVD of ΣG, equal on all replicas; `step` starts to use them."""
         layouts = [stack.layout for stack in matrices]
         computations = [stack.decompose(i, self.groups) for stack, i in matrices.items()]
         svds = solve_together(computations, layouts, self.groups)
-        if self.groups.replicas is not None:
-            # Each matrix is compared, repaired and logged alone. The host would wait for the device
-            # if it repaired the bases here.
-            names, batches = [], []
-            for (stack, indices), svd in zip(matrices.items(), svds, strict=True):
-                names += [(stack, index) for index in indices]
-                batches += [list(of_matrix) for of_matrix in zip(*svd, strict=True)]
-            self._compared.append((names, HostCopy(differences(batches, self.groups.replicas))))
+        refreshed: list[Matrix] = []
+        computed: list[Sequence[Tensor]] = []
         found: list[NewBases] = []
         for (stack, indices), svd in zip(matrices.items(), svds, strict=True):
+            for place, index in enumerate(indices):
+                refreshed.append(Matrix(stack.plans[index].name, stack.tensors(index)))
+                computed.append((svd.U[place], svd.S[place], svd.V[place]))
             # In the new bases UᵀGV is diag(σ), and UᵀG is diag(σ)Vᵀ: nothing is sent for it.
             if stack.plan.two_sided:
                 core = torch.diag_embed(svd.S)  # (b, r, r)
@@ -693,6 +701,7 @@ class TSRAdam(Optimizer):
             else:
                 core = svd.S[..., None] * svd.V.mT  # (b, r, n)
                 found.append(NewBases(stack, indices, svd.U, None, core))
+        self._drift.compare(refreshed, computed)
         if self.settings.moments == "rotate":
             self._find_overlaps(found)
         return found
@@ -759,7 +768,7 @@ class TSRAdam(Optimizer):
 
         Without this call the next `begin` does so, and then the host waits for ``found_inf``.
         """
-        self._repair()
+        self._drift.repair()
         self._rejected = rejected
         self._reset_counters()
 
@@ -774,29 +783,6 @@ class TSRAdam(Optimizer):
         self._reset_counters()
         return super().state_dict()
 
-    def _repair(self) -> None:
-        """Give all replicas the first one's matrices whose bases differed in the last step.
-
-        Only the weights and moments of these matrices can differ between replicas: cores, dense
-        gradients and the norm are sums over the replicas. So all replicas go on as if they had used
-        the first one's bases. Replicas on equal machines never differ, but one refresh with other
-        bases would let them part for good.
-        """
-        compared, self._compared = self._compared, []
-        for matrices, differ in compared:
-            drifted = [m for m, wrong in zip(matrices, differ.read(), strict=True) if wrong]
-            for stack, index in drifted:
-                tensors = [local_part(stack.parameters[index]), stack.U[index]]
-                if stack.V is not None:
-                    tensors.append(stack.V[index])
-                tensors += [stack.exp_avg[index], stack.exp_avg_sq[index]]
-                copy_from_first(tensors, cast(dist.ProcessGroup, self.groups.replicas))
-            if drifted:
-                logger.warning(
-                    "Replicas computed different bases for %s; the first replica's are used",
-                    ", ".join(stack.plans[index].name for stack, index in drifted),
-                )
-
     def nonfinite(self, part: nn.Module) -> list[str]:
         """Return the names of a part's parameters whose gradient or core is not finite here."""
         names = []
@@ -808,18 +794,10 @@ class TSRAdam(Optimizer):
                 names.append(clean_name(name))
         return names
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state into the existing tensors; the hyperparameters stay the configured ones.
-
-        Torch's own method would replace the tensors, and cast moments to a parameter's bf16.
-        """
+        """Copy a state into the existing tensors; the hyperparameters stay the configured ones."""
         self._rejected = False  # a step that is not in the loaded counts
-        ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        own = chain.from_iterable(group["params"] for group in self.param_groups)
-        for number, parameter in zip(ids, own, strict=True):
-            for name, value in state_dict["state"].get(number, {}).items():
-                local_part(self.state[parameter][name]).copy_(local_part(torch.as_tensor(value)))
+        copy_state(self, state_dict)
 
 
 def _read(stacked: Tensor, indices: Sequence[int]) -> Tensor:

@@ -17,11 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lr.agreement import from_all_ranks
 from torchtitan_lr.compat.dtensor import local_part
-from torchtitan_lr.numerics import blocks, joint_norm
+from torchtitan_lr.numerics import joint_norm
 from torchtitan_lr.optim.tsr.selection import split_buckets
-
-CHECKED = 2**18
-"""Words of a checksum that are cast at a time."""
 
 Axis = Literal["rows", "columns"]
 
@@ -80,8 +77,12 @@ class Groups:
 
     def of_all_stages(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of all pipeline stages, each of which knows its own."""
-        stages = [own] if self.stages is None else from_all_ranks(own, self.stages)
-        return {name: value for entries in stages for name, value in entries.items()}
+        if self.stages is None:
+            return dict(own)
+        entries: dict[str, Any] = {}
+        for of_stage in from_all_ranks(own, self.stages):
+            entries |= of_stage
+        return entries
 
 
 def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> Callable[[], None]:
@@ -361,50 +362,3 @@ def _answer_gathers(
         for (i, block), part in zip(asked.items(), parts, strict=True):
             answers[i] = (part.reshape(group.size(), *block.shape), group.rank())
     return answers
-
-
-# Whether replicas computed the same.
-
-
-def differences(batches: Sequence[Sequence[Tensor]], replicas: dist.ProcessGroup) -> Tensor:
-    """Return whether any bit of the tensors that each replica computed itself differs.
-
-    One all-reduce of two checksums per batch detects it.
-
-    Returns:
-        One truth value per batch (n,), the same on all replicas.
-    """
-    weights = torch.arange(1, CHECKED + 1, device=batches[0][0].device)
-    products = torch.empty_like(weights)
-    checksums = torch.stack([checksum(batch, weights, products) for batch in batches])
-    extremes = torch.cat([checksums, -checksums])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=replicas)
-    high, low = extremes.view(2, -1)
-    return high != -low
-
-
-def checksum(tensors: Sequence[Tensor], weights: Tensor, products: Tensor) -> Tensor:
-    """Return a number in [0, 2⁶²), int64, that every bit of some tensors and its place change.
-
-    Args:
-        tensors: In fp32 or fp64.
-        weights: Of the 32-bit words of a block (n,), int64.
-        products: Memory (n,), int64: the tensors are cast a block at a time.
-    """
-    total = weights.new_zeros(())
-    for tensor in tensors:
-        for block in blocks(tensor, len(weights) // 2):
-            bits = block.contiguous().view(-1).view(torch.int32)
-            terms = products[: len(bits)].copy_(bits).mul_(weights[: len(bits)])
-            # By the weights swapped entries show, by the factor swapped blocks; int64 wraps.
-            total.mul_(1_000_003).add_(terms.sum())
-    # Below 2⁶², the number's negative is in int64's range too.
-    return total.remainder(2**62)
-
-
-def copy_from_first(tensors: Iterable[Tensor], replicas: dist.ProcessGroup) -> None:
-    """Overwrite tensors with those of the first replica."""
-    for tensor in tensors:
-        sent = tensor.contiguous()
-        dist.broadcast(sent, group_src=0, group=replicas)
-        tensor.copy_(sent)

@@ -13,8 +13,8 @@ from tests.unit.tiny import tiny_args
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.container import TSROptimizers
+from torchtitan_lr.optim.tsr.drift import CHECKED, checksum
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
-from torchtitan_lr.optim.tsr.sums import CHECKED, checksum
 from torchtitan_lr.titan.components import OptimizersContainer
 from torchtitan_lr.training.step import step_unless
 
