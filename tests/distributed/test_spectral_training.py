@@ -1,13 +1,15 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Muon, Spectron and LoRA-Muon through the trainer: every layout trains like one process (fp64)."""
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.training import train
+from tests.distributed.training import LOSS_GAP, loss_gap, train
 from tests.support.nightly import nightly
-from tests.support.parity_runs import CAAT, degrees, flavor, largest_difference, schedule
+from tests.support.parity_runs import BF16, CAAT, degrees, flavor, largest_difference, schedule
 from tests.support.rank_pool import RankPool
 
 EXACT = 1e-12
@@ -94,7 +96,6 @@ def test_layout_equals_one_process(
     arguments = [*options(rule, family), *LAYOUTS[layout]]
     run = four_ranks.run(train, arguments)[0]
     alone = reference(*options(rule, family), *flavor(arguments))
-    print("DIFF", rule, family, layout, largest_difference(run, alone))
     assert largest_difference(run, alone) < EXACT
 
 
@@ -102,5 +103,39 @@ def test_layout_equals_one_process(
 def test_lanes(four_ranks: RankPool, reference: Any) -> None:
     arguments = [*options("Muon", "full"), *CAAT]
     run = four_ranks.run(train, [*arguments, *FSDP2_TP2])[0]
-    print("DIFF", largest_difference(run, reference(*arguments)))
     assert largest_difference(run, reference(*arguments)) < EXACT
+
+
+@pytest.mark.parametrize("rule", ["Spectron", *nightly("LoRAMuon", "Muon")])
+def test_resumes_in_another_layout_and_bitwise_in_its_own(
+    rule: str, four_ranks: RankPool, tmp_path: Path
+) -> None:
+    arguments = [*options(rule, "cola"), "--checkpoint.enable", "--checkpoint.interval=5"]
+    whole = four_ranks.run(train, [*arguments, *LAYOUTS["fsdp4"]])[0]
+    for layout, limit in (("fsdp4", 0.0), ("fsdp2_vanilla2", EXACT)):
+        folder = shutil.copytree(whole["dump_folder"], tmp_path / layout)
+        shutil.rmtree(folder / "checkpoint/step-10")
+        resumed = four_ranks.run(train, [*arguments, *LAYOUTS[layout]], "", str(folder))[0]
+        assert resumed["step"] == 10
+        assert largest_difference(resumed, whole) <= limit
+
+
+def test_a_skipped_step_is_the_same_in_every_layout(four_ranks: RankPool) -> None:
+    """That it leaves no bit is shown in one process."""
+    arguments = [*options("Spectron", "cola"), "--training.max_skipped_steps=1"]
+    runs = [
+        four_ranks.run(train, [*arguments, *LAYOUTS[layout]], "nan_gradient@3")[0]
+        for layout in ("fsdp4", "fsdp2_vanilla2")
+    ]
+    assert [run["skipped_steps"] for run in runs] == [1, 1]
+    for name, value in runs[0]["parameters"].items():
+        assert abs(runs[1]["parameters"][name] - value).max() < EXACT, name
+
+
+@pytest.mark.parametrize("rule", ["Muon", *nightly("Spectron", "LoRAMuon")])
+def test_bf16_trains_like_one_process(rule: str, four_ranks: RankPool, one_rank: RankPool) -> None:
+    arguments = [*options(rule, "cola"), *BF16]
+    alone = one_rank.run(train, [*arguments, *degrees()], "", "", False)[0]
+    run = four_ranks.run(train, [*arguments, *FSDP2_TP2], "", "", False)[0]
+    assert loss_gap(run["losses"], alone["losses"]) < LOSS_GAP
+    assert run["state_dtypes"] == {"float32"}
