@@ -13,7 +13,8 @@ turns; a ratio is the median over the turns of its time over that of the usual f
 
 --layers takes fewer blocks than the flavor has: every time is proportional to their number.
 
-Exit status: 0, 1 a ratio of Muon is above its goal (0.65 at 60M, 0.75 at 130M), 2 invalid arguments.
+Exit status: 0; 1 a ratio of Muon is above its goal (0.65 at 60M, 0.75 at 130M); 2 invalid
+arguments.
 """
 
 import argparse

@@ -87,8 +87,8 @@ class SupportMatrix:
     def working_pairs(self) -> set[Any]:
         """Return every pair of values in at least one supported combination.
 
-        A rule refuses values that are used together, and never NONE. So a pair works if it does with
-        NONE on all other axes that have it.
+        A rule refuses values that are used together, and never NONE. So a pair works if it does
+        with NONE on all other axes that have it.
         """
         found = set()
         for pair in combinations(sorted(self.axes), 2):
