@@ -221,8 +221,8 @@ def test_bytes_held(name: str, runs: dict[str, Run], measured: Any) -> None:
             for stage in run.stages_of(rank["pp"])
         ]
         tsr = None if run.tsr is None else run.tsr_plans
-        more = {"spectral": run.spectral_vectors, "by_columns": run.by_columns}
-        expected = static_memory(parts, run.shard, run.precision, tsr, rank["fsdp"], **more)
+        own = tsr, rank["fsdp"], run.spectral_vectors, run.by_columns
+        expected = static_memory(parts, run.shard, run.precision, *own)
         held = {part: rank[part] for part in expected}
         if run.tsr is not None:  # it drops the gradients of compressed matrices in a step
             assert held.pop("gradients") <= expected.pop("gradients")

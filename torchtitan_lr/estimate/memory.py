@@ -42,8 +42,14 @@ def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
         for unit in run.stages[stage].values():
             shapes |= unit
         stages.append(shapes)
-    split = {"spectral": run.spectral_vectors, "by_columns": run.by_columns}
-    parts = static_memory(stages, run.shard, run.precision, plans, **split)
+    parts = static_memory(
+        stages,
+        run.shard,
+        run.precision,
+        plans,
+        spectral=run.spectral_vectors,
+        by_columns=run.by_columns,
+    )
     parts["activations"] = in_flight(run, pp_rank, rehearsal)[0]
     parts["working"] = rehearsal.working
     parts["buffers"] = buffer_bytes(run, pp_rank)

@@ -2,7 +2,7 @@
 """Collectives of one step of a run, from the formulas.
 
 The scalars of clipping, logging and stop signals (the ledger's scope ``step``) are not included,
-except those of TSR-Adam and of the spectral optimizers. With a pipeline and ``fsdp_reshard_after_forward = "always"``, weight
+except those of TSR-Adam. With a pipeline and ``fsdp_reshard_after_forward = "always"``, weight
 gathers are counted once per pass, although each micro-batch repeats them.
 """
 

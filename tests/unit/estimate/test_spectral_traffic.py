@@ -93,14 +93,15 @@ def step_on_paper(run: Run) -> list[dict[str, Any]]:
     with torch.device("meta"):
         model = LlamaModel(replace(run.args, n_layers=1))
     parallelize_llama_cola(model, dims, run.config)
-    with FakeTensorMode():
+    without_data = FakeTensorMode(allow_non_fake_inputs=True)
+    with without_data:
         model.to_empty(device="cpu")
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
     # Its groups' ranks are real numbers.
     optimizer = SpectralOptimizers([model], run.config.optimizer).optimizers[0]
     groups = optimizer.groups.by_name()
-    with FakeTensorMode(allow_non_fake_inputs=True), CommLedger([model], groups) as ledger:
+    with without_data, CommLedger([model], groups) as ledger:
         optimizer.step()
     return ledger.rows()
 
