@@ -118,6 +118,25 @@ def test_what_no_run_can_have_is_refused(table, message, tmp_path):
     assert str(error.value).startswith(f"optimizer.groups{message}")
 
 
+@pytest.mark.parametrize(
+    ("name", "lr", "told"),
+    [
+        *(("Spectron", 3e-4, "0.001 to 0.1"), ("LoRAMuon", 1e-4, "0.001 to 0.1")),
+        *(("Muon", 0.02, "0.0001 to 0.01"), ("Muon", 3e-3, "")),
+        *(("Spectron", 0.01, ""), ("AdamW", 3e-4, "")),
+    ],
+)
+def test_a_rate_of_another_optimizer_is_told(name, lr, told, tmp_path, caplog):
+    options = ["--model.name=llama_cola", f"--optimizer.name={name}", f"--optimizer.lr={lr}"]
+    config = build_job_config([*options, f"--job.dump_folder={tmp_path}"])
+    check_job_config(config, 1, "cpu", data="none")
+    lines = [line for line in caplog.messages if "optimizer.lr" in line]
+    assert len(lines) == bool(told)
+    for line in lines:
+        assert f"optimizer.lr = {lr:g} is not of the scale of {name}, whose pub" in line
+        assert told in line
+
+
 def test_a_command_line_has_no_tables():
     with pytest.raises(ConfigError, match=r"groups: got 'norm', expected a list of tables \[\[..."):
         build_job_config(["--optimizer.groups=norm"])
