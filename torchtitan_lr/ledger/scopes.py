@@ -64,6 +64,11 @@ class ScopeTracker:
                 self._follow(f"block {name}", block)
             self._follow("head", getattr(part, "output", None))
 
+    @property
+    def in_unit(self) -> bool:
+        """Whether FSDP2 runs, for a unit of its own."""
+        return self._owner is not None
+
     def here(self) -> tuple[str, str, bool]:
         """Return scope, pass (forward, backward, optimizer), and whether it is a recomputation."""
         if backward_number() is not None:
