@@ -10,6 +10,7 @@ tensor. A `TorchDispatchMode` does not see such a copy.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
@@ -111,6 +112,17 @@ def scale_(tensors: Iterable[Tensor], factor: Tensor) -> None:
         # dimensions raises the product to fp32, for which a CPU would copy the tensor.
         for tensor in same:
             tensor.mul_(exact.view([1] * tensor.ndim))
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Let products of fp32 matrices keep fp32's digits, also where the run allows TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class HostCopy:

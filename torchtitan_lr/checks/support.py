@@ -7,7 +7,7 @@ import os
 import shutil
 from typing import Any
 
-from torchtitan_lr.config.schema import TSR
+from torchtitan_lr.config.schema import SPECTRAL, TSR
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.titan import logger
@@ -38,12 +38,14 @@ def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
 
 
 def check_plans(config: Any, world_size: int, device_type: str) -> None:
-    """Check that the model fits the tensor-parallel plan, at degree 1 too, and TSR-Adam's ranks."""
+    """Check that the model fits the tensor-parallel plan, at degree 1 too, and the optimizer."""
+    from torchtitan_lr.optim.spectral.selection import check_rule
     from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
     from torchtitan_lr.parallel.plans import check_gather, tp_settings
 
-    offload, tsr = config.training.enable_cpu_offload, config.optimizer.name == TSR
-    require(not (offload and tsr), "training.enable_cpu_offload", True, "false with TSRAdam")
+    offload, name = config.training.enable_cpu_offload, config.optimizer.name
+    fits = not offload or name not in (TSR, *SPECTRAL)  # they communicate tensors of the state
+    require(fits, "training.enable_cpu_offload", True, f"false with {name}")
     args = llama_args(config)
     if args is None:  # another package's model: it has a plan of its own, and the ranks check it
         return
@@ -56,7 +58,9 @@ def check_plans(config: Any, world_size: int, device_type: str) -> None:
             "parallelism.tp_comm falls back from 'sequence' to 'all_reduce': "
             f"{degree} ranks cannot share the tokens of every training and validation row evenly"
         )
-    if tsr:
+    if name in SPECTRAL:
+        check_rule(model_shapes(args), name)
+    if name == TSR:
         plan_matrices(model_shapes(args), TSRSettings.from_config(config.optimizer))
 
 

@@ -11,7 +11,7 @@ Tested with torch 2.11, 2.13 and 2.15. The ledger raises for an operator that is
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -22,6 +22,7 @@ import torch.distributed as dist
 # The result of a functional collective outside compiled code, a wrapper that waits when it is read.
 # The ledger must let it unwrap itself.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 
 functional = torch.ops._c10d_functional
 """The functional collectives as operators.
@@ -152,6 +153,20 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         _SECOND[group] = second
         _FIRST_NAMES[str(second.group_name)] = str(group.group_name)
     return _SECOND[group]
+
+
+def joint_group(mesh: DeviceMesh, dims: Sequence[int]) -> dist.ProcessGroup:
+    """Return a process group of the ranks along some dimensions of a mesh.
+
+    Every rank of the mesh must call this, in the same order; a group of several dimensions is new.
+    """
+    if len(dims) == 1:
+        return mesh.get_group(dims[0])
+    own = mesh.get_coordinate()
+    assert own is not None
+    place = tuple(slice(None) if dim in dims else own[dim] for dim in range(mesh.ndim))
+    ranks: list[int] = mesh.mesh[place].flatten().tolist()
+    return dist.new_group(ranks, use_local_synchronization=True)
 
 
 def set_timeouts(timeout: timedelta, besides: dist.ProcessGroup | None = None) -> None:

@@ -24,6 +24,7 @@ from torchtitan_lr.config.removed import by_key, refuse_removed, refuse_removed_
 from torchtitan_lr.config.schema import (
     AC_MODES,
     CODEC_NAMES,
+    DEFAULTS_OF,
     ITS_MODULE,
     MODELS,
     TP_PLANS,
@@ -87,6 +88,7 @@ def _fill(raw: dict[str, Any], overrides: list[Override], of_record: bool) -> An
     checked = check_record(raw) if of_record else check_toml(raw, config_cls)
     share = _warmup_share(checked)
     values = apply_overrides(checked, overrides, config_cls)
+    _set_defaults(values)
     check_ranges(values, config_cls)
     if share is not None and _WARMUP_KEY not in dict(overrides):
         _shorten_warmup(values, share)
@@ -96,6 +98,14 @@ def _fill(raw: dict[str, Any], overrides: list[Override], of_record: bool) -> An
         if folder.startswith("~"):  # which shells do not expand after "="
             values["job"]["dump_folder"] = str(user_path(folder, "job.dump_folder"))
     return fill_job_config(config_cls, values)
+
+
+def _set_defaults(values: dict[str, Any]) -> None:
+    """Give the keys that are not set the defaults of the run's optimizer."""
+    name = values.get("optimizer", {}).get("name")
+    for key, value in DEFAULTS_OF.get(name, {}).items():
+        section, _, option = key.partition(".")
+        values.setdefault(section, {}).setdefault(option, value)
 
 
 def _warmup_share(values: dict[str, Any]) -> float | None:

@@ -9,7 +9,7 @@ This file contains only differences from ``torchtitan.config.JobConfig``; torcht
 # ``from __future__ import annotations``.
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from torchtitan_lr.config.ranges import (
     DECAY,
@@ -59,7 +59,20 @@ TSR = "TSRAdam"
 """The value of ``optimizer.name`` that chooses TSR-Adam."""
 
 SPECTRAL = ("Muon", "Spectron", "LoRAMuon")
-"""Values of ``optimizer.name`` that choose a spectral optimizer."""
+"""The values of ``optimizer.name`` that choose a spectral optimizer."""
+
+DEFAULTS_OF: dict[str, dict[str, Any]] = {
+    # torch.optim.Muon's rate and decay, and Jordan et al.'s momentum. Updates have AdamW's size.
+    "Muon": {"optimizer.lr": 1e-3, "optimizer.weight_decay": 0.1, "optimizer.nesterov": True},
+    # The middle of the paper's rates, 1e-3 to 1e-1; momentum and decay of Emerging-Optimizers'.
+    "Spectron": {"optimizer.lr": 1e-2, "optimizer.momentum": 0.9, "optimizer.adamw_lr": 3e-3},
+    # Jordan et al.'s rate for updates of spectral norm 1, which LoRA-Muon's of B A match.
+    "LoRAMuon": {"optimizer.lr": 2e-2, "optimizer.adamw_lr": 3e-3},
+}
+"""Defaults of a spectral optimizer that are not AdamW's, by ``optimizer.name`` and key."""
+
+for _defaults in DEFAULTS_OF.values():
+    _defaults["training.max_norm"] = math.inf  # updates have their size whatever the gradient's
 
 
 _OURS = Range(lambda module: module in ("", CONFIG_MODULE), f"'{CONFIG_MODULE}'")
@@ -260,16 +273,31 @@ class LowRank:
 
 @dataclass
 class Optimizer:
-    """Changed defaults of torchtitan's ``[optimizer]`` (CoLA's AdamW), and TSR-Adam's keys."""
+    """Changed defaults of torchtitan's ``[optimizer]`` (CoLA's AdamW), and other optimizers' keys.
 
-    name: Literal["AdamW", "Adam", "TSRAdam"] = "AdamW"
-    """Optimizer to use: AdamW, Adam or TSRAdam."""
+    Defaults that depend on ``name`` are in `DEFAULTS_OF`.
+    """
+
+    name: Literal["AdamW", "Adam", "TSRAdam", "Muon", "Spectron", "LoRAMuon"] = "AdamW"
+    """Optimizer to use:
+    - 'AdamW', 'Adam': for every parameter
+    - 'TSRAdam': replicas exchange r×r cores instead of gradients
+    - 'Muon': orthogonal updates of every matrix of the blocks; ``lr`` is 1e-3 by default,
+      ``weight_decay`` 0.1 and ``nesterov`` true
+    - 'Spectron': for low-rank factors, with a bounded change of their product; ``lr`` is 1e-2 by
+      default, ``momentum`` 0.9 and ``adamw_lr`` 3e-3
+    - 'LoRAMuon': for low-rank factors, the steepest descent of their product; ``lr`` is 2e-2 by
+      default and ``adamw_lr`` 3e-3
+
+    With the last three, gradients are not clipped unless ``training.max_norm`` is set, and AdamW
+    updates all parameters that they do not: embedding, head, norms and gates."""
 
     beta2: Annotated[float, DECAY] = 0.999
     """Decay of the second moment."""
 
     weight_decay: Annotated[float, FINITE] = 0.01
-    """Decoupled weight decay."""
+    """Decoupled weight decay. LoRAMuon splits it between A and B, so
+    that B A decays by it."""
 
     weight_decay_on: Literal["all", "matrices"] = "all"
     """What `weight_decay` shrinks:
@@ -282,6 +310,16 @@ class Optimizer:
     rate and on ``weight_decay``; 1 by default). A pattern is a regular expression, found anywhere
     in a name such as ``layers.0.attention.wq.A.weight``. A parameter belongs to the first group
     whose pattern is in its name. All groups follow one schedule."""
+
+    momentum: Annotated[float, DECAY] = 0.95
+    """Muon, Spectron, LoRAMuon: decay of the momentum, which is an average of the gradients."""
+
+    nesterov: bool = False
+    """Muon, Spectron, LoRAMuon: use Nesterov's form of the momentum."""
+
+    adamw_lr: Annotated[float, FINITE] = 0.0
+    """Muon, Spectron, LoRAMuon: learning rate of AdamW for the other parameters; 0 uses ``lr``.
+    AdamW has ``beta1``, ``beta2``, ``eps`` and ``weight_decay``."""
 
     tsr_rank: Annotated[int, at_least(1)] = 128
     """TSRAdam: rank r of the cores, at most the shorter side of every compressed matrix."""

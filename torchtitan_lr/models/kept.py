@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What backward keeps from forward when low-rank checkpointing recomputes a block.
+"""What backward reuses of forward when low-rank checkpointing recomputes a block.
 
 Autograd Functions compute by `keep` what backward must not compute twice: the r-wide latents, with
 the collective behind them, and the norms' statistics. Without low-rank checkpointing
@@ -28,7 +28,7 @@ torch.library.register_autograd("torchtitan_lr::keep", lambda ctx, gradient: gra
 
 
 def keep(compute: Callable[[], T]) -> T:
-    """Compute tensors that backward keeps from forward when it recomputes the rest.
+    """Compute tensors that backward reuses when it recomputes the rest.
 
     Call it where autograd records nothing: in the forward of an autograd Function.
 

@@ -6,10 +6,14 @@ schedule's base) beside what training has changed (moments, steps), and load bot
 would then go on with the old values, whatever its configuration says.
 """
 
+from itertools import chain
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+from torchtitan_lr.compat.dtensor import local_part
 
 
 def keep_hyperparameters(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -22,6 +26,20 @@ def keep_hyperparameters(optimizer: Optimizer, state_dict: dict[str, Any]) -> di
         for own, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
     ]
     return {**state_dict, "param_groups": groups}
+
+
+@torch.no_grad()
+def copy_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Copy a state into an optimizer's existing tensors; its hyperparameters stay.
+
+    Torch's `Optimizer.load_state_dict` would replace the tensors, and cast them to the dtype of
+    their parameter.
+    """
+    ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for number, parameter in zip(ids, own, strict=True):
+        for name, value in state_dict["state"].get(number, {}).items():
+            local_part(optimizer.state[parameter][name]).copy_(local_part(torch.as_tensor(value)))
 
 
 class ConfiguredLR(LambdaLR):

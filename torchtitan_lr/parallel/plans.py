@@ -86,10 +86,10 @@ def check_placed(model: nn.Module) -> None:
 def tp_settings(job_config: JobConfig, args: LlamaArgs, tp_degree: int) -> TPSettings:
     """Resolve the settings of ``[parallelism]`` for a run, for the sequences of its configuration.
 
-    The only place that does so, a pure function of the configuration. Checks call it in the
-    launcher, before a rank exists. On a rank, torchtitan hands parallelize functions, the pipeline
-    and the record's writer the configuration alone, so each of these calls it for itself and gets
-    an equal record. Generation reads the record that the run has written.
+    The only place that does so, a pure function of the configuration. Checks and estimates call it
+    before a rank exists. On a rank, torchtitan hands parallelize functions, pipeline and loggers
+    the configuration alone, so each of these calls it for itself and gets an equal record.
+    Generation has other ranks, for which `generation_settings` resolves the run's keys again.
 
     Raises:
         ConfigError: As `resolve_settings`.

@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from torchtitan_lr.compat.autograd import clean_name
-from torchtitan_lr.config.schema import TSR
+from torchtitan_lr.config.schema import SPECTRAL, TSR
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.models.ends import build_loss
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
@@ -14,8 +13,10 @@ from torchtitan_lr.models.flavors import FLAVORS, FlavorTable
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 from torchtitan_lr.optim.adam import ON_SHARDS
+from torchtitan_lr.optim.container import trained_parameters
 from torchtitan_lr.optim.groups import ParameterGroups, regroup
 from torchtitan_lr.optim.resume import ConfiguredLR, keep_hyperparameters
+from torchtitan_lr.optim.spectral.container import SpectralOptimizers
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.parallel.parallelize import (
@@ -44,7 +45,7 @@ PARALLELIZE = {
 def build_optimizers(
     model_parts: list[nn.Module], optimizer_config: OptimizerConfig, parallel_dims: ParallelDims
 ) -> OptimizersContainer:
-    """Build a container of optimizers, one per pipeline stage: torchtitan's, or TSR-Adam's."""
+    """Build a container of optimizers, one per pipeline stage: torchtitan's, or another."""
     groups = ParameterGroups.from_config(optimizer_config)
     if optimizer_config.name == TSR:
         meshes = [parallel_dims.get_optional_mesh(name) for name in ("dp_replicate", "pp")]
@@ -58,11 +59,12 @@ def build_optimizers(
             stages,
             groups,
         )
+    if optimizer_config.name in SPECTRAL:
+        return SpectralOptimizers(model_parts, optimizer_config, groups)
     optimizers = components.build_optimizers(model_parts, optimizer_config, parallel_dims)
     lr, weight_decay = optimizer_config.lr, optimizer_config.weight_decay
     for part, optimizer in zip(model_parts, optimizers, strict=True):
-        trained = [(clean_name(n), p) for n, p in part.named_parameters() if p.requires_grad]
-        regroup(optimizer, groups.split(trained, lr, weight_decay))
+        regroup(optimizer, groups.split(trained_parameters(part), lr, weight_decay))
         # Other optimizers than Adam and AdamW are left alone.
         optimizer.__class__ = ON_SHARDS.get(type(optimizer), type(optimizer))
         optimizer.register_load_state_dict_pre_hook(keep_hyperparameters)

@@ -41,7 +41,8 @@ TSR = {
     "optimizer.tsr_stagger": True,  # some matrices refresh for the first time in the resumed steps
     "optimizer.tsr_start": "random",
 }
-RECIPES = {"adam": BASE, "tsr": BASE | TSR}
+MUON = {"optimizer.name": "Muon", "optimizer.lr": 0.01}
+RECIPES = {"adam": BASE, "tsr": BASE | TSR, "muon": BASE | MUON}
 
 ADAM = {
     "optimizer.lr": 0.005,
@@ -81,6 +82,11 @@ APPLIED = {
         "optimizer.tsr_vocabulary_power_iterations": 0,
         "optimizer.tsr_moments": "reset",
         "optimizer.tsr_stagger": False,
+    },
+    "muon": {
+        "optimizer.momentum": 0.5,
+        "optimizer.nesterov": False,
+        "optimizer.adamw_lr": 0.1,
     },
 }
 """Another value of each key that a resumed run applies."""
@@ -186,6 +192,15 @@ def trainer_of(folder, recipe, **changes):
     return tiny_trainer(folder, f"--job.config_file={tables}", *options, exact=False)
 
 
+def states_of(trainer):
+    """The optimizers' states, in the order of the parameters."""
+    by_parameter = {}
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            by_parameter |= {p: optimizer.state[p] for p in group["params"]}
+    return [by_parameter[p] for p in trainer.model_parts[0].parameters()]
+
+
 def two_steps(trainer):
     """Train two steps; return the weights after them and the rates that were logged."""
     batches = iter(trainer.dataloader)
@@ -208,8 +223,7 @@ def stopped(name):
         weights, _ = two_steps(trainer)
         trainer.write_record()
         trainer.checkpointer.save(2, last_step=True)
-        (optimizer,) = trainer.optimizers
-        states = [optimizer.state[p] for p in trainer.model_parts[0].parameters()]
+        states = states_of(trainer)
         return recipe, folder, copy.deepcopy((weights, states))
 
 
@@ -226,11 +240,11 @@ def own_training(name, key, value):
     """The same of a run that has the value from its start, and is given what the other learned."""
     recipe, folder, (weights, states) = stopped(name)
     with trainer_of(folder / "own", recipe, **{key: value}) as trainer:
-        (optimizer,) = trainer.optimizers
-        parameters = trainer.model_parts[0].parameters()
-        for parameter, weight, saved in zip(parameters, weights, states, strict=True):
+        parameters, own_states = trainer.model_parts[0].parameters(), states_of(trainer)
+        for parameter, weight, own, saved in zip(
+            parameters, weights, own_states, states, strict=True
+        ):
             local_part(parameter.detach()).copy_(weight)
-            own = optimizer.state[parameter]
             for part, value in saved.items():
                 if part in own:  # TSR-Adam has all its state from the start
                     local_part(own[part]).copy_(local_part(value))
@@ -281,13 +295,14 @@ def test_every_key_is_declared(tmp_path):
     none = keys_of(WITHOUT_EFFECT)
     assert numbers | none == set(_keys(config_class()))
     assert not numbers & none
-    all_used = ["--optimizer.name=TSRAdam", "--grad_compression.codec=sparse"]
-    config = build_job_config(all_used)
-    other = {
-        section: {key: ["another value"] for key in keys}
-        for section, keys in config.to_dict().items()
-    }
-    listed = set(changed(other, config))
+    listed = set()
+    for name in ("TSRAdam", "Muon"):
+        config = build_job_config([f"--optimizer.name={name}", "--grad_compression.codec=sparse"])
+        other = {
+            section: {key: ["another value"] for key in keys}
+            for section, keys in config.to_dict().items()
+        }
+        listed |= set(changed(other, config))
     # The checkpoint has digests of the tokenizer and of the order of the data.
     digests = {"model.hf_assets_path", "training.shuffle", "training.shuffle_seed"}
     digests.add("training.local_batch_size")  # it is named as the batch of all ranks

@@ -41,6 +41,7 @@ from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part, own_part, shard_dims, wrap_like
 from torchtitan_lr.numerics import scale_
 from torchtitan_lr.optim.gradients import clip_factor
+from torchtitan_lr.optim.resume import copy_state
 from torchtitan_lr.optim.tsr.dense import DenseParameters
 from torchtitan_lr.optim.tsr.drift import Drift, Matrix
 from torchtitan_lr.optim.tsr.selection import (
@@ -792,18 +793,10 @@ class TSRAdam(Optimizer):
                 names.append(clean_name(name))
         return names
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state into the existing tensors; the hyperparameters stay the configured ones.
-
-        Torch's own method would replace the tensors, and cast moments to a parameter's bf16.
-        """
+        """Copy a state into the existing tensors; the hyperparameters stay the configured ones."""
         self._rejected = False  # a step that is not in the loaded counts
-        ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        own = chain.from_iterable(group["params"] for group in self.param_groups)
-        for number, parameter in zip(ids, own, strict=True):
-            for name, value in state_dict["state"].get(number, {}).items():
-                local_part(self.state[parameter][name]).copy_(local_part(torch.as_tensor(value)))
+        copy_state(self, state_dict)
 
 
 def _read(stacked: Tensor, indices: Sequence[int]) -> Tensor:

@@ -1,25 +1,18 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """TSR-Adam in torchtitan's container of optimizers."""
 
-from typing import Any
-
 import torch.distributed as dist
 from torch import nn
 
-from torchtitan_lr.compat.autograd import clean_name
-from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.optim.container import NamedOptimizers, trained_parameters
 from torchtitan_lr.optim.groups import ONE_GROUP, ParameterGroups
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.titan import logger
-from torchtitan_lr.titan.components import OptimizersContainer, init_optimizer_container
 
 
-class TSROptimizers(OptimizersContainer):
+class TSROptimizers(NamedOptimizers):
     """One `TSRAdam` for all model parts of a rank, with one exchange for all their cores.
-
-    The state loads in any layout: it is saved by the names of parameters, as torchtitan's
-    containers save theirs.
 
     Args:
         model_parts: The pipeline stages of this rank (one without pipelining).
@@ -45,14 +38,12 @@ class TSROptimizers(OptimizersContainer):
         self.model_parts = model_parts
         parts = []
         for part in model_parts:
-            trained = [(clean_name(n), p) for n, p in part.named_parameters() if p.requires_grad]
+            trained = trained_parameters(part)
             parts += groups.split(trained, defaults["lr"], defaults["weight_decay"])
         self.gradients = TSRAdam(
             parts, settings, **defaults, group=replicas, stages=stages, average=False
         )
-        self.optimizers = [self.gradients]
-        parameters = [p for group in self.gradients.param_groups for p in group["params"]]
-        init_optimizer_container(self, parameters, defaults)
+        self.contain([self.gradients], defaults)
         compressed = sum(len(stack.parameters) for stack in self.gradients.stacks)
         logger.info("TSR-Adam compresses %d matrices of this rank", compressed)
         if replicas is None and "fsdp" in self.gradients.groups.sharding:
@@ -61,22 +52,3 @@ class TSROptimizers(OptimizersContainer):
                 "memory is saved. Set parallelism.data_parallel_replicate_degree to save "
                 "communication"
             )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return state and hyperparameters as ``state.NAME.KEY`` and ``param_groups.NAME.KEY``."""
-        # Upstream's has one optimizer per model part.
-        found = {}
-        for group in self.gradients.param_groups:
-            hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                for key, value in self.gradients.state[parameter].items():
-                    found[f"state.{name}.{key}"] = value
-                for key, value in hyper.items():
-                    found[f"param_groups.{name}.{key}"] = value
-        return found
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state into the optimizer's tensors; hyperparameters stay the configured ones."""
-        for name, own in self.state_dict().items():
-            if name.startswith("state."):
-                local_part(own).copy_(local_part(state_dict[name]))

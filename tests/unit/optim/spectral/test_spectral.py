@@ -1,0 +1,223 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Muon, Spectron and LoRA-Muon in one process, against their papers' forms by SVD."""
+
+import doctest
+
+import pytest
+import torch
+from torch import nn
+
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.optim.spectral import algebra, optimizer, rules
+from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
+from torchtitan_lr.optim.spectral.selection import check_rule, select_matrices
+
+RULES = ["Muon", "Spectron", "LoRAMuon"]
+HYPER = {"lr": 0.05, "weight_decay": 0.3, "momentum": 0.8}
+
+
+def drawn(*shape, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=dtype)
+
+
+def iterated(M, coefficients=algebra.QUINTIC):
+    """The usual form of the iterations, on the singular values."""
+    U, S, Vh = torch.linalg.svd(M, full_matrices=False)
+    x = S / S.norm()
+    for a, b, c in coefficients:
+        x = a * x + b * x**3 + c * x**5
+    return (U * x) @ Vh
+
+
+def inverse_root(G):
+    values, vectors = torch.linalg.eigh(G)
+    return (vectors * values.rsqrt()) @ vectors.mT
+
+
+def test_the_example_trains():
+    (example,) = doctest.DocTestFinder(recurse=False).find(
+        SpectralOptimizer, "SpectralOptimizer", globs=vars(optimizer)
+    )
+    assert len(example.examples) > 6
+    assert doctest.DocTestRunner().run(example).failed == 0
+
+
+class Linear(nn.Module):
+    """B A, with A (4, 9) and B (7, 4)."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        self.A = nn.Linear(9, 4, bias=False, dtype=dtype)
+        self.B = nn.Linear(4, 7, bias=False, dtype=dtype)
+        with torch.no_grad():
+            for factor in (self.A, self.B):
+                factor.weight.copy_(drawn(*factor.weight.shape))
+
+    def forward(self, x):
+        return self.B(self.A(x))
+
+    def build(self, rule, **options):
+        A, B = self.A.weight, self.B.weight
+        named = [("A.weight", A), ("B.weight", B)]
+        return SpectralOptimizer(named, rule, [(A, B)], **HYPER | options)
+
+
+def gradients(step):
+    return 1e-3 * drawn(4, 9 + 2 * step)[:, :9], 1e-3 * drawn(7 + 2 * step, 4)[:7]
+
+
+def expected_step(rule, A, B, N_A, N_B):
+    """One step by the paper's formula; only the polynomial of msign is the optimizer's."""
+    lr, decay = HYPER["lr"], HYPER["weight_decay"]
+    if rule == "Muon":
+        d_A, d_B = 0.2 * 9**0.5 * iterated(N_A), 0.2 * 7**0.5 * iterated(N_B)
+    elif rule == "Spectron":
+        bound = torch.linalg.matrix_norm(A, 2) + torch.linalg.matrix_norm(B, 2) + 1
+        d_A, d_B = iterated(N_A) / bound, iterated(N_B) / bound
+    else:
+        R_A, R_B = inverse_root(A @ A.mT), inverse_root(B.mT @ B)
+        s = (1 - lr * decay) ** 0.5
+        d_A, d_B = R_B @ iterated(R_B @ N_A) / 2, iterated(N_B @ R_A) @ R_A / 2
+        return s * A - lr * d_A / s, s * B - lr * d_B / s
+    return (1 - lr * decay) * A - lr * d_A, (1 - lr * decay) * B - lr * d_B
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_steps_are_the_papers(rule, nesterov):
+    linear = Linear()
+    muon = linear.build(rule, nesterov=nesterov)
+    A, B = (p.detach().clone() for p in linear.parameters())
+    M_A, M_B = torch.zeros_like(A), torch.zeros_like(B)
+    for matrix in muon.matrices:  # one iteration per step is an estimate: start from its limit
+        if matrix.u is not None:
+            weight = matrix.oriented(matrix.parameter.detach())
+            matrix.u.copy_(torch.linalg.svd(weight).U[:, 0])
+    for step in range(2):
+        G_A, G_B = gradients(step)
+        linear.A.weight.grad, linear.B.weight.grad = G_A.clone(), G_B.clone()
+        muon.step()
+        M_A, M_B = 0.8 * M_A + 0.2 * G_A, 0.8 * M_B + 0.2 * G_B
+        N_A = 0.8 * M_A + 0.2 * G_A if nesterov else M_A
+        N_B = 0.8 * M_B + 0.2 * G_B if nesterov else M_B
+        A, B = expected_step(rule, A, B, N_A, N_B)
+        # Roots converge up to 1e-4, and a step's own norm is within 1e-3 of the last one's.
+        limit = {"Muon": 1e-12, "Spectron": 1e-4, "LoRAMuon": 1e-2}[rule]
+        for found, wanted in ((linear.A.weight, A), (linear.B.weight, B)):
+            assert (found - wanted).abs().max() < limit
+
+
+def test_muon_is_torchs_own():
+    """Whose products are bf16."""
+    weight = nn.Parameter(drawn(12, 30, dtype=torch.float32))
+    other = nn.Parameter(weight.detach().clone())
+    ours = SpectralOptimizer([weight], "Muon", lr=0.01, weight_decay=0.1, nesterov=True)
+    theirs = torch.optim.Muon([other], lr=0.01, adjust_lr_fn="match_rms_adamw")
+    start = weight.detach().clone()
+    for step in range(3):
+        weight.grad = drawn(12, 30 + step, dtype=torch.float32)[:, :30].clone()
+        other.grad = weight.grad.clone()
+        ours.step()
+        theirs.step()
+    assert (weight - other).abs().max() < 0.02 * (start - other).abs().max()
+
+
+def test_a_pairs_change_does_not_depend_on_its_split():
+    """LoRA-Muon's, up to its floor; Spectron's does."""
+    C = torch.diag(torch.tensor([0.5, 1.0, 2.0, 3.0], dtype=torch.float64)) + 0.2
+    found = {}
+    for rule in RULES:
+        changes = []
+        for T in (torch.eye(4, dtype=torch.float64), C):
+            linear = Linear()
+            with torch.no_grad():
+                linear.A.weight.copy_(T @ linear.A.weight)
+                linear.B.weight.copy_(linear.B.weight @ torch.linalg.inv(T))
+            before = (linear.B.weight @ linear.A.weight).detach()
+            linear(drawn(5, 9)).square().sum().backward()
+            linear.build(rule, lr=1e-4, weight_decay=0.0).step()
+            changes.append((linear.B.weight @ linear.A.weight).detach() - before)
+        found[rule] = ((changes[0] - changes[1]).norm() / changes[0].norm()).item()
+    assert found["LoRAMuon"] < 1e-2 < 0.1 < min(found["Spectron"], found["Muon"])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rejected_step_leaves_no_bit(rule):
+    (one, first), (two, second) = [(m, m.build(rule, nesterov=True)) for m in (Linear(), Linear())]
+    for step in range(4):
+        one.A.weight.grad, one.B.weight.grad = gradients(step)
+        two.A.weight.grad, two.B.weight.grad = gradients(step)
+        if step == 2:
+            one.A.weight.grad = None
+            two.A.weight.grad[1, 2] = float("nan")
+            second.found_inf = torch.ones(())
+            second.step()
+            continue
+        second.found_inf = torch.zeros(())
+        first.step()
+        second.step()
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b)
+        for key, value in first.state[a].items():
+            assert torch.equal(value, second.state[b][key])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_saved_state_goes_on_bitwise(rule, dtype):
+    (one, first), (two, second) = [(m, m.build(rule)) for m in (Linear(dtype), Linear(dtype))]
+
+    def take_steps(linear, muon, steps):
+        for step in steps:
+            for p, gradient in zip(linear.parameters(), gradients(step), strict=True):
+                p.grad = gradient.to(dtype)
+            muon.step()
+
+    take_steps(one, first, (0, 1))
+    two.load_state_dict(one.state_dict())
+    second.load_state_dict(first.state_dict())
+    take_steps(one, first, (2, 3))
+    take_steps(two, second, (2, 3))
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b)
+        momentum = first.state[a]["momentum_buffer"]
+        assert momentum.dtype == torch.promote_types(dtype, torch.float32)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_gradient_at_all_only_decays(rule):
+    linear = Linear()
+    before = (linear.B.weight @ linear.A.weight).detach()
+    linear.build(rule).step()
+    kept = 1 - HYPER["lr"] * HYPER["weight_decay"]
+    kept = kept if rule == "LoRAMuon" else kept**2
+    assert torch.allclose(linear.B.weight @ linear.A.weight, kept * before)
+
+
+def test_what_a_rule_cannot_have_is_refused():
+    with pytest.raises(ValueError, match="not one of Muon, Spectron, LoRAMuon"):
+        SpectralOptimizer([drawn(4, 4)], "Shampoo")
+    with pytest.raises(ValueError, match="matrices, not"):
+        SpectralOptimizer([drawn(4)], "Muon")
+    with pytest.raises(ValueError, match="pairs of factors"):
+        SpectralOptimizer([drawn(4, 4)], "Spectron")
+    shapes = {"tok_embeddings.weight": (64, 8), "layers.0.wq.weight": (8, 8), "norm.weight": (8,)}
+    check_rule(shapes, "Muon")
+    assert select_matrices(shapes, "Muon").names == {"layers.0.wq.weight"}
+    with pytest.raises(ConfigError, match=r"optimizer\.name.*'Muon' or 'AdamW'"):
+        check_rule(shapes, "LoRAMuon")
+
+
+@pytest.mark.parametrize("cond", [1, 1e3, 1e6])
+def test_ill_conditioned_factors_never_explode(cond):
+    """In fp32 the product changes by at most the rate, which exact roots guarantee."""
+    values = torch.logspace(0, -torch.log10(torch.tensor(cond)).item(), 16, dtype=torch.float64)
+    U, _ = torch.linalg.qr(drawn(16, 16))
+    A = (U * values) @ torch.linalg.qr(drawn(64, 16))[0].mT
+    B = ((U * values) @ torch.linalg.qr(drawn(48, 16))[0].mT).mT
+    dW = drawn(48, 64)
+    A, B, N_A, N_B = (x.float() for x in (A, B, B.mT @ dW, dW @ A.mT))
+    grams = (algebra.gram(x)[None] for x in (N_A, N_B.mT, A, B.mT))
+    Q_A, Q_B = rules.lora_muon(*grams)
+    change = B @ (Q_A[0] @ N_A) + (N_B @ Q_B[0]) @ A
+    assert 0.2 < torch.linalg.matrix_norm(change, 2) < 1.3

@@ -1,0 +1,55 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Torchtitan's container of optimizers, for optimizers that span all model parts of a rank."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchtitan_lr.compat.autograd import clean_name
+from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.titan.components import OptimizersContainer, init_optimizer_container
+
+
+class NamedOptimizers(OptimizersContainer):
+    """Optimizers whose groups name their parameters, and whose state exists from the start.
+
+    The state loads in any layout: it is saved by the names of parameters, as torchtitan's
+    containers save theirs. Those have one optimizer per model part.
+    """
+
+    def contain(self, optimizers: Sequence[Optimizer], defaults: dict[str, Any]) -> None:
+        """Take the optimizers of this rank; a constructor calls it last, with ``model_parts`` set.
+
+        Args:
+            optimizers: No two have a parameter in common.
+            defaults: Hyperparameters, for torch's constructor.
+        """
+        self.optimizers = list(optimizers)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        init_optimizer_container(self, [p for group in groups for p in group["params"]], defaults)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state and hyperparameters as ``state.NAME.KEY`` and ``param_groups.NAME.KEY``."""
+        found = {}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+                for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                    for key, value in optimizer.state[parameter].items():
+                        found[f"state.{name}.{key}"] = value
+                    for key, value in hyper.items():
+                        found[f"param_groups.{name}.{key}"] = value
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a state into the optimizers' tensors; hyperparameters stay the configured ones."""
+        for name, own in self.state_dict().items():
+            if name.startswith("state."):
+                local_part(own).copy_(local_part(state_dict[name]))
+
+
+def trained_parameters(part: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the parameters of a model part that are trained, by their names on one device."""
+    return [(clean_name(n), p) for n, p in part.named_parameters() if p.requires_grad]

@@ -1,0 +1,166 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Which ranks hold which part of a matrix, and the two messages of a spectral step.
+
+Nothing here knows the rules: the functions take tensors and layouts.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from torchtitan_lr.compat.collectives import all_gather, joint_group
+from torchtitan_lr.compat.dtensor import local_slice
+
+Key = TypeVar("Key")
+
+Split = tuple[DeviceMesh, tuple[int, ...]]
+"""A mesh, and those of its dimensions that split a side of a matrix."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks split a matrix, seen as (r, n).
+
+    Args:
+        row_dim: The dimension of the parameter that is r.
+        mesh: None for a plain tensor.
+        placements: By mesh dimension.
+        rows: Mesh dimensions of more than one rank that split r.
+        columns: Mesh dimensions of more than one rank that split n.
+    """
+
+    row_dim: int
+    mesh: DeviceMesh | None = None
+    placements: tuple[Any, ...] = ()
+    rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, parameter: Tensor, row_dim: int) -> "Layout":
+        """Read the layout of a parameter."""
+        if not isinstance(parameter, DTensor):
+            return cls(row_dim)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        split: dict[int, list[int]] = {0: [], 1: []}  # by dimension of the parameter
+        for mesh_dim, placement in enumerate(cast(tuple[Any, ...], placements)):
+            if mesh.size(mesh_dim) > 1 and not placement.is_replicate():
+                split[placement.dim].append(mesh_dim)
+        rows, columns = tuple(split[row_dim]), tuple(split[1 - row_dim])
+        return cls(row_dim, mesh, tuple(placements), rows, columns)
+
+    def whole_rows(self, pieces: Mapping[int, Tensor], like: Tensor, r: int) -> Tensor:
+        """Put this rank's columns together from the pieces of the ranks that split r.
+
+        Args:
+            pieces: By rank, flat and padded.
+            like: This rank's own piece.
+            r: All rows.
+        """
+        assert self.mesh is not None
+        shape = list(like.shape)
+        shape[self.row_dim] = r
+        whole = like.new_empty(shape)
+        for rank, piece in pieces.items():
+            part = self.part_of(rank, whole)
+            part.copy_(piece[: part.numel()].view(part.shape))
+        return whole
+
+    def padded(self, part: Tensor, r: int) -> Tensor:
+        """Return a rank's part as a flat vector of the length of the largest part."""
+        assert self.mesh is not None
+        rows = r
+        for mesh_dim in self.rows:
+            rows = -(-rows // self.mesh.size(mesh_dim))
+        flat = part.new_zeros(rows * part.shape[1 - self.row_dim])
+        flat[: part.numel()] = part.reshape(-1)
+        return flat
+
+    def part_of(self, rank: int, whole: Tensor) -> Tensor:
+        """Return the view of a rank's rows in a part of the parameter with all rows."""
+        assert self.mesh is not None
+        coordinate = (self.mesh.mesh == rank).nonzero()[0].tolist()
+        placements = tuple(
+            placement if mesh_dim in self.rows else Replicate()
+            for mesh_dim, placement in enumerate(self.placements)
+        )
+        return local_slice(whole, tuple(self.mesh.shape), coordinate, placements)
+
+
+class Groups:
+    """The process groups of the messages; every rank builds them, in the same order.
+
+    Args:
+        layouts: Of all matrices.
+
+    Attributes:
+        by_split: The groups.
+    """
+
+    def __init__(self, layouts: Iterable[Layout]) -> None:
+        self.by_split: dict[Split, dist.ProcessGroup] = {}
+        for layout in layouts:
+            for dims in (layout.rows, layout.columns):
+                if dims and (layout.mesh, dims) not in self.by_split:
+                    assert layout.mesh is not None
+                    self.by_split[layout.mesh, dims] = joint_group(layout.mesh, dims)
+
+    def sum_terms(self, terms: Mapping[Key, tuple[Layout, Tensor]]) -> dict[Key, Tensor]:
+        """Sum vectors over the ranks that hold other columns of the same matrix.
+
+        All vectors of one dtype, and of matrices that the same ranks split, are one all-reduce.
+
+        Args:
+            terms: The layout of the matrix and this rank's term, by anything.
+        """
+        messages: dict[Any, list[Key]] = defaultdict(list)
+        for key, (layout, term) in terms.items():
+            messages[layout.mesh, layout.columns, term.dtype].append(key)
+        sums: dict[Key, Tensor] = {}
+        for (mesh, dims, _), keys in messages.items():
+            own = [terms[key][1] for key in keys]
+            if dims:
+                message = torch.cat(own)
+                dist.all_reduce(message, group=self.by_split[mesh, dims])
+                own = list(message.split([term.numel() for term in own]))
+            sums |= dict(zip(keys, own, strict=True))
+        return sums
+
+    def gather_rows(self, parts: Mapping[Key, tuple[Layout, Tensor, int]]) -> dict[Key, Tensor]:
+        """Gather all r rows of a rank's columns from the ranks that split r.
+
+        All parts of one dtype, and of matrices that the same ranks split, are one all-gather.
+        Parts with all rows are returned as they are.
+
+        Args:
+            parts: The layout of the matrix, this rank's part and r, by anything.
+        """
+        messages: dict[Any, list[Key]] = defaultdict(list)
+        whole: dict[Key, Tensor] = {}
+        for key, (layout, part, _) in parts.items():
+            if layout.rows:
+                messages[layout.mesh, layout.rows, part.dtype].append(key)
+            else:
+                whole[key] = part
+        for (mesh, dims, _), keys in messages.items():
+            group = self.by_split[mesh, dims]
+            own = []
+            for key in keys:
+                layout, part, r = parts[key]
+                own.append(layout.padded(part, r))
+            message = torch.cat(own)
+            everyone = message.new_empty(group.size(), message.numel())
+            all_gather(everyone.view(-1), message, group=group)
+            ranks = dist.get_process_group_ranks(group)
+            pieces = everyone.split([piece.numel() for piece in own], dim=1)
+            for key, piece in zip(keys, pieces, strict=True):
+                layout, part, r = parts[key]
+                by_rank = dict(zip(ranks, piece, strict=True))
+                whole[key] = layout.whole_rows(by_rank, part, r)
+        return whole

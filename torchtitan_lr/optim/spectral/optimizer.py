@@ -1,0 +1,332 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Muon, Spectron and LoRA-Muon as a torch optimizer, on plain tensors and on shards.
+
+A step has five parts:
+
+1. M ← βM + (1 − β)G, and N = βM + (1 − β)G in Nesterov's form, else N = M
+2. the Gram matrix of each N, from a rank's own columns (`Matrix.terms`)
+3. one message: their sum over the ranks that hold other columns (`Groups.sum_terms`)
+4. Q of each matrix, by its rule (`rules`): products of (r, r) alone
+5. W ← (1 − ηλ) W − η Q N on a rank's own columns (`Matrix.update`)
+
+A matrix is seen as (r, n): r is the rank of a factor, or the shorter side of another matrix, and a
+factor B (d_out, r) is transposed. Where ranks split r, they gather N before (2), and the weight if
+the rule needs its Gram matrix or its norm (`Groups.gather_rows`).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchtitan_lr.compat.dtensor import local_part, own_part, wrap_like
+from torchtitan_lr.numerics import exact_products
+from torchtitan_lr.optim.resume import copy_state
+from torchtitan_lr.optim.spectral import rules
+from torchtitan_lr.optim.spectral.algebra import packed, power_step, spectral_norm, unpacked
+from torchtitan_lr.optim.spectral.layout import Groups, Layout
+from torchtitan_lr.optim.spectral.rules import RULES, Rule
+
+BATCH_ELEMENTS = 2**24
+"""Elements of the (r, r) matrices that are iterated together: five times that is in memory."""
+
+
+class Matrix:
+    """One matrix W, seen as (r, n): r is the side on which its Gram matrix is.
+
+    Args:
+        parameter: The parameter, plain or a DTensor.
+        row_dim: The dimension of the parameter that is r.
+        hyper: The parameter's group: ``lr`` and ``weight_decay``, ``momentum`` and ``nesterov``.
+        rule: What its Gram matrix becomes.
+
+    Attributes:
+        momentum: M, this rank's part, in fp32 or wider.
+        u: The estimated left singular vector of W (r,), for rules that need the norm of W.
+    """
+
+    def __init__(self, parameter: Tensor, row_dim: int, hyper: dict[str, Any], rule: Rule) -> None:
+        self.parameter, self.row_dim, self.hyper, self.rule = parameter, row_dim, hyper, rule
+        self.r = parameter.shape[row_dim]
+        self.layout = Layout.of(parameter, row_dim)
+        weight = local_part(parameter).detach()
+        self.dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.momentum = torch.zeros_like(weight, dtype=self.dtype)
+        # A vector of ones may be orthogonal to the singular vector.
+        drawn = torch.randn(self.r, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        self.u = (drawn / drawn.norm()).to(weight.device, self.dtype) if rule.weight_norms else None
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a checkpoint holds: DTensors of a sharded matrix, no copies."""
+        shape = tuple(self.parameter.shape)
+        state = {"momentum_buffer": wrap_like(self.parameter, self.momentum, shape, {0: 0, 1: 1})}
+        if self.u is not None:
+            state["u"] = wrap_like(self.parameter, self.u, (self.r,), {})
+        return state
+
+    def oriented(self, part: Tensor) -> Tensor:
+        """Return a view of a part of W with r as its rows."""
+        return part if self.row_dim == 0 else part.mT
+
+    def accumulate(self, rejected: Tensor | None) -> Tensor:
+        """Take the gradient into the momentum, and return N.
+
+        A parameter without a gradient counts as one whose gradient is zero.
+
+        Args:
+            rejected: Whether to leave M as it is, a scalar on the device; N is then finite.
+        """
+        beta = float(self.hyper["momentum"])
+        gradient = self.parameter.grad
+        if gradient is None:
+            gradient = torch.zeros_like(self.parameter)
+        G = local_part(gradient).to(self.dtype)
+        if rejected is None:
+            self.momentum.lerp_(G, 1 - beta)
+        else:
+            G = G.masked_fill(rejected, 0.0)
+            weight = torch.full_like(rejected, 1 - beta, dtype=self.dtype)
+            self.momentum.lerp_(G, weight.masked_fill(rejected, 0.0))
+        return G.lerp(self.momentum, beta) if self.hyper["nesterov"] else self.momentum
+
+    def terms(self, N: Tensor, weight: Tensor) -> Tensor:
+        """Return this rank's term of what the rule needs, in one vector; `Needs.of` reads the sum.
+
+        Args:
+            N: This rank's columns of N, (r, n).
+            weight: Its columns of W, (r, n).
+        """
+        terms = [packed(N @ N.mT)]
+        if self.rule.weight_grams:
+            terms.append(packed(weight @ weight.mT))
+        if self.u is not None:
+            Wu, square = power_step(weight, self.u)
+            terms += [Wu, square[None]]
+        return torch.cat(terms)
+
+    def update(self, Q: Tensor, N: Tensor, rejected: Tensor | None) -> None:
+        """Update this rank's part: W ← (1 − ηλ) W − η Q N.
+
+        Args:
+            Q: (r, r); 0 if the step is rejected.
+            N: This rank's columns of N, (r, n).
+            rejected: Whether to change no bit of W, a scalar on the device.
+        """
+        lr = float(self.hyper["lr"])
+        kept, grown = rules.decayed(self.rule, lr, float(self.hyper["weight_decay"]))
+        factor: float | Tensor = kept
+        if rejected is not None:
+            factor = torch.full_like(rejected, kept, dtype=self.dtype).masked_fill(rejected, 1.0)
+        part = local_part(self.parameter)
+        weight = part.to(self.dtype)  # bf16 is rounded once; others are updated in place
+        rows = own_part(self.parameter, Q, {self.row_dim: 0})  # all, unless ranks split r
+        self.oriented(weight).mul_(factor).addmm_(rows, N, alpha=-lr * grown)
+        if weight is not part:
+            part.copy_(weight)
+
+
+class Needs(NamedTuple):
+    """What a rule needs of b matrices of one r, summed over the ranks; see `Matrix.terms`."""
+
+    gram: Tensor
+    """N Nᵀ (b, r, r)."""
+    weight_gram: Tensor
+    """W Wᵀ (b, r, r); empty unless the rule needs it."""
+    Wu: Tensor
+    """W Wᵀu (b, r), likewise."""
+    square: Tensor
+    """|Wᵀu|² (b, 1), likewise."""
+
+    @classmethod
+    def of(cls, matrices: Sequence[Matrix], sums: Sequence[Tensor]) -> "Needs":
+        """Read the summed terms of some matrices."""
+        rule, r = matrices[0].rule, matrices[0].r
+        triangle = r * (r + 1) // 2
+        sizes = (triangle, triangle * rule.weight_grams, r * rule.weight_norms, rule.weight_norms)
+        gram, weight_gram, Wu, square = torch.stack(list(sums)).split(sizes, dim=1)
+        weight_gram = unpacked(weight_gram, r) if rule.weight_grams else weight_gram
+        return cls(unpacked(gram, r), weight_gram, Wu, square)
+
+
+class SpectralOptimizer(Optimizer):
+    """Muon, Spectron or LoRA-Muon for the matrices of a model; it takes nothing else.
+
+    It works with any module, in one process, under DDP, or on DTensors, FSDP2's for example:
+
+    >>> from torch import nn
+    >>> _ = torch.manual_seed(0)
+    >>> model = nn.Sequential(nn.Linear(16, 4, bias=False), nn.Linear(4, 8, bias=False))
+    >>> x, target = torch.randn(64, 16), torch.randn(64, 8)
+    >>> A, B = model.parameters()
+    >>> optimizer = SpectralOptimizer([A, B], "Spectron", pairs=[(A, B)], lr=0.05)
+    >>> losses = []
+    >>> for _ in range(60):
+    ...     loss = nn.functional.mse_loss(model(x), target)
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    ...     losses.append(loss.item())
+    >>> losses[-1] < 0.8 * losses[0]
+    True
+
+    Gradients must be summed over the data-parallel ranks, as DDP and FSDP2 do. All state is
+    allocated in the constructor, in fp32 or wider. Embedding, head and vectors need another
+    optimizer, such as AdamW.
+
+    Args:
+        params: Matrices, named ones or not, or groups of them as torch has them.
+        rule: ``Muon``, ``Spectron`` or ``LoRAMuon``; see `rules`.
+        pairs: A (r, d_in) and B (d_out, r) of every linear B A. Only Muon takes matrices that are
+            in no pair.
+        lr: η.
+        weight_decay: λ.
+        momentum: β.
+        nesterov: Whether N looks ahead.
+
+    Raises:
+        ValueError: An unknown rule, a parameter that is no matrix, or one that the rule cannot
+            have.
+
+    Attributes:
+        matrices: All matrices, in the order of the message.
+        found_inf: 1 if the next step must leave no trace, else 0; an fp32 scalar on the device,
+            equal on all ranks. None if every step counts.
+    """
+
+    found_inf: Tensor | None = None
+    takes_verdict = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        rule: str = "Muon",
+        pairs: Iterable[tuple[Tensor, Tensor]] = (),
+        *,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        nesterov: bool = False,
+    ) -> None:
+        if rule not in RULES:
+            raise ValueError(f"rule is {rule!r}, not one of {', '.join(RULES)}")
+        self.rule = RULES[rule]
+        defaults = {"lr": lr, "weight_decay": weight_decay}
+        super().__init__(params, defaults | {"momentum": momentum, "nesterov": nesterov})
+        found: dict[Tensor, Matrix] = {}
+        sides = {factor: row for pair in pairs for row, factor in enumerate(pair)}  # A: 0, B: 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.dim() != 2:
+                    raise ValueError(f"{rule} takes matrices, not {tuple(parameter.shape)}")
+                if parameter not in sides and self.rule.pairs_only:
+                    raise ValueError(f"{rule} takes pairs of factors only")
+                row_dim = sides.get(parameter, short_side(parameter))
+                found[parameter] = Matrix(parameter, row_dim, group, self.rule)
+        self.matrices = list(found.values())
+        self.groups = Groups(matrix.layout for matrix in self.matrices)
+        self._batches = list(_batches([(matrix,) for matrix in self.matrices]))
+        if self.rule.pairs_only:
+            self._batches = list(_batches([(found[A], found[B]) for A, B in pairs]))
+        for parameter, matrix in found.items():
+            self.state[parameter] = matrix.state()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all matrices.
+
+        Returns:
+            The closure's loss; None without a closure.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        rejected = None if self.found_inf is None else self.found_inf > 0
+        with exact_products():
+            momenta = self._whole_rows({m: m.accumulate(rejected) for m in self.matrices})
+            sums = self._summed(momenta)
+            for batch in self._batches:
+                for matrix, Q in self._directions(batch, sums, rejected):
+                    matrix.update(Q, momenta[matrix], rejected)
+        return loss
+
+    def _whole_rows(self, parts: dict[Matrix, Tensor]) -> dict[Matrix, Tensor]:
+        """Return all r rows of this rank's columns, as (r, n)."""
+        asked = {matrix: (matrix.layout, part, matrix.r) for matrix, part in parts.items()}
+        found = self.groups.gather_rows(asked)
+        return {matrix: matrix.oriented(whole) for matrix, whole in found.items()}
+
+    def _summed(self, momenta: dict[Matrix, Tensor]) -> dict[Matrix, Tensor]:
+        """Return the sums over the ranks of what the rule needs."""
+        weights = momenta
+        if self.rule.needs_weights:
+            parts = {m: local_part(m.parameter).to(m.dtype) for m in self.matrices}
+            weights = self._whole_rows(parts)
+        terms = {m: (m.layout, m.terms(momenta[m], weights[m])) for m in self.matrices}
+        return self.groups.sum_terms(terms)
+
+    def _directions(
+        self, batch: Sequence[Sequence[Matrix]], sums: dict[Matrix, Tensor], rejected: Tensor | None
+    ) -> Iterator[tuple[Matrix, Tensor]]:
+        """Yield each matrix of a batch with its Q (r, r), by the rule; 0 if the step is rejected.
+
+        Args:
+            batch: Linears of one rank: (A, B) of each, or one matrix.
+            sums: What the rule needs.
+            rejected: A scalar on the device.
+        """
+        sides = list(zip(*batch, strict=True))  # all A and all B, or all matrices
+        needs = [Needs.of(matrices, [sums[m] for m in matrices]) for matrices in sides]
+        if self.rule is rules.MUON:
+            longest = max(sides[0][0].parameter.shape)
+            found = [rules.muon(needs[0].gram, longest)]
+        elif self.rule is rules.SPECTRON:
+            A, B = needs
+            norms = [self._norms(*side, rejected) for side in zip(sides, needs, strict=True)]
+            found = [*rules.spectron(A.gram, B.gram, *norms)]
+        else:
+            A, B = needs
+            found = [*rules.lora_muon(A.gram, B.gram, A.weight_gram, B.weight_gram)]
+        for matrices, Q in zip(sides, found, strict=True):
+            if rejected is not None:
+                Q = Q.masked_fill(rejected, 0.0)
+            yield from zip(matrices, Q, strict=True)
+
+    def _norms(self, matrices: Sequence[Matrix], needs: Needs, rejected: Tensor | None) -> Tensor:
+        """Return the spectral norms of weights (b,), and keep the vectors u for the next step."""
+        norms, vectors = spectral_norm(needs.Wu, needs.square[:, 0])
+        for matrix, u in zip(matrices, vectors, strict=True):
+            assert matrix.u is not None
+            matrix.u.copy_(u if rejected is None else torch.where(rejected, matrix.u, u))
+        return norms
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a state into the existing tensors; the hyperparameters stay the configured ones."""
+        copy_state(self, state_dict)
+
+
+def short_side(matrix: Tensor) -> int:
+    """Return the shorter dimension of a matrix; of a square, the second if the first is split."""
+    m, n = matrix.shape
+    if m != n:
+        return 0 if m < n else 1
+    return 1 if Layout.of(matrix, 0).rows else 0
+
+
+def _batches(linears: Iterable[tuple[Matrix, ...]]) -> Iterator[list[tuple[Matrix, ...]]]:
+    """Yield linears whose (r, r) matrices are iterated together: those of equal shapes.
+
+    Args:
+        linears: (A, B) of each, or one matrix.
+    """
+    alike: dict[Any, list[tuple[Matrix, ...]]] = defaultdict(list)
+    for linear in linears:
+        first = linear[0]
+        alike[first.r, max(first.parameter.shape), first.dtype].append(linear)
+    for (r, *_), same in alike.items():
+        size = max(1, BATCH_ELEMENTS // r**2)
+        for start in range(0, len(same), size):
+            yield same[start : start + size]

@@ -1,0 +1,129 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The rules: what each makes of Gram matrices.
+
+A linear is W = B A (with σ between them in CoLA) with A (r, d_in) and B (d_out, r). N_A and N_B are
+their momenta, in Nesterov's form if the rule wants it. Every update is a momentum times a small
+symmetric matrix,
+
+    A ← A − η Q_A N_A        B ← B − η N_B Q_B
+
+and a rule says what Q_A and Q_B (r, r) are. msign(N) is N's polar factor, (N Nᵀ)^(-1/2) N. All
+arguments are batches over linears of one rank.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchtitan_lr.optim.spectral.algebra import POLAR_EXPRESS, inverse_root
+
+_FLOOR = 100
+"""The least eigenvalue of A Aᵀ that LoRA-Muon resolves, in units of the trace's rounding. R then
+magnifies the rounding of another Gram matrix to at most 1/100 of its whitened eigenvalues."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule's name, and what it needs.
+
+    Args:
+        name: The value of ``optimizer.name``.
+        pairs_only: Whether it is defined for pairs of factors alone.
+        weight_grams: Whether it needs A Aᵀ and Bᵀ B.
+        weight_norms: Whether it needs the spectral norms of A and B.
+    """
+
+    name: str
+    pairs_only: bool = True
+    weight_grams: bool = False
+    weight_norms: bool = False
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether it reads A and B, and not their momenta alone."""
+        return self.weight_grams or self.weight_norms
+
+
+MUON = Rule("Muon", pairs_only=False)
+SPECTRON = Rule("Spectron", weight_norms=True)
+LORA_MUON = Rule("LoRAMuon", weight_grams=True)
+RULES = {rule.name: rule for rule in (MUON, SPECTRON, LORA_MUON)}
+"""The rules by name."""
+
+
+def muon(grams: Tensor, longest: int) -> Tensor:
+    """Muon, on each matrix alone: W ← W − η · 0.2 √max(m, n) · msign(N).
+
+    The factor gives an update the size of AdamW's, whose rates and decay then fit (Moonlight, Liu
+    et al., arXiv 2502.16982).
+
+    Args:
+        grams: N Nᵀ of matrices (m, n), on their shorter side or that of r: (b, r, r).
+        longest: max(m, n).
+
+    Returns:
+        Q (b, r, r).
+    """
+    return 0.2 * longest**0.5 * inverse_root(grams)
+
+
+def spectron(
+    gram_A: Tensor, gram_B: Tensor, sigma_A: Tensor, sigma_B: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Spectron (Janson et al., arXiv 2602.12429, Algorithm 1), which bounds the change of W = B A.
+
+        ρ = 1 / (σ_A + σ_B + 1)        A ← A − η ρ msign(N_A)        B ← B − η ρ msign(N_B)
+
+    where σ are the spectral norms. For η ≤ 1 the spectral norm of ΔW is then at most η.
+
+    Args:
+        gram_A: N_A N_Aᵀ (b, r, r).
+        gram_B: N_Bᵀ N_B (b, r, r).
+        sigma_A: Spectral norms of A (b,).
+        sigma_B: Those of B (b,).
+
+    Returns:
+        Q_A and Q_B (b, r, r).
+    """
+    rho = (1 / (sigma_A + sigma_B + 1))[:, None, None]
+    return rho * inverse_root(gram_A), rho * inverse_root(gram_B)
+
+
+def lora_muon(gram_A: Tensor, gram_B: Tensor, AAt: Tensor, BtB: Tensor) -> tuple[Tensor, Tensor]:
+    """LoRA-Muon (Cesista et al., arXiv 2606.12921), steepest descent of W = B A.
+
+        R_A = (A Aᵀ)^(-1/2)        A ← A − η/2 · R_B msign(R_B N_A)
+        R_B = (Bᵀ B)^(-1/2)        B ← B − η/2 · msign(N_B R_A) R_A
+
+    The Gram matrix of R_B N_A is R_B (N_A N_Aᵀ) R_B: nothing else is needed. The change of W does
+    not depend on how W is split into A and B.
+
+    Args:
+        gram_A: N_A N_Aᵀ (b, r, r).
+        gram_B: N_Bᵀ N_B (b, r, r).
+        AAt: A Aᵀ (b, r, r).
+        BtB: Bᵀ B (b, r, r).
+
+    Returns:
+        Q_A and Q_B (b, r, r).
+    """
+    least = _FLOOR * torch.finfo(AAt.dtype).eps
+    R_A = inverse_root(AAt, POLAR_EXPRESS, least)
+    R_B = inverse_root(BtB, POLAR_EXPRESS, least)
+    rounding = 1 / (_FLOOR * AAt.shape[-1])  # of a whitened Gram matrix, in units of its trace
+    Q_A = R_B @ inverse_root(R_B @ gram_A @ R_B, floor=rounding) @ R_B / 2
+    Q_B = R_A @ inverse_root(R_A @ gram_B @ R_A, floor=rounding) @ R_A / 2
+    return Q_A, Q_B
+
+
+def decayed(rule: Rule, lr: float, weight_decay: float) -> tuple[float, float]:
+    """Return the factors of a weight and of its update in a step with decay λ (`weight_decay`).
+
+    W ← (1 − ηλ) W + ΔW for a matrix. Under LoRA-Muon, the decay is that of W = B A: with
+    s = √(1 − ηλ), A ← s A + ΔA / s, and B likewise.
+    """
+    kept = 1 - lr * weight_decay
+    if rule is LORA_MUON:
+        return kept**0.5, kept**-0.5
+    return kept, 1.0
