@@ -46,6 +46,14 @@ CASES = {
         [*degrees(tensor=4), "--parallelism.tp_comm=sequence", *recompute("low_rank")],
         [],
     ),
+    "latents of BTP, gathered": (
+        "cola",
+        [
+            *degrees(tensor=2),
+            *("--parallelism.context_parallel_degree=2", "--parallelism.cp_gather=latents"),
+        ],
+        [],
+    ),
     "Megatron, all recomputed": ("full", [*LAYOUTS["fsdp2_tp2"][1], *recompute("full")], []),
     "lanes": ("full", [*LAYOUTS["fsdp2_tp2"][1], *recompute("selective")], LANES),
 }
@@ -56,11 +64,11 @@ def train_in_blocks(arguments: list[str]) -> dict[str, Any]:
         return train(arguments)
 
 
-BLOCKS = ("pipeline of LaX", "BTP by sequence, latents kept", "lanes")
+BLOCKS = ("pipeline of LaX", "BTP by sequence, latents kept", "latents of BTP, gathered", "lanes")
 """Cases with the masks of GPUs, against references that add a mask to all scores."""
 
 
-@pytest.mark.parametrize("name", [*list(CASES)[:3], *nightly(*list(CASES)[3:])])
+@pytest.mark.parametrize("name", [*list(CASES)[:4], *nightly(*list(CASES)[4:])])
 def test_layouts(name: str, four_ranks: RankPool, reference: Any, corpus: list[str]) -> None:
     family, layout, common = CASES[name]
     call = train_in_blocks if name in BLOCKS else train

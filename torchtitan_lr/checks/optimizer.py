@@ -11,6 +11,7 @@ def check_groups(config: Any, world_size: int, device_type: str) -> None:
     """Check that every table of ``[[optimizer.groups]]`` has a parameter of the whole model."""
     from torchtitan_lr.compression.settings import merged
     from torchtitan_lr.optim.groups import KEY, ONE_GROUP, ParameterGroups, check_names
+    from torchtitan_lr.optim.spectral.selection import factor_pairs
 
     section = config.optimizer
     groups = ParameterGroups.from_config(section)
@@ -23,3 +24,9 @@ def check_groups(config: Any, world_size: int, device_type: str) -> None:
     require(args is not None, key, decay_on, want.replace("none", "'all'"))
     names = list(model_shapes(args))
     check_names(names, groups, merged(names))
+    if decay_on == "products":
+        want = f"'matrices' or 'all' with model.name = {config.model.name!r}: it has no factors"
+        require(factor_pairs(names), key, decay_on, want)
+        offload = config.training.enable_cpu_offload
+        want = f"false with {key} = 'products', which needs sums on the device"
+        require(not offload, "training.enable_cpu_offload", offload, want)

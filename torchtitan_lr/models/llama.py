@@ -73,11 +73,37 @@ def build_groups(args: LlamaArgs, first: Sequence[str], second: str) -> tuple[nn
 
 
 class Attend(nn.Module):
-    """Attention of all tokens of a row to those before them."""
+    """Rotary positions, and attention of all tokens of a row to those before them.
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
-        """Return attention's output (b, h, s, head_dim); arguments as for `attend`."""
-        return attend(q, k, v, mask)
+    Args:
+        head_dim: Width of a head.
+    """
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        table: Tensor,
+        mask: Mask | None = None,
+        row_table: Tensor | None = None,
+    ) -> Tensor:
+        """Return attention's output (b, h, s, head_dim).
+
+        Args:
+            q: Queries (b, s, h · head_dim), not rotated.
+            k: Keys (b, s, h_kv · head_dim), likewise.
+            v: Values (b, s, h_kv · head_dim).
+            table: Rotary table of these tokens, see `apply_rope`.
+            mask: Of the documents, see `separate`; None for causal attention.
+            row_table: Rotary table of the whole row if these tokens are a part of it, else None.
+        """
+        q, k = split_heads(q, self.head_dim, table), split_heads(k, self.head_dim, table)
+        return attend(q, k, split_heads(v, self.head_dim), mask)
 
 
 class Attention(nn.Module):
@@ -96,7 +122,7 @@ class Attention(nn.Module):
         self.wq, self.wk, self.wv = linear(d, d), linear(d, d_kv), linear(d, d_kv)
         self.wo = linear(d, d)
         self.qkv, self.o = build_groups(args, ("q", "k", "v"), "o")
-        self.attend: nn.Module = Attend()
+        self.attend: nn.Module = Attend(args.head_dim)
 
     def forward(
         self,
@@ -106,6 +132,7 @@ class Attention(nn.Module):
         carried: Latents | None,
         cache: "LayerCache | None" = None,
         mask: Mask | None = None,
+        row_table: Tensor | None = None,
     ) -> tuple[Tensor, Latents]:
         """Compute attention.
 
@@ -116,6 +143,7 @@ class Attention(nn.Module):
             carried: The previous block's q, k, v, o latents (b, s, r), or None.
             cache: Keys and values of earlier tokens; None if x has the whole sequence.
             mask: Of the documents, see `separate`; None for causal attention.
+            row_table: Rotary table of the whole row if x has a part of it, else None.
 
         Returns:
             The update of the residual stream (b, s, d), and this block's q, k, v, o latents
@@ -123,10 +151,11 @@ class Attention(nn.Module):
         """
         previous, previous_o = carried and carried[:3], carried and carried[3:]
         (q, k, v), latents = self.qkv(x, [self.wq, self.wk, self.wv], norm, previous)
-        q, k = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k))  # (b, s, h, head_dim)
-        q, k = (apply_rope(t, table).transpose(1, 2) for t in (q, k))  # (b, h, s, head_dim)
-        v = v.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        x = self.attend(q, k, v, mask) if cache is None else cache.attend(q, k, v)
+        if cache is None:
+            x = self.attend(q, k, v, table, mask, row_table)  # (b, h, s, head_dim)
+        else:
+            q, k = split_heads(q, self.head_dim, table), split_heads(k, self.head_dim, table)
+            x = cache.attend(q, k, split_heads(v, self.head_dim))
         x = x.transpose(1, 2).flatten(2)  # (b, s, h · head_dim)
         (out,), latents_o = self.o(x, [self.wo], None, previous_o)
         return out, (*latents, *latents_o)
@@ -190,6 +219,7 @@ class TransformerBlock(nn.Module):
         carried: Latents | None = None,
         cache: "LayerCache | None" = None,
         mask: Mask | None = None,
+        row_table: Tensor | None = None,
     ) -> tuple[Tensor, Latents | None]:
         """Run the block.
 
@@ -200,13 +230,14 @@ class TransformerBlock(nn.Module):
                 families without them.
             cache: Keys and values of earlier tokens; None if x has the whole sequence.
             mask: As in `Attention.forward`.
+            row_table: Likewise.
 
         Returns:
             The residual stream, as x, and this block's latents for LaX, else None.
         """
         n = N_ATTENTION_LATENTS
         update, latents_attention = self.attention(
-            x, self.attention_norm, table, carried and carried[:n], cache, mask
+            x, self.attention_norm, table, carried and carried[:n], cache, mask, row_table
         )
         x = x + update
         update, latents_ffn = self.feed_forward(x, self.ffn_norm, carried and carried[n:])
@@ -284,8 +315,12 @@ class LlamaModel(ModelProtocol):
                 raise ValueError("a cache holds one document per row")
             positions, mask = separate(documents, x.dtype, places)
             table, options = table[positions], [{"mask": mask} for _ in self.layers]
-        elif places is not None:
-            table = table[places]
+        if places is not None:
+            # The table of a row is (s', head_dim / 2, 2), or with documents (b, s, ...).
+            row_table = table
+            rows = torch.arange(len(places), device=places.device)[:, None]
+            table = table[places] if documents is None else table[rows, places]
+            options = [{**option, "row_table": row_table} for option in options]
         elif cache is not None:
             table = cache.begin(table, tokens.shape[1])
             options = [{"cache": layer} for layer in cache.layers]
@@ -322,6 +357,17 @@ class LlamaModel(ModelProtocol):
         )
 
 
+def split_heads(x: Tensor, head_dim: int, table: Tensor | None = None) -> Tensor:
+    """Return the heads (b, h, s, head_dim) of x (b, s, h · head_dim), rotated if there is a table.
+
+    The table is as for `apply_rope`.
+    """
+    heads = x.unflatten(-1, (-1, head_dim))  # (b, s, h, head_dim)
+    if table is not None:
+        heads = apply_rope(heads, table)
+    return heads.transpose(1, 2)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
     """Return attention's output (b, h, s, head_dim).
 
@@ -355,7 +401,7 @@ def separate(
         places: Places of the tokens that attend (b, q); None for all s.
 
     Returns:
-        Positions (b, q), int64, from 0. The first token of a row begins a document: what a row
+        Positions (b, s), int64, from 0. The first token of a row begins a document: what a row
         continues from an earlier one is not there. And the mask: the blocks of 128 × 128 scores
         that ``flex_attention`` computes, which takes no memory of s²; on a CPU, what is added to
         the scores (b, 1, q, s): 0 for the tokens up to one's own of the same document, else -inf.
@@ -368,7 +414,7 @@ def separate(
     positions = keys - torch.where(begins, keys, 0).cummax(dim=1).values
     owners = documents
     if places is not None:
-        positions, owners = positions.gather(1, places), documents.gather(1, places)
+        owners = documents.gather(1, places)
 
     def is_seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (queries[row, query] >= key) & (owners[row, query] == documents[row, key])

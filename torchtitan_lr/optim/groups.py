@@ -19,7 +19,10 @@ from torchtitan_lr.errors import ConfigError, one_of, require
 
 KEY = "optimizer.groups"
 
-DecayOn = Literal["all", "matrices"]
+FACTORS = (".A.weight", ".B.weight")
+"""Ends of the names of the factors of a linear B A."""
+
+DecayOn = Literal["all", "matrices", "products"]
 """Values of ``optimizer.weight_decay_on``."""
 
 
@@ -63,6 +66,15 @@ class ParameterGroups:
                 return index
         return -1
 
+    def rule(self, name: str) -> GroupRule:
+        """Return the rule of a parameter."""
+        place = self.place(name)
+        return GroupRule() if place == -1 else self.rules[place]
+
+    def decay(self, name: str, weight_decay: float) -> float:
+        """Return the weight decay of a parameter that has one."""
+        return weight_decay * self.rule(name).weight_decay_multiplier
+
     def split(
         self, named_parameters: Iterable[tuple[str, Tensor]], lr: float, weight_decay: float
     ) -> list[dict[str, Any]]:
@@ -76,12 +88,13 @@ class ParameterGroups:
         groups: dict[tuple[int, bool], dict[str, Any]] = {}
         for name, parameter in named_parameters:
             place = self.place(name)
-            rule = GroupRule() if place == -1 else self.rules[place]
             decays = self.decay_on == "all" or parameter.dim() > 1
+            if self.decay_on == "products" and name.endswith(FACTORS):
+                decays = False  # `optim.product_decay` shrinks B A instead
             group = {
                 "params": [],
-                "lr": lr * rule.lr_multiplier,
-                "weight_decay": weight_decay * rule.weight_decay_multiplier if decays else 0.0,
+                "lr": lr * self.rule(name).lr_multiplier,
+                "weight_decay": self.decay(name, weight_decay) if decays else 0.0,
             }
             groups.setdefault((place, decays), group)["params"].append((name, parameter))
         return [group for _, group in sorted(groups.items())]

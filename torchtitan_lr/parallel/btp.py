@@ -57,6 +57,7 @@ from torchtitan_lr.parallel.edge import (
     Edge,
     MixEdge,
     copy_to_ranks,
+    gather_and_copy_to_ranks,
     gather_from_ranks,
     normalize,
     summed_products,
@@ -153,6 +154,26 @@ class UpEdge(Edge):
             return up_projections(latents, weights, self.ranks, dim)
         pairs = zip(latents, weights, strict=True)
         return [up_projections([latent], [weight], self.ranks, dim)[0] for latent, weight in pairs]
+
+    def whole(self, latents: Sequence[Tensor]) -> list[Tensor]:
+        """Return the latents of a group for products that other modules compute.
+
+        Args:
+            latents: As for `forward`.
+
+        Returns:
+            One h (b, s, r) per linear, replicated; its gradient is summed over the ranks.
+        """
+        messages = [concatenated(latents, dim=-1)] if self.grouping else latents
+        copies = []
+        for message in messages:
+            if self.comm == "sequence":
+                copies.append(gather_and_copy_to_ranks(message, self.ranks, TOKENS))
+            else:
+                copies.append(copy_to_ranks(message, self.ranks))
+        if not self.grouping:
+            return copies
+        return list(copies[0].split([latent.shape[-1] for latent in latents], dim=-1))
 
 
 class ShardedEmbed(Edge):

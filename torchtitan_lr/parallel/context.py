@@ -14,15 +14,16 @@ there. Per micro-batch a block sends two all-gathers and one reduce-scatter, in 
 activation checkpointing.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from torchtitan_lr.collectives import SINGLE, TOKENS, Ranks, all_gather, reduce
+from torchtitan_lr.collectives import SINGLE, TOKENS, Ranks, all_gather, local, reduce
 from torchtitan_lr.compat.dispatch import (
     ATTENTION_OPERATORS,
     FLEX_ATTENTION,
@@ -30,7 +31,9 @@ from torchtitan_lr.compat.dispatch import (
     flash_attention_to_prefix,
 )
 from torchtitan_lr.data.corpus import Batch
-from torchtitan_lr.models.llama import PLACES, Attention, Mask, attend
+from torchtitan_lr.models.linears import Gated, LowRankGroup, LowRankLinear, gated_linear
+from torchtitan_lr.models.llama import PLACES, Attention, Mask, attend, split_heads
+from torchtitan_lr.parallel.btp import UpEdge
 from torchtitan_lr.parallel.edge import Edge
 from torchtitan_lr.titan.base import ParallelDims
 
@@ -146,39 +149,160 @@ def attend_to_prefix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class GatheredAttention(Edge):
     """Attention of a rank's own queries to the keys and values of the whole row.
 
+    Args:
+        ranks: The ranks that share a row.
+        head_dim: Width of a head.
+
     Attributes:
-        repeats: Whether it gathers keys and values again in backward by itself. In a block that
-            runs again in backward they are gathered there.
+        repeats: Whether it gathers again in backward by itself. In a block that runs again in
+            backward it gathers there.
     """
 
     repeats = True
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
-        """Return attention's output (b, h, s/C, head_dim); arguments as for `attend`.
+    def __init__(self, ranks: Ranks, head_dim: int) -> None:
+        super().__init__(ranks)
+        self.head_dim = head_dim
 
-        Queries, keys and values are those of the own tokens; the mask as in `attend_from_chunks`.
+    def forward(
+        self,
+        q: Tensor,
+        k: Any,
+        v: Any,
+        table: Tensor,
+        mask: Mask | None = None,
+        row_table: Tensor | None = None,
+    ) -> Tensor:
+        """Return attention's output (b, h, s/C, head_dim).
+
+        Args:
+            q: Queries of the own tokens (b, s/C, h · head_dim), not rotated.
+            k: Their keys (b, s/C, h_kv · head_dim), likewise.
+            v: Their values.
+            table: Their rotary table.
+            mask: As in `attend_from_chunks`.
+            row_table: Rotary table of the row.
         """
+        q, k = split_heads(q, self.head_dim, table), split_heads(k, self.head_dim, table)
+        return self.repeated(self._from_keys, q, k, split_heads(v, self.head_dim), mask)
+
+    def repeated(self, attention: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        """Call what gathers and attends; only its arguments and attention's results are kept."""
         if not self.repeats:
-            return self._gather_and_attend(q, k, v, mask)
+            return attention(*arguments)
         out: Tensor = checkpoint(
-            self._gather_and_attend,
-            *(q, k, v, mask),
+            attention,
+            *arguments,
             use_reentrant=False,
             preserve_rng_state=False,  # attention draws no random numbers
             context_fn=_SAVES_ATTENTION[torch.compiler.is_compiling()],
         )
         return out
 
-    def _gather_and_attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
+    def _from_keys(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
         k, v = gather_row(torch.stack([k, v]), self.ranks).unbind()  # one message
         return attend_from_chunks(q, k, v, mask, self.ranks)
 
 
-def apply_context_parallel(model: nn.Module, ranks: Ranks) -> None:
+class Unexpanded(NamedTuple):
+    """B σ(h) of the own tokens, which attention computes for all tokens of the row."""
+
+    latent: Tensor
+    """h (b, s/C, r), before σ."""
+
+    weight: Tensor
+    """B (d_kv/T, r)."""
+
+
+class QueriesUp(nn.Module):
+    """Takes the place of the ``up`` of q, k and v: expands q alone.
+
+    Args:
+        up: The module whose place it takes: one device's, or BTP's.
+    """
+
+    def __init__(self, up: nn.Module) -> None:
+        super().__init__()
+        self.up = up
+
+    def forward(
+        self,
+        latents: Sequence[Tensor],
+        linears: Sequence[LowRankLinear],
+        use_silu: Sequence[bool],
+    ) -> list[Any]:
+        """Return q (b, s/C, d/T), and k and v as `Unexpanded`; arguments as for `Up`."""
+        whole = self.up.whole(latents) if isinstance(self.up, UpEdge) else latents
+        weights = [local(linear.B.weight) for linear in linears]
+        q = gated_linear(Gated(whole[0], None, use_silu[0]), weights[0])
+        return [q, Unexpanded(whole[1], weights[1]), Unexpanded(whole[2], weights[2])]
+
+
+class LatentAttention(GatheredAttention):
+    """The same, but the latents σ(h) of keys and values are gathered, r wide.
+
+    Every rank computes k = B_k σ(h_k) and v = B_v σ(h_v) of all tokens, and rotates k. Backward
+    sums the ranks' gradients of the latents; those of B are sums over the tokens that a rank's
+    queries have seen, which data parallelism adds up.
+
+    Args:
+        ranks: The ranks that share a row.
+        head_dim: Width of a head.
+        silu: Whether σ is SiLU; otherwise it is the identity.
+    """
+
+    def __init__(self, ranks: Ranks, head_dim: int, silu: bool) -> None:
+        super().__init__(ranks, head_dim)
+        self.silu = silu
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Unexpanded,
+        v: Unexpanded,
+        table: Tensor,
+        mask: Mask | None = None,
+        row_table: Tensor | None = None,
+    ) -> Tensor:
+        """Return attention's output; arguments as for `GatheredAttention`, but for k and v."""
+        # Tensors alone: in a compiled block a checkpoint takes no others.
+        q = split_heads(q, self.head_dim, table)
+        return self.repeated(self._from_latents, q, *k, *v, row_table, mask)
+
+    def _from_latents(
+        self,
+        q: Tensor,
+        h_k: Tensor,
+        b_k: Tensor,
+        h_v: Tensor,
+        b_v: Tensor,
+        row_table: Tensor,
+        mask: Mask | None,
+    ) -> Tensor:
+        latents = torch.stack([h_k, h_v])  # (2, b, s/C, r), one message
+        latents = gather_row(F.silu(latents) if self.silu else latents, self.ranks)
+        # As a batched product, because selective checkpointing keeps the results of others.
+        row = torch.bmm(latents.flatten(1, 2), torch.stack([b_k, b_v]).mT)
+        k, v = row.unflatten(1, latents.shape[1:3]).unbind()  # (b, s, d_kv/T)
+        k, v = split_heads(k, self.head_dim, row_table), split_heads(v, self.head_dim)
+        return attend_from_chunks(q, k, v, mask, self.ranks)
+
+
+def apply_context_parallel(model: nn.Module, ranks: Ranks, gather: str) -> None:
     """Let the blocks of a model, or of a pipeline stage, share rows with other ranks, in place.
 
-    Call it before checkpointing wraps the blocks.
+    Call it after tensor parallelism, and before checkpointing wraps the blocks.
+
+    Args:
+        model: The model.
+        ranks: The ranks that share a row.
+        gather: ``parallelism.cp_gather``, see `plans.check_gather`.
     """
     for module in model.modules():
-        if isinstance(module, Attention):
-            module.attend = GatheredAttention(ranks)
+        if not isinstance(module, Attention):
+            continue
+        module.attend = GatheredAttention(ranks, module.head_dim)
+        if gather == "latents":
+            group = cast(LowRankGroup, module.qkv)
+            group.up = QueriesUp(group.up)
+            module.attend = LatentAttention(ranks, module.head_dim, group.use_silu[1])

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lr.collectives import FEATURES, Ranks, all_gather, local, own_slice, reduce
+from torchtitan_lr.models.kept import keep
 from torchtitan_lr.models.linears import LowRankLinear, activated, down_products, mix
 
 
@@ -270,7 +271,8 @@ class GatherAndCopyToRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int, wide_sums: bool) -> Tensor:
         ctx.ranks, ctx.dim, ctx.wide_sums = ranks, dim, wide_sums
-        return all_gather([x], ranks, dim)[0]
+        (gathered,) = keep(lambda: tuple(all_gather([x], ranks, dim)))
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:

@@ -91,7 +91,8 @@ def finish(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig)
     if parallel_dims.tp_enabled:
         check_placed(model)
     if parallel_dims.cp_enabled:
-        apply_context_parallel(model, context_ranks(parallel_dims))
+        gather = job_config.parallelism.cp_gather
+        apply_context_parallel(model, context_ranks(parallel_dims), gather)
     apply_activation_checkpoint(model, job_config)
     if compiles_model(job_config):
         apply_compile(model, job_config.compile.backend)
