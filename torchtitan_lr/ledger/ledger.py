@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from torchtitan_lr.compat.collectives import (
     GROUP_ARGUMENTS,
@@ -69,6 +70,8 @@ class CommLedger(TorchDispatchMode):
             has it, and any other group is reported under its own name.
         step_dims: Mesh dimensions whose collectives all belong to the optimizer, also those that it
             starts during backward.
+        optimizers: Optimizers whose collectives have the scope ``optimizer``, apart from the step's
+            others.
     """
 
     supports_higher_order_operators = True  # compiled code uses one to recompute random operators
@@ -80,9 +83,11 @@ class CommLedger(TorchDispatchMode):
         model_parts: Sequence[nn.Module],
         groups: Mapping[str, dist.ProcessGroup],
         step_dims: Collection[str] = (),
+        optimizers: Sequence[Optimizer] = (),
     ) -> None:
         super().__init__()
         self._model_parts, self._step_dims = model_parts, frozenset(step_dims)
+        self._optimizers = optimizers
         self._mesh_dims: dict[str, str] = {}
         names = sorted(groups, key=lambda name: name in COMBINED_DIMS)
         named = [(name, groups[name]) for name in names]
@@ -96,7 +101,7 @@ class CommLedger(TorchDispatchMode):
         self._overlap = Overlap()
 
     def __enter__(self) -> "CommLedger":
-        self._tracker = ScopeTracker(self._model_parts)
+        self._tracker = ScopeTracker(self._model_parts, self._optimizers)
         super().__enter__()
         return self
 
@@ -161,8 +166,8 @@ class CommLedger(TorchDispatchMode):
 
         Returns:
             One dictionary per row with the keys ``scope`` (``block 0`` ..., between pipeline
-            stages ``boundary 0`` ..., ``embedding``, ``head``, ``loss``, ``step``), ``pass``
-            (``forward``, ``backward``, ``optimizer``), ``op``, ``mesh_dim``, ``dtype``,
+            stages ``boundary 0`` ..., ``embedding``, ``head``, ``loss``, ``optimizer``, ``step``),
+            ``pass`` (``forward``, ``backward``, ``optimizer``), ``op``, ``mesh_dim``, ``dtype``,
             ``calls``, ``elements``, ``bytes`` and ``overlapped_flops``: the FLOPs of products that
             this rank issues between start and wait (`Overlap`).
         """
@@ -182,7 +187,7 @@ class CommLedger(TorchDispatchMode):
 
 def reading_order(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the place of a row: its position in the model, then its pass and operation."""
-    scopes = ("embedding", "block", "boundary", "head", "loss", "step")
+    scopes = ("embedding", "block", "boundary", "head", "loss", "optimizer", "step")
     passes = ("forward", "backward", "optimizer")
     name, _, index = row["scope"].partition(" ")
     rest = (row["op"], row["mesh_dim"], row["dtype"], row.get("recompute", False))

@@ -29,6 +29,7 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.gradients import Gradients, StoredGradients
 from torchtitan_lr.optim.groups import ParameterGroups
+from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.parallel.context import context_ranks
 from torchtitan_lr.parallel.pipeline import Pipeline
@@ -277,7 +278,10 @@ class Trainer(TitanTrainer):
         replicas = ("dp_replicate",) if self.job_config.optimizer.name == TSR else ()
         meshes = self.parallel_dims.get_all_one_dimensional_meshes()
         groups = {name: mesh.get_group() for name, mesh in meshes.items()}
-        return CommLedger(self.model_parts, groups, replicas)
+        spectral = [o for o in self.optimizers.optimizers if isinstance(o, SpectralOptimizer)]
+        for optimizer in spectral:
+            groups |= optimizer.groups.by_name()
+        return CommLedger(self.model_parts, groups, replicas, spectral)
 
     def forward_backward_step(
         self,
