@@ -56,9 +56,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("runs")
     sections: dict[str, dict[str, Any]] = {
         "lanes": {"caat": LANES},
-        "lax_pp": {
-            "parallelism": {"pipeline_parallel_degree": 2, "context_parallel_degree": 2}
-        },
+        "lax_pp": {"parallelism": {"pipeline_parallel_degree": 2, "context_parallel_degree": 2}},
     }
     names = {"lanes": "full", "lax_pp": "lax"}
     return {

@@ -59,5 +59,5 @@ def test_a_kernel_that_does_not_fit_is_refused(device: torch.device) -> None:
     if device.type == "cpu":
         pytest.skip("a CPU has a kernel for every dtype")
     q = torch.randn(1, HEADS, S, WIDTH, device=device)  # fp32
-    with pytest.raises(RuntimeError, match="[Ff]lash"):
+    with pytest.raises(RuntimeError, match=r"[Ff]lash"):
         attend_from_chunks(q, q, q, None, Ranks(size=2))
