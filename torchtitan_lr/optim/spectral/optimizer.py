@@ -62,7 +62,7 @@ class Matrix:
     def state(self) -> dict[str, Tensor]:
         """Return what a checkpoint holds: DTensors of a sharded matrix, no copies."""
         shape = tuple(self.parameter.shape)
-        state = {"momentum_buffer": wrap_like(self.parameter, self.momentum, shape, {0: 0, 1: 1})}
+        state = {self.rule.momentum: wrap_like(self.parameter, self.momentum, shape, {0: 0, 1: 1})}
         if self.u is not None:
             state["u"] = wrap_like(self.parameter, self.u, (self.r,), {})
         return state
