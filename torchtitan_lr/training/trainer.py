@@ -215,8 +215,7 @@ class Trainer(TitanTrainer):
         self.metrics_processor.resume()
         step = self.running_step
         another_follows = self.step < self.job_config.training.steps
-        lr, schedule = self.job_config.optimizer.lr, self.lr_schedulers.schedulers[0]
-        rates = self._groups.rates(lr, schedule)
+        rates = self._groups.rates(self.job_config.optimizer, self.lr_schedulers.schedulers[0])
         try:
             data = step.take(data_iterator)
         except BadDataError as error:
