@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """``docs/support_matrix.toml``: its table, its refusals, and combinations drawn from it."""
 
+import math
 import random
 from collections.abc import Iterator
 from functools import cached_property
@@ -190,9 +191,8 @@ def data_degree(combination: Combination) -> int:
 
 def world_size(combination: Combination) -> int:
     """Return the number of ranks: 2 per used dimension, 2 x 2 for HSDP."""
-    return (
-        data_degree(combination) * _degree(combination, "tensor") * _degree(combination, "pipeline")
-    )
+    split = (_degree(combination, axis) for axis in ("tensor", "pipeline", "context"))
+    return data_degree(combination) * math.prod(split)
 
 
 def _degree(combination: Combination, axis: str) -> int:

@@ -65,8 +65,9 @@ class CommLedger(TorchDispatchMode):
     Args:
         model_parts: The model, or this rank's pipeline stages.
         groups: Process group by the name of its mesh dimension. If two names share a group, the
-            first one counts, but a combined dimension's last. The group of all ranks is ``world``
-            if no dimension has it, and any other group is reported under its own name.
+            first one counts, but a combined dimension's last; ``cp`` counts for what blocks send,
+            if it shares the group of ``fsdp``. The group of all ranks is ``world`` if no dimension
+            has it, and any other group is reported under its own name.
         step_dims: Mesh dimensions whose collectives all belong to the optimizer, also those that it
             starts during backward.
         optimizers: Optimizers whose collectives have the scope ``optimizer``, apart from the step's
@@ -94,6 +95,7 @@ class CommLedger(TorchDispatchMode):
             named.append(("world", dist.group.WORLD))
         for name, group in named:
             self._mesh_dims.setdefault(group.group_name, name)
+        self._context = groups["cp"].group_name if "cp" in groups else None
         self._calls: Counter[Entry] = Counter()
         self._elements: Counter[Entry] = Counter()
         self._overlap = Overlap()
@@ -124,6 +126,8 @@ class CommLedger(TorchDispatchMode):
             message = boundary_of(args) if call.op in ("send", "recv") else None
             scope, pass_, recompute = (*message, False) if message else self._tracker.here()
             mesh_dim = self._mesh_dims.get(call.group, call.group)
+            if call.group == self._context and scope.startswith("block"):
+                mesh_dim = mesh_dim if self._tracker.in_unit else "cp"
             if mesh_dim in self._step_dims:
                 scope, pass_, recompute = STEP, "optimizer", False
             entry = Entry(scope, pass_, call.op, mesh_dim, call.dtype, recompute)

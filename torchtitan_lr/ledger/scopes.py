@@ -75,6 +75,11 @@ class ScopeTracker:
         for optimizer in optimizers:
             self._follow_steps(optimizer)
 
+    @property
+    def in_unit(self) -> bool:
+        """Whether FSDP2 runs, for a unit of its own."""
+        return self._owner is not None
+
     def here(self) -> tuple[str, str, bool]:
         """Return scope, pass (forward, backward, optimizer), and whether it is a recomputation."""
         if self._in_optimizer:
