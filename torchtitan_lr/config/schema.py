@@ -58,6 +58,9 @@ def vocabulary_rows(wanted: int, tp_degree: int, lanes: int) -> int:
 TSR = "TSRAdam"
 """The value of ``optimizer.name`` that chooses TSR-Adam."""
 
+ADAMS = ("AdamW", "Adam")
+"""The values of ``optimizer.name`` that choose torch's own optimizers."""
+
 SPECTRAL = ("Muon", "Spectron", "LoRAMuon")
 """The values of ``optimizer.name`` that choose a spectral optimizer."""
 
@@ -299,10 +302,14 @@ class Optimizer:
     """Decoupled weight decay. LoRAMuon splits it between A and B, so
     that B A decays by it."""
 
-    weight_decay_on: Literal["all", "matrices"] = "all"
-    """What `weight_decay` shrinks:
+    weight_decay_on: Literal["all", "matrices", "products"] = "all"
+    """What `weight_decay` λ shrinks:
     - 'all': every parameter
-    - 'matrices': all but norms and gates"""
+    - 'matrices': all but norms and gates
+    - 'products': as 'matrices', but in the place of the factors A and B of a linear their product,
+      by the penalty λ/2·|BA|² (Frobenius): A ← A - ηλ·BᵀB A, B ← B - ηλ·B AAᵀ, before the
+      optimizer's own update, with every optimizer. An activation between A and B does not count.
+      Ranks sum r×r Gram matrices for it, and gather factors whose r they split."""
 
     groups: list[dict[str, str | float]] = field(default_factory=list)
     """Other rates for some parameters: a table ``[[optimizer.groups]]`` for each group, with the

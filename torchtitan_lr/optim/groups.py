@@ -15,11 +15,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from torchtitan_lr.config.schema import SPECTRAL
 from torchtitan_lr.errors import ConfigError, one_of, require
 
 KEY = "optimizer.groups"
 
-DecayOn = Literal["all", "matrices"]
+FACTORS = (".A.weight", ".B.weight")
+"""Ends of the names of the factors of a linear B A."""
+
+DecayOn = Literal["all", "matrices", "products"]
 """Values of ``optimizer.weight_decay_on``."""
 
 
@@ -63,6 +67,15 @@ class ParameterGroups:
                 return index
         return -1
 
+    def rule(self, name: str) -> GroupRule:
+        """Return the rule of a parameter."""
+        place = self.place(name)
+        return GroupRule() if place == -1 else self.rules[place]
+
+    def decay(self, name: str, weight_decay: float) -> float:
+        """Return the weight decay of a parameter that has one."""
+        return weight_decay * self.rule(name).weight_decay_multiplier
+
     def split(
         self, named_parameters: Iterable[tuple[str, Tensor]], lr: float, weight_decay: float
     ) -> list[dict[str, Any]]:
@@ -76,26 +89,34 @@ class ParameterGroups:
         groups: dict[tuple[int, bool], dict[str, Any]] = {}
         for name, parameter in named_parameters:
             place = self.place(name)
-            rule = GroupRule() if place == -1 else self.rules[place]
             decays = self.decay_on == "all" or parameter.dim() > 1
+            if self.decay_on == "products" and name.endswith(FACTORS):
+                decays = False  # `optim.product_decay` shrinks B A instead
             group = {
                 "params": [],
-                "lr": lr * rule.lr_multiplier,
-                "weight_decay": weight_decay * rule.weight_decay_multiplier if decays else 0.0,
+                "lr": lr * self.rule(name).lr_multiplier,
+                "weight_decay": self.decay(name, weight_decay) if decays else 0.0,
             }
             groups.setdefault((place, decays), group)["params"].append((name, parameter))
         return [group for _, group in sorted(groups.items())]
 
-    def rates(self, lr: float, schedule: LambdaLR) -> dict[str, float]:
+    def rates(self, optimizer: Any, schedule: LambdaLR) -> dict[str, float]:
         """Return the learning rates of a schedule's step as metrics: ``lr`` and ``lr/PATTERN``.
 
+        With a spectral optimizer ``adamw_lr`` and ``adamw_lr/PATTERN`` are those of AdamW.
+
         Args:
-            lr: ``optimizer.lr``.
+            optimizer: ``[optimizer]``.
             schedule: Of any stage's optimizer; a stage may lack the parameters of a group.
         """
+        rates = {"lr": optimizer.lr}
+        if optimizer.name in SPECTRAL:
+            rates["adamw_lr"] = optimizer.adamw_lr or optimizer.lr
+        for name, rate in list(rates.items()):
+            for rule in self.rules:
+                rates[f"{name}/{rule.pattern}"] = rate * rule.lr_multiplier
         factor = schedule.lr_lambdas[0](schedule.last_epoch)
-        of_rules = {f"lr/{rule.pattern}": lr * rule.lr_multiplier for rule in self.rules}
-        return {name: rate * factor for name, rate in {"lr": lr, **of_rules}.items()}
+        return {name: rate * factor for name, rate in rates.items()}
 
 
 ONE_GROUP = ParameterGroups()

@@ -15,6 +15,7 @@ from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 from torchtitan_lr.optim.adam import ON_SHARDS
 from torchtitan_lr.optim.container import trained_parameters
 from torchtitan_lr.optim.groups import ParameterGroups, regroup
+from torchtitan_lr.optim.product_decay import ProductDecay
 from torchtitan_lr.optim.resume import ConfiguredLR, keep_hyperparameters
 from torchtitan_lr.optim.spectral.container import SpectralOptimizers
 from torchtitan_lr.optim.tsr.container import TSROptimizers
@@ -47,6 +48,20 @@ def build_optimizers(
 ) -> OptimizersContainer:
     """Build a container of optimizers, one per pipeline stage: torchtitan's, or another."""
     groups = ParameterGroups.from_config(optimizer_config)
+    optimizers = _grouped_optimizers(model_parts, optimizer_config, parallel_dims, groups)
+    if groups.decay_on == "products":
+        named = {n: p for part in model_parts for n, p in trained_parameters(part)}
+        decays = {name: groups.decay(name, optimizer_config.weight_decay) for name in named}
+        optimizers.register_step_pre_hook(ProductDecay.of(optimizers, named, decays))
+    return optimizers
+
+
+def _grouped_optimizers(
+    model_parts: list[nn.Module],
+    optimizer_config: OptimizerConfig,
+    parallel_dims: ParallelDims,
+    groups: ParameterGroups,
+) -> OptimizersContainer:
     if optimizer_config.name == TSR:
         meshes = [parallel_dims.get_optional_mesh(name) for name in ("dp_replicate", "pp")]
         replicas, stages = (None if mesh is None else mesh.get_group() for mesh in meshes)

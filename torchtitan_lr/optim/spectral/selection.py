@@ -5,7 +5,7 @@ Factors of a linear are called ``NAME.A.weight`` (r, d_in) and ``NAME.B.weight``
 configuration check calls this before ranks start.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchtitan_lr.errors import ConfigError
@@ -38,11 +38,7 @@ def select_matrices(shapes: Mapping[str, Sequence[int]], rule: str) -> Selection
         shapes: Global shape by name of every parameter.
         rule: The value of ``optimizer.name``. Muon takes every matrix, the others take factors.
     """
-    pairs = []
-    for name in shapes:
-        other = f"{name.removesuffix('A.weight')}B.weight"
-        if name.endswith(".A.weight") and other in shapes:
-            pairs.append((name, other))
+    pairs = factor_pairs(shapes)
     factors = {name for pair in pairs for name in pair}
     dense = []
     if not RULES[rule].pairs_only:
@@ -50,6 +46,26 @@ def select_matrices(shapes: Mapping[str, Sequence[int]], rule: str) -> Selection
             if len(shape) == 2 and name not in (EMBEDDING, HEAD) and name not in factors:
                 dense.append(name)
     return Selection(tuple(pairs), tuple(dense))
+
+
+def factor_pairs(names: Collection[str]) -> list[tuple[str, str]]:
+    """Return the names of A and B of every linear B A."""
+    pairs = []
+    for name in names:
+        other = f"{name.removesuffix('A.weight')}B.weight"
+        if name.endswith(".A.weight") and other in names:
+            pairs.append((name, other))
+    return pairs
+
+
+def stored_rule(names: Iterable[str]) -> str:
+    """Return the rule that has saved a state; "" for another optimizer's.
+
+    Args:
+        names: Those of the tensors of the state, such as ``NAME.A.weight.muon_momentum``.
+    """
+    kinds = {name.rpartition(".")[2] for name in names}
+    return next((rule.name for rule in RULES.values() if rule.momentum in kinds), "")
 
 
 def check_rule(shapes: Mapping[str, Sequence[int]], rule: str) -> None:

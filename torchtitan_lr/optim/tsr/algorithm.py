@@ -264,7 +264,7 @@ class MatrixStack:
 
         Args:
             D: The directions, of the shape of C.
-            hyper: η (``lr``) and λ (``weight_decay``).
+            hyper: η (``lr``) and λ (``weight_decay``); α is ``tsr_scale``.
             rejected: True on the device to change no bit of the weights, a scalar.
         """
         lr, decay = float(hyper["lr"]), float(hyper["weight_decay"])
@@ -458,28 +458,25 @@ class TSRAdam(Optimizer):
 
         self.steps = torch.zeros((), dtype=torch.float32)
         self.stacks: list[MatrixStack] = []
-        self._dense: list[DenseParameters] = []
         # Hyperparameters, and what `step` updates with them.
         self._updates: list[tuple[dict[str, Any], list[MatrixStack], DenseParameters]] = []
+        # Where each compressed matrix is, and which mesh dimensions split each other parameter.
+        self._compressed: dict[Tensor, tuple[MatrixStack, int]] = {}
+        self._dense_dims: dict[Tensor, tuple[int, ...]] = {}
         for torch_group in self.param_groups:
             trained = [p for p in torch_group["params"] if p in names]
             compressed = [(plans[names[p]], p) for p in trained if names[p] in plans]
             stacks = stack_alike(compressed, sharding, settings)
             dense = DenseParameters([p for p in trained if names[p] not in plans])
             self.stacks += stacks
-            self._dense.append(dense)
             self._updates.append((torch_group, stacks, dense))
-
-        # Where each compressed matrix is, and which mesh dimensions split each of the others.
-        self._compressed: dict[Tensor, tuple[MatrixStack, int]] = {}
-        for stack in self.stacks:
-            for index, parameter in enumerate(stack.parameters):
-                self._compressed[parameter] = stack, index
-        self._dense_dims: dict[Tensor, tuple[int, ...]] = {}
-        for dense in self._dense:
+            for stack in stacks:
+                for index, parameter in enumerate(stack.parameters):
+                    self._compressed[parameter] = stack, index
             for parameter in dense.parameters:
                 dims = [shard_dims(parameter, dim, sharding) for dim in range(parameter.dim())]
                 self._dense_dims[parameter] = tuple(chain(*dims))
+
         # All cores of a step in one buffer, which one call clears, scales or sends.
         sizes = [stack.exp_avg.numel() for stack in self.stacks]
         # A pipeline stage may have no compressed matrix.
@@ -494,6 +491,10 @@ class TSRAdam(Optimizer):
         self._rejected: Tensor | bool = False
         self._drift = Drift(self.groups.replicas)
         self._name_state()
+        self._watch_gradients()
+
+    def _watch_gradients(self) -> None:
+        """Let backward call `gradient_arrived` for each parameter."""
         # A hook that kept the optimizer alive would make a cycle, and torchtitan collects none.
         reference = weakref.ref(self)
 
@@ -512,7 +513,7 @@ class TSRAdam(Optimizer):
         self._counts_before = [count.clone() for count in self.counters]
         for parameter, (stack, index) in self._compressed.items():
             self.state[parameter] = {"step": self.steps, **stack.state(index)}
-        for dense in self._dense:
+        for _, _, dense in self._updates:
             for index, parameter in enumerate(dense.parameters):
                 self.state[parameter] = {"step": self.steps, **dense.state(index)}
 

@@ -1,0 +1,129 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Weight decay of products B A in the place of that of their factors.
+
+The penalty is λ/2 · |BA|² in the Frobenius norm, and not λ/2 · (|A|² + |B|²): Frobenius decay
+(Khodak et al., ICLR 2021, arXiv 2105.01029). Its gradients are BᵀB A for A and B A Aᵀ for B. Both
+factors take their share at once, apart from the optimizer's update ("decoupled", as in AdamW):
+
+    A ← A − ηλ · (BᵀB) A
+    B ← B − ηλ · B (A Aᵀ)
+
+So ranks that split the other sides of A and B sum the Gram matrices A Aᵀ and BᵀB alone, r (r + 1)/2
+numbers each, in one message. Ranks that split r gather the factor.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchtitan_lr.compat.dtensor import local_part, own_part
+from torchtitan_lr.numerics import exact_products
+from torchtitan_lr.optim.spectral.algebra import packed, unpacked
+from torchtitan_lr.optim.spectral.layout import Groups, Layout
+from torchtitan_lr.optim.spectral.selection import factor_pairs
+from torchtitan_lr.titan import logger
+
+
+class Factor:
+    """A (r, d_in) or B (d_out, r), seen as (r, n).
+
+    Args:
+        parameter: The parameter, plain or a DTensor.
+        row_dim: The dimension of the parameter that is r: 0 of A, 1 of B.
+        group: The parameter's group in its optimizer, whose ``lr`` the schedule changes.
+        decay: λ.
+    """
+
+    def __init__(
+        self, parameter: Tensor, row_dim: int, group: Mapping[str, Any], decay: float
+    ) -> None:
+        self.parameter, self.row_dim, self.group, self.decay = parameter, row_dim, group, decay
+        self.r = parameter.shape[row_dim]
+        self.layout = Layout.of(parameter, row_dim)
+        self.dtype = torch.promote_types(parameter.dtype, torch.float32)
+
+    def exact_part(self) -> Tensor:
+        """Return this rank's part, in fp32 or wider."""
+        return local_part(self.parameter).to(self.dtype)
+
+    def oriented(self, part: Tensor) -> Tensor:
+        """Return a view of a part with r as its rows."""
+        return part if self.row_dim == 0 else part.mT
+
+    def shrink(self, other_gram: Tensor, columns: Tensor, rejected: Tensor | None) -> None:
+        """Update this rank's part, W ← W − ηλ · G W.
+
+        Args:
+            other_gram: G (r, r), the other factor's Gram matrix.
+            columns: This rank's columns of W (r, n).
+            rejected: Whether to change nothing, a scalar on the device.
+        """
+        G = own_part(self.parameter, other_gram, {self.row_dim: 0})  # all, unless ranks split r
+        if rejected is not None:
+            G = G.masked_fill(rejected, 0.0)
+        change = G @ columns  # before the weights change, which the columns may be
+        part, exact = local_part(self.parameter), self.exact_part()  # bf16 is rounded once
+        self.oriented(exact).sub_(change, alpha=float(self.group["lr"]) * self.decay)
+        if exact is not part:
+            part.copy_(exact)
+
+
+class ProductDecay:
+    """The decay of all products of a rank; the optimizers themselves shrink no factor.
+
+    Args:
+        pairs: A and B of every linear.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Factor, Factor]]) -> None:
+        self.pairs = list(pairs)
+        self.factors = [factor for pair in self.pairs for factor in pair]
+        self.groups = Groups(factor.layout for factor in self.factors)
+        if gathered := sum(bool(factor.layout.rows) for factor in self.factors):
+            logger.info("weight_decay_on = 'products' gathers %d factors per step", gathered)
+
+    @classmethod
+    def of(
+        cls,
+        optimizers: Iterable[Optimizer],
+        named: Mapping[str, Tensor],
+        decays: Mapping[str, float],
+    ) -> "ProductDecay":
+        """Find the pairs and their learning rates.
+
+        Args:
+            optimizers: Those of a rank.
+            named: A rank's parameters by name.
+            decays: λ by name.
+        """
+        group_of: dict[Tensor, dict[str, Any]] = {}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group_of |= dict.fromkeys(group["params"], group)
+        pairs = []
+        for names in factor_pairs(named):
+            A, B = (
+                Factor(named[name], row_dim, group_of[named[name]], decays[name])
+                for row_dim, name in enumerate(names)
+            )
+            pairs.append((A, B))
+        return cls(pairs)
+
+    @torch.no_grad()
+    def __call__(self, optimizers: Iterable[Any], *_: Any) -> None:
+        """Shrink all factors, before the step of a container of optimizers: a step pre-hook."""
+        found_inf = getattr(next(iter(optimizers)), "found_inf", None)
+        rejected = None if found_inf is None else found_inf > 0
+        with exact_products():
+            parts = {f: (f.layout, f.exact_part(), f.r) for f in self.factors}
+            whole = self.groups.gather_rows(parts)
+            columns = {f: f.oriented(part) for f, part in whole.items()}  # (r, n)
+            terms = {f: (f.layout, packed(W @ W.mT)) for f, W in columns.items()}
+            sums = self.groups.sum_terms(terms)
+            for A, B in self.pairs:
+                gram_A, gram_B = (unpacked(sums[factor][None], factor.r)[0] for factor in (A, B))
+                A.shrink(gram_B, columns[A], rejected)
+                B.shrink(gram_A, columns[B], rejected)
