@@ -192,7 +192,7 @@ class SpectralOptimizer(Optimizer):
 
     Attributes:
         matrices: All matrices, in the order of the message.
-        found_inf: 1 if the next step must leave no trace, else 0; an fp32 scalar on the device,
+        found_inf: 1 if the next step is rejected, else 0; an fp32 scalar on the device,
             equal on all ranks. None if every step counts.
     """
 
