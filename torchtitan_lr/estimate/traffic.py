@@ -109,7 +109,7 @@ def repeated_row(run: Run, scope: str, op: str, dtype: str, calls: int, elements
 
 def boundaries_of(run: Run) -> list[int]:
     """Return the elements per sequence that a rank sends over each stage boundary."""
-    boundaries = stage_boundaries(run.config, run.args, run.seq_len, run.settings)
+    boundaries = stage_boundaries(run.config, run.args, run.seq_len // run.cp, run.settings)
     return [prod(boundary.shape) for boundary in boundaries]
 
 
