@@ -89,7 +89,8 @@ def draw(curves: Curves, what: str, panel: Any) -> Any:
             panel(axes, runs, optimizer, f"C{OPTIMIZERS.index(optimizer)}")
         axes.set_title(family, fontsize=9)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+        if by_optimizer:
+            axes.legend(fontsize=7)
     figure.suptitle(what, fontsize=9)
     figure.set_layout_engine("constrained")
     return figure
