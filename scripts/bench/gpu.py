@@ -11,6 +11,8 @@ Nothing is fetched. The parts:
     training  CoLA and full rank, eager and compiled: tokens/s, MFU, and the peak memory of none,
               low_rank and full activation checkpointing
     optimizer TSR-Adam's plain and refresh step against fused AdamW's
+    spectral  a step of Muon, Spectron and LoRA-Muon for the factors of CoLA's blocks, beside AdamW,
+              torch's Muon (products in bf16), and Muon by the usual five iterations in fp32
     decoding  one prompt and 32: tokens/s of full rank and CoLA
     codec     TAGC: one exchange of a gradient with this process alone, by codec
     block     a decoder block of one rank of four, compiled: BTP's forward and backward beside full
@@ -42,6 +44,7 @@ import torchtitan_lr.training.register  # noqa: F401
 from scripts.bench import block as bench_block
 from scripts.bench.harness import in_turns, machine, median_ms
 from scripts.bench.peers import Runner, Workload
+from scripts.bench.spectral import USUAL, UsualMuon, factors_of, our_optimizer
 from tests.oracle.flops import flops_per_token
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.compression.codecs import complete
@@ -54,6 +57,7 @@ from torchtitan_lr.inference.decode import Decoder, Sampling
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.optim.spectral.rules import RULES
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.parallel.recompute import apply_activation_checkpoint
@@ -246,6 +250,32 @@ def optimizer(device: str, small: bool) -> Iterator[Row]:
     yield from _kernels(lambda: waited(tsr_step), device)
     yield from _kernels(lambda: waited(refresh), device)
     torch.set_float32_matmul_precision("highest")
+
+
+def spectral(device: str, small: bool) -> Iterator[Row]:
+    """Yield the milliseconds and the peak memory of a step of each optimizer of factors.
+
+    Factors and gradients are drawn on the device. Clipping is not part of these steps.
+    """
+    flavor = "debug" if small else "1B_boost"
+    builds: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+        "AdamW": partial(torch.optim.AdamW, lr=1e-4, fused=True),
+        "torch.optim.Muon": partial(torch.optim.Muon, lr=1e-4),
+        USUAL: partial(UsualMuon, lr=1e-4),
+    }
+    for name in (*builds, *RULES):
+        _reset(device)
+        factors, pairs = factors_of(flavor, 0, device)
+        if name in builds:
+            step = builds[name]([*factors.values()]).step
+        else:
+            step = our_optimizer(name, factors, pairs).step
+        row: Row = {"optimizer": name, "flavor": flavor}
+        row["ms"] = median_ms(step, device, 3 if small else 10)
+        if device == "cuda":
+            row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        del factors, step
+        yield row
 
 
 def decoding(device: str, small: bool) -> Iterator[Row]:

@@ -16,6 +16,7 @@ from tests.support.parity_runs import BF16, TINY, degrees, model, schedule
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.schema import SPECTRAL
 from torchtitan_lr.estimate.memory import rehearse_run, repeated_by_block
 from torchtitan_lr.estimate.rehearsal import Workload, rehearse
 from torchtitan_lr.estimate.run import Run, read_run
@@ -75,6 +76,22 @@ RUNS: dict[str, list[str]] = {
         *(*model("cola"), *degrees(pipeline=2, local_batch=1)),
         *(*schedule("GPipe"), *HSDP2X2),
     ],
+}
+MUON, SPECTRON, LORA_MUON = ([f"--optimizer.name={name}"] for name in SPECTRAL)
+RUNS |= {
+    # Along r: half of the square matrices' sides, and the shorter sides of w2, wk and wv.
+    "muon_full_fsdp4": [*model("full"), *degrees(local_batch=2), *MUON],
+    "muon_cola_btp_fsdp2": [*model("cola"), *degrees(tensor=2, local_batch=4), *MUON],
+    "spectron_fsdp4_bf16": [
+        *(*model("cola"), *degrees(local_batch=1), *BF16, *SPECTRON),
+        "--training.dtype=bfloat16",
+    ],
+    "spectron_vanilla_fsdp2": [
+        *(*model("svd"), *degrees(tensor=2, local_batch=4), *VANILLA, *SPECTRON),
+    ],
+    "lora_muon_pp2_fsdp2": [*model("lax"), *degrees(pipeline=2, local_batch=4), *LORA_MUON],
+    "lora_muon_hsdp2x2": [*model("cola"), *degrees(local_batch=2), *HSDP2X2, *LORA_MUON],
+    "lora_muon_btp4": [*model("cola"), *degrees(tensor=4), *LORA_MUON],
 }
 EIGHT_RANKS = ["pp2_hsdp2x2"]
 """Names of the runs that have more than four."""
@@ -145,6 +162,7 @@ def measured(four_ranks: RankPool, eight_ranks: RankPool) -> Callable[[str], lis
 
 
 SELDOM = ("fsdp4", "pp2_fsdp2", "pp2_replicate2", "tsr_tp2_fsdp2", "tagc_small_units")
+SELDOM += ("lora_muon_btp4", "lora_muon_hsdp2x2")
 USUAL = [*(name for name in RUNS if name not in SELDOM), *nightly(*SELDOM)]
 
 
@@ -159,6 +177,17 @@ def test_bytes_sent(name: str, runs: dict[str, Run], measured: Any) -> None:
         # The control: another dtype on the wire is noticed.
         wrong = run.wire_dtypes | dict.fromkeys(("activation", "parameter"), "float64")
         assert rank["sent"] != bytes_by_dim(traffic, wrong)
+
+
+OF_SPECTRAL = ("muon_full_fsdp4", "muon_cola_btp_fsdp2", "spectron_vanilla_fsdp2")
+
+
+@pytest.mark.parametrize("name", [*OF_SPECTRAL, *nightly("lora_muon_btp4", "lora_muon_hsdp2x2")])
+def test_every_row_of_a_spectral_step(name: str, runs: dict[str, Run], measured: Any) -> None:
+    """Also which mesh dimensions a message spans, and that it is one."""
+    run, rows = runs[name], measured(name)[0]["rows"]
+    assert any(row["scope"] == "optimizer" for row in rows)
+    assert differences(compare(rows, step_traffic(run, 0), run.wire_dtypes)) == []
 
 
 CHECKPOINTED = ("btp_fsdp2", "vanilla_fsdp2", "btp_every_second_block")
@@ -192,15 +221,17 @@ def test_bytes_held(name: str, runs: dict[str, Run], measured: Any) -> None:
             for stage in run.stages_of(rank["pp"])
         ]
         tsr = None if run.tsr is None else run.tsr_plans
-        expected = static_memory(parts, run.shard, run.precision, tsr, rank["fsdp"])
+        own = tsr, rank["fsdp"], run.spectral_vectors, run.by_columns
+        expected = static_memory(parts, run.shard, run.precision, *own)
         held = {part: rank[part] for part in expected}
         if run.tsr is not None:  # it drops the gradients of compressed matrices in a step
             assert held.pop("gradients") <= expected.pop("gradients")
         assert held == expected
         # The controls: the whole model, and the other optimizer.
         assert rank["weights"] < static_memory([run.global_shapes], 1, run.precision)["weights"]
-        if run.tsr is not None:
-            assert rank["optimizer"] < static_memory(parts, run.shard, run.precision)["optimizer"]
+        adamw = static_memory(parts, run.shard, run.precision)["optimizer"]
+        if run.tsr is not None or (run.spectral and run.precision.parameter == 4):
+            assert rank["optimizer"] < adamw
 
 
 PLANS = [

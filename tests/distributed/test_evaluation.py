@@ -27,6 +27,7 @@ LANES = {"lanes": 4, "sync_fraction": 0.5, "backward_sum": "float32"}
 
 def degrees(**values: Any) -> list[str]:
     names = {"tp": "tensor_parallel_degree", "pp": "pipeline_parallel_degree"}
+    names |= {"cp": "context_parallel_degree"}
     names |= {"replicas": "data_parallel_replicate_degree", "plan": "tp_plan"}
     return [f"--parallelism.{names.get(name, name)}={value}" for name, value in values.items()]
 
@@ -40,6 +41,7 @@ CASES: dict[str, tuple[str, list[str], str, dict[str, Any]]] = {
     "replicas2_megatron2": ("full", degrees(tp=2, replicas=2), "step", {}),
     "caat2": ("lanes", degrees(tp=2, plan="caat"), "step", {}),
     "pp2_btp2": ("lax", degrees(tp=2, pp=2), "step", {"batch_size": 3}),
+    "context2_btp2": ("cola", degrees(tp=2, cp=2, tp_comm="sequence"), "step", {"batch_size": 3}),
     "as_the_run": ("lax_pp", [], "step", {}),
     "hf_full": ("full", degrees(tp=2), "hf", {}),
     "hf_coded": ("cola", degrees(tp=2), "hf", {}),
@@ -54,7 +56,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("runs")
     sections: dict[str, dict[str, Any]] = {
         "lanes": {"caat": LANES},
-        "lax_pp": {"parallelism": {"pipeline_parallel_degree": 2}},
+        "lax_pp": {"parallelism": {"pipeline_parallel_degree": 2, "context_parallel_degree": 2}},
     }
     names = {"lanes": "full", "lax_pp": "lax"}
     return {

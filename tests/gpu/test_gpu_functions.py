@@ -31,6 +31,7 @@ from torchtitan_lr.parallel.btp import (
     sync_norm,
     up_projections,
 )
+from torchtitan_lr.parallel.context import gather_row
 from torchtitan_lr.parallel.megatron import column_parallel
 
 B, S, D, R, G = 2, 6, 24, 8, 2
@@ -143,6 +144,7 @@ def exchanges() -> Iterator[Case]:
         for dim in (TOKENS, FEATURES):
             ours = lambda ranks, x, f=call, dim=dim: f(x, ranks, dim)  # noqa: E731
             yield Case(_function(call), ours, torch.clone, ((B, S, D),), f"dim{dim}")
+    yield Case("GatherRow", lambda ranks, x: gather_row(x, ranks), torch.clone, ((B, S, D),))
     wide = lambda ranks, x: edge.gather_and_copy_to_ranks(x, ranks, wide_sums=True)  # noqa: E731
     yield Case("GatherAndCopyToRanks", wide, torch.clone, ((B, S, D),), "wide")
 

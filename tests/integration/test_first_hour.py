@@ -19,7 +19,7 @@ SHORT += ["--validation.steps=1", "--checkpoint.interval=2", "--metrics.log_freq
 ELSEWHERE = {
     "cola_130m": "C4 is on the Hub",
     "train cola_1b": "needs GPUs",
-    "TinyLlama": "is on the Hub",
+    "SmolLM2": "is on the Hub",
 }
 
 

@@ -270,7 +270,7 @@ def bf16_references(
         arguments: Command-line arguments.
         run: `train`, or a replacement with the same signature.
     """
-    still = ["--optimizer.lr=1e-30"]
+    still = ["--optimizer.lr=1e-30", "--optimizer.adamw_lr=1e-30"]
     return [pool.run(run, [*arguments, *more])[0] for more in ([], still, BF16)]
 
 

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """``docs/support_matrix.toml``: its table, its refusals, and combinations drawn from it."""
 
+import math
 import random
 from collections.abc import Iterator
 from functools import cached_property
@@ -85,11 +86,22 @@ class SupportMatrix:
 
     @cached_property
     def working_pairs(self) -> set[Any]:
-        """Return every pair of values in at least one supported combination."""
-        everything = (
-            dict(zip(self.axes, values, strict=True)) for values in product(*self.axes.values())
-        )
-        return {pair for c in everything if not self.refusals(c) for pair in pairs(c)}
+        """Return every pair of values in at least one supported combination.
+
+        A rule refuses values that are used together, and never NONE. So a pair works if it does
+        with NONE on all other axes that have it.
+        """
+        found = set()
+        for pair in combinations(sorted(self.axes), 2):
+            tried = {
+                axis: list(values) if axis in pair or NONE not in values else [NONE]
+                for axis, values in self.axes.items()
+            }
+            for drawn in product(*tried.values()):
+                combination = dict(zip(tried, drawn, strict=True))
+                if not self.refusals(combination):
+                    found.add(tuple((axis, combination[axis]) for axis in pair))
+        return found
 
     def _fits(self, combination: Combination, ranks: int) -> bool:
         return not self.refusals(combination) and 1 < world_size(combination) <= ranks
@@ -118,7 +130,7 @@ class SupportMatrix:
 
     def reference(self, combination: Combination) -> list[str]:
         """Return the arguments of the same training in one process."""
-        kept = ("family", "precision")
+        kept = ("family", "precision", "optimizer")
         alone = {axis: combination[axis] if axis in kept else NONE for axis in self.axes}
         return self.arguments(alone)
 
@@ -179,9 +191,8 @@ def data_degree(combination: Combination) -> int:
 
 def world_size(combination: Combination) -> int:
     """Return the number of ranks: 2 per used dimension, 2 x 2 for HSDP."""
-    return (
-        data_degree(combination) * _degree(combination, "tensor") * _degree(combination, "pipeline")
-    )
+    split = (_degree(combination, axis) for axis in ("tensor", "pipeline", "context"))
+    return data_degree(combination) * math.prod(split)
 
 
 def _degree(combination: Combination, axis: str) -> int:

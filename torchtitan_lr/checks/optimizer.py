@@ -5,6 +5,23 @@ from typing import Any
 
 from torchtitan_lr.errors import require
 from torchtitan_lr.models.configured import llama_args, model_shapes
+from torchtitan_lr.titan import logger
+
+PUBLISHED_RATES = {
+    "Muon": (1e-4, 1e-2),  # AdamW's, which Moonlight's scale keeps (arXiv 2502.16982)
+    "Spectron": (1e-3, 1e-1),  # arXiv 2602.12429
+    "LoRAMuon": (1e-3, 1e-1),  # of updates of spectral norm 1, as Jordan et al.'s Muon, 2e-2
+}
+"""Lowest and highest learning rate of a rule."""
+
+
+def check_rates(config: Any, world_size: int, device_type: str) -> None:
+    """Warn of a learning rate that belongs to another optimizer."""
+    name, lr = config.optimizer.name, config.optimizer.lr
+    low, high = PUBLISHED_RATES.get(name, (lr, lr))
+    if not low <= lr <= high:
+        what = "optimizer.lr = %g is not of the scale of %s, whose published rates are %g to %g"
+        logger.warning(f"{what}: is it another optimizer's?", lr, name, low, high)
 
 
 def check_groups(config: Any, world_size: int, device_type: str) -> None:

@@ -23,7 +23,7 @@ from torchtitan_lr.checkpoints.folders import (
 from torchtitan_lr.checkpoints.run_record import changed, described, read_record, record_path
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.removed import refuse_removed_run
-from torchtitan_lr.config.schema import TSR, vocabulary_rows
+from torchtitan_lr.config.schema import ADAMS, vocabulary_rows
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import llama_args
 from torchtitan_lr.optim.tsr.selection import stored_settings
@@ -154,6 +154,8 @@ def check_stored_optimizer(config: Any, world_size: int, device_type: str) -> No
 
     Its hyperparameters may differ: those of the configuration are used.
     """
+    from torchtitan_lr.optim.spectral.selection import stored_rule
+
     folder, metadata = _stored_states(config)
     prefix = "optimizer.state."
     stored = metadata.state_dict_metadata if metadata else {}
@@ -165,11 +167,12 @@ def check_stored_optimizer(config: Any, world_size: int, device_type: str) -> No
     # If the model alone was saved, there is nothing to compare.
     if not sizes or "optimizer" in config.checkpoint.exclude_from_loading:
         return
-    section = config.optimizer
-    for name, there in stored_settings(sizes).items():
+    section, settings = config.optimizer, stored_settings(sizes)
+    if not settings["name"]:
+        adam = section.name if section.name in ADAMS else ADAMS[0]  # their states are alike
+        settings["name"] = stored_rule(sizes) or adam
+    for name, there in settings.items():
         here = getattr(section, name)
-        if name == "name" and not there:  # AdamW or Adam, whose states are alike
-            there = "AdamW" if here == TSR else here
         want = f"{there!r} as in the checkpoint {folder}, whose optimizer has another state"
         want += "; checkpoint.exclude_from_loading = ['optimizer'] starts without it"
         with _cured(config):

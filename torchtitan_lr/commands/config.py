@@ -37,6 +37,7 @@ from torchtitan_lr.errors import ConfigError
 _DEGREES = (
     "tensor_parallel_degree",
     "pipeline_parallel_degree",
+    "context_parallel_degree",
     "data_parallel_replicate_degree",
 )
 

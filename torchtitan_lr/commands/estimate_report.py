@@ -19,16 +19,18 @@ from torchtitan_lr.estimate.memory import (
 )
 from torchtitan_lr.estimate.rehearsal import Rehearsal
 from torchtitan_lr.estimate.run import Run, with_checkpointing
-from torchtitan_lr.estimate.step_time import step_time
+from torchtitan_lr.estimate.step_time import small_seconds, step_time
 from torchtitan_lr.estimate.traffic import (
     average_optimizer_traffic,
     bytes_by_dim,
     optimizer_traffic,
     peak_optimizer_traffic,
+    spectral_matrices,
     step_traffic,
     tsr_names,
 )
 from torchtitan_lr.estimate.work import work_of_run
+from torchtitan_lr.formulas.spectral import small_flops
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.flavors import FLAVORS
@@ -107,6 +109,8 @@ def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
     }
     if run.tsr is not None:
         report["tsr_comm_bytes"] = _tsr_bytes(run, busiest["rank"], averaged)
+    if run.spectral:
+        report["spectral"] = _spectral(run, busiest["rank"], hardware)
     if run.cp > 1:
         report["context"] = gather_report(run, busiest["rank"], hardware)
     if run.pp > 1:
@@ -155,6 +159,22 @@ def _tsr_bytes(run: Run, pp_rank: int, averaged: list[list[Traffic]]) -> dict[st
         "average": average,
     }
     return {name: bytes_by_dim(traffic, run.wire_dtypes) for name, traffic in rows.items()}
+
+
+def _spectral(run: Run, pp_rank: int, hardware: Hardware) -> dict[str, Any]:
+    """Return the numbers that a spectral optimizer sends, and its products of (r, r)."""
+    numbers = {"gram": 0, "momentum": 0}
+    for row in step_traffic(run, pp_rank):
+        if row.role in numbers:
+            numbers[row.role] += row.elements
+    flops = sum(small_flops(run.spectral, m.r) for m in spectral_matrices(run, pp_rank))
+    return {
+        "rule": run.spectral,
+        "summed_numbers": numbers["gram"],
+        "gathered_numbers": numbers["momentum"],
+        "small_flops": flops,
+        "small_seconds": small_seconds(run, pp_rank, hardware),
+    }
 
 
 def _total(comm_bytes: dict[str, dict[str, int]]) -> int:
@@ -257,10 +277,21 @@ def as_text(report: dict[str, Any], hardware: Hardware, storage: float = 0.0) ->
         lines += gather_lines(report["context"])
     for kind, dims in report.get("tsr_comm_bytes", {}).items():
         lines.append(f"TSR-Adam, {kind} step: {_total(dims) / GIB:,.3f} GiB")
+    if "spectral" in report:
+        lines.append(_spectral_line(report["spectral"]))
     lines += [f"{name}: {reason}" for name, reason in refused.items()]
     if report["memory_bytes"]["peak"] > hardware.memory_gib * GIB:
         lines.append(f"the configured run does not fit into {hardware.memory_gib:g} GiB")
     return "\n".join(lines)
+
+
+def _spectral_line(cost: dict[str, Any]) -> str:
+    return (
+        f"{cost['rule']}, per step: {cost['summed_numbers'] / 1e6:,.1f} M numbers of Gram matrices "
+        f"summed, {cost['gathered_numbers'] / 1e6:,.1f} M numbers of momenta gathered; "
+        f"{cost['small_flops'] / 1e12:.2f} TFLOP of r x r products in fp32 on each rank, "
+        f"{1e3 * cost['small_seconds']:.1f} ms (modelled)"
+    )
 
 
 def _rows(columns: list[dict[str, Any]], storage: float) -> Iterator[tuple[str, list[str]]]:

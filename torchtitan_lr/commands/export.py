@@ -1,6 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Write a training checkpoint as safetensors.
 
+Each export has a model card, and `train.toml` with the run's settings.
+
 With this package's factored names, for every model:
 
     torchtitan-lr export outputs/checkpoint/step-100 exported
@@ -41,6 +43,9 @@ def add_arguments(parser: OneLineParser) -> None:
     add_extension(parser)
     parser.add_argument(
         "--keep_factors", action="store_true", help="hf: keep the factors of llama_svd too"
+    )
+    parser.add_argument(
+        "--license", default="", help="licence for the model card, such as apache-2.0"
     )
     parser.add_argument(
         "--max_shard_size", default="5GB", help="of one file of weights: 5GB, 500MB or bytes"
@@ -86,6 +91,7 @@ def export(args: argparse.Namespace) -> None:
     import torch
 
     from torchtitan_lr.config.build import import_extension
+    from torchtitan_lr.hf.card import Exported, write_card
     from torchtitan_lr.hf.export import check_hf_exportable, export_factored
     from torchtitan_lr.hf.folder import add_tokenizer, export_folder, find_tokenizer
     from torchtitan_lr.hf.loading import (
@@ -115,11 +121,15 @@ def export(args: argparse.Namespace) -> None:
     try:
         with unfinished(args.out) as aside:
             if hf:
-                export_folder(source, config, aside, dtype, size, args.keep_factors, assets)
+                export_folder(
+                    source, config, aside, dtype, size, args.keep_factors, assets, args.license
+                )
             else:
-                export_factored(source, aside, dtype, size)
+                written = export_factored(source, aside, dtype, size)
                 if assets:
                     add_tokenizer(config, aside, model_args.max_seq_len)
+                exported = Exported(aside, written, "factored", args.license)
+                write_card(model_args, config, source.step_dir, exported)
     except OSError as error:
         raise ConfigError("OUT", str(args.out), f"a writable folder ({error})") from error
     if not assets:

@@ -2,9 +2,10 @@
 """Turn a folder of weights into a checkpoint of step 0, from which a run starts.
 
 The folder holds a Hugging Face LLaMA (1, 2, 3.x, TinyLlama, SmolLM2), or what torchtitan-lr export
-wrote. A LLaMA becomes a llama_full with the same logits:
+wrote. A name on the Hub is downloaded into the cache of Hugging Face first. A LLaMA becomes a
+llama_full with the same logits:
 
-    torchtitan-lr import TinyLlama-1.1B imported
+    torchtitan-lr import HuggingFaceTB/SmolLM2-135M imported
     torchtitan-lr train imported/train.toml
 
 or a llama_svd, whose factors are each matrix's truncated SVD. A calibration text weighs the errors
@@ -30,7 +31,7 @@ DTYPES = ("float32", "bfloat16")
 def add_arguments(parser: OneLineParser) -> None:
     """Add the folders and the options."""
     parser.add_argument(
-        "folder", metavar="DIR", type=Path, help="a Hugging Face LLaMA, or an export"
+        "folder", metavar="DIR", help="a Hugging Face LLaMA (a folder, OWNER/NAME), or an export"
     )
     add_out(parser)
     parser.add_argument("--family", help="full or svd; default: the model's own")

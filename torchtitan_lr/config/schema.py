@@ -58,6 +58,9 @@ def vocabulary_rows(wanted: int, tp_degree: int, lanes: int) -> int:
 TSR = "TSRAdam"
 """The value of ``optimizer.name`` that chooses TSR-Adam."""
 
+ADAMS = ("AdamW", "Adam")
+"""The values of ``optimizer.name`` that choose torch's own optimizers."""
+
 SPECTRAL = ("Muon", "Spectron", "LoRAMuon")
 """The values of ``optimizer.name`` that choose a spectral optimizer."""
 

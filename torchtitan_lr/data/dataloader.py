@@ -140,9 +140,9 @@ class TokenDataLoader(BaseDataLoader):
 
     Micro-batch m of a step at position p holds the global rows ``p + m D b + r b + i``, with D
     data-parallel ranks, this rank r, b rows per micro-batch (``local_batch_size``) and
-    ``0 <= i < b``; m and r count from 0. The position is behind the steps whose data
-    `StepReader.take` has handed out, whatever was read ahead and whether or not the optimizer
-    rejected them.
+    ``0 <= i < b``; m and r count from 0. The position is the first row that
+    `StepReader.take` has not handed out. Reading ahead does not move it, nor does it matter whether
+    steps are rejected.
 
     Args:
         dataset: The rows.
@@ -153,7 +153,8 @@ class TokenDataLoader(BaseDataLoader):
         stride: Rows of a micro-batch over all ranks, ``D b``.
         own: Numbers of this rank's rows among them.
         microbatches: Micro-batches per step of this rank.
-        position: Rows of all ranks together that `StepReader.take` has handed out.
+        position: Rows of all ranks together that `StepReader.take` has handed out; the reader moves
+            it.
         check_checkpoint: `TrainingRows.check_checkpoint`, for the checkpoint manager.
 
     Raises:

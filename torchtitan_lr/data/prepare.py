@@ -38,7 +38,7 @@ from torchtitan_lr.data.corpus import JOURNAL, RECORD, Corpus, Rows, is_ours
 from torchtitan_lr.data.sources import LIBRARIES, Reader, Source, data_path
 from torchtitan_lr.data.tokenize import signature_of, tokenize
 from torchtitan_lr.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan_lr.errors import ConfigError, one_of, require
+from torchtitan_lr.errors import ConfigError, DataError, one_of, require
 
 TRAINING = (*LIBRARIES, "local", "prepared", "c4", "c4_validation", "hf")
 VALIDATION = ("training", *LIBRARIES, "local", "c4_validation")
@@ -181,6 +181,29 @@ def find_prepared(config: Any, section: Section) -> dict[str, str]:
             most = config.training.max_bad_records
             prepare_folder(readers, tokenizer, folder, f"{section}.dataset", max_bad_records=most)
         found[repr(part.sources)] = str(folder)
+    return found
+
+
+StoredPart = tuple[Part, Corpus | None]
+"""A corpus of a run, and its prepared tokens if they are on this machine."""
+
+
+def stored_corpora(config: Any) -> list[StoredPart]:
+    """Return what a run trains on; nothing is downloaded, prepared or locked.
+
+    Raises:
+        ConfigError: As for `wanted`.
+    """
+    found: list[StoredPart] = []
+    for part in wanted(config):
+        corpus = None
+        with suppress(ConfigError, DataError, OSError):  # moved, changed or deleted since
+            folder = Path(part.folder)
+            if not part.folder:
+                readers = [Reader(source) for source in part.sources]
+                folder = _place(config, part, readers, build_tokenizer(config))
+            corpus = Corpus.open(folder)
+        found.append((part, corpus))
     return found
 
 

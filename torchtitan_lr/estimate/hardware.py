@@ -32,6 +32,8 @@ class Hardware:
             bandwidth among them.
         product_gbytes_per_s: Bandwidth at which the bytes of products count, GB/s; by default the
             memory's. A CPU's products work on its caches.
+        fp32_tflops: Peak of a device's fp32 products without TF32, TFLOP/s; by default
+            ``peak_tflops``.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Hardware:
     attention_share: float = 1.0
     direct_links: bool = False
     product_gbytes_per_s: float = 0.0
+    fp32_tflops: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torchtitan_lr.estimate.rehearsal import Rehearsal, Workload, fake_ranks, re
 from torchtitan_lr.estimate.run import Run, blocks_of
 from torchtitan_lr.estimate.schedule import most_in_flight, pipeline_order
 from torchtitan_lr.estimate.traffic import boundaries_of, exchanged_units, repeated_row
-from torchtitan_lr.formulas.memory import gathered_bytes, sharded, static_memory
+from torchtitan_lr.formulas.memory import gathered_bytes, static_memory
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.parallel.placement import TPSettings
 from torchtitan_lr.parallel.recompute import (
@@ -42,7 +42,14 @@ def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
         for unit in run.stages[stage].values():
             shapes |= unit
         stages.append(shapes)
-    parts = static_memory(stages, run.shard, run.precision, plans)
+    parts = static_memory(
+        stages,
+        run.shard,
+        run.precision,
+        plans,
+        spectral=run.spectral_vectors,
+        by_columns=run.by_columns,
+    )
     parts["activations"] = in_flight(run, pp_rank, rehearsal)[0]
     parts["working"] = rehearsal.working
     parts["buffers"] = buffer_bytes(run, pp_rank)
@@ -196,7 +203,7 @@ def buffer_bytes(run: Run, pp_rank: int) -> int:
     for name, plan in run.tsr_plans.items():
         for unit in units.values():
             if name in unit:
-                shape = sharded(unit[name], run.shard)
+                shape = run.piece(name, unit[name])
                 total += 4 * plan.core_elements(shape[0 if plan.transposed else 1])
     if run.pp > 1:
         # Torch's buffers: one for every micro-batch, boundary and direction that is received.
@@ -217,7 +224,8 @@ def checkpoint_bytes(run: Run) -> dict[str, int]:
         own.
     """
     plans = None if run.tsr is None else run.tsr_plans
-    static = static_memory([run.global_shapes], 1, run.precision, plans)
+    vectors = run.spectral_vectors
+    static = static_memory([run.global_shapes], 1, run.precision, plans, spectral=vectors)
     parts = {part: static[part] for part in ("weights", "optimizer")}
     if run.compresses and run.config.grad_compression.save_residuals:
         # Each pipeline rank has the residuals of its own stages.

@@ -9,13 +9,14 @@ from torchtitan_lr.compression.settings import (
     CompressionSettings,
     compression_settings,
 )
-from torchtitan_lr.config.schema import TSR
+from torchtitan_lr.config.schema import SPECTRAL, TSR
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.hardware import MeshDim
-from torchtitan_lr.formulas.data_parallel import named_parameters
-from torchtitan_lr.formulas.memory import NamedShapes, Precision
+from torchtitan_lr.formulas.data_parallel import named_parameters, split_by_columns
+from torchtitan_lr.formulas.memory import NamedShapes, Precision, Shape, sharded
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import llama_args, model_shapes
+from torchtitan_lr.optim.spectral.selection import select_matrices
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
 from torchtitan_lr.parallel.data_parallel import reshard_after_forward
 from torchtitan_lr.parallel.placement import TPSettings
@@ -86,7 +87,9 @@ class Run:
             mesh[name] = MeshDim(size, stride)
             stride *= size
         # FSDP's dimension is torchtitan's dp_shard over cp, of which cp is the inner one.
-        return mesh | {"cp": MeshDim(self.cp, self.tp)}
+        mesh["cp"] = MeshDim(self.cp, self.tp)
+        mesh["fsdp_tp"] = MeshDim(self.shard * self.tp, 1)  # a spectral optimizer's group
+        return mesh
 
     @property
     def accumulation(self) -> int:
@@ -137,7 +140,7 @@ class Run:
         """
         training = self.config.training
         computed = dict.fromkeys(("activation", "parameter"), training.mixed_precision_param)
-        wide = dict.fromkeys(("statistic", "loss", "core", "sketch"), "float32")
+        wide = dict.fromkeys(("statistic", "loss", "core", "sketch", "gram", "momentum"), "float32")
         return {
             **computed,
             **wide,
@@ -180,6 +183,40 @@ class Run:
     def tsr_plans(self) -> dict[str, MatrixPlan]:
         """TSR-Adam's compressed matrices."""
         return {} if self.tsr is None else plan_matrices(self.global_shapes, self.tsr)
+
+    @property
+    def spectral(self) -> str:
+        """The spectral optimizer's rule; empty for another optimizer."""
+        name = str(self.config.optimizer.name)
+        return name if name in SPECTRAL and not self.baseline else ""
+
+    @cached_property
+    def spectral_vectors(self) -> dict[str, int]:
+        """Length of the vector that Spectron keeps of each matrix of a spectral optimizer."""
+        if not self.spectral:
+            return {}
+        chosen = select_matrices(self.global_shapes, self.spectral)
+        vectors = dict.fromkeys(chosen.names, 0)
+        if self.spectral == "Spectron":
+            for name in vectors:
+                vectors[name] = min(self.global_shapes[name])
+        return vectors
+
+    @cached_property
+    def by_columns(self) -> set[str]:
+        """Names of the parameters that FSDP2 splits along their columns, and not their rows."""
+        if not self.spectral:
+            return set()
+        return split_by_columns(self.args, self.settings, self.tp, self.shard)
+
+    def piece(self, name: str, shape: Shape) -> Shape:
+        """Return the first FSDP rank's piece of a parameter.
+
+        Args:
+            name: Its name.
+            shape: Its shape on a tensor-parallel rank.
+        """
+        return sharded(shape, self.shard, dim=int(name in self.by_columns))
 
     @cached_property
     def global_shapes(self) -> dict[str, tuple[int, ...]]:

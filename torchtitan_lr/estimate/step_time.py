@@ -23,9 +23,9 @@ from torchtitan_lr.estimate.hardware import Hardware, MeshDim
 from torchtitan_lr.estimate.kernels import Work
 from torchtitan_lr.estimate.run import Run, blocks_of
 from torchtitan_lr.estimate.schedule import StageSeconds, makespan, pipeline_order
-from torchtitan_lr.estimate.traffic import element_size
+from torchtitan_lr.estimate.traffic import element_size, spectral_matrices
 from torchtitan_lr.estimate.work import PassWork
-from torchtitan_lr.formulas.memory import sharded
+from torchtitan_lr.formulas.spectral import small_flops, wide_flops
 from torchtitan_lr.formulas.traffic import Traffic
 
 _WIRE_SHARE = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
@@ -37,6 +37,14 @@ _OVERLAPPED = ("parameter", "gradient", "index", "statistic")
 ADAMW_PASSES = 10
 """Passes over a rank's parameters in a step of fused AdamW: clipping reads the gradients twice and
 writes them once; Adam reads weight, gradient and both moments and writes all but the gradient."""
+
+SPECTRAL_PASSES = 12
+"""Passes over a rank's matrices in a spectral step: to read gradient and momentum, write it, and
+read or write Nesterov's form of it three times; to read that for its Gram matrix; and two kernels
+of the update, which read the weight and write it, with that form in one of them."""
+
+SPECTRAL_KERNELS = 10
+"""Kernels of a spectral step for each matrix; those of (r, r) matrices work on batches."""
 
 
 @dataclass(frozen=True)
@@ -177,11 +185,6 @@ def step_time(
         count = run.microbatches * run.accumulation
         products, others = (sum(part) * count for part in zip(*passes, strict=True))
         others += _staging_seconds(run, pp_rank, hardware)
-        shapes = [shape for unit in run.units_of(pp_rank).values() for shape in unit.values()]
-        elements = sum(prod(sharded(shape, run.shard)) for shape in shapes)
-        # AdamW's; TSR-Adam's projections do not count.
-        passed = ADAMW_PASSES * run.precision.parameter * elements
-        optimizer = moved_seconds(passed, hardware)
         times.append(
             model_step_time(
                 products,
@@ -190,13 +193,44 @@ def step_time(
                 run.mesh,
                 hardware,
                 element_wise=others,
-                optimizer=optimizer,
+                optimizer=optimizer_seconds(run, pp_rank, hardware),
             )
         )
     longest = max(times, key=lambda time: time.total)
     if run.pp == 1:
         return longest
     return replace(longest, bubble=_bubble(run, traffic, hardware, work))
+
+
+def optimizer_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
+    """Return the modelled time of the optimizer's kernels; TSR-Adam's are counted as AdamW's."""
+    passed = 0
+    for unit in run.units_of(pp_rank).values():
+        for name, shape in unit.items():
+            size, passes = run.precision.parameter, ADAMW_PASSES
+            if name in run.spectral_vectors:
+                size, passes = max(4, size), SPECTRAL_PASSES
+            passed += passes * size * prod(run.piece(name, shape))
+    seconds = moved_seconds(passed, hardware)
+    if run.spectral:
+        matrices = spectral_matrices(run, pp_rank)
+        ranks = {name: dim.size for name, dim in run.mesh.items()}
+        flops = sum(wide_flops(run.spectral, matrix, ranks) for matrix in matrices)
+        seconds += fp32_seconds(flops, hardware) + small_seconds(run, pp_rank, hardware)
+        seconds += SPECTRAL_KERNELS * len(matrices) * hardware.kernel_us * 1e-6
+    return seconds
+
+
+def small_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
+    """Return the modelled time of a spectral optimizer's products of (r, r), on every rank."""
+    matrices = spectral_matrices(run, pp_rank)
+    return fp32_seconds(sum(small_flops(run.spectral, m.r) for m in matrices), hardware)
+
+
+def fp32_seconds(flops: float, hardware: Hardware) -> float:
+    """Return the modelled time of products in fp32 without TF32."""
+    peak = hardware.fp32_tflops or hardware.peak_tflops
+    return flops / (peak * 1e12 * hardware.matmul_efficiency)
 
 
 def _staging_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:

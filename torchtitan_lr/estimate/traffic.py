@@ -20,7 +20,7 @@ from torchtitan_lr.estimate.run import Run, blocks_of
 from torchtitan_lr.estimate.tsr_traffic import TSRMatrix, TSRMesh, tsr_traffic
 from torchtitan_lr.formulas.context_parallel import context_traffic
 from torchtitan_lr.formulas.data_parallel import data_parallel_traffic
-from torchtitan_lr.formulas.memory import sharded
+from torchtitan_lr.formulas.spectral import SpectralMatrix, spectral_traffic
 from torchtitan_lr.formulas.tensor_parallel import model_traffic
 from torchtitan_lr.formulas.traffic import Traffic, merge, pipeline_traffic
 from torchtitan_lr.optim.tsr.selection import MatrixPlan
@@ -50,6 +50,9 @@ def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> 
             rows.append(repeated_row(run, "blocks", op, dtype, *numbers))
     if run.tsr is not None:
         rows += optimizer_traffic(run, pp_rank, ())
+    if run.spectral:
+        ranks = {name: dim.size for name, dim in run.mesh.items()}
+        rows += spectral_traffic(run.spectral, spectral_matrices(run, pp_rank), ranks)
     return rows
 
 
@@ -120,6 +123,7 @@ def _data(run: Run, pp_rank: int) -> list[Traffic]:
         run.reshards,
         run.config.parallelism.fsdp_reshard_after_forward == "always",
         run.accumulation,
+        run.by_columns,
     )
     if not run.compresses:
         return _here(run, pp_rank, uncompressed)
@@ -148,7 +152,7 @@ def exchanged_units(run: Run) -> list[tuple[str, Unit]]:
         entries = {True: 0, False: 0}
         for parameter, shape in parameters.items():
             chosen = is_compressed(parameter, prod(run.global_shapes[parameter]), settings)
-            entries[chosen] += prod(sharded(shape, run.shard))
+            entries[chosen] += prod(run.piece(parameter, shape))
         unit = exchange_unit(
             settings.codec, entries[True], entries[False], settings.ranks, run.replicas > 1
         )
@@ -169,7 +173,7 @@ def optimizer_traffic(run: Run, pp_rank: int, refreshing: Collection[int]) -> li
     shapes = _local_shapes(run, pp_rank)
     matrices = [_matrix(run, name, shapes[name]) for name in tsr_names(run, pp_rank)]
     dense = [
-        prod(sharded(shape, run.shard))
+        prod(run.piece(name, shape))
         for name, shape in reversed(shapes.items())
         if name not in run.tsr_plans
     ]
@@ -226,10 +230,32 @@ def _local_shapes(run: Run, pp_rank: int) -> dict[str, tuple[int, ...]]:
 
 
 def _matrix(run: Run, name: str, local: tuple[int, ...]) -> TSRMatrix:
-    plan, whole = run.tsr_plans[name], run.global_shapes[name]
-    splits = [["fsdp"] if run.shard > 1 else [], []]
-    for dim in (0, 1):
-        if local[dim] != whole[dim]:
-            splits[dim].append("tp")
+    plan, splits = run.tsr_plans[name], _splits(run, name, local)
     rows, columns = (1, 0) if plan.transposed else (0, 1)
-    return TSRMatrix(plan, tuple(splits[rows]), tuple(splits[columns]))
+    return TSRMatrix(plan, splits[rows], splits[columns])
+
+
+def spectral_matrices(run: Run, pp_rank: int) -> list[SpectralMatrix]:
+    """Return the matrices of a rank that a spectral optimizer updates."""
+    return [
+        SpectralMatrix.of(name, run.global_shapes[name], _splits(run, name, local))
+        for name, local in _local_shapes(run, pp_rank).items()
+        if name in run.spectral_vectors
+    ]
+
+
+def _splits(run: Run, name: str, local: tuple[int, ...]) -> list[tuple[str, ...]]:
+    """Return the mesh dimensions that split each dimension of a matrix.
+
+    Args:
+        run: The run.
+        name: The matrix.
+        local: Its shape on a tensor-parallel rank.
+    """
+    whole, splits = run.global_shapes[name], []
+    for dim in (0, 1):
+        by_fsdp = run.shard > 1 and dim == int(name in run.by_columns)
+        names = ["fsdp"] if by_fsdp else []
+        names += ["tp"] if local[dim] != whole[dim] else []
+        splits.append(tuple(names))
+    return splits

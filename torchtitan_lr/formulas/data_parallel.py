@@ -9,10 +9,12 @@ norm), each padded to the ranks.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from torchtitan_lr.formulas.memory import sharded
 from torchtitan_lr.formulas.tensor_parallel import FORMULAS
 from torchtitan_lr.formulas.traffic import Traffic, merge
 
@@ -30,6 +32,7 @@ def data_parallel_traffic(
     reshard_after_forward: bool = True,
     reshard_last: bool = False,
     microbatches: int = 1,
+    by_columns: Collection[str] = (),
 ) -> list[Traffic]:
     """Return every data-parallel collective of one optimizer step.
 
@@ -45,6 +48,7 @@ def data_parallel_traffic(
         reshard_after_forward: Whether weights are gathered again for backward.
         reshard_last: The same for the head, the first unit in backward.
         microbatches: Forward and backward passes per optimizer step.
+        by_columns: Returned by `split_by_columns`, for a spectral optimizer.
 
     Returns:
         Rows for the embedding, every block and the head (with the final norm). Elements include
@@ -56,9 +60,9 @@ def data_parallel_traffic(
         scope = "head" if unit == "root" else unit
         if shard > 1:
             reshards = reshard_last if unit == "head" else reshard_after_forward
-            # FSDP2 splits every parameter along its first dimension, padded to the ranks.
-            sides = ((-(-size[0] // shard), prod(size[1:])) for size in parameters.values())
-            elements = shard * sum(length * width for length, width in sides)
+            elements = 0  # padded to the ranks
+            for name, size in parameters.items():
+                elements += shard * prod(sharded(size, shard, dim=int(name in by_columns)))
             gather = Traffic(scope, "forward", "all_gather", "parameter", k, k * elements, "fsdp")
             rows += [gather, replace(gather, pass_="backward")] if reshards else [gather]
             rows.append(
@@ -73,6 +77,23 @@ def data_parallel_traffic(
                 Traffic(scope, "backward", "all_reduce", "gradient", 1, whole, "dp_replicate")
             )
     return merge(rows)
+
+
+def split_by_columns(
+    shape: LlamaArgs, settings: TPSettings, tp_degree: int, shard: int
+) -> set[str]:
+    """Return the names of the parameters that FSDP2 splits along columns for a spectral optimizer.
+
+    These are the factors A (r, d_in) with a whole r, if the ranks divide their columns. FSDP2
+    splits all others, and all for every other optimizer, along their first dimension.
+    """
+    chosen = set()
+    for parameters in named_parameters(shape, settings, tp_degree).values():
+        for name, size in parameters.items():
+            rank = shape.rank_attention if ".attention." in name else shape.rank_ffn
+            if name.endswith(".A.weight") and size[0] == rank and size[1] % shard == 0:
+                chosen.add(name)
+    return chosen
 
 
 def named_parameters(

@@ -3,12 +3,12 @@
 
 Tensor parallelism splits each parameter according to the plan. FSDP2 splits it along its first
 dimension into pieces of ceil(rows / ranks) rows, so the first rank has the most rows and the last
-may have none.
+may have none. Under a spectral optimizer it splits most factors A along their columns, evenly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -50,11 +50,14 @@ def static_memory(
     precision: Precision,
     tsr: Mapping[str, MatrixPlan] | None = None,
     shard_rank: int = 0,
+    spectral: Mapping[str, int] | None = None,
+    by_columns: Collection[str] = (),
 ) -> dict[str, int]:
     """Return the bytes that a rank holds during the whole run, without buffers.
 
     A matrix that TSR-Adam compresses has U (m, r) and V (n, r), sharded like its rows and columns,
-    and two moments (r, r). With one-sided projection it has U and two moments (r, n). All other
+    and two moments (r, r). With one-sided projection it has U and two moments (r, n). A matrix of a
+    spectral optimizer has a momentum, fp32 or wider, and Spectron's has a vector. All other
     parameters have AdamW's moments, which are fp32 or wider under TSR-Adam.
 
     Args:
@@ -63,18 +66,26 @@ def static_memory(
         precision: Bytes per element.
         tsr: TSR-Adam's compressed matrices by name; None for AdamW.
         shard_rank: FSDP rank; the first holds the most.
+        spectral: Length of the vector by name of a spectral optimizer's matrices; None for others.
+        by_columns: Names of the parameters that FSDP2 splits along their columns.
 
     Returns:
         ``weights``: its shards of the parameters; ``gradients`` of the same shapes; ``optimizer``:
         moments, step counters, and TSR-Adam's bases.
     """
     elements = optimizer = 0
+    spectral = spectral or {}
     size = precision.parameter if tsr is None else max(4, precision.parameter)
     for part in parameters:
-        local = {name: sharded(shape, shard, shard_rank) for name, shape in part.items()}
+        local = {}
+        for name, shape in part.items():
+            local[name] = sharded(shape, shard, shard_rank, int(name in by_columns))
         elements += sum(map(prod, local.values()))
-        optimizer += STEP_BYTES * (len(local) if tsr is None else 1)
+        optimizer += STEP_BYTES * (len(local.keys() - spectral.keys()) if tsr is None else 1)
         for name, shape in local.items():
+            if name in spectral:
+                optimizer += max(4, size) * (prod(shape) + spectral[name])
+                continue
             plan = None if tsr is None else tsr.get(name)
             moments = prod(shape)
             if plan is not None:
@@ -86,10 +97,12 @@ def static_memory(
     return {"weights": weights, "gradients": weights, "optimizer": optimizer}
 
 
-def sharded(shape: Shape, ranks: int, rank: int = 0) -> Shape:
-    """Return the shape of an FSDP rank's piece of a tensor."""
-    rows = -(-shape[0] // ranks)
-    return (max(0, min(rows, shape[0] - rank * rows)), *shape[1:])
+def sharded(shape: Shape, ranks: int, rank: int = 0, dim: int = 0) -> Shape:
+    """Return the shape of an FSDP rank's piece of a tensor that is split along a dimension."""
+    length = -(-shape[dim] // ranks)
+    piece = list(shape)
+    piece[dim] = max(0, min(length, shape[dim] - rank * length))
+    return tuple(piece)
 
 
 def gathered_bytes(

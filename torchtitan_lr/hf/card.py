@@ -4,17 +4,24 @@
 import html
 import math
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Literal
 
 import tomli_w
 from huggingface_hub import ModelCard, ModelCardData
 
+from torchtitan_lr.checkpoints.run_record import CHANGES, described
 from torchtitan_lr.config.build import build_job_config, config_class, without_code
 from torchtitan_lr.config.parse import CONFIG_DIR
+from torchtitan_lr.config.schema import Experimental
+from torchtitan_lr.data.prepare import StoredPart, stored_corpora
+from torchtitan_lr.data.template import template_files
 from torchtitan_lr.data.tokenizer import ASSETS, HUB
-from torchtitan_lr.errors import escaped
+from torchtitan_lr.errors import ConfigError, escaped
 from torchtitan_lr.hf.loading import named_step, read_record
+from torchtitan_lr.hf.origin import Origin, origin_of
 from torchtitan_lr.hf.step_zero import TRAIN_TOML
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import SUFFIX, write_model_args
@@ -45,68 +52,157 @@ A {kind}, {origin}.
 | --- | --- |
 {table}
 
-```python
+{loading}
+
+{use}{repeat}
+"""
+
+_TRANSFORMERS = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("."{more})
 tokenizer = AutoTokenizer.from_pretrained("."{more})
-```
+```"""
 
-A base model: it continues text.{repeat}
-"""
+_FACTORED = """```bash
+torchtitan-lr generate . --prompt "Once upon a time"{module}
+```"""
 
-_REPEAT = """ `{command}` in this folder repeats its training: {toml} holds every value of the
+_MODULE = " --experimental.custom_import=MODULE"
+"""Follows the commands of a model whose family or plan is in a module of its author."""
+
+_REPEAT = """ `{command}` in this folder {repeats}: {toml} holds every value of the
 run that is not a default. Of paths outside of the run {toml} holds the last part."""
 
+_FROM_START = """ It begins at random weights: the run's own
+are named by `--checkpoint.initial_load_path`."""
 
-def write_card(
-    args: LlamaArgs, config: Any, step_dir: Path, out_dir: Path, written: int, coded: bool
-) -> None:
-    """Write the model card, from the run's record, its history and its arguments.
+
+@dataclass(frozen=True)
+class Exported:
+    """What the card says of the export itself.
+
+    Attributes:
+        out_dir: The export; the card is its last file.
+        written: Number of exported parameters.
+        format: ``hf``, ``coded`` for ``hf`` with the model's code, or ``factored``.
+        licence: The licence of the weights, such as ``apache-2.0``; "" for that of their origin.
+    """
+
+    out_dir: Path
+    written: int
+    format: Literal["hf", "coded", "factored"]
+    licence: str = ""
+
+
+def write_card(args: LlamaArgs, config: Any, step_dir: Path, exported: Exported) -> None:
+    """Write the model card and, of a trained model, the TOML of its run.
 
     Args:
         args: The model's arguments.
         config: The run's record, sections as attributes.
         step_dir: The exported checkpoint.
-        out_dir: The export.
-        written: Number of exported parameters.
-        coded: Whether the model's code is in the export.
+        exported: The export.
     """
+    out_dir, written = exported.out_dir, exported.written
     step_dir = named_step(step_dir)
     step = step_dir.name.removeprefix("step-")
     name, flavor = args.model_family.model_name, config.model.flavor
     of_file = flavor.endswith(SUFFIX)  # an imported model's
     name += f", {written:,} parameters" if of_file else f" {flavor}"
-    loading = ", trust_remote_code=True" if coded else ""
-    rows = _model_rows(args, written) + _run_rows(config, step_dir, step)
-    data = ModelCardData(
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=["torchtitan_lr", args.model_family.model_name],
-    )
-    table = "\n".join(f"| {key} | {_plain(value)} |" for key, value in rows)
-    ranks = _ranks(step_dir.parent.parent)
-    command = f"{f'NGPU={ranks} ' if ranks else ''}torchtitan-lr train {TRAIN_TOML}"
-    origin = "initial or imported weights, not trained with torchtitan_lr"
+    record = read_record(step_dir)
+    module = _MODULE if _has_module(record) else ""
+    more = ", trust_remote_code=True" if exported.format == "coded" else ""
+    loading = _TRANSFORMERS.format(more=more)
+    if exported.format == "factored":
+        loading = _FACTORED.format(module=module)
+    origin = origin_of(step_dir)
+    corpora = [] if step == "0" else _corpora(record)
+    changes = _changes(record, step)
+    rows = _model_rows(args, written) + _run_rows(config, corpora, step_dir, step)
+    for after, text in changes:
+        rows.append((f"changed after step {after}", text))
     repeat = ""
     if step != "0":
-        start = read_record(step_dir).get("checkpoint") or {}
-        imported = bool(start.get("initial_load_path"))
-        origin = f"{'trained from other weights' if imported else 'pre-trained'} with torchtitan_lr"
-        repeat = _REPEAT.format(command=command, toml=TRAIN_TOML)
+        ranks = _ranks(step_dir.parent.parent)
+        command = f"{f'NGPU={ranks} ' if ranks else ''}torchtitan-lr train {TRAIN_TOML}{module}"
+        repeats = "repeats its training" + (", without the changes" if changes else "")
+        repeat = _REPEAT.format(command=command, toml=TRAIN_TOML, repeats=repeats)
+        repeat += _FROM_START if origin else ""
         (out_dir / TRAIN_TOML).write_text(run_toml(step_dir, published=True))
         if of_file:
             write_model_args(args, out_dir / _ARGS)
+    data = ModelCardData(
+        library_name="torchtitan_lr" if exported.format == "factored" else "transformers",
+        pipeline_tag="text-generation",
+        tags=["torchtitan_lr", args.model_family.model_name],
+        license=exported.licence or (origin.license if origin else "") or None,
+        base_model=(origin.repository if origin else "") or None,
+    )
     text = _TEXT.format(
         name=_plain(name),
         step=_plain(step),
-        kind=_KINDS[args.family],
-        origin=origin,
-        table=table,
-        more=loading,
+        kind=_KINDS.get(args.family, f"model of the family {args.family}"),
+        origin=_plain(_what_happened(step, origin, corpora)),
+        table="\n".join(f"| {key} | {_plain(value)} |" for key, value in rows),
+        loading=loading,
+        use=_use(corpora, out_dir),
         repeat=repeat,
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(out_dir / CARD)
+
+
+def _has_module(record: dict[str, Any]) -> bool:
+    """Whether the run had a module of its author: a family, a plan or a codec."""
+    named = (record.get("experimental") or {}).get("custom_import")
+    return bool(named) and named != Experimental.custom_import
+
+
+def _what_happened(step: str, origin: Origin | None, corpora: Sequence[StoredPart]) -> str:
+    """Say in words how the weights came to be."""
+    if step == "0":
+        if origin is None:
+            return "initial or imported weights, not trained with torchtitan_lr"
+        return f"the weights of {origin.name}, not trained with torchtitan_lr"
+    names = " and ".join(part.name for part, _ in corpora)
+    on = f" on {names}" if names else ""
+    if origin is None:
+        return f"pre-trained{on} with torchtitan_lr"
+    return f"fine-tuned from {origin.name or 'other weights'}{on} with torchtitan_lr"
+
+
+def _use(corpora: Sequence[StoredPart], out_dir: Path) -> str:
+    """Say what the model is for; a template alone may belong to the tokenizer's own model."""
+    of_pairs = any(corpus is not None and corpus.kind == "pairs" for _, corpus in corpora)
+    if of_pairs and template_files(out_dir):
+        return "A chat model: it answers messages in the format of its chat template."
+    if of_pairs:
+        return "An instruction model: it answers prompts like those of its training."
+    if not corpora and template_files(out_dir):
+        return "Its tokenizer has a chat template."
+    return "A base model: it continues text."
+
+
+def _corpora(record: dict[str, Any]) -> list[StoredPart]:
+    """Return the corpora of a run, as far as its record names any."""
+    try:
+        return stored_corpora(build_job_config([], record))
+    except ConfigError:
+        return []
+
+
+def _changes(record: dict[str, Any], step: str) -> list[tuple[int, str]]:
+    """Return what was changed when the run was resumed, up to the exported step."""
+    found = []
+    listed = record.get(CHANGES)
+    for entry in listed if isinstance(listed, list) else []:
+        try:
+            after, keys = entry["after_step"], {k: v for k, v in entry.items() if k != "after_step"}
+            if after < int(step):
+                found.append((after, described(keys)))
+        except (TypeError, ValueError, KeyError):  # a damaged record may hold anything
+            continue
+    return found
 
 
 def run_toml(step_dir: Path, published: bool = False) -> str:
@@ -125,6 +221,7 @@ def run_toml(step_dir: Path, published: bool = False) -> str:
     changed.get("job", {}).pop("config_file", None)
     if published:
         changed.get("job", {}).pop("dump_folder", None)
+        changed.get("checkpoint", {}).pop("initial_load_path", None)  # weights of another place
         model = changed.setdefault("model", {})
         if not record["model"]["hf_assets_path"].startswith((HUB, ASSETS)):
             model["hf_assets_path"] = CONFIG_DIR
@@ -197,15 +294,24 @@ def _model_rows(args: LlamaArgs, written: int) -> list[tuple[str, Any]]:
     return rows
 
 
-def _run_rows(config: Any, step_dir: Path, step: str) -> list[tuple[str, Any]]:
-    """Return rows from the record and the history of the run."""
+def _run_rows(
+    config: Any, corpora: Sequence[StoredPart], step_dir: Path, step: str
+) -> list[tuple[str, Any]]:
+    """Return rows from the prepared corpora, the record and the history of the run."""
     training = config.training
     records = history.read_history(step_dir.parent.parent / history.HISTORY_FILE)
     rows: list[tuple[str, Any]] = []
-    dataset = getattr(training, "dataset", None)
-    if dataset and step != "0":
-        path = getattr(training, "dataset_path", None)
-        rows.append(("data", f"{dataset} ({_without_places(path)})" if path else dataset))
+    for part, corpus in corpora:
+        text = " ".join(
+            [part.name, *(f"({_without_places(path)})" for path in part.sources[0].paths)]
+        )
+        if len(corpora) > 1:
+            text += f", {part.weight:.0%} of the sequences"
+        if corpus is not None:
+            documents = sum(shard.documents for shard in corpus.train)
+            what = "pairs or chats" if corpus.kind == "pairs" else "documents"
+            text += f", {documents:,} {what}, {corpus.tokens():,} tokens"
+        rows.append(("data", text))
     rows.append(("steps", step))
     if not step.isdecimal():
         return rows

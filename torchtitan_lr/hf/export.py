@@ -38,7 +38,7 @@ def export_factored(
     out_dir: Path,
     dtype: torch.dtype | None = None,
     max_size: str = DEFAULT_SHARD,
-) -> None:
+) -> int:
     """Write the weights with our names, and ``model_args.json``.
 
     Args:
@@ -46,9 +46,13 @@ def export_factored(
         out_dir: An existing folder.
         dtype: Precision of the files; the model's own by default.
         max_size: Largest size of a file, such as ``5GB``.
+
+    Returns:
+        The number of written parameters.
     """
-    write_shards(source, _as_they_are(source), out_dir, dtype, max_size)
+    written = write_shards(source, _as_they_are(source), out_dir, dtype, max_size)
     write_model_args(source.args, out_dir / MODEL_ARGS)
+    return written
 
 
 def export_hf(

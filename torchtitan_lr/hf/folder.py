@@ -2,7 +2,7 @@
 """A folder that transformers can load: weights, configuration, tokenizer and model card."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -14,7 +14,7 @@ from torchtitan_lr.data.tokenizer import (
     vocabulary,
 )
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.hf.card import write_card
+from torchtitan_lr.hf.card import Exported, write_card
 from torchtitan_lr.hf.export import HF_CONFIG, export_hf, is_hf_llama
 from torchtitan_lr.hf.shards import write_json
 from torchtitan_lr.hf.tokenizer import export_tokenizer
@@ -57,6 +57,7 @@ def export_folder(
     max_size: str,
     keep_factors: bool = False,
     assets: str = "",
+    licence: str = "",
 ) -> None:
     """Export a checkpoint for transformers, with all that goes along.
 
@@ -68,6 +69,7 @@ def export_folder(
         max_size: Largest size of a file of weights, such as ``5GB``.
         keep_factors: Whether llama_svd keeps its factors.
         assets: What `find_tokenizer` found.
+        licence: The licence of the weights; "" for that of their origin.
 
     Raises:
         ConfigError: As for `export_hf`, or a file of the checkpoint is damaged.
@@ -78,5 +80,5 @@ def export_folder(
         ids = add_tokenizer(config, out_dir, args.max_seq_len)
         model = read_json(out_dir / HF_CONFIG)
         write_json(out_dir / HF_CONFIG, model | {k: ids[k] for k in _MODEL_IDS if k in ids})
-    coded = not is_hf_llama(args, keep_factors)
-    write_card(args, config, source.step_dir, out_dir, written, coded)
+    kind: Literal["hf", "coded"] = "hf" if is_hf_llama(args, keep_factors) else "coded"
+    write_card(args, config, source.step_dir, Exported(out_dir, written, kind, licence))

@@ -17,6 +17,7 @@ from torchtitan_lr.data.sources import Source
 from torchtitan_lr.data.tokenizer import build_tokenizer, resolve_assets_path, vocabulary
 from torchtitan_lr.errors import ConfigError, one_of
 from torchtitan_lr.hf.exported import open_source
+from torchtitan_lr.hf.origin import find_model, write_origin
 from torchtitan_lr.hf.shards import WeightSource
 from torchtitan_lr.hf.step_zero import (
     LONGEST_TRAINED,
@@ -59,7 +60,7 @@ def import_folder(
     Raises:
         ConfigError: The folder cannot be read, or its model cannot become the wanted one.
     """
-    folder, out = options.folder, options.out
+    (folder, repository), out = find_model(str(options.folder)), options.out
     source, tied = open_source(folder)
     if options.dtype is not None:
         source = replace(source, dtype=getattr(torch, options.dtype))
@@ -70,7 +71,8 @@ def import_folder(
         notice("the embedding is also the head there; here both are trained on their own")
     try:
         with unfinished(out) as aside:
-            tokenizer = _copy_tokenizer(options, aside, args, notice)
+            write_origin(folder, repository, aside)
+            tokenizer = _copy_tokenizer(options.tokenizer, folder, aside, args, notice)
             weights: WeightSource = source
             if family is not None:
                 batches = _calibration(options, tokenizer, args)
@@ -120,9 +122,9 @@ def _device(name: str) -> str:
 
 
 def _copy_tokenizer(
-    options: argparse.Namespace, out: Path, args: LlamaArgs, notice: Callable[[str], object]
+    given: Path | None, model: Path, out: Path, args: LlamaArgs, notice: Callable[[str], object]
 ) -> Any:
-    """Copy a tokenizer that training can use.
+    """Copy a tokenizer that training can use: the given one, else that of the model's folder.
 
     Returns:
         The tokenizer; None if the model's folder has none, which `notice` got.
@@ -130,7 +132,7 @@ def _copy_tokenizer(
     Raises:
         ConfigError: ``--tokenizer`` cannot be used, or a file is a link out of its folder.
     """
-    folder = resolve_assets_path(str(options.tokenizer or options.folder))
+    folder = resolve_assets_path(str(given or model))
     config = SimpleNamespace(model=SimpleNamespace(hf_assets_path=str(folder)))
     try:
         tokenizer = build_tokenizer(config)
@@ -139,11 +141,11 @@ def _copy_tokenizer(
             want = f"at most {args.vocab_size} tokens, not {tokens}"
             raise ConfigError("--tokenizer", str(folder), want)
     except ConfigError as error:
-        if options.tokenizer:
+        if given:
             raise ConfigError("--tokenizer", error.got, error.want) from error
         notice(f"without a tokenizer (model.hf_assets_path): {error}")
         return None
-    import_tokenizer(folder, options.folder, out / TOKENIZER_FOLDER)
+    import_tokenizer(folder, model, out / TOKENIZER_FOLDER)
     return tokenizer
 
 

@@ -128,7 +128,8 @@ def _fitting_degree(config: Any, arguments: list[str], ranks: int) -> int | None
     lowered = degree if given or degree < 1 else math.gcd(degree, ranks // others)
     if not _is_main_job(config):
         return degree if lowered == degree else None
-    split = lowered * config.parallelism.pipeline_parallel_degree
+    layout = config.parallelism
+    split = lowered * layout.pipeline_parallel_degree * layout.context_parallel_degree
     if split < 1 or ranks % split:
         return None
     batch, unit = section.global_batch_size, section.local_batch_size * (ranks // split)
@@ -160,8 +161,9 @@ def _others(config: Any) -> int:
 def _default_batch(config: Any) -> int:
     """Return the sequences per step on the default number of ranks."""
     section = config.parallelism
-    split = max(1, section.tensor_parallel_degree) * max(1, section.pipeline_parallel_degree)
-    return int(config.training.local_batch_size) * max(1, DEFAULT_RANKS // split)
+    split = section.tensor_parallel_degree, section.pipeline_parallel_degree
+    copies = math.prod(max(1, degree) for degree in (*split, section.context_parallel_degree))
+    return int(config.training.local_batch_size) * max(1, DEFAULT_RANKS // copies)
 
 
 def _refuse_tensor_parallel(config: Any, ranks: int) -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from torchtitan_lr.compat.collectives import (
     GROUP_ARGUMENTS,
@@ -64,10 +65,13 @@ class CommLedger(TorchDispatchMode):
     Args:
         model_parts: The model, or this rank's pipeline stages.
         groups: Process group by the name of its mesh dimension. If two names share a group, the
-            first one counts, but a combined dimension's last. The group of all ranks is ``world``
-            if no dimension has it, and any other group is reported under its own name.
+            first one counts, but a combined dimension's last; ``cp`` counts for what blocks send,
+            if it shares the group of ``fsdp``. The group of all ranks is ``world`` if no dimension
+            has it, and any other group is reported under its own name.
         step_dims: Mesh dimensions whose collectives all belong to the optimizer, also those that it
             starts during backward.
+        optimizers: Optimizers whose collectives have the scope ``optimizer``, apart from the step's
+            others.
     """
 
     supports_higher_order_operators = True  # compiled code uses one to recompute random operators
@@ -79,9 +83,11 @@ class CommLedger(TorchDispatchMode):
         model_parts: Sequence[nn.Module],
         groups: Mapping[str, dist.ProcessGroup],
         step_dims: Collection[str] = (),
+        optimizers: Sequence[Optimizer] = (),
     ) -> None:
         super().__init__()
         self._model_parts, self._step_dims = model_parts, frozenset(step_dims)
+        self._optimizers = optimizers
         self._mesh_dims: dict[str, str] = {}
         names = sorted(groups, key=lambda name: name in COMBINED_DIMS)
         named = [(name, groups[name]) for name in names]
@@ -89,12 +95,13 @@ class CommLedger(TorchDispatchMode):
             named.append(("world", dist.group.WORLD))
         for name, group in named:
             self._mesh_dims.setdefault(group.group_name, name)
+        self._context = groups["cp"].group_name if "cp" in groups else None
         self._calls: Counter[Entry] = Counter()
         self._elements: Counter[Entry] = Counter()
         self._overlap = Overlap()
 
     def __enter__(self) -> "CommLedger":
-        self._tracker = ScopeTracker(self._model_parts)
+        self._tracker = ScopeTracker(self._model_parts, self._optimizers)
         super().__enter__()
         return self
 
@@ -119,6 +126,8 @@ class CommLedger(TorchDispatchMode):
             message = boundary_of(args) if call.op in ("send", "recv") else None
             scope, pass_, recompute = (*message, False) if message else self._tracker.here()
             mesh_dim = self._mesh_dims.get(call.group, call.group)
+            if call.group == self._context and scope.startswith("block"):
+                mesh_dim = mesh_dim if self._tracker.in_unit else "cp"
             if mesh_dim in self._step_dims:
                 scope, pass_, recompute = STEP, "optimizer", False
             entry = Entry(scope, pass_, call.op, mesh_dim, call.dtype, recompute)
@@ -157,8 +166,8 @@ class CommLedger(TorchDispatchMode):
 
         Returns:
             One dictionary per row with the keys ``scope`` (``block 0`` ..., between pipeline
-            stages ``boundary 0`` ..., ``embedding``, ``head``, ``loss``, ``step``), ``pass``
-            (``forward``, ``backward``, ``optimizer``), ``op``, ``mesh_dim``, ``dtype``,
+            stages ``boundary 0`` ..., ``embedding``, ``head``, ``loss``, ``optimizer``, ``step``),
+            ``pass`` (``forward``, ``backward``, ``optimizer``), ``op``, ``mesh_dim``, ``dtype``,
             ``calls``, ``elements``, ``bytes`` and ``overlapped_flops``: the FLOPs of products that
             this rank issues between start and wait (`Overlap`).
         """
@@ -178,7 +187,7 @@ class CommLedger(TorchDispatchMode):
 
 def reading_order(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the place of a row: its position in the model, then its pass and operation."""
-    scopes = ("embedding", "block", "boundary", "head", "loss", "step")
+    scopes = ("embedding", "block", "boundary", "head", "loss", "optimizer", "step")
     passes = ("forward", "backward", "optimizer")
     name, _, index = row["scope"].partition(" ")
     rest = (row["op"], row["mesh_dim"], row["dtype"], row.get("recompute", False))

@@ -14,6 +14,7 @@ from functools import partial, wraps
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from torchtitan_lr.compat.autograd import (
     backward_number,
@@ -25,7 +26,10 @@ from torchtitan_lr.compat.dispatch import tree_leaves
 from torchtitan_lr.compat.fsdp import wrap_unit_calls
 
 STEP = "step"
-"""Scope of all calls outside the model and its loss: clipping, the optimizer, logging."""
+"""Scope of all calls outside the model and its loss: clipping, TSR-Adam, logging."""
+
+OPTIMIZER = "optimizer"
+"""Scope of the calls in the step of an optimizer that the ledger was given."""
 
 LOSS = "loss"
 """Scope of the calls between the end of the model's forward and the start of its backward."""
@@ -37,6 +41,7 @@ class ScopeTracker:
     Args:
         model_parts: Modules with ``tok_embeddings``, ``layers`` (by number) and ``output``, as in
             torchtitan's models; a pipeline stage may lack the first and the last.
+        optimizers: Optimizers whose steps are a scope of their own.
 
     Attributes:
         hooks: All hooks, which ``close`` removes.
@@ -44,8 +49,11 @@ class ScopeTracker:
             any.
     """
 
-    def __init__(self, model_parts: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, model_parts: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()
+    ) -> None:
         self.hooks = ExitStack()
+        self._in_optimizer = False
         self.reducing = False
         self._stack: list[str] = []
         self._ranges: list[tuple[int, int, str]] = []
@@ -64,8 +72,18 @@ class ScopeTracker:
                 self._follow(f"block {name}", block)
             self._follow("head", getattr(part, "output", None))
 
+        for optimizer in optimizers:
+            self._follow_steps(optimizer)
+
+    @property
+    def in_unit(self) -> bool:
+        """Whether FSDP2 runs, for a unit of its own."""
+        return self._owner is not None
+
     def here(self) -> tuple[str, str, bool]:
         """Return scope, pass (forward, backward, optimizer), and whether it is a recomputation."""
+        if self._in_optimizer:
+            return OPTIMIZER, "optimizer", False
         if backward_number() is not None:
             number = running_node_number()
             if self._owner is None and number is not None:
@@ -85,6 +103,16 @@ class ScopeTracker:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leave = leaf.register_hook(lambda _: setattr(self, "_in_loss", False))
                 self.hooks.callback(leave.remove)
+
+    def _follow_steps(self, optimizer: Optimizer) -> None:
+        def enter(*_: Any) -> None:
+            self._in_optimizer = True
+
+        def leave(*_: Any) -> None:
+            self._in_optimizer = False
+
+        self.hooks.callback(optimizer.register_step_pre_hook(enter).remove)
+        self.hooks.callback(optimizer.register_step_post_hook(leave).remove)
 
     def _follow(self, scope: str, module: nn.Module | None) -> None:
         if module is None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from torchtitan_lr.config.schema import SPECTRAL
 from torchtitan_lr.errors import ConfigError, one_of, require
 
 KEY = "optimizer.groups"
@@ -99,16 +100,23 @@ class ParameterGroups:
             groups.setdefault((place, decays), group)["params"].append((name, parameter))
         return [group for _, group in sorted(groups.items())]
 
-    def rates(self, lr: float, schedule: LambdaLR) -> dict[str, float]:
+    def rates(self, optimizer: Any, schedule: LambdaLR) -> dict[str, float]:
         """Return the learning rates of a schedule's step as metrics: ``lr`` and ``lr/PATTERN``.
 
+        With a spectral optimizer ``adamw_lr`` and ``adamw_lr/PATTERN`` are those of AdamW.
+
         Args:
-            lr: ``optimizer.lr``.
+            optimizer: ``[optimizer]``.
             schedule: Of any stage's optimizer; a stage may lack the parameters of a group.
         """
+        rates = {"lr": optimizer.lr}
+        if optimizer.name in SPECTRAL:
+            rates["adamw_lr"] = optimizer.adamw_lr or optimizer.lr
+        for name, rate in list(rates.items()):
+            for rule in self.rules:
+                rates[f"{name}/{rule.pattern}"] = rate * rule.lr_multiplier
         factor = schedule.lr_lambdas[0](schedule.last_epoch)
-        of_rules = {f"lr/{rule.pattern}": lr * rule.lr_multiplier for rule in self.rules}
-        return {name: rate * factor for name, rate in {"lr": lr, **of_rules}.items()}
+        return {name: rate * factor for name, rate in rates.items()}
 
 
 ONE_GROUP = ParameterGroups()

@@ -37,11 +37,14 @@ from torchtitan_lr.parallel.btp import UpEdge
 from torchtitan_lr.parallel.edge import Edge
 from torchtitan_lr.titan.base import ParallelDims
 
-_SAVES_ATTENTION = partial(
-    create_selective_checkpoint_contexts,
-    [*ATTENTION_OPERATORS, FLEX_ATTENTION, FLEX_ATTENTION_CALL],
-)
-"""Backward repeats what leads to attention, and not attention."""
+_SAVES_ATTENTION = {
+    compiles: partial(
+        create_selective_checkpoint_contexts,
+        [*ATTENTION_OPERATORS, FLEX_ATTENTION if compiles else FLEX_ATTENTION_CALL],
+    )
+    for compiles in (False, True)
+}
+"""Backward repeats what leads to attention, and not attention; in compiled blocks and eagerly."""
 
 
 def context_ranks(parallel_dims: ParallelDims) -> Ranks:
@@ -192,7 +195,7 @@ class GatheredAttention(Edge):
             *arguments,
             use_reentrant=False,
             preserve_rng_state=False,  # attention draws no random numbers
-            context_fn=_SAVES_ATTENTION,
+            context_fn=_SAVES_ATTENTION[torch.compiler.is_compiling()],
         )
         return out
 

@@ -224,7 +224,7 @@ def vanilla_replicated(args: LlamaArgs, settings: TPSettings) -> Styles:
     """Return BOOST's baseline, which all-reduces q, k and v: every rank computes all heads."""
     blocks = low_rank_blocks(
         args,
-        VANILLA,
+        VANILLA,  # both vanilla plans place weights and stream alike
         on_ranks(VanillaDown, grouping=settings.grouping),
         on_ranks(VanillaUp),
         on_ranks(MixEdge, sharded=True),

@@ -10,14 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torchtitan_lr.config.paths import find_config
 from torchtitan_lr.errors import ConfigError, one_of
+from torchtitan_lr.formulas.spectral import SpectralMatrix, small_flops, wide_flops
 from torchtitan_lr.scaling.experiment import Experiment
 from torchtitan_lr.scaling.experiments import place_run
 from torchtitan_lr.scaling.sweep import Point, refuse_keys
+
+if TYPE_CHECKING:
+    from torchtitan_lr.estimate.run import Run
 
 OWN_KEYS = dict.fromkeys(
     [
@@ -42,13 +47,24 @@ class Cost:
 
     Args:
         counted: N, the parameters without embedding and head.
-        flops_per_token: Forward and backward, without recomputation.
+        flops_per_token: Forward and backward, without recomputation, and a spectral optimizer's
+            products.
         tokens_per_step: Tokens of all ranks per optimizer step.
     """
 
     counted: int
-    flops_per_token: int
+    flops_per_token: float
     tokens_per_step: int
+
+
+def optimizer_flops(run: "Run") -> int:
+    """Return the FLOPs of a spectral optimizer's products per step, each once; 0 for others."""
+    flops = 0
+    for name in run.spectral_vectors:
+        matrix = SpectralMatrix.of(name, run.global_shapes[name], splits=((), ()))
+        flops += wide_flops(run.spectral, matrix, ranks={})
+        flops += small_flops(run.spectral, matrix.r)
+    return flops
 
 
 class Plan:
@@ -115,7 +131,8 @@ class Plan:
         total, flops = run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len)
         counted = total - 2 * run.args.vocab_size * run.args.dim  # the embedding, the head
         batches = run.microbatches * run.accumulation * run.shard * run.replicas
-        return Cost(counted, flops, run.tokens * batches)
+        tokens = run.tokens * batches
+        return Cost(counted, flops + optimizer_flops(run) / tokens, tokens)
 
     def point(
         self, family: str, size: str, budget: float, seed: int, rate: float | None, equal: str = ""

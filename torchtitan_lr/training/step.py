@@ -11,8 +11,7 @@
 8. ``settle`` reads the verdict on the host.
 
 Between ``take`` and ``settle`` the host does not wait for the device, unless an optimizer cannot
-leave a step out by itself (`step_unless`). A part that is left out, or called in another order,
-raises.
+read the verdict there (`step_unless`). A part that is skipped, or called in another order, raises.
 """
 
 import functools
@@ -253,11 +252,11 @@ def step_unless(rejected: Tensor, optimizers: OptimizersContainer) -> None:
     another device. The host reads the verdict for these.
 
     Args:
-        rejected: 1 to leave no trace of the step, else 0; an fp32 scalar on the training device.
+        rejected: 1 if nothing may change, else 0; an fp32 scalar on the training device.
         optimizers: One per model part.
     """
     parts: list[Any] = list(optimizers)
-    if not all(_leaves_out_by_itself(part, rejected.device) for part in parts):
+    if not all(_reads_found_inf(part, rejected.device) for part in parts):
         if not rejected.item():
             optimizers.step()
         return
@@ -270,7 +269,7 @@ def step_unless(rejected: Tensor, optimizers: OptimizersContainer) -> None:
             del part.found_inf
 
 
-def _leaves_out_by_itself(optimizer: Any, device: torch.device) -> bool:
+def _reads_found_inf(optimizer: Any, device: torch.device) -> bool:
     """Return whether an optimizer reads ``found_inf`` on a device."""
     if getattr(optimizer, "takes_verdict", False):
         return True

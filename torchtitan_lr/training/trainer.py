@@ -29,6 +29,7 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.gradients import Gradients, StoredGradients
 from torchtitan_lr.optim.groups import ParameterGroups
+from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.parallel.context import context_ranks
 from torchtitan_lr.parallel.pipeline import Pipeline
@@ -214,8 +215,7 @@ class Trainer(TitanTrainer):
         self.metrics_processor.resume()
         step = self.running_step
         another_follows = self.step < self.job_config.training.steps
-        lr, schedule = self.job_config.optimizer.lr, self.lr_schedulers.schedulers[0]
-        rates = self._groups.rates(lr, schedule)
+        rates = self._groups.rates(self.job_config.optimizer, self.lr_schedulers.schedulers[0])
         try:
             data = step.take(data_iterator)
         except BadDataError as error:
@@ -277,7 +277,10 @@ class Trainer(TitanTrainer):
         replicas = ("dp_replicate",) if self.job_config.optimizer.name == TSR else ()
         meshes = self.parallel_dims.get_all_one_dimensional_meshes()
         groups = {name: mesh.get_group() for name, mesh in meshes.items()}
-        return CommLedger(self.model_parts, groups, replicas)
+        spectral = [o for o in self.optimizers.optimizers if isinstance(o, SpectralOptimizer)]
+        for optimizer in spectral:
+            groups |= optimizer.groups.by_name()
+        return CommLedger(self.model_parts, groups, replicas, spectral)
 
     def forward_backward_step(
         self,

@@ -6,9 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
+from huggingface_hub import constants as hf_constants
 from tokenizers import Tokenizer, processors
 
 from tests.commands import ROOT, Command
+from tests.support.corpora import write_corpus
 from tests.support.run_folders import write_run
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data.tokenizer import build_tokenizer
@@ -103,13 +106,14 @@ def test_the_card_says_what_the_run_recorded(tmp_path):
     card = (out / "README.md").read_text()
     for line in (
         "# llama_cola debug, step 20",
-        "| data | python_stdlib |",
         "| tokens | 40,960 |",
         "| training loss at step 20 | 3.2500 nats per token, perplexity 25.79 |",
         "| validation loss at step 10 | 3.5000 nats per token, perplexity 33.12 |",
         "| ranks of attention, feed-forward | 32, 32 |",
     ):
         assert line in card.splitlines()
+    assert "\n| data | cpython" in card and "pre-trained on cpython with" in card
+    assert "A base model" in card
     assert "61,440" not in card and card.count("trust_remote_code=True") == 2
     assert "`NGPU=4 torchtitan-lr train train.toml` in this folder repeats" in card
     repeated = build_job_config([f"--job.config_file={out}/train.toml"]).to_dict()
@@ -123,3 +127,53 @@ def test_the_card_says_what_the_run_recorded(tmp_path):
     assert values["torch_dtype"] == "bfloat16" and values["eos_token_id"] == 1
     # A row of padding would have no gradient in transformers' embedding.
     assert "pad_token_id" not in values
+
+
+def front_matter(folder):
+    return ModelCard.load(folder / "README.md").data.to_dict()
+
+
+def test_the_card_of_a_chat_tune_names_base_data_changes_and_licence(tmp_path, monkeypatch):
+    """An import by its name on the Hub, from a mirror in the cache; a tune; its export; a tune."""
+    hub = tmp_path / "hub"
+    snapshot = hub / "models--someone--small" / "snapshots" / "0123"
+    (snapshot.parent.parent / "refs").mkdir(parents=True)
+    (snapshot.parent.parent / "refs" / "main").write_text("0123")
+    dense, _ = write_run(tmp_path / "dense", "full")
+    assert export.main([str(dense), str(snapshot), "--format", "hf", "--license", "mit"]) == 0
+    assert front_matter(snapshot)["license"] == "mit"
+    monkeypatch.setattr(hf_constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hf_constants, "HF_HUB_CACHE", str(hub))
+    assert Command("import").main(["someone/small", str(tmp_path / "base")]) == 0
+
+    chats = [[2, 5, 6, 7], [2, 8, 9]]
+    write_corpus(tmp_path / "chats", [chats], masks=[[[0, 0, 1, 1], [0, 1, 1]]])
+    step, _ = write_run(tmp_path / "tune", "full")
+    record = json.loads((tmp_path / "tune" / "job_config.json").read_text())
+    record["training"] |= {"dataset": "prepared", "dataset_path": str(tmp_path / "chats")}
+    record["checkpoint"] = {"initial_load_path": str(tmp_path / "base/checkpoint/step-0")}
+    record["changes"] = [
+        {"after_step": 7, "optimizer.lr": [1e-3, 1e-4]},
+        {"after_step": 20, "optimizer.lr": [1e-4, 1e-5]},  # later than the exported step
+    ]
+    (tmp_path / "tune" / "job_config.json").write_text(json.dumps(record))
+    for form in ("hf", "factored"):
+        out = tmp_path / form
+        assert export.main([str(step), str(out), "--format", form]) == 0
+        card = (out / "README.md").read_text()
+        assert "fine-tuned from someone/small on prepared with torchtitan_lr" in card
+        assert "| data | prepared (chats), 2 pairs or chats, 7 tokens |" in card
+        assert "| changed after step 7 | optimizer.lr = 0.0001 (was 0.001) |" in card
+        assert "after step 20" not in card and "without the changes" in card
+        assert "An instruction model" in card and str(tmp_path) not in card
+        assert front_matter(out)["base_model"] == "someone/small"
+        assert front_matter(out)["license"] == "mit"
+        build_job_config([f"--job.config_file={out}/train.toml"])
+
+
+def test_a_name_that_no_cache_has_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(hf_constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hf_constants, "HF_HUB_CACHE", str(tmp_path))
+    status, _, told = Command("import").ask(capsys, "nobody/nothing", tmp_path / "out")
+    assert status == 2 and told.count("\n") == 1
+    assert "DIR: got 'nobody/nothing'" in told and "hf download nobody/nothing" in told

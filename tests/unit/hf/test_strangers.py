@@ -263,14 +263,15 @@ def test_an_export_publishes_no_place_and_no_html(run, tmp_path):
     assert export.main([str(run), str(out), "--format", "hf"]) == 0
     card, toml = (out / "README.md").read_text(), (out / "train.toml").read_text()
     for text in (card, toml):
-        for secret in ("/home", "me/", "secret", "~", str(tmp_path), "..", "custom_import"):
+        for secret in ("/home", "me/", "secret", "~", str(tmp_path), ".."):
             assert secret not in text.replace("./", "")
         assert "\x1b" not in text
+    assert "custom_import" not in toml
     assert "<script" not in card and "![" not in card and " | `" not in card
-    assert "trained from other weights with torchtitan_lr" in card
+    assert "fine-tuned from other weights" in card
     config = build_job_config([f"--job.config_file={out}/train.toml"])
     assert config.validation.dataset_path == "held_out.txt"
-    assert config.checkpoint.initial_load_path == "step-0" and config.metrics.save_tb_folder == "tb"
+    assert config.checkpoint.initial_load_path is None and config.metrics.save_tb_folder == "tb"
 
 
 def test_the_card_of_an_imported_model(run, tmp_path):
@@ -285,6 +286,7 @@ def test_the_card_of_an_imported_model(run, tmp_path):
     assert title.startswith("# llama_cola, ") and title.endswith(" parameters, step 0")
     assert "not trained with torchtitan_lr" in card and "repeats" not in card
     assert str(tmp_path) not in card and "cpython" not in card
+    assert "the weights of factored, not trained" in card
     (imported / "checkpoint" / "step-0").rename(imported / "checkpoint" / "step-7")
     assert export.main([str(imported), str(tmp_path / "later"), "--format", "hf"]) == 0
     config = build_job_config([f"--job.config_file={tmp_path}/later/train.toml"])

@@ -88,12 +88,25 @@ def test_norms_and_gates_need_not_decay(tmp_path):
         assert not weights.equal(other[parameter])
 
 
-def test_all_groups_follow_the_schedule_and_are_logged(tmp_path):
-    _, _, records = steps(tmp_path, written(tmp_path, GROUPS), count=3)
-    rates = [record["lr"] for record in records]
-    assert rates[:2] == [0.0625, 0.125]
-    for pattern, factor in ((r"wq\.A", 0), (r"\.A\.", 4), ("norm", 1)):
-        assert [record[f"lr/{pattern}"] for record in records] == [factor * r for r in rates]
+@pytest.mark.parametrize(("name", "of_norms"), [("AdamW", "lr"), ("Muon", "adamw_lr")])
+def test_all_groups_follow_the_schedule_and_are_logged(name, of_norms, tmp_path):
+    """What is logged is what the optimizers have."""
+    options = [f"--optimizer.name={name}", *OPTIONS, "--optimizer.adamw_lr=0.03125"]
+    with tiny_trainer(tmp_path, *options, written(tmp_path, GROUPS), exact=False) as trainer:
+        names = {p: n for n, p in trainer.model_parts[0].named_parameters()}
+        batches, rates = iter(trainer.dataloader), []
+        for _ in range(3):
+            trainer.step += 1
+            groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+            rates.append({names[p]: group["lr"] for group in groups for p in group["params"]})
+            trainer.train_step(batches)
+        for record, used in zip(history(trainer), rates, strict=True):
+            assert record["lr"] == used["layers.0.attention.wo.B.weight"]
+            assert record[r"lr/wq\.A"] == used["layers.0.attention.wq.A.weight"] == 0
+            assert record[r"lr/\.A\."] == used["layers.0.attention.wo.A.weight"]
+            assert record[f"{of_norms}/norm"] == used["norm.weight"]
+            assert record[of_norms] == used["output.weight"]
+    assert [record["lr"] for record in history(trainer)][:2] == [0.0625, 0.125]
 
 
 REFUSED = [
@@ -116,6 +129,25 @@ def test_what_no_run_can_have_is_refused(table, message, tmp_path):
     with pytest.raises(ConfigError) as error:
         check_job_config(build_job_config(options), 1, "cpu", data="none")
     assert str(error.value).startswith(f"optimizer.groups{message}")
+
+
+@pytest.mark.parametrize(
+    ("name", "lr", "told"),
+    [
+        *(("Spectron", 3e-4, "0.001 to 0.1"), ("LoRAMuon", 1e-4, "0.001 to 0.1")),
+        *(("Muon", 0.02, "0.0001 to 0.01"), ("Muon", 3e-3, "")),
+        *(("Spectron", 0.01, ""), ("AdamW", 3e-4, "")),
+    ],
+)
+def test_a_rate_of_another_optimizer_is_told(name, lr, told, tmp_path, caplog):
+    options = ["--model.name=llama_cola", f"--optimizer.name={name}", f"--optimizer.lr={lr}"]
+    config = build_job_config([*options, f"--job.dump_folder={tmp_path}"])
+    check_job_config(config, 1, "cpu", data="none")
+    lines = [line for line in caplog.messages if "optimizer.lr" in line]
+    assert len(lines) == bool(told)
+    for line in lines:
+        assert f"optimizer.lr = {lr:g} is not of the scale of {name}, whose pub" in line
+        assert told in line
 
 
 def test_a_command_line_has_no_tables():

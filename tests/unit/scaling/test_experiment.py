@@ -5,8 +5,14 @@ import json
 import math
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.commands import ROOT, Command
+from torchtitan_lr.models.flavors import read_model_args
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
+from torchtitan_lr.optim.spectral.selection import select_matrices
 from torchtitan_lr.scaling.experiment import read_experiment
 from torchtitan_lr.scaling.plan import Plan
 from torchtitan_lr.scaling.report import fits_of, rows_of
@@ -152,6 +158,27 @@ def test_runs_at_equal_tokens_and_at_equal_flops(tmp_path):
     assert found["cola", "a", 0, "tokens"].name in [p.name for p in plan.searches()["cola", "a"]]
     rows = rows_of(points, "full")
     assert [row["equal"] for row in rows] == ["tokens", "flops"] * 4
+
+
+@pytest.mark.parametrize(("family", "rule"), [("full", "Muon"), ("svd", "LoRAMuon")])
+def test_the_flops_of_a_spectral_optimizer_count(tmp_path, family, rule):
+    """Against torch's count of a real step."""
+    arm = f'[families.x]\nmodel = "llama_{family}"\noverrides = ["optimizer.name={rule}"]'
+    plan = plan_of(tmp_path, ("[families.cola]", f"[families.svd]\n{arm}"))
+    with_rule, plain = plan.costs["x", "a"], plan.costs[family, "a"]
+    counted = (with_rule.flops_per_token - plain.flops_per_token) * plain.tokens_per_step
+    model = LlamaModel(read_model_args(tmp_path / "work" / "models" / f"{family}_a.json"))
+    parameters = dict(model.named_parameters())
+    chosen = select_matrices({n: tuple(p.shape) for n, p in parameters.items()}, rule)
+    for name in chosen.names:
+        parameters[name].grad = torch.zeros_like(parameters[name])
+    pairs = [(parameters[a], parameters[b]) for a, b in chosen.pairs]
+    optimizer = SpectralOptimizer([parameters[n] for n in chosen.names], rule, pairs)
+    # Torch counts products into new tensors only.
+    in_place = {torch.ops.aten.addmm_: lambda _, a, b, **more: 2 * a[0] * a[1] * b[1]}
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        optimizer.step()
+    assert counted == pytest.approx(counter.get_total_flops(), rel=1e-9) and counted > 0
 
 
 def test_a_best_value_is_inside_its_grid(tmp_path):

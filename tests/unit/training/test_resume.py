@@ -93,7 +93,7 @@ APPLIED = {
 
 REFUSED = {
     "adam": {
-        "optimizer.name": "TSRAdam",
+        "optimizer.name": ["TSRAdam", "Muon"],
         "model.name": "llama_cola",
         "model.flavor": "tiny",
         "model.vocab_size": 8192,
@@ -107,14 +107,15 @@ REFUSED = {
         "training.shuffle_seed": 2,
     },
     "tsr": {
-        "optimizer.name": "AdamW",
+        "optimizer.name": ["AdamW", "Spectron"],
         "optimizer.tsr_rank": 1,
         "optimizer.tsr_embedding_rank": 2,
         "optimizer.tsr_projection": "one_sided",
         "optimizer.tsr_compress_head": True,
     },
+    "muon": {"optimizer.name": ["LoRAMuon", "Spectron", "AdamW", "TSRAdam"]},
 }
-"""Another value of each key with which a run is not resumed."""
+"""Another value of each key with which a run is not resumed, or several."""
 
 WITHOUT_EFFECT = {
     # Another way to the same sums: rounding alone may differ.
@@ -280,7 +281,8 @@ def test_refused(name, recorded, tmp_path):
     folder = shutil.copytree(folder, tmp_path / "run")
     if not recorded:
         (folder / "job_config.json").unlink()
-    for key, value in REFUSED[name].items():
+    values = {k: v if isinstance(v, list) else [v] for k, v in REFUSED[name].items()}
+    for key, value in ((key, value) for key, several in values.items() for value in several):
         with pytest.raises(ConfigError) as error, trainer_of(folder, recipe, **{key: value}):
             pass
         blamed = "training.dataset" if key == "training.text_column" else key

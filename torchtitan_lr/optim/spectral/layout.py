@@ -116,6 +116,14 @@ class Groups:
                     assert layout.mesh is not None
                     self.by_split[layout.mesh, dims] = joint_group(layout.mesh, dims)
 
+    def by_name(self) -> dict[str, dist.ProcessGroup]:
+        """Return the groups by the names of their mesh dimensions, such as ``fsdp_tp``."""
+        names = {}
+        for (mesh, dims), group in self.by_split.items():
+            assert mesh.mesh_dim_names is not None
+            names["_".join(mesh.mesh_dim_names[dim] for dim in dims)] = group
+        return names
+
     def sum_terms(self, terms: Mapping[Key, tuple[Layout, Tensor]]) -> dict[Key, Tensor]:
         """Sum vectors over the ranks that hold other columns of the same matrix.
 

@@ -67,7 +67,7 @@ class Matrix:
     def state(self) -> dict[str, Tensor]:
         """Return what a checkpoint holds: DTensors of a sharded matrix, no copies."""
         shape = tuple(self.parameter.shape)
-        state = {"momentum_buffer": wrap_like(self.parameter, self.momentum, shape, {0: 0, 1: 1})}
+        state = {self.rule.momentum: wrap_like(self.parameter, self.momentum, shape, {0: 0, 1: 1})}
         if self.u is not None:
             state["u"] = wrap_like(self.parameter, self.u, (self.r,), {})
         return state
@@ -205,7 +205,7 @@ class SpectralOptimizer(Optimizer):
 
     Attributes:
         matrices: All matrices, in the order of the message.
-        found_inf: 1 if the next step must leave no trace, else 0; an fp32 scalar on the device,
+        found_inf: 1 if the next step is rejected, else 0; an fp32 scalar on the device,
             equal on all ranks. None if every step counts.
     """
 

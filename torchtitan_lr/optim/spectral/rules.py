@@ -40,6 +40,11 @@ class Rule:
     weight_norms: bool = False
 
     @property
+    def momentum(self) -> str:
+        """Return the momentum's name in a checkpoint, by which its rule is known."""
+        return f"{self.name.lower()}_momentum"
+
+    @property
     def needs_weights(self) -> bool:
         """Whether it reads A and B, and not their momenta alone."""
         return self.weight_grams or self.weight_norms

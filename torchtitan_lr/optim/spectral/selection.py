@@ -5,7 +5,7 @@ Factors of a linear are called ``NAME.A.weight`` (r, d_in) and ``NAME.B.weight``
 configuration check calls this before ranks start.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchtitan_lr.errors import ConfigError
@@ -56,6 +56,16 @@ def factor_pairs(names: Collection[str]) -> list[tuple[str, str]]:
         if name.endswith(".A.weight") and other in names:
             pairs.append((name, other))
     return pairs
+
+
+def stored_rule(names: Iterable[str]) -> str:
+    """Return the rule that has saved a state; "" for another optimizer's.
+
+    Args:
+        names: Those of the tensors of the state, such as ``NAME.A.weight.muon_momentum``.
+    """
+    kinds = {name.rpartition(".")[2] for name in names}
+    return next((rule.name for rule in RULES.values() if rule.momentum in kinds), "")
 
 
 def check_rule(shapes: Mapping[str, Sequence[int]], rule: str) -> None:

@@ -264,7 +264,7 @@ class MatrixStack:
 
         Args:
             D: The directions, of the shape of C.
-            hyper: η (``lr``) and λ (``weight_decay``).
+            hyper: η (``lr``) and λ (``weight_decay``); α is ``tsr_scale``.
             rejected: True on the device to change no bit of the weights, a scalar.
         """
         lr, decay = float(hyper["lr"]), float(hyper["weight_decay"])

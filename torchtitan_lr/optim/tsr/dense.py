@@ -46,7 +46,7 @@ class DenseParameters:
         Args:
             steps: Number of this step.
             hyper: η (``lr``), β₁, β₂, ε (``eps``) and λ (``weight_decay``).
-            found_inf: 1 on the device to leave no trace, else 0; None for 0.
+            found_inf: 1 on the device if the step is rejected, else 0; None for 0.
         """
         if not self.parameters:
             return

@@ -180,7 +180,7 @@ def test_a_saved_state_goes_on_bitwise(rule, dtype):
     take_steps(two, second, (2, 3))
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         assert torch.equal(a, b)
-        momentum = first.state[a]["momentum_buffer"]
+        momentum = first.state[a][first.rule.momentum]
         assert momentum.dtype == torch.promote_types(dtype, torch.float32)
 
 

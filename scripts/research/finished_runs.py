@@ -1,0 +1,103 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+r"""Keep the finished runs of an experiment in one small file, and go on from it elsewhere.
+
+    python -m scripts.research.finished_runs store spectral outputs/spectral
+    python -m scripts.research.finished_runs restore spectral outputs/spectral
+    torchtitan-lr scaling run scripts/research/experiments/spectral.toml --out outputs/spectral
+
+store reads the runs of a folder that `torchtitan-lr scaling run` has written, and adds them to
+scripts/research/experiments/NAME.json. restore writes what the sweep needs of them into a folder:
+they do not run again, and `scaling fit` reads their losses.
+
+Exit status: 0; 2 invalid arguments.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.config.files import read_json
+from torchtitan_lr.config.paths import find_config
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.scaling.experiment import read_experiment
+from torchtitan_lr.scaling.sweep import DIVERGED, FINISHED, POINT_FILE
+from torchtitan_lr.training.history import HISTORY_FILE, read_history
+from torchtitan_lr.training.update_norm import UPDATE_NORM
+
+FOLDER = Path(__file__).parent / "experiments"
+
+CONFIG, WORK = "CONFIG", "WORK"
+"""Stand for the paths of the configuration and of the folder, which differ between machines."""
+
+Run = dict[str, Any]
+"""``arguments``; ``row``, the results; ``update_norms``, those of the logged steps."""
+
+
+def stored_runs(name: str) -> dict[str, Run]:
+    """Return the stored runs of an experiment by name; empty if there are none."""
+    path = FOLDER / f"{name}.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def run_of(folder: Path, work: Path) -> Run | None:
+    """Return what is stored of a run; None if it has not finished.
+
+    Args:
+        folder: The run's.
+        work: The sweep's.
+    """
+    point = read_json(folder / POINT_FILE)
+    if point["row"]["status"] not in (FINISHED, DIVERGED):
+        return None
+    _, *overrides = point["arguments"]
+    arguments = [CONFIG, *(text.replace(f"={work}/", f"={WORK}/") for text in overrides)]
+    history = read_history(folder / HISTORY_FILE)
+    norms = [record[UPDATE_NORM] for record in history if UPDATE_NORM in record]
+    return {"arguments": arguments, "row": point["row"], "update_norms": norms}
+
+
+def store(name: str, work: Path) -> int:
+    """Add the finished runs of a folder to the stored ones; return how many it has."""
+    found = {}
+    for path in sorted(work.glob(f"*/{POINT_FILE}")):
+        if run := run_of(path.parent, work):
+            found[path.parent.name] = run
+    runs = stored_runs(name) | found
+    lines = [f"{json.dumps(key)}: {json.dumps(runs[key])}" for key in sorted(runs)]
+    (FOLDER / f"{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    return len(found)
+
+
+def restore(name: str, work: Path) -> int:
+    """Write the stored runs into a folder, except those that it has; return their number."""
+    config = find_config(read_experiment(str(FOLDER / f"{name}.toml")).config)
+    missing = {n: run for n, run in stored_runs(name).items() if not (work / n).exists()}
+    for run_name, run in missing.items():
+        _, *overrides = run["arguments"]
+        arguments = [config, *(text.replace(f"={WORK}/", f"={work}/") for text in overrides)]
+        (work / run_name).mkdir(parents=True)
+        record = {"arguments": arguments, "row": run["row"]}
+        (work / run_name / POINT_FILE).write_text(json.dumps(record, indent=1) + "\n")
+    return len(missing)
+
+
+@in_one_line
+def main(argv: list[str] | None = None) -> int:
+    """Store or restore runs, and say how many; return the exit status."""
+    parser = OneLineParser(prog="scripts.research.finished_runs", description=__doc__)
+    parser.add_argument("command", choices=("store", "restore"), help="what to do")
+    parser.add_argument("name", help="of the experiment, such as spectral")
+    parser.add_argument("work", type=Path, help="folder of all runs")
+    options: argparse.Namespace = parser.parse_args(argv)
+    if not (FOLDER / f"{options.name}.toml").is_file():
+        raise ConfigError("name", options.name, "an experiment of scripts/research/experiments")
+    act = store if options.command == "store" else restore
+    print(f"{act(options.name, options.work)} runs")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

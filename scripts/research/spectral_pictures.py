@@ -1,0 +1,99 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Draw the stored runs of the spectral experiment: loss over learning rate, norms of updates.
+
+    python -m scripts.research.spectral_pictures --size w48
+
+Writes docs/images/spectral_rates.png and spectral_norms.png from
+scripts/research/experiments/spectral.json. The norms are those of each family's best run.
+
+Exit status: 0; 2 invalid arguments.
+"""
+
+import argparse
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from scripts.research.finished_runs import Run, stored_runs
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.console.figures import new_figure
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.scaling.sweep import FINISHED
+
+IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
+
+FAMILIES = ("full", "svd", "cola", "lax")
+OPTIMIZERS = ("AdamW", "Muon", "Spectron", "LoRAMuon")
+
+_NAME = re.compile(r"(\w+)-(\w+)_(\w+)_[\d.]+_seed0_lr([\d.e-]+)")
+
+Curves = dict[str, dict[str, dict[float, Run]]]
+"""Runs by family, optimizer and learning rate."""
+
+
+def searched(size: str) -> Curves:
+    """Return the finished runs of seed 0 at equal tokens, of one size."""
+    found: Curves = {family: defaultdict(dict) for family in FAMILIES}
+    for name, run in stored_runs("spectral").items():
+        match = _NAME.fullmatch(name)
+        if match and match[3] == size and run["row"]["status"] == FINISHED:
+            found[match[1]][match[2]][float(match[4])] = run
+    return found
+
+
+def draw(curves: Curves, what: str, panel: Any) -> Any:
+    """Draw one panel per family, with a line per optimizer.
+
+    Args:
+        curves: Returned by `searched`.
+        what: The title.
+        panel: Draws the runs of one family and optimizer: axes, runs by rate, label and colour.
+    """
+    figure = new_figure(10, 3.2)
+    shared = None
+    for place, (family, by_optimizer) in enumerate(curves.items()):
+        axes = shared = figure.add_subplot(1, len(FAMILIES), place + 1, sharey=shared)
+        for optimizer, runs in by_optimizer.items():
+            panel(axes, runs, optimizer, f"C{OPTIMIZERS.index(optimizer)}")
+        axes.set_title(family, fontsize=9)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    figure.suptitle(what, fontsize=9)
+    figure.set_layout_engine("constrained")
+    return figure
+
+
+def rates(axes: Any, runs: dict[float, Run], label: str, color: str) -> None:
+    """Draw validation losses over learning rates."""
+    at = sorted(runs)
+    axes.plot(at, [runs[rate]["row"]["val_loss"] for rate in at], "o-", ms=3, label=label, c=color)
+    axes.set(xscale="log", xlabel="learning rate")
+
+
+def norms(axes: Any, runs: dict[float, Run], label: str, color: str) -> None:
+    """Draw the update norms of the best run, in the order of the logged steps."""
+    best = min(runs.values(), key=lambda run: float(run["row"]["val_loss"]))
+    axes.plot(best["update_norms"], label=label, c=color)
+    axes.set(yscale="log", xlabel="logged step")
+
+
+@in_one_line
+def main(argv: list[str] | None = None) -> int:
+    """Write both pictures; return the exit status."""
+    parser = OneLineParser(prog="scripts.research.spectral_pictures", description=__doc__)
+    parser.add_argument("--size", default="w48", help="a size of the experiment")
+    options: argparse.Namespace = parser.parse_args(argv)
+    curves = searched(options.size)
+    if not any(curves.values()):
+        raise ConfigError("--size", options.size, "a size with stored runs")
+    what = f"validation loss (nats per token) over learning rate, {options.size}, seed 0"
+    draw(curves, what, rates).savefig(IMAGES / "spectral_rates.png")
+    what = f"largest spectral norm of a step's update, at the best learning rate, {options.size}"
+    draw(curves, what, norms).savefig(IMAGES / "spectral_norms.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

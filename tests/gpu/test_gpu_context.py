@@ -1,0 +1,63 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Attention of every rank that shares a row, on any device, against whole attention in fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtitan_lr.collectives import Ranks
+from torchtitan_lr.models.llama import separate
+from torchtitan_lr.parallel.context import attend_from_chunks, own_chunks
+
+RANKS = 4
+B, HEADS, S, WIDTH = 2, 4, 256, 32
+
+
+def limit(dtype: torch.dtype) -> float:
+    """Of |error| / |expected|: bf16 rounds inputs, probabilities and results by 2⁻⁹ each."""
+    return 1e-12 if dtype == torch.float64 else 2.0**-6
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.detach().cpu().double() - theirs.detach()).norm() / theirs.detach().norm())
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+def test_ranks_together(kv_heads: int, masked: bool, device: torch.device) -> None:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float64
+    generator = torch.Generator().manual_seed(4)
+    shapes = [(B, heads, S, WIDTH) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
+    drawn = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    *exact, upstream = (x.double() for x in drawn)
+    documents = torch.arange(S).expand(B, S) // 100 if masked else torch.zeros(B, S)
+    seen = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+    exact = [x.requires_grad_() for x in exact]
+    whole = F.scaled_dot_product_attention(*exact, attn_mask=seen, enable_gqa=True)
+    expected = torch.autograd.grad(whole, exact, upstream)
+
+    inputs = [x.to(device).requires_grad_() for x in drawn[:3]]
+    q, k, v = inputs
+    total = [torch.zeros_like(x, dtype=torch.float64) for x in expected]
+    for ranks in (Ranks(size=RANKS, rank=i) for i in range(RANKS)):
+        places = own_chunks(torch.arange(S).expand(B, S), ranks, 1).to(device)
+        mask = separate(documents.long().to(device), dtype, places)[1] if masked else None
+        out = attend_from_chunks(own_chunks(q, ranks, -2), k, v, mask, ranks)
+        assert difference(out, own_chunks(whole, ranks, -2)) < limit(dtype)
+        own_upstream = own_chunks(upstream.to(device, dtype), ranks, -2)
+        gradients = torch.autograd.grad(out, inputs, own_upstream)
+        total = [t + g.cpu().double() for t, g in zip(total, gradients, strict=True)]
+    for ours, theirs in zip(total, expected, strict=True):
+        assert difference(ours, theirs) < limit(dtype)
+    # The control: attention of the early chunk alone to a prefix of another length.
+    wrong = attend_from_chunks(own_chunks(q, Ranks(size=RANKS), -2), k, v, None, ranks)
+    assert difference(wrong, own_chunks(whole, Ranks(size=RANKS), -2)) > 0.1
+
+
+def test_a_kernel_that_does_not_fit_is_refused(device: torch.device) -> None:
+    if device.type == "cpu":
+        pytest.skip("a CPU has a kernel for every dtype")
+    q = torch.randn(1, HEADS, S, WIDTH, device=device)  # fp32
+    with pytest.raises(RuntimeError, match=r"[Ff]lash"):
+        attend_from_chunks(q, q, q, None, Ranks(size=2))

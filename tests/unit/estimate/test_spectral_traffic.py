@@ -1,0 +1,122 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Numbers that a spectral optimizer sends: limits at 1B by formula, and by the code itself."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import torchtitan_lr.training.register  # noqa: F401
+from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.compat.fake import FakeTensorMode, fake_process_group
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.estimate.run import Run, read_run
+from torchtitan_lr.estimate.traffic import step_traffic
+from torchtitan_lr.formulas.spectral import SpectralMatrix, small_flops, spectral_traffic
+from torchtitan_lr.ledger.ledger import CommLedger
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.optim.spectral.container import SpectralOptimizers
+from torchtitan_lr.parallel.parallelize import parallelize_llama_cola
+from torchtitan_lr.titan.base import ParallelDims
+from torchtitan_lr.titan.device import bind_device
+
+MILLION = 1e6
+LIMITS = {"Muon": 45, "Spectron": 45, "LoRAMuon": 89}
+"""Numbers summed per step at 1B, in millions."""
+MESHES = {"fsdp": (8, 1), "tp": (1, 8), "fsdp_tp": (4, 2)}
+
+
+def paper_run(flavor: str, rule: str, shard: int, tp: int) -> Run:
+    config = build_job_config(
+        [
+            "--model.name=llama_cola",
+            f"--model.flavor={flavor}",
+            f"--optimizer.name={rule}",
+            f"--parallelism.tensor_parallel_degree={tp}",
+        ]
+    )
+    check_job_config(config, shard * tp, "cuda", on_paper=True)
+    return read_run(config, shard * tp)
+
+
+def numbers(run: Run) -> dict[tuple[str, str], int]:
+    """Return elements by operation and mesh dimension."""
+    rows = [row for row in step_traffic(run, 0) if row.scope == "optimizer"]
+    return {(row.op, row.mesh_dim): row.elements for row in rows}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("rule", LIMITS)
+def test_limits(rule: str, mesh: str) -> None:
+    """Every A and B is split outside r: one sum of Gram matrices, whatever the layout."""
+    found = numbers(paper_run("1B_boost", rule, *MESHES[mesh]))
+    assert found.keys() == {("all_reduce", mesh)}
+    assert 0.98 * LIMITS[rule] < found["all_reduce", mesh] / MILLION <= LIMITS[rule]
+
+
+@pytest.mark.parametrize("rule", LIMITS)
+def test_an_uneven_width(rule: str) -> None:
+    """At 1B the ranks do not divide the 5,461 columns of w2's A, whose momentum is gathered.
+
+    So is the weight, where the rule reads it. Its Gram matrix then needs no sum.
+    """
+    found = numbers(paper_run("1B", rule, 8, 1))
+    matrices = 1 if rule == "Muon" else 2
+    assert found["all_gather", "fsdp"] == matrices * 24 * 512 * 5461
+    assert found["all_gather", "fsdp"] / matrices / MILLION == pytest.approx(67, abs=0.2)
+    assert found["all_reduce", "fsdp"] / MILLION <= LIMITS[rule] * 13 / 14
+
+
+@pytest.mark.parametrize(
+    ("rule", "mesh"), [("Muon", "fsdp"), ("Spectron", "tp"), ("LoRAMuon", "fsdp_tp")]
+)
+def test_the_code_sends_what_the_formula_says(rule: str, mesh: str) -> None:
+    """One of the 24 blocks, parallelized as in training, steps on tensors without data."""
+    shard, tp = MESHES[mesh]
+    run = paper_run("1B_boost", rule, shard, tp)
+    bind_device()
+    with fake_process_group(shard * tp):
+        rows = step_on_paper(run)
+    sent = {(row["op"], row["mesh_dim"]): 24 * row["elements"] for row in rows}
+    assert sent == numbers(run)
+    assert [row["calls"] for row in rows] == [1]
+
+
+def step_on_paper(run: Run) -> list[dict[str, Any]]:
+    """Step with one block of a model, as one of many ranks; return the ledger's rows."""
+    shard, tp = run.shard, run.tp
+    dims = ParallelDims(
+        dp_replicate=1, dp_shard=shard, cp=1, tp=tp, pp=1, ep=1, etp=1, world_size=shard * tp
+    )
+    dims.build_mesh()
+    with torch.device("meta"):
+        model = LlamaModel(replace(run.args, n_layers=1))
+    parallelize_llama_cola(model, dims, run.config)
+    without_data = FakeTensorMode(allow_non_fake_inputs=True)
+    with without_data:
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    # Its groups' ranks are real numbers.
+    optimizer = SpectralOptimizers([model], run.config.optimizer).optimizers[0]
+    groups = optimizer.groups.by_name()
+    with without_data, CommLedger([model], groups) as ledger:
+        optimizer.step()
+    return ledger.rows()
+
+
+def test_small_products() -> None:
+    """About 1.5 TFLOP of products (r, r) for 336 factors at r = 512."""
+    assert 336 * small_flops("Muon", 512) / 1e12 == pytest.approx(1.53, abs=0.01)
+    assert small_flops("LoRAMuon", 512) > 2 * small_flops("Spectron", 512)
+
+
+def test_split_rows_are_padded() -> None:
+    """An uneven split of r is gathered in equal pieces; a square's whole side is summed."""
+    uneven = SpectralMatrix.of("w2.A.weight", (20, 89), [("fsdp",), ()])
+    (row,) = spectral_traffic("Muon", [uneven], {"fsdp": 8})
+    assert (row.op, row.elements) == ("all_gather", 8 * 3 * 89)
+    square = SpectralMatrix.of("wq.weight", (64, 64), [("fsdp",), ()])
+    (row,) = spectral_traffic("Muon", [square], {"fsdp": 8})
+    assert (row.op, row.elements) == ("all_reduce", 64 * 65 // 2)
