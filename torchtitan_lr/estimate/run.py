@@ -92,6 +92,11 @@ class Run:
         return mesh
 
     @property
+    def ranks(self) -> dict[str, int]:
+        """Ranks by mesh dimension."""
+        return {name: dim.size for name, dim in self.mesh.items()}
+
+    @property
     def accumulation(self) -> int:
         """Gradient accumulation: passes of the local batch per step."""
         training = self.config.training

@@ -51,8 +51,7 @@ def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> 
     if run.tsr is not None:
         rows += optimizer_traffic(run, pp_rank, ())
     if run.spectral:
-        ranks = {name: dim.size for name, dim in run.mesh.items()}
-        rows += spectral_traffic(run.spectral, spectral_matrices(run, pp_rank), ranks)
+        rows += spectral_traffic(run.spectral, spectral_matrices(run, pp_rank), run.ranks)
     return rows
 
 
