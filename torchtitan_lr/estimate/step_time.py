@@ -23,7 +23,7 @@ from torchtitan_lr.estimate.hardware import Hardware, MeshDim
 from torchtitan_lr.estimate.kernels import Work
 from torchtitan_lr.estimate.run import Run, blocks_of
 from torchtitan_lr.estimate.schedule import StageSeconds, makespan, pipeline_order
-from torchtitan_lr.estimate.traffic import element_size, spectral_matrices
+from torchtitan_lr.estimate.traffic import element_size, gram_rules
 from torchtitan_lr.estimate.work import PassWork
 from torchtitan_lr.formulas.spectral import rank_small_flops, wide_flops
 from torchtitan_lr.formulas.traffic import Traffic
@@ -212,10 +212,9 @@ def optimizer_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
                 size, passes = max(4, size), SPECTRAL_PASSES
             passed += passes * size * prod(run.piece(name, shape))
     seconds = moved_seconds(passed, hardware)
-    if run.spectral:
-        matrices = spectral_matrices(run, pp_rank)
-        flops = rank_small_flops(run.spectral, matrices, run.ranks)
-        flops += sum(wide_flops(run.spectral, matrix, run.ranks) for matrix in matrices)
+    for rule, matrices in gram_rules(run, pp_rank).items():
+        flops = rank_small_flops(rule, matrices, run.ranks)
+        flops += sum(wide_flops(rule, matrix, run.ranks) for matrix in matrices)
         seconds += fp32_seconds(flops, hardware)
         seconds += SPECTRAL_KERNELS * len(matrices) * hardware.kernel_us * 1e-6
     return seconds

@@ -14,7 +14,8 @@ N ranks share the products of (r, r) matrices: each gets the sums of an equal nu
 many bytes as an all-reduce of the sums. Fewer than N linears of one r are left over, and so are
 those whose A and B are split by other ranks: every rank gets these sums (all-reduce).
 
-Ranks that split r first gather N, and W too if the rule reads it. Replicas send nothing.
+Ranks that split r first gather N, and W too if the rule reads it. Replicas send nothing. The decay
+of products B A (``weight_decay_on = "products"``) sums W Wᵀ of every factor on every rank.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ ITERATIONS = 5
 
 ROOT_ITERATIONS = 8
 """Iterations of LoRA-Muon's inverse roots (A Aᵀ)^(-1/2) and (BᵀB)^(-1/2)."""
+
+
+DECAY = "decay"
+"""Stands for the decay of products where a function takes a rule."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,8 @@ class SpectralMatrix:
 def gram_numbers(rule: str, r: int) -> int:
     """Return the numbers that a rank sends of a matrix whose columns it shares with others."""
     triangle = r * (r + 1) // 2
-    return {"Muon": triangle, "Spectron": triangle + r + 1, "LoRAMuon": 2 * triangle}[rule]
+    more = {"Spectron": r + 1, "LoRAMuon": triangle}
+    return triangle + more.get(rule, 0)
 
 
 def result_numbers(rule: str, r: int) -> int:
@@ -94,7 +100,7 @@ def shared_matrices(
     """Tell which matrices the ranks share out among them.
 
     Args:
-        rule: ``Muon``, ``Spectron`` or ``LoRAMuon``.
+        rule: ``Muon``, ``Spectron``, ``LoRAMuon`` or `DECAY`.
         matrices: A rank's, each A followed by its B.
         ranks: Ranks by mesh dimension.
 
@@ -102,6 +108,8 @@ def shared_matrices(
         The shared ones by the mesh dimensions of these ranks, and those of which every rank
         computes Q.
     """
+    if rule == DECAY:
+        return {}, list(matrices)
     together = 1 if rule == "Muon" else 2  # A and B
     kinds: dict[tuple[tuple[str, ...], int], list[Sequence[SpectralMatrix]]] = defaultdict(list)
     for start in range(0, len(matrices), together):
@@ -135,7 +143,7 @@ def spectral_traffic(
             for dim in matrix.rows:
                 pieces, height = pieces * ranks[dim], -(-height // ranks[dim])
             gathered[matrix.rows] += pieces * height * matrix.local_columns(ranks)
-    calls = 1 if rule == "Muon" else 2  # N, and W
+    calls = 1 if rule in ("Muon", DECAY) else 2  # N, and W
     rows = [_row("all_gather", "momentum", calls, calls * n, dims) for dims, n in gathered.items()]
     shared, left = shared_matrices(rule, matrices, ranks)
     for dims, found in shared.items():
@@ -171,6 +179,8 @@ def rank_small_flops(
     rule: str, matrices: Sequence[SpectralMatrix], ranks: Mapping[str, int]
 ) -> float:
     """Return a rank's share of the products (r, r) by (r, r); arguments as in `shared_matrices`."""
+    if rule == DECAY:  # two products of W
+        return 0.0
     shared, left = shared_matrices(rule, matrices, ranks)
     flops = float(sum(small_flops(rule, matrix.r) for matrix in left))
     for dims, found in shared.items():
@@ -181,5 +191,5 @@ def rank_small_flops(
 
 def wide_flops(rule: str, matrix: SpectralMatrix, ranks: Mapping[str, int]) -> int:
     """Return the FLOPs of the products with the columns that a rank holds: N Nᵀ and Q N."""
-    products = {"Muon": 2, "Spectron": 2, "LoRAMuon": 3}[rule]  # W Wᵀ
+    products = 3 if rule == "LoRAMuon" else 2  # W Wᵀ
     return products * 2 * matrix.r**2 * matrix.local_columns(ranks)
