@@ -345,7 +345,8 @@ def block(device: str, small: bool) -> Iterator[Row]:
 
 
 PARTS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
-    part.__name__: part for part in (parity, training, optimizer, decoding, codec, block, profile)
+    part.__name__: part
+    for part in (parity, training, optimizer, spectral, decoding, codec, block, profile)
 }
 
 

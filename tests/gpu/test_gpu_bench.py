@@ -17,6 +17,14 @@ def test_parity_with_fp64(family, device):
         assert errors["loss"] < gpu.LIMITS[precision]
 
 
+def test_a_rehearsal_of_the_spectral_part(tmp_path):
+    out = tmp_path / "gpu.json"
+    assert gpu.main(["--device=cpu", "--small", "--parts=spectral", f"--out={out}"]) == 0
+    rows = json.loads(out.read_text())["parts"]["spectral"]
+    assert {"AdamW", "Muon", "Spectron", "LoRAMuon"} < {row["optimizer"] for row in rows}
+    assert all(row["ms"] > 0 for row in rows)
+
+
 def test_a_rehearsal(tmp_path, request):
     if not request.config.getoption("--full"):
         pytest.skip("it compiles two models: run with --full")

@@ -9,6 +9,7 @@ travel for each. N is the momentum and u a vector (r,):
     Spectron    N Nᵀ, W Wᵀu and |Wᵀu|²
     LoRA-Muon   N Nᵀ and W Wᵀ
 
+The decay of products B A (``weight_decay_on = "products"``) sends W Wᵀ of every factor.
 All matrices that the same ranks split are one all-reduce. Ranks that split r first gather N, and W
 too if the rule reads it. Replicas send nothing.
 """
@@ -27,6 +28,10 @@ ITERATIONS = 5
 
 ROOT_ITERATIONS = 8
 """Iterations of LoRA-Muon's inverse roots (A Aᵀ)^(-1/2) and (BᵀB)^(-1/2)."""
+
+
+DECAY = "decay"
+"""Stands for the decay of products where a function takes a rule."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,8 @@ class SpectralMatrix:
 def gram_numbers(rule: str, r: int) -> int:
     """Return the numbers that a rank sends of a matrix whose columns it shares with others."""
     triangle = r * (r + 1) // 2
-    return {"Muon": triangle, "Spectron": triangle + r + 1, "LoRAMuon": 2 * triangle}[rule]
+    more = {"Spectron": r + 1, "LoRAMuon": triangle}
+    return triangle + more.get(rule, 0)
 
 
 def spectral_traffic(
@@ -84,7 +90,7 @@ def spectral_traffic(
     """Return a step's collectives on the first rank.
 
     Args:
-        rule: ``Muon``, ``Spectron`` or ``LoRAMuon``.
+        rule: ``Muon``, ``Spectron``, ``LoRAMuon`` or `DECAY`.
         matrices: A rank's.
         ranks: Ranks by mesh dimension.
 
@@ -104,7 +110,7 @@ def spectral_traffic(
             for dim in matrix.rows:
                 pieces, height = pieces * ranks[dim], -(-height // ranks[dim])
             gathered[matrix.rows] += pieces * height * matrix.local_columns(ranks)
-    calls = 1 if rule == "Muon" else 2
+    calls = 1 if rule in ("Muon", DECAY) else 2
     return [
         *(_row("all_gather", "momentum", calls, calls * n, dims) for dims, n in gathered.items()),
         *(_row("all_reduce", "gram", 1, n, dims) for dims, n in summed.items()),
@@ -129,5 +135,5 @@ def small_flops(rule: str, r: int) -> int:
 
 def wide_flops(rule: str, matrix: SpectralMatrix, ranks: Mapping[str, int]) -> int:
     """Return the FLOPs of the products with the columns that a rank holds: N Nᵀ and Q N."""
-    products = {"Muon": 2, "Spectron": 2, "LoRAMuon": 3}[rule]  # W Wᵀ
+    products = 3 if rule == "LoRAMuon" else 2  # W Wᵀ
     return products * 2 * matrix.r**2 * matrix.local_columns(ranks)

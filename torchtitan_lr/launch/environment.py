@@ -29,7 +29,7 @@ class Environment:
     Args:
         ranks: Ranks on this machine.
         nodes: Number of machines; the largest, if a range was given.
-        log_ranks: Local ranks whose output is shown on the console, e.g. ``0,1``.
+        log_ranks: Ranks whose output is shown, by their number in the run, e.g. ``0,1``.
         comm_mode: torchtitan's ``comm.mode``, empty for a real run.
         train_module: The module that every rank runs.
         ranks_given: Whether the user set ``NGPU``.
@@ -89,7 +89,7 @@ def read_environment() -> Environment:
         if key not in _RDZV_SETTINGS or not value.isdecimal() or len(value) > 9:
             want = f"KEY=NUMBER,... with the keys {', '.join(_RDZV_SETTINGS)}"
             raise ConfigError("RDZV_CONF", conf, want)
-    log_ranks = check_log_ranks(os.environ.get("LOG_RANK") or "0", ranks)
+    log_ranks = check_log_ranks(os.environ.get("LOG_RANK") or "0", ranks * nodes)
     return Environment(
         ranks=ranks,
         nodes=nodes,
@@ -108,7 +108,7 @@ def check_log_ranks(text: str, ranks: int) -> str:
     """Return the ranks of ``LOG_RANK``, e.g. ``0,1``.
 
     Raises:
-        ConfigError: A rank is none of this machine's.
+        ConfigError: A rank is none of the run's.
     """
     shown = [rank.strip() for rank in text.split(",")]
     if not all(rank.isdecimal() and len(rank) < 9 and int(rank) < ranks for rank in shown):

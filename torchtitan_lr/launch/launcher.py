@@ -103,13 +103,25 @@ def build_command(
     if environment.max_restarts:
         rendezvous.append(f"--max_restarts={environment.max_restarts}")
     command = [
-        *(sys.executable, "-m", "torchtitan_lr.launch.agent", *rendezvous),
+        # Unbuffered: of several machines the launcher reads its output line by line.
+        *(sys.executable, "-u", "-m", "torchtitan_lr.launch.agent", *rendezvous),
         f"--nproc_per_node={environment.ranks}",
-        f"--local-ranks-filter={environment.log_ranks}",
+        f"--local-ranks-filter={_tailed_ranks(environment)}",
         *("--role", "rank", "--tee", "3", "--log-dir", str(log_folder)),
         *("-m", environment.train_module, *arguments),
     ]
     return command, variables
+
+
+def _tailed_ranks(environment: Environment) -> str:
+    """Return the local ranks whose lines torchrun passes on.
+
+    Of several machines all: which of them has rank 0 is known when they have met, and `RankGroup`
+    chooses by the ranks' numbers in the run.
+    """
+    if environment.nodes == 1:
+        return environment.log_ranks
+    return ",".join(map(str, range(environment.ranks)))
 
 
 def run(
@@ -143,15 +155,23 @@ def run(
     if lock is not None:
         variables[HELD_VARIABLE] = os.path.realpath(dump_folder)
         variables[SIGNATURE_VARIABLE] = lock.signature
-    group = RankGroup(command, variables, log_folder / "launcher.log", expected)
+    shown, missing = None, ""
+    if environment.nodes > 1:
+        shown = set(map(int, environment.log_ranks.split(",")))
+        missing = f"another machine has not come to {environment.endpoint} yet"
+    group = RankGroup(command, variables, log_folder / "launcher.log", expected, shown, missing)
     status = group.wait()
+    if shown is None:
+        shown_here = set(map(int, environment.log_ranks.split(",")))
+    else:
+        shown_here = {here for rank, here in group.local_ranks.items() if rank in shown}
     if group.killed:
         what = "killed" if group.was_ready else "stopped before training began"
         print(f"error: {what} by {group.signal_name}; logs: {log_folder}", file=sys.stderr)
         _record_failure(lock, dump_folder, f"{what} by {group.signal_name}")
         return 128 + group.signal_number
     if expected:
-        for line in hidden_errors(log_folder, set(map(int, environment.log_ranks.split(",")))):
+        for line in hidden_errors(log_folder, shown_here):
             print(escaped(line), file=sys.stderr)
     if status != 0:
         if expected:
@@ -172,7 +192,7 @@ def run(
         print(f"dry run passed: one step as rank 0 of {environment.world_size}")
         return 0
     summary = read_summary(dump_folder, newer_than=begin)
-    if summary is not None:
+    if summary is not None and (environment.nodes == 1 or 0 in group.local_ranks):
         print("\n".join(summary_lines(summary, dump_folder, log_folder)))
     return 0
 

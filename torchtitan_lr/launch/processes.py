@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 from types import FrameType
 from typing import IO, NoReturn
@@ -28,8 +29,13 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _CONSOLE_LINE = re.compile(rb"\[rank\d+\]:|restart")
 RANK_STARTED = "started as rank"
 """In the line ``process PID started as rank R (local_rank: L)`` of `torchtitan_lr.launch.agent`."""
-_STARTED_LINE = re.compile(rb"process (\d+) " + RANK_STARTED.encode())
+_STARTED_LINE = re.compile(
+    rb"process (\d+) " + RANK_STARTED.encode() + rb" (\d+) \(local_rank: (\d+)"
+)
+_LINE_OF_RANK = re.compile(rb"\[rank(\d+)\]:")
 _WATCH_SECONDS = 0.5
+WAITING_SECONDS = 10.0
+"""Time until the console says that other machines are missing; then twice as long, and so on."""
 SAME_SIGNAL_SECONDS = 1.0
 """Time in which a second signal is the first one once more."""
 _END_SECONDS = 15  # for torchrun to end when a signal finds no rank: it may have to restart them
@@ -52,21 +58,35 @@ class RankGroup:
         variables: Its environment.
         console_log: File for the command's stderr; the ranks' lines also go to the console.
         expected: Number of ranks below the command; 0 if the command is the only rank.
+        shown: Ranks whose lines the console shows, by their number in the run; None for all lines
+            of the command, which then chooses itself.
+        missing: What is said while no rank has started.
 
     Attributes:
         signal_number: The first signal received, 0 if none.
         killed: Whether the ranks were killed instead of stopped by SIGTERM.
         was_ready: Whether all ranks of the last start had their handlers, at or before the first
             signal.
+        local_ranks: Numbers on this machine of the ranks that have started, by their number in the
+            run.
     """
 
     def __init__(
-        self, command: list[str], variables: dict[str, str], console_log: Path, expected: int
+        self,
+        command: list[str],
+        variables: dict[str, str],
+        console_log: Path,
+        expected: int,
+        shown: Collection[int] | None = None,
+        missing: str = "",
     ) -> None:
         self.signal_number = 0
         self.killed = False
         self.was_ready = False
-        self._expected = expected
+        self.local_ranks: dict[int, int] = {}
+        self._expected, self._shown, self._missing = expected, shown, missing
+        self._began = time.monotonic()
+        self._next_notice = WAITING_SECONDS
         self._ranks: list[int] = []  # of all starts; the reader appends them
         self._seen = 0
         self._signalled = self._deadline = math.inf  # of the monotonic clock
@@ -79,12 +99,16 @@ class RankGroup:
             command,
             env=variables,
             start_new_session=True,
+            stdout=None if shown is None else subprocess.PIPE,
             stderr=subprocess.PIPE if expected else None,
             preexec_fn=functools.partial(end_with, os.getpid()),
         )
         self._reader = threading.Thread(target=self._relay, args=(console_log,), daemon=True)
+        self._output_reader = threading.Thread(target=self._relay_output, daemon=True)
         if expected:
             self._reader.start()
+        if shown is not None:
+            self._output_reader.start()
         if self.signal_number:  # received while the process was being started
             self._kill()
 
@@ -108,11 +132,20 @@ class RankGroup:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(timeout=_WATCH_SECONDS)
             self._watch()
+            self._say_missing()
             if self.signal_number and time.monotonic() > self._deadline:
                 self._kill()
-        if self._expected:
-            self._reader.join(timeout=10.0)
+        for reader in (self._reader, self._output_reader):
+            if reader.ident is not None:  # it was started
+                reader.join(timeout=10.0)
         return status
+
+    def _say_missing(self) -> None:
+        """Say, at growing intervals, for what the first start waits."""
+        waited = time.monotonic() - self._began
+        if self._missing and not self._ranks and waited > self._next_notice:
+            print(f"waiting for {waited:.0f} s: {self._missing}", flush=True)
+            self._next_notice *= 2
 
     def _watch(self) -> None:
         """Store whether all ranks are ready: when they end one by one, they cannot be inspected."""
@@ -174,9 +207,22 @@ class RankGroup:
             for line in self._process.stderr:
                 _write(log, line)
                 if started := _STARTED_LINE.match(line):
-                    self._ranks.append(int(started.group(1)))
-                if _CONSOLE_LINE.match(line):
+                    pid, rank, local_rank = (int(number) for number in started.groups())
+                    self._ranks.append(pid)
+                    self.local_ranks[rank] = local_rank
+                if _CONSOLE_LINE.match(line) and self._is_shown(line):
                     _write(sys.stderr.buffer, line)
+
+    def _relay_output(self) -> None:
+        """Copy the shown ranks' lines from the command's stdout to the console."""
+        assert self._process is not None and self._process.stdout is not None
+        for line in self._process.stdout:
+            if self._is_shown(line):
+                _write(sys.stdout.buffer, line)
+
+    def _is_shown(self, line: bytes) -> bool:
+        of_rank = _LINE_OF_RANK.match(line)
+        return self._shown is None or of_rank is None or int(of_rank[1]) in self._shown
 
 
 def _write(file: IO[bytes], line: bytes) -> None:

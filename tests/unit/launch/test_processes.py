@@ -50,6 +50,39 @@ def test_a_log_that_takes_nothing_does_not_stop_the_relay(log):
     assert done.stderr == "[rank0]:line\n" * 2000
 
 
+SECOND_MACHINE = """
+import os, sys
+from pathlib import Path
+from torchtitan_lr.launch import processes
+
+processes.WAITING_SECONDS = 0.1
+speak = '''
+import sys, time
+time.sleep(1.5)
+for rank in (2, 3):
+    started = f"process {90000 + rank} started as rank {rank} (local_rank: {rank - 2})"
+    print(started, file=sys.stderr)
+    print(f"[rank{rank}]:a step")
+    print(f"[rank{rank}]:a warning", file=sys.stderr)
+'''
+command = [sys.executable, "-u", "-c", speak]
+group = processes.RankGroup(
+    command, dict(os.environ), Path(sys.argv[1]), expected=2, shown={0, 3}, missing="no machine"
+)
+status = group.wait()
+print(group.local_ranks)
+"""
+
+
+def test_a_console_shows_ranks_by_their_number_in_the_run(tmp_path):
+    command = [sys.executable, "-c", SECOND_MACHINE, str(tmp_path / "log")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    waited, line, ranks = done.stdout.splitlines()[-3:]
+    assert waited.startswith("waiting for ") and waited.endswith(" s: no machine")
+    assert (line, ranks) == ("[rank3]:a step", "{2: 0, 3: 1}")
+    assert done.stderr == "[rank3]:a warning\n"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="has no /proc")
 def test_process_state():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
