@@ -2,11 +2,13 @@
 """Muon, Spectron and LoRA-Muon in one process, against their papers' forms by SVD."""
 
 import doctest
+import math
 
 import pytest
 import torch
 from torch import nn
 
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.spectral import algebra, optimizer, rules
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
@@ -221,3 +223,33 @@ def test_ill_conditioned_factors_never_explode(cond):
     Q_A, Q_B = rules.lora_muon(*grams)
     change = B @ (Q_A[0] @ N_A) + (N_B @ Q_B[0]) @ A
     assert 0.2 < torch.linalg.matrix_norm(change, 2) < 1.3
+
+
+def test_products_are_exact_whatever_the_run_allows(monkeypatch):
+    """On a GPU a run may allow TF32, as `torch.set_float32_matmul_precision` says."""
+    seen = []
+    usual = rules.muon
+    precision = torch.get_float32_matmul_precision
+    monkeypatch.setattr(rules, "muon", lambda *a: seen.append(precision()) or usual(*a))
+    torch.set_float32_matmul_precision("medium")
+    try:
+        Linear().build("Muon").step()
+        assert precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert set(seen) == {"highest"}
+
+
+def test_defaults_are_the_rules_own():
+    """A key that is set stays, and clipping is off unless it is set."""
+    muon, spectron, adamw = (
+        build_job_config([f"--optimizer.name={name}"]) for name in ("Muon", "Spectron", "AdamW")
+    )
+    assert (muon.optimizer.nesterov, muon.optimizer.weight_decay) == (True, 0.1)
+    assert (spectron.optimizer.lr, spectron.optimizer.momentum) == (1e-2, 0.9)
+    assert muon.training.max_norm == spectron.training.max_norm == math.inf
+    assert (adamw.optimizer.lr, adamw.training.max_norm) == (8e-4, 0.5)
+    own = ["--training.max_norm=2", "--optimizer.lr=0.5", "--optimizer.no_nesterov"]
+    config = build_job_config(["--optimizer.name=Muon", *own])
+    assert (config.training.max_norm, config.optimizer.lr) == (2, 0.5)
+    assert not config.optimizer.nesterov
