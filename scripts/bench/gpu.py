@@ -17,6 +17,8 @@ Nothing is fetched. The parts:
     codec     TAGC: one exchange of a gradient with this process alone, by codec
     block     a decoder block of one rank of four, compiled: BTP's forward and backward beside full
               rank's; nothing is sent
+    context   attention at 8B of one of the ranks that share a row of 32k or 128k tokens, beside a
+              C-th of a whole row's on one device; nothing is sent
     profile   the kernels of one compiled step of CoLA, the longest first
 
 Every row is printed, and written to --out, as it ends: a time limit costs the rows after it.
@@ -39,6 +41,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import torchtitan_lr.training.register  # noqa: F401
 from scripts.bench import block as bench_block
@@ -46,7 +49,9 @@ from scripts.bench.harness import in_turns, machine, median_ms
 from scripts.bench.peers import Runner, Workload
 from scripts.bench.spectral import USUAL, UsualMuon, factors_of, our_optimizer
 from tests.oracle.flops import flops_per_token
+from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.compat.fake import fake_process_group
 from torchtitan_lr.compression.codecs import complete
 from torchtitan_lr.compression.compressor import Compressor, Span
 from torchtitan_lr.compression.sizes import LEVELS, CodecSizes
@@ -54,12 +59,14 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.inference.decode import Decoder, Sampling
+from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.models.llama import Attend, LlamaModel, build_freqs_cis
 from torchtitan_lr.optim.spectral.rules import RULES
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings
+from torchtitan_lr.parallel.context import GatheredAttention, own_chunks
 from torchtitan_lr.parallel.recompute import apply_activation_checkpoint
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
@@ -344,8 +351,70 @@ def block(device: str, small: bool) -> Iterator[Row]:
             yield {"variant": name, **row, "speed_up": first / row["forward_backward_ms"]}
 
 
+CONTEXTS = ((4, 32_768), (16, 131_072))
+"""Ranks C that share a row, and its tokens, of each row of `context`."""
+
+
+def context(device: str, small: bool) -> Iterator[Row]:
+    """Yield the milliseconds of attention of rank 0 of C, forward and backward, and its kernel.
+
+    The keys and values of the other ranks are not there: a fake group gathers whatever its memory
+    holds. The attention that trains is timed, with its copies and rotary positions.
+    """
+    args, dtype = FLAVORS["cola"]["8B"], torch.bfloat16
+    if small:
+        args = FLAVORS["cola"]["debug"]
+    if device == "cpu":
+        dtype = torch.float32
+    for degree, tokens in ((4, 64),) if small else CONTEXTS:
+        _reset(device)
+        table = torch.view_as_real(
+            build_freqs_cis(args.head_dim, tokens, args.rope_theta, args.rope_scaling)
+        ).to(device)
+        whole_ms = _attention_ms(Attend(args.head_dim), args, table, dtype)[0]
+        with fake_process_group(degree):
+            ranks = Ranks.of(init_device_mesh(device, (degree,)))
+            own_table = own_chunks(table, ranks, 0)
+            shared = GatheredAttention(ranks, args.head_dim)
+            milliseconds, kernel = _attention_ms(shared, args, own_table, dtype)
+        yield {
+            "tokens": tokens,
+            "ranks": degree,
+            "whole_row_ms": whole_ms,
+            "ms": milliseconds,
+            "over_a_share": milliseconds * degree / whole_ms,
+            "kernel": kernel,
+        }
+
+
+def _attention_ms(
+    attention: nn.Module, args: LlamaArgs, table: torch.Tensor, dtype: torch.dtype
+) -> tuple[float, str]:
+    """Time attention of the tokens of a rotary table; return the name of its longest kernel too."""
+    device = table.device.type
+    widths = args.dim, args.kv_dim, args.kv_dim
+    q, k, v = (
+        torch.randn(1, len(table), width, device=device, dtype=dtype, requires_grad=True)
+        for width in widths
+    )
+
+    upstream = torch.randn_like(attention(q, k, v, table))
+
+    def both() -> None:
+        torch.autograd.grad(attention(q, k, v, table), (q, k, v), upstream)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    milliseconds = median_ms(both, device, 1, warmup=1)
+    _, longest, *_ = _kernels(both, device)
+    return milliseconds, longest["kernel"]
+
+
 PARTS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
-    part.__name__: part for part in (parity, training, optimizer, decoding, codec, block, profile)
+    part.__name__: part
+    for part in (
+        *(parity, training, optimizer, spectral, decoding, codec, block, context, profile),
+    )
 }
 
 

@@ -54,6 +54,11 @@ CASES = {
         ],
         [],
     ),
+    "rows that ranks share": (
+        "lax",
+        [*degrees(), "--parallelism.context_parallel_degree=4"],
+        ["--low_rank.lax_gate=scalar"],
+    ),
     "Megatron, all recomputed": ("full", [*LAYOUTS["fsdp2_tp2"][1], *recompute("full")], []),
     "lanes": ("full", [*LAYOUTS["fsdp2_tp2"][1], *recompute("selective")], LANES),
 }
@@ -68,7 +73,7 @@ BLOCKS = ("pipeline of LaX", "BTP by sequence, latents kept", "latents of BTP, g
 """Cases with the masks of GPUs, against references that add a mask to all scores."""
 
 
-@pytest.mark.parametrize("name", [*list(CASES)[:4], *nightly(*list(CASES)[4:])])
+@pytest.mark.parametrize("name", [*list(CASES)[:5], *nightly(*list(CASES)[5:])])
 def test_layouts(name: str, four_ranks: RankPool, reference: Any, corpus: list[str]) -> None:
     family, layout, common = CASES[name]
     call = train_in_blocks if name in BLOCKS else train
@@ -78,11 +83,11 @@ def test_layouts(name: str, four_ranks: RankPool, reference: Any, corpus: list[s
     assert largest_difference(run, reference(*same)) > 1e-3
 
 
-def test_validation(two_ranks: RankPool, reference: Any, corpus: list[str]) -> None:
-    """Through a pipeline too, with sequences of another length than in training."""
+def test_validation(four_ranks: RankPool, reference: Any, corpus: list[str]) -> None:
+    """Through a pipeline of shared rows, with sequences of another length than in training."""
     options = ["--validation.enable", "--validation.steps=2", "--validation.seq_len=12", MASKED]
-    layout = degrees(pipeline=2)
-    run = two_ranks.run(train, [*model("svd"), *layout, *corpus, *options])[0]
+    layout = [*degrees(pipeline=2), "--parallelism.context_parallel_degree=2"]
+    run = four_ranks.run(train, [*model("svd"), *layout, *corpus, *options])[0]
     expected = reference(*model("svd"), *corpus, *options)
     assert run["val_losses"] == pytest.approx(expected["val_losses"], rel=EXACT)
     plain = reference(*model("svd"), *corpus, *options[:-1])["val_losses"]

@@ -63,6 +63,15 @@ def test_compressed_exchange(four_ranks: RankPool, reference: Any) -> None:
     assert largest_difference(run, reference(*options)) < EXACT
 
 
+def test_residuals_of_the_other_split_are_refused(four_ranks: RankPool) -> None:
+    """Of equal shapes and tensors, but in another order."""
+    codec = ["--grad_compression.codec=sparse", "--grad_compression.min_size=1"]
+    options = [*COLA, *DATA["fsdp4"], *codec, "--training.steps=4", "--checkpoint.enable"]
+    stopped = four_ranks.run(by_columns, options, "sigterm@2")[0]
+    for error in four_ranks.errors(train, options, "", stopped["dump_folder"]):
+        assert "A.weight is split along its other dimension" in error
+
+
 def split(args: LlamaArgs, ranks: int, settings: TPSettings | None = None) -> dict[str, int]:
     """Return by name the dimension in which FSDP2 would split each factor of a block."""
     with torch.device("meta"):

@@ -21,6 +21,7 @@ REPLICATE4_BY_ONE = [*REPLICATE4[:1], "--training.local_batch_size=1"]
 CASES = {
     "fsdp4": degrees(local_batch=2),
     "replicate4_accumulate2": REPLICATE4_BY_ONE,
+    "context2_pp2": [*degrees(pipeline=2), "--parallelism.context_parallel_degree=2"],
     "fsdp2_tp2": LAYOUTS["fsdp2_tp2"][1],
     "fsdp2_pp2": LAYOUTS["fsdp2_pp2"][1],
 }

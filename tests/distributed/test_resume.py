@@ -85,6 +85,7 @@ MOVES = {
         [
             TP4,
             degrees(),
+            [*degrees(), "--parallelism.context_parallel_degree=4"],
             [*TP2, "--parallelism.tp_plan=vanilla"],
             [*TP4, "--parallelism.no_tp_grouping"],
         ],

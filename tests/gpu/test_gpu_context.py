@@ -1,14 +1,23 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Attention of every rank that shares a row, on any device, against whole attention in fp64."""
 
+from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from tests.unit.tiny import build_tiny, tokens
 from torchtitan_lr.collectives import Ranks
-from torchtitan_lr.models.llama import separate
-from torchtitan_lr.parallel.context import attend_from_chunks, own_chunks
+from torchtitan_lr.models.llama import LlamaModel, separate
+from torchtitan_lr.parallel import context
+from torchtitan_lr.parallel.context import apply_context_parallel, attend_from_chunks, own_chunks
+from torchtitan_lr.parallel.parallelize import apply_compile
+from torchtitan_lr.parallel.recompute import apply_activation_checkpoint
 
 RANKS = 4
 B, HEADS, S, WIDTH = 2, 4, 256, 32
@@ -53,6 +62,56 @@ def test_ranks_together(kv_heads: int, masked: bool, device: torch.device) -> No
     # The control: attention of the early chunk alone to a prefix of another length.
     wrong = attend_from_chunks(own_chunks(q, Ranks(size=RANKS), -2), k, v, None, ranks)
     assert difference(wrong, own_chunks(whole, Ranks(size=RANKS), -2)) > 0.1
+
+
+def train(model: LlamaModel, device: torch.device, **arguments: Tensor) -> Iterator[Tensor]:
+    rows = tokens(model.model_args, s=32).to(device)
+    arguments = {name: value.to(device) for name, value in arguments.items()}
+    loss = model(rows, targets=rows, **arguments)
+    yield loss
+    loss.backward()
+    yield from (parameter.grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("how", ["eager", "low_rank", "compiled"])
+def test_what_is_gathered_does_not_stay(how: str, masked: bool, device: torch.device) -> None:
+    """On a rank alone, which gathers its own row: blocks as in training, and no group."""
+    if how == "compiled" and device.type == "cpu":
+        pytest.skip("takes long, and tests/distributed/test_context.py compiles on a CPU")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float64
+    documents = {"documents": (torch.arange(32) // 20).expand(2, 32)} if masked else {}
+    shape = {"dim": 128, "n_kv_heads": 2}
+    expected = list(
+        train(build_tiny("cola", torch.float64, **shape), torch.device("cpu"), **documents)
+    )
+
+    model = build_tiny("cola", torch.float64, **shape).to(device, dtype)
+    apply_context_parallel(model, Ranks(), "kv")
+    if how == "low_rank":
+        section = SimpleNamespace(mode="low_rank", low_rank_save_attention=True)
+        apply_activation_checkpoint(model, SimpleNamespace(activation_checkpoint=section))
+    if how == "compiled":
+        apply_compile(model, "inductor")
+    gathered: list[StorageWeakRef] = []
+
+    def watched(x: Tensor, ranks: Ranks) -> Tensor:
+        row = gather(x, ranks)
+        if how != "compiled":
+            gathered.append(StorageWeakRef(row.untyped_storage()))
+        return row
+
+    places = torch.arange(32).expand(2, 32)
+    blocks, gather = len(model.layers), context.gather_row
+    with patch.object(context, "gather_row", watched):
+        run = train(model, device, places=places, **documents)
+        found = [next(run)]
+        if how != "compiled":
+            assert [x.expired() for x in gathered] == [True] * blocks
+        found += list(run)
+    assert len(gathered) == (0 if how == "compiled" else 2 * blocks)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert difference(ours, theirs) < 4 * limit(dtype)
 
 
 def test_a_kernel_that_does_not_fit_is_refused(device: torch.device) -> None:

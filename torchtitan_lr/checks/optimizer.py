@@ -3,6 +3,7 @@
 
 from typing import Any
 
+from torchtitan_lr.config.schema import PRODUCTS
 from torchtitan_lr.errors import require
 from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.titan import logger
@@ -41,7 +42,7 @@ def check_groups(config: Any, world_size: int, device_type: str) -> None:
     require(args is not None, key, decay_on, want.replace("none", "'all'"))
     names = list(model_shapes(args))
     check_names(names, groups, merged(names))
-    if decay_on == "products":
+    if decay_on == PRODUCTS:
         want = f"'matrices' or 'all' with model.name = {config.model.name!r}: it has no factors"
         require(factor_pairs(names), key, decay_on, want)
         offload = config.training.enable_cpu_offload

@@ -226,7 +226,7 @@ def _check_residuals(config: Any, world_size: int, metadata: Any, folder: str) -
     if section.codec == "none" or not section.save_residuals or llama_args(config) is None:
         return
     from torchtitan_lr.compression.residuals import check_residuals
-    from torchtitan_lr.compression.settings import is_compressed
+    from torchtitan_lr.compression.settings import is_compressed, residual_name
     from torchtitan_lr.estimate.run import read_run
     from torchtitan_lr.estimate.traffic import exchanged_units
 
@@ -239,7 +239,7 @@ def _check_residuals(config: Any, world_size: int, metadata: Any, folder: str) -
         shapes.append((world_size, unit.ranks, unit.compressed))
         for name in parameters:
             if is_compressed(name, math.prod(run.global_shapes[name]), run.compression):
-                names.append(name)
+                names.append(residual_name(name, name in run.by_columns))
     if shapes:
         check_residuals(shapes, names, folder, metadata)
 

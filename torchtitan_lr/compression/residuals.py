@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torchtitan_lr.checkpoints.folders import RESIDUALS, is_dcp
 from torchtitan_lr.checkpoints.safe_metadata import load, read_metadata
 from torchtitan_lr.compression.compressor import COUNTS, Compressor
+from torchtitan_lr.compression.settings import residual_name
 from torchtitan_lr.errors import require
 from torchtitan_lr.numerics import joint_norm
 
@@ -140,6 +141,8 @@ def check_residuals(
     theirs = set(stored[RESIDUALS][NAMES].split())
     if others := sorted(theirs ^ set(names)):
         kind = "compressed" if others[0] in theirs else "not compressed"
+        if residual_name(others[0], by_columns=True) in others:
+            kind = "split along its other dimension"
         want = f"the compressed tensors of {checkpoint_id}, where {others[0]} is {kind}, or {skip}"
         require(False, "grad_compression.layers", "other tensors", want)
     return theirs

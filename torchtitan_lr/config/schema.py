@@ -64,6 +64,19 @@ ADAMS = ("AdamW", "Adam")
 SPECTRAL = ("Muon", "Spectron", "LoRAMuon")
 """The values of ``optimizer.name`` that choose a spectral optimizer."""
 
+PRODUCTS = "products"
+"""The value of ``optimizer.weight_decay_on`` that shrinks B A in the place of A and B."""
+
+
+def sums_grams(optimizer: Any) -> bool:
+    """Return whether a run sums Gram matrices (r, r) of factors, for which no rank may split r.
+
+    Args:
+        optimizer: ``[optimizer]``.
+    """
+    return optimizer.name in SPECTRAL or optimizer.weight_decay_on == PRODUCTS
+
+
 DEFAULTS_OF: dict[str, dict[str, Any]] = {
     # torch.optim.Muon's rate and decay, and Jordan et al.'s momentum. Updates have AdamW's size.
     "Muon": {"optimizer.lr": 1e-3, "optimizer.weight_decay": 0.1, "optimizer.nesterov": True},

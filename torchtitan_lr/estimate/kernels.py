@@ -171,8 +171,8 @@ class KernelRecorder(RehearsalMode):
         elif name.startswith(_ATTENTION):
             query, key = (args[1], args[2]) if "backward" in name else (args[0], args[1])
             # Two products forward, five backward, which computes the scores again: each below the
-            # diagonal of (b, h, s, e) factors.
-            each = float(query.numel() * key.shape[-2])
+            # diagonal of (b, h, s, e) factors. With fewer queries it ends in the lower right.
+            each = float(query.numel() * (2 * key.shape[-2] - query.shape[-2]))
             operator.attention = (5 if "backward" in name else 2) * each
             operator.extern = True
         self._operators.append(operator)

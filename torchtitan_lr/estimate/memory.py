@@ -113,7 +113,7 @@ def repeated_by_block(run: Run) -> list[Traffic]:
     count = run.microbatches * run.accumulation
     # The whole model: LaX's first block has no latents to add, and checkpointing may leave some
     # blocks alone.
-    with fake_ranks(run.tp) as mesh:
+    with fake_ranks(run.tp, run.cp) as mesh:
         repeated = run_once(workload_of(run), mesh, checkpointing_of(run, mode)).repeated
     return [
         repeated_row(run, *what, count * calls, count * elements)
@@ -125,7 +125,8 @@ def workload_of(run: Run) -> Workload:
     """Return what a rank of a run computes for a micro-batch."""
     settings = run.settings if run.tp > 1 else TPSettings()  # ignored there
     dtype = TORCH_DTYPE_MAP[run.config.training.mixed_precision_param]
-    return Workload(run.args, settings, run.tp, run.microbatch, run.seq_len, dtype)
+    shape = (run.args, settings, run.tp, run.microbatch, run.seq_len, dtype)
+    return Workload(*shape, run.cp, run.gather)
 
 
 def checkpointing_of(run: Run, mode: str) -> partial[None]:
@@ -168,17 +169,17 @@ def document_bytes(run: Run) -> int:
     if not run.config.training.mask_documents:
         return 0
     by_token = 2 * torch.int64.itemsize + run.args.head_dim // 2 * ROTARY_BYTES
-    return run.microbatch * (run.seq_len * by_token + mask_bytes(run.seq_len))
+    return run.microbatch * (run.seq_len * by_token + mask_bytes(run.seq_len, run.cp))
 
 
-def mask_bytes(seq_len: int) -> int:
+def mask_bytes(seq_len: int, cp_degree: int = 1) -> int:
     """Return the bytes of ``flex_attention``'s mask of a row: lists of blocks of 128 tokens.
 
-    The blocks of keys for each block of queries, with their number, and the reverse; each once for
-    blocks that are seen in part, and once for whole ones.
+    The blocks of keys for each block of a rank's queries, with their number, and the reverse; each
+    once for blocks that are seen in part, and once for whole ones.
     """
-    blocks = -(-seq_len // 128)
-    return 4 * torch.int32.itemsize * (blocks + blocks**2)
+    keys, queries = -(-seq_len // 128), -(-seq_len // cp_degree // 128)
+    return 2 * torch.int32.itemsize * (keys + queries + 2 * keys * queries)
 
 
 def buffer_bytes(run: Run, pp_rank: int) -> int:

@@ -16,19 +16,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.compat.dispatch import storage_address, tree_leaves
 from torchtitan_lr.compat.fake import FakeTensorMode, RehearsalMode, fake_process_group
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.models.llama import PLACES, LlamaModel
+from torchtitan_lr.parallel import context
 from torchtitan_lr.parallel.placement import TPSettings
 from torchtitan_lr.parallel.plans import apply_tensor_parallel
 
@@ -50,6 +54,8 @@ class Workload:
         batch: Sequences b of a micro-batch.
         seq_len: Tokens s of a sequence.
         dtype: The dtype that blocks compute in.
+        cp_degree: Context-parallel ranks C, which share the tokens.
+        gather: What they gather, ``kv`` or ``latents``.
     """
 
     args: LlamaArgs
@@ -58,6 +64,16 @@ class Workload:
     batch: int
     seq_len: int
     dtype: torch.dtype
+    cp_degree: int = 1
+    gather: str = "kv"
+
+    def inputs(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return token ids on a rank, and what else its model is called with."""
+        tokens = torch.zeros(self.batch, self.seq_len // self.cp_degree, dtype=torch.long)
+        arguments = {"targets": tokens}
+        if self.cp_degree > 1:
+            arguments[PLACES] = torch.zeros_like(tokens)
+        return tokens, arguments
 
 
 @dataclass(frozen=True)
@@ -92,7 +108,7 @@ def rehearse(workload: Workload, prepare: Prepare | None = None, period: int = 1
         RuntimeError: If this process has a process group already and T > 1.
     """
     short = [replace(workload.args, n_layers=n * period) for n in (1, 3)]
-    with fake_ranks(workload.tp_degree) as mesh:
+    with fake_ranks(workload.tp_degree, workload.cp_degree) as mesh:
         one, three = (run_once(replace(workload, args=args), mesh, prepare) for args in short)
     blocks = 2 * period
     block = (three.kept - one.kept) / blocks
@@ -104,19 +120,32 @@ def rehearse(workload: Workload, prepare: Prepare | None = None, period: int = 1
 
 
 @contextmanager
-def fake_ranks(tp_degree: int) -> Iterator[DeviceMesh | None]:
-    """Be rank 0 of `tp_degree` ranks that do not exist; None at degree 1.
+def fake_ranks(tp_degree: int, cp_degree: int = 1) -> Iterator[DeviceMesh | None]:
+    """Be rank 0 of ranks that do not exist; their mesh of ``tp`` or ``cp, tp``, None for one rank.
+
+    Meanwhile a CPU's attention adds no mask of a rank's own tokens to all tokens of a row: a GPU
+    has none.
 
     Raises:
         RuntimeError: If this process has a process group already.
     """
-    if tp_degree == 1:
+    if tp_degree * cp_degree == 1:
         yield None
         return
     if dist.is_initialized():
         raise RuntimeError("a rehearsal needs a process without a process group")
-    with fake_process_group(tp_degree):
-        yield init_device_mesh("cpu", (tp_degree,), mesh_dim_names=("tp",))
+    degrees: tuple[int, ...] = (tp_degree,)
+    names: tuple[str, ...] = ("tp",)
+    if cp_degree > 1:
+        degrees, names = (cp_degree, tp_degree), ("cp", "tp")
+    without_mask = patch.object(context, "attend_to_prefix", _attend_without_mask)
+    with fake_process_group(tp_degree * cp_degree), without_mask:
+        yield init_device_mesh("cpu", degrees, mesh_dim_names=names)
+
+
+def _attend_without_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out: Tensor = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+    return out
 
 
 @dataclass
@@ -135,7 +164,7 @@ def build_prepared(
 
     Args:
         workload: The model and its batch.
-        mesh: The tensor-parallel mesh, None for one rank.
+        mesh: Returned by `fake_ranks`.
         prepare: Wraps the model for activation checkpointing, if given.
     """
     default = torch.get_default_dtype()
@@ -145,7 +174,9 @@ def build_prepared(
     finally:
         torch.set_default_dtype(default)
     if mesh is not None:
-        apply_tensor_parallel(model, mesh, workload.settings)
+        apply_tensor_parallel(model, mesh["tp"], workload.settings)
+    if mesh is not None and workload.cp_degree > 1:
+        context.apply_context_parallel(model, Ranks.of(mesh["cp"]), workload.gather)
     if prepare is not None:
         prepare(model)
     return model
@@ -158,19 +189,21 @@ def run_once(workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | Non
         for parameter in model.parameters():
             # Whole gradients are counted elsewhere, by unit.
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-        tokens = torch.zeros(workload.batch, workload.seq_len, dtype=torch.long)
-        outside = {_address(p) for p in model.parameters()}
+        tokens, arguments = workload.inputs()
+        outside = {_address(p) for p in (*model.parameters(), *arguments.values())}
         outside |= {_address(model.freqs_cis), _address(tokens)}
         living = LivingStorages(outside)
-        groups = {} if mesh is None else {"tp": mesh.get_group()}
+        groups = {}
+        if mesh is not None:
+            groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
         with CommLedger([model], groups) as ledger, living:
-            loss = model(tokens, targets=tokens)
+            loss = model(tokens, **arguments)
             kept = living.bytes() - _storage(loss).nbytes()
             loss.backward()
     repeated = {
         (row["scope"], row["op"], row["dtype"]): (row["calls"], row["elements"])
         for row in ledger.rows(split_recompute=True)
-        if row["recompute"]
+        if row["recompute"] and row["mesh_dim"] != "cp"  # what attention gathers again, always
     }
     return Count(kept, living.peak, repeated)
 

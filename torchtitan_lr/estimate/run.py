@@ -9,7 +9,7 @@ from torchtitan_lr.compression.settings import (
     CompressionSettings,
     compression_settings,
 )
-from torchtitan_lr.config.schema import SPECTRAL, TSR
+from torchtitan_lr.config.schema import PRODUCTS, SPECTRAL, TSR, sums_grams
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.hardware import MeshDim
 from torchtitan_lr.formulas.data_parallel import named_parameters, split_by_columns
@@ -90,6 +90,11 @@ class Run:
         mesh["cp"] = MeshDim(self.cp, self.tp)
         mesh["fsdp_tp"] = MeshDim(self.shard * self.tp, 1)  # a spectral optimizer's group
         return mesh
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Ranks by mesh dimension."""
+        return {name: dim.size for name, dim in self.mesh.items()}
 
     @property
     def accumulation(self) -> int:
@@ -192,20 +197,26 @@ class Run:
 
     @cached_property
     def spectral_vectors(self) -> dict[str, int]:
-        """Length of the vector that Spectron keeps of each matrix of a spectral optimizer."""
+        """Length of the vector that Spectron keeps of each matrix, in the model's order."""
         if not self.spectral:
             return {}
         chosen = select_matrices(self.global_shapes, self.spectral)
-        vectors = dict.fromkeys(chosen.names, 0)
-        if self.spectral == "Spectron":
-            for name in vectors:
-                vectors[name] = min(self.global_shapes[name])
+        vectors = {}
+        for name, shape in self.global_shapes.items():
+            if name in chosen.names:
+                r = shape[0] if name.endswith(".A.weight") else shape[1]
+                vectors[name] = r if self.spectral == "Spectron" else 0
         return vectors
+
+    @property
+    def decays_products(self) -> bool:
+        """Whether weight decay shrinks the products B A."""
+        return not self.baseline and self.config.optimizer.weight_decay_on == PRODUCTS
 
     @cached_property
     def by_columns(self) -> set[str]:
         """Names of the parameters that FSDP2 splits along their columns, and not their rows."""
-        if not self.spectral:
+        if self.baseline or not sums_grams(self.config.optimizer):
             return set()
         return split_by_columns(self.args, self.settings, self.tp, self.shard)
 

@@ -20,9 +20,10 @@ from torchtitan_lr.estimate.run import Run, blocks_of
 from torchtitan_lr.estimate.tsr_traffic import TSRMatrix, TSRMesh, tsr_traffic
 from torchtitan_lr.formulas.context_parallel import context_traffic
 from torchtitan_lr.formulas.data_parallel import data_parallel_traffic
-from torchtitan_lr.formulas.spectral import SpectralMatrix, spectral_traffic
+from torchtitan_lr.formulas.spectral import DECAY, SpectralMatrix, spectral_traffic
 from torchtitan_lr.formulas.tensor_parallel import model_traffic
 from torchtitan_lr.formulas.traffic import Traffic, merge, pipeline_traffic
+from torchtitan_lr.optim.spectral.selection import factor_pairs
 from torchtitan_lr.optim.tsr.selection import MatrixPlan
 from torchtitan_lr.parallel.pipeline import stage_boundaries
 
@@ -50,9 +51,8 @@ def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> 
             rows.append(repeated_row(run, "blocks", op, dtype, *numbers))
     if run.tsr is not None:
         rows += optimizer_traffic(run, pp_rank, ())
-    if run.spectral:
-        ranks = {name: dim.size for name, dim in run.mesh.items()}
-        rows += spectral_traffic(run.spectral, spectral_matrices(run, pp_rank), ranks)
+    for rule, matrices in gram_rules(run, pp_rank).items():
+        rows += spectral_traffic(rule, matrices, run.ranks)
     return rows
 
 
@@ -108,7 +108,7 @@ def repeated_row(run: Run, scope: str, op: str, dtype: str, calls: int, elements
 
 def boundaries_of(run: Run) -> list[int]:
     """Return the elements per sequence that a rank sends over each stage boundary."""
-    boundaries = stage_boundaries(run.config, run.args, run.seq_len, run.settings)
+    boundaries = stage_boundaries(run.config, run.args, run.seq_len // run.cp, run.settings)
     return [prod(boundary.shape) for boundary in boundaries]
 
 
@@ -235,13 +235,26 @@ def _matrix(run: Run, name: str, local: tuple[int, ...]) -> TSRMatrix:
     return TSRMatrix(plan, splits[rows], splits[columns])
 
 
+def gram_rules(run: Run, pp_rank: int) -> dict[str, list[SpectralMatrix]]:
+    """Return the matrices of a rank by what sums their Gram matrices: a rule, `DECAY` or both."""
+    shapes, chosen = _local_shapes(run, pp_rank), {}
+    if run.spectral:
+        chosen[run.spectral] = list(run.spectral_vectors)
+    if run.decays_products:
+        chosen[DECAY] = [name for pair in factor_pairs(run.global_shapes) for name in pair]
+    return {
+        rule: [
+            SpectralMatrix.of(name, run.global_shapes[name], _splits(run, name, shapes[name]))
+            for name in names
+            if name in shapes
+        ]
+        for rule, names in chosen.items()
+    }
+
+
 def spectral_matrices(run: Run, pp_rank: int) -> list[SpectralMatrix]:
     """Return the matrices of a rank that a spectral optimizer updates."""
-    return [
-        SpectralMatrix.of(name, run.global_shapes[name], _splits(run, name, local))
-        for name, local in _local_shapes(run, pp_rank).items()
-        if name in run.spectral_vectors
-    ]
+    return gram_rules(run, pp_rank).get(run.spectral, [])
 
 
 def _splits(run: Run, name: str, local: tuple[int, ...]) -> list[tuple[str, ...]]:

@@ -4,7 +4,6 @@
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -84,7 +83,7 @@ def rehearse_work(
     short = [
         replace(workload, args=replace(workload.args, n_layers=n)) for n in (period, 2 * period)
     ]
-    with fake_ranks(workload.tp_degree) as mesh:
+    with fake_ranks(workload.tp_degree, workload.cp_degree) as mesh:
         one, two = (_record(each, mesh, prepare, one_kernel_norm) for each in short)
     none, block, ends = Work(), [], []
     for backward in (False, True):
@@ -101,12 +100,12 @@ def _record(
 ) -> KernelRecorder:
     with FakeTensorMode():
         model = build_prepared(workload, mesh, prepare)
-        tokens = torch.zeros(workload.batch, workload.seq_len, dtype=torch.long)
+        tokens, arguments = workload.inputs()
         recorder = KernelRecorder()
         norm = norm_in_one_kernel(recorder) if one_kernel_norm else nullcontext()
         with recorder, norm:
             # The head computes the loss, as in training: its logits exist a chunk at a time.
-            loss: Tensor = model(tokens, targets=tokens)
+            loss: Tensor = model(tokens, **arguments)
             recorder.backward = True
             loss.backward()
         return recorder

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchtitan_lr.config.schema import SPECTRAL
+from torchtitan_lr.config.schema import PRODUCTS, SPECTRAL
 from torchtitan_lr.errors import ConfigError, one_of, require
 
 KEY = "optimizer.groups"
@@ -90,7 +90,7 @@ class ParameterGroups:
         for name, parameter in named_parameters:
             place = self.place(name)
             decays = self.decay_on == "all" or parameter.dim() > 1
-            if self.decay_on == "products" and name.endswith(FACTORS):
+            if self.decay_on == PRODUCTS and name.endswith(FACTORS):
                 decays = False  # `optim.product_decay` shrinks B A instead
             group = {
                 "params": [],

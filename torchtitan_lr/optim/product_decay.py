@@ -12,7 +12,7 @@ So ranks that split the other sides of A and B sum the Gram matrices A Aᵀ and 
 numbers each, in one message. Ranks that split r gather the factor.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -71,15 +71,23 @@ class Factor:
             part.copy_(exact)
 
 
-class ProductDecay:
-    """The decay of all products of a rank; the optimizers themselves shrink no factor.
+class ProductDecay(Optimizer):
+    """The decay of all products of a rank, as an optimizer that steps before the others.
+
+    The others shrink no factor themselves; they have the learning rates.
 
     Args:
         pairs: A and B of every linear.
+
+    Attributes:
+        found_inf: 1 if the next step must change nothing, else 0, on the device; None for 0.
     """
+
+    found_inf: Tensor | None = None
 
     def __init__(self, pairs: Iterable[tuple[Factor, Factor]]) -> None:
         self.pairs = list(pairs)
+        super().__init__([factor.parameter for pair in self.pairs for factor in pair], {})
         self.factors = [factor for pair in self.pairs for factor in pair]
         self.groups = Groups(factor.layout for factor in self.factors)
         if gathered := sum(bool(factor.layout.rows) for factor in self.factors):
@@ -112,11 +120,15 @@ class ProductDecay:
             pairs.append((A, B))
         return cls(pairs)
 
+    def before(self, optimizers: Iterable[Optimizer]) -> None:
+        """Shrink all factors unless the optimizers, which step next, are told to leave it out."""
+        self.found_inf = getattr(next(iter(optimizers)), "found_inf", None)
+        self.step()
+
     @torch.no_grad()
-    def __call__(self, optimizers: Iterable[Any], *_: Any) -> None:
-        """Shrink all factors, before the step of a container of optimizers: a step pre-hook."""
-        found_inf = getattr(next(iter(optimizers)), "found_inf", None)
-        rejected = None if found_inf is None else found_inf > 0
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Shrink all factors; no closure is called."""
+        rejected = None if self.found_inf is None else self.found_inf > 0
         with exact_products():
             parts = {f: (f.layout, f.exact_part(), f.r) for f in self.factors}
             whole = self.groups.gather_rows(parts)

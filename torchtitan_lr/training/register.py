@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from torchtitan_lr.config.schema import SPECTRAL, TSR
+from torchtitan_lr.config.schema import PRODUCTS, SPECTRAL, TSR
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.models.ends import build_loss
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
@@ -18,6 +18,7 @@ from torchtitan_lr.optim.groups import ParameterGroups, regroup
 from torchtitan_lr.optim.product_decay import ProductDecay
 from torchtitan_lr.optim.resume import ConfiguredLR, keep_hyperparameters
 from torchtitan_lr.optim.spectral.container import SpectralOptimizers
+from torchtitan_lr.optim.spectral.selection import factor_pairs
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.parallel.parallelize import (
@@ -49,10 +50,11 @@ def build_optimizers(
     """Build a container of optimizers, one per pipeline stage: torchtitan's, or another."""
     groups = ParameterGroups.from_config(optimizer_config)
     optimizers = _grouped_optimizers(model_parts, optimizer_config, parallel_dims, groups)
-    if groups.decay_on == "products":
-        named = {n: p for part in model_parts for n, p in trained_parameters(part)}
+    named = {n: p for part in model_parts for n, p in trained_parameters(part)}
+    if groups.decay_on == PRODUCTS and factor_pairs(named):  # a pipeline stage may have none
         decays = {name: groups.decay(name, optimizer_config.weight_decay) for name in named}
-        optimizers.register_step_pre_hook(ProductDecay.of(optimizers, named, decays))
+        decay = optimizers.product_decay = ProductDecay.of(optimizers, named, decays)
+        optimizers.register_step_pre_hook(lambda container, *_: decay.before(container))
     return optimizers
 
 

@@ -30,6 +30,7 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.gradients import Gradients, StoredGradients
 from torchtitan_lr.optim.groups import ParameterGroups
+from torchtitan_lr.optim.product_decay import ProductDecay
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.parallel.context import context_ranks
@@ -282,10 +283,15 @@ class Trainer(TitanTrainer):
         replicas = ("dp_replicate",) if self.job_config.optimizer.name == TSR else ()
         meshes = self.parallel_dims.get_all_one_dimensional_meshes()
         groups = {name: mesh.get_group() for name, mesh in meshes.items()}
-        spectral = [o for o in self.optimizers.optimizers if isinstance(o, SpectralOptimizer)]
-        for optimizer in spectral:
+        decay = getattr(self.optimizers, "product_decay", None)
+        summing = [
+            optimizer
+            for optimizer in (decay, *self.optimizers)
+            if isinstance(optimizer, SpectralOptimizer | ProductDecay)
+        ]
+        for optimizer in summing:
             groups |= optimizer.groups.by_name()
-        return CommLedger(self.model_parts, groups, replicas, spectral)
+        return CommLedger(self.model_parts, groups, replicas, summing)
 
     def forward_backward_step(
         self,

@@ -4,15 +4,22 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 import torchtitan_lr.training.register  # noqa: F401
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.estimate.context import gather_lines, gather_report
 from torchtitan_lr.estimate.hardware import load_hardware
+from torchtitan_lr.estimate.rehearsal import Workload, rehearse
 from torchtitan_lr.estimate.run import read_run
+from torchtitan_lr.estimate.work import rehearse_work
+from torchtitan_lr.formulas.context_parallel import gathered_bytes, latent_flops
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.parallel.placement import TPSettings
 
 ROW = ["--training.seq_len=131072", "--training.local_batch_size=1"]
 ROW += ["--training.global_batch_size=-1"]
+EIGHT = ["--parallelism.context_parallel_degree=8"]
 
 
 @pytest.mark.parametrize(
@@ -25,9 +32,8 @@ ROW += ["--training.global_batch_size=-1"]
     ],
 )
 def test_which_way_is_faster(config, machine, tp, line):
-    arguments = [f"--parallelism.tensor_parallel_degree={tp}", *ROW]
+    arguments = [f"--parallelism.tensor_parallel_degree={tp}", *ROW, *EIGHT]
     config = build_job_config([f"--job.config_file={config}", *arguments])
-    config.parallelism.context_parallel_degree = 8
     report = gather_report(read_run(config, 8 * tp), 0, load_hardware(machine))
     lines = gather_lines(report)
     if line is None:  # no latents at full rank
@@ -38,9 +44,7 @@ def test_which_way_is_faster(config, machine, tp, line):
 
 def test_a_fast_link_favours_keys_and_values():
     """7B in a node: at 8,000 GB/s the products of latents cost more than their bytes save."""
-    arguments = ["--job.config_file=cola_7b", *ROW]
-    config = build_job_config(arguments)
-    config.parallelism.context_parallel_degree = 8
+    config = build_job_config(["--job.config_file=cola_7b", *ROW, *EIGHT])
     run, h100 = read_run(config, 8), load_hardware("h100")
     costs = {}
     for speed in (50.0, 8000.0):
@@ -51,3 +55,40 @@ def test_a_fast_link_favours_keys_and_values():
     kv = costs[50.0]["costs"]["kv"]
     assert kv["bytes"] == 32 * 3 * 2 * 131072 * 4096 * 2
     assert kv["send_seconds"] == pytest.approx(7 / 8 * kv["bytes"] / 50e9, rel=0.01)
+
+
+def shared(ranks: int, gather: str, tp: int = 1) -> Workload:
+    """Two rows of 512 tokens of a model whose keys are wider than its rank."""
+    args = replace(FLAVORS["cola"]["debug"], n_kv_heads=8)  # d_kv 128, r 32
+    return Workload(args, TPSettings("btp"), tp, 2, 512, torch.bfloat16, ranks, gather)
+
+
+def test_memory_falls_with_the_ranks():
+    """Kept is 1/C of it; at work is a block's k and v, their gradients, and one copy more."""
+    alone, kv, latents = (rehearse(shared(*s)) for s in ((1, "kv"), (4, "kv"), (4, "latents")))
+    side_by_side = 2 * 128 * 128 * 2  # attention's output of both chunks, beside each
+    assert kv.block == alone.block / 4 + side_by_side
+    own_keys = 2 * 2 * 128 * 128 * 2  # k and v of 2 · 512 / 4 tokens, d_kv 128
+    assert latents.block == kv.block - own_keys
+    whole = gathered_bytes(128, 4, 256, 2)
+    for found in (kv, latents):
+        assert whole / 2 < found.working - alone.working / 4 < 4 * whole
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_products_of_latents(tp):
+    """The products that run more are those of the formula, and attention's work is the same."""
+    kv, latents = (rehearse_work(shared(4, gather, tp), False) for gather in ("kv", "latents"))
+    args, settings = shared(4, "kv").args, TPSettings("btp")
+    for wanted, less, more in zip(
+        latent_flops(args, settings, tp, 4, 256), kv.block, latents.block, strict=True
+    ):
+        flops = [
+            sum(product.flops * calls for product, calls in work.products.items())
+            for work in (less, more)
+        ]
+        assert flops[1] - flops[0] == wanted
+        assert more.attention == less.attention
+    alone = rehearse_work(shared(1, "kv", tp), False)
+    for whole, part in zip(alone.block, kv.block, strict=True):
+        assert part.attention == pytest.approx(whole.attention / 4)

@@ -54,7 +54,7 @@ def test_every_config(path):
     assert split / run.tp <= whole <= split
     traffic = [step_traffic(run, rank) for rank in range(run.pp)]
     sent = [bytes_by_dim(rows, run.wire_dtypes) for rows in traffic]
-    used = {name for name in ("tp", "fsdp", "dp_replicate", "pp") if run.mesh[name].size > 1}
+    used = {name for name in ("tp", "cp", "fsdp", "dp_replicate", "pp") if run.mesh[name].size > 1}
     if run.spectral and {"tp", "fsdp"} <= used:
         used.add("fsdp_tp")
     assert all(dims.keys() == used for dims in sent)

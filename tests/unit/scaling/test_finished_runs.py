@@ -1,0 +1,70 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Runs that finished on one machine do not run again on another."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.research import finished_runs, spectral_pictures
+from tests.unit.scaling.test_experiment import TOML
+from torchtitan_lr.scaling.experiment import read_experiment
+from torchtitan_lr.scaling.plan import Plan
+from torchtitan_lr.scaling.sweep import POINT_FILE, Point, Sweep
+from torchtitan_lr.training.update_norm import UPDATE_NORM
+
+
+def record(work: Path, point: Point, status: str, config: str) -> None:
+    """Write what a sweep on another machine leaves of a run."""
+    row = {"status": status, "val_loss": 4.5, "steps": 7}
+    (work / point.name).mkdir(parents=True)
+    text = json.dumps({"arguments": [config, *point.arguments], "row": row})
+    (work / point.name / POINT_FILE).write_text(text)
+    history = [{"step": 1, UPDATE_NORM: 0.25}, {"step": 1, "validation_metrics/loss": 4.5}]
+    (work / point.name / "metrics.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in history))
+
+
+def test_stored_runs_are_done_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finished_runs, "FOLDER", tmp_path)
+    (tmp_path / "x.toml").write_text(TOML)
+    experiment = read_experiment(str(tmp_path / "x.toml"))
+    there, here = tmp_path / "there", tmp_path / "here"
+    full = Plan(experiment, there).searches()["full", "a"]
+    for point, status in zip(full, ("finished", "diverged", "cut off"), strict=True):
+        record(there, point, status, "/elsewhere/train_configs/debug_full.toml")
+    assert finished_runs.main(["store", "x", str(there)]) == 0
+    stored = finished_runs.stored_runs("x")
+    assert [*stored] == sorted(point.name for point in full[:2])
+    assert all(run["update_norms"] == [0.25] for run in stored.values())
+    assert finished_runs.restore("x", here) == 2
+    points = Plan(experiment, here).searches()["full", "a"]
+    Sweep(here, points)  # it refuses runs of other settings
+    assert [point.is_done for point in points] == [True, True, False]
+    assert points[0].row["val_loss"] == 4.5
+    assert finished_runs.restore("x", here) == 0
+    # The control: an experiment of other settings refuses the stored runs.
+    other = Plan(read_experiment(str(tmp_path / "x.toml"), ["--optimizer.beta1=0.8"]), here)
+    with pytest.raises(ValueError, match="of other settings"):
+        Sweep(here, other.searches()["full", "a"])
+
+
+def test_the_pictures_show_what_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = {"svd-Muon": (5.0, 4.5, 4.75), "full-AdamW": (5.5, 5.25)}
+    runs = {}
+    for family, values in losses.items():
+        for rate, loss in zip((1e-3, 1e-2, 1e-1), values, strict=False):
+            run = {"row": {"status": "finished", "val_loss": loss}, "update_norms": [0.1, 0.2]}
+            runs[f"{family}_w48_2.5_seed0_lr{rate:g}"] = run
+            runs[f"{family}_w48_2.5_seed1_lr{rate:g}"] = run | {"row": {"status": "finished"}}
+    (tmp_path / "spectral.json").write_text(json.dumps(runs))
+    monkeypatch.setattr(finished_runs, "FOLDER", tmp_path)
+    monkeypatch.setattr(spectral_pictures, "IMAGES", tmp_path)
+    assert spectral_pictures.main([]) == 0
+    table = capsys.readouterr().out
+    assert "| svd | - | 4.500 (0.01; +0.50, +0.25) | - | - |" in table
+    assert "| full | 5.250 (0.01; +0.25, -) | - | - | - |" in table
+    for name in ("spectral_rates.png", "spectral_norms.png"):
+        assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
+    assert spectral_pictures.main(["--size=w96"]) == 2
