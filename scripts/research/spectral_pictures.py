@@ -1,10 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Draw the stored runs of the spectral experiment: loss over learning rate, norms of updates.
+"""Show the stored runs of the spectral experiment: loss over learning rate, norms of updates.
 
     python -m scripts.research.spectral_pictures --size w48
 
-Writes docs/images/spectral_rates.png and spectral_norms.png from
-scripts/research/experiments/spectral.json. The norms are those of each family's best run.
+Prints the best loss of each family and optimizer with its learning rate, and the rise of the loss
+at the rates beside it. Writes docs/images/spectral_rates.png and spectral_norms.png, the norms of
+each best run. All from scripts/research/experiments/spectral.json.
 
 Exit status: 0; 2 invalid arguments.
 """
@@ -12,13 +13,13 @@ Exit status: 0; 2 invalid arguments.
 import argparse
 import re
 import sys
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from scripts.research.finished_runs import Run, stored_runs
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.console.figures import new_figure
+from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.sweep import FINISHED
 
@@ -35,12 +36,41 @@ Curves = dict[str, dict[str, dict[float, Run]]]
 
 def searched(size: str) -> Curves:
     """Return the finished runs of seed 0 at equal tokens, of one size."""
-    found: Curves = {family: defaultdict(dict) for family in FAMILIES}
+    found: Curves = {family: {} for family in FAMILIES}
     for name, run in stored_runs("spectral").items():
         match = _NAME.fullmatch(name)
         if match and match[3] == size and run["row"]["status"] == FINISHED:
-            found[match[1]][match[2]][float(match[4])] = run
+            found[match[1]].setdefault(match[2], {})[float(match[4])] = run
     return found
+
+
+def table(curves: Curves) -> str:
+    """Return the best losses as Markdown: a row per family, a column per optimizer.
+
+    In brackets stand the learning rate, and how much higher the loss is at the next lower and the
+    next higher rate of the grid; a dash is a rate without a finished run.
+    """
+    rows = []
+    for family, by_optimizer in curves.items():
+        row = [family]
+        for optimizer in OPTIMIZERS:
+            runs = by_optimizer.get(optimizer, {})
+            losses = {rate: run["row"]["val_loss"] for rate, run in runs.items()}
+            row.append(best_loss(losses) if losses else "-")
+        rows.append(row)
+    return markdown_table(["family", *OPTIMIZERS], rows)
+
+
+def best_loss(losses: dict[float, float]) -> str:
+    """Return the text of one cell of `table`, from losses by rate."""
+    rates = sorted(losses)
+    place = min(range(len(rates)), key=lambda i: losses[rates[i]])
+    best = losses[rates[place]]
+    rises = []
+    for beside in (place - 1, place + 1):
+        known = 0 <= beside < len(rates)
+        rises.append(f"+{losses[rates[beside]] - best:.2f}" if known else "-")
+    return f"{best:.3f} ({rates[place]:g}; {', '.join(rises)})"
 
 
 def draw(curves: Curves, what: str, panel: Any) -> Any:
@@ -59,20 +89,21 @@ def draw(curves: Curves, what: str, panel: Any) -> Any:
             panel(axes, runs, optimizer, f"C{OPTIMIZERS.index(optimizer)}")
         axes.set_title(family, fontsize=9)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+        if by_optimizer:
+            axes.legend(fontsize=7)
     figure.suptitle(what, fontsize=9)
     figure.set_layout_engine("constrained")
     return figure
 
 
-def rates(axes: Any, runs: dict[float, Run], label: str, color: str) -> None:
+def draw_rates(axes: Any, runs: dict[float, Run], label: str, color: str) -> None:
     """Draw validation losses over learning rates."""
     at = sorted(runs)
     axes.plot(at, [runs[rate]["row"]["val_loss"] for rate in at], "o-", ms=3, label=label, c=color)
     axes.set(xscale="log", xlabel="learning rate")
 
 
-def norms(axes: Any, runs: dict[float, Run], label: str, color: str) -> None:
+def draw_norms(axes: Any, runs: dict[float, Run], label: str, color: str) -> None:
     """Draw the update norms of the best run, in the order of the logged steps."""
     best = min(runs.values(), key=lambda run: float(run["row"]["val_loss"]))
     axes.plot(best["update_norms"], label=label, c=color)
@@ -81,17 +112,18 @@ def norms(axes: Any, runs: dict[float, Run], label: str, color: str) -> None:
 
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
-    """Write both pictures; return the exit status."""
+    """Print the table and write both pictures; return the exit status."""
     parser = OneLineParser(prog="scripts.research.spectral_pictures", description=__doc__)
     parser.add_argument("--size", default="w48", help="a size of the experiment")
     options: argparse.Namespace = parser.parse_args(argv)
     curves = searched(options.size)
     if not any(curves.values()):
         raise ConfigError("--size", options.size, "a size with stored runs")
+    print(table(curves))
     what = f"validation loss (nats per token) over learning rate, {options.size}, seed 0"
-    draw(curves, what, rates).savefig(IMAGES / "spectral_rates.png")
+    draw(curves, what, draw_rates).savefig(IMAGES / "spectral_rates.png")
     what = f"largest spectral norm of a step's update, at the best learning rate, {options.size}"
-    draw(curves, what, norms).savefig(IMAGES / "spectral_norms.png")
+    draw(curves, what, draw_norms).savefig(IMAGES / "spectral_norms.png")
     return 0
 
 

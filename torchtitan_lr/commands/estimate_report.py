@@ -19,7 +19,7 @@ from torchtitan_lr.estimate.memory import (
 )
 from torchtitan_lr.estimate.rehearsal import Rehearsal
 from torchtitan_lr.estimate.run import Run, with_checkpointing
-from torchtitan_lr.estimate.step_time import small_seconds, step_time
+from torchtitan_lr.estimate.step_time import fp32_seconds, step_time
 from torchtitan_lr.estimate.traffic import (
     average_optimizer_traffic,
     bytes_by_dim,
@@ -30,7 +30,7 @@ from torchtitan_lr.estimate.traffic import (
     tsr_names,
 )
 from torchtitan_lr.estimate.work import work_of_run
-from torchtitan_lr.formulas.spectral import small_flops
+from torchtitan_lr.formulas.spectral import rank_small_flops, small_flops
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.flavors import FLAVORS
@@ -63,7 +63,8 @@ def estimate(
         rank that needs most), ``activations_by_mode``, ``comm_bytes`` (of the pipeline rank that
         sends most, by mesh dimension and operation), ``checkpoint_bytes`` (of all ranks together,
         by part), ``step_time`` and ``pipeline_ranks``; with
-        context parallelism also ``context`` (`gather_report`); with
+        context parallelism also ``context`` (`gather_report`); with a spectral optimizer also
+        ``spectral`` (the numbers that it sends, and its products of (r, r)); with
         TSR-Adam also ``tsr_comm_bytes`` (then ``comm_bytes`` are for a step without refresh and the
         time for an average step); and the same keys for every plan in ``alternatives``.
         ``tokens_per_s`` in ``step_time`` counts all ranks together.
@@ -163,17 +164,20 @@ def _tsr_bytes(run: Run, pp_rank: int, averaged: list[list[Traffic]]) -> dict[st
 
 def _spectral(run: Run, pp_rank: int, hardware: Hardware) -> dict[str, Any]:
     """Return the numbers that a spectral optimizer sends, and its products of (r, r)."""
-    numbers = {"gram": 0, "momentum": 0}
+    sent = dict.fromkeys(("summed", "returned", "gathered"), 0)
     for row in step_traffic(run, pp_rank):
-        if row.role in numbers:
-            numbers[row.role] += row.elements
-    flops = sum(small_flops(run.spectral, m.r) for m in spectral_matrices(run, pp_rank))
+        if row.role == "gram":
+            sent["returned" if row.op == "all_gather" else "summed"] += row.elements
+        elif row.role == "momentum":
+            sent["gathered"] += row.elements
+    matrices = spectral_matrices(run, pp_rank)
+    own = rank_small_flops(run.spectral, matrices, run.ranks)
     return {
         "rule": run.spectral,
-        "summed_numbers": numbers["gram"],
-        "gathered_numbers": numbers["momentum"],
-        "small_flops": flops,
-        "small_seconds": small_seconds(run, pp_rank, hardware),
+        "numbers": sent,
+        "small_flops": sum(small_flops(run.spectral, matrix.r) for matrix in matrices),
+        "small_flops_per_rank": own,
+        "small_seconds": fp32_seconds(own, hardware),
     }
 
 
@@ -286,11 +290,12 @@ def as_text(report: dict[str, Any], hardware: Hardware, storage: float = 0.0) ->
 
 
 def _spectral_line(cost: dict[str, Any]) -> str:
+    millions = {kind: f"{count / 1e6:,.1f} M" for kind, count in cost["numbers"].items()}
     return (
-        f"{cost['rule']}, per step: {cost['summed_numbers'] / 1e6:,.1f} M numbers of Gram matrices "
-        f"summed, {cost['gathered_numbers'] / 1e6:,.1f} M numbers of momenta gathered; "
-        f"{cost['small_flops'] / 1e12:.2f} TFLOP of r x r products in fp32 on each rank, "
-        f"{1e3 * cost['small_seconds']:.1f} ms (modelled)"
+        f"{cost['rule']}, per step: {millions['summed']} numbers of Gram matrices summed, "
+        f"{millions['returned']} of Q returned, {millions['gathered']} of momenta gathered; "
+        f"{cost['small_flops_per_rank'] / 1e12:.2f} of {cost['small_flops'] / 1e12:.2f} TFLOP of "
+        f"r x r products in fp32 on each rank, {1e3 * cost['small_seconds']:.1f} ms (modelled)"
     )
 
 

@@ -92,6 +92,11 @@ class Run:
         return mesh
 
     @property
+    def ranks(self) -> dict[str, int]:
+        """Ranks by mesh dimension."""
+        return {name: dim.size for name, dim in self.mesh.items()}
+
+    @property
     def accumulation(self) -> int:
         """Gradient accumulation: passes of the local batch per step."""
         training = self.config.training
@@ -192,14 +197,15 @@ class Run:
 
     @cached_property
     def spectral_vectors(self) -> dict[str, int]:
-        """Length of the vector that Spectron keeps of each matrix of a spectral optimizer."""
+        """Length of the vector that Spectron keeps of each matrix, in the model's order."""
         if not self.spectral:
             return {}
         chosen = select_matrices(self.global_shapes, self.spectral)
-        vectors = dict.fromkeys(chosen.names, 0)
-        if self.spectral == "Spectron":
-            for name in vectors:
-                vectors[name] = min(self.global_shapes[name])
+        vectors = {}
+        for name, shape in self.global_shapes.items():
+            if name in chosen.names:
+                r = shape[0] if name.endswith(".A.weight") else shape[1]
+                vectors[name] = r if self.spectral == "Spectron" else 0
         return vectors
 
     @property

@@ -23,9 +23,9 @@ from torchtitan_lr.estimate.hardware import Hardware, MeshDim
 from torchtitan_lr.estimate.kernels import Work
 from torchtitan_lr.estimate.run import Run, blocks_of
 from torchtitan_lr.estimate.schedule import StageSeconds, makespan, pipeline_order
-from torchtitan_lr.estimate.traffic import element_size, gram_rules, spectral_matrices
+from torchtitan_lr.estimate.traffic import element_size, gram_rules
 from torchtitan_lr.estimate.work import PassWork
-from torchtitan_lr.formulas.spectral import small_flops, wide_flops
+from torchtitan_lr.formulas.spectral import rank_small_flops, wide_flops
 from torchtitan_lr.formulas.traffic import Traffic
 
 _WIRE_SHARE = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
@@ -212,18 +212,12 @@ def optimizer_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
                 size, passes = max(4, size), SPECTRAL_PASSES
             passed += passes * size * prod(run.piece(name, shape))
     seconds = moved_seconds(passed, hardware)
-    ranks = {name: dim.size for name, dim in run.mesh.items()}
     for rule, matrices in gram_rules(run, pp_rank).items():
-        flops = sum(wide_flops(rule, matrix, ranks) for matrix in matrices)
+        flops = rank_small_flops(rule, matrices, run.ranks)
+        flops += sum(wide_flops(rule, matrix, run.ranks) for matrix in matrices)
         seconds += fp32_seconds(flops, hardware)
         seconds += SPECTRAL_KERNELS * len(matrices) * hardware.kernel_us * 1e-6
-    return seconds + small_seconds(run, pp_rank, hardware)
-
-
-def small_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
-    """Return the modelled time of a spectral optimizer's products of (r, r), on every rank."""
-    matrices = spectral_matrices(run, pp_rank)
-    return fp32_seconds(sum(small_flops(run.spectral, m.r) for m in matrices), hardware)
+    return seconds
 
 
 def fp32_seconds(flops: float, hardware: Hardware) -> float:

@@ -51,9 +51,8 @@ def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> 
             rows.append(repeated_row(run, "blocks", op, dtype, *numbers))
     if run.tsr is not None:
         rows += optimizer_traffic(run, pp_rank, ())
-    ranks = {name: dim.size for name, dim in run.mesh.items()}
     for rule, matrices in gram_rules(run, pp_rank).items():
-        rows += spectral_traffic(rule, matrices, ranks)
+        rows += spectral_traffic(rule, matrices, run.ranks)
     return rows
 
 

@@ -9,19 +9,24 @@ travel for each. N is the momentum and u a vector (r,):
     Spectron    N Nᵀ, W Wᵀu and |Wᵀu|²
     LoRA-Muon   N Nᵀ and W Wᵀ
 
-The decay of products B A (``weight_decay_on = "products"``) sends W Wᵀ of every factor.
-All matrices that the same ranks split are one all-reduce. Ranks that split r first gather N, and W
-too if the rule reads it. Replicas send nothing.
+N ranks share the products of (r, r) matrices: each gets the sums of an equal number of linears
+(reduce-scatter), and all get their symmetric Q and Spectron's next u (all-gather). These are as
+many bytes as an all-reduce of the sums. Fewer than N linears of one r are left over, and so are
+those whose A and B are split by other ranks: every rank gets these sums (all-reduce).
+
+Ranks that split r first gather N, and W too if the rule reads it. Replicas send nothing. The decay
+of products B A (``weight_decay_on = "products"``) sums W Wᵀ of every factor on every rank.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
-from torchtitan_lr.formulas.traffic import Traffic
+from torchtitan_lr.formulas.traffic import Traffic, merge
 
 ITERATIONS = 5
 """Newton-Schulz iterations of a polar factor."""
@@ -84,37 +89,74 @@ def gram_numbers(rule: str, r: int) -> int:
     return triangle + more.get(rule, 0)
 
 
-def spectral_traffic(
-    rule: str, matrices: Iterable[SpectralMatrix], ranks: Mapping[str, int]
-) -> list[Traffic]:
-    """Return a step's collectives on the first rank.
+def result_numbers(rule: str, r: int) -> int:
+    """Return the numbers of a matrix's symmetric Q, and of Spectron's next u."""
+    return r * (r + 1) // 2 + (r if rule == "Spectron" else 0)
+
+
+def shared_matrices(
+    rule: str, matrices: Sequence[SpectralMatrix], ranks: Mapping[str, int]
+) -> tuple[dict[tuple[str, ...], list[SpectralMatrix]], list[SpectralMatrix]]:
+    """Tell which matrices the ranks share out among them.
 
     Args:
         rule: ``Muon``, ``Spectron``, ``LoRAMuon`` or `DECAY`.
-        matrices: A rank's.
+        matrices: A rank's, each A followed by its B.
         ranks: Ranks by mesh dimension.
 
     Returns:
-        Rows of the scope and the pass ``optimizer``, with the roles ``gram`` and ``momentum``
-        (the gathered weights included). A message over several mesh dimensions has their names,
-        such as ``fsdp_tp``.
+        The shared ones by the mesh dimensions of these ranks, and those of which every rank
+        computes Q.
     """
-    summed: Counter[tuple[str, ...]] = Counter()
+    if rule == DECAY:
+        return {}, list(matrices)
+    together = 1 if rule == "Muon" else 2  # A and B
+    kinds: dict[tuple[tuple[str, ...], int], list[Sequence[SpectralMatrix]]] = defaultdict(list)
+    for start in range(0, len(matrices), together):
+        linear = matrices[start : start + together]
+        splits = {matrix.columns for matrix in linear}
+        kinds[splits.pop() if len(splits) == 1 else (), linear[0].r].append(linear)
+    shared: dict[tuple[str, ...], list[SpectralMatrix]] = defaultdict(list)
+    left: list[SpectralMatrix] = []
+    for (dims, _), linears in kinds.items():
+        even = len(linears) - len(linears) % prod(ranks[dim] for dim in dims) if dims else 0
+        shared[dims] += chain(*linears[:even])
+        left += chain(*linears[even:])
+    return {dims: found for dims, found in shared.items() if found}, left
+
+
+def spectral_traffic(
+    rule: str, matrices: Sequence[SpectralMatrix], ranks: Mapping[str, int]
+) -> list[Traffic]:
+    """Return a step's collectives on the first rank; arguments as in `shared_matrices`.
+
+    Returns:
+        Rows of the scope and the pass ``optimizer``, with the roles ``gram`` (the gathered Q
+        included) and ``momentum`` (the gathered weights included). A message over several mesh
+        dimensions has their names, such as ``fsdp_tp``.
+    """
     gathered: Counter[tuple[str, ...]] = Counter()
     for matrix in matrices:
-        if matrix.columns:
-            summed[matrix.columns] += gram_numbers(rule, matrix.r)
         if matrix.rows:
             # Mesh dimension by mesh dimension, pieces are padded to the largest.
             pieces, height = 1, matrix.r
             for dim in matrix.rows:
                 pieces, height = pieces * ranks[dim], -(-height // ranks[dim])
             gathered[matrix.rows] += pieces * height * matrix.local_columns(ranks)
-    calls = 1 if rule in ("Muon", DECAY) else 2
-    return [
-        *(_row("all_gather", "momentum", calls, calls * n, dims) for dims, n in gathered.items()),
-        *(_row("all_reduce", "gram", 1, n, dims) for dims, n in summed.items()),
-    ]
+    calls = 1 if rule in ("Muon", DECAY) else 2  # N, and W
+    rows = [_row("all_gather", "momentum", calls, calls * n, dims) for dims, n in gathered.items()]
+    shared, left = shared_matrices(rule, matrices, ranks)
+    for dims, found in shared.items():
+        summed = sum(gram_numbers(rule, matrix.r) for matrix in found)
+        returned = sum(result_numbers(rule, matrix.r) for matrix in found)
+        rows.append(_row("reduce_scatter", "gram", 1, summed, dims))
+        rows.append(_row("all_gather", "gram", 1, returned, dims))
+    everywhere: Counter[tuple[str, ...]] = Counter()
+    for matrix in left:
+        if matrix.columns:
+            everywhere[matrix.columns] += gram_numbers(rule, matrix.r)
+    rows += [_row("all_reduce", "gram", 1, n, dims) for dims, n in everywhere.items()]
+    return merge(rows)
 
 
 def _row(op: str, role: str, calls: int, elements: int, dims: tuple[str, ...]) -> Traffic:
@@ -131,6 +173,20 @@ def small_flops(rule: str, r: int) -> int:
     if rule == "LoRAMuon":
         products += 4 * ROOT_ITERATIONS - 3 + 4
     return products * 2 * r**3
+
+
+def rank_small_flops(
+    rule: str, matrices: Sequence[SpectralMatrix], ranks: Mapping[str, int]
+) -> float:
+    """Return a rank's share of the products (r, r) by (r, r); arguments as in `shared_matrices`."""
+    if rule == DECAY:  # two products of W
+        return 0.0
+    shared, left = shared_matrices(rule, matrices, ranks)
+    flops = float(sum(small_flops(rule, matrix.r) for matrix in left))
+    for dims, found in shared.items():
+        together = sum(small_flops(rule, matrix.r) for matrix in found)
+        flops += together / prod(ranks[dim] for dim in dims)
+    return flops
 
 
 def wide_flops(rule: str, matrix: SpectralMatrix, ranks: Mapping[str, int]) -> int:

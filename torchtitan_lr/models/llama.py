@@ -177,7 +177,8 @@ class FeedForward(nn.Module):
         self.w2 = linear(f, d)  # down
         self.w3 = linear(d, f)  # up
         self.gate_up, self.out = build_groups(args, ("gate", "up"), "down")
-        # The low-rank group `out` multiplies by itself, to keep the factors and not their product.
+        # The low-rank group `out` computes σ(gate) · up itself: it keeps the factors, not their
+        # product.
         self.swiglu = (SwigluFactors if args.low_rank else Swiglu)(args.outer_silu)
 
     def forward(

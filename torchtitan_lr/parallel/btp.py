@@ -12,10 +12,11 @@ Ranks communicate where the activations are r-wide:
   (`_UpProjections.backward`). Backward has one sum per group (per linear without ``tp_grouping``).
   Two settings add sums: the norm ``sync`` that of its statistic (`_SyncNorm`), and token shards
   that of LaX's learned gates (`MixEdge`). Where context parallelism gathers the latents of q, k
-  and v, `UpEdge.whole` has their sum instead.
-- Tensor-parallel ranks send nothing for the weights. A rank's dB = dOᵀ h needs its own dO and the
-  whole h. Its dA = dPᵀ x, where P is the product that forward summed, needs its own x and the
-  whole dP, which every rank computes from dh. (Data-parallel ranks sum the results, as ever.)
+  and v, `UpEdge.whole` sums dh instead of `_UpProjections`.
+- Tensor-parallel ranks send nothing for the gradients of A, B and the norms. A rank's dB = dOᵀ h
+  needs its own dO and the whole h. Its dA = dPᵀ x, where P is the product that forward summed,
+  needs its own x and the whole dP, which every rank computes from dh. (Data-parallel ranks sum the
+  results, as ever.)
 
 RMSNorm needs the features of all ranks. `online_down` (BOOST's online RMSNorm, in the deferred
 form) multiplies first and normalizes the r-wide product afterwards, so that statistic and product

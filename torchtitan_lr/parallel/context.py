@@ -59,7 +59,7 @@ def own_chunks(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
     return torch.cat([chunks[ranks.rank], chunks[-1 - ranks.rank]], dim)
 
 
-def own_part(batch: Batch, ranks: Ranks) -> Batch:
+def own_tokens(batch: Batch, ranks: Ranks) -> Batch:
     """Keep a rank's tokens of a batch of whole rows.
 
     Args:

@@ -27,7 +27,7 @@ from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.errors import ConfigError, RunFailedError, require
-from torchtitan_lr.parallel.context import own_part
+from torchtitan_lr.parallel.context import own_tokens
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.titan.components import DataloaderExhaustedError
 
@@ -136,7 +136,7 @@ class StepReader:
         try:
             for _ in range(self._loader.microbatches):
                 start = time.perf_counter()
-                microbatches.append(own_part(next(data_iterator), self._context))
+                microbatches.append(own_tokens(next(data_iterator), self._context))
                 self._seconds.append(time.perf_counter() - start)
         except StopIteration:
             ended = True

@@ -20,7 +20,7 @@ from torchtitan_lr.data.corpus import ValidationSet, moved
 from torchtitan_lr.data.prepare import open_rows
 from torchtitan_lr.models.ends import perplexity
 from torchtitan_lr.models.llama import loss_arguments
-from torchtitan_lr.parallel.context import context_ranks, own_part
+from torchtitan_lr.parallel.context import context_ranks, own_tokens
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
 from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan import IGNORE_INDEX
@@ -64,7 +64,7 @@ def sum_over_ranks(
     num_tokens = torch.zeros_like(loss_sum)
     context = context_ranks(parallel_dims)
     for rows in batches:
-        batch = own_part(rows, context)
+        batch = own_tokens(rows, context)
         num_tokens += (batch[1] != IGNORE_INDEX).sum().item()
         tokens, labels, arguments = moved(batch, device_type())
         arguments |= loss_arguments(model_parts[0], labels)

@@ -70,7 +70,15 @@ def inverse_root(G: Tensor, coefficients: Coefficients = QUINTIC, floor: float =
         Q = P * trace.rsqrt() if step == 0 else P @ Q
         if step < len(coefficients) - 1:
             G = P @ G @ P
-    return Q
+    return symmetric(Q)
+
+
+def symmetric(Q: Tensor) -> Tensor:
+    """Return the mean of a matrix and its transpose (b, r, r), which differ by rounding.
+
+    To take one triangle instead would lose up to two digits of Q M.
+    """
+    return (Q + Q.mT) / 2
 
 
 def polar_factor(M: Tensor, coefficients: Coefficients = QUINTIC) -> Tensor:

@@ -1,13 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Which ranks hold which part of a matrix, and the two messages of a spectral step.
+"""Which ranks hold which part of a matrix, and the messages of a spectral step.
 
 Nothing here knows the rules: the functions take tensors and layouts.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchtitan_lr.compat.collectives import all_gather, joint_group
+from torchtitan_lr.compat.collectives import all_gather, joint_group, reduce_scatter
 from torchtitan_lr.compat.dtensor import local_slice
 
 Key = TypeVar("Key")
@@ -54,6 +54,11 @@ class Layout:
                 split[placement.dim].append(mesh_dim)
         rows, columns = tuple(split[row_dim]), tuple(split[1 - row_dim])
         return cls(row_dim, mesh, tuple(placements), rows, columns)
+
+    @property
+    def columns_split(self) -> Split | None:
+        """The mesh dimensions that split n; None if none does."""
+        return (self.mesh, self.columns) if self.mesh is not None and self.columns else None
 
     def whole_rows(self, pieces: Mapping[int, Tensor], like: Tensor, r: int) -> Tensor:
         """Put this rank's columns together from the pieces of the ranks that split r.
@@ -172,3 +177,35 @@ class Groups:
                 by_rank = dict(zip(ranks, piece, strict=True))
                 whole[key] = layout.whole_rows(by_rank, part, r)
         return whole
+
+
+class Share(Generic[Key]):
+    """Matrices whose sums ranks need for their own ones alone, and whose results all ranks need.
+
+    Args:
+        group: The ranks.
+        by_rank: The keys of each rank's matrices; vectors in equal places have equal lengths.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, by_rank: Sequence[Sequence[Key]]) -> None:
+        self.group, self.by_rank = group, by_rank
+        self._own = by_rank[group.rank()]
+
+    def reduce(self, terms: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+        """Return the sums of this rank's matrices; each rank has terms of all."""
+        message = torch.cat([terms[key] for keys in self.by_rank for key in keys])
+        sums = message.new_empty(message.numel() // self.group.size())
+        reduce_scatter(sums, message, group=self.group)
+        parts = sums.split([terms[key].numel() for key in self._own])
+        return dict(zip(self._own, parts, strict=True))
+
+    def gather(self, own: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+        """Return the vectors of all ranks; each has those of its own matrices."""
+        message = torch.cat([own[key] for key in self._own])
+        everyone = message.new_empty(self.group.size(), message.numel())
+        all_gather(everyone.view(-1), message, group=self.group)
+        sizes = [own[key].numel() for key in self._own]
+        found: dict[Key, Tensor] = {}
+        for keys, row in zip(self.by_rank, everyone, strict=True):
+            found |= zip(keys, row.split(sizes), strict=True)
+        return found

@@ -5,9 +5,13 @@ A step has five parts:
 
 1. M ← βM + (1 − β)G, and N = βM + (1 − β)G in Nesterov's form, else N = M
 2. the Gram matrix of each N, from a rank's own columns (`Matrix.terms`)
-3. one message: their sum over the ranks that hold other columns (`Groups.sum_terms`)
+3. their sum over the ranks that hold other columns
 4. Q of each matrix, by its rule (`rules`): products of (r, r) alone
 5. W ← (1 − ηλ) W − η Q N on a rank's own columns (`Matrix.update`)
+
+N ranks that hold columns of the same matrices share the work of (4): each gets the sums of an equal
+number of linears (reduce-scatter), and all get their Q (all-gather), which are as many bytes as one
+all-reduce of the sums. Fewer than N linears are left over: every rank computes Q of these.
 
 A matrix is seen as (r, n): r is the rank of a factor, or the shorter side of another matrix, and a
 factor B (d_out, r) is transposed. Where ranks split r, they gather N before (2), and the weight if
@@ -16,6 +20,7 @@ the rule needs its Gram matrix or its norm (`Groups.gather_rows`).
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +32,7 @@ from torchtitan_lr.numerics import exact_products
 from torchtitan_lr.optim.resume import copy_state
 from torchtitan_lr.optim.spectral import rules
 from torchtitan_lr.optim.spectral.algebra import packed, power_step, spectral_norm, unpacked
-from torchtitan_lr.optim.spectral.layout import Groups, Layout
+from torchtitan_lr.optim.spectral.layout import Groups, Layout, Share
 from torchtitan_lr.optim.spectral.rules import RULES, Rule
 
 BATCH_ELEMENTS = 2**24
@@ -107,25 +112,33 @@ class Matrix:
             terms += [Wu, square[None]]
         return torch.cat(terms)
 
-    def update(self, Q: Tensor, N: Tensor, rejected: Tensor | None) -> None:
-        """Update this rank's part: W ← (1 − ηλ) W − η Q N.
+    def update(self, Q: Tensor, u: Tensor | None, N: Tensor, rejected: Tensor | None) -> None:
+        """Update this rank's part, W ← (1 − ηλ) W − η Q N, and u.
 
         Args:
-            Q: (r, r); 0 if the step is rejected.
+            Q: (r, r).
+            u: The next u (r,), for rules that need it.
             N: This rank's columns of N, (r, n).
-            rejected: Whether to change no bit of W, a scalar on the device.
+            rejected: Whether to change no bit, a scalar on the device.
         """
         lr = float(self.hyper["lr"])
         kept, grown = rules.decayed(self.rule, lr, float(self.hyper["weight_decay"]))
         factor: float | Tensor = kept
         if rejected is not None:
             factor = torch.full_like(rejected, kept, dtype=self.dtype).masked_fill(rejected, 1.0)
+            Q = Q.masked_fill(rejected, 0.0)
         part = local_part(self.parameter)
         weight = part.to(self.dtype)  # bf16 is rounded once; others are updated in place
         rows = own_part(self.parameter, Q, {self.row_dim: 0})  # all, unless ranks split r
         self.oriented(weight).mul_(factor).addmm_(rows, N, alpha=-lr * grown)
         if weight is not part:
             part.copy_(weight)
+        if self.u is not None and u is not None:
+            self.u.copy_(u if rejected is None else torch.where(rejected, self.u, u))
+
+
+Linear = tuple[Matrix, ...]
+"""(A, B), or one matrix where the rule takes each alone."""
 
 
 class Needs(NamedTuple):
@@ -227,11 +240,34 @@ class SpectralOptimizer(Optimizer):
                 found[parameter] = Matrix(parameter, row_dim, group, self.rule)
         self.matrices = list(found.values())
         self.groups = Groups(matrix.layout for matrix in self.matrices)
-        self._batches = list(_batches([(matrix,) for matrix in self.matrices]))
+        linears: list[Linear] = [(matrix,) for matrix in self.matrices]
         if self.rule.pairs_only:
-            self._batches = list(_batches([(found[A], found[B]) for A, B in pairs]))
+            linears = [(found[A], found[B]) for A, B in pairs]
+        self._share_out(linears)
         for parameter, matrix in found.items():
             self.state[parameter] = matrix.state()
+
+    def _share_out(self, linears: Iterable[Linear]) -> None:
+        """Share the linears out over the ranks that sum for them, alike ones evenly."""
+        kinds: dict[Any, list[Linear]] = defaultdict(list)
+        for linear in linears:
+            splits = {matrix.layout.columns_split for matrix in linear}
+            split = splits.pop() if len(splits) == 1 else None
+            kinds[split, linear[0].dtype, linear[0].r].append(linear)
+        self._everywhere: list[Linear] = []  # of these every rank computes Q
+        by_rank: dict[Any, list[list[Linear]]] = {}
+        for (split, dtype, _), alike in kinds.items():
+            ranks = 1 if split is None else self.groups.by_split[split].size()
+            each = 0 if split is None else len(alike) // ranks
+            lists = by_rank.setdefault((split, dtype), [[] for _ in range(ranks)])
+            for rank, own in enumerate(lists):
+                own += alike[rank * each : (rank + 1) * each]
+            self._everywhere += alike[ranks * each :]
+        self._shares = [
+            (lists[group.rank()], Share(group, [list(chain(*own)) for own in lists]))
+            for (split, _), lists in by_rank.items()
+            if lists[0] and (group := self.groups.by_split[split])
+        ]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -247,10 +283,17 @@ class SpectralOptimizer(Optimizer):
         rejected = None if self.found_inf is None else self.found_inf > 0
         with exact_products():
             momenta = self._whole_rows({m: m.accumulate(rejected) for m in self.matrices})
-            sums = self._summed(momenta)
-            for batch in self._batches:
-                for matrix, Q in self._directions(batch, sums, rejected):
-                    matrix.update(Q, momenta[matrix], rejected)
+            terms = self._terms(momenta)
+            left = {m: (m.layout, terms[m]) for m in chain(*self._everywhere)}
+            sums = self.groups.sum_terms(left)
+            for matrix, Q, u in self._directions(self._everywhere, sums):
+                matrix.update(Q, u, momenta[matrix], rejected)
+            for own, share in self._shares:
+                found = {}
+                for matrix, Q, u in self._directions(own, share.reduce(terms)):
+                    found[matrix] = packed(Q) if u is None else torch.cat([packed(Q), u])
+                for matrix, Q, u in _unpacked(share.gather(found)):
+                    matrix.update(Q, u, momenta[matrix], rejected)
         return loss
 
     def _whole_rows(self, parts: dict[Matrix, Tensor]) -> dict[Matrix, Tensor]:
@@ -259,49 +302,40 @@ class SpectralOptimizer(Optimizer):
         found = self.groups.gather_rows(asked)
         return {matrix: matrix.oriented(whole) for matrix, whole in found.items()}
 
-    def _summed(self, momenta: dict[Matrix, Tensor]) -> dict[Matrix, Tensor]:
-        """Return the sums over the ranks of what the rule needs."""
+    def _terms(self, momenta: dict[Matrix, Tensor]) -> dict[Matrix, Tensor]:
+        """Return this rank's terms of what the rule needs."""
         weights = momenta
         if self.rule.needs_weights:
             parts = {m: local_part(m.parameter).to(m.dtype) for m in self.matrices}
             weights = self._whole_rows(parts)
-        terms = {m: (m.layout, m.terms(momenta[m], weights[m])) for m in self.matrices}
-        return self.groups.sum_terms(terms)
+        return {m: m.terms(momenta[m], weights[m]) for m in self.matrices}
 
     def _directions(
-        self, batch: Sequence[Sequence[Matrix]], sums: dict[Matrix, Tensor], rejected: Tensor | None
-    ) -> Iterator[tuple[Matrix, Tensor]]:
-        """Yield each matrix of a batch with its Q (r, r), by the rule; 0 if the step is rejected.
+        self, linears: Iterable[Linear], sums: dict[Matrix, Tensor]
+    ) -> Iterator[tuple[Matrix, Tensor, Tensor | None]]:
+        """Yield each matrix with its Q (r, r), by the rule, and its next u (r,) if it has one.
 
         Args:
-            batch: Linears of one rank: (A, B) of each, or one matrix.
-            sums: What the rule needs.
-            rejected: A scalar on the device.
+            linears: The linears.
+            sums: What the rule needs of their matrices.
         """
-        sides = list(zip(*batch, strict=True))  # all A and all B, or all matrices
-        needs = [Needs.of(matrices, [sums[m] for m in matrices]) for matrices in sides]
-        if self.rule is rules.MUON:
-            longest = max(sides[0][0].parameter.shape)
-            found = [rules.muon(needs[0].gram, longest)]
-        elif self.rule is rules.SPECTRON:
-            A, B = needs
-            norms = [self._norms(*side, rejected) for side in zip(sides, needs, strict=True)]
-            found = [*rules.spectron(A.gram, B.gram, *norms)]
-        else:
-            A, B = needs
-            found = [*rules.lora_muon(A.gram, B.gram, A.weight_gram, B.weight_gram)]
-        for matrices, Q in zip(sides, found, strict=True):
-            if rejected is not None:
-                Q = Q.masked_fill(rejected, 0.0)
-            yield from zip(matrices, Q, strict=True)
-
-    def _norms(self, matrices: Sequence[Matrix], needs: Needs, rejected: Tensor | None) -> Tensor:
-        """Return the spectral norms of weights (b,), and keep the vectors u for the next step."""
-        norms, vectors = spectral_norm(needs.Wu, needs.square[:, 0])
-        for matrix, u in zip(matrices, vectors, strict=True):
-            assert matrix.u is not None
-            matrix.u.copy_(u if rejected is None else torch.where(rejected, matrix.u, u))
-        return norms
+        for batch in _batches(linears):
+            sides = list(zip(*batch, strict=True))  # all A and all B, or all matrices
+            needs = [Needs.of(matrices, [sums[m] for m in matrices]) for matrices in sides]
+            vectors: list[Sequence[Tensor | None]] = [[None] * len(batch) for _ in sides]
+            if self.rule is rules.MUON:
+                found = [rules.muon(needs[0].gram, max(sides[0][0].parameter.shape))]
+            elif self.rule is rules.SPECTRON:
+                A, B = needs
+                sigma_A, u_A = spectral_norm(A.Wu, A.square[:, 0])
+                sigma_B, u_B = spectral_norm(B.Wu, B.square[:, 0])
+                found = [*rules.spectron(A.gram, B.gram, sigma_A, sigma_B)]
+                vectors = [u_A.unbind(), u_B.unbind()]
+            else:
+                A, B = needs
+                found = [*rules.lora_muon(A.gram, B.gram, A.weight_gram, B.weight_gram)]
+            for matrices, Q, u in zip(sides, found, vectors, strict=True):
+                yield from zip(matrices, Q, u, strict=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a state into the existing tensors; the hyperparameters stay the configured ones."""
@@ -316,13 +350,9 @@ def short_side(matrix: Tensor) -> int:
     return 1 if Layout.of(matrix, 0).rows else 0
 
 
-def _batches(linears: Iterable[tuple[Matrix, ...]]) -> Iterator[list[tuple[Matrix, ...]]]:
-    """Yield linears whose (r, r) matrices are iterated together: those of equal shapes.
-
-    Args:
-        linears: (A, B) of each, or one matrix.
-    """
-    alike: dict[Any, list[tuple[Matrix, ...]]] = defaultdict(list)
+def _batches(linears: Iterable[Linear]) -> Iterator[list[Linear]]:
+    """Yield linears whose (r, r) matrices are iterated together: those of equal shapes."""
+    alike: dict[Any, list[Linear]] = defaultdict(list)
     for linear in linears:
         first = linear[0]
         alike[first.r, max(first.parameter.shape), first.dtype].append(linear)
@@ -330,3 +360,15 @@ def _batches(linears: Iterable[tuple[Matrix, ...]]) -> Iterator[list[tuple[Matri
         size = max(1, BATCH_ELEMENTS // r**2)
         for start in range(0, len(same), size):
             yield same[start : start + size]
+
+
+def _unpacked(
+    vectors: dict[Matrix, Tensor],
+) -> Iterator[tuple[Matrix, Tensor, Tensor | None]]:
+    """Yield each matrix with its Q (r, r) and its u (r,), from the upper triangle of Q, and u."""
+    for batch in _batches([(matrix,) for matrix in vectors]):
+        r = batch[0][0].r
+        rows = torch.stack([vectors[matrix] for (matrix,) in batch])  # (b, ...)
+        triangles, u = rows.split((r * (r + 1) // 2, rows.shape[1] - r * (r + 1) // 2), dim=1)
+        for (matrix,), Q, vector in zip(batch, unpacked(triangles, r), u, strict=True):
+            yield matrix, Q, vector if len(vector) else None

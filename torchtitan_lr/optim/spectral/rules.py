@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchtitan_lr.optim.spectral.algebra import POLAR_EXPRESS, inverse_root
+from torchtitan_lr.optim.spectral.algebra import POLAR_EXPRESS, inverse_root, symmetric
 
 _FLOOR = 100
 """The least eigenvalue of A Aᵀ that LoRA-Muon resolves, in units of the trace's rounding. R then
@@ -119,7 +119,7 @@ def lora_muon(gram_A: Tensor, gram_B: Tensor, AAt: Tensor, BtB: Tensor) -> tuple
     rounding = 1 / (_FLOOR * AAt.shape[-1])  # of a whitened Gram matrix, in units of its trace
     Q_A = R_B @ inverse_root(R_B @ gram_A @ R_B, floor=rounding) @ R_B / 2
     Q_B = R_A @ inverse_root(R_A @ gram_B @ R_A, floor=rounding) @ R_A / 2
-    return Q_A, Q_B
+    return symmetric(Q_A), symmetric(Q_B)
 
 
 def decayed(rule: Rule, lr: float, weight_decay: float) -> tuple[float, float]:

@@ -348,7 +348,7 @@ class StepState:
     Args:
         due: The matrices that get new bases in this step, as places in their stack.
         projected: The other matrices, whose gradients are projected as they arrive, stack after
-            stack; the values have no meaning.
+            stack: an ordered set, whose values are not used.
         sums: The sums of cores and dense gradients.
         sums_start: Whether a gradient that arrives is whole, and may start a sum.
         new_bases: None until `TSRAdam.finish_sums` has found them.
