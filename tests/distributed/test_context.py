@@ -32,6 +32,8 @@ REPLICAS = ["--parallelism.data_parallel_replicate_degree=2"]
 SEQUENCE = ["--parallelism.tp_comm=sequence"]
 TWICE = ["--training.local_batch_size=2"]
 VALIDATED = ["--validation.enable", "--validation.steps=2", "--validation.seq_len=8"]
+SPARSE = ["--grad_compression.codec=sparse", "--grad_compression.level=custom"]
+SPARSE += ["--grad_compression.theta=0"]  # sends everything
 OPERATORS = "--activation_checkpoint.selective_ac_option=op"
 
 
@@ -55,6 +57,7 @@ CASES: dict[str, tuple[str, list[str], list[str]]] = {
     "lanes": ("full", [*shared(tensor=2), *recompute("selective", OPERATORS)], LANES),
     "replicas of TSR-Adam": ("cola", [*shared(local_batch=4), *REPLICAS], TSR),
     "a split backward": ("lax", [*shared(pipeline=2), *schedule("ZBVZeroBubble")], DEEP),
+    "a spectral optimizer": ("cola", shared(tensor=2), ["--optimizer.name=LoRAMuon"]),
     "validated pipeline": ("cola", [*shared(pipeline=2), *schedule("1F1B")], VALIDATED),
 }
 MORE: dict[str, tuple[str, list[str], list[str]]] = {
@@ -64,6 +67,9 @@ MORE: dict[str, tuple[str, list[str], list[str]]] = {
     "lanes on one rank": ("full", [*shared(4), *recompute("selective")], LANES),
     "GPipe": ("lax", [*shared(pipeline=2), *schedule("GPipe")], []),
     "interleaved": ("cola", [*shared(pipeline=2), *schedule("Interleaved1F1B")], DEEP),
+    "Muon": ("svd", shared(local_batch=4), ["--optimizer.name=Muon"]),
+    "Spectron": ("lax", shared(4), ["--optimizer.name=Spectron"]),
+    "compressed gradients": ("full", [*shared(local_batch=4), *SPARSE], ["--training.seq_len=64"]),
     "compiled": ("cola", [*shared(4), *COMPILED], []),
     "compiled BTP": ("cola", [*shared(tensor=2), *COMPILED, *recompute("low_rank")], []),
 }
@@ -76,6 +82,7 @@ def test_layouts(name: str, four_ranks: RankPool, reference: Any) -> None:
     expected = reference(*model(family), *common)
     assert largest_difference(run, expected) < EXACT
     assert run["val_losses"] == pytest.approx(expected["val_losses"], rel=EXACT)
+    assert run["tokens"] == expected["tokens"]
     check_counts(run, [*model(family), *layout, *common])
 
 

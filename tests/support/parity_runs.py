@@ -218,6 +218,7 @@ def _curves_of(folder: Path) -> dict[str, list[Any]]:
     keys = {
         "losses": "loss_metrics/global_avg_loss",
         "grad_norms": "grad_norm",
+        "tokens": "n_tokens_seen",
         "val_losses": "validation_metrics/loss",
     }
     return {

@@ -409,20 +409,23 @@ def separate(
     """
     b, s = documents.shape
     keys = torch.arange(s, device=documents.device).expand_as(documents)
-    queries = keys if places is None else places
     first = torch.ones_like(documents[:, :1], dtype=torch.bool)
     begins = torch.cat([first, documents[:, 1:] != documents[:, :-1]], dim=1)
     positions = keys - torch.where(begins, keys, 0).cummax(dim=1).values
-    owners = documents
+    queries, owners = keys, documents
     if places is not None:
-        owners = documents.gather(1, places)
+        queries, owners = places, documents.gather(1, places)
 
     def is_seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (queries[row, query] >= key) & (owners[row, query] == documents[row, key])
+        return (query >= key) & (documents[row, query] == documents[row, key])
+
+    def is_seen_by_own(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return is_seen(row, head, queries[row, query], key)
 
     q = queries.shape[1]
     if documents.device.type in BLOCK_MASK_DEVICES:
-        return positions, create_attention_mask(is_seen, b, None, q, s, device=documents.device)
+        rule = is_seen if places is None else is_seen_by_own
+        return positions, create_attention_mask(rule, b, None, q, s, device=documents.device)
     seen = owners[:, :, None] == documents[:, None, :]
     seen &= queries[:, :, None] >= keys[:, None, :]
     mask = torch.zeros(seen.shape, dtype=dtype, device=documents.device)
