@@ -6,8 +6,9 @@
 
 A run is a dump folder, with job_config.json or metrics.jsonl. Its state is "running" (a process
 holds its run.lock), "finished", "stopped" (by a signal, after a checkpoint) or "failed", and why.
-The losses are the last ones, in nats per token. What is damaged in a run's files is shown as
-unknown.
+The losses are those of a summary: the last validation's, and the mean of the steps since the last
+logged step but one, in nats per token. The keys in which the runs differ are listed below the
+table. What is damaged in a run's files is shown as unknown.
 
 Exit status: 0 success, 1 there is no run, 2 invalid arguments.
 """
@@ -16,7 +17,7 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,11 @@ from torchtitan_lr.training.history import (
     VALIDATION_LOSS,
     is_number,
     read_history,
+    train_loss,
 )
+
+_NOT_COMPARED = {"job", "metrics", "profiling", "comm", "experimental"}
+"""Sections of a record that no loss depends on."""
 
 _NOT_SEARCHED = {"checkpoint", "logs", "tb", "wandb", "comm_traces"}
 
@@ -56,8 +61,9 @@ class RunInfo:
         steps: The last step of the configuration, None if that is unknown.
         state: running, finished, stopped or failed.
         why: Why it stopped or failed; empty if it did not.
-        loss: The last training loss, nats per token.
+        loss: The last training loss, as in a summary, nats per token.
         val_loss: The last validation loss, nats per token.
+        settings: Its values of the keys in which the listed runs differ.
     """
 
     folder: str
@@ -68,6 +74,7 @@ class RunInfo:
     why: str
     loss: float | None
     val_loss: float | None
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -81,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the list and draw the picture; return the exit status."""
     if args.plot is not None and args.plot.suffix != ".png":
         raise ConfigError("--plot", str(args.plot), "a name that ends in .png")
-    runs = [describe(folder) for folder in find_runs(args.paths)]
+    runs = with_differences([describe(folder) for folder in find_runs(args.paths)])
     if not runs:
         below = escaped(", ".join(map(str, args.paths)))
         print(f"error: there is no run below {below}", file=sys.stderr)
@@ -134,9 +141,34 @@ def describe(folder: Path) -> RunInfo:
         steps=steps,
         state=state,
         why=why,
-        loss=_last(history, TRAIN_LOSS),
-        val_loss=_last(history, VALIDATION_LOSS),
+        loss=_last([train_loss(record) for record in history]),
+        val_loss=_last([record.get(VALIDATION_LOSS) for record in history]),
     )
+
+
+def with_differences(runs: list[RunInfo]) -> list[RunInfo]:
+    """Return the runs with their values of the keys in which they differ.
+
+    A key that some record lacks, such as that of another version, is not compared.
+    """
+    records = [_settings(_read_json(Path(run.folder) / RUN_CONFIG)) for run in runs]
+    records = [record for record in records if record]
+    shared = [key for key in records[0] if all(key in r for r in records)] if records else []
+    keys = [key for key in shared if any(r[key] != records[0][key] for r in records)]
+    found = []
+    for run in runs:
+        record = _settings(_read_json(Path(run.folder) / RUN_CONFIG))
+        found.append(replace(run, settings={key: record[key] for key in keys if key in record}))
+    return found
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a record by their dotted keys, without those of places and logs."""
+    found: dict[str, Any] = {}
+    for section, table in config.items():
+        if isinstance(table, dict) and section not in _NOT_COMPARED:
+            found |= {f"{section}.{key}": value for key, value in table.items()}
+    return found
 
 
 def _state_of(folder: Path, step: int, steps: int | None) -> tuple[str, str]:
@@ -166,9 +198,9 @@ def _table(config: dict[str, Any], name: str) -> dict[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-def _last(history: list[dict[str, Any]], key: str) -> float | None:
-    values = [record[key] for record in history if record.get(key) is not None]
-    return values[-1] if values else None
+def _last(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return known[-1] if known else None
 
 
 def as_text(runs: list[RunInfo]) -> str:
@@ -184,7 +216,13 @@ def as_text(runs: list[RunInfo]) -> str:
     # The last column may be long: it is not padded.
     states = [header[5], *(escaped(row[5]) for row in rows)]
     width = max(map(len, lines))
-    return "\n".join(f"{line:<{width}}  {s}" for line, s in zip(lines, states, strict=True))
+    text = [f"{line:<{width}}  {state}" for line, state in zip(lines, states, strict=True)]
+    keys = list(dict.fromkeys(key for run in runs for key in run.settings))
+    if keys:
+        values = [[run.folder, *(str(run.settings.get(key, "-")) for key in keys)] for run in runs]
+        table = text_table(["run", *keys], values, left=1 + len(keys))
+        text += ["", "they differ in", *(line.rstrip() for line in table.splitlines())]
+    return "\n".join(text)
 
 
 def plot(runs: list[RunInfo], path: Path) -> None:

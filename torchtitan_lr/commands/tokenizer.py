@@ -14,18 +14,21 @@ import argparse
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.commands.parser import OneLineParser
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, escaped
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer, models
 
 MAX_VOCAB = 1_000_000
+
+SAMPLE_BYTES = 1 << 20
+"""Of the first documents, of which the bytes per token are measured."""
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
@@ -86,12 +89,47 @@ def run(args: argparse.Namespace) -> int:
         reader = Reader(Source(corpus, (args.path,) if args.path else (), "--path"))
         texts = reader.texts(held_out=False)
         vocab_size = 4096 if args.vocab_size is None else args.vocab_size
-        tokenizer = train_bpe(map(text_of, texts) if reader.pairs else texts, vocab_size)
+        corpus_read = Sampled(map(text_of, texts) if reader.pairs else texts)
+        tokenizer = train_bpe(corpus_read, vocab_size)
     args.out.mkdir(parents=True, exist_ok=True)
     write_whole(args.out / HF_FILE, tokenizer.to_str(pretty=False))
     write_whole(args.out / TOKENIZER_CONFIG, json.dumps(config, indent=2) + "\n")
-    print(f"{tokenizer.get_vocab_size()} tokens -> {args.out}")
+    said = f"{tokenizer.get_vocab_size()} tokens -> {args.out}"
+    if args.ranks is None:
+        said += f"; {corpus_read.documents:,} documents, {corpus_read.bytes:,} bytes, "
+        said += f"{corpus_read.bytes_per_token(tokenizer):.2f} bytes per token"
+    print(escaped(said))
     return 0
+
+
+class Sampled:
+    """Documents that are counted as they are read, with the first ones to measure a tokenizer on.
+
+    Args:
+        texts: The documents.
+
+    Attributes:
+        documents: Documents read so far.
+        bytes: Their bytes in UTF-8.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts, self._first, self._kept = texts, list[str](), 0
+        self.documents = self.bytes = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for text in self._texts:
+            size = len(text.encode("utf-8", errors="replace"))
+            self.documents, self.bytes = self.documents + 1, self.bytes + size
+            if self._kept < SAMPLE_BYTES:
+                self._first.append(text)
+                self._kept += size
+            yield text
+
+    def bytes_per_token(self, tokenizer: "Tokenizer") -> float:
+        """Return the bytes of the first `SAMPLE_BYTES` over their tokens, BOS and EOS left out."""
+        tokens = sum(len(encoding.ids) for encoding in tokenizer.encode_batch(self._first))
+        return self._kept / max(1, tokens)
 
 
 def train_bpe(corpus: Iterable[str], vocab_size: int) -> "Tokenizer":

@@ -32,10 +32,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from torchtitan_lr.console.log import say
+from torchtitan_lr.compat.interpreter import cores
+from torchtitan_lr.console.log import duration, say
 from torchtitan_lr.console.progress import Preparing
 from torchtitan_lr.data.corpus import JOURNAL, RECORD, Corpus, Rows, is_ours
 from torchtitan_lr.data.sources import LIBRARIES, Reader, Source, data_path
+from torchtitan_lr.data.template import ChatTemplate
 from torchtitan_lr.data.tokenize import signature_of, tokenize
 from torchtitan_lr.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_lr.errors import ConfigError, DataError, one_of, require
@@ -67,6 +69,16 @@ Section = Literal["training", "validation"]
 
 HELD_OUT_TOKENS = 1 << 24
 """Tokens to prepare of a Hub dataset's held-out split, unless validation reads all of it."""
+
+TOKENS_PER_SECOND = 90_000
+"""Tokens that a core prepares in a second, for estimates: 7 hours of a core for the 2.2 billion
+tokens of CoLA-130M."""
+
+BYTES_PER_TOKEN = 4
+"""Of text on this machine, for estimates alone; compressed text has more tokens per byte."""
+
+LONG_SECONDS = 600
+"""A longer preparation is said before it starts."""
 
 STORED = re.compile(r"[a-z0-9_]+-[0-9a-f]{20}")
 """Names of folders in the shared store: no others are ever deleted."""
@@ -184,6 +196,18 @@ def find_prepared(config: Any, section: Section) -> dict[str, str]:
     return found
 
 
+def described_pairs(name: str, corpus: Corpus, tokenizer: Tokenizer) -> str:
+    """Say how many pairs or chats a corpus has, in which form, and the share of their labels."""
+    documents = sum(shard.documents for shard in corpus.train)
+    labels = sum(int(corpus.shard(shard, loss=True).read().sum()) for shard in corpus.train)
+    share = labels / max(1, corpus.tokens())
+    form = "the tokenizer's template" if ChatTemplate(tokenizer).digest else "headings and texts"
+    return (
+        f"{name}: {documents:,} pairs or chats (chats as {form}), {corpus.tokens():,} tokens, of"
+        f" which {share:.1%} are answers, which alone count in the loss"
+    )
+
+
 StoredPart = tuple[Part, Corpus | None]
 """A corpus of a run, and its prepared tokens if they are on this machine."""
 
@@ -233,6 +257,10 @@ def prepare_for_ranks(config: Any) -> dict[str, str]:
     known = {repr(part.sources): part.folder for part in parts}
     for folder in set(known.values()):
         Corpus.open(folder).check()
+    for name, folder in {part.name: part.folder for part in parts}.items():
+        corpus = Corpus.open(folder)
+        if corpus.kind == "pairs":
+            say(described_pairs(name, corpus, build_tokenizer(config)))
     return {PREPARED: json.dumps(known)}
 
 
@@ -310,6 +338,12 @@ def _prepared(config: Any, part: Part, readers: Sequence[Reader]) -> str:
     is_new = not (folder / RECORD).is_file()
     if is_new:
         say(f"preparing the tokens of {', '.join(map(str, part.sources))} in {folder}")
+        if (seconds := preparing_seconds(readers)) > LONG_SECONDS:
+            say(
+                f"that takes about {duration(seconds)} on the {cores()} cores here, while the run's"
+                " devices wait: the same command with COMM_MODE=fake_backend prepares it first, on"
+                f" a machine without GPUs that shares {KEY}"
+            )
     corpus = prepare_folder(readers, tokenizer, folder, key=KEY, max_bad_records=most)
     lost = corpus.record["bad_records"]
     want = f"training.max_bad_records = {len(lost)}: {folder / RECORD} lists what was left out"
@@ -329,6 +363,17 @@ def _place(config: Any, part: Part, readers: Sequence[Reader], tokenizer: Tokeni
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     store = data_path(config.training.token_folder or f"{cache}/torchtitan_lr/tokens", KEY)
     return store / f"{part.sources[0].name}-{signature_of(readers, tokenizer)[:20]}"
+
+
+def preparing_seconds(readers: Sequence[Reader]) -> float:
+    """Estimate how long a preparation takes here: 0 for what has an unknown size."""
+    tokens = 0.0
+    for reader in readers:
+        if reader.source.tokens is not None:
+            tokens += reader.source.tokens
+        else:
+            tokens += sum(file.stat().st_size for file in reader.files) / BYTES_PER_TOKEN
+    return tokens / (TOKENS_PER_SECOND * cores())
 
 
 def losses(corpus: Corpus, most: int = 20) -> list[str]:

@@ -26,7 +26,7 @@ from torchtitan_lr.hf.step_zero import TRAIN_TOML
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import SUFFIX, write_model_args
 from torchtitan_lr.training import history
-from torchtitan_lr.training.history import TRAIN_LOSS, VALIDATION_LOSS
+from torchtitan_lr.training.history import VALIDATION_LOSS, train_loss
 
 CARD = "README.md"
 
@@ -319,10 +319,14 @@ def _run_rows(
     tokens = _tokens(training, past, int(step))
     if tokens is not None:
         rows.append(("tokens", f"{tokens:,}"))
-    for key, what in ((TRAIN_LOSS, "training"), (VALIDATION_LOSS, "validation")):
-        found = [record for record in past if record.get(key) is not None]
+    losses = {
+        "training": [(train_loss(record), record["step"]) for record in past],
+        "validation": [(record.get(VALIDATION_LOSS), record["step"]) for record in past],
+    }
+    for what, pairs in losses.items():
+        found = [(loss, at) for loss, at in pairs if loss is not None]
         if found:
-            loss, at = found[-1][key], found[-1]["step"]
+            loss, at = found[-1]
             text = f"{loss:.4f} nats per token, perplexity {math.exp(min(loss, 700)):.2f}"
             rows.append((f"{what} loss at step {at}", text))
     return rows

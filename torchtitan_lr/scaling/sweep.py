@@ -17,13 +17,20 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from torchtitan_lr.checkpoints.folders import write_whole
+from torchtitan_lr.checkpoints.folders import RUN_CONFIG, write_whole
 from torchtitan_lr.config.files import read_json
+from torchtitan_lr.console.log import duration
+from torchtitan_lr.console.progress import QUIET_SECONDS
 from torchtitan_lr.console.tables import markdown_table
-from torchtitan_lr.errors import ConfigError, RunFailedError
+from torchtitan_lr.errors import ConfigError, RunFailedError, escaped
 from torchtitan_lr.launch.folder_lock import lock_file
 from torchtitan_lr.scaling.experiments import Started, place_run, start
-from torchtitan_lr.training.history import SUMMARY_FILE
+from torchtitan_lr.training.history import (
+    HISTORY_FILE,
+    SUMMARY_FILE,
+    read_history,
+    train_loss,
+)
 
 POINT_FILE = "point.json"
 """In a point's folder: its arguments, and its row of the table."""
@@ -235,6 +242,7 @@ class Sweep:
     def _run(self, lock: IO[str], signals: list[str]) -> None:
         self.write()
         waiting = [point for point in self.points if not point.is_done]
+        shown = _Shown(self.work, self.points)
         active: list[tuple[Point, Started, list[str]]] = []
         free: list[str] = []
         if self._gpus:
@@ -248,8 +256,10 @@ class Sweep:
                 if needed > len(free):
                     break
                 point, gpus, free = waiting.pop(0), free[:needed], free[needed:]
+                shown.start(point)
                 active.append((point, self._start(point, gpus, lock), gpus))
             time.sleep(_POLL_SECONDS)
+            shown.running([point for point, _, _ in active])
             if signals:
                 for _, started, _ in active:
                     started.process.terminate()
@@ -257,10 +267,10 @@ class Sweep:
                 active.remove(item)
                 free += item[2]
                 self._finish(*item[:2])
+                shown.end(item[0])
                 self.write()
 
     def _start(self, point: Point, gpus: list[str], lock: IO[str]) -> Started:
-        print(f"{point.name} ...", file=sys.stderr, flush=True)
         self._save(point, "cut off")  # the status if this process dies before the run's end
         variables = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
         if self.jobs > 1:
@@ -277,7 +287,6 @@ class Sweep:
         except RunFailedError as error:
             diverged = re.search(r"\b(is|are) not finite", str(error))
             self._save(point, DIVERGED if diverged else f"failed: {error}")
-            print(f"{point.name}: {error}", file=sys.stderr)
             return
         if not path.is_file():
             self._save(point, "stopped before its last step")
@@ -313,6 +322,69 @@ class Sweep:
             writer.writeheader()
             writer.writerows(rows)
         (self.work / "sweep.md").write_text(as_markdown(rows) + "\n")
+
+
+class _Shown:
+    """Says how far a sweep is: which of its points run, their losses, and the time left.
+
+    Args:
+        work: The folder of all runs.
+        points: All points, those that are done included.
+    """
+
+    def __init__(self, work: Path, points: Sequence[Point]) -> None:
+        self._work = work
+        self._names = [point.name for point in points]
+        self._to_do = sum(not point.is_done for point in points)
+        self._ended = 0
+        self._began = time.monotonic()
+        self._due = self._began + QUIET_SECONDS
+
+    def start(self, point: Point) -> None:
+        """Say that a point starts."""
+        self._say(point, "starts")
+
+    def end(self, point: Point) -> None:
+        """Say how a point ended."""
+        self._ended += 1
+        how = str(point.row["status"])
+        losses = {"validation loss": "val_loss", "training loss": "train_loss"}
+        for what, key in losses.items():
+            if point.row.get(key) is not None:
+                how += f", {what} {point.row[key]:.4f}"
+        self._say(point, how)
+
+    def running(self, active: Sequence[Point]) -> None:
+        """Say where the active points are, at growing intervals."""
+        now = time.monotonic()
+        if now < self._due:
+            return
+        elapsed = now - self._began
+        self._due = now + max(QUIET_SECONDS, elapsed / 4)
+        done, lines = float(self._ended), []
+        for point in active:
+            history = read_history(self._work / point.name / HISTORY_FILE)
+            logged = [record for record in history if train_loss(record) is not None]
+            if not logged:
+                continue
+            step, steps = logged[-1]["step"], self._steps(point)
+            done += min(1.0, step / steps) if steps else 0.0
+            lines.append((point, f"step {step}/{steps or '?'}, loss {train_loss(logged[-1]):.4f}"))
+        left = f", {duration(elapsed * (self._to_do / done - 1))} left of all" if done else ""
+        for point, line in lines:
+            self._say(point, line + left)
+
+    def _steps(self, point: Point) -> int | None:
+        """Return the last step of a point; None while its run has not written its record."""
+        try:
+            steps = read_json(self._work / point.name / RUN_CONFIG)["training"]["steps"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return steps if type(steps) is int and steps > 0 else None
+
+    def _say(self, point: Point, what: str) -> None:
+        place = f"{1 + self._names.index(point.name)}/{len(self._names)}"
+        print(escaped(f"{place} {point.name}: {what}"), file=sys.stderr, flush=True)
 
 
 def _decisive(arguments: list[str]) -> list[str]:

@@ -76,6 +76,17 @@ def is_number(value: object) -> bool:
     return abs(value) < 2**63
 
 
+def train_loss(record: dict[str, Any]) -> float | None:
+    """Return the training loss of a logged step: the mean of the steps since the one before it.
+
+    The summary, the list of runs, sweeps and model cards have this one. None for a validation.
+    """
+    loss, mean = record.get(TRAIN_LOSS), record.get(INTERVAL_LOSS)
+    if mean is not None and math.isfinite(mean):  # a skipped step has no loss
+        return mean
+    return loss
+
+
 def build_summary(
     history: list[dict[str, Any]], steps: int, peak_memory_gib: float, checkpoint: str | None
 ) -> dict[str, Any]:
@@ -97,9 +108,6 @@ def build_summary(
     windows = train[1:] or train  # the first window includes warm-up and compilation
     val_loss = val[-1][VALIDATION_LOSS] if val else None
     last = train[-1] if train else {}
-    loss, mean = last.get(TRAIN_LOSS), last.get(INTERVAL_LOSS)
-    if mean is not None and math.isfinite(mean):  # a skipped step has no loss
-        loss = mean
 
     def median_of(key: str) -> float | None:
         values = [record[key] for record in windows if record.get(key) is not None]
@@ -108,7 +116,7 @@ def build_summary(
     ppl = math.inf if val_loss is None else perplexity(val_loss)
     return {
         "steps": steps,
-        "train_loss": loss,
+        "train_loss": train_loss(last),
         "val_loss": val_loss,
         "val_ppl": ppl if math.isfinite(ppl) else None,  # JSON has no infinity
         "unigram_entropy": val[-1].get(UNIGRAM_ENTROPY) if val else None,

@@ -3,6 +3,7 @@
 
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -214,6 +215,7 @@ class Trainer(TitanTrainer):
             DataloaderExhaustedError: If a rank has no more data; likewise.
         """
         self.metrics_processor.resume()
+        began = time.monotonic()
         step = self.running_step
         another_follows = self.step < self.job_config.training.steps
         rates = self._groups.rates(self.job_config.optimizer, self.lr_schedulers.schedulers[0])
@@ -239,6 +241,9 @@ class Trainer(TitanTrainer):
         self.lr_schedulers.step()
         self._losses.append(step.loss)  # on the device: the host does not wait for it
         self._settle()
+        if self.job_config.compile.enable and self.step == self._first_step + 1:
+            seconds = time.monotonic() - began
+            console.info("The first step took %.1f s, with the compilation", seconds)
         if logs:
             self._log_step(rates)
         # Validation and saving, until the next step, do not count as training time.
@@ -348,8 +353,8 @@ class Trainer(TitanTrainer):
             f"{config.training.seq_len:,} tokens per step"
         )
         console.info(f"Training starts at step {self.step + 1}")
-        if config.compile.enable and self.device.type == "cpu":
-            console.info("The first step compiles the model: on a CPU that may take minutes")
+        if config.compile.enable:
+            console.info("The first step compiles the model, which may take minutes")
 
     def _saved_before(self, error: BadDataError) -> BadDataError:
         """Save the state before this step; say so in the error. Call it on every rank."""

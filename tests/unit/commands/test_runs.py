@@ -15,6 +15,7 @@ from torchtitan_lr.launch.run_state import (
     STOPPED,
     write_state,
 )
+from torchtitan_lr.training.history import build_summary, read_history
 
 runs = Command("runs")
 
@@ -176,3 +177,26 @@ def test_a_damaged_run_costs_its_own_cells(tmp_path, capsys):
     assert {row["step"] for name, row in rows.items() if name.startswith("job_config")} == {3}
     assert rows["job_config.json-8"]["config"] == "-"
     assert rows["metrics.jsonl-pipe"]["config"] == "a.toml"
+
+
+def test_the_loss_is_the_summarys_and_differing_keys_are_listed(tmp_path, capsys):
+    for name, rate in (("a", 1e-3), ("b", 2e-3)):
+        leave(tmp_path / name, 2, state=FINISHED)
+        record = json.loads((tmp_path / name / "job_config.json").read_text())
+        record |= {"optimizer": {"lr": rate, "eps": 1e-8}, "metrics": {"wandb_run_name": name}}
+        (tmp_path / name / "job_config.json").write_text(json.dumps(record))
+        row = {"step": 3, "loss_metrics/global_avg_loss": 6.0, "interval_loss": 6.5}
+        with (tmp_path / name / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    assert runs.main([str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [run["loss"] for run in found] == [6.5, 6.5]
+    assert [run["settings"] for run in found] == [{"optimizer.lr": 1e-3}, {"optimizer.lr": 2e-3}]
+    assert (
+        build_summary(read_history(tmp_path / "a" / "metrics.jsonl"), 3, 0.0, None)["train_loss"]
+        == found[0]["loss"]
+    )
+    assert runs.main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "they differ in" in said and "eps" not in said and "wandb" not in said
+    assert said.splitlines()[-1].split() == [f"{tmp_path}/b", "0.002"]

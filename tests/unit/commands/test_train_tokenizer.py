@@ -107,3 +107,14 @@ def test_what_is_no_rank_file(tmp_path, capsys, content):
     assert "expected a tiktoken rank file" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="tokenizer --ranks converts"):
         load(tmp_path)
+
+
+def test_it_ends_with_documents_and_bytes_per_token(tmp_path, capsys):
+    more, words = tmp_path / "more.jsonl", "and another document, of more words"
+    more.write_text((json.dumps({"text": words}) + "\n") * 300)
+    assert train(more, tmp_path / "out", "--vocab_size", "270") == 0
+    (ids,) = encode_documents(load(tmp_path / "out"), [words])
+    size = len(words.encode())
+    rate = size / (len(ids) - 2)  # without BOS and EOS
+    end = f"; 300 documents, {300 * size:,} bytes, {rate:.2f} bytes per token\n"
+    assert capsys.readouterr().out.endswith(end) and rate > 1

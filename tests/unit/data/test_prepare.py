@@ -2,6 +2,7 @@
 """What a run prepares, and the folder that all runs share."""
 
 import fcntl
+import json
 import multiprocessing
 import os
 import time
@@ -254,3 +255,34 @@ def test_a_folder_of_others_is_not_written_to(tmp_path, pattern):
     assert [source["files"] for source in corpus.record["sources"]] == [1]
     assert not (out / "bad_records.txt").exists()
     assert command(out, max_bad_records=1).identity == corpus.identity
+
+
+def test_a_long_preparation_is_said_before_it_starts(config, monkeypatch, capsys):
+    """By the tokens that are wanted of the Hub, and by the bytes of files."""
+    monkeypatch.setattr(prepare, "cores", lambda: 2)
+    (part,) = wanted(config())
+    (size,) = (file.stat().st_size for file in Reader(part.sources[0]).files)
+    seconds = prepare.preparing_seconds([Reader(part.sources[0])])
+    assert seconds == pytest.approx(size / 4 / 180_000)
+    hub = Source("hf", ("owner/name",), tokens=2_200_000_000)
+    assert prepare.preparing_seconds([Reader(hub)]) == pytest.approx(3.4 * 3600, rel=0.01)
+    monkeypatch.setattr(prepare, "LONG_SECONDS", seconds / 2)
+    prepare_for_ranks(config())
+    told = capsys.readouterr().err
+    assert told.index("that takes about 0:00:0") < told.index("prepared ")
+    assert "on the 2 cores here" in told
+
+
+def test_a_tune_says_what_it_trains_on(tmp_path, config, capsys):
+    pairs = [{"prompt": f"What is {i}?", "completion": "a number"} for i in range(300)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    folder = json.loads(prepare_for_ranks(config(path=path))[prepare.PREPARED]).popitem()[1]
+    corpus = Corpus.open(folder)
+    rows = [corpus.shard(info, loss=True).read().tolist() for info in corpus.train]
+    labels, documents = sum(map(sum, rows)), sum(info.documents for info in corpus.train)
+    share = f"{100 * labels / sum(map(len, rows)):.1f}%"
+    assert f"local: {documents} pairs or chats (chats as headings and texts), " in (
+        told := capsys.readouterr().err
+    )
+    assert f"of which {share} are answers" in told and 250 < documents < 300
