@@ -17,6 +17,8 @@ from torchtitan_lr.estimate.traffic import step_traffic
 
 DECAY = ["--optimizer.weight_decay=2.0", "--optimizer.lr=1e-2", "--lr_scheduler.warmup_steps=0"]
 PRODUCTS = [*model("cola"), *DECAY, "--optimizer.weight_decay_on=products"]
+TSR = ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=8", "--optimizer.tsr_embedding_rank=8"]
+MUON = ["--optimizer.name=Muon", "--optimizer.lr=2e-3"]
 VANILLA = ["--parallelism.tp_plan=vanilla"]
 # r (r + 1) / 2 numbers of each of the 8 factors of attention and the 6 of feed-forward, by hand.
 BLOCK = 8 * 12 * 13 // 2 + 6 * 20 * 21 // 2
@@ -28,7 +30,9 @@ BLOCK = 8 * 12 * 13 // 2 + 6 * 20 * 21 // 2
         ("fsdp2_tp2", [], {("all_reduce", "fsdp_tp"): 2 * BLOCK}),
         ("fsdp2_tp2", VANILLA, None),  # both factors are gathered
         ("pp2_tp2", ["--training.max_norm=inf"], {("all_reduce", "tp"): BLOCK}),
-        ("tp4", ["--optimizer.name=Muon"], {("all_reduce", "tp"): 4 * BLOCK}),  # and the momentum's
+        # With the momentum's; the two messages are of one group.
+        ("fsdp2_tp2", MUON, {("all_reduce", "fsdp_tp"): 4 * BLOCK}),
+        ("fsdp2_pp2", TSR, {("all_reduce", "fsdp"): BLOCK}),
     ],
 )
 def test_every_layout_is_one_process(

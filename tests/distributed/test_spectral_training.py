@@ -51,6 +51,7 @@ LAYOUTS = {
         *[*FSDP2_TP2, *VANILLA, *REPLICATED],
         "--parallelism.data_parallel_shard_degree=1",
     ],
+    "fsdp2_cp2": [*degrees(local_batch=4), "--parallelism.context_parallel_degree=2"],
     "fsdp2_pp2": degrees(pipeline=2, local_batch=4),
     **{
         f"pp4_{name}": [*degrees(pipeline=4), "--model.flavor=parity4", *schedule(name)]
@@ -82,6 +83,7 @@ MORE = [
     ("LoRAMuon", "cola", "fsdp2_vanilla2"),
     ("LoRAMuon", "cola", "fsdp2_replicated2"),
     ("Muon", "svd", "hsdp2_vanilla2"),
+    ("Muon", "cola", "fsdp2_cp2"),
     ("Muon", "cola", "fsdp2_pp2"),
     ("Spectron", "cola", "pp4_1F1B"),
     ("LoRAMuon", "cola", "pp4_GPipe"),

@@ -36,10 +36,10 @@ def check_groups(config: Any, world_size: int, device_type: str) -> None:
     if groups == ONE_GROUP:
         return
     args = llama_args(config)
-    want = f"none with model.name = {config.model.name!r}, whose package builds its own optimizer"
-    require(args is not None or not section.groups, KEY, section.groups, want)
     key, decay_on = "optimizer.weight_decay_on", section.weight_decay_on
-    require(args is not None, key, decay_on, want.replace("none", "'all'"))
+    other = f"with model.name = {config.model.name!r}, whose package builds its own optimizer"
+    require(args is not None or not section.groups, KEY, section.groups, f"none {other}")
+    require(args is not None, key, decay_on, f"'all' {other}")
     names = list(model_shapes(args))
     check_names(names, groups, merged(names))
     if decay_on == PRODUCTS:

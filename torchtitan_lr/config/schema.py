@@ -312,8 +312,8 @@ class Optimizer:
     """Decay of the second moment."""
 
     weight_decay: Annotated[float, FINITE] = 0.01
-    """Decoupled weight decay. LoRAMuon splits it between A and B, so
-    that B A decays by it."""
+    """Weight decay: decoupled, but with Adam a term of the gradient. LoRAMuon splits it between A
+    and B, so that B A decays by it."""
 
     weight_decay_on: Literal["all", "matrices", "products"] = "all"
     """What `weight_decay` λ shrinks:

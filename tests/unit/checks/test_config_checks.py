@@ -244,8 +244,11 @@ def test_another_packages_model_is_resumed_without_a_fingerprint(tmp_path, monke
 
 
 def test_cpu_offload_needs_shards(tmp_path):
+    """And an optimizer that sends nothing of its state, which would be on the CPU."""
     argv = ["--training.enable_cpu_offload", f"--job.dump_folder={tmp_path}"]
     check(*argv, device="cuda")
+    text = refusal(*argv, "--optimizer.name=Muon", device="cuda")
+    assert text == "training.enable_cpu_offload: got True, expected false with Muon"
     argv.append("--parallelism.data_parallel_replicate_degree=2")
     text = refusal(*argv, device="cuda")
     assert text.startswith("training.enable_cpu_offload: got True, expected false unless")

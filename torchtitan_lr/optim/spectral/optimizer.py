@@ -200,13 +200,14 @@ class SpectralOptimizer(Optimizer):
         nesterov: Whether N looks ahead.
 
     Raises:
-        ValueError: An unknown rule, a parameter that is no matrix, or one that the rule cannot
-            have.
+        ValueError: An unknown rule, a parameter that is no matrix or that the rule cannot have,
+            or a pair that is none.
 
     Attributes:
-        matrices: All matrices, in the order of the message.
-        found_inf: 1 if the next step is rejected, else 0; an fp32 scalar on the device,
-            equal on all ranks. None if every step counts.
+        matrices: All matrices.
+        groups: The process groups of the messages.
+        found_inf: 1 if the next step is rejected, else 0; an fp32 scalar on the device, equal on
+            all ranks. None if every step counts.
     """
 
     found_inf: Tensor | None = None
@@ -229,6 +230,7 @@ class SpectralOptimizer(Optimizer):
         defaults = {"lr": lr, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"momentum": momentum, "nesterov": nesterov})
         found: dict[Tensor, Matrix] = {}
+        pairs = list(pairs)
         sides = {factor: row for pair in pairs for row, factor in enumerate(pair)}  # A: 0, B: 1
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -238,6 +240,9 @@ class SpectralOptimizer(Optimizer):
                     raise ValueError(f"{rule} takes pairs of factors only")
                 row_dim = sides.get(parameter, short_side(parameter))
                 found[parameter] = Matrix(parameter, row_dim, group, self.rule)
+        for A, B in pairs:
+            if A not in found or B not in found or len(A) != B.shape[1]:
+                raise ValueError("a pair is A (r, d_in) and B (d_out, r), both among the params")
         self.matrices = list(found.values())
         self.groups = Groups(matrix.layout for matrix in self.matrices)
         linears: list[Linear] = [(matrix,) for matrix in self.matrices]
@@ -257,17 +262,18 @@ class SpectralOptimizer(Optimizer):
         self._everywhere: list[Linear] = []  # of these every rank computes Q
         by_rank: dict[Any, list[list[Linear]]] = {}
         for (split, dtype, _), alike in kinds.items():
-            ranks = 1 if split is None else self.groups.by_split[split].size()
-            each = 0 if split is None else len(alike) // ranks
-            lists = by_rank.setdefault((split, dtype), [[] for _ in range(ranks)])
-            for rank, own in enumerate(lists):
-                own += alike[rank * each : (rank + 1) * each]
+            ranks = self.groups.by_split[split].size() if split else 1
+            each = len(alike) // ranks if split else 0
             self._everywhere += alike[ranks * each :]
-        self._shares = [
-            (lists[group.rank()], Share(group, [list(chain(*own)) for own in lists]))
-            for (split, _), lists in by_rank.items()
-            if lists[0] and (group := self.groups.by_split[split])
-        ]
+            if each:
+                lists = by_rank.setdefault((split, dtype), [[] for _ in range(ranks)])
+                for rank, own in enumerate(lists):
+                    own += alike[rank * each : (rank + 1) * each]
+        self._shares: list[tuple[list[Linear], Share[Matrix]]] = []
+        for (split, _), lists in by_rank.items():
+            group = self.groups.by_split[split]
+            matrices = [list(chain(*own)) for own in lists]
+            self._shares.append((lists[group.rank()], Share(group, matrices)))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

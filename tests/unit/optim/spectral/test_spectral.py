@@ -203,6 +203,10 @@ def test_what_a_rule_cannot_have_is_refused():
         SpectralOptimizer([drawn(4)], "Muon")
     with pytest.raises(ValueError, match="pairs of factors"):
         SpectralOptimizer([drawn(4, 4)], "Spectron")
+    A, B = drawn(2, 4), drawn(5, 2)
+    for params, pair in (([A], (A, B)), ([A, B], (B, A))):
+        with pytest.raises(ValueError, match="a pair is A"):
+            SpectralOptimizer(params, "Muon", iter([pair]))
     shapes = {"tok_embeddings.weight": (64, 8), "layers.0.wq.weight": (8, 8), "norm.weight": (8,)}
     check_rule(shapes, "Muon")
     assert select_matrices(shapes, "Muon").names == {"layers.0.wq.weight"}
