@@ -126,7 +126,10 @@ def test_an_import_is_moved_fine_tuned_and_answers(afternoon):
     (snapshot.parent.parent / "refs").mkdir()
     (snapshot.parent.parent / "refs/main").write_text("0123")
     mirror = {"HF_HUB_CACHE": str(afternoon.folder / "cache"), "HF_HUB_OFFLINE": "1"}
-    afternoon.do("import", "me/notes", "brought", **mirror)
+    words = [*COMMAND, "import", "me/notes", "brought"]
+    # Not forked: the library reads these variables when it is imported.
+    done = runs.run(words, cwd=afternoon.folder, truly=True, **mirror)
+    assert done.status == 0, done.everything
     (afternoon.folder / "brought").rename(afternoon.folder / "moved")
     words = (
         "--training.dataset=local",
