@@ -30,8 +30,12 @@ BLOCK = 8 * 12 * 13 // 2 + 6 * 20 * 21 // 2
         ("fsdp2_tp2", [], {("all_reduce", "fsdp_tp"): 2 * BLOCK}),
         ("fsdp2_tp2", VANILLA, None),  # both factors are gathered
         ("pp2_tp2", ["--training.max_norm=inf"], {("all_reduce", "tp"): BLOCK}),
-        # With the momentum's; the two messages are of one group.
-        ("fsdp2_tp2", MUON, {("all_reduce", "fsdp_tp"): 4 * BLOCK}),
+        # Muon shares out its own Gram matrices, over the same group.
+        (
+            "fsdp2_tp2",
+            MUON,
+            {(op, "fsdp_tp"): 2 * BLOCK for op in ("all_reduce", "reduce_scatter", "all_gather")},
+        ),
         ("fsdp2_pp2", TSR, {("all_reduce", "fsdp"): BLOCK}),
     ],
 )

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -74,7 +75,7 @@ def train(model: LlamaModel, device: torch.device, **arguments: Tensor) -> Itera
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
-@pytest.mark.parametrize("how", ["eager", "low_rank", "compiled"])
+@pytest.mark.parametrize("how", ["eager", "latents", "low_rank", "compiled"])
 def test_what_is_gathered_does_not_stay(how: str, masked: bool, device: torch.device) -> None:
     """On a rank alone, which gathers its own row: blocks as in training, and no group."""
     if how == "compiled" and device.type == "cpu":
@@ -87,7 +88,7 @@ def test_what_is_gathered_does_not_stay(how: str, masked: bool, device: torch.de
     )
 
     model = build_tiny("cola", torch.float64, **shape).to(device, dtype)
-    apply_context_parallel(model, Ranks(), "kv")
+    apply_context_parallel(model, Ranks(), "latents" if how == "latents" else "kv")
     if how == "low_rank":
         section = SimpleNamespace(mode="low_rank", low_rank_save_attention=True)
         apply_activation_checkpoint(model, SimpleNamespace(activation_checkpoint=section))
@@ -101,9 +102,19 @@ def test_what_is_gathered_does_not_stay(how: str, masked: bool, device: torch.de
             gathered.append(StorageWeakRef(row.untyped_storage()))
         return row
 
+    def attend_watched(q: Tensor, k: Tensor, *others: Any) -> Tensor:
+        if how == "latents":  # else it is what was gathered
+            gathered.append(StorageWeakRef(k.untyped_storage()))
+        return attend(q, k, *others)
+
     places = torch.arange(32).expand(2, 32)
-    blocks, gather = len(model.layers), context.gather_row
-    with patch.object(context, "gather_row", watched):
+    blocks = len(model.layers)
+    gather, attend = context.gather_row, context.attend_from_chunks
+    blocks *= 2 if how == "latents" else 1
+    with (
+        patch.object(context, "gather_row", watched),
+        patch.object(context, "attend_from_chunks", attend_watched),
+    ):
         run = train(model, device, places=places, **documents)
         found = [next(run)]
         if how != "compiled":

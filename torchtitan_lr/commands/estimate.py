@@ -28,7 +28,7 @@ Exit status: 0, or 2 for an invalid configuration, number of ranks or hardware.
 
 import argparse
 import json
-from math import isfinite
+from math import isfinite, prod
 from typing import Any
 
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least
@@ -90,12 +90,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def default_world(config: Any) -> int:
-    """Return the product of the degrees, with one rank for ``data_parallel_shard_degree = -1``."""
+    """Return the product of the degrees; one that is not positive counts as 1."""
     section = config.parallelism
-    return int(
-        section.tensor_parallel_degree
-        * section.pipeline_parallel_degree
-        * section.context_parallel_degree
-        * section.data_parallel_replicate_degree
-        * max(1, section.data_parallel_shard_degree)
+    degrees = (
+        section.tensor_parallel_degree,
+        section.pipeline_parallel_degree,
+        section.context_parallel_degree,
+        section.data_parallel_replicate_degree,
+        section.data_parallel_shard_degree,
     )
+    return prod(max(1, degree) for degree in degrees)

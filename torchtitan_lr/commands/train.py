@@ -39,6 +39,7 @@ ONE_PROCESS = [
     "--parallelism.data_parallel_shard_degree=-1",
     "--parallelism.tensor_parallel_degree=1",
     "--parallelism.pipeline_parallel_degree=1",
+    "--parallelism.context_parallel_degree=1",
     "--training.global_batch_size=-1",
     "--training.no_enable_cpu_offload",
     "--activation_checkpoint.mode=none",

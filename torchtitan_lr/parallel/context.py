@@ -15,36 +15,21 @@ activation checkpointing.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan_lr.collectives import SINGLE, TOKENS, Ranks, all_gather, local, reduce
-from torchtitan_lr.compat.dispatch import (
-    ATTENTION_OPERATORS,
-    FLEX_ATTENTION,
-    FLEX_ATTENTION_CALL,
-    flash_attention_to_prefix,
-)
+from torchtitan_lr.compat.dispatch import flash_attention_to_prefix
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.models.linears import Gated, LowRankGroup, LowRankLinear, gated_linear
 from torchtitan_lr.models.llama import PLACES, Attention, Mask, attend, split_heads
 from torchtitan_lr.parallel.btp import UpEdge
 from torchtitan_lr.parallel.edge import Edge
+from torchtitan_lr.parallel.recompute import checkpoint_block
 from torchtitan_lr.titan.base import ParallelDims
-
-_SAVES_ATTENTION = {
-    compiles: partial(
-        create_selective_checkpoint_contexts,
-        [*ATTENTION_OPERATORS, FLEX_ATTENTION if compiles else FLEX_ATTENTION_CALL],
-    )
-    for compiles in (False, True)
-}
-"""Backward repeats what leads to attention, and not attention; in compiled blocks and eagerly."""
 
 
 def context_ranks(parallel_dims: ParallelDims) -> Ranks:
@@ -190,13 +175,9 @@ class GatheredAttention(Edge):
         """Call what gathers and attends; only its arguments and attention's results are kept."""
         if not self.repeats:
             return attention(*arguments)
-        out: Tensor = checkpoint(
-            attention,
-            *arguments,
-            use_reentrant=False,
-            preserve_rng_state=False,  # attention draws no random numbers
-            context_fn=_SAVES_ATTENTION[torch.compiler.is_compiling()],
-        )
+        # Torch's selective checkpoint would repeat once; a split backward needs it twice.
+        saved = {"save_attention": True, "save_attention_compiled": True}
+        out: Tensor = checkpoint_block(attention, *arguments, **saved)
         return out
 
     def _from_keys(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:

@@ -40,7 +40,6 @@ from torchtitan_lr.compat.dispatch import (
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.families import find_family
 from torchtitan_lr.models.kept import keep, kept_by, mark_in_graphs
-from torchtitan_lr.parallel.context import GatheredAttention
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, apply_ac, count_checkpointed_blocks_from
 
@@ -119,6 +118,8 @@ def apply_activation_checkpoint(model: nn.Module, job_config: JobConfig) -> None
     section: Any = job_config.activation_checkpoint
     if section.mode == "none":
         return
+    from torchtitan_lr.parallel.context import GatheredAttention  # which builds on this module
+
     if section.mode == "low_rank":
         apply_low_rank_checkpoint(model, section.low_rank_save_attention)
     else:
@@ -178,13 +179,13 @@ def apply_low_rank_checkpoint(model: nn.Module, save_attention: bool) -> None:
 
 
 def checkpoint_block(
-    block: nn.Module,
+    block: Callable[..., Any],
     *args: Any,
     save_attention: bool,
     save_attention_compiled: bool,
     **kwargs: Any,
 ) -> Any:
-    """Run a block forward; its backward recomputes everything but what the block saves."""
+    """Run a block, or a part of one; its backward recomputes everything but what it saves."""
     if torch.compiler.is_compiling():
         # The compiler removes operators whose results only saved tensors use.
         return checkpoint(

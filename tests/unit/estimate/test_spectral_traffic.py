@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Numbers that a spectral optimizer sends: limits at 1B by formula, and by the code itself."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import torchtitan_lr.training.register  # noqa: F401
+from tests.unit.tiny import tiny_args
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.compat.fake import FakeTensorMode, fake_process_group
 from torchtitan_lr.config.build import build_job_config
@@ -19,6 +21,8 @@ from torchtitan_lr.formulas.spectral import (
     small_flops,
     spectral_traffic,
 )
+from torchtitan_lr.formulas.traffic import Traffic
+from torchtitan_lr.ledger.comparison import compare, differences
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.spectral.container import SpectralOptimizers
@@ -45,12 +49,6 @@ def paper_run(flavor: str, rule: str, shard: int, tp: int) -> Run:
     return read_run(config, shard * tp)
 
 
-def numbers(run: Run) -> dict[tuple[str, str], int]:
-    """Return elements by operation and mesh dimension."""
-    rows = [row for row in step_traffic(run, 0) if row.scope == "optimizer"]
-    return {(row.op, row.mesh_dim): row.elements for row in rows}
-
-
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("rule", LIMITS)
 def test_limits(rule: str, mesh: str) -> None:
@@ -58,7 +56,8 @@ def test_limits(rule: str, mesh: str) -> None:
 
     What returns is at most as much, so that both together are at most the bytes of an all-reduce.
     """
-    found = numbers(paper_run("1B_boost", rule, *MESHES[mesh]))
+    run = paper_run("1B_boost", rule, *MESHES[mesh])
+    found = {(row.op, row.mesh_dim): row.elements for row in step_traffic_of_optimizer(run)}
     assert found.keys() == {("reduce_scatter", mesh), ("all_gather", mesh)}
     summed = found["reduce_scatter", mesh]
     assert 0.98 * LIMITS[rule] < summed / MILLION <= LIMITS[rule]
@@ -71,7 +70,7 @@ def test_an_uneven_width(rule: str) -> None:
 
     So is the weight, where the rule reads it. Its Gram matrix then needs no sum.
     """
-    rows = [r for r in step_traffic(paper_run("1B", rule, 8, 1), 0) if r.scope == "optimizer"]
+    rows = step_traffic_of_optimizer(paper_run("1B", rule, 8, 1))
     gathered = sum(row.elements for row in rows if row.role == "momentum")
     matrices = 1 if rule == "Muon" else 2
     assert gathered == matrices * 24 * 512 * 5461
@@ -84,37 +83,55 @@ def test_an_uneven_width(rule: str) -> None:
     ("rule", "mesh"), [("Muon", "fsdp"), ("Spectron", "tp"), ("LoRAMuon", "fsdp_tp")]
 )
 def test_the_code_sends_what_the_formula_says(rule: str, mesh: str) -> None:
-    """Eight of the 24 blocks, parallelized as in training, step on tensors without data."""
-    shard, tp = MESHES[mesh]
-    run = paper_run("1B_boost", rule, shard, tp)
+    """Two of the 24 blocks, parallelized as in training, step on tensors without data.
+
+    Eight ranks do not share their linears evenly.
+    """
+    run = paper_run("1B_boost", rule, *MESHES[mesh])
+    run = replace(run, args=replace(run.args, n_layers=2))
+    rows = take_step(run, FakeTensorMode(allow_non_fake_inputs=True))
+    assert differences(compare(rows, step_traffic_of_optimizer(run), run.wire_dtypes)) == []
+
+
+@pytest.mark.parametrize("rule", LIMITS)
+def test_the_code_gathers_uneven_rows(rule: str) -> None:
+    """Three ranks divide neither the 80 columns of w2's A nor its r = 20."""
+    run = replace(paper_run("debug", rule, 3, 1), args=tiny_args("cola"))
+    rows = take_step(run, nullcontext())  # gathered places are no numbers of fake tensors
+    assert any(row["op"] == "all_gather" for row in rows)
+    assert differences(compare(rows, step_traffic_of_optimizer(run), run.wire_dtypes)) == []
+
+
+def step_traffic_of_optimizer(run: Run) -> list[Traffic]:
+    return [row for row in step_traffic(run, 0) if row.scope == "optimizer"]
+
+
+def take_step(run: Run, tensors: AbstractContextManager[Any]) -> list[dict[str, Any]]:
+    """Step as the first of ranks that do not exist; return the ledger's rows.
+
+    Args:
+        run: The run.
+        tensors: In which kind of tensors weights and gradients are.
+    """
     bind_device()
-    with fake_process_group(shard * tp):
-        rows = step_on_paper(run)
-    sent = {(row["op"], row["mesh_dim"]): 3 * row["elements"] for row in rows}
-    assert sent == numbers(run)
-    assert [row["calls"] for row in rows] == [1, 1]
-
-
-def step_on_paper(run: Run) -> list[dict[str, Any]]:
-    """Step with a third of a model's blocks, as one of many ranks; return the ledger's rows."""
-    shard, tp = run.shard, run.tp
-    dims = ParallelDims(
-        dp_replicate=1, dp_shard=shard, cp=1, tp=tp, pp=1, ep=1, etp=1, world_size=shard * tp
-    )
-    dims.build_mesh()
-    with torch.device("meta"):
-        model = LlamaModel(replace(run.args, n_layers=run.args.n_layers // 3))
-    parallelize_llama_cola(model, dims, run.config)
-    without_data = FakeTensorMode(allow_non_fake_inputs=True)
-    with without_data:
-        model.to_empty(device="cpu")
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-    # Its groups' ranks are real numbers.
-    optimizer = SpectralOptimizers([model], run.config.optimizer).optimizers[0]
-    groups = optimizer.groups.by_name()
-    with without_data, CommLedger([model], groups) as ledger:
-        optimizer.step()
+    with fake_process_group(run.world):
+        dims = ParallelDims(
+            **{"dp_replicate": 1, "dp_shard": run.shard, "tp": run.tp, "world_size": run.world},
+            **dict.fromkeys(("cp", "pp", "ep", "etp"), 1),
+        )
+        dims.build_mesh()
+        with torch.device("meta"):
+            model = LlamaModel(run.args)
+        parallelize_llama_cola(model, dims, run.config)
+        with tensors:
+            model.to_empty(device="cpu")
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        # Outside: the ranks of its groups are numbers.
+        optimizer = SpectralOptimizers([model], run.config.optimizer).optimizers[0]
+        groups = optimizer.groups.by_name()
+        with tensors, CommLedger([model], groups, (), [optimizer]) as ledger:
+            optimizer.step()
     return ledger.rows()
 
 
