@@ -30,6 +30,7 @@ def latents(ranks: int) -> list[str]:
 
 CASES: dict[str, tuple[str, list[str], list[str]]] = {
     "svd, FSDP": ("svd", [*degrees(local_batch=4), *latents(2), *OPERATORS], []),
+    "cola, four ranks": ("cola", [*degrees(), *latents(4)], []),
     "cola, BTP": ("cola", [*degrees(tensor=2), *latents(2)], []),
     "cola, BTP ungrouped": ("cola", [*degrees(tensor=2), *latents(2), *UNGROUPED], []),
     "lax, BTP by sequence": ("lax", [*degrees(tensor=2), *latents(2), *SEQUENCE], GATES),

@@ -3,7 +3,9 @@
 
 A row is cut into 2C chunks of equal length. Rank i has the chunks i and 2C - 1 - i, which
 torchtitan calls ``headtail``: chunk j attends to the first j + 1 chunks, so all ranks have equally
-much to compute. Everything but attention works token by token and sends nothing.
+much to compute. Everything but attention works token by token and sends nothing. Where
+tensor-parallel ranks share tokens too (``tp_comm = "sequence"``), they share those of one rank's
+two chunks: the rank's s/C tokens are cut once more, into T parts.
 
 Attention's keys and values are gathered along the tokens, and put into the row's order. A token
 then attends to all earlier ones of its row, wherever they were computed. In backward each rank has
@@ -107,12 +109,11 @@ def attend_from_chunks(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, ranks
     """
     if mask is not None:
         return attend(q, k, v, mask)
-    length = q.shape[-2] // 2
+    early, late = q.chunk(2, dim=-2)  # (b, h, s/2C, head_dim)
+    own = [(ranks.rank, early), (2 * ranks.size - 1 - ranks.rank, late)]
     outputs = []
-    for chunk, queries in zip(
-        (ranks.rank, 2 * ranks.size - 1 - ranks.rank), q.chunk(2, dim=-2), strict=True
-    ):
-        seen = (chunk + 1) * length
+    for chunk, queries in own:
+        seen = (chunk + 1) * queries.shape[-2]
         outputs.append(attend_to_prefix(queries, k[:, :, :seen], v[:, :, :seen]))
     return torch.cat(outputs, dim=-2)
 

@@ -28,11 +28,15 @@ _DEFAULTS = {
 }
 """Overrides of settings that only some plans support."""
 
+_KEYS_AND_VALUES = "--parallelism.cp_gather=kv"
+"""Override for plans whose ranks have no whole latents to gather."""
+
 _FULL_RANK = [
     *("--model.name=llama_full", "--parallelism.tp_plan=auto", "--parallelism.tp_grouping"),
     *("--low_rank.rank=0", "--low_rank.rank_attention=0", "--low_rank.rank_ffn=0"),
     *("--low_rank.activation=flavor", "--low_rank.lax_gate=identity"),
     *(_DEFAULTS[key] for key in ("norm", "head")),
+    _KEYS_AND_VALUES,
 ]
 
 
@@ -61,6 +65,8 @@ def derive(config: str, plan: str, overrides: Sequence[str] = ()) -> list[str]:
     family = find_family(given.model.name)
     if family is not None and not family.low_rank:
         changes.append("--model.name=llama_cola")
+    if plan != "btp":
+        changes.append(_KEYS_AND_VALUES)
     choices = plans.PLANS[plan].choices
     return [*changes, *(default for key, default in _DEFAULTS.items() if key not in choices)]
 

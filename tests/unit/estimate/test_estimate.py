@@ -80,6 +80,26 @@ def test_json(script, capsys):
     assert others["full"]["parameters"] > report["parameters"] == others["btp"]["parameters"]
 
 
+def test_a_spectral_optimizer(script, capsys):
+    """Beside AdamW: half of the state of the blocks, r x r numbers, and time for its products."""
+    options = [DEBUG, *BLOCKS, "--plans=btp", "--optimizer.name=LoRAMuon"]
+    options += ["--training.local_batch_size=1"]
+    assert script.main([*options, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    cost, adamw = report["spectral"], report["alternatives"]["btp"]
+    sent = report["comm_bytes"]["fsdp_tp"]
+    returned = sent.pop("all_gather")
+    assert cost["numbers"] == {
+        "summed": sum(sent.values()) / 4, "returned": returned / 4, "gathered": 0
+    }  # fmt: skip
+    assert "fsdp_tp" not in adamw["comm_bytes"] and "spectral" not in adamw
+    assert report["memory_bytes"]["optimizer"] < adamw["memory_bytes"]["optimizer"]
+    assert report["step_time"]["optimizer"] > adamw["step_time"]["optimizer"]
+    assert cost["small_flops"] / 4 <= cost["small_flops_per_rank"] < cost["small_flops"]
+    assert script.main(options) == 0
+    assert "LoRAMuon, per step: " in capsys.readouterr().out
+
+
 def test_memory_of_documents():
     """8B at 8,192 tokens: 4 MiB a row for the rotary table, and no mask of all scores."""
     from torchtitan_lr.estimate.memory import in_flight, mask_bytes

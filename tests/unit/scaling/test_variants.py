@@ -28,6 +28,7 @@ def test_choices_of_the_bottleneck_aware_plan_do_not_reach_the_others():
     choices = [
         *("--parallelism.tp_norm=sync", "--parallelism.tp_head=scatter", "--low_rank.rank=16"),
         *("--parallelism.no_tp_grouping", "--activation_checkpoint.mode=low_rank"),
+        *("--parallelism.context_parallel_degree=2", "--parallelism.cp_gather=latents"),
     ]
     for plan in COMPARED_PLANS:
         arguments = [f"--job.config_file={config}", NO_CHECKPOINT, *choices]
@@ -36,6 +37,7 @@ def test_choices_of_the_bottleneck_aware_plan_do_not_reach_the_others():
         derived = build_job_config([*arguments, *changes])
         check_job_config(derived, 4, "cpu")
         assert derived.parallelism.tp_norm == ("sync" if plan == "btp" else "online")
+        assert derived.parallelism.cp_gather == ("latents" if plan == "btp" else "kv")
     # The control: without the derivation the same choices are refused.
     plain = build_job_config([*arguments, "--parallelism.tp_plan=vanilla"])
     with pytest.raises(ConfigError, match="tp_norm"):
