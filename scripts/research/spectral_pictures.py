@@ -44,6 +44,17 @@ def searched(size: str) -> Curves:
     return found
 
 
+def measured(curves: Curves) -> Curves:
+    """Return the runs whose update norms are stored; families without any are left out."""
+    found: Curves = {}
+    for family, by_optimizer in curves.items():
+        for optimizer, runs in by_optimizer.items():
+            known = {rate: run for rate, run in runs.items() if run["update_norms"]}
+            if known:
+                found.setdefault(family, {})[optimizer] = known
+    return found
+
+
 def table(curves: Curves) -> str:
     """Return the best losses as Markdown: a row per family, a column per optimizer.
 
@@ -81,12 +92,10 @@ def draw(curves: Curves, what: str, panel: Any) -> Any:
         what: The title.
         panel: Draws the runs of one family and optimizer: axes, runs by rate, label and colour.
     """
-    figure = new_figure(10, 3.2)
+    figure = new_figure(2.5 * len(curves), 3.2)
     shared = None
     for place, (family, by_optimizer) in enumerate(curves.items()):
-        axes = shared = figure.add_subplot(
-            1, len(FAMILIES), place + 1, sharex=shared, sharey=shared
-        )
+        axes = shared = figure.add_subplot(1, len(curves), place + 1, sharex=shared, sharey=shared)
         for optimizer, runs in by_optimizer.items():
             panel(axes, runs, optimizer, f"C{OPTIMIZERS.index(optimizer)}")
         axes.set_title(family, fontsize=9)
@@ -106,11 +115,8 @@ def draw_rates(axes: Any, runs: dict[float, Run], label: str, color: str) -> Non
 
 
 def draw_norms(axes: Any, runs: dict[float, Run], label: str, color: str) -> None:
-    """Draw the update norms of the best run that has them, in the order of the logged steps."""
-    measured = [run for run in runs.values() if run["update_norms"]]
-    if not measured:
-        return
-    best = min(measured, key=lambda run: float(run["row"]["val_loss"]))
+    """Draw the update norms of the best run, in the order of the logged steps."""
+    best = min(runs.values(), key=lambda run: float(run["row"]["val_loss"]))
     axes.plot(best["update_norms"], label=label, c=color)
     axes.set(yscale="log", xlabel="logged step")
 
@@ -128,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     what = f"validation loss (nats per token) over learning rate, {options.size}, seed 0"
     draw(curves, what, draw_rates).savefig(IMAGES / "spectral_rates.png")
     what = f"largest spectral norm of a step's update, at the best learning rate, {options.size}"
-    draw(curves, what, draw_norms).savefig(IMAGES / "spectral_norms.png")
+    draw(measured(curves), what, draw_norms).savefig(IMAGES / "spectral_norms.png")
     return 0
 
 
