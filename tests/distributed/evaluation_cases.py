@@ -57,6 +57,7 @@ def write_run(folder: Path, family: str, **sections: dict[str, Any]) -> tuple[Pa
 def options_of(checkpoint: Path, *overrides: str, **changes: Any) -> SimpleNamespace:
     """What the command ``evaluate`` parses."""
     usual: dict[str, Any] = {"corpus": "local", "path": None, "documents": 0, "seq_len": 0}
+    usual["text_column"] = "text"
     usual |= {"batch_size": 2, "as_validated": False, "device": "", "config": None}
     usual["allow_unverified"] = False
     usual |= {"checkpoint": checkpoint, "overrides": list(overrides)}

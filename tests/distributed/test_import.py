@@ -39,7 +39,9 @@ def imported(folder: Path, out: Path, family: str | None = None, rank: int | Non
     """Import the folder; the arguments of a run that starts from it."""
     values: dict[str, Any] = {"calibration": None, "dtype": None, "device": "cpu"}
     values |= {"folder": folder, "out": out, "family": family, "rank": rank}
-    made = import_folder(Namespace(tokenizer=ASSETS, calibration_tokens=1, **values))
+    made = import_folder(
+        Namespace(tokenizer=ASSETS, calibration_tokens=1, text_column="text", **values)
+    )
     return [
         f"--model.name={made['model']}",
         f"--model.flavor={out}/model_args.json",

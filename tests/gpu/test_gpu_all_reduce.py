@@ -10,8 +10,8 @@ from torchtitan_lr.compression.compressor import Compressor, Span
 from torchtitan_lr.compression.sizes import CodecSizes, kept_entries
 
 SIZE = 2**22
-CYCLES = 2**31
-"""A second or so of a busy stream: far longer than it takes to allocate once."""
+CYCLES = 2**33
+"""Four seconds or so of a busy stream: far longer than it takes to allocate once."""
 
 
 @pytest.mark.gpu
@@ -34,12 +34,14 @@ def test_the_shards_memory_is_not_reused_before_the_sum_is_done(
     reduces.wait_stream(scatters)
     with torch.cuda.stream(reduces):
         torch.cuda._sleep(CYCLES)
+        slept = reduces.record_event()
         hook(shard)
         stored = shard.bfloat16()
     place = shard.data_ptr()
     del shard  # as FSDP2 does after the cast
     with torch.cuda.stream(scatters):
         following = torch.zeros(SIZE, device=device)
+    assert not slept.query(), "the host took too long to tell"
     assert following.data_ptr() != place
     torch.cuda.synchronize()
     assert stored.count_nonzero() == (kept_entries(SIZE, codec.theta) if compressed else SIZE)

@@ -4,6 +4,7 @@
 import json
 import math
 import re
+import shutil
 import signal
 import sys
 
@@ -18,6 +19,7 @@ SHORT = ["--training.steps=4", "--lr_scheduler.warmup_steps=1", "--metrics.log_f
 SHORT += ["--validation.steps=1", "--checkpoint.interval=2"]
 OWN = [
     *("--job.dump_folder=outputs/own", "--training.dataset=local", "--training.dataset_path=own"),
+    "--training.text_column=content",
     *("--model.hf_assets_path=my_tokenizer", "--model.vocab_size=1024", "--training.seq_len=64"),
     *("--validation.seq_len=64", "--training.steps=12", "--lr_scheduler.warmup_steps=2"),
     *("--metrics.log_freq=1", "--checkpoint.interval=4", "--validation.steps=1"),
@@ -46,7 +48,7 @@ def afternoon(tmp_path_factory):
             text = f"Note {i}. " + " ".join(
                 f"The {i * k % 97}th sample is {i + k}." for k in range(9)
             )
-            file.write(json.dumps({"text": text}) + "\n")
+            file.write(json.dumps({"content": text}) + "\n")
     with (folder / "chats.jsonl").open("w") as file:
         for i in range(200):
             chat = [("user", f"What is {i % 10}?"), ("assistant", "yes yes yes")]
@@ -65,8 +67,9 @@ def test_the_main_job_with_its_steps_cut(afternoon):
 
 def test_own_text_own_tokenizer_and_a_stop_in_between(afternoon):
     """Stopped by Ctrl-C and started again, it has the losses of the run that was left alone."""
-    words = ("tokenizer", "--corpus", "local", "--path", "own", "--vocab_size", "600")
-    assert "600 tokens" in afternoon.do(*words, "--out", "my_tokenizer")
+    words = ("tokenizer", "--corpus", "local", "--path", "own", "--text_column", "content")
+    said = afternoon.do(*words, "--vocab_size", "600", "--out", "my_tokenizer")
+    assert said.startswith("600 tokens") and "bytes per token" in said
     alone = [*OWN, "--job.dump_folder=outputs/alone"]
     afternoon.do("train", "debug_cola", *alone, NGPU="2")
     started = runs.Process(
@@ -117,7 +120,16 @@ def test_the_export_is_the_model_for_transformers(afternoon):
 
 
 def test_an_import_is_moved_fine_tuned_and_answers(afternoon):
-    afternoon.do("import", "for_hf", "brought")
+    # By its name on the Hub, from a mirror: Hugging Face's cache.
+    snapshot = afternoon.folder / "cache/models--me--notes/snapshots/0123"
+    shutil.copytree(afternoon.folder / "for_hf", snapshot)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs/main").write_text("0123")
+    mirror = {"HF_HUB_CACHE": str(afternoon.folder / "cache"), "HF_HUB_OFFLINE": "1"}
+    words = [*COMMAND, "import", "me/notes", "brought"]
+    # Not forked: the library reads these variables when it is imported.
+    done = runs.run(words, cwd=afternoon.folder, truly=True, **mirror)
+    assert done.status == 0, done.everything
     (afternoon.folder / "brought").rename(afternoon.folder / "moved")
     words = (
         "--training.dataset=local",
@@ -125,11 +137,22 @@ def test_an_import_is_moved_fine_tuned_and_answers(afternoon):
         "--training.steps=40",
     )
     more = ("--training.local_batch_size=8", "--lr_scheduler.warmup_steps=2", "--optimizer.lr=5e-3")
-    afternoon.do("train", "moved/train.toml", *words, *more, NGPU="1")
+    tune = ("train", "moved/train.toml", *words, *more)
+    afternoon.do(*tune, NGPU="1")
     (afternoon.folder / "questions.txt").write_text("What is 3?\nWhat is 4?\n")
     said = talk(afternoon, "moved/run")
     assert said == ["yes yes yes"] * 2
     assert talk(afternoon, "outputs/own") != said  # the control: before it was fine-tuned
+
+    # Some steps more at another rate; the export tells all of it, and its card's lines run.
+    afternoon.do(*tune, "--training.steps=42", "--optimizer.lr=1e-4", NGPU="1")
+    afternoon.do("export", "moved/run", "tuned", "--format", "hf", "--license", "mit")
+    card = (afternoon.folder / "tuned/README.md").read_text()
+    assert "fine-tuned from me/notes on local" in card and "license: mit" in card
+    assert "| changed after step 40 | " in card and "optimizer.lr = 0.0001 (was 0.005)" in card
+    code = card.partition("```python\n")[2].partition("```")[0] + "print(type(model).__name__)"
+    done = runs.run([sys.executable, "-c", code], cwd=afternoon.folder / "tuned")
+    assert done.out.splitlines()[-1] == "TorchtitanLRForCausalLM", done.everything
 
 
 def talk(afternoon, run):

@@ -52,5 +52,8 @@ def test_extensions_work_in_every_command(command, tmp_path):
     assert json.loads(command("evaluate", "run", IMPORT, "--json").out)["loss"] > 1
     command("export", "run", "exported", IMPORT)
     assert json.loads(command("generate", "exported", IMPORT, *GREEDY).out)["text"] == text
+    assert IMPORT.partition("=")[0] in (tmp_path / "exported/README.md").read_text()
+    command("train", "exported/train.toml", IMPORT, "--job.dump_folder=again")
+    assert runs.exact(runs.history(tmp_path / "again")) == records
     refused = command("generate", "exported", *GREEDY, status=2).everything
     assert "--experimental.custom_import=MODULE" in refused and "Traceback" not in refused

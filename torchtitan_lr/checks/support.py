@@ -66,28 +66,35 @@ def check_plans(config: Any, world_size: int, device_type: str) -> None:
 
 def check_context(config: Any, world_size: int, device_type: str) -> None:
     """Check that context-parallel ranks can share every row, and that they have the kernels."""
-    parallelism, training = config.parallelism, config.training
+    parallelism, args = config.parallelism, llama_args(config)
     degree, key = parallelism.context_parallel_degree, "parallelism.context_parallel_degree"
     if degree == 1:
         return
-    require(llama_args(config) is not None, key, degree, "1 for a model of another package")
+    if args is None:
+        raise ConfigError(key, degree, "1 for a model of another package")
     require(device_type != "xpu", key, degree, "1 on an XPU: only CUDA and a CPU are supported")
-    # The other kernels materialize the mask, or ignore that queries are grouped.
-    fits = device_type != "cuda" or training.mixed_precision_param != "float32"
-    want = f"'bfloat16' with {key} = {degree} on a GPU: flash attention has no float32"
-    require(fits, "training.mixed_precision_param", "float32", want)
+    if device_type == "cuda":
+        # The other kernels materialize the mask, or ignore that queries are grouped.
+        dtype = config.training.mixed_precision_param
+        want = f"1 on a GPU in {dtype}: flash attention has bfloat16 (training."
+        want += "mixed_precision_param) and float16 alone"
+        require(dtype in ("bfloat16", "float16"), key, degree, want)
+        fits = args.head_dim <= 256 and args.head_dim % 8 == 0
+        want = (
+            f"1 on a GPU with heads of {args.head_dim} features: flash attention has 8, 16, … 256"
+        )
+        require(fits, key, degree, want)
     unit, product = 2 * degree, f"2 * {key} ({degree})"
     if parallelism.tp_comm == "sequence":
         unit *= parallelism.tensor_parallel_degree
         product += f" * tensor_parallel_degree ({parallelism.tensor_parallel_degree})"
         product += " with tp_comm = 'sequence'"
-    rows = {"training": training.seq_len}
+    rows = {"training": config.training.seq_len}
     if config.validation.enable:
         rows["validation"] = config.validation.seq_len
     for section, seq_len in rows.items():
-        require(
-            seq_len % unit == 0, f"{section}.seq_len", seq_len, f"a multiple of {unit}: {product}"
-        )
+        want = f"a multiple of {unit}: {product}"
+        require(seq_len % unit == 0, f"{section}.seq_len", seq_len, want)
 
 
 def check_compile(config: Any, world_size: int, device_type: str) -> None:

@@ -30,6 +30,7 @@ from torchtitan_lr.commands.parser import (
     OneLineParser,
     add_allow_unverified,
     add_extension,
+    add_text_column,
     check_at_least,
 )
 from torchtitan_lr.errors import ConfigError, escaped
@@ -54,6 +55,7 @@ def add_arguments(parser: OneLineParser) -> None:
         "--path",
         help="file, folder or pattern of .txt, .jsonl or .parquet; with c4 a local copy",
     )
+    add_text_column(parser)
     parser.add_argument("--documents", type=int, default=0, help="at most; 0 reads all")
     parser.add_argument("--seq_len", type=int, default=0, help="0 is the trained window")
     parser.add_argument(

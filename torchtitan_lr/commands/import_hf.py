@@ -22,7 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.commands.export import add_out, check_out
-from torchtitan_lr.commands.parser import OneLineParser, add_extension, check_at_least
+from torchtitan_lr.commands.parser import (
+    OneLineParser,
+    add_extension,
+    add_text_column,
+    check_at_least,
+)
 from torchtitan_lr.errors import escaped
 
 DTYPES = ("float32", "bfloat16")
@@ -44,6 +49,7 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument(
         "--calibration_tokens", type=int, default=65536, help="tokens of it to read at most"
     )
+    add_text_column(parser)
     parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer; default: DIR")
     parser.add_argument(
         "--dtype", choices=DTYPES, help="precision written; default: the files', at least float32"

@@ -172,6 +172,13 @@ def add_allow_unverified(parser: OneLineParser) -> None:
     )
 
 
+def add_text_column(parser: OneLineParser) -> None:
+    """Add ``--text_column``, for commands that read text by its path."""
+    parser.add_argument(
+        "--text_column", default="text", help="key of the text in .jsonl and .parquet"
+    )
+
+
 def add_extension(parser: OneLineParser) -> None:
     """Add ``--experimental.custom_import``, for commands that read a run or weights."""
     parser.add_argument(

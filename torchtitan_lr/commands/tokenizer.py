@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.checkpoints.folders import write_whole
-from torchtitan_lr.commands.parser import OneLineParser
+from torchtitan_lr.commands.parser import OneLineParser, add_text_column
 from torchtitan_lr.errors import ConfigError, escaped
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def add_arguments(parser: OneLineParser) -> None:
         help="the text (default cpython)",
     )
     parser.add_argument("--path", help="file, folder or pattern of .txt, .jsonl or .parquet")
+    add_text_column(parser)
     parser.add_argument("--ranks", type=Path, help="tiktoken rank file to convert; needs no text")
     parser.add_argument("--vocab_size", type=int, help="special tokens included (default 4096)")
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
@@ -86,7 +87,9 @@ def run(args: argparse.Namespace) -> int:
         digest = hashlib.sha256(args.ranks.read_bytes()).hexdigest()
         config |= {RANKS_DIGEST: digest, "split_special_tokens": True}
     else:
-        reader = Reader(Source(corpus, (args.path,) if args.path else (), "--path"))
+        reader = Reader(
+            Source(corpus, (args.path,) if args.path else (), "--path", column=args.text_column)
+        )
         texts = reader.texts(held_out=False)
         vocab_size = 4096 if args.vocab_size is None else args.vocab_size
         corpus_read = Sampled(map(text_of, texts) if reader.pairs else texts)

@@ -160,7 +160,7 @@ def _source(options: argparse.Namespace) -> Source | None:
         read_job_config(options.checkpoint, options.config)  # raises where it names no corpus
         return None
     if name == "local":
-        return Source(name, (path,), "--path", part="held_out")
+        return Source(name, (path,), "--path", "held_out", options.text_column)
     if not name.startswith("c4"):
         return Source(name, (), "--corpus")
     if path and path[0] in "/.~" and not data_path(path, "--path").exists():

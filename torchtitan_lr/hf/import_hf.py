@@ -158,7 +158,7 @@ def _calibration(
         return None
     if tokenizer is None:
         raise ConfigError("--calibration", name, "a tokenizer in DIR or in --tokenizer, too")
-    source = Source("local", (name,), "--calibration", part="train")
+    source = Source("local", (name,), "--calibration", "train", options.text_column)
     if name in _SHIPPED:
         source = Source(name, (), "--calibration")
     length = min(args.max_seq_len, LONGEST_TRAINED)

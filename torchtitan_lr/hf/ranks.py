@@ -14,6 +14,7 @@ import torchtitan_lr.training.register  # noqa: F401  (registers the families)
 from torchtitan_lr.checkpoints.folders import is_dcp
 from torchtitan_lr.checkpoints.manifest import damage_of
 from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.checks.support import check_context
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.exported import (
@@ -204,6 +205,7 @@ def load_on_ranks(
         want = f"weights in one of {', '.join(TORCH_DTYPE_MAP)} on several ranks"
         raise ConfigError("CHECKPOINT", str(dtype).removeprefix("torch."), want)
     config.training.dtype = config.training.mixed_precision_param = names[dtype]
+    check_context(config, parallel_dims.world_size, device.type)  # of kernels in this precision
     parts, pipeline = _build_parts(config, args, parallel_dims, device, dtype)
     fill(parts)
     loss_parallel = parallel_dims.tp_enabled and not config.parallelism.disable_loss_parallel

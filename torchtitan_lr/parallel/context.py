@@ -3,7 +3,9 @@
 
 A row is cut into 2C chunks of equal length. Rank i has the chunks i and 2C - 1 - i, which
 torchtitan calls ``headtail``: chunk j attends to the first j + 1 chunks, so all ranks have equally
-much to compute. Everything but attention works token by token and sends nothing.
+much to compute. Everything but attention works token by token and sends nothing. Where
+tensor-parallel ranks share tokens too (``tp_comm = "sequence"``), they share those of one rank's
+two chunks: the rank's s/C tokens are cut once more, into T parts.
 
 Attention's keys and values are gathered along the tokens, and put into the row's order. A token
 then attends to all earlier ones of its row, wherever they were computed. In backward each rank has

@@ -90,7 +90,11 @@ ROW_SHARED = ("--parallelism.context_parallel_degree=2", "--parallelism.tensor_p
             "cpu",
             "context_parallel_degree: got 3, expected a",
         ),
-        ("training.seq_len=128", "cuda", "training.mixed_precision_param: got 'float32'"),
+        (
+            "training.seq_len=128",
+            "cuda",
+            "context_parallel_degree: got 2, expected 1 on a GPU in fl",
+        ),
         ("training.seq_len=128", "xpu", "parallelism.context_parallel_degree: got 2, expected 1"),
     ],
 )

@@ -11,7 +11,6 @@ G squares the condition number of M. No function waits for the device.
 """
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -87,7 +86,7 @@ def polar_factor(M: Tensor, coefficients: Coefficients = QUINTIC) -> Tensor:
     return Q @ M.to(Q.dtype)
 
 
-def power_step(W: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+def power_step(W: Tensor, u: Tensor) -> Tensor:
     """Return the products of one power iteration; the ranks' sums are those of all columns.
 
     Args:
@@ -95,10 +94,10 @@ def power_step(W: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         u: The estimated left singular vector (r,), of length 1.
 
     Returns:
-        W Wᵀu (r,) and |Wᵀu|², a scalar.
+        W Wᵀu and then |Wᵀu|², (r + 1,).
     """
     v = W.mT @ u  # (n,)
-    return W @ v, v.dot(v)
+    return torch.cat([W @ v, v.dot(v)[None]])
 
 
 def spectral_norm(Wu: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,16 +114,9 @@ def spectral_norm(Wu: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
     return length * square.clamp(min=_TINY).rsqrt(), Wu / length.clamp(min=_TINY)[:, None]
 
 
-@cache
-def _upper(r: int, device: torch.device) -> Tensor:
-    """Return the places of the upper triangle in a flat (r, r), in the order of its rows."""
-    rows, columns = torch.triu_indices(r, r, device=device)
-    return rows * r + columns
-
-
 def packed(G: Tensor) -> Tensor:
-    """Return the upper triangle of a symmetric matrix (r, r), r (r + 1) / 2 numbers."""
-    return G.reshape(-1)[_upper(len(G), G.device)]
+    """Return the upper triangles of symmetric matrices (..., r, r): (..., r (r + 1) / 2)."""
+    return G.flatten(-2)[..., _upper(G.shape[-1], G.device)]
 
 
 def unpacked(triangles: Tensor, r: int) -> Tensor:
@@ -133,3 +125,9 @@ def unpacked(triangles: Tensor, r: int) -> Tensor:
     upper[:, _upper(r, triangles.device)] = triangles
     G = upper.view(-1, r, r)
     return G.triu() + G.triu(1).mT
+
+
+def _upper(r: int, device: torch.device) -> Tensor:
+    """Return the places of the upper triangle in a flat (r, r), in the order of its rows."""
+    rows, columns = torch.triu_indices(r, r, device=device)
+    return rows * r + columns

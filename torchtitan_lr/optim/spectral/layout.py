@@ -7,6 +7,7 @@ Nothing here knows the rules: the functions take tensors and layouts.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -90,12 +91,18 @@ class Layout:
     def part_of(self, rank: int, whole: Tensor) -> Tensor:
         """Return the view of a rank's rows in a part of the parameter with all rows."""
         assert self.mesh is not None
-        coordinate = (self.mesh.mesh == rank).nonzero()[0].tolist()
         placements = tuple(
             placement if mesh_dim in self.rows else Replicate()
             for mesh_dim, placement in enumerate(self.placements)
         )
+        coordinate = _coordinate(self.mesh, rank)
         return local_slice(whole, tuple(self.mesh.shape), coordinate, placements)
+
+
+@cache
+def _coordinate(mesh: DeviceMesh, rank: int) -> list[int]:
+    coordinate: list[int] = (mesh.mesh == rank).nonzero()[0].tolist()
+    return coordinate
 
 
 class Groups:

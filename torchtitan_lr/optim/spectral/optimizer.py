@@ -4,7 +4,7 @@
 A step has five parts:
 
 1. M ← βM + (1 − β)G, and N = βM + (1 − β)G in Nesterov's form, else N = M
-2. the Gram matrix of each N, from a rank's own columns (`Matrix.terms`)
+2. the Gram matrix of each N, from a rank's own columns (`SpectralOptimizer._terms`)
 3. their sum over the ranks that hold other columns
 4. Q of each matrix, by its rule (`rules`): products of (r, r) alone
 5. W ← (1 − ηλ) W − η Q N on a rank's own columns (`Matrix.update`)
@@ -21,7 +21,7 @@ the rule needs its Gram matrix or its norm (`Groups.gather_rows`).
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from torchtitan_lr.compat.dtensor import local_part, own_part, wrap_like
 from torchtitan_lr.numerics import exact_products
 from torchtitan_lr.optim.resume import copy_state
 from torchtitan_lr.optim.spectral import rules
-from torchtitan_lr.optim.spectral.algebra import packed, power_step, spectral_norm, unpacked
+from torchtitan_lr.optim.spectral.algebra import gram, packed, power_step, spectral_norm, unpacked
 from torchtitan_lr.optim.spectral.layout import Groups, Layout, Share
 from torchtitan_lr.optim.spectral.rules import RULES, Rule
 
@@ -97,21 +97,6 @@ class Matrix:
             self.momentum.lerp_(G, weight.masked_fill(rejected, 0.0))
         return G.lerp(self.momentum, beta) if self.hyper["nesterov"] else self.momentum
 
-    def terms(self, N: Tensor, weight: Tensor) -> Tensor:
-        """Return this rank's term of what the rule needs, in one vector; `Needs.of` reads the sum.
-
-        Args:
-            N: This rank's columns of N, (r, n).
-            weight: Its columns of W, (r, n).
-        """
-        terms = [packed(N @ N.mT)]
-        if self.rule.weight_grams:
-            terms.append(packed(weight @ weight.mT))
-        if self.u is not None:
-            Wu, square = power_step(weight, self.u)
-            terms += [Wu, square[None]]
-        return torch.cat(terms)
-
     def update(self, Q: Tensor, u: Tensor | None, N: Tensor, rejected: Tensor | None) -> None:
         """Update this rank's part, W ← (1 − ηλ) W − η Q N, and u.
 
@@ -142,7 +127,7 @@ Linear = tuple[Matrix, ...]
 
 
 class Needs(NamedTuple):
-    """What a rule needs of b matrices of one r, summed over the ranks; see `Matrix.terms`."""
+    """What a rule needs of b matrices of one r, summed over the ranks."""
 
     gram: Tensor
     """N Nᵀ (b, r, r)."""
@@ -155,7 +140,7 @@ class Needs(NamedTuple):
 
     @classmethod
     def of(cls, matrices: Sequence[Matrix], sums: Sequence[Tensor]) -> "Needs":
-        """Read the summed terms of some matrices."""
+        """Read the sums of the vectors that `SpectralOptimizer._terms` makes of some matrices."""
         rule, r = matrices[0].rule, matrices[0].r
         triangle = r * (r + 1) // 2
         sizes = (triangle, triangle * rule.weight_grams, r * rule.weight_norms, rule.weight_norms)
@@ -309,12 +294,26 @@ class SpectralOptimizer(Optimizer):
         return {matrix: matrix.oriented(whole) for matrix, whole in found.items()}
 
     def _terms(self, momenta: dict[Matrix, Tensor]) -> dict[Matrix, Tensor]:
-        """Return this rank's terms of what the rule needs."""
-        weights = momenta
+        """Return this rank's term of what the rule needs, in one vector for each matrix.
+
+        Args:
+            momenta: N, with all r rows.
+        """
+        weights: dict[Matrix, Tensor] = {}
         if self.rule.needs_weights:
             parts = {m: local_part(m.parameter).to(m.dtype) for m in self.matrices}
             weights = self._whole_rows(parts)
-        return {m: m.terms(momenta[m], weights[m]) for m in self.matrices}
+        terms: dict[Matrix, Tensor] = {}
+        for batch in _batches([(matrix,) for matrix in self.matrices]):
+            matrices = [matrix for (matrix,) in batch]
+            vectors = [packed(torch.stack([gram(momenta[m]) for m in matrices]))]  # (b, ...)
+            if self.rule.weight_grams:
+                vectors.append(packed(torch.stack([gram(weights[m]) for m in matrices])))
+            if self.rule.weight_norms:
+                steps = [power_step(weights[m], cast(Tensor, m.u)) for m in matrices]
+                vectors.append(torch.stack(steps))
+            terms |= zip(matrices, torch.cat(vectors, dim=1), strict=True)
+        return terms
 
     def _directions(
         self, linears: Iterable[Linear], sums: dict[Matrix, Tensor]

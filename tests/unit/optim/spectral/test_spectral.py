@@ -3,11 +3,13 @@
 
 import doctest
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
+from torchtitan_lr.compat.fake import FakeTensorMode
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.spectral import algebra, optimizer, rules
@@ -257,3 +259,17 @@ def test_defaults_are_the_rules_own():
     config = build_job_config(["--optimizer.name=Muon", *own])
     assert (config.training.max_norm, config.optimizer.lr) == (2, 0.5)
     assert not config.optimizer.nesterov
+
+
+def test_a_step_without_data_leaves_nothing_behind():
+    """An estimate steps on such tensors; the next real step has its own."""
+    changed = []
+    for mode in (FakeTensorMode(allow_non_fake_inputs=True), nullcontext()):
+        with mode:
+            linear = Linear()
+            linear.A.weight.grad, linear.B.weight.grad = gradients(0)
+            linear.build("LoRAMuon").step()
+        changed.append(linear)
+    A, B = (p.detach() for p in Linear().parameters())
+    wanted, _ = expected_step("LoRAMuon", A, B, *(0.2 * G for G in gradients(0)))
+    assert (changed[1].A.weight - wanted).abs().max() < 1e-12
