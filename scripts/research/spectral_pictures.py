@@ -84,12 +84,14 @@ def draw(curves: Curves, what: str, panel: Any) -> Any:
     figure = new_figure(10, 3.2)
     shared = None
     for place, (family, by_optimizer) in enumerate(curves.items()):
-        axes = shared = figure.add_subplot(1, len(FAMILIES), place + 1, sharey=shared)
+        axes = shared = figure.add_subplot(
+            1, len(FAMILIES), place + 1, sharex=shared, sharey=shared
+        )
         for optimizer, runs in by_optimizer.items():
             panel(axes, runs, optimizer, f"C{OPTIMIZERS.index(optimizer)}")
         axes.set_title(family, fontsize=9)
         axes.grid(alpha=0.3)
-        if by_optimizer:
+        if axes.lines:
             axes.legend(fontsize=7)
     figure.suptitle(what, fontsize=9)
     figure.set_layout_engine("constrained")
@@ -104,8 +106,11 @@ def draw_rates(axes: Any, runs: dict[float, Run], label: str, color: str) -> Non
 
 
 def draw_norms(axes: Any, runs: dict[float, Run], label: str, color: str) -> None:
-    """Draw the update norms of the best run, in the order of the logged steps."""
-    best = min(runs.values(), key=lambda run: float(run["row"]["val_loss"]))
+    """Draw the update norms of the best run that has them, in the order of the logged steps."""
+    measured = [run for run in runs.values() if run["update_norms"]]
+    if not measured:
+        return
+    best = min(measured, key=lambda run: float(run["row"]["val_loss"]))
     axes.plot(best["update_norms"], label=label, c=color)
     axes.set(yscale="log", xlabel="logged step")
 

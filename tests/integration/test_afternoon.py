@@ -151,8 +151,8 @@ def test_an_import_is_moved_fine_tuned_and_answers(afternoon):
     assert "fine-tuned from me/notes on local" in card and "license: mit" in card
     assert "| changed after step 40 | " in card and "optimizer.lr = 0.0001 (was 0.005)" in card
     code = card.partition("```python\n")[2].partition("```")[0] + "print(type(model).__name__)"
-    done = runs.run([sys.executable, "-c", code], cwd=afternoon.folder / "tuned")
-    assert done.out.splitlines()[-1] == "TorchtitanLRForCausalLM", done.everything
+    done = runs.run([sys.executable, "-c", code], cwd=afternoon.folder / "tuned", truly=True)
+    assert done.out.endswith("TorchtitanLRForCausalLM\n"), done.everything
 
 
 def talk(afternoon, run):

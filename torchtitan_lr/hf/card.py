@@ -14,11 +14,12 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from torchtitan_lr.checkpoints.run_record import CHANGES, described
 from torchtitan_lr.config.build import build_job_config, config_class, without_code
+from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.parse import CONFIG_DIR
 from torchtitan_lr.config.schema import Experimental
 from torchtitan_lr.data.prepare import StoredPart, stored_corpora
 from torchtitan_lr.data.template import template_files
-from torchtitan_lr.data.tokenizer import ASSETS, HUB
+from torchtitan_lr.data.tokenizer import ASSETS, HUB, TOKENIZER_CONFIG
 from torchtitan_lr.errors import ConfigError, escaped
 from torchtitan_lr.hf.loading import named_step, read_record
 from torchtitan_lr.hf.origin import Origin, origin_of
@@ -74,8 +75,9 @@ _MODULE = " --experimental.custom_import=MODULE"
 _REPEAT = """ `{command}` in this folder {repeats}: {toml} holds every value of the
 run that is not a default. Of paths outside of the run {toml} holds the last part."""
 
-_FROM_START = """ It begins at random weights: the run's own
-are named by `--checkpoint.initial_load_path`."""
+_FROM_START = """ Name the weights that the run
+started from by `--checkpoint.initial_load_path=FOLDER/checkpoint/step-0`; without it training
+starts from random ones."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,8 @@ def write_card(args: LlamaArgs, config: Any, step_dir: Path, exported: Exported)
 
 def _has_module(record: dict[str, Any]) -> bool:
     """Whether the run had a module of its author: a family, a plan or a codec."""
-    named = (record.get("experimental") or {}).get("custom_import")
+    section = record.get("experimental")
+    named = section.get("custom_import") if isinstance(section, dict) else None
     return bool(named) and named != Experimental.custom_import
 
 
@@ -174,11 +177,15 @@ def _what_happened(step: str, origin: Origin | None, corpora: Sequence[StoredPar
 def _use(corpora: Sequence[StoredPart], out_dir: Path) -> str:
     """Say what the model is for; a template alone may belong to the tokenizer's own model."""
     of_pairs = any(corpus is not None and corpus.kind == "pairs" for _, corpus in corpora)
-    if of_pairs and template_files(out_dir):
+    path = out_dir / TOKENIZER_CONFIG
+    has_template = template_files(out_dir) or (
+        path.is_file() and "chat_template" in read_json(path)
+    )
+    if of_pairs and has_template:
         return "A chat model: it answers messages in the format of its chat template."
     if of_pairs:
         return "An instruction model: it answers prompts like those of its training."
-    if not corpora and template_files(out_dir):
+    if not corpora and has_template:
         return "Its tokenizer has a chat template."
     return "A base model: it continues text."
 

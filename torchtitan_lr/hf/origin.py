@@ -83,8 +83,9 @@ def origin_of(step_dir: Path) -> Origin | None:
     imported = step_dir.parent.parent / ORIGIN
     if step_dir.name == "step-0":
         return _read(imported) if imported.is_file() else None
-    start = (read_record(step_dir).get("checkpoint") or {}).get("initial_load_path")
-    if not start:
+    section = read_record(step_dir).get("checkpoint")
+    start = section.get("initial_load_path") if isinstance(section, dict) else None
+    if not start or not isinstance(start, str):
         return None
     return _read(Path(start).parent.parent / ORIGIN) or _other_run(Path(start)) or Origin()
 
@@ -100,7 +101,8 @@ def _read(path: Path) -> Origin | None:
 def _other_run(step_dir: Path) -> Origin | None:
     """Name the run of a checkpoint by its model; nothing of its place is told."""
     with suppress(ConfigError):
-        model = read_record(step_dir).get("model") or {}
+        model = read_record(step_dir).get("model")
         step = step_dir.name.removeprefix("step-")
-        return Origin(f"{model.get('name')} {model.get('flavor')}, step {step}")
+        if isinstance(model, dict):
+            return Origin(f"{model.get('name')} {model.get('flavor')}, step {step}")
     return None

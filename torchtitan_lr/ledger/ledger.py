@@ -126,8 +126,10 @@ class CommLedger(TorchDispatchMode):
             message = boundary_of(args) if call.op in ("send", "recv") else None
             scope, pass_, recompute = (*message, False) if message else self._tracker.here()
             mesh_dim = self._mesh_dims.get(call.group, call.group)
-            if call.group == self._context and scope.startswith("block"):
-                mesh_dim = mesh_dim if self._tracker.in_unit else "cp"
+            # Where FSDP2 shards over the context-parallel ranks alone, both have one group.
+            in_block = scope.startswith("block") and not self._tracker.in_unit
+            if call.group == self._context and in_block:
+                mesh_dim = "cp"
             if mesh_dim in self._step_dims:
                 scope, pass_, recompute = STEP, "optimizer", False
             entry = Entry(scope, pass_, call.op, mesh_dim, call.dtype, recompute)

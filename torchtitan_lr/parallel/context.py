@@ -111,12 +111,11 @@ def attend_from_chunks(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, ranks
     """
     if mask is not None:
         return attend(q, k, v, mask)
-    length = q.shape[-2] // 2
+    early, late = q.chunk(2, dim=-2)  # (b, h, s/2C, head_dim)
+    own = [(ranks.rank, early), (2 * ranks.size - 1 - ranks.rank, late)]
     outputs = []
-    for chunk, queries in zip(
-        (ranks.rank, 2 * ranks.size - 1 - ranks.rank), q.chunk(2, dim=-2), strict=True
-    ):
-        seen = (chunk + 1) * length
+    for chunk, queries in own:
+        seen = (chunk + 1) * queries.shape[-2]
         outputs.append(attend_to_prefix(queries, k[:, :, :seen], v[:, :, :seen]))
     return torch.cat(outputs, dim=-2)
 

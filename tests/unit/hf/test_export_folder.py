@@ -15,6 +15,7 @@ from tests.support.corpora import write_corpus
 from tests.support.run_folders import write_run
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data.tokenizer import build_tokenizer
+from torchtitan_lr.hf.card import _use
 from torchtitan_lr.hf.tokenizer import export_tokenizer
 
 export = Command("export")
@@ -169,6 +170,19 @@ def test_the_card_of_a_chat_tune_names_base_data_changes_and_licence(tmp_path, m
         assert front_matter(out)["base_model"] == "someone/small"
         assert front_matter(out)["license"] == "mit"
         build_job_config([f"--job.config_file={out}/train.toml"])
+    # What a damaged record holds in their places is no reason to fail.
+    record |= {"experimental": "x", "checkpoint": ["x"], "changes": [5, {"after_step": "7"}]}
+    (tmp_path / "tune" / "job_config.json").write_text(json.dumps(record))
+    assert export.main([str(step), str(tmp_path / "damaged")]) in (0, 2)
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja"])
+def test_a_model_of_chats_has_a_template(tmp_path, place):
+    corpora = [(None, SimpleNamespace(kind="pairs"))]
+    assert _use(corpora, tmp_path).startswith("An instruction model")
+    (tmp_path / place).write_text('{"chat_template": "{{ 1 }}"}')
+    assert _use(corpora, tmp_path).startswith("A chat model")
+    assert _use([(None, SimpleNamespace(kind="text"))], tmp_path).startswith("A base model")
 
 
 def test_a_name_that_no_cache_has_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
