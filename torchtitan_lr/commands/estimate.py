@@ -21,7 +21,8 @@ on tensors without data ("working" is the additional memory of backward); "buffe
 unsharded weights. Memory counts blocks as uncompiled. The step time is a model, compared with
 published times in docs/results.md; "compute" is products and attention. A checkpoint holds every
 weight and optimizer state once, and TAGC's residuals; --storage 2.5 adds its seconds at 2.5 GB/s.
-With a pipeline every rank is listed; the table shows the ranks with most memory and most bytes.
+With context parallelism both values of parallelism.cp_gather are compared. With a pipeline every
+rank is listed; the table shows the ranks with most memory and most bytes.
 
 Exit status: 0, or 2 for an invalid configuration, number of ranks or hardware.
 """

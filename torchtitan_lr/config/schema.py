@@ -183,7 +183,8 @@ class Training:
     dataloader: DataLoader = field(default_factory=DataLoader)
 
     max_norm: Annotated[float | int, POSITIVE] = 0.5
-    """Gradients are clipped to this global norm; inf disables clipping."""
+    """Gradients are clipped to this global norm; inf disables clipping, and is the default with
+    Muon, Spectron and LoRAMuon."""
 
     max_skipped_steps: Annotated[int, NATURAL] = 0
     """Number of steps with a non-finite loss or gradient that may be skipped in the whole run

@@ -319,8 +319,11 @@ class LlamaModel(ModelProtocol):
         if places is not None:
             # The table of a row is (s', head_dim / 2, 2), or with documents (b, s, ...).
             row_table = table
-            rows = torch.arange(len(places), device=places.device)[:, None]
-            table = table[places] if documents is None else table[rows, places]
+            if documents is None:
+                table = table[places]
+            else:
+                rows = torch.arange(len(places), device=places.device)[:, None]
+                table = table[rows, places]
             options = [{**option, "row_table": row_table} for option in options]
         elif cache is not None:
             table = cache.begin(table, tokens.shape[1])

@@ -11,6 +11,8 @@ Attention's keys and values are gathered along the tokens, and put into the row'
 then attends to all earlier ones of its row, wherever they were computed. In backward each rank has
 the gradient of all keys and values that its queries have seen; a reduce-scatter sums them.
 
+A low-rank model may gather latents instead (`LatentAttention`), which are narrower.
+
 What was gathered is as large for any C, so it does not stay until backward: it is gathered again
 there. Per micro-batch a block sends two all-gathers and one reduce-scatter, in every mode of
 activation checkpointing.
