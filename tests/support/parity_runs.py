@@ -260,6 +260,10 @@ whose update depends almost only on the signs of the gradients (measured over th
 gradient averaged once too often gives 16; bf16 master weights give 39.
 """
 
+ROUNDING_OF_POLAR_FACTORS = 9.0
+"""The same after a step of a spectral optimizer, to which the smallest singular value of a gradient,
+and its rounding, counts as much as the largest: at most 6.2 (measured likewise)."""
+
 
 def bf16_references(
     pool: RankPool, arguments: list[str], run: Callable[..., Any] = train
