@@ -37,9 +37,13 @@ def check_memory(config: Any, world_size: int, device_type: str) -> None:
     tokens = training.local_batch_size * training.seq_len * ranks / section.tensor_parallel_degree
     by_token = 60 * args.n_layers * max(args.dim, args.ffn_dim) + 3 * args.vocab_size
     weights = sum(map(math.prod, model_shapes(args).values()))
-    if 4 * (4 * weights * ranks + tokens * by_token) < memory:
+    masks = ranks * _mask_bytes(config)
+    if 4 * (4 * weights * ranks + tokens * by_token) + masks < memory:
         return
     needed, fixed = _needed(config, world_size, ranks)
+    needed += masks
+    if not training.mask_documents:  # all rows have the same mask
+        fixed += masks
     if needed <= memory:
         return
     fits = int(training.local_batch_size * (memory - fixed) / (needed - fixed))
@@ -65,6 +69,20 @@ def _needed(config: Any, world_size: int, ranks: int) -> tuple[float, float]:
     share = ranks / run.pp
     fixed = sum(parts["weights"] + parts["optimizer"] + parts["gradients"] for parts in each)
     return share * sum(parts["peak"] for parts in each), share * fixed
+
+
+def _mask_bytes(config: Any) -> int:
+    """Return the bytes of attention's mask on a rank, which the estimate leaves out.
+
+    GPUs have none. On a CPU documents have one (b, s/C, s) that stays for the step, and the late
+    chunk of a shared row one (s/2C, s), of which torch makes a copy in the queries' precision.
+    """
+    training, degree = config.training, config.parallelism.context_parallel_degree
+    itemsize = 2 if training.mixed_precision_param == "bfloat16" else 4
+    pairs = training.seq_len**2 // degree
+    if training.mask_documents:
+        return int(training.local_batch_size * pairs * itemsize)
+    return 0 if degree == 1 else int(pairs // 2 * (1 + itemsize))
 
 
 def machine_memory() -> int:
