@@ -260,6 +260,10 @@ whose update depends almost only on the signs of the gradients (measured over th
 gradient averaged once too often gives 16; bf16 master weights give 39.
 """
 
+ROUNDING_OF_POLAR_FACTORS = 9.0
+"""The same after a step of a spectral optimizer: at most 6.2, measured likewise. The smallest
+singular values of a gradient, and their rounding, count as much as the largest."""
+
 
 def bf16_references(
     pool: RankPool, arguments: list[str], run: Callable[..., Any] = train

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,7 @@ from torchtitan_lr.compat.fake import FakeTensorMode, RehearsalMode, fake_proces
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import PLACES, LlamaModel
-from torchtitan_lr.parallel import context
+from torchtitan_lr.parallel.context import GatheredAttention, apply_context_parallel
 from torchtitan_lr.parallel.placement import TPSettings
 from torchtitan_lr.parallel.plans import apply_tensor_parallel
 
@@ -123,9 +122,6 @@ def rehearse(workload: Workload, prepare: Prepare | None = None, period: int = 1
 def fake_ranks(tp_degree: int, cp_degree: int = 1) -> Iterator[DeviceMesh | None]:
     """Be rank 0 of ranks that do not exist; their mesh of ``tp`` or ``cp, tp``, None for one rank.
 
-    Meanwhile a CPU's attention adds no mask of a rank's own tokens to all tokens of a row: a GPU
-    has none.
-
     Raises:
         RuntimeError: If this process has a process group already.
     """
@@ -138,12 +134,12 @@ def fake_ranks(tp_degree: int, cp_degree: int = 1) -> Iterator[DeviceMesh | None
     names: tuple[str, ...] = ("tp",)
     if cp_degree > 1:
         degrees, names = (cp_degree, tp_degree), ("cp", "tp")
-    without_mask = patch.object(context, "attend_to_prefix", _attend_without_mask)
-    with fake_process_group(tp_degree * cp_degree), without_mask:
+    with fake_process_group(tp_degree * cp_degree):
         yield init_device_mesh("cpu", degrees, mesh_dim_names=names)
 
 
 def _attend_without_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    # A GPU has no mask of a rank's own tokens to those of the row, which a CPU adds.
     out: Tensor = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
     return out
 
@@ -176,7 +172,10 @@ def build_prepared(
     if mesh is not None:
         apply_tensor_parallel(model, mesh["tp"], workload.settings)
     if mesh is not None and workload.cp_degree > 1:
-        context.apply_context_parallel(model, Ranks.of(mesh["cp"]), workload.gather)
+        apply_context_parallel(model, Ranks.of(mesh["cp"]), workload.gather)
+        for module in model.modules():
+            if isinstance(module, GatheredAttention):
+                module.to_prefix = _attend_without_mask
     if prepare is not None:
         prepare(model)
     return model

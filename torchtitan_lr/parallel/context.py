@@ -99,7 +99,14 @@ def gather_row(x: Tensor, ranks: Ranks) -> Tensor:
     return out
 
 
-def attend_from_chunks(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, ranks: Ranks) -> Tensor:
+def attend_from_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    ranks: Ranks,
+    to_prefix: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
     """Return attention's output for a rank's two chunks of a row, (b, h, s/C, head_dim).
 
     Args:
@@ -108,15 +115,17 @@ def attend_from_chunks(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, ranks
         v: Values, likewise.
         mask: Of the own tokens to the row's, see `separate`; None for causal attention.
         ranks: The ranks that share a row.
+        to_prefix: Attends from a chunk to all keys up to its end; `attend_to_prefix` if None.
     """
     if mask is not None:
         return attend(q, k, v, mask)
+    to_prefix = to_prefix or attend_to_prefix
     early, late = q.chunk(2, dim=-2)  # (b, h, s/2C, head_dim)
     own = [(ranks.rank, early), (2 * ranks.size - 1 - ranks.rank, late)]
     outputs = []
     for chunk, queries in own:
         seen = (chunk + 1) * queries.shape[-2]
-        outputs.append(attend_to_prefix(queries, k[:, :, :seen], v[:, :, :seen]))
+        outputs.append(to_prefix(queries, k[:, :, :seen], v[:, :, :seen]))
     return torch.cat(outputs, dim=-2)
 
 
@@ -144,9 +153,11 @@ class GatheredAttention(Edge):
     Attributes:
         repeats: Whether it gathers again in backward by itself. In a block that runs again in
             backward it gathers there.
+        to_prefix: As in `attend_from_chunks`.
     """
 
     repeats = True
+    to_prefix: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def __init__(self, ranks: Ranks, head_dim: int) -> None:
         super().__init__(ranks)
@@ -185,7 +196,7 @@ class GatheredAttention(Edge):
 
     def _from_keys(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
         k, v = gather_row(torch.stack([k, v]), self.ranks).unbind()  # one message
-        return attend_from_chunks(q, k, v, mask, self.ranks)
+        return attend_from_chunks(q, k, v, mask, self.ranks, self.to_prefix)
 
 
 class Unexpanded(NamedTuple):
@@ -269,7 +280,7 @@ class LatentAttention(GatheredAttention):
         row = torch.bmm(latents.flatten(1, 2), torch.stack([b_k, b_v]).mT)
         k, v = row.unflatten(1, latents.shape[1:3]).unbind()  # (b, s, d_kv/T)
         k, v = split_heads(k, self.head_dim, row_table), split_heads(v, self.head_dim)
-        return attend_from_chunks(q, k, v, mask, self.ranks)
+        return attend_from_chunks(q, k, v, mask, self.ranks, self.to_prefix)
 
 
 def apply_context_parallel(model: nn.Module, ranks: Ranks, gather: str) -> None:
