@@ -22,12 +22,12 @@ from torch.optim import Optimizer
 from torchtitan_lr.compat.dtensor import local_part, own_part
 from torchtitan_lr.numerics import exact_products
 from torchtitan_lr.optim.spectral.algebra import packed, unpacked
-from torchtitan_lr.optim.spectral.layout import Groups, Layout
+from torchtitan_lr.optim.spectral.layout import Groups, View
 from torchtitan_lr.optim.spectral.selection import factor_pairs
 from torchtitan_lr.titan import logger
 
 
-class Factor:
+class Factor(View):
     """A (r, d_in) or B (d_out, r), seen as (r, n).
 
     Args:
@@ -40,18 +40,8 @@ class Factor:
     def __init__(
         self, parameter: Tensor, row_dim: int, group: Mapping[str, Any], decay: float
     ) -> None:
-        self.parameter, self.row_dim, self.group, self.decay = parameter, row_dim, group, decay
-        self.r = parameter.shape[row_dim]
-        self.layout = Layout.of(parameter, row_dim)
-        self.dtype = torch.promote_types(parameter.dtype, torch.float32)
-
-    def exact_part(self) -> Tensor:
-        """Return this rank's part, in fp32 or wider."""
-        return local_part(self.parameter).to(self.dtype)
-
-    def oriented(self, part: Tensor) -> Tensor:
-        """Return a view of a part with r as its rows."""
-        return part if self.row_dim == 0 else part.mT
+        super().__init__(parameter, row_dim)
+        self.group, self.decay = group, decay
 
     def shrink(self, other_gram: Tensor, columns: Tensor, rejected: Tensor | None) -> None:
         """Update this rank's part, W ← W − ηλ · G W.

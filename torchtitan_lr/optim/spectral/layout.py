@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_lr.compat.collectives import all_gather, joint_group, reduce_scatter
-from torchtitan_lr.compat.dtensor import local_slice
+from torchtitan_lr.compat.dtensor import local_part, local_slice
 
 Key = TypeVar("Key")
 
@@ -97,6 +97,29 @@ class Layout:
         )
         coordinate = _coordinate(self.mesh, rank)
         return local_slice(whole, tuple(self.mesh.shape), coordinate, placements)
+
+
+class View:
+    """A matrix seen as (r, n): r is the side on which its Gram matrix is.
+
+    Args:
+        parameter: The parameter, plain or a DTensor.
+        row_dim: The dimension of the parameter that is r.
+    """
+
+    def __init__(self, parameter: Tensor, row_dim: int) -> None:
+        self.parameter, self.row_dim = parameter, row_dim
+        self.r = parameter.shape[row_dim]
+        self.layout = Layout.of(parameter, row_dim)
+        self.dtype = torch.promote_types(parameter.dtype, torch.float32)
+
+    def exact_part(self) -> Tensor:
+        """Return this rank's part, in fp32 or wider; of such a parameter the part itself."""
+        return local_part(self.parameter).to(self.dtype)
+
+    def oriented(self, part: Tensor) -> Tensor:
+        """Return a view of a part with r as its rows."""
+        return part if self.row_dim == 0 else part.mT
 
 
 @cache

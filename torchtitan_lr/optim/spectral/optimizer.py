@@ -32,14 +32,14 @@ from torchtitan_lr.numerics import exact_products
 from torchtitan_lr.optim.resume import copy_state
 from torchtitan_lr.optim.spectral import rules
 from torchtitan_lr.optim.spectral.algebra import gram, packed, power_step, spectral_norm, unpacked
-from torchtitan_lr.optim.spectral.layout import Groups, Layout, Share
+from torchtitan_lr.optim.spectral.layout import Groups, Layout, Share, View
 from torchtitan_lr.optim.spectral.rules import RULES, Rule
 
 BATCH_ELEMENTS = 2**24
 """Elements of the (r, r) matrices that are iterated together: five times that is in memory."""
 
 
-class Matrix:
+class Matrix(View):
     """One matrix W, seen as (r, n): r is the side on which its Gram matrix is.
 
     Args:
@@ -54,11 +54,9 @@ class Matrix:
     """
 
     def __init__(self, parameter: Tensor, row_dim: int, hyper: dict[str, Any], rule: Rule) -> None:
-        self.parameter, self.row_dim, self.hyper, self.rule = parameter, row_dim, hyper, rule
-        self.r = parameter.shape[row_dim]
-        self.layout = Layout.of(parameter, row_dim)
+        super().__init__(parameter, row_dim)
+        self.hyper, self.rule = hyper, rule
         weight = local_part(parameter).detach()
-        self.dtype = torch.promote_types(weight.dtype, torch.float32)
         self.momentum = torch.zeros_like(weight, dtype=self.dtype)
         # A vector of ones may be orthogonal to the singular vector.
         drawn = torch.randn(self.r, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -71,10 +69,6 @@ class Matrix:
         if self.u is not None:
             state["u"] = wrap_like(self.parameter, self.u, (self.r,), {})
         return state
-
-    def oriented(self, part: Tensor) -> Tensor:
-        """Return a view of a part of W with r as its rows."""
-        return part if self.row_dim == 0 else part.mT
 
     def accumulate(self, rejected: Tensor | None) -> Tensor:
         """Take the gradient into the momentum, and return N.
@@ -112,8 +106,8 @@ class Matrix:
         if rejected is not None:
             factor = torch.full_like(rejected, kept, dtype=self.dtype).masked_fill(rejected, 1.0)
             Q = Q.masked_fill(rejected, 0.0)
-        part = local_part(self.parameter)
-        weight = part.to(self.dtype)  # bf16 is rounded once; others are updated in place
+        # bf16 is rounded once; others are updated in place.
+        part, weight = local_part(self.parameter), self.exact_part()
         rows = own_part(self.parameter, Q, {self.row_dim: 0})  # all, unless ranks split r
         self.oriented(weight).mul_(factor).addmm_(rows, N, alpha=-lr * grown)
         if weight is not part:
@@ -301,8 +295,7 @@ class SpectralOptimizer(Optimizer):
         """
         weights: dict[Matrix, Tensor] = {}
         if self.rule.needs_weights:
-            parts = {m: local_part(m.parameter).to(m.dtype) for m in self.matrices}
-            weights = self._whole_rows(parts)
+            weights = self._whole_rows({m: m.exact_part() for m in self.matrices})
         terms: dict[Matrix, Tensor] = {}
         for batch in _batches([(matrix,) for matrix in self.matrices]):
             matrices = [matrix for (matrix,) in batch]
