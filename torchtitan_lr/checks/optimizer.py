@@ -4,7 +4,7 @@
 from typing import Any
 
 from torchtitan_lr.config.schema import PRODUCTS
-from torchtitan_lr.errors import require
+from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.titan import logger
 
@@ -17,12 +17,25 @@ PUBLISHED_RATES = {
 
 
 def check_rates(config: Any, world_size: int, device_type: str) -> None:
-    """Warn of a learning rate that belongs to another optimizer."""
+    """Warn of a learning rate that belongs to another optimizer; check LoRA-Muon's decay.
+
+    It multiplies each factor by the root of 1 − lr · weight_decay, which must be positive.
+    """
+    from torchtitan_lr.optim.groups import GroupRule, ParameterGroups
+
     name, lr = config.optimizer.name, config.optimizer.lr
     low, high = PUBLISHED_RATES.get(name, (lr, lr))
     if not low <= lr <= high:
         what = "optimizer.lr = %g is not of the scale of %s, whose published rates are %g to %g"
         logger.warning(f"{what}: is it another optimizer's?", lr, name, low, high)
+    section = config.optimizer
+    if name != "LoRAMuon" or section.weight_decay_on == PRODUCTS:  # factors have no decay then
+        return
+    for rule in (GroupRule(), *ParameterGroups.from_config(section).rules):
+        rate = lr * rule.lr_multiplier * rule.weight_decay_multiplier
+        if section.weight_decay * rate >= 1:
+            want = f"less than {1 / rate:g} with LoRAMuon, so that its step keeps a part of B A"
+            raise ConfigError("optimizer.weight_decay", section.weight_decay, want)
 
 
 def check_groups(config: Any, world_size: int, device_type: str) -> None:

@@ -7,7 +7,7 @@ on one device decide: they are equal in every layout, and on every pipeline stag
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from torchtitan_lr.config.schema import PRODUCTS, SPECTRAL
 from torchtitan_lr.errors import ConfigError, one_of, require
+from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 
 KEY = "optimizer.groups"
 
@@ -100,14 +101,24 @@ class ParameterGroups:
             groups.setdefault((place, decays), group)["params"].append((name, parameter))
         return [group for _, group in sorted(groups.items())]
 
-    def rates(self, optimizer: Any, schedule: LambdaLR) -> dict[str, float]:
-        """Return the learning rates of a schedule's step as metrics: ``lr`` and ``lr/PATTERN``.
+    def rates(
+        self,
+        optimizer: Any,
+        schedule: LambdaLR,
+        optimizers: Iterable[Optimizer],
+        names: Mapping[Tensor, str],
+    ) -> dict[str, float]:
+        """Return the learning rates of a step as metrics: ``lr`` and ``lr/PATTERN``.
 
-        With a spectral optimizer ``adamw_lr`` and ``adamw_lr/PATTERN`` are those of AdamW.
+        With a spectral optimizer ``adamw_lr`` and ``adamw_lr/PATTERN`` are those of AdamW. They are
+        those that the optimizers have; of a group that is on other pipeline stages alone, and of a
+        rate that no parameter has, those of the configuration.
 
         Args:
             optimizer: ``[optimizer]``.
-            schedule: Of any stage's optimizer; a stage may lack the parameters of a group.
+            schedule: Of any stage's optimizer.
+            optimizers: Those of this rank.
+            names: Of this rank's parameters.
         """
         rates = {"lr": optimizer.lr}
         if optimizer.name in SPECTRAL:
@@ -116,7 +127,16 @@ class ParameterGroups:
             for rule in self.rules:
                 rates[f"{name}/{rule.pattern}"] = rate * rule.lr_multiplier
         factor = schedule.lr_lambdas[0](schedule.last_epoch)
-        return {name: rate * factor for name, rate in rates.items()}
+        rates = {name: rate * factor for name, rate in rates.items()}
+        for own in optimizers:
+            of_adamw = optimizer.name in SPECTRAL and not isinstance(own, SpectralOptimizer)
+            for group in own.param_groups:
+                name = "adamw_lr" if of_adamw else "lr"
+                place = self.place(names[group["params"][0]])
+                if place != -1:
+                    name += f"/{self.rules[place].pattern}"
+                rates[name] = float(group["lr"])
+        return rates
 
 
 ONE_GROUP = ParameterGroups()

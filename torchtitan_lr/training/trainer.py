@@ -28,6 +28,7 @@ from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import loss_arguments
+from torchtitan_lr.optim.container import trained_parameters
 from torchtitan_lr.optim.gradients import Gradients, StoredGradients
 from torchtitan_lr.optim.groups import ParameterGroups
 from torchtitan_lr.optim.product_decay import ProductDecay
@@ -109,6 +110,7 @@ class Trainer(TitanTrainer):
             self.checkpointer.states[RESIDUALS] = self._residuals
             for compressor in self._residuals.compressors:
                 compressor.before_writing = self.checkpointer.maybe_wait_for_staging
+        self._names = {p: n for part in self.model_parts for n, p in trained_parameters(part)}
         self._updates: UpdateNorm | None = None
         if job_config.metrics.update_norm:
             self._updates = UpdateNorm(self.model_parts, self.device)
@@ -218,7 +220,9 @@ class Trainer(TitanTrainer):
         began = time.monotonic()
         step = self.running_step
         another_follows = self.step < self.job_config.training.steps
-        rates = self._groups.rates(self.job_config.optimizer, self.lr_schedulers.schedulers[0])
+        schedule = self.lr_schedulers.schedulers[0]
+        section = self.job_config.optimizer
+        rates = self._groups.rates(section, schedule, self.optimizers, self._names)
         try:
             data = step.take(data_iterator)
         except BadDataError as error:

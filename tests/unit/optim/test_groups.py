@@ -2,6 +2,7 @@
 """Groups of parameters, by what a step does to the weights."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 
@@ -148,6 +149,34 @@ def test_a_rate_of_another_optimizer_is_told(name, lr, told, tmp_path, caplog):
     for line in lines:
         assert f"optimizer.lr = {lr:g} is not of the scale of {name}, whose pub" in line
         assert told in line
+
+
+def test_a_rate_that_is_not_the_configured_one_is_logged_as_it_is(tmp_path):
+    """As with a model of another package, which builds its own optimizer."""
+    with tiny_trainer(tmp_path, *OPTIONS, exact=False) as trainer:
+        (schedule,) = trainer.lr_schedulers.schedulers
+        for group in schedule.optimizer.param_groups:
+            group["lr"] = 0.75
+        trainer.step += 1
+        trainer.train_step(iter(trainer.dataloader))
+        assert history(trainer)[-1]["lr"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("decay", "table", "fits"),
+    [
+        *((49, "lr_multiplier = 0", True), (51, "lr_multiplier = 0", False)),
+        *((26, "lr_multiplier = 2", False), (26, "weight_decay_multiplier = 2", False)),
+    ],
+)
+def test_a_decay_that_lora_muon_cannot_split_is_refused(decay, table, fits, tmp_path):
+    options = ["--model.name=llama_cola", "--optimizer.name=LoRAMuon", "--optimizer.lr=0.02"]
+    options += [f"--optimizer.weight_decay={decay}", f"--job.dump_folder={tmp_path}"]
+    options.append(written(tmp_path, f"[[optimizer.groups]]\npattern = 'wq'\n{table}"))
+    config = build_job_config(options)
+    refused = pytest.raises(ConfigError, match=f"weight_decay: got {decay}.0, expected less than")
+    with nullcontext() if fits else refused:
+        check_job_config(config, 1, "cpu", data="none")
 
 
 def test_a_command_line_has_no_tables():

@@ -179,8 +179,8 @@ class SpectralOptimizer(Optimizer):
         nesterov: Whether N looks ahead.
 
     Raises:
-        ValueError: An unknown rule, a parameter that is no matrix or that the rule cannot have,
-            or a pair that is none.
+        ValueError: An unknown rule, a negative rate or decay, a momentum outside [0, 1), a
+            parameter that is no matrix or that the rule cannot have, or a pair that is none.
 
     Attributes:
         matrices: All matrices.
@@ -206,6 +206,11 @@ class SpectralOptimizer(Optimizer):
         if rule not in RULES:
             raise ValueError(f"rule is {rule!r}, not one of {', '.join(RULES)}")
         self.rule = RULES[rule]
+        if lr < 0 or weight_decay < 0 or not 0 <= momentum < 1:
+            given = f"lr {lr}, weight_decay {weight_decay}, momentum {momentum}"
+            raise ValueError(
+                f"a rate and a decay are at least 0, a momentum in [0, 1), not {given}"
+            )
         defaults = {"lr": lr, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"momentum": momentum, "nesterov": nesterov})
         found: dict[Tensor, Matrix] = {}

@@ -80,7 +80,9 @@ def spectron(
 
         ρ = 1 / (σ_A + σ_B + 1)        A ← A − η ρ msign(N_A)        B ← B − η ρ msign(N_B)
 
-    where σ are the spectral norms. For η ≤ 1 the spectral norm of ΔW is then at most η.
+    where σ are the spectral norms. For η ≤ 1 the spectral norm of ΔW is then at most η, up to two
+    approximations: the iterations stop at singular values up to 1.2, and σ is estimated from below,
+    with an error that the first steps have most of.
 
     Args:
         gram_A: N_A N_Aᵀ (b, r, r).
@@ -102,7 +104,8 @@ def lora_muon(gram_A: Tensor, gram_B: Tensor, AAt: Tensor, BtB: Tensor) -> tuple
         R_B = (Bᵀ B)^(-1/2)        B ← B − η/2 · msign(N_B R_A) R_A
 
     The Gram matrix of R_B N_A is R_B (N_A N_Aᵀ) R_B: nothing else is needed. The change of W does
-    not depend on how W is split into A and B.
+    not depend on how W is split into A and B. Singular values of R_B N_A far below a tenth of their
+    root mean square move less than the others: the rounding of N_A N_Aᵀ may hide them.
 
     Args:
         gram_A: N_A N_Aᵀ (b, r, r).

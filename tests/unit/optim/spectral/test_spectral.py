@@ -201,6 +201,9 @@ def test_no_gradient_at_all_only_decays(rule):
 def test_what_a_rule_cannot_have_is_refused():
     with pytest.raises(ValueError, match="not one of Muon, Spectron, LoRAMuon"):
         SpectralOptimizer([drawn(4, 4)], "Shampoo")
+    for wrong in ({"lr": -1.0}, {"weight_decay": -1.0}, {"momentum": 1.0}):
+        with pytest.raises(ValueError, match="a rate and a decay are at least 0"):
+            SpectralOptimizer([nn.Parameter(torch.zeros(2, 3))], **wrong)
     with pytest.raises(ValueError, match="matrices, not"):
         SpectralOptimizer([drawn(4)], "Muon")
     with pytest.raises(ValueError, match="pairs of factors"):
