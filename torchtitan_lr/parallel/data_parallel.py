@@ -47,9 +47,7 @@ def apply_data_parallel(
     training = job_config.training
     mixed = not parallel_dims.dp_enabled and training.mixed_precision_param != training.dtype
     # FSDP2 must not sum over the replicas if an optimizer or a compressor does.
-    owned = (
-        job_config.optimizer.name in SUMS_REPLICAS and parallel_dims.dp_replicate_enabled
-    )
+    owned = job_config.optimizer.name in SUMS_REPLICAS and parallel_dims.dp_replicate_enabled
     compresses = job_config.grad_compression.codec != "none"
     # Unlike upstream, the norm and the head are not one unit. A tensor-parallel head does not call
     # the norm as a module, so the unit's forward would not finish and its weights would be stale.

@@ -45,9 +45,7 @@ PARALLELIZE = {
 """By family; those from outside the package have the function of ``svd``, or of ``full``."""
 
 
-BuildOptimizers = Callable[
-    [list[nn.Module], OptimizerConfig, ParallelDims], OptimizersContainer
-]
+BuildOptimizers = Callable[[list[nn.Module], OptimizerConfig, ParallelDims], OptimizersContainer]
 
 FROM_OUTSIDE: dict[str, BuildOptimizers] = {}
 """Builds an optimizer from outside the package, by its value of ``optimizer.name``."""
