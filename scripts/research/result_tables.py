@@ -9,13 +9,14 @@ What scripts/research/experiments/NAME.json says stands between the lines `<!-- 
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import stdev
-from typing import Any
 
 from scripts.research import finished_runs
 from scripts.research.finished_runs import restore, stored_runs
+from scripts.research.spectral_pictures import best_loss
 from scripts.support_table import insert
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.commands.scaling import losses_of
@@ -34,42 +35,79 @@ MEASURES = {
 }
 """Titles of tables by what the families share."""
 
+SEARCH = (
+    "Searches with one seed: the lowest loss (its learning rate; how much higher the loss is at the"
+    " next lower and at the next higher rate):"
+)
 
-def stored_rows(name: str) -> tuple[str, list[dict[str, Any]]]:
-    """Return the reference of an experiment, and the rows of `scaling fit` from its stored runs.
+
+@dataclass(frozen=True)
+class Results:
+    """What the stored runs of an experiment say.
+
+    Args:
+        reference: The family with which the others are compared.
+        rows: Those of `torchtitan-lr scaling fit` that have a finished run.
+        searches: Losses by learning rate, by family and size.
+    """
+
+    reference: str
+    rows: list[Row]
+    searches: dict[tuple[str, str], dict[float, float]]
+
+
+def read_results(name: str) -> Results:
+    """Read the stored runs of an experiment.
 
     Raises:
-        ConfigError: The stored runs have other settings than the experiment's file.
+        ConfigError: They have other settings than the experiment's file.
     """
     experiment = read_experiment(str(finished_runs.FOLDER / f"{name}.toml"))
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         restore(name, work)
         plan = Plan(experiment, work)
-        rates, _ = plan.rates(losses_of(work))
+        losses = losses_of(work)
+        rates, _ = plan.rates(losses)
         points = plan.main_points(rates)
         Sweep(work, points)  # reads the results, and refuses those of other settings
-        return experiment.reference, rows_of(points, experiment.reference)
+    rows = [row for row in rows_of(points, experiment.reference) if row["losses"]]
+    searches = {}
+    for pair, tried in plan.searches(losses).items():
+        known = [point for point in tried if point.name in losses]
+        searches[pair] = {p.settings["learning_rate"]: losses[p.name] for p in known}
+    return Results(experiment.reference, rows, searches)
 
 
 def section(name: str) -> str:
     """Return what stands between the markers of an experiment: its tables and their origin."""
-    reference, rows = stored_rows(name)
-    known = [row for row in rows if row["losses"]]
-    groups: dict[str, list[Row]] = {}
-    for row in known:
-        budget = row["tokens_per_parameter"]
-        title = MEASURES[row["equal"]].format(budget=budget, reference=reference)
-        groups.setdefault(title, []).append(row)
+    results = read_results(name)
     parts = []
+    if any(len(losses) > 1 for losses in results.searches.values()):
+        parts += [SEARCH, search_table(results.searches)]
+    groups: dict[str, list[Row]] = {}
+    for row in results.rows:
+        budget = row["tokens_per_parameter"]
+        title = MEASURES[row["equal"]].format(budget=budget, reference=results.reference)
+        groups.setdefault(title, []).append(row)
     for title, group in groups.items():
-        parts += [f"{title}:", table(group, reference)]
-    seeds = sorted({seed for row in known for seed in row["losses"]})
+        parts += [f"{title}:", table(group, results.reference)]
+    seeds = sorted({seed for row in results.rows for seed in row["losses"]})
     return "\n\n".join([*parts, origin(name, seeds)])
 
 
+def search_table(searches: Mapping[tuple[str, str], dict[float, float]]) -> str:
+    """Return a Markdown table of searches: a row per family, a column per size."""
+    sizes = dict.fromkeys(size for (_, size), losses in searches.items() if losses)
+    lines = []
+    for family in dict.fromkeys(family for family, _ in searches):
+        found = [searches[family, size] for size in sizes]
+        lines.append([family, *(best_loss(losses) if losses else "-" for losses in found)])
+    return markdown_table(["family", *sizes], lines)
+
+
 def table(rows: Sequence[Row], reference: str) -> str:
-    """Return a Markdown table: a row per family, two columns per size.
+    """Return a Markdown table of losses: a row per family, two columns per size.
 
     Args:
         rows: Those of one budget and one shared measure.

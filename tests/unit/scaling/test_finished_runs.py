@@ -13,6 +13,8 @@ from torchtitan_lr.scaling.plan import Plan
 from torchtitan_lr.scaling.sweep import POINT_FILE, Point, Sweep
 from torchtitan_lr.training.update_norm import UPDATE_NORM
 
+COMMIT = "c0ffee12"
+
 
 def record(work: Path, point: Point, status: str, config: str) -> None:
     """Write what a sweep on another machine leaves of a run."""
@@ -44,11 +46,11 @@ def test_stored_runs_are_done_elsewhere(tmp_path: Path, monkeypatch: pytest.Monk
     assert points[0].row["val_loss"] == 4.5
     assert finished_runs.restore("x", here) == 0
     # A folder's new runs get the versions of its last start; those that were stored keep their own.
-    (here / finished_runs.VERSIONS_FILE).write_text('{"commit": "c0ffee12", "torch": "2.99"}')
+    (here / finished_runs.VERSIONS_FILE).write_text(f'{{"commit": "{COMMIT}", "torch": "2.99"}}')
     record(here, full[2], "finished", "/elsewhere/train_configs/debug_full.toml")
     assert finished_runs.main(["restore", "x", str(here)]) == 0
     again = finished_runs.stored_runs("x")
-    assert again.pop(full[2].name)["commit"] == "c0ffee12"
+    assert again.pop(full[2].name)["commit"] == COMMIT
     assert again == stored
     # The control: an experiment of other settings refuses the stored runs.
     other = Plan(read_experiment(str(tmp_path / "x.toml"), ["--optimizer.beta1=0.8"]), here)
@@ -92,7 +94,7 @@ def test_tables_follow_from_the_stored_runs(
         row = {"status": "finished", "val_loss": loss}
         run = {"arguments": ["CONFIG", *arguments], "row": row, "update_norms": []}
         if size == "a":
-            runs[point.name] = run | {"commit": "c0ffee12", "torch": "2.99"}
+            runs[point.name] = run | {"commit": COMMIT, "torch": "2.99"}
     path = tmp_path / "x.json"
     path.write_text(json.dumps(runs))
     page = "before\n<!-- table: x -->\nold\n<!-- end of table: x -->\nafter\n"
