@@ -55,6 +55,13 @@ def test_the_page_start_lists_every_command():
     assert {name for row in rows for name in re.findall("`([a-z-]+)`", row)} == set(COMMANDS)
 
 
+def test_the_figures_of_readme_stand_in_results():
+    table = (ROOT / "README.md").read_text().partition("## Results")[2].partition("## ")[0]
+    figures = set(re.findall(r"\d+\.\d+", table))
+    assert len(figures) > 15
+    assert figures - set(re.findall(r"\d+\.\d+", (DOCS / "results.md").read_text())) == set()
+
+
 def git(*arguments):
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     return done.stdout if done.returncode == 0 else None
