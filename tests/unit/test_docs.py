@@ -7,12 +7,12 @@ import subprocess
 import pytest
 
 from tests.commands import ROOT
+from tests.support.pages import LINK
 from torchtitan_lr.commands.main import COMMANDS
 from torchtitan_lr.config.paths import shipped_configs
 
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
-LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def anchors(text):
