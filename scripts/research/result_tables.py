@@ -52,8 +52,8 @@ class Results:
     """
 
     reference: str
-    rows: list[Row]
-    searches: dict[tuple[str, str], dict[float, float]]
+    rows: Sequence[Row]
+    searches: Mapping[tuple[str, str], dict[float, float]]
 
 
 def read_results(name: str) -> Results:

@@ -106,7 +106,7 @@ def test_tables_follow_from_the_stored_runs(
         f"| 4.750 ± 0.354 (0.001) | +0.625 [{0.625 - half:+.3f}, {0.625 + half:+.3f}] |" in written
     )
     assert (
-        "4 runs, seeds 0, 1; commit c0ffee12, torch 2.99; `scripts/research/results.sh x`"
+        f"4 runs, seeds 0, 1; commit {COMMIT}, torch 2.99; `scripts/research/results.sh x`"
         in written
     )
     assert "old" not in written and written.startswith("before\n") and written.endswith("after\n")
