@@ -117,12 +117,9 @@ def sum_over(
     if group is None or not tensors:
         return lambda: None
     first = tensors[0]
-    is_message = len(tensors) == 1 and first.is_contiguous()
     dtype = wire_dtype or first.dtype
-    if is_message:
-        message = first.to(dtype)
-    else:
-        message = torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors])
+    is_message = len(tensors) == 1 and first.is_contiguous() and first.dtype == dtype
+    message = first if is_message else torch.cat([t.reshape(-1).to(dtype) for t in tensors])
     work = dist.all_reduce(message, group=group, async_op=True)
 
     def wait() -> None:
