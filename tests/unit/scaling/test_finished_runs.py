@@ -29,7 +29,7 @@ def test_stored_runs_are_done_elsewhere(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "x.toml").write_text(TOML)
     experiment = read_experiment(str(tmp_path / "x.toml"))
     there, here = tmp_path / "there", tmp_path / "here"
-    full = Plan(experiment, there).searches()["full", "a"]
+    full = Plan(experiment, there).searches({})["full", "a"]
     for point, status in zip(full, ("finished", "diverged", "cut off"), strict=True):
         record(there, point, status, "/elsewhere/train_configs/debug_full.toml")
     assert finished_runs.main(["store", "x", str(there)]) == 0
@@ -37,7 +37,7 @@ def test_stored_runs_are_done_elsewhere(tmp_path: Path, monkeypatch: pytest.Monk
     assert [*stored] == sorted(point.name for point in full[:2])
     assert all(run["update_norms"] == [0.25] for run in stored.values())
     assert finished_runs.restore("x", here) == 2
-    points = Plan(experiment, here).searches()["full", "a"]
+    points = Plan(experiment, here).searches({})["full", "a"]
     Sweep(here, points)  # it refuses runs of other settings
     assert [point.is_done for point in points] == [True, True, False]
     assert points[0].row["val_loss"] == 4.5
@@ -45,7 +45,7 @@ def test_stored_runs_are_done_elsewhere(tmp_path: Path, monkeypatch: pytest.Monk
     # The control: an experiment of other settings refuses the stored runs.
     other = Plan(read_experiment(str(tmp_path / "x.toml"), ["--optimizer.beta1=0.8"]), here)
     with pytest.raises(ValueError, match="of other settings"):
-        Sweep(here, other.searches()["full", "a"])
+        Sweep(here, other.searches({})["full", "a"])
 
 
 def test_the_pictures_show_what_is_stored(
