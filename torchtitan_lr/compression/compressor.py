@@ -72,8 +72,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
 
     Attributes:
         residual: The residual (W, m) after the last step that was not rejected.
-        takes_gradients: Whether it gets this rank's own gradients, to compress some of them, and not
-            sums over the shards.
+        takes_gradients: Whether it compresses this rank's own gradients, not sums over the shards.
         resume: Ends an exchange; the ledger attributes its collectives to this unit.
         bytes_saved: Bytes that compression saves this rank per exchange.
         exchanges: Number of exchanges so far.

@@ -48,7 +48,7 @@ def test_its_formula_is_used_and_theta_is_not(sizes):
 
 def test_a_codec_that_cannot_round_is_refused_with_bf16_on_the_wire(sizes):
     half = "--training.mixed_precision_reduce=bfloat16"
-    with pytest.raises(ConfigError, match="'float32' with grad_compression.codec = 'sign'"):
+    with pytest.raises(ConfigError, match=r"'float32' with grad_compression\.codec = 'sign'"):
         compression_settings(build_job_config([NAMED, MODULE, half]), ranks=4)
     sparse = compression_settings(build_job_config(["--grad_compression.codec=sparse", half]), 4)
     assert sparse.codec.half and not sizes.half
