@@ -66,9 +66,7 @@ def shard(model: nn.Module, dtype: str, wire: str, replicas: int) -> ParallelDim
     return dims
 
 
-def train_sharded(
-    dtype: str, replicas: int, wire: str
-) -> tuple[nn.Module, list[dict[str, Any]]]:
+def train_sharded(dtype: str, replicas: int, wire: str) -> tuple[nn.Module, list[dict[str, Any]]]:
     """Accumulate three micro-batches on 4 ranks as the trainer does; the rows of the ledger."""
     model = build_tiny("cola")
     dims = shard(model, dtype, wire, replicas)
@@ -133,9 +131,7 @@ def test_replicas_are_summed_after_the_last_micro_batch_only(four_ranks: RankPoo
         assert error <= rounded / 100
 
 
-@pytest.mark.parametrize(
-    ("dtype", "replicas"), [("bfloat16", 1), ("float32", 2), ("float32", 4)]
-)
+@pytest.mark.parametrize(("dtype", "replicas"), [("bfloat16", 1), ("float32", 2), ("float32", 4)])
 def test_bf16_on_the_wire_rounds_once_per_term_and_sum(
     dtype: str, replicas: int, four_ranks: RankPool
 ) -> None:

@@ -82,8 +82,9 @@ def test_values_in_bf16_lose_less_than_a_step_of_bf16_at_a_time(codec):
         assert (message.lost.abs() <= 2**-8 * message.values.abs()).all()
     else:
         assert (message.lost.abs() <= 2**-7 * values.float().abs().max()).all()
-        sent = codecs.insert(message.positions, message.values - message.lost, values.shape[1] // 3, 3)
-        assert torch.equal(values.float(), sent)  # no cell was rounded
+        row, sent = values.shape[1] // 3, message.values - message.lost
+        cells = codecs.insert(message.positions, sent, row, 3)
+        assert torch.equal(values.float(), cells)  # none was rounded
 
 
 def test_what_is_sent_is_the_sum_of_every_ranks_largest():

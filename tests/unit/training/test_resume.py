@@ -175,7 +175,8 @@ WITHOUT_EFFECT = {
 ELSEWHERE = {
     # Refused as training.dataset, whose identity has them: tests/unit/data/test_dataloader.py.
     "training": """dataset dataset_path hf_name hf_split hf_held_out hf_streaming hf_tokens mixture
-        shuffle""" +
+        shuffle"""
+    +
     # Between ranks alone: tests/distributed/test_reductions.py.
     " mixed_precision_reduce",
     # They need several ranks: tests/distributed/test_compression_resume.py.
