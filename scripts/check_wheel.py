@@ -33,8 +33,11 @@ from torchtitan_lr.errors import ConfigError, RunFailedError
 
 ROOT = Path(__file__).resolve().parents[1]
 
-SOURCES = ("torchtitan_lr", "train_configs")
-FILES = ("LICENSE", "README.md", "pyproject.toml")
+SOURCES = ("torchtitan_lr", "train_configs", "docs")
+FILES = (
+    *("LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff"),
+    *("MANIFEST.in", "pyproject.toml"),
+)
 
 MAIN_JOB = [
     *("--training.steps=20", "--lr_scheduler.warmup_steps=2", "--metrics.log_freq=5"),

@@ -77,6 +77,11 @@ RUNS: dict[str, list[str]] = {
         *(*schedule("GPipe"), *HSDP2X2),
     ],
 }
+HALF = "--training.mixed_precision_reduce=bfloat16"
+RUNS |= {
+    "pp2_fsdp2_half": [*RUNS["pp2_fsdp2"], HALF],
+    "tagc_fsdp4_half": [*RUNS["tagc_fsdp4"], HALF],
+}
 MUON, SPECTRON, LORA_MUON = ([f"--optimizer.name={name}"] for name in SPECTRAL)
 RUNS |= {
     # Along r: half of the square matrices' sides, and the shorter sides of w2, wk and wv.
@@ -162,7 +167,8 @@ def measured(four_ranks: RankPool, eight_ranks: RankPool) -> Callable[[str], lis
 
 
 SELDOM = ("fsdp4", "pp2_fsdp2", "pp2_replicate2", "tsr_tp2_fsdp2", "tagc_small_units")
-SELDOM += ("lora_muon_btp4", "lora_muon_hsdp2x2")
+SELDOM += ("pp2_hsdp2x2", "fsdp4_accumulating")
+SELDOM += ("spectron_vanilla_fsdp2", "lora_muon_pp2_fsdp2", "lora_muon_btp4", "lora_muon_hsdp2x2")
 USUAL = [*(name for name in RUNS if name not in SELDOM), *nightly(*SELDOM)]
 
 
@@ -179,10 +185,11 @@ def test_bytes_sent(name: str, runs: dict[str, Run], measured: Any) -> None:
         assert rank["sent"] != bytes_by_dim(traffic, wrong)
 
 
-OF_SPECTRAL = ("muon_full_fsdp4", "muon_cola_btp_fsdp2", "spectron_vanilla_fsdp2")
+OF_SPECTRAL = ("muon_full_fsdp4", "muon_cola_btp_fsdp2")
+OF_SPECTRAL_SELDOM = ("spectron_vanilla_fsdp2", "lora_muon_btp4", "lora_muon_hsdp2x2")
 
 
-@pytest.mark.parametrize("name", [*OF_SPECTRAL, *nightly("lora_muon_btp4", "lora_muon_hsdp2x2")])
+@pytest.mark.parametrize("name", [*OF_SPECTRAL, *nightly(*OF_SPECTRAL_SELDOM)])
 def test_every_row_of_a_spectral_step(name: str, runs: dict[str, Run], measured: Any) -> None:
     """Also which mesh dimensions a message spans, and that it is one."""
     run, rows = runs[name], measured(name)[0]["rows"]

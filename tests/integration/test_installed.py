@@ -7,11 +7,13 @@ same in a clean environment (``python -m scripts.check_wheel``).
 
 import json
 import tarfile
+import zipfile
 
 import pytest
 
 from scripts import check_wheel as installed
 from tests.commands import ROOT
+from tests.support.pages import LINK
 from torchtitan_lr.errors import RunFailedError
 
 
@@ -46,7 +48,15 @@ def test_the_wheel_has_all_files_and_the_sdist_builds_the_same(built):
     assert others == {"torchtitan_lr", f"{wheel.name.rpartition('-py3')[0]}.dist-info"}
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"README.md", "torchtitan_lr/train_configs/debug_cola.toml"} <= inside
+    assert "torchtitan_lr/train_configs/debug_cola.toml" in inside
+    # Every link of README leads somewhere there; a package index has the description alone.
+    readme = LINK.findall((ROOT / "README.md").read_text())
+    assert {link.partition("#")[0] for link in readme if "://" not in link} - {""} <= inside
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in files if name.endswith("/METADATA"))
+        description = archive.read(metadata).decode().partition("\n\n")[2]
+    assert "torchtitan-lr train debug_cola" in description
+    assert [link for link in LINK.findall(description) if "://" not in link] == []
 
 
 @pytest.mark.nightly  # `python -m scripts.check_wheel` trains from it too, for every pull request

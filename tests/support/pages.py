@@ -1,8 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The commands that pages show."""
+"""The commands that pages show, and their links."""
 
 import re
 import shlex
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def documented(page):

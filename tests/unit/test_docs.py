@@ -7,12 +7,12 @@ import subprocess
 import pytest
 
 from tests.commands import ROOT
+from tests.support.pages import LINK
 from torchtitan_lr.commands.main import COMMANDS
 from torchtitan_lr.config.paths import shipped_configs
 
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
-LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def anchors(text):
@@ -53,6 +53,13 @@ def test_the_page_start_lists_every_command():
     table = (DOCS / "index.md").read_text().partition("## The command")[2].partition("## ")[0]
     rows = re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)
     assert {name for row in rows for name in re.findall("`([a-z-]+)`", row)} == set(COMMANDS)
+
+
+def test_the_figures_of_readme_stand_in_results():
+    table = (ROOT / "README.md").read_text().partition("## Results")[2].partition("## ")[0]
+    figures = set(re.findall(r"\d+\.\d+", table))
+    assert len(figures) > 15
+    assert figures - set(re.findall(r"\d+\.\d+", (DOCS / "results.md").read_text())) == set()
 
 
 def git(*arguments):

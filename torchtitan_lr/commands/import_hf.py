@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     import_extension(args.custom_import)
     report = (lambda matrix: None) if args.json else print_matrix
     result = import_folder(args, report, lambda text: print(escaped(text), file=sys.stderr))
-    print(json.dumps(result, indent=2) if args.json else as_text(result))
+    print(json.dumps(result, indent=2) if args.json else as_text(result, args.custom_import))
     return 0
 
 
@@ -88,11 +88,12 @@ def print_matrix(matrix: Any) -> None:
     print(line, flush=True)
 
 
-def as_text(result: dict[str, Any]) -> str:
-    """Format the result, with the commands that train it.
+def as_text(result: dict[str, Any], custom_import: str | None) -> str:
+    """Format the result, with the command that trains it.
 
     Args:
         result: What `torchtitan_lr.hf.import_hf.import_folder` returned.
+        custom_import: The module of a family from outside the package, which training needs too.
     """
     lines = {"model": f"{result['model']}, {result['parameters']:,} parameters"}
     for key in ("error", "weighted_error"):
@@ -101,4 +102,6 @@ def as_text(result: dict[str, Any]) -> str:
             lines["mean " + key.replace("_", " ")] = f"{sum(errors) / len(errors):.4f}"
     lines["checkpoint"] = result["checkpoint"]
     lines["train it"] = f"torchtitan-lr train {result['config']}"
+    if custom_import:
+        lines["train it"] += f" --experimental.custom_import={custom_import}"
     return "\n".join(f"{name:<21}{escaped(value)}" for name, value in lines.items())

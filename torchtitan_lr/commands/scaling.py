@@ -10,9 +10,9 @@ arguments, --section.key=value, apply to all runs, and are given to each of the 
 
 plan prints families, sizes and budgets with their parameters, tokens and FLOPs, and starts no run.
 run executes what is missing, the cheapest first, as a sweep does: it may be stopped and goes on.
-Learning rates are searched first. Where the best value is an edge of its grid, the runs that need
-it do not start: widen the grid and run again. In wandb (--metrics.enable_wandb) all runs are one
-group.
+Learning rates are searched first: all at the first size, then at each later one those beside the
+best. Where the best value is an edge of its grid, the runs that need it do not start: widen the
+grid and run again. In wandb (--metrics.enable_wandb) all runs are one group.
 
 fit prints the table with the losses, and fits L = E + A C^(-alpha) to four points or more by the
 Huber loss of log L, with bootstrap intervals. It writes scaling.md, scaling.json and scaling.png to
@@ -66,13 +66,14 @@ def execute(plan: "Plan", jobs: int, lock: IO[str]) -> int:
     from torchtitan_lr.scaling.sweep import Sweep
 
     while True:  # a finished search determines further runs
-        rates, edges = plan.rates(losses_of(plan.work))
-        sweep = Sweep(plan.work, plan.points(rates), jobs)
+        losses = losses_of(plan.work)
+        sweep = Sweep(plan.work, plan.points(losses), jobs)
         if all(point.is_done for point in sweep.points):
             break
         sweep.check()
         if status := sweep.run(lock):
             return status
+    _, edges = plan.rates(losses)
     for line in edges:
         print(line, file=sys.stderr)
     return int(bool(edges))
@@ -96,8 +97,9 @@ def show(plan: "Plan", fit: bool) -> int:
     from torchtitan_lr.scaling.report import fits_of, rows_of, table, write
     from torchtitan_lr.scaling.sweep import Sweep
 
-    rates, edges = plan.rates(losses_of(plan.work))
-    points, main = plan.points(rates), plan.main_points(rates)
+    losses = losses_of(plan.work)
+    rates, edges = plan.rates(losses)
+    points, main = plan.points(losses), plan.main_points(rates)
     Sweep(plan.work, [*points, *main])  # reads results, and refuses those of other settings
     rows = rows_of(main, plan.experiment.reference)
     if fit:

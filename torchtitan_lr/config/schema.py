@@ -191,6 +191,11 @@ class Training:
 
     dataloader: DataLoader = field(default_factory=DataLoader)
 
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which gradients travel between data-parallel ranks: those of FSDP's shards and of
+    replicas, TSR-Adam's cores and sketches, and the values that a gradient codec sends. 'bfloat16'
+    halves these bytes. Micro-batches are added up in fp32 either way."""
+
     max_norm: Annotated[float | int, POSITIVE] = 0.5
     """Gradients are clipped to this global norm; inf disables clipping, and is the default with
     Muon, Spectron and LoRAMuon."""

@@ -75,8 +75,11 @@ def element_size(row: Traffic, dtypes: Mapping[str, str]) -> int:
         row: Its role determines the dtype.
         dtypes: Returned by `Run.wire_dtypes`.
     """
-    stored = row.role == "gradient" and row.pass_ == "optimizer"
-    dtype: torch.dtype = getattr(torch, dtypes["stored" if stored else row.role])
+    role = row.role
+    if row.pass_ == "optimizer" and row.mesh_dim == "dp_replicate":
+        own = {"gradient": "stored", "core": "replicas", "sketch": "replicas"}
+        role = own.get(role, role)
+    dtype: torch.dtype = getattr(torch, dtypes[role])
     return dtype.itemsize
 
 

@@ -182,15 +182,34 @@ class Plan:
             wanted *= reference.flops_per_token / cost.flops_per_token
         return max(1, round(wanted / cost.tokens_per_step))
 
-    def searches(self) -> dict[tuple[str, str], list[Point]]:
-        """Return the points of every search, in the order of the grid."""
+    def searches(self, losses: Mapping[str, float]) -> dict[tuple[str, str], list[Point]]:
+        """Return the points of every search, in the order of the grid.
+
+        A family's first size tries all its rates. A later size tries the best rate of the size
+        before it and the two rates beside, and goes on until its own best rate has both neighbours.
+
+        Args:
+            losses: Validation loss by run.
+
+        Returns:
+            The points by family and size; none where the size before has not chosen yet.
+        """
         found = {}
         for family, arm in self.experiment.families.items():
+            grid = arm.learning_rates
+            tried = set(range(len(grid)))
             for size in self.experiment.search:
                 shape = self.experiment.sizes[size]
                 first = shape.budgets[0], shape.seeds[0]
-                rates = arm.learning_rates
-                found[family, size] = [self.point(family, size, *first, rate) for rate in rates]
+                points = [self.point(family, size, *first, rate) for rate in grid]
+                known = {i: losses[p.name] for i, p in enumerate(points) if p.name in losses}
+                beside: set[int] = set()
+                if tried and tried <= known.keys():
+                    best = min(known, key=lambda place: known[place])
+                    beside = {best - 1, best, best + 1} & set(range(len(grid)))
+                    tried = beside | known.keys()
+                found[family, size] = [points[place] for place in sorted(tried)]
+                tried = beside if tried <= known.keys() else set()
         return found
 
     def rates(self, losses: Mapping[str, float]) -> tuple[Rates, list[str]]:
@@ -204,11 +223,12 @@ class Plan:
         """
         found: dict[tuple[str, str], float | None] = {}
         edges = []
-        for (family, size), points in self.searches().items():
+        for (family, size), points in self.searches(losses).items():
             grid = self.experiment.families[family].learning_rates
-            values = [losses.get(point.name) for point in points]
-            known = [value for value in values if value is not None]
-            best = grid[known.index(min(known))] if len(known) == len(grid) else None
+            best = None
+            if points and all(point.name in losses for point in points):
+                lowest = min(points, key=lambda point: losses[point.name])
+                best = lowest.settings["learning_rate"]
             if len(grid) > 1 and best in (grid[0], grid[-1]):
                 text = f"{family} {size}: learning rate {best:g} is an edge of its grid "
                 edges.append(text + f"({grid[0]:g} to {grid[-1]:g}): widen learning_rates")
@@ -240,9 +260,14 @@ class Plan:
                 points.append(self.point(family, size, budget, seed, rate, equal))
         return points
 
-    def points(self, rates: Rates) -> list[Point]:
-        """Return the points that can start: of searches, and of known rates; cheapest first."""
-        found = [point for points in self.searches().values() for point in points]
+    def points(self, losses: Mapping[str, float]) -> list[Point]:
+        """Return the points that can start: of searches, and of known rates; cheapest first.
+
+        Args:
+            losses: Validation loss by run.
+        """
+        rates, _ = self.rates(losses)
+        found = [point for points in self.searches(losses).values() for point in points]
         main = self.main_points(rates)
         found += [point for point in main if point.settings["learning_rate"] is not None]
         different = {point.name: point for point in found}

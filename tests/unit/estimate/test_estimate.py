@@ -3,6 +3,7 @@
 
 import json
 import math
+import re
 
 import pytest
 
@@ -18,6 +19,7 @@ from torchtitan_lr.estimate.step_time import step_time
 from torchtitan_lr.estimate.traffic import bytes_by_dim, peak_optimizer_traffic, step_traffic
 from torchtitan_lr.estimate.work import work_of_run
 from torchtitan_lr.formulas.memory import static_memory
+from torchtitan_lr.models.configured import empty_model
 
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 DEBUG = str(ROOT / "train_configs" / "debug_cola.toml")
@@ -181,6 +183,27 @@ def test_alternatives_share_a_mode_of_checkpointing(named, modes):
     assert {name: other.checkpointing for name, other in found.items()} == modes
     # What is configured stays the run's own.
     assert run.checkpointing == "low_rank"
+
+
+SHARES = re.findall(
+    r"(\d+)%[^%]*? and (\d+)%[^%]*? at (\d+[MB])",
+    (ROOT / "README.md").read_text().partition("\n| family")[0],
+)
+
+
+@pytest.mark.parametrize(("parameters", "flops", "size"), SHARES, ids=[said[2] for said in SHARES])
+def test_the_shares_of_readme(parameters, flops, size):
+    """README divides what ``estimate`` prints for CoLA by what it prints for full rank."""
+    cola = paper_run(ROOT / f"train_configs/cola_{size.lower()}.toml")
+    full = dict(alternatives(cola, alternative_modes(cola.config, cola.world)))["full"]
+    one, other = (
+        run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len) for run in (cola, full)
+    )
+    assert [f"{100 * a / b:.0f}" for a, b in zip(one, other, strict=True)] == [parameters, flops]
+
+
+def test_readme_names_three_sizes():
+    assert [size for *_, size in SHARES] == ["60M", "350M", "7B"]
 
 
 @pytest.mark.parametrize("path", sorted(MACHINES.glob("*.toml")), ids=lambda path: path.stem)

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -273,6 +274,19 @@ def test_our_own_exports_become_the_same_model(case, form, tmp_path):
     again = load_model(tmp_path / "step-0", source.args)
     ids = tokens(ours.model_args)
     assert torch.equal(again(ids), ours(ids))
+
+
+def test_the_printed_command_names_the_module_of_a_family(plain, tmp_path, capsys):
+    module = "--experimental.custom_import=json"  # any module
+    assert import_hf.main([str(plain), str(tmp_path / "out"), module]) == 0
+    command = capsys.readouterr().out.partition("torchtitan-lr train ")[2]
+    toml, *overrides = shlex.split(command)
+    config = build_job_config([f"--job.config_file={toml}", *overrides])
+    assert config.experimental.custom_import == "json"
+    record = json.loads((tmp_path / "out/job_config.json").read_text())
+    assert record["job"]["config_file"] == "${config_dir}/train.toml"
+    # No run was there yet.
+    assert Command("runs").main([str(tmp_path)]) == 1
 
 
 def test_the_written_toml_is_a_valid_job(plain, tmp_path, capsys):

@@ -155,7 +155,7 @@ def test_runs_at_equal_tokens_and_at_equal_flops(tmp_path):
     # The reference has one run of both; the searched run is that of equal tokens.
     assert full.name == found["full", "b", 5, "tokens"].name == "full_b_0.05_seed5_lr0.001"
     assert cola.name == "cola_b_0.05_seed5_lr0.001_flops"
-    assert found["cola", "a", 0, "tokens"].name in [p.name for p in plan.searches()["cola", "a"]]
+    assert found["cola", "a", 0, "tokens"].name in [p.name for p in plan.searches({})["cola", "a"]]
     rows = rows_of(points, "full")
     assert [row["equal"] for row in rows] == ["tokens", "flops"] * 4
 
@@ -183,7 +183,7 @@ def test_the_flops_of_a_spectral_optimizer_count(tmp_path, family, rule):
 
 def test_a_best_value_is_inside_its_grid(tmp_path):
     plan = plan_of(tmp_path)
-    names = [point.name for point in plan.searches()["full", "a"]]
+    names = [point.name for point in plan.searches({})["full", "a"]]
     for losses, rate, edge in (
         ((3.0, 2.0, 2.5), 1e-3, False),
         ((3.0, 2.7, 2.5), None, True),
@@ -193,6 +193,37 @@ def test_a_best_value_is_inside_its_grid(tmp_path):
     ):
         rates, edges = plan.rates(dict(zip(names, losses, strict=False)))
         assert (rates["full", "a"], bool(edges)) == (rate, edge)
+
+
+def test_a_later_size_searches_beside_the_best_rate_of_the_size_before(tmp_path):
+    grid = [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]
+    plan = plan_of(
+        tmp_path,
+        ("[5e-4, 1e-3, 2e-3]", str(grid)),
+        ('search = ["a"]', 'search = ["a", "b"]'),
+    )
+    names = {
+        size: [plan.point("full", size, 0.05, seed, rate).name for rate in grid]
+        for size, seed in (("a", 0), ("b", 5))
+    }
+
+    def searched(losses, size="b"):
+        points = plan.searches(losses)["full", size]
+        return [point.settings["learning_rate"] for point in points]
+
+    losses = dict(zip(names["a"][:4], (3.0, 2.5, 2.7, 2.9), strict=True))
+    assert searched(losses, "a") == grid and searched(losses) == []  # a has not ended
+    losses[names["a"][4]] = math.inf
+    assert searched(losses) == grid[:3]
+    losses |= dict(zip(names["b"][:3], (3.0, 2.5, 2.4), strict=True))
+    assert searched(losses) == grid[:4]  # the best, 4e-3, has a neighbour that did not run
+    assert plan.rates(losses)[0]["full", "b"] is None
+    losses[names["b"][3]] = 2.45
+    assert searched(losses) == grid[:4]
+    assert plan.rates(losses)[0]["full", "b"] == 4e-3
+    # The control: without that neighbour's loss being higher, the search goes on.
+    losses[names["b"][3]] = 2.3
+    assert searched(losses) == grid
 
 
 @pytest.mark.parametrize("searched", ["a", "ab"])
