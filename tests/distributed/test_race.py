@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The rivals of the race on two replicas, against torch's DDP and against their equations (fp64)."""
+"""The rivals of the race on two replicas, against DDP and against their equations (fp64)."""
 
 from typing import Any
 from unittest.mock import patch
@@ -91,8 +91,6 @@ def own_parameters(model_parts: Any, everywhere: bool) -> dict[str, np.ndarray]:
 
 def diloco_train(name: str, steps: int, *arguments: str) -> dict[str, np.ndarray]:
     """Train with DiLoCo; H = 2 is added to the race's."""
-    from scripts.research.race.diloco import diloco
-
     from scripts.research.race.diloco import diloco
 
     if "DiLoCo-2" not in OPTIMIZERS:

@@ -321,8 +321,8 @@ class Optimizer:
       default and ``adamw_lr`` 3e-3
     - the name of an optimizer that ``experimental.custom_import`` registers
 
-    With 'Muon', 'Spectron' and 'LoRAMuon', gradients are not clipped unless ``training.max_norm`` is set, and AdamW
-    updates all parameters that they do not: embedding, head, norms and gates."""
+    With 'Muon', 'Spectron' and 'LoRAMuon', gradients are not clipped unless ``training.max_norm``
+    is set, and AdamW updates all parameters that they do not: embedding, head, norms and gates."""
 
     beta2: Annotated[float, DECAY] = 0.999
     """Decay of the second moment."""

@@ -24,10 +24,10 @@ from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
 from torchtitan_lr.titan.components import OptimizersContainer
 from torchtitan_lr.training.register import BuildOptimizers, build_optimizers
 
-OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+OUTER: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 """The outer optimizer of both papers."""
 
-STREAMING = {"fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
+STREAMING: dict[str, Any] = {"fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
 """Streaming DiLoCo's τ, the steps beside which a sum runs, and α, the share of the local weights
 after it (section 2.3)."""
 

@@ -40,10 +40,10 @@ class WaitingGroup(dist.ProcessGroup):
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group.rank(), group.size())
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self._group = group
 
-    def allreduce(self, tensors: Any, options: Any = None) -> Any:
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
         """Sum, wait, and return the work that has ended."""
         work = self._group.allreduce(tensors, options)
         work.wait()
@@ -100,7 +100,7 @@ class PowerSGDGradients(StoredGradients):
         """Exchange all gradients; return this rank's share of the squared norm."""
         # From the last parameter to the first, as DDP: the first Q are drawn in this order.
         gradients = [local_part(gradient) for gradient in reversed(self._gradients())]
-        bucket = Bucket(gradients)
+        bucket: Any = Bucket(gradients)
         powerSGD_hook(self.state, bucket).wait()
         for gradient, mean in zip(gradients, bucket.gradients(), strict=True):
             # The loss is divided by the tokens of all replicas: the gradient is their sum.

@@ -29,11 +29,11 @@ class FeedbackStack(MatrixStack):
     """A stack whose matrices add what their cores have dropped to the next gradient.
 
     Attributes:
-        residuals: Of each matrix, (m, n), this replica's own.
+        residuals: Of every matrix, (b, m, n), this replica's own.
         refreshing: Gradients with their residuals of matrices that get new bases, by place.
     """
 
-    residuals: list[Tensor]
+    residuals: Tensor
     refreshing: dict[int, Tensor]
 
     def project(self, index: int) -> None:
@@ -48,7 +48,9 @@ class FeedbackStack(MatrixStack):
 
     def add_residual(self, index: int) -> None:
         """Add the residual to a gradient that is decomposed, before replicas sum it."""
-        gradient = self._oriented(local_part(self.parameters[index].grad))
+        gradient = self.parameters[index].grad
+        assert gradient is not None
+        gradient = self._oriented(local_part(gradient))
         gradient.add_(self.residuals[index])
         self.refreshing[index] = gradient.to(self.dtype, copy=True)
 
@@ -96,11 +98,9 @@ def with_feedback(optimizer: TSRAdam) -> None:
     optimizer.__class__ = FeedbackTSRAdam
     for stack in optimizer.stacks:
         stack.__class__ = FeedbackStack
-        assert isinstance(stack, FeedbackStack)
-        weights = [local_part(parameter) for parameter in stack.parameters]
-        stack.residuals = [
-            torch.zeros_like(stack._oriented(weight), dtype=stack.dtype) for weight in weights
-        ]
+        assert isinstance(stack, FeedbackStack) and stack.V is not None
+        (b, m, _), n = stack.U.shape, stack.V.shape[1]
+        stack.residuals = stack.U.new_zeros(b, m, n)
         stack.refreshing = {}
 
 
