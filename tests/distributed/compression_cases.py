@@ -5,7 +5,7 @@ Gradients here are whole numbers, whose sums are exact in fp32: what equals, equ
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -128,5 +128,7 @@ CASES = {
     "sketch_accumulate3": Case(SKETCH, microbatches=3),
     "sparse_hsdp": Case(CodecSizes("sparse", 1, 0.9), hsdp=True),
     "sparse_hsdp_dense_return": Case(CodecSizes("sparse", 1, 0.4), hsdp=True),
+    "sparse_half_hsdp": Case(CodecSizes("sparse", 1, 0.9, half=True), hsdp=True),
+    "sketch_half": Case(replace(SKETCH, half=True)),
     "sketch_hsdp": Case(CodecSizes("sketch", 10, 0.9875), hsdp=True, microbatches=2),
 }

@@ -18,7 +18,11 @@ from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.ledger.comparison import compare, differences
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.ends import cross_entropy_sum
-from torchtitan_lr.parallel.data_parallel import sum_gradients, synchronize_gradients
+from torchtitan_lr.parallel.data_parallel import (
+    round_on_the_wire,
+    sum_gradients,
+    synchronize_gradients,
+)
 
 
 def ledger_differences(case: Case, compressed: bool = True) -> tuple[list[Any], int, int]:
@@ -32,6 +36,8 @@ def ledger_differences(case: Case, compressed: bool = True) -> tuple[list[Any], 
     name = "dp_replicate" if case.hsdp else "fsdp"
     if compressed:
         apply_gradient_compression(model, meshes[name], case.settings(), all_reduce=case.hsdp)
+    if case.codec.half:
+        round_on_the_wire(model)
     groups = {n: meshes[n].get_group() for n in ("fsdp", "dp_replicate")}
     ledger = CommLedger([model], groups)
     with ledger:
@@ -57,7 +63,8 @@ def ledger_differences(case: Case, compressed: bool = True) -> tuple[list[Any], 
         return [], sent, 0
     expected = [row for scope, unit in units.items() for row in predicted(unit, case, scope)]
     expected += predicted(model, case, "head")
-    table = compare(rows, expected, {"gradient": "float32", "index": "uint8"})
+    values = "bfloat16" if case.codec.half else "float32"
+    table = compare(rows, expected, {"gradient": values, "index": "uint8"})
     assert any(row["calls"] for row in table)
     saved = sum(COMPRESSORS[unit].bytes_saved for unit in (*units.values(), model))
     return differences(table), sent, saved

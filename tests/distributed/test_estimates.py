@@ -77,6 +77,11 @@ RUNS: dict[str, list[str]] = {
         *(*schedule("GPipe"), *HSDP2X2),
     ],
 }
+HALF = "--training.mixed_precision_reduce=bfloat16"
+RUNS |= {
+    "pp2_fsdp2_half": [*RUNS["pp2_fsdp2"], HALF],
+    "tagc_fsdp4_half": [*RUNS["tagc_fsdp4"], HALF],
+}
 MUON, SPECTRON, LORA_MUON = ([f"--optimizer.name={name}"] for name in SPECTRAL)
 RUNS |= {
     # Along r: half of the square matrices' sides, and the shorter sides of w2, wk and wv.

@@ -73,7 +73,10 @@ def books(case: Case, steps: int = 4) -> dict[str, Any]:
         sent = step_gradients(model, case, step)
         after = owed_by_name(model, case)
         differences = [
-            (sent[n] + after[n] - before[n] - true_sum(n, case, step)).abs().max() for n in sent
+            (sent[n] + after[n] - before[n] - true_sum(n, case, step)).abs().max()
+            for n in sent
+            # What is not compressed has no residual for what bf16 rounds off.
+            if not case.codec.half or sent[n].numel() >= case.min_size
         ]
         errors.append(float(max(differences)))
         owed.append(float(max(value.abs().max() for value in after.values())))

@@ -43,6 +43,9 @@ def test_the_regime_is_that_of_one_process(
         run = four_ranks.run(train, [*arguments, *BF16, *layout])[0]
         assert rounding_excess(run, references) < ROUNDING, layout
     if case == "data":
+        half = [*BF16, "--training.mixed_precision_reduce=bfloat16", *DATA["hsdp2x2_accumulate2"]]
+        run = four_ranks.run(train, [*arguments, *half])[0]
+        assert rounding_excess(run, references) < ROUNDING
         # The control: master weights in bf16 are another regime.
         pure = one_rank.run(train, [*arguments, *PURE, *degrees()])[0]
         assert rounding_excess(pure, references) > 5 * ROUNDING

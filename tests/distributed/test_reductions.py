@@ -52,14 +52,25 @@ def local_gradients(dtype: torch.dtype) -> list[dict[str, Tensor]]:
     return found
 
 
-def train_sharded(dtype: str, replicas: int) -> tuple[nn.Module, list[dict[str, Any]]]:
-    """Accumulate three micro-batches on 4 ranks as the trainer does; the rows of the ledger."""
+HALF_UNIT = 2**-8
+"""bf16's: rounding changes a number by at most this share of it."""
+
+
+def shard(model: nn.Module, dtype: str, wire: str, replicas: int) -> ParallelDims:
+    """Shard a model over 4 ranks, or 4 / replicas of them."""
     bind_device()
-    config = build_job_config([f"--training.mixed_precision_param={dtype}"])
+    options = [f"--training.mixed_precision_param={dtype}"]
+    config = build_job_config([*options, f"--training.mixed_precision_reduce={wire}"])
     dims = ParallelDims(replicas, 4 // replicas, 1, 1, 1, 1, 1, world_size=4)
-    model = build_tiny("cola")
     apply_data_parallel(model, dims, config)
-    names = ("dp_replicate", "fsdp") if replicas > 1 else ("fsdp",)
+    return dims
+
+
+def train_sharded(dtype: str, replicas: int, wire: str) -> tuple[nn.Module, list[dict[str, Any]]]:
+    """Accumulate three micro-batches on 4 ranks as the trainer does; the rows of the ledger."""
+    model = build_tiny("cola")
+    dims = shard(model, dtype, wire, replicas)
+    names = [name for name in ("dp_replicate", "fsdp") if dims.get_optional_mesh(name)]
     ledger = CommLedger([model], {name: dims.get_mesh(name).get_group() for name in names})
     with ledger:
         for micro in range(MICROBATCHES):
@@ -68,48 +79,122 @@ def train_sharded(dtype: str, replicas: int) -> tuple[nn.Module, list[dict[str, 
     return model, ledger.rows()
 
 
-def reduction(dtype: str, replicas: int) -> tuple[list[tuple[Any, ...]], float, float]:
-    """Calls by operation, mesh dimension and dtype, and two errors against fp64; on a rank.
+def reduction(
+    dtype: str, replicas: int, wire: str = "float32"
+) -> tuple[list[tuple[Any, ...]], float, float, float]:
+    """Calls by operation, mesh dimension and dtype, and three errors against fp64; on a rank.
 
-    They are relative rms errors of all gradients: of what the layout summed over ranks and
-    micro-batches, and of the exact sum rounded to bf16 once.
+    Two are relative rms errors of all gradients: of what the layout summed over ranks and
+    micro-batches, and of the exact sum rounded to bf16 once. The third is the largest error of an
+    entry, over `HALF_UNIT` times the sum of its terms' magnitudes.
     """
-    model, rows = train_sharded(dtype, replicas)
+    model, rows = train_sharded(dtype, replicas, wire)
     calls: dict[tuple[str, str, str], int] = {}
     for row in rows:
         key = row["op"], row["mesh_dim"], row["dtype"]
         calls[key] = calls.get(key, 0) + row["calls"]
     parts = local_gradients(getattr(torch, dtype))
-    found, exact = [], []
+    found, exact, magnitudes = [], [], []
     for name, parameter in model.named_parameters():
         total = torch.stack([part[name].double() for part in parts]).sum(0)
         dist.all_reduce(total)
         exact.append(total.flatten())
+        size = torch.stack([part[name].double().abs() for part in parts]).sum(0)
+        dist.all_reduce(size)
+        magnitudes.append(size.flatten())
         found.append(parameter.grad.full_tensor().double().flatten())
     whole = torch.cat(exact)
     errors = [
         float((other - whole).norm() / whole.norm())
         for other in (torch.cat(found), whole.bfloat16().double())
     ]
-    return sorted((*key, n) for key, n in calls.items()), *errors
+    differences, sizes = (torch.cat(found) - whole).abs(), torch.cat(magnitudes)
+    units = differences / (HALF_UNIT * sizes).clamp(min=1e-30)
+    return sorted((*key, n) for key, n in calls.items()), *errors, float(units.max())
 
 
 def test_compute_in_bf16_reduces_in_fp32(four_ranks: RankPool) -> None:
     """The sums over ranks and micro-batches of bf16 gradients are those of fp64, up to fp32."""
-    for calls, error, rounded in four_ranks.run(reduction, "bfloat16", 1):
+    for calls, error, rounded, _ in four_ranks.run(reduction, "bfloat16", 1):
         assert error <= rounded / 100  # one rounding of the sum to bf16 would be too much
         dtypes = {(op, dtype) for op, _, dtype, _ in calls}
         assert dtypes == {("all_gather", "bfloat16"), ("reduce_scatter", "float32")}
 
 
 def test_replicas_are_summed_after_the_last_micro_batch_only(four_ranks: RankPool) -> None:
-    for calls, error, rounded in four_ranks.run(reduction, "float32", 2):
+    for calls, error, rounded, _ in four_ranks.run(reduction, "float32", 2):
         sums = [call for call in calls if call[0] != "all_gather"]
         assert sums == [
             ("all_reduce", "dp_replicate", "float32", UNITS),
             ("reduce_scatter", "fsdp", "float32", UNITS * MICROBATCHES),
         ]
         assert error <= rounded / 100
+
+
+@pytest.mark.parametrize(("dtype", "replicas"), [("bfloat16", 1), ("float32", 2), ("float32", 4)])
+def test_bf16_on_the_wire_rounds_once_per_term_and_sum(
+    dtype: str, replicas: int, four_ranks: RankPool
+) -> None:
+    """n ranks round each term, and n - 1 sums: n half units of the terms' magnitudes at most.
+
+    HSDP rounds for its shards and for its replicas.
+    """
+    shards = 4 // replicas
+    most = (shards if shards > 1 else 0) + (replicas if replicas > 1 else 0)
+    for calls, error, rounded, units in four_ranks.run(reduction, dtype, replicas, "bfloat16"):
+        sums = [call for call in calls if call[0] != "all_gather"]
+        assert {call[2] for call in sums} == {"bfloat16"}
+        # The same calls as in fp32: a reduce-scatter per micro-batch, an all-reduce per step.
+        assert [call[3] for call in sums if call[0] == "all_reduce"] == [UNITS] * (replicas > 1)
+        assert [call[3] for call in sums if call[0] == "reduce_scatter"] == [
+            UNITS * MICROBATCHES
+        ] * (shards > 1)
+        # fp32's sums and second orders of bf16's are within 2%.
+        assert 0.2 < units <= 1.02 * most
+        assert error > rounded / 3
+    # The control: in fp32 there is no such rounding.
+    assert four_ranks.run(reduction, dtype, replicas)[0][3] < 0.01
+
+
+class Counted(nn.Module):
+    """The gradient of each entry of its weights, which are 0, is its input; so is its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.detach() * self.weight.sum()
+
+
+class Units(nn.Module):
+    """What `apply_data_parallel` wraps: an embedding, layers and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_embeddings, self.output = Counted(), Counted()
+        self.layers = nn.ModuleList([Counted()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(self.layers[0](self.tok_embeddings(x)))
+
+
+def whole_numbers(replicas: int) -> set[float]:
+    """All gradients of micro-batches with gradients 256, 1, 1, 1, 1 on each of 4 ranks."""
+    model = Units()
+    shard(model, "float32", "bfloat16", replicas)
+    for micro, number in enumerate((256.0, 1.0, 1.0, 1.0, 1.0)):
+        synchronize_gradients([model], micro == 4)
+        model(torch.tensor(number, requires_grad=True)).backward()
+    return {x for p in model.parameters() for x in p.grad.full_tensor().flatten().tolist()}
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_micro_batches_are_added_in_fp32_before_bf16_travels(
+    replicas: int, four_ranks: RankPool
+) -> None:
+    """bf16 has 260 and 1040, but 256 + 1 and 512 + 2 are 256 and 512 in bf16."""
+    assert four_ranks.run(whole_numbers, replicas) == [{4 * 260.0}] * 4
 
 
 def lane_sums(wide: bool) -> tuple[float, float]:

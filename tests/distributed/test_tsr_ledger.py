@@ -52,6 +52,13 @@ def measured(four_ranks: RankPool) -> Callable[[str, str], list[Any]]:
     return cache(lambda layout, name: four_ranks.run(measure, layout, SETTINGS[name], SHAPES))
 
 
+def test_only_sums_over_replicas_travel_in_bf16(four_ranks: RankPool) -> None:
+    """Cores, dense gradients and sketches do; terms of a shard's sum and checksums do not."""
+    layout, settings = "hsdp2x2", SETTINGS["auto"]
+    for rank in four_ranks.run(measure, layout, settings, SHAPES, True):
+        assert rank == expected(settings, MESHES[layout], SHAPES, half=True)
+
+
 @pytest.mark.parametrize(("layout", "name"), [*PAIRS, *nightly(*SELDOM)])
 def test_ledger_equals_formula(layout: str, name: str, measured: Any) -> None:
     ranks = measured(layout, name)

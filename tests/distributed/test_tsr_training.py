@@ -61,6 +61,11 @@ def test_mixed_precision_is_the_same_regime(
     run = four_ranks.run(train, [*options, *LAYOUTS["hsdp2x2"]])[0]["losses"]
     limit = LOSS_GAP / 4  # 0.0007 here, and 0.029 for the control
     assert loss_gap(run, alone) < limit
+    half = [*options, *LAYOUTS["hsdp2x2"], "--training.mixed_precision_reduce=bfloat16"]
+    runs = four_ranks.run(train, half, "", "", True, True)
+    assert 0 < loss_gap(runs[0]["losses"], alone) < limit
+    for name, value in runs[0]["parameters"].items():
+        assert all((rank["parameters"][name] == value).all() for rank in runs), name
     # The control: another rank.
     other = one_rank.run(train, [*options, *BATCH[8], "--optimizer.tsr_rank=8"])[0]["losses"]
     assert loss_gap(other, alone) > 10 * limit

@@ -26,7 +26,7 @@ STEPS = 6
 
 
 def measure(
-    layout_name: str, settings: TSRSettings, shapes: Shapes
+    layout_name: str, settings: TSRSettings, shapes: Shapes, half: bool = False
 ) -> list[dict[Any, tuple[int, int]]]:
     """Count a few steps; on a rank. Each is {(op, mesh_dim, dtype): (calls, elements)}."""
     with patch.object(tsr_cases, "SHAPES", shapes):
@@ -36,7 +36,10 @@ def measure(
         optimizer = TSROptimizers(
             [model], settings, DEFAULTS, replicas=layout.replicas, stages=layout.stages
         )
-        groups = dict(optimizer.gradients.groups.sharding)
+        tsr = optimizer.gradients
+        if half:
+            tsr.groups = replace(tsr.groups, wire_dtype=torch.bfloat16)
+        groups = dict(tsr.groups.sharding)
         if layout.replicas is not None:
             groups["dp_replicate"] = layout.replicas
         ledger = CommLedger([], groups)
@@ -71,7 +74,7 @@ def own_iterations(name: str, settings: TSRSettings) -> int:
 
 
 def expected(
-    settings: TSRSettings, mesh: TSRMesh, shapes: Shapes
+    settings: TSRSettings, mesh: TSRMesh, shapes: Shapes, half: bool = False
 ) -> list[dict[Any, tuple[int, int]]]:
     chosen = plan_matrices(shapes, settings)
     plans = {name: chosen[name] for name in reversed(shapes) if name in chosen}
@@ -108,7 +111,8 @@ def expected(
             done[list(plans)[i]] += 1
         rows: dict[Any, tuple[int, int]] = {}
         for row in tsr_traffic(list(matrices.values()), due, dense, mesh, settings):
-            key = (row.op, row.mesh_dim, dtypes[row.role])
+            rounds = half and row.mesh_dim == "dp_replicate" and row.role != "checksum"
+            key = (row.op, row.mesh_dim, "bfloat16" if rounds else dtypes[row.role])
             calls, elements = rows.get(key, (0, 0))
             rows[key] = (calls + row.calls, elements + row.elements)
         steps.append(rows)

@@ -56,7 +56,7 @@ def exchange_rows(
     """Every collective of one exchange.
 
     Args:
-        codec: Its name, c and θ.
+        codec: Its name, c and θ, and whether its values travel in bf16.
         ranks: W.
         compressed: Entries that are compressed, of a destination or of an all-reduced shard.
         dense: The other entries, likewise.
@@ -67,14 +67,17 @@ def exchange_rows(
     found: list[tuple[str, str, int]] = []
     if m and codec.name == "sketch":
         found.append(("all_to_all", "index", w * index_bytes(m)))
-        found.append(("reduce_scatter", "gradient", w * sketch_cells(m, codec.c)))
+        # In bf16 the owner adds the cells, in fp32.
+        op = "all_to_all" if codec.half else "reduce_scatter"
+        found.append((op, "gradient", w * sketch_cells(m, codec.c)))
         found.append(("all_gather", "index", w * failure_bytes(m)))
     elif m:
         found.append(("all_to_all", "index", w * index_bytes(m)))
         found.append(("all_to_all", "gradient", w * sent_entries(m, codec.theta)))
     if m and all_reduce:
         nonzero = min(m, w * sent_entries(m, codec.theta))
-        packed = index_bytes(m) < 4 * (m - nonzero)  # the zeros outweigh the bitmap
+        value = 2 if codec.half else 4
+        packed = index_bytes(m) < value * (m - nonzero)  # the zeros outweigh the bitmap
         found += [("all_gather", "index", w * index_bytes(m))] if packed else []
         found.append(("all_gather", "gradient", w * (nonzero if packed else m)))
     if dense and all_reduce:

@@ -3,8 +3,9 @@
 
 Gradient compression needs the layout of a unit's buffer, and the ledger needs the unit that
 communicates; FSDP2 publishes neither. A rejected step is explained by a rank's own gradients,
-which FSDP2 frees when they are summed. A run without ``[grad_compression]`` and without the
-ledger uses only `replicate` and `watch_gradients` from this module.
+which FSDP2 frees when they are summed. Gradients in bf16 on the wire need a dtype for the wire
+alone. A run without ``[grad_compression]`` and without the ledger uses only `replicate`,
+`watch_gradients` and `send_in` from this module.
 
 Tested with torch 2.11, 2.13 and 2.15, between which the fields of a parameter group changed.
 """
@@ -49,18 +50,26 @@ def param_groups(module: object) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-class WatchedGroup(FSDPParamGroup):
+Norms = list[tuple[tuple[Tensor, ...], Tensor]]
+"""Sharded parameters and the norms (n,) of their gradients."""
+
+
+class OwnParamGroup(FSDPParamGroup):
     """A parameter group that notes the norms of this rank's own gradients before it reduces them.
 
+    It also sends them in a dtype of its own.
+
     Attributes:
-        norms: Gets, at every reduction, the sharded parameters and their gradients' norms (n,).
+        norms: Gets an entry at every reduction; None for none.
+        wire_dtype: The dtype of the reductions; None for that in which FSDP2 adds up micro-batches.
     """
 
-    norms: list[tuple[tuple[Tensor, ...], Tensor]]
+    norms: Norms | None = None
+    wire_dtype: torch.dtype | None = None
 
     def post_backward(self, *unused: Any) -> None:
         """Note the norms, and go on as FSDP2 does."""
-        if self.reduce_grads:
+        if self.norms is not None and self.reduce_grads:
             own: list[tuple[Tensor, Tensor]] = []
             for parameter in self.fsdp_params:
                 if not hasattr(parameter, "_unsharded_param"):
@@ -71,15 +80,31 @@ class WatchedGroup(FSDPParamGroup):
             if own:
                 parameters, gradients = zip(*own, strict=True)
                 self.norms.append((parameters, torch.stack(norms_of(gradients))))
+        if self.wire_dtype is not None:
+            # FSDP2's policy has one dtype for the wire and for the sum of micro-batches. The
+            # parameters read the policy's; only a reduction reads the group's.
+            self._reduce_dtype = self.wire_dtype
         super().post_backward(*unused)
+        if self.wire_dtype is not None and self._partial_reduce_output is not None:
+            # HSDP's sum over the shards, which waits for those of later micro-batches.
+            with self.device_handle.stream(self.comm_ctx.reduce_scatter_stream):
+                self._partial_reduce_output = self._partial_reduce_output.float()
 
 
-def watch_gradients(module: FSDPModule, norms: list[tuple[tuple[Tensor, ...], Tensor]]) -> None:
-    """Let a unit add the norms of this rank's own gradients to a list, see `WatchedGroup`."""
+def watch_gradients(module: FSDPModule, norms: Norms) -> None:
+    """Let a unit add the norms of this rank's own gradients to a list, see `OwnParamGroup`."""
     # If upstream reduces elsewhere than in ``post_backward``, the list stays empty, and a rank that
     # made a NaN is not named.
     for group in param_groups(module):
-        group.__class__, group.norms = WatchedGroup, norms
+        group.__class__, group.norms = OwnParamGroup, norms
+
+
+def send_in(module: FSDPModule, wire_dtype: torch.dtype) -> None:
+    """Let a unit send its gradients in a dtype, and add up micro-batches in its policy's."""
+    # If upstream reads another field than ``_reduce_dtype``, gradients travel in the policy's
+    # dtype, and the dtypes of a test's ledger differ.
+    for group in param_groups(module):
+        group.__class__, group.wire_dtype = OwnParamGroup, wire_dtype
 
 
 def unit_parameters(module: FSDPModule) -> Iterator[tuple[Tensor, int]]:

@@ -241,13 +241,15 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class SparseCodec:
-    """Exactly k entries for each destination: 1 + 32(1 − θ) bits per parameter.
+    """Exactly k entries for each destination: 1 + 32(1 − θ) bits per parameter, or 1 + 16(1 − θ).
 
     Args:
         theta: Share of unsent entries, in [0, 1).
+        half: Whether values travel in bf16; their owner adds them in fp32.
     """
 
     theta: float
+    half: bool = False
 
     def encode(self, rows: Tensor, seed: int) -> Message:
         """Send bitmaps, and values in the order of their bits; see `SketchCodec.encode`."""
@@ -255,11 +257,16 @@ class SparseCodec:
         marked = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, chosen, True)
         positions = _positions(marked, chosen.shape[1])
         values = rows.gather(1, positions)
-        return Message(positions, values, {"index": pack(marked), "values": values})
+        message = Message(positions, values, {"index": pack(marked), "values": values})
+        if self.half:
+            sent = message.swapped["values"] = values.bfloat16()
+            message.lost = values - sent
+        return message
 
     def decode(self, received: Mapping[str, Tensor], m: int, seed: int) -> Decoded:
         """Add the ranks' entries in the order of the ranks; see `SketchCodec.decode`."""
         values = received["values"]
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
         k = values.shape[1]
         if k != kept_entries(m, self.theta):
             raise ValueError(f"{k} values a rank for {m} entries at theta {self.theta}")
@@ -280,7 +287,7 @@ def _positions(marked: Tensor, k: int) -> Tensor:
 
 @dataclass(frozen=True)
 class SketchCodec:
-    """Count sketch with an index: 1 + 32/c bits per parameter.
+    """Count sketch with an index: 1 + 32/c bits per parameter, or 1 + 16/c.
 
     Entries that do not peel are not lost: the owner zeroes their blocks and reports them. Hash
     seeds follow from the number of the exchange.
@@ -290,21 +297,31 @@ class SketchCodec:
         c: Entries per cell.
         theta: Share of unsent entries, in [0, 1).
         rounds: Rounds of peeling.
+        half: Whether cells travel in bf16; their owner adds them in fp32.
     """
 
     ranks: int
     c: float
     theta: float
     rounds: int = ROUNDS
+    half: bool = False
 
     def encode(self, rows: Tensor, seed: int) -> Message:
         """Choose the entries to send: the index, and a sketch for each owner (W, 3·row)."""
         m = rows.shape[1]
         positions, values = largest(rows, self.theta)
+        row = sketch_row(m, self.c)
+        sent = cut_to_cells(positions, values, row, seed) if self.half else values
         # Zeros are not in the index: with fewer unknowns, peeling is more reliable.
-        marked = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, positions, values != 0)
-        cells = insert(positions, values, sketch_row(m, self.c), seed)
-        return Message(positions, values, {"index": pack(marked)}, {"sketch": cells})
+        marked = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, positions, sent != 0)
+        cells = insert(positions, sent, row, seed)
+        message = Message(positions, values, {"index": pack(marked)})
+        if self.half:
+            message.swapped["sketch"] = cells.bfloat16()  # exact, after the cut
+            message.lost = values - sent
+        else:
+            message.summed["sketch"] = cells
+        return message
 
     def decode(self, received: Mapping[str, Tensor], m: int, seed: int) -> Decoded:
         """Peel the summed sketch; the counts are ``unpeeled`` and ``indexed`` entries."""
@@ -313,7 +330,10 @@ class SketchCodec:
         unknown = marked.nonzero_static(size=sent, fill_value=m).flatten()
         # On an accelerator, the number of remaining entries would need a host synchronisation.
         solve = peel_remaining if unknown.device.type == "cpu" else peel
-        values, stuck = solve(received["sketch"], unknown, m, seed, self.rounds)
+        sketch = received["sketch"]
+        if self.half:
+            sketch = sketch.sum(0, dtype=torch.float32)
+        values, stuck = solve(sketch, unknown, m, seed, self.rounds)
         total = values.new_zeros(m + 1).index_copy_(0, unknown.clamp(max=m), values)[:m]
         # A block fails if one of its entries is stuck; padding falls behind the last block.
         block = failure_block(m)
@@ -364,6 +384,30 @@ def insert(positions: Tensor, values: Tensor, row: int, seed: int) -> Tensor:
     for r in range(HASH_ROWS):
         sketch.scatter_add_(1, cells[r], signed[r])
     return sketch
+
+
+def cut_to_cells(positions: Tensor, values: Tensor, row: int, seed: int) -> Tensor:
+    """Cut values (W, k) towards zero so that their sketch is exact in bf16.
+
+    An entry is alone in few of its cells. If cells were rounded, no rank could say by how much its
+    entries changed. So entries are rounded instead, to the steps of the coarsest of their three
+    cells: bf16's 8 bits hold 2⁸ steps, and no cell is larger than the sum of its entries'
+    magnitudes. What is cut off is known, and stays on its rank.
+
+    Args:
+        positions: Entries (W, k) of every row.
+        values: Their values.
+        row: Cells of one row of a sketch.
+        seed: Seed of the step.
+    """
+    cells, _ = cells_and_signs(positions, row, seed)  # (3, W, k)
+    largest_sums = values.new_zeros(values.shape[0], HASH_ROWS * row)
+    for own in cells:
+        largest_sums.scatter_add_(1, own, values.abs())
+    bounds = torch.stack([largest_sums.gather(1, own) for own in cells]).amax(0)  # (W, k)
+    exponents = torch.frexp(bounds).exponent.clamp(min=-110)  # bound < 2^exponent; no subnormals
+    steps = torch.ldexp(torch.ones_like(values), exponents - 8)
+    return (values / steps).trunc() * steps
 
 
 def peel(sketch: Tensor, unknown: Tensor, m: int, seed: int, rounds: int) -> tuple[Tensor, Tensor]:
@@ -472,10 +516,10 @@ def _loaded(
 
 
 CODECS: dict[str, Callable[[int, CodecSizes], Codec]] = {
-    "sparse": lambda ranks, sizes: SparseCodec(sizes.theta),
-    "sketch": lambda ranks, sizes: SketchCodec(ranks, sizes.c, sizes.theta),
+    "sparse": lambda ranks, sizes: SparseCodec(sizes.theta, sizes.half),
+    "sketch": lambda ranks, sizes: SketchCodec(ranks, sizes.c, sizes.theta, half=sizes.half),
 }
-"""Builds a codec by its name, given the ranks W and the configured c and θ."""
+"""Builds a codec by its name, given the ranks W and the configured sizes."""
 
 
 def register_codec(

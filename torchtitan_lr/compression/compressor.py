@@ -34,7 +34,6 @@ from torchtitan_lr.compression.codecs import (
 )
 from torchtitan_lr.compression.overlap import ExchangeOverlap
 from torchtitan_lr.compression.sizes import (
-    ROLE_BYTES,
     CodecSizes,
     Unit,
     returned_entries,
@@ -73,6 +72,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
 
     Attributes:
         residual: The residual (W, m) after the last step that was not rejected.
+        takes_gradients: Whether it compresses this rank's own gradients, not sums over the shards.
         resume: Ends an exchange; the ledger attributes its collectives to this unit.
         bytes_saved: Bytes that compression saves this rank per exchange.
         exchanges: Number of exchanges so far.
@@ -99,10 +99,11 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         self.group, self.device, self.returns_all = group, device, all_reduce
         ranks, entries = group.size(), sum(span.size for span in spans)
         self.compressed_size = sum(span.size for span in spans if span.compressed)
+        self.takes_gradients = self.compressed_size > 0 and not all_reduce
         # A rank decodes its part, of an all-reduce a W-th of the entries, padded to equal sizes.
         owned = -(-self.compressed_size // ranks) if all_reduce else self.compressed_size
         self.unit = Unit(ranks, owned, entries - self.compressed_size)
-        whole = ROLE_BYTES["gradient"] * entries * (1 if all_reduce else ranks)
+        whole = sizes.value_bytes * entries * (1 if all_reduce else ranks)
         self.bytes_saved = whole - sent_bytes(self.unit, sizes, all_reduce)
         self.sizes, self.codec = sizes, CODECS[sizes.name](ranks, sizes)
         self.overlap = overlap or ExchangeOverlap(device)
@@ -193,6 +194,8 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
             yield [dist.all_reduce(sums, group=self.group, async_op=True)]
             return
         rows, dense = self._by_kind(gradients.view(-1, sums.numel()))  # (W, m), (W, e)
+        # Sums over HSDP's shards may have travelled in bf16; a residual must not be added to them.
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         if self.returns_all:  # a shard: W = 1
             size = self.unit.ranks * self.unit.compressed
             padded = pad(rows[0], (0, size - self.compressed_size))
@@ -246,7 +249,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
             this one.
 
         Returns:
-            This rank's sums: (m,) and (e,).
+            This rank's sums: (m,) and (e,). Those that travel in bf16 are in bf16.
         """
         # Collisions differ between steps. The constant 0 stands for a setting that left: without
         # it every hash would change.
@@ -257,13 +260,18 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         rows += pending
         message = self.codec.encode(rows, seed)
         if dense is not None and dense.numel():
-            message.summed["dense"] = dense
+            message.summed["dense"] = dense.bfloat16() if self.sizes.half else dense
         received = yield from exchange(message, self.group)
         decoded = self.codec.decode(received, rows.shape[1], seed)
         failed = None
         if decoded.failed is not None:
             failed = yield from gather(decoded.failed, self.group)
         unsent = left_over(rows, message, failed)
+        total = decoded.total
+        if self.returns_all and self.sizes.half:
+            # The sums go back in bf16 too, and their owner owes what that rounds off.
+            total = total.bfloat16()
+            unsent[self.group.rank()] += decoded.total - total
         if self._spare is self.residual:
             self.before_writing()
         # A NaN or infinity is among the largest entries, so it is sent and the step is skipped. In
@@ -275,7 +283,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
             zero = torch.zeros((), device=rows.device)
             # fp64 holds counts of more than 2²⁴ entries exactly.
             self.counts = torch.stack([counts.get(name, zero).double() for name in COUNTS])
-        return decoded.total, received.get("dense", rows.new_empty(0))
+        return total, received.get("dense", rows.new_empty(0))
 
     def spread(self, total: Tensor) -> Resumable[Tensor]:
         """Return all sums on every rank: sent as bitmap and values if that is smaller.
@@ -287,7 +295,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
             (W·m,), bitwise equal on every rank.
         """
         w, m = self.unit.ranks, self.unit.compressed
-        sent = returned_entries(self.unit, self.sizes.theta)
+        sent = returned_entries(self.unit, self.sizes)
         if sent == m:
             return (yield from gather(total, self.group)).flatten()
         marked = total != 0

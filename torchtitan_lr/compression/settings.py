@@ -17,7 +17,7 @@ from torchtitan_lr.compression.sizes import (
     peels,
     smallest_theta,
 )
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, require
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +64,10 @@ def compression_settings(config: Any, ranks: int) -> CompressionSettings:
     c, requested = LEVELS.get(section.level, (section.c, section.theta))
     if FORMULAS[section.codec].sends_all:
         requested = 0.0
+    half = config.training.mixed_precision_reduce == "bfloat16"
+    want = f"'float32' with grad_compression.codec = {section.codec!r}, which cannot round"
+    fits = not half or FORMULAS[section.codec].rounds
+    require(fits, "training.mixed_precision_reduce", "bfloat16", want)
     theta = requested
     if section.codec == "sketch" and ranks > 1 and not peels(c, theta, ranks):
         theta = smallest_theta(c, ranks)
@@ -77,7 +81,7 @@ def compression_settings(config: Any, ranks: int) -> CompressionSettings:
             got = requested if section.level == "custom" else section.level
             raise ConfigError(f"grad_compression.{key}", got, want)
     return CompressionSettings(
-        codec=CodecSizes(section.codec, c, theta),
+        codec=CodecSizes(section.codec, c, theta, half),
         requested_theta=requested,
         ranks=ranks,
         layers=section.layers,

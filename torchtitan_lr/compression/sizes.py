@@ -14,9 +14,6 @@ from dataclasses import dataclass
 LEVELS: dict[str, tuple[float, float]] = {"2x": (2, 0.8), "4x": (4, 0.9), "10x": (10, 0.9875)}
 """Compression c and sparsity θ of the published levels (TAGC, Table 1)."""
 
-ROLE_BYTES = {"index": 1, "gradient": 4}
-"""Bytes of an element by the role of a message; gradients are exchanged in fp32."""
-
 FAILURE_BITS = 1024
 """Largest number of blocks per destination of which an owner says whether they failed."""
 
@@ -45,11 +42,18 @@ class CodecSizes:
         name: ``sparse``, ``sketch``, or the name of a codec that is registered from outside.
         c: Entries per cell of the sketch.
         theta: Share of unsent entries.
+        half: Whether values travel in bf16, not in the gradients' own fp32.
     """
 
     name: str
     c: float = 1.0
     theta: float = 0.0
+    half: bool = False
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a value; an element of an index is one byte."""
+        return 2 if self.half else 4
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,8 @@ class Unit:
 
 
 Rows = list[tuple[str, str, int]]
-"""Collectives on one rank: operation, role (a key of `ROLE_BYTES`) and elements, of the input of a
-reduction or the output of a gather."""
+"""Collectives on one rank: operation, role (``index`` or ``gradient``) and elements, of the input
+of a reduction or the output of a gather."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +85,12 @@ class CodecFormula:
         messages: Returns the collectives of `codecs.exchange`, and the gather of failed blocks if
             the codec can fail. Dense entries are not in them.
         sends_all: Whether a rank sends every entry, so that ``theta`` has no effect.
+        rounds: Whether the codec can send its values in bf16 (`CodecSizes.half`).
     """
 
     messages: Callable[[Unit, CodecSizes], Rows]
     sends_all: bool = False
+    rounds: bool = False
 
 
 def sparse_messages(unit: Unit, codec: CodecSizes) -> Rows:
@@ -102,12 +108,20 @@ def sketch_messages(unit: Unit, codec: CodecSizes) -> Rows:
     blocks = -(-m // failure_block(m))
     return [
         ("all_to_all", "index", w * -(-m // 8)),
-        ("reduce_scatter", "gradient", w * HASH_ROWS * sketch_row(m, codec.c)),
+        # Cells in bf16 are added by their owner, in fp32.
+        (
+            "all_to_all" if codec.half else "reduce_scatter",
+            "gradient",
+            w * HASH_ROWS * sketch_row(m, codec.c),
+        ),
         ("all_gather", "index", w * -(-blocks // 8)),
     ]
 
 
-FORMULAS = {"sparse": CodecFormula(sparse_messages), "sketch": CodecFormula(sketch_messages)}
+FORMULAS = {
+    "sparse": CodecFormula(sparse_messages, rounds=True),
+    "sketch": CodecFormula(sketch_messages, rounds=True),
+}
 """Of every codec, by name; `codecs.register_codec` adds others."""
 
 
@@ -159,13 +173,13 @@ def candidates(ranks: int, m: int, theta: float) -> int:
     return min(m, ranks * kept_entries(m, theta))
 
 
-def returned_entries(unit: Unit, theta: float) -> int:
+def returned_entries(unit: Unit, codec: CodecSizes) -> int:
     """Return the entries of each owner's sums that go back to all ranks.
 
     These are the entries that can differ from zero, if with a bitmap they are less than all m.
     """
-    m, value = unit.compressed, ROLE_BYTES["gradient"]
-    sent = candidates(unit.ranks, m, theta)
+    m, value = unit.compressed, codec.value_bytes
+    sent = candidates(unit.ranks, m, codec.theta)
     return sent if -(-m // 8) + value * sent < value * m else m
 
 
@@ -184,7 +198,7 @@ def exchange_traffic(unit: Unit, codec: CodecSizes, all_reduce: bool = False) ->
     rows = FORMULAS[codec.name].messages(unit, codec)
     if not all_reduce:
         return _with_dense(rows, w * unit.dense) if unit.dense else rows
-    returned = returned_entries(unit, codec.theta)
+    returned = returned_entries(unit, codec)
     if returned < m:
         rows.append(("all_gather", "index", w * -(-m // 8)))
     rows.append(("all_gather", "gradient", w * returned))
@@ -201,14 +215,16 @@ def _with_dense(rows: Rows, dense: int) -> Rows:
 
 def sent_bytes(unit: Unit, codec: CodecSizes, all_reduce: bool = False) -> int:
     """Return the bytes of `exchange_traffic`."""
-    return sum(ROLE_BYTES[role] * n for _, role, n in exchange_traffic(unit, codec, all_reduce))
+    role_bytes = {"index": 1, "gradient": codec.value_bytes}
+    return sum(role_bytes[role] * n for _, role, n in exchange_traffic(unit, codec, all_reduce))
 
 
 def bits_per_entry(codec: CodecSizes, replicas: int = 0) -> float:
     """Return the bits per compressed entry and rank in a large tensor.
 
-    That is 1 + 32(1 − θ) for the sparse codec and 1 + 32/c for the sketch. The sums that return to
-    HSDP's W ``replicas`` add min(32, 1 + 32·W(1 − θ)); W is 0 for FSDP's reduce-scatter.
+    That is 1 + b(1 − θ) for the sparse codec and 1 + b/c for the sketch, with values of b = 32 or
+    16 bits. The sums that return to HSDP's W ``replicas`` add min(b, 1 + b·W(1 − θ)); W is 0 for
+    FSDP's reduce-scatter.
     """
     large = Unit(max(1, replicas), 10**9)
     sent = sent_bytes(large, codec, all_reduce=replicas > 0)

@@ -195,12 +195,12 @@ def buffer_bytes(run: Run, pp_rank: int) -> int:
     if run.shard > 1 or precision.compute != precision.parameter:
         total += gathered_bytes(units.values(), units.get("head"), run.reshards, precision)
     if run.shard > 1 and run.pp > 1 and run.microbatches > 1:
-        total += precision.reduce * elements  # whole gradients, summed over the micro-batches
+        total += precision.summed * elements  # whole gradients of the micro-batches so far
     if run.compresses:
         # Twice if a step may be skipped: the residuals after and before the step.
         total += _residual_bytes(run) * (1 + run.compression.revocable)
         if run.accumulation > 1 and run.replicas == 1:
-            total += precision.reduce * elements
+            total += precision.summed * elements
     for name, plan in run.tsr_plans.items():
         for unit in units.values():
             if name in unit:

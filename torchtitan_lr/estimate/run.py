@@ -130,10 +130,12 @@ class Run:
     def precision(self) -> Precision:
         """Bytes per element."""
         training = self.config.training
+        # A codec gets gradients that are not rounded yet.
+        takes_gradients = self.compresses and self.replicas == 1
         names = (
             training.dtype,
             training.mixed_precision_param,
-            training.mixed_precision_reduce,
+            "float32" if takes_gradients else training.mixed_precision_reduce,
         )
         return Precision(*(TORCH_DTYPE_MAP[name].itemsize for name in names))
 
@@ -141,16 +143,19 @@ class Run:
     def wire_dtypes(self) -> dict[str, str]:
         """Name of the dtype in which tensors are sent, by `Traffic.role`.
 
-        The additional key ``stored`` is the dtype of stored gradients, which an optimizer sums.
+        Two additional keys are of the sums of TSR-Adam over the replicas: ``stored`` of dense
+        gradients, and ``replicas`` of cores and sketches.
         """
         training = self.config.training
+        reduced = training.mixed_precision_reduce
         computed = dict.fromkeys(("activation", "parameter"), training.mixed_precision_param)
         wide = dict.fromkeys(("statistic", "loss", "core", "sketch", "gram", "momentum"), "float32")
         return {
             **computed,
             **wide,
-            "gradient": training.mixed_precision_reduce,
-            "stored": training.dtype,
+            "gradient": reduced,
+            "stored": reduced if reduced == "bfloat16" else training.dtype,
+            "replicas": reduced,
             "norm": "float64",
             "checksum": "int64",
             "index": "uint8",

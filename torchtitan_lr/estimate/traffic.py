@@ -15,6 +15,8 @@ import torch
 
 from torchtitan_lr.compression.settings import is_compressed
 from torchtitan_lr.compression.sizes import Unit, exchange_traffic, exchange_unit
+from torchtitan_lr.config.schema import BUILT_IN_OPTIMIZERS
+from torchtitan_lr.errors import one_of, require
 from torchtitan_lr.estimate.rehearsal import Rehearsal
 from torchtitan_lr.estimate.run import Run, blocks_of
 from torchtitan_lr.estimate.tsr_traffic import TSRMatrix, TSRMesh, tsr_traffic
@@ -35,7 +37,13 @@ def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> 
         run: The run.
         pp_rank: Pipeline rank.
         rehearsal: Contains the collectives that activation checkpointing repeats; None for none.
+
+    Raises:
+        ConfigError: With ``optimizer.name``, for one from outside the package.
     """
+    name = run.config.optimizer.name
+    want = one_of(BUILT_IN_OPTIMIZERS, name) + ": no formula states what another one sends"
+    require(run.baseline or name in BUILT_IN_OPTIMIZERS, "optimizer.name", name, want)
     model = _here(run, pp_rank, model_traffic(run.args, run.settings, run.tp, run.tokens))
     model += run_context_traffic(run, pp_rank, run.gather)
     rows = _times(model, run.microbatches * run.accumulation)
@@ -75,8 +83,11 @@ def element_size(row: Traffic, dtypes: Mapping[str, str]) -> int:
         row: Its role determines the dtype.
         dtypes: Returned by `Run.wire_dtypes`.
     """
-    stored = row.role == "gradient" and row.pass_ == "optimizer"
-    dtype: torch.dtype = getattr(torch, dtypes["stored" if stored else row.role])
+    role = row.role
+    if row.pass_ == "optimizer" and row.mesh_dim == "dp_replicate":
+        own = {"gradient": "stored", "core": "replicas", "sketch": "replicas"}
+        role = own.get(role, role)
+    dtype: torch.dtype = getattr(torch, dtypes[role])
     return dtype.itemsize
 
 

@@ -36,12 +36,17 @@ class Precision:
     Args:
         parameter: Stored weights, their gradients and moments (``training.dtype``).
         compute: Gathered weights and activations (``training.mixed_precision_param``).
-        reduce: Gradients on the wire (``training.mixed_precision_reduce``).
+        reduce: FSDP2's gradients on the wire (``training.mixed_precision_reduce``).
     """
 
     parameter: int = 4
     compute: int = 2
     reduce: int = 4
+
+    @property
+    def summed(self) -> int:
+        """Whole gradients that are added up over micro-batches."""
+        return max(4, self.compute)
 
 
 def static_memory(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -19,10 +20,10 @@ from torch.distributed.tensor import Shard
 
 from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part
-from torchtitan_lr.compat.fsdp import ReplicateModule, replicate, watch_gradients
+from torchtitan_lr.compat.fsdp import ReplicateModule, replicate, send_in, watch_gradients
 from torchtitan_lr.compression.fsdp import COMPRESSORS, apply_gradient_compression
 from torchtitan_lr.compression.settings import compression_settings, merged
-from torchtitan_lr.config.schema import TSR, sums_grams
+from torchtitan_lr.config.schema import SUMS_REPLICAS, sums_grams
 from torchtitan_lr.models.linears import LowRankLinear
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig, ParallelDims, mesh_of
@@ -35,8 +36,8 @@ def apply_data_parallel(
 
     Without data parallelism the model is also wrapped (in a group of one) if parameter dtype and
     compute dtype differ, so that mixed precision means the same in every layout: weights,
-    activations and the residual stream in ``mixed_precision_param``, master weights and reductions
-    in fp32.
+    activations and the residual stream in ``mixed_precision_param``, master weights and sums of
+    micro-batches in fp32. Gradients travel in ``mixed_precision_reduce``.
 
     Args:
         model: The whole model or a pipeline stage of it, on the meta device.
@@ -47,21 +48,23 @@ def apply_data_parallel(
     training = job_config.training
     mixed = not parallel_dims.dp_enabled and training.mixed_precision_param != training.dtype
     # FSDP2 must not sum over the replicas if an optimizer or a compressor does.
-    owned = job_config.optimizer.name == TSR and parallel_dims.dp_replicate_enabled
+    owned = job_config.optimizer.name in SUMS_REPLICAS and parallel_dims.dp_replicate_enabled
     compresses = job_config.grad_compression.codec != "none"
     # Unlike upstream, the norm and the head are not one unit. A tensor-parallel head does not call
     # the norm as a module, so the unit's forward would not finish and its weights would be stale.
     parts = [model.tok_embeddings, *model.get_submodule("layers").children(), model.output]
     units = [cast(nn.Module, part) for part in parts if part is not None]
+    ranks = 1  # over which FSDP2 sums
     if parallel_dims.fsdp_enabled or owned:
         names = ["fsdp"]
         if parallel_dims.dp_replicate_enabled and not (owned or compresses):
             names = ["dp_replicate", "fsdp"]
         mesh = mesh_of(parallel_dims, "fsdp") if owned else parallel_dims.get_mesh(names)
         shard_units(model, units, mesh, parallel_dims, job_config)
+        ranks = mesh.size()
         kind = "HSDP" if len(names) == 2 else "FSDP"
         if owned:
-            kind = f"FSDP over {mesh.size()} ranks; the optimizer synchronizes the replicas"
+            kind = f"FSDP over {ranks} ranks; the optimizer synchronizes the replicas"
         logger.info("Applied %s to the model", kind)
     elif parallel_dims.dp_replicate_enabled or mixed:
         # Not torchtitan's DDP path: it averages gradients of a loss that is already divided, which
@@ -69,7 +72,8 @@ def apply_data_parallel(
         mesh = mesh_of(parallel_dims, "dp_replicate")
         for unit in (*units, model):
             replicate(unit, mesh=mesh, mp_policy=mixed_precision_policy(job_config))
-        logger.info("Applied replication over %d ranks to the model", mesh.size())
+        ranks = mesh.size()
+        logger.info("Applied replication over %d ranks to the model", ranks)
     sum_gradients(model)
     if compresses and parallel_dims.fsdp_enabled:
         # Over the slower links only: those between hosts, if there are any.
@@ -79,6 +83,8 @@ def apply_data_parallel(
         apply_gradient_compression(model, mesh, settings, all_reduce=crosses_hosts)
     elif compresses:
         logger.info("Gradient compression: nothing to exchange without FSDP")
+    if ranks > 1 and training.mixed_precision_reduce == "bfloat16":
+        round_on_the_wire(model)
 
 
 def shard_units(
@@ -153,12 +159,17 @@ def split_outside_rank(model: nn.Module, ranks: int) -> Callable[[nn.Parameter],
 
 
 def mixed_precision_policy(job_config: JobConfig) -> MixedPrecisionPolicy:
-    """Return FSDP2's precision policy for ``[training]``: it casts parameters only."""
+    """Return FSDP2's precision policy for ``[training]``: it casts parameters only.
+
+    Its ``reduce_dtype`` is that in which micro-batches are added up. `send_in` sets another dtype
+    for the wire.
+    """
+    param_dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
     # The embedding's output has their dtype, and so have all activations after it. A cast of a
     # block's arguments would change nothing but the rotary table, which it would round.
     return MixedPrecisionPolicy(
-        param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
-        reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
+        param_dtype=param_dtype,
+        reduce_dtype=torch.promote_types(param_dtype, torch.float32),
         cast_forward_inputs=False,
     )
 
@@ -176,6 +187,15 @@ def sum_gradients(model: nn.Module) -> None:
         # No division, and no ``AVG`` or ``PREMUL_SUM``, which gloo computes incorrectly or lacks.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def round_on_the_wire(model: nn.Module) -> None:
+    """Let every FSDP2 or replicated module send its gradients in bf16."""
+    for module in fsdp_modules([model]):
+        compressor = COMPRESSORS.get(module)
+        # A codec gets unrounded gradients, and owes what it rounds off itself.
+        if compressor is None or not compressor.takes_gradients:
+            send_in(module, torch.bfloat16)
 
 
 def synchronize_gradients(model_parts: Sequence[nn.Module], enabled: bool) -> None:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torchtitan_lr.checkpoints.run_record import described, global_batch_size, w
 from torchtitan_lr.compat.collectives import set_timeouts
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
-from torchtitan_lr.config.schema import TSR
+from torchtitan_lr.config.schema import SUMS_REPLICAS
 from torchtitan_lr.console.log import console
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader
@@ -92,14 +93,14 @@ class Trainer(TitanTrainer):
         check_same_data(self.dataloader.dataset.identity)
         dims = self.parallel_dims
         self._batch_degree = dims.dp_replicate * dims.dp_shard
-        if (
-            isinstance(self.optimizers, TSROptimizers)
-            and self.device.type == "cuda"
-            and job_config.training.mixed_precision_param != "float32"
-        ):
-            # TSR-Adam's are the only fp32 products of such a run. In TF32 they are faster, with
-            # errors below those that bf16 leaves in the gradients (docs/numerics.md).
-            torch.set_float32_matmul_precision("high")
+        if isinstance(self.optimizers, TSROptimizers):
+            training, tsr = job_config.training, self.optimizers.gradients
+            if training.mixed_precision_reduce == "bfloat16":
+                tsr.groups = replace(tsr.groups, wire_dtype=torch.bfloat16)
+            if self.device.type == "cuda" and training.mixed_precision_param != "float32":
+                # TSR-Adam's are the only fp32 products of such a run. In TF32 they are faster, with
+                # errors below those that bf16 leaves in the gradients (docs/numerics.md).
+                torch.set_float32_matmul_precision("high")
         args = self.model_parts[0].model_args
         if isinstance(args, LlamaArgs):
             path = job_config.model.hf_assets_path
@@ -129,9 +130,10 @@ class Trainer(TitanTrainer):
     def build_step(self) -> Step:
         """Build the `Step` of this rank's model parts and optimizers."""
         dims, pipelined = self.parallel_dims, self.parallel_dims.pp_enabled
-        gradients: Gradients = StoredGradients(self.model_parts, dims.get_optional_mesh("pp"))
-        if isinstance(self.optimizers, TSROptimizers):  # it reduces them itself
-            gradients = self.optimizers.gradients
+        # An optimizer that sums over the replicas itself has gradients of its own.
+        gradients: Gradients = getattr(self.optimizers, "gradients", None) or StoredGradients(
+            self.model_parts, dims.get_optional_mesh("pp")
+        )
         return Step(
             job_config=self.job_config,
             device=self.device,
@@ -292,7 +294,8 @@ class Trainer(TitanTrainer):
 
     def new_ledger(self) -> CommLedger:
         """Build a ledger of this run's collectives."""
-        replicas = ("dp_replicate",) if self.job_config.optimizer.name == TSR else ()
+        owned = self.job_config.optimizer.name in SUMS_REPLICAS
+        replicas = ("dp_replicate",) if owned else ()
         meshes = self.parallel_dims.get_all_one_dimensional_meshes()
         groups = {name: mesh.get_group() for name, mesh in meshes.items()}
         decay = getattr(self.optimizers, "product_decay", None)

@@ -53,12 +53,27 @@ def test_fsdp_the_gradients_that_a_unit_sums(unit):
     assert norms == []
     unit.set_requires_gradient_sync(True)
     unit(torch.ones(4, 3)).sum().backward()
-    want = changed("FSDPParamGroup.post_backward, .reduce_grads", "fsdp.WatchedGroup")
+    want = changed("FSDPParamGroup.post_backward, .reduce_grads", "fsdp.OwnParamGroup")
     assert len(norms) == 1, want
     ((parameters, found),) = norms
     assert all(a is b for a, b in zip(parameters, unit.parameters(), strict=True)), want
     # 15 and 5 entries, of 2 + 4.
     torch.testing.assert_close(found, torch.tensor([540.0, 180.0]).sqrt())
+
+
+def test_fsdp_sends_in_another_dtype_than_it_adds_in(unit):
+    """bf16 has no 257, and its sum of 256 and 1 is 256."""
+    fsdp.send_in(unit, torch.bfloat16)
+    want = changed("FSDPParamGroup._reduce_dtype", "fsdp.OwnParamGroup")
+    unit.set_requires_gradient_sync(False)
+    unit(torch.ones(256, 3)).sum().backward()
+    for _ in range(2):
+        unit(torch.ones(1, 3)).sum().backward()
+    unit.set_requires_gradient_sync(True)
+    unit(torch.ones(3, 3)).sum().backward()  # 261
+    for parameter in unit.parameters():
+        assert parameter.grad.dtype == torch.float32
+        assert (parameter.grad.full_tensor() == 260).all(), want
 
 
 def test_sums_that_fsdp_reads_at_once(unit):

@@ -37,6 +37,11 @@ CODECS = [
     sketch_codec(10),
     SketchCodec(W, 10, 0.9875),
 ]
+IN_BF16 = [
+    SparseCodec(0.8, half=True),
+    sketch_codec(2, half=True),
+    SketchCodec(W, 10, 0.9875, half=True),
+]
 
 
 def name(codec):
@@ -53,7 +58,7 @@ def test_theta_zero_is_the_plain_sum(codec, dtype):
     assert not owed.any()
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=name)
+@pytest.mark.parametrize("codec", [*CODECS, *IN_BF16], ids=name)
 def test_sent_and_residual_are_the_gradient_exactly_over_many_steps(codec):
     """In whole numbers every sum is exact, so equality is of bits; the residual is carried on."""
     owed = torch.zeros(W, W, M)
@@ -63,6 +68,23 @@ def test_sent_and_residual_are_the_gradient_exactly_over_many_steps(codec):
         assert torch.equal(totals + after.sum(0), (x + owed).sum(0))
         assert totals.count_nonzero() > 0
         owed = after
+
+
+@pytest.mark.parametrize("codec", IN_BF16, ids=name)
+def test_values_in_bf16_lose_less_than_a_step_of_bf16_at_a_time(codec):
+    """Of an entry's own size, or in a sketch of the largest that its cells can hold."""
+    x = rows(dtype=torch.float32)[0]
+    message = codec.encode(x.clone(), 3)
+    values = message.swapped["values" if isinstance(codec, SparseCodec) else "sketch"]
+    assert values.dtype == torch.bfloat16 and not message.summed
+    assert message.lost.any()
+    if isinstance(codec, SparseCodec):
+        assert (message.lost.abs() <= 2**-8 * message.values.abs()).all()
+    else:
+        assert (message.lost.abs() <= 2**-7 * values.float().abs().max()).all()
+        row, sent = values.shape[1] // 3, message.values - message.lost
+        cells = codecs.insert(message.positions, sent, row, 3)
+        assert torch.equal(values.float(), cells)  # none was rounded
 
 
 def test_what_is_sent_is_the_sum_of_every_ranks_largest():
@@ -88,12 +110,10 @@ def test_sparsity_reaches_theta_exactly(theta, m):
         assert 1 - kept / m >= theta - 1e-12
 
 
-TOO_DENSE = SketchCodec(W, 10, 0.9)
-
-
-def test_what_does_not_peel_is_owed_and_counted():
+@pytest.mark.parametrize("half", [False, True])
+def test_what_does_not_peel_is_owed_and_counted(half):
     x = rows(dtype=torch.float32, whole=True)
-    totals, owed, counts = reduce_in_process(TOO_DENSE, x, 4)
+    totals, owed, counts = reduce_in_process(SketchCodec(W, 10, 0.9, half=half), x, 4)
     assert all(count["unpeeled"] > 0.1 * count["indexed"] for count in counts)
     assert torch.equal(totals + owed.sum(0), x.sum(0))
     kept = SparseCodec(0.9).encode(x[0].clone(), 0)

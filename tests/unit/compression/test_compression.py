@@ -23,6 +23,8 @@ def test_our_bits_per_parameter(level):
     sketch, sparse = CodecSizes("sketch", c, theta), CodecSizes("sparse", c, theta)
     assert bits_per_entry(sketch) == pytest.approx(1 + 32 / c, rel=1e-6)
     assert bits_per_entry(sparse) == pytest.approx(1 + 32 * (1 - theta), rel=1e-6)
+    half = CodecSizes("sketch", c, theta, half=True)
+    assert bits_per_entry(half) == pytest.approx(1 + 16 / c, rel=1e-6)
     for replicas in (2, 4):
         returned = min(32.0, 1 + 32 * replicas * (1 - theta))
         bits = 1 + 32 / c + returned
@@ -36,9 +38,10 @@ SIZES = [1, 7, 8, 1000, 1024, 1025, 96_000, 131_073]
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 1024])
 @pytest.mark.parametrize("all_reduce", [False, True])
-def test_sizes_are_those_of_the_second_statement(name, level, ranks, all_reduce):
+@pytest.mark.parametrize("half", [False, True])
+def test_sizes_are_those_of_the_second_statement(name, level, ranks, all_reduce, half):
     """In exact fractions, from the paper: operations, elements, and what is sent dense."""
-    codec = CodecSizes(name, *LEVELS[level])
+    codec = CodecSizes(name, *LEVELS[level], half)
     for selected in (0, *SIZES):
         for dense in (1, 640):
             unit = exchange_unit(codec, selected, dense, ranks, all_reduce)
@@ -49,7 +52,7 @@ def test_sizes_are_those_of_the_second_statement(name, level, ranks, all_reduce)
             expected = oracle.exchange_rows(codec, ranks, *parts, "block 0", all_reduce)
             rows = exchange_traffic(unit, codec, all_reduce)
             assert sorted(rows) == sorted((row.op, row.role, row.elements) for row in expected)
-            size = {"index": 1, "gradient": 4}
+            size = {"index": 1, "gradient": 2 if half else 4}
             total = sum(size[row.role] * row.elements for row in expected)
             assert sent_bytes(unit, codec, all_reduce) == total
 

@@ -46,6 +46,14 @@ def test_its_formula_is_used_and_theta_is_not(sizes):
     assert ("all_gather", "gradient", 320) in exchange_traffic(Unit(4, 80), sizes, all_reduce=True)
 
 
+def test_a_codec_that_cannot_round_is_refused_with_bf16_on_the_wire(sizes):
+    half = "--training.mixed_precision_reduce=bfloat16"
+    with pytest.raises(ConfigError, match=r"'float32' with grad_compression\.codec = 'sign'"):
+        compression_settings(build_job_config([NAMED, MODULE, half]), ranks=4)
+    sparse = compression_settings(build_job_config(["--grad_compression.codec=sparse", half]), 4)
+    assert sparse.codec.half and not sizes.half
+
+
 def test_a_name_that_nobody_registered_is_refused(sizes):
     with pytest.raises(ConfigError, match=r"'sketch', 'sign'"):
         build_job_config(["--grad_compression.codec=sgn"])

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The regime of mixed precision: compute in bf16, masters and reductions in fp32."""
+"""The regime of mixed precision: compute in bf16, masters and sums of micro-batches in fp32."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,9 +16,11 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.parallel.data_parallel import mixed_precision_policy
 
 
-def test_gradients_are_reduced_in_their_own_dtype() -> None:
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+def test_micro_batches_are_added_in_fp32(wire: str) -> None:
     for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32)):
-        config = build_job_config([f"--training.mixed_precision_param={name}"])
+        options = [f"--training.mixed_precision_param={name}"]
+        config = build_job_config([*options, f"--training.mixed_precision_reduce={wire}"])
         policy = mixed_precision_policy(config)
         assert (policy.param_dtype, policy.reduce_dtype) == (dtype, torch.float32)
 

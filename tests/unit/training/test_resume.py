@@ -135,7 +135,7 @@ WITHOUT_EFFECT = {
         preserve_rng_state determinism_check debug low_rank_save_attention""",
     "compile": "enable components backend",
     "optimizer": "implementation tsr_refresh tsr_overlap_buckets early_step_in_backward",
-    "training": """enable_cpu_offload gc_freq gc_debug dataloader.num_workers mixed_precision_reduce
+    "training": """enable_cpu_offload gc_freq gc_debug dataloader.num_workers
         dataloader.persistent_workers dataloader.pin_memory dataloader.prefetch_factor
         token_folder token_folder_gb max_bad_records max_skipped_steps allow_changed_corpus
         check_memory""",
@@ -176,7 +176,10 @@ WITHOUT_EFFECT = {
 ELSEWHERE = {
     # Refused as training.dataset, whose identity has them: tests/unit/data/test_dataloader.py.
     "training": """dataset dataset_path hf_name hf_split hf_held_out hf_streaming hf_tokens mixture
-        shuffle""",
+        shuffle"""
+    +
+    # Between ranks alone: tests/distributed/test_reductions.py.
+    " mixed_precision_reduce",
     # They need several ranks: tests/distributed/test_compression_resume.py.
     "grad_compression": "codec level c theta auto layers patterns min_size residual_dtype",
     # Families with lanes or a gate: tests/unit/training/test_fingerprint.py; the last is applied.
@@ -310,7 +313,7 @@ def test_every_key_is_declared(tmp_path):
     digests = {"model.hf_assets_path", "training.shuffle", "training.shuffle_seed"}
     digests.add("training.local_batch_size")  # it is named as the batch of all ranks
     one_value = {"model.converters", "optimizer.early_step_in_backward"}
-    assert listed == (numbers - digests) | one_value | {"training.mixed_precision_reduce"}
+    assert listed == (numbers - digests) | one_value
 
 
 def keys_of(table):

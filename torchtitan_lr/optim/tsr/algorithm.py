@@ -407,6 +407,8 @@ class TSRAdam(Optimizer):
         stages: Pipeline ranks, each with other parameters; None without pipelining.
         average: Whether gradients are averaged over ``group``, as DDP does. Else they are summed,
             for a loss that is already divided by the tokens of the global batch.
+        wire_dtype: Dtype in which sums over ``group`` travel, such as bf16; None for that of the
+            tensors.
 
     Raises:
         ValueError: The parameters have no names, which select the random sketches.
@@ -437,6 +439,7 @@ class TSRAdam(Optimizer):
         group: dist.ProcessGroup | None = None,
         stages: dist.ProcessGroup | None = None,
         average: bool = True,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         defaults = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
         super().__init__(named_parameters, defaults | {"weight_decay": weight_decay})
@@ -450,7 +453,7 @@ class TSRAdam(Optimizer):
             ):
                 if parameter.requires_grad:
                     names[parameter] = name
-        self.groups = Groups.of(names, group, stages)
+        self.groups = Groups.of(names, group, stages, wire_dtype)
         # Refreshes are spread over the whole model's matrices, and a stage sees its own.
         shapes = self.groups.of_all_stages({names[p]: tuple(p.shape) for p in names})
         plans = plan_matrices(shapes, settings)

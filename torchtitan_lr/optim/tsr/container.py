@@ -41,7 +41,13 @@ class TSROptimizers(NamedOptimizers):
             trained = trained_parameters(part)
             parts += groups.split(trained, defaults["lr"], defaults["weight_decay"])
         self.gradients = TSRAdam(
-            parts, settings, **defaults, group=replicas, stages=stages, average=False
+            parts,
+            settings,
+            **defaults,
+            group=replicas,
+            stages=stages,
+            average=False,
+            wire_dtype=None,  # a container knows ``[optimizer]`` alone: the trainer sets it
         )
         self.contain([self.gradients], defaults)
         compressed = sum(len(stack.parameters) for stack in self.gradients.stacks)

@@ -2,7 +2,9 @@
 """What a TSR-Adam step sends: sums of cores and dense gradients, and the rounds of a refresh.
 
 FSDP sums gradients over the shards only; TSR-Adam sums over the replicas itself. Every reduction is
-a plain SUM. Nothing here knows the algorithm: the functions take tensors and process groups.
+a plain SUM. Sums over the replicas may travel in bf16; terms of a core or a sketch that shards of
+one matrix add up stay as they are. Nothing here knows the algorithm: the functions take tensors and
+process groups.
 """
 
 from collections import deque
@@ -57,15 +59,23 @@ class Groups:
         sharding: Mesh dimensions that split parameters, by name, in the run's common order.
         replicas: Ranks with equal parameters and different data; None if there is only one.
         stages: Pipeline ranks; None without pipelining.
+        wire_dtype: Dtype in which sums over the replicas travel; None for the tensors' own.
     """
 
     sharding: Mapping[str, dist.ProcessGroup]
     replicas: dist.ProcessGroup | None = None
     stages: dist.ProcessGroup | None = None
+    wire_dtype: torch.dtype | None = None
 
     @classmethod
-    def of(cls, parameters: Iterable[Tensor], *more: dist.ProcessGroup | None) -> "Groups":
-        """Read the mesh dimensions of more than one rank from parameters; `more` as above."""
+    def of(
+        cls,
+        parameters: Iterable[Tensor],
+        replicas: dist.ProcessGroup | None = None,
+        stages: dist.ProcessGroup | None = None,
+        wire_dtype: torch.dtype | None = None,
+    ) -> "Groups":
+        """Read the mesh dimensions of more than one rank from parameters; the others as above."""
         sharding: dict[str, dist.ProcessGroup] = {}
         for parameter in parameters:
             if isinstance(parameter, DTensor):
@@ -73,7 +83,11 @@ class Groups:
                 for dim, name in enumerate(mesh.mesh_dim_names or ()):
                     if mesh.size(dim) > 1:
                         sharding.setdefault(name, mesh.get_group(dim))
-        return cls(sharding, *more)
+        return cls(sharding, replicas, stages, wire_dtype)
+
+    def sum_over_replicas(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """Start the sum of tensors over the replicas, see `sum_over`."""
+        return sum_over(tensors, self.replicas, self.wire_dtype)
 
     def of_all_stages(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of all pipeline stages, each of which knows its own."""
@@ -85,8 +99,17 @@ class Groups:
         return entries
 
 
-def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> Callable[[], None]:
+def sum_over(
+    tensors: Sequence[Tensor],
+    group: dist.ProcessGroup | None,
+    wire_dtype: torch.dtype | None = None,
+) -> Callable[[], None]:
     """Start the sum of tensors of one dtype over a group, in one message.
+
+    Args:
+        tensors: Summed in place.
+        group: None for nothing to sum.
+        wire_dtype: Dtype of the message; None for that of the tensors.
 
     Returns:
         A function that waits, and copies the sums into the tensors; nothing without a group.
@@ -94,8 +117,9 @@ def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> Call
     if group is None or not tensors:
         return lambda: None
     first = tensors[0]
-    is_message = len(tensors) == 1 and first.is_contiguous()
-    message = first if is_message else torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dtype = wire_dtype or first.dtype
+    is_message = len(tensors) == 1 and first.is_contiguous() and first.dtype == dtype
+    message = first if is_message else torch.cat([t.reshape(-1).to(dtype) for t in tensors])
     work = dist.all_reduce(message, group=group, async_op=True)
 
     def wait() -> None:
@@ -148,7 +172,7 @@ class GradientSum:
     def start(self, groups: Groups) -> Callable[[], None]:
         """Start the sum; return what waits for it."""
         gradients = [local_gradient(parameter) for parameter in self.parameters]
-        return sum_over(gradients, groups.replicas)
+        return groups.sum_over_replicas(gradients)
 
 
 @dataclass(frozen=True)
@@ -175,7 +199,7 @@ class CoreSum:
             pairs = zip(self.cores, self.contracted, strict=True)
             terms = [core for core, dims in pairs if dim in dims]
             sum_over(sent if len(terms) == len(self.cores) else terms, group)()
-        return sum_over(sent, groups.replicas)
+        return groups.sum_over_replicas(sent)
 
 
 class EarlySums:
@@ -338,7 +362,7 @@ def _answer_sums(
     for dim, group in enumerate(groups.sharding.values()):
         split = [s.tensor for i, s in sums.items() if dim in layouts[i].mesh_dims(s.axis)]
         sum_over(split, group)()
-    sum_over([s.tensor for s in sums.values() if s.replicas], groups.replicas)()
+    groups.sum_over_replicas([s.tensor for s in sums.values() if s.replicas])()
     return {i: s.tensor for i, s in sums.items()}
 
 
