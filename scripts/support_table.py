@@ -15,21 +15,23 @@ PAGE = ROOT / "docs" / "choose.md"
 BEGIN, END = "<!-- support matrix: begin -->", "<!-- support matrix: end -->"
 
 
-def insert(text: str, table: str) -> str:
+def insert(text: str, table: str, begin: str = BEGIN, end: str = END) -> str:
     """Return a text with the table between its markers.
 
     Args:
-        text: Text of the page.
+        text: Text of a page.
         table: The new table.
+        begin: The line before it.
+        end: The line after it.
 
     Raises:
-        ValueError: The markers do not occur once each, in order.
+        ValueError: The markers do not occur, in order.
     """
-    before, found_begin, rest = text.partition(BEGIN)
-    _, found_end, after = rest.partition(END)
+    before, found_begin, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
     if not (found_begin and found_end):
-        raise ValueError(f"{PAGE.name} has no {BEGIN} ... {END}")
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+        raise ValueError(f"the page has no {begin} ... {end}")
+    return f"{before}{begin}\n{table}\n{end}{after}"
 
 
 def main(argv: list[str] | None = None) -> int:

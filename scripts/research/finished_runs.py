@@ -3,18 +3,22 @@ r"""Keep the finished runs of an experiment in one small file, and go on from it
 
     python -m scripts.research.finished_runs store spectral outputs/spectral
     python -m scripts.research.finished_runs restore spectral outputs/spectral
-    torchtitan-lr scaling run scripts/research/experiments/spectral.toml --out outputs/spectral
 
-store reads the runs of a folder that `torchtitan-lr scaling run` has written, and adds them to
-scripts/research/experiments/NAME.json. restore writes what the sweep needs of them into a folder:
-they do not run again, and `scaling fit` reads their losses.
+scripts/research/results.sh does both around `torchtitan-lr scaling run`.
+
+store reads the runs of a folder that `torchtitan-lr scaling run` has written, and adds those that
+are new to scripts/research/experiments/NAME.json, with the commit and the torch that ran them.
+restore writes what the sweep needs of them into a folder: they do not run again, and `scaling fit`
+reads their losses. It notes there which commit and torch the next runs have.
 
 Exit status: 0; 2 invalid arguments.
 """
 
 import argparse
 import json
+import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +33,31 @@ from torchtitan_lr.training.update_norm import UPDATE_NORM
 
 FOLDER = Path(__file__).parent / "experiments"
 
+VERSIONS_FILE = "versions.json"
+"""In the folder of an experiment: the `versions` of the runs since the last `restore`."""
+
 CONFIG, WORK = "CONFIG", "WORK"
 """Stand for the paths of the configuration and of the folder, which differ between machines."""
 
 Run = dict[str, Any]
-"""``arguments``; ``row``, the results; ``update_norms``, those of the logged steps."""
+"""``arguments``; ``row``, the results; ``update_norms`` of the logged steps; `versions`."""
+
+
+def versions() -> dict[str, str]:
+    """Return the checked-out ``commit``, marked if the package differs from it, and ``torch``."""
+    commit = _git("rev-parse", "--short=8", "HEAD").strip()
+    if _git("status", "--porcelain", "--", ":/torchtitan_lr"):
+        commit += " with changes"
+    return {"commit": commit, "torch": metadata.version("torch").partition("+")[0]}
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    try:
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ConfigError("git", str(error), "a clone of the repository") from error
+    return done.stdout
 
 
 def stored_runs(name: str) -> dict[str, Run]:
@@ -61,14 +85,20 @@ def run_of(folder: Path, work: Path) -> Run | None:
 
 def store(name: str, work: Path) -> int:
     """Add the finished runs of a folder to the stored ones; return how many it has."""
-    found = {}
+    started = work / VERSIONS_FILE
+    ran_with = read_json(started) if started.is_file() else versions()
+    runs, count = stored_runs(name), 0
     for path in sorted(work.glob(f"*/{POINT_FILE}")):
-        if run := run_of(path.parent, work):
-            found[path.parent.name] = run
-    runs = stored_runs(name) | found
+        if (run := run_of(path.parent, work)) is None:
+            continue
+        count += 1
+        stored = runs.get(path.parent.name)
+        # A stored run that was restored has its row in the folder, but not its history.
+        if stored is None or stored["arguments"] != run["arguments"]:
+            runs[path.parent.name] = run | ran_with
     lines = [f"{json.dumps(key)}: {json.dumps(runs[key])}" for key in sorted(runs)]
     (FOLDER / f"{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    return len(found)
+    return count
 
 
 def restore(name: str, work: Path) -> int:
@@ -84,6 +114,19 @@ def restore(name: str, work: Path) -> int:
     return len(missing)
 
 
+def begin(name: str, work: Path) -> int:
+    """Restore the runs of an experiment, and note the versions of those that follow.
+
+    Runs that an interrupted start has left in the folder are stored first, with its versions.
+    """
+    if (work / VERSIONS_FILE).is_file():
+        store(name, work)
+    count = restore(name, work)
+    work.mkdir(parents=True, exist_ok=True)
+    (work / VERSIONS_FILE).write_text(json.dumps(versions()) + "\n")
+    return count
+
+
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
     """Store or restore runs, and say how many; return the exit status."""
@@ -94,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
     options: argparse.Namespace = parser.parse_args(argv)
     if not (FOLDER / f"{options.name}.toml").is_file():
         raise ConfigError("name", options.name, "an experiment of scripts/research/experiments")
-    act = store if options.command == "store" else restore
+    act = store if options.command == "store" else begin
     print(f"{act(options.name, options.work)} runs")
     return 0
 

@@ -4,11 +4,11 @@
     torchtitan-lr runs outputs
     torchtitan-lr runs outputs/a outputs/b --plot curves.png
 
-A run is a dump folder, with job_config.json or metrics.jsonl. Its state is "running" (a process
-holds its run.lock), "finished", "stopped" (by a signal, after a checkpoint) or "failed", and why.
-The losses are those of a summary: the last validation's, and the mean of the steps since the last
-logged step but one, in nats per token. The keys in which the runs differ are listed below the
-table. What is damaged in a run's files is shown as unknown.
+A run is a dump folder, with metrics.jsonl, or with job_config.json and run.lock. Its state is
+"running" (a process holds its run.lock), "finished", "stopped" (by a signal, after a checkpoint) or
+"failed", and why. The losses are those of a summary: the last validation's, and the mean of the
+steps since the last logged step but one, in nats per token. The keys in which the runs differ are
+listed below the table. What is damaged in a run's files is shown as unknown.
 
 Exit status: 0 success, 1 there is no run, 2 invalid arguments.
 """
@@ -26,6 +26,7 @@ from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError, escaped
+from torchtitan_lr.launch.folder_lock import LOCK_FILE
 from torchtitan_lr.launch.run_state import (
     FAILED,
     FINISHED,
@@ -112,7 +113,8 @@ def find_runs(paths: list[Path]) -> list[Path]:
             raise ConfigError("PATH", str(path), want)
         for folder, names, files in os.walk(path):
             names[:] = [name for name in names if name not in _NOT_SEARCHED]
-            if RUN_CONFIG in files or HISTORY_FILE in files:
+            # What `import` wrote has a record too, but no run was there.
+            if HISTORY_FILE in files or {RUN_CONFIG, LOCK_FILE} <= set(files):
                 found.add(Path(folder))
     return sorted(found)
 

@@ -55,7 +55,7 @@ def write_step_zero(source: WeightSource, out_dir: Path) -> None:
     # The longest text that the model can read; the TOML has the length to train with.
     window = f"--training.seq_len={args.max_seq_len}"
     config = build_job_config(
-        [f"--job.config_file={toml}", window, f"--job.dump_folder={out_dir.resolve()}"]
+        [f"--job.config_file={toml.resolve()}", window, f"--job.dump_folder={out_dir.resolve()}"]
     )
     own = json.dumps(str(out_dir.resolve()))[1:-1]
     record = json.dumps(config.to_dict(), indent=2).replace(own, CONFIG_DIR)  # it may be moved

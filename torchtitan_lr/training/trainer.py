@@ -22,7 +22,7 @@ from torchtitan_lr.checkpoints.run_record import described, global_batch_size, w
 from torchtitan_lr.compat.collectives import set_timeouts
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
-from torchtitan_lr.config.schema import TSR
+from torchtitan_lr.config.schema import SUMS_REPLICAS
 from torchtitan_lr.console.log import console
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader
@@ -120,9 +120,10 @@ class Trainer(TitanTrainer):
     def build_step(self) -> Step:
         """Build the `Step` of this rank's model parts and optimizers."""
         dims, pipelined = self.parallel_dims, self.parallel_dims.pp_enabled
-        gradients: Gradients = StoredGradients(self.model_parts, dims.get_optional_mesh("pp"))
-        if isinstance(self.optimizers, TSROptimizers):  # it reduces them itself
-            gradients = self.optimizers.gradients
+        # An optimizer that sums over the replicas itself has gradients of its own.
+        gradients: Gradients = getattr(self.optimizers, "gradients", None) or StoredGradients(
+            self.model_parts, dims.get_optional_mesh("pp")
+        )
         return Step(
             job_config=self.job_config,
             device=self.device,
@@ -285,7 +286,8 @@ class Trainer(TitanTrainer):
 
     def new_ledger(self) -> CommLedger:
         """Build a ledger of this run's collectives."""
-        replicas = ("dp_replicate",) if self.job_config.optimizer.name == TSR else ()
+        owned = self.job_config.optimizer.name in SUMS_REPLICAS
+        replicas = ("dp_replicate",) if owned else ()
         meshes = self.parallel_dims.get_all_one_dimensional_meshes()
         groups = {name: mesh.get_group() for name, mesh in meshes.items()}
         decay = getattr(self.optimizers, "product_decay", None)

@@ -283,6 +283,10 @@ def test_the_printed_command_names_the_module_of_a_family(plain, tmp_path, capsy
     toml, *overrides = shlex.split(command)
     config = build_job_config([f"--job.config_file={toml}", *overrides])
     assert config.experimental.custom_import == "json"
+    record = json.loads((tmp_path / "out/job_config.json").read_text())
+    assert record["job"]["config_file"] == "${config_dir}/train.toml"
+    # No run was there yet.
+    assert Command("runs").main([str(tmp_path)]) == 1
 
 
 def test_the_written_toml_is_a_valid_job(plain, tmp_path, capsys):

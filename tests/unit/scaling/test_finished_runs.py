@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from scripts.research import finished_runs, spectral_pictures
+from scripts.research import finished_runs, result_tables, spectral_pictures
 from tests.unit.scaling.test_experiment import TOML
 from torchtitan_lr.scaling.experiment import read_experiment
 from torchtitan_lr.scaling.plan import Plan
 from torchtitan_lr.scaling.sweep import POINT_FILE, Point, Sweep
 from torchtitan_lr.training.update_norm import UPDATE_NORM
+
+COMMIT = "c0ffee12"
 
 
 def record(work: Path, point: Point, status: str, config: str) -> None:
@@ -36,12 +38,20 @@ def test_stored_runs_are_done_elsewhere(tmp_path: Path, monkeypatch: pytest.Monk
     stored = finished_runs.stored_runs("x")
     assert [*stored] == sorted(point.name for point in full[:2])
     assert all(run["update_norms"] == [0.25] for run in stored.values())
-    assert finished_runs.restore("x", here) == 2
+    assert all(len(run["commit"]) >= 8 and run["torch"][0] == "2" for run in stored.values())
+    assert finished_runs.main(["restore", "x", str(here)]) == 0
     points = Plan(experiment, here).searches({})["full", "a"]
     Sweep(here, points)  # it refuses runs of other settings
     assert [point.is_done for point in points] == [True, True, False]
     assert points[0].row["val_loss"] == 4.5
     assert finished_runs.restore("x", here) == 0
+    # A folder's new runs get the versions of its last start; those that were stored keep their own.
+    (here / finished_runs.VERSIONS_FILE).write_text(f'{{"commit": "{COMMIT}", "torch": "2.99"}}')
+    record(here, full[2], "finished", "/elsewhere/train_configs/debug_full.toml")
+    assert finished_runs.main(["restore", "x", str(here)]) == 0
+    again = finished_runs.stored_runs("x")
+    assert again.pop(full[2].name)["commit"] == COMMIT
+    assert again == stored
     # The control: an experiment of other settings refuses the stored runs.
     other = Plan(read_experiment(str(tmp_path / "x.toml"), ["--optimizer.beta1=0.8"]), here)
     with pytest.raises(ValueError, match="of other settings"):
@@ -68,3 +78,54 @@ def test_the_pictures_show_what_is_stored(
     for name in ("spectral_rates.png", "spectral_norms.png"):
         assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
     assert spectral_pictures.main(["--size=w96"]) == 2
+
+
+def test_tables_follow_from_the_stored_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finished_runs, "FOLDER", tmp_path)
+    (tmp_path / "x.toml").write_text(TOML.replace("learning_rates = [5e-4, 1e-3, 2e-3]", ""))
+    plan = Plan(read_experiment(str(tmp_path / "x.toml")), tmp_path / "work")
+    runs = {}
+    for point in plan.main_points(plan.rates({})[0]):
+        family, size, seed = (point.settings[key] for key in ("family", "size", "seed"))
+        loss = 4.0 + 0.5 * (family == "cola") + 0.25 * seed * (1 + (family == "cola"))
+        arguments = [text.replace(f"={plan.work}/", "=WORK/") for text in point.arguments]
+        row = {"status": "finished", "val_loss": loss}
+        run = {"arguments": ["CONFIG", *arguments], "row": row, "update_norms": []}
+        if size == "a":
+            runs[point.name] = run | {"commit": COMMIT, "torch": "2.99"}
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(runs))
+    page = "before\n<!-- table: x -->\nold\n<!-- end of table: x -->\nafter\n"
+    written = result_tables.with_tables(page, "x")
+    # Seeds 0 and 1: 4, 4.25 and 4.5, 5. Student's t of one degree of freedom: 12.706.
+    half = 12.7062 * 0.25 / 2
+    assert "| full | 4.125 ± 0.177 (0.001) | - |\n" in written
+    assert (
+        f"| 4.750 ± 0.354 (0.001) | +0.625 [{0.625 - half:+.3f}, {0.625 + half:+.3f}] |" in written
+    )
+    assert (
+        f"4 runs, seeds 0, 1; commit {COMMIT}, torch 2.99; `scripts/research/results.sh x`"
+        in written
+    )
+    assert "old" not in written and written.startswith("before\n") and written.endswith("after\n")
+    assert result_tables.with_tables(written, "x") == written
+    # The control: with another loss the page is out of date.
+    next(iter(runs.values()))["row"]["val_loss"] += 0.01
+    path.write_text(json.dumps(runs))
+    assert result_tables.with_tables(written, "x") != written
+
+
+LARGE = ("spectral",)  # its 56 models take several seconds
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.nightly] * (n in LARGE)) for n in result_tables.names()],
+)
+def test_the_page_has_the_tables_of_the_stored_runs(name: str) -> None:
+    page = result_tables.PAGE.read_text()
+    assert result_tables.with_tables(page, name) == page, (
+        "run python -m scripts.research.result_tables"
+    )

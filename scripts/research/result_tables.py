@@ -1,0 +1,174 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Write the tables of docs/results.md from the stored runs of the experiments.
+
+    python -m scripts.research.result_tables
+
+What scripts/research/experiments/NAME.json says stands between the lines `<!-- table: NAME -->` and
+`<!-- end of table: NAME -->` of the page.
+"""
+
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import stdev
+
+from scripts.research import finished_runs
+from scripts.research.finished_runs import restore, stored_runs
+from scripts.research.spectral_pictures import best_loss
+from scripts.support_table import insert
+from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.commands.scaling import losses_of
+from torchtitan_lr.console.tables import markdown_table
+from torchtitan_lr.scaling.experiment import read_experiment
+from torchtitan_lr.scaling.plan import Plan
+from torchtitan_lr.scaling.report import Row, rows_of, with_interval
+from torchtitan_lr.scaling.sweep import Sweep
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "results.md"
+
+MEASURES = {
+    "tokens": "At equal tokens, {budget:g} per parameter of {reference}",
+    "flops": "At equal FLOPs, those of {reference} with {budget:g} tokens per parameter",
+    "tokens_per_parameter": "At {budget:g} tokens per parameter",
+}
+"""Titles of tables by what the families share."""
+
+SEARCH = (
+    "Searches with one seed: the lowest loss (its learning rate; how much higher the loss is at the"
+    " next lower and at the next higher rate):"
+)
+
+
+@dataclass(frozen=True)
+class Results:
+    """What the stored runs of an experiment say.
+
+    Args:
+        reference: The family with which the others are compared.
+        rows: Those of `torchtitan-lr scaling fit` that have a finished run.
+        searches: Losses by learning rate, by family and size.
+    """
+
+    reference: str
+    rows: Sequence[Row]
+    searches: Mapping[tuple[str, str], dict[float, float]]
+
+
+def read_results(name: str) -> Results:
+    """Read the stored runs of an experiment.
+
+    Raises:
+        ConfigError: They have other settings than the experiment's file.
+    """
+    experiment = read_experiment(str(finished_runs.FOLDER / f"{name}.toml"))
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        restore(name, work)
+        plan = Plan(experiment, work)
+        losses = losses_of(work)
+        rates, _ = plan.rates(losses)
+        points = plan.main_points(rates)
+        Sweep(work, points)  # reads the results, and refuses those of other settings
+    rows = [row for row in rows_of(points, experiment.reference) if row["losses"]]
+    searches = {}
+    for pair, tried in plan.searches(losses).items():
+        known = [point for point in tried if point.name in losses]
+        searches[pair] = {p.settings["learning_rate"]: losses[p.name] for p in known}
+    return Results(experiment.reference, rows, searches)
+
+
+def section(name: str) -> str:
+    """Return what stands between the markers of an experiment: its tables and their origin."""
+    results = read_results(name)
+    parts = []
+    if any(len(losses) > 1 for losses in results.searches.values()):
+        parts += [SEARCH, search_table(results.searches)]
+    groups: dict[str, list[Row]] = {}
+    for row in results.rows:
+        budget = row["tokens_per_parameter"]
+        title = MEASURES[row["equal"]].format(budget=budget, reference=results.reference)
+        groups.setdefault(title, []).append(row)
+    for title, group in groups.items():
+        parts += [f"{title}:", table(group, results.reference)]
+    seeds = sorted({seed for row in results.rows for seed in row["losses"]})
+    return "\n\n".join([*parts, origin(name, seeds)])
+
+
+def search_table(searches: Mapping[tuple[str, str], dict[float, float]]) -> str:
+    """Return a Markdown table of searches: a row per family, a column per size."""
+    sizes = dict.fromkeys(size for (_, size), losses in searches.items() if losses)
+    lines = []
+    for family in dict.fromkeys(family for family, _ in searches):
+        found = [searches[family, size] for size in sizes]
+        lines.append([family, *(best_loss(losses) if losses else "-" for losses in found)])
+    return markdown_table(["family", *sizes], lines)
+
+
+def table(rows: Sequence[Row], reference: str) -> str:
+    """Return a Markdown table of losses: a row per family, two columns per size.
+
+    Args:
+        rows: Those of one budget and one shared measure.
+        reference: The family that is subtracted.
+    """
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    header = ["family"]
+    for size in sizes:
+        of_size = f"{size}: " if len(sizes) > 1 else ""
+        header += [f"{of_size}loss (learning rate)", f"{of_size}minus {reference} [95%]"]
+    lines: dict[str, list[str]] = {}
+    for family in dict.fromkeys(row["family"] for row in rows):
+        lines[family] = [family]
+        for size in sizes:
+            found = [row for row in rows if (row["family"], row["size"]) == (family, size)]
+            lines[family] += cells(found[0]) if found else ["-", "-"]
+    return markdown_table(header, list(lines.values()))
+
+
+def cells(row: Row) -> list[str]:
+    """Return the mean loss ± the seeds' deviation with its rate, and the difference."""
+    losses = list(row["losses"].values())
+    spread = f" ± {stdev(losses):.3f}" if len(losses) > 1 else ""
+    text = f"{row['loss'][0]:.3f}{spread} ({row['learning_rate']:g})"
+    return [text, with_interval(row["minus_reference"], "+.3f")]
+
+
+def origin(name: str, seeds: Sequence[int]) -> str:
+    """Return a line that says where the runs of an experiment come from, and how to repeat them."""
+    runs = stored_runs(name).values()
+    pairs = sorted({(run["commit"], run["torch"]) for run in runs})
+    versions = "; ".join(f"commit {commit}, torch {torch}" for commit, torch in pairs)
+    numbers = ", ".join(map(str, seeds))
+    return f"{len(runs)} runs, seeds {numbers}; {versions}; `scripts/research/results.sh {name}`."
+
+
+def names() -> list[str]:
+    """Return the experiments that have stored runs."""
+    return sorted(path.stem for path in finished_runs.FOLDER.glob("*.json"))
+
+
+def with_tables(page: str, name: str) -> str:
+    """Return a page with the tables of an experiment.
+
+    Raises:
+        ValueError: The page has no place for them.
+    """
+    begin, end = f"<!-- table: {name} -->", f"<!-- end of table: {name} -->"
+    return insert(page, f"\n{section(name)}\n", begin, end)
+
+
+@in_one_line
+def main(argv: list[str] | None = None) -> int:
+    """Write the tables; return the exit status."""
+    OneLineParser(prog="scripts.research.result_tables", description=__doc__).parse_args(argv)
+    page = PAGE.read_text()
+    for name in names():
+        page = with_tables(page, name)
+    PAGE.write_text(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
