@@ -14,13 +14,9 @@ from math import lcm, prod
 import torch
 
 from torchtitan_lr.compression.settings import is_compressed
-<<<<<<< HEAD
 from torchtitan_lr.compression.sizes import FORMULAS, Unit, exchange_traffic, exchange_unit
-=======
-from torchtitan_lr.compression.sizes import Unit, exchange_traffic, exchange_unit
 from torchtitan_lr.config.schema import BUILT_IN_OPTIMIZERS
 from torchtitan_lr.errors import one_of, require
->>>>>>> main
 from torchtitan_lr.estimate.rehearsal import Rehearsal
 from torchtitan_lr.estimate.run import Run, blocks_of, with_wire
 from torchtitan_lr.estimate.tsr_traffic import TSRMatrix, TSRMesh, tsr_traffic

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchtitan_lr.compat.collectives import functional
 from torchtitan_lr.compat.dispatch import (
+    CAST,
     changes_arguments,
     product_flops,
     storage_address,
@@ -80,7 +80,7 @@ class Overlap:
             return
         if self._unread and not reducing:
             self._read(func, (args, kwargs), result)
-        elif self._unread and packet is torch.ops.aten._to_copy:
+        elif self._unread and packet is CAST:
             self._follow(args[0], result)
         self._issued += product_flops(packet, args, kwargs, result)
 
