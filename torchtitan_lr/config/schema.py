@@ -58,6 +58,8 @@ def vocabulary_rows(wanted: int, tp_degree: int, lanes: int) -> int:
 TSR = "TSRAdam"
 """The value of ``optimizer.name`` that chooses TSR-Adam."""
 
+_DECAY_OR_SAME = Range(lambda x: x == -1 or 0 <= x < math.inf, "at least 0, or -1 for weight_decay")
+
 ADAMS = ("AdamW", "Adam")
 """The values of ``optimizer.name`` that choose torch's own optimizers."""
 
@@ -355,7 +357,10 @@ class Optimizer:
 
     adamw_lr: Annotated[float, FINITE] = 0.0
     """Muon, Spectron, LoRAMuon: learning rate of AdamW for the other parameters; 0 uses ``lr``.
-    AdamW has ``beta1``, ``beta2``, ``eps`` and ``weight_decay``."""
+    AdamW has ``beta1``, ``beta2`` and ``eps``."""
+
+    adamw_weight_decay: Annotated[float, _DECAY_OR_SAME] = -1.0
+    """Muon, Spectron, LoRAMuon: weight decay of AdamW; -1 uses `weight_decay`."""
 
     tsr_rank: Annotated[int, at_least(1)] = 128
     """TSRAdam: rank r of the cores, at most the shorter side of every compressed matrix."""

@@ -28,10 +28,11 @@ from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.container import trained_parameters
 from torchtitan_lr.optim.gradients import Gradients, StoredGradients
-from torchtitan_lr.optim.groups import ParameterGroups
+from torchtitan_lr.optim.groups import LoggedRates, ParameterGroups
 from torchtitan_lr.optim.product_decay import ProductDecay
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.tsr.container import TSROptimizers
@@ -80,7 +81,6 @@ class Trainer(TitanTrainer):
         self._losses: list[torch.Tensor] = []  # of the steps since the last logged one
         self._first_step = 0
         self._ledger: CommLedger | None = None
-        self._groups = ParameterGroups.from_config(job_config.optimizer)
         # Prevent upstream from writing the record now: the checkpoint check may still raise, and
         # must leave the record of the existing checkpoints unchanged.
         record_file, job_config.job.save_config_file = job_config.job.save_config_file, None
@@ -111,11 +111,21 @@ class Trainer(TitanTrainer):
             self.checkpointer.states[RESIDUALS] = self._residuals
             for compressor in self._residuals.compressors:
                 compressor.before_writing = self.checkpointer.maybe_wait_for_staging
-        self._names = {p: n for part in self.model_parts for n, p in trained_parameters(part)}
+        self._rates = self._logged_rates()
         self._updates: UpdateNorm | None = None
         if job_config.metrics.update_norm:
             self._updates = UpdateNorm(self.model_parts, self.device)
         self.running_step = self.build_step()
+
+    def _logged_rates(self) -> LoggedRates:
+        """Find the names of the rates that all ranks log."""
+        section = self.job_config.optimizer
+        groups = ParameterGroups.from_config(section)
+        names = {p: n for part in self.model_parts for n, p in trained_parameters(part)}
+        shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
+        if groups.rules:  # some may have parameters on other pipeline stages alone
+            shapes = model_shapes(self.model_parts[0].model_args)
+        return LoggedRates(section, groups.rates(section, shapes), names)
 
     def build_step(self) -> Step:
         """Build the `Step` of this rank's model parts and optimizers."""
@@ -222,9 +232,7 @@ class Trainer(TitanTrainer):
         began = time.monotonic()
         step = self.running_step
         another_follows = self.step < self.job_config.training.steps
-        schedule = self.lr_schedulers.schedulers[0]
-        section = self.job_config.optimizer
-        rates = self._groups.rates(section, schedule, self.optimizers, self._names)
+        rates = self._rates.of_step(self.lr_schedulers.schedulers[0], self.optimizers)
         try:
             data = step.take(data_iterator)
         except BadDataError as error:
