@@ -11,7 +11,7 @@ t tests of the log of the ratio, at 5% after Holm's correction for their number.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -23,12 +23,12 @@ from scipy import stats
 from torchtitan_lr.checkpoints.run_record import data_ranks
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.files import read_json
-from torchtitan_lr.console.figures import SMOOTHED_POINTS, new_figure
+from torchtitan_lr.console.figures import SMOOTHED_POINTS, WIDTH, finish, new_figure
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.experiments import SECONDS, step_records
 from torchtitan_lr.scaling.fit import student
-from torchtitan_lr.scaling.pictures import color_of
+from torchtitan_lr.scaling.pictures import colors_of
 from torchtitan_lr.scaling.plan import Plan
 from torchtitan_lr.scaling.report import with_interval
 from torchtitan_lr.scaling.sweep import FINISHED, Point
@@ -81,6 +81,10 @@ class Course:
 
 Courses = dict[str, dict[int, Course]]
 """Of the methods of one model and size: by family and seed."""
+
+
+Measured = Mapping[str, Mapping[str, float]]
+"""What `SECONDS_FILE` holds."""
 
 
 def wire_share(dim: str, replicas: int, shards: int) -> float:
@@ -153,7 +157,7 @@ def read_courses(plan: Plan, points: Sequence[Point]) -> dict[str, Courses]:
 
 
 def times_to(
-    courses: Courses, target: float, mbit: float, measured: Mapping[str, Mapping[str, float]]
+    courses: Courses, target: float, mbit: float, measured: Measured
 ) -> dict[str, dict[int, float]]:
     """Return the seconds to a loss on a link by family and seed, if all its seeds reach it."""
     times: dict[str, dict[int, float]] = {}
@@ -167,7 +171,7 @@ def times_to(
     return {family: own for family, own in times.items() if len(own) == len(courses[family])}
 
 
-def _of_family(measured: Mapping[str, Mapping[str, float]], family: str) -> dict[str, float]:
+def _of_family(measured: Measured, family: str) -> dict[str, float]:
     return {rate: seconds[family] for rate, seconds in measured.items() if family in seconds}
 
 
@@ -213,9 +217,7 @@ def verdict(p_values: Mapping[str, float | None], best: str) -> str:
     return f"no difference shown between {best} and {', '.join(near)}"
 
 
-def link_table(
-    courses: Courses, links: Sequence[float], measured: Mapping[str, Mapping[str, float]]
-) -> str:
+def link_table(courses: Courses, links: Sequence[float], measured: Measured) -> str:
     """Return the table of one model and size, and the verdict on every link, as Markdown."""
     reference = next(iter(courses))
     target = max(course.losses[-1] for course in courses[reference].values())
@@ -247,53 +249,46 @@ def _link_name(mbit: float, measured: Mapping[str, Any]) -> str:
     return f"{mbit:g} Mbit/s ({how})"
 
 
-def draw_bytes(courses: Courses, title: str) -> Any:
-    """Draw the loss over the bytes that a rank has sent; every seed is a line."""
-    figure = new_figure(6.4, 4.4)
-    axes = figure.add_subplot()
-    for place, (family, seeds) in enumerate(courses.items()):
-        for course in seeds.values():
-            megabytes = np.asarray(course.sent) / 1e6
-            axes.plot(megabytes, course.losses, color=_color(family, place), lw=1)
-        axes.plot([], [], color=_color(family, place), label=family)
-    axes.set(xscale="log", xlabel="MB sent per rank", ylabel="training loss (nats per token)")
-    _finish(figure, axes, title)
-    return figure
+Over = Callable[[str, Course], Sequence[float]]
+"""Where the steps of a family's run are on the axis of a panel."""
 
 
-def draw_seconds(
-    courses: Courses,
-    links: Sequence[float],
-    measured: Mapping[str, Mapping[str, float]],
-    title: str,
-) -> Any:
-    """Draw the loss over seconds, a panel for every link; every seed is a line."""
-    figure = new_figure(1.5 + 3.6 * len(links), 4.4)
-    panels = figure.subplots(1, len(links), sharey=True, squeeze=False)[0]
-    for axes, mbit in zip(panels, links, strict=True):
-        for place, (family, seeds) in enumerate(courses.items()):
-            own = _of_family(measured, family)
-            for course in seeds.values():
-                steps = range(1, len(course.losses) + 1)
-                times = [course.time(step, mbit, own) for step in steps]
-                axes.plot(times, course.losses, color=_color(family, place), lw=1)
-            axes.plot([], [], color=_color(family, place), label=family)
-        axes.set(xscale="log", xlabel=f"seconds at {_link_name(mbit, measured)}")
+def draw(courses: Courses, panels: Mapping[str, Over], path: Path, title: str) -> None:
+    """Draw the losses of all methods; every seed is a line.
+
+    Args:
+        courses: The runs.
+        panels: The panels, by the label of their axis.
+        path: The PNG to write.
+        title: The title.
+    """
+    figure = new_figure(max(WIDTH, 3.6 * len(panels)))
+    colors = colors_of(list(courses))
+    row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (label, over) in zip(row, panels.items(), strict=True):
+        for family, seeds in courses.items():
+            for seed, course in seeds.items():
+                name = family if seed == next(iter(seeds)) else None
+                axes.plot(over(family, course), course.losses, color=colors[family], label=name)
+        axes.set(xscale="log", xlabel=label)
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("training loss (nats per token)")
-    _finish(figure, panels[-1], title)
-    return figure
+    row[0].set_ylabel("training loss (nats per token)")
+    finish(figure, path, title)
 
 
-def _color(family: str, place: int) -> str:
-    return color_of(family, place) if color_of(family, -1) == "black" else f"C{place % 10}"
+def over_bytes(family: str, course: Course) -> list[float]:
+    """Return the megabytes that a rank has sent up to every step."""
+    return [size / 1e6 for size in course.sent]
 
 
-def _finish(figure: Any, axes: Any, title: str) -> None:
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
-    figure.suptitle(title, fontsize=9)
-    figure.set_layout_engine("constrained")
+def over_seconds(mbit: float, measured: Measured) -> Over:
+    """Return what gives the seconds up to every step on a link."""
+
+    def over(family: str, course: Course) -> list[float]:
+        own = _of_family(measured, family)
+        return [course.time(step, mbit, own) for step in range(1, len(course.losses) + 1)]
+
+    return over
 
 
 def write_report(plan: Plan, points: Sequence[Point], links: Sequence[float]) -> str:
@@ -318,9 +313,13 @@ def write_report(plan: Plan, points: Sequence[Point], links: Sequence[float]) ->
     parts = [f"# {plan.experiment.name}", plan.experiment.description]
     for name, courses in found.items():
         parts += [f"## {name}", link_table(courses, links, measured)]
-        draw_bytes(courses, name).savefig(plan.work / f"links_bytes_{name}.png")
-        by_seconds = draw_seconds(courses, links, measured, name)
-        by_seconds.savefig(plan.work / f"links_seconds_{name}.png")
+        by_bytes: dict[str, Over] = {"MB sent per rank": over_bytes}
+        draw(courses, by_bytes, plan.work / f"links_bytes_{name}.png", name)
+        by_seconds = {}
+        for mbit in links:
+            axis = f"seconds, {_link_name(mbit, measured)}"
+            by_seconds[axis] = over_seconds(mbit, measured)
+        draw(courses, by_seconds, plan.work / f"links_seconds_{name}.png", name)
     text = "\n\n".join(part for part in parts if part)
     (plan.work / "links.md").write_text(text + "\n")
     return text
