@@ -70,7 +70,8 @@ def over_a_link(result: Any) -> Rows:
 MEASUREMENTS = {
     "compare_60m": Measurement(
         "torchtitan_lr compare cola_60m --plans btp,vanilla,full --warmup 1 --steps 4 --json"
-        " --out outputs/compare_60m --training.local_batch_size=2 --training.global_batch_size=2"
+        " --out outputs/compare_60m --training.dataset=cpython --training.local_batch_size=2"
+        " --training.global_batch_size=2"
         " --training.mixed_precision_param=float32 --activation_checkpoint.mode=none"
         " --parallelism.tensor_parallel_degree=4",
         compared,
