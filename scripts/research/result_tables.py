@@ -97,10 +97,10 @@ def section(name: str) -> str:
 
 
 def search_table(searches: Mapping[tuple[str, str], dict[float, float]]) -> str:
-    """Return a Markdown table of searches: a row per family, a column per size."""
+    """Return a Markdown table of searches: a row per family that has one, a column per size."""
     sizes = dict.fromkeys(size for (_, size), losses in searches.items() if losses)
     lines = []
-    for family in dict.fromkeys(family for family, _ in searches):
+    for family in dict.fromkeys(pair[0] for pair, losses in searches.items() if len(losses) > 1):
         found = [searches[family, size] for size in sizes]
         lines.append([family, *(best_loss(losses) if losses else "-" for losses in found)])
     return markdown_table(["family", *sizes], lines)
