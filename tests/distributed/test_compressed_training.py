@@ -135,8 +135,10 @@ def test_a_dense_runs_checkpoint_needs_a_word(four_ranks: RankPool, tmp_path: Pa
     assert four_ranks.run(train, options, "", folder)[0]["step"] == 4
 
 
-def test_replicas_stay_equal_under_hsdp(four_ranks: RankPool) -> None:
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+def test_replicas_stay_equal_under_hsdp(wire: str, four_ranks: RankPool) -> None:
     options = [*FSDP4, *SKETCH, *HSDP, "--grad_compression.layers=non_attention"]
+    options.append(f"--training.mixed_precision_reduce={wire}")
     runs = four_ranks.run(train, options, "", "", True, True)
     assert len(runs[2]["parameters"]) == len(runs[0]["parameters"]) > 10
     for name, value in runs[0]["parameters"].items():

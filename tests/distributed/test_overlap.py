@@ -117,8 +117,13 @@ def beside(rows: list[dict[str, Any]], scope: str, pass_: str, op: str, dim: str
     return sum(row["overlapped_flops"] for row in found)
 
 
-def test_fsdp_collectives_run_beside_other_units(two_ranks: RankPool) -> None:
-    for result in two_ranks.run(rows_of_a_step, SHARDED):
+HALF = "--training.mixed_precision_reduce=bfloat16"
+
+
+@pytest.mark.parametrize("options", [[], [HALF]], ids=["fp32", "bf16"])
+def test_fsdp_collectives_run_beside_other_units(options: list[str], two_ranks: RankPool) -> None:
+    """Also where FSDP2 casts what a reduction returns."""
+    for result in two_ranks.run(rows_of_a_step, [*SHARDED, *options]):
         rows, block, last = result["rows"], result["block"], result["layers"] - 1
         # A block's gather: the block before in forward, the block after in backward.
         assert block / 3 <= beside(rows, "block 1", "forward", "all_gather") < 0.6 * block
@@ -129,6 +134,8 @@ def test_fsdp_collectives_run_beside_other_units(two_ranks: RankPool) -> None:
         found = beside(rows, f"block {last}", "backward", "reduce_scatter")
         assert 2 * block / 3 <= found < 1.2 * block
         assert beside(rows, "embedding", "backward", "reduce_scatter") == 0
+    if options:
+        return
     for result in two_ranks.run(rows_of_a_step, SHARDED, False):
         assert beside(result["rows"], "block 1", "forward", "all_gather") == 0
         assert beside(result["rows"], "block 0", "backward", "all_gather") > 0

@@ -1,9 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Checks of ``[optimizer]`` against the model."""
 
+from functools import cache
 from typing import Any
 
-from torchtitan_lr.config.schema import PRODUCTS
+from torchtitan_lr.config.schema import PRODUCTS, SPECTRAL
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.titan import logger
@@ -11,31 +12,47 @@ from torchtitan_lr.titan import logger
 PUBLISHED_RATES = {
     "Muon": (1e-4, 1e-2),  # AdamW's, which Moonlight's scale keeps (arXiv 2502.16982)
     "Spectron": (1e-3, 1e-1),  # arXiv 2602.12429
-    "LoRAMuon": (1e-3, 1e-1),  # of updates of spectral norm 1, as Jordan et al.'s Muon, 2e-2
+    "LoRAMuon": (1e-2, 1e-1),  # of updates of spectral norm 1: Jordan et al.'s Muon, 2e-2, to 1e-1
+    "AdamW": (1e-5, 1e-2),  # beside a spectral optimizer
 }
 """Lowest and highest learning rate of a rule."""
 
 
 def check_rates(config: Any, world_size: int, device_type: str) -> None:
-    """Warn of a learning rate that belongs to another optimizer; check LoRA-Muon's decay.
+    """Refuse a decay that would turn a weight's sign; warn of another optimizer's learning rates.
 
-    It multiplies each factor by the root of 1 − lr · weight_decay, which must be positive.
+    A decoupled decay multiplies a weight by 1 − lr · weight_decay, and LoRA-Muon's each factor by
+    the root of it.
     """
-    from torchtitan_lr.optim.groups import GroupRule, ParameterGroups
+    from torchtitan_lr.optim.groups import ParameterGroups, Rates
 
-    name, lr = config.optimizer.name, config.optimizer.lr
-    low, high = PUBLISHED_RATES.get(name, (lr, lr))
-    if not low <= lr <= high:
-        what = "optimizer.lr = %g is not of the scale of %s, whose published rates are %g to %g"
-        logger.warning(f"{what}: is it another optimizer's?", lr, name, low, high)
     section = config.optimizer
-    if name != "LoRAMuon" or section.weight_decay_on == PRODUCTS:  # factors have no decay then
-        return
-    for rule in (GroupRule(), *ParameterGroups.from_config(section).rules):
-        rate = lr * rule.lr_multiplier * rule.weight_decay_multiplier
-        if section.weight_decay * rate >= 1:
-            want = f"less than {1 / rate:g} with LoRAMuon, so that its step keeps a part of B A"
-            raise ConfigError("optimizer.weight_decay", section.weight_decay, want)
+    args = llama_args(config)
+    found = {Rates("lr", section.lr, section.weight_decay)}
+    if args is not None:
+        groups = ParameterGroups.from_config(section)
+        found = set(groups.rates(section, model_shapes(args)).values())
+    for metric, lr, decay in sorted(found):
+        rate = f"optimizer.{metric}".replace("/", " of the group ", 1)
+        if section.name != "Adam" and lr * decay >= 1:  # Adam's is a term of the gradient
+            key = "weight_decay"
+            if metric.startswith("adamw") and section.adamw_weight_decay != -1:
+                key = "adamw_weight_decay"
+            given = getattr(section, key)
+            most = given / (lr * decay)
+            want = f"less than {most:g}, so that weights keep their sign where {rate} is {lr:g}"
+            raise ConfigError(f"optimizer.{key}", given, want)
+        if section.name in SPECTRAL and lr:
+            _warn_of_scale(section.name if metric.startswith("lr") else "AdamW", rate, lr)
+
+
+@cache  # a sweep checks many runs
+def _warn_of_scale(rule: str, rate: str, lr: float) -> None:
+    """Warn of a learning rate that is not of the scale of a rule."""
+    low, high = PUBLISHED_RATES[rule]
+    if not low <= lr <= high:
+        what = "%s = %g is not of the scale of %s, whose published rates are %g to %g"
+        logger.warning(f"{what}: is it another optimizer's?", rate, lr, rule, low, high)
 
 
 def check_groups(config: Any, world_size: int, device_type: str) -> None:

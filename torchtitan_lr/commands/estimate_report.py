@@ -18,11 +18,13 @@ from torchtitan_lr.estimate.memory import (
     rehearse_run,
 )
 from torchtitan_lr.estimate.rehearsal import Rehearsal
-from torchtitan_lr.estimate.run import Run, with_checkpointing
+from torchtitan_lr.estimate.run import Run, with_checkpointing, with_wire
 from torchtitan_lr.estimate.step_time import fp32_seconds, step_time
 from torchtitan_lr.estimate.traffic import (
+    WIRES,
     average_optimizer_traffic,
     bytes_by_dim,
+    gradient_bytes,
     optimizer_traffic,
     peak_optimizer_traffic,
     spectral_matrices,
@@ -61,12 +63,14 @@ def estimate(
     Returns:
         ``checkpointing`` (the mode), ``parameters``, ``flops_per_token``, ``memory_bytes`` (of the
         rank that needs most), ``activations_by_mode``, ``comm_bytes`` (of the pipeline rank that
-        sends most, by mesh dimension and operation), ``checkpoint_bytes`` (of all ranks together,
-        by part), ``step_time`` and ``pipeline_ranks``; with
+        sends most, by mesh dimension and operation), ``gradient_bytes`` (of the same rank: the part
+        of gradients, if they travelled in float32 and in bfloat16), ``checkpoint_bytes`` (of all
+        ranks together, by part), ``step_time`` and ``pipeline_ranks``; with
         context parallelism also ``context`` (`gather_report`); with a spectral optimizer also
-        ``spectral`` (the numbers that it sends, and its products of (r, r)); with
-        TSR-Adam also ``tsr_comm_bytes`` (then ``comm_bytes`` are for a step without refresh and the
-        time for an average step); and the same keys for every plan in ``alternatives``.
+        ``spectral`` (the numbers that it sends, and its products of (r, r)); with TSR-Adam also
+        ``tsr_comm_bytes``, by kind of step and dtype of gradients (then ``comm_bytes`` are for a
+        step without refresh, ``gradient_bytes`` and the time for an average step); and the same
+        keys for every plan in ``alternatives``.
         ``tokens_per_s`` in ``step_time`` counts all ranks together.
 
     Raises:
@@ -90,12 +94,13 @@ def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
     ranks = [_pipeline_rank(run, p, rehearsal, traffic[p]) for p in range(run.pp)]
     heaviest = max(ranks, key=lambda rank: int(rank["memory_bytes"]["peak"]))
     busiest = max(ranks, key=lambda rank: _total(rank["comm_bytes"]))
-    averaged = traffic
+    averaged, average = traffic, []
     if run.tsr is not None:
         averaged = []
         for pp_rank, rows in enumerate(traffic):
             passes = [row for row in rows if row.scope != "step"]
             averaged.append(passes + average_optimizer_traffic(run, pp_rank))
+        average = [row for row in averaged[busiest["rank"]] if row.scope == "step"]
     time = step_time(run, averaged, hardware, work_of_run(run))
     tokens = run.tokens * run.microbatches * run.accumulation * run.shard * run.replicas
     parameters, flops = run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len)
@@ -105,11 +110,12 @@ def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
         "flops_per_token": flops,
         "memory_bytes": heaviest["memory_bytes"],
         "comm_bytes": busiest["comm_bytes"],
+        "gradient_bytes": gradient_bytes(run, busiest["rank"], average),
         "checkpoint_bytes": checkpoint_bytes(run),
         "step_time": asdict(time) | {"total": time.total, "tokens_per_s": tokens / time.total},
     }
     if run.tsr is not None:
-        report["tsr_comm_bytes"] = _tsr_bytes(run, busiest["rank"], averaged)
+        report["tsr_comm_bytes"] = _tsr_bytes(run, busiest["rank"], average)
     if run.spectral:
         report["spectral"] = _spectral(run, busiest["rank"], hardware)
     if run.cp > 1:
@@ -147,10 +153,15 @@ def _by_mode(run: Run, pp_rank: int, own: Rehearsal) -> dict[str, dict[str, int]
     return result
 
 
-def _tsr_bytes(run: Run, pp_rank: int, averaged: list[list[Traffic]]) -> dict[str, Any]:
-    """Return the optimizer's bytes by kind of step, from one without refresh to the average."""
+def _tsr_bytes(run: Run, pp_rank: int, average: list[Traffic]) -> dict[str, Any]:
+    """Return the optimizer's bytes by kind of step, dtype of gradients, dimension and operation.
+
+    Args:
+        run: The run.
+        pp_rank: Pipeline rank.
+        average: The optimizer's traffic in an average step.
+    """
     refreshing = range(len(tsr_names(run, pp_rank)))
-    average = [row for row in averaged[pp_rank] if row.scope == "step"]
     first, largest = peak_optimizer_traffic(run, pp_rank)
     rows = {
         "ordinary": optimizer_traffic(run, pp_rank, ()),
@@ -159,7 +170,11 @@ def _tsr_bytes(run: Run, pp_rank: int, averaged: list[list[Traffic]]) -> dict[st
         "largest later": largest,
         "average": average,
     }
-    return {name: bytes_by_dim(traffic, run.wire_dtypes) for name, traffic in rows.items()}
+    dtypes = {wire: with_wire(run, wire).wire_dtypes for wire in WIRES}
+    return {
+        name: {wire: bytes_by_dim(traffic, dtypes[wire]) for wire in WIRES}
+        for name, traffic in rows.items()
+    }
 
 
 def _spectral(run: Run, pp_rank: int, hardware: Hardware) -> dict[str, Any]:
@@ -279,8 +294,9 @@ def as_text(report: dict[str, Any], hardware: Hardware, storage: float = 0.0) ->
         lines.append(_rank_line(rank))
     if "context" in report:
         lines += gather_lines(report["context"])
-    for kind, dims in report.get("tsr_comm_bytes", {}).items():
-        lines.append(f"TSR-Adam, {kind} step: {_total(dims) / GIB:,.3f} GiB")
+    for kind, by_wire in report.get("tsr_comm_bytes", {}).items():
+        sizes = [f"{_total(dims) / GIB:,.3f} in {wire}" for wire, dims in by_wire.items()]
+        lines.append(f"TSR-Adam, {kind} step (GiB): {', '.join(sizes)}")
     if "spectral" in report:
         lines.append(_spectral_line(report["spectral"]))
     lines += [f"{name}: {reason}" for name, reason in refused.items()]
@@ -312,6 +328,12 @@ def _rows(columns: list[dict[str, Any]], storage: float) -> Iterator[tuple[str, 
     for dim, op in sorted(sent):
         sizes = [c["comm_bytes"].get(dim, {}).get(op, 0) for c in columns]
         yield f"{dim} {op} (GiB per step)", [_number(size / GIB) for size in sizes]
+    for wire in WIRES:
+        cells = []
+        for column in columns:
+            size = column["gradient_bytes"].get(wire)
+            cells.append("-" if size is None else _number(size / GIB))
+        yield f"gradients, if in {wire} (GiB per step)", cells
     sizes = [sum(c["checkpoint_bytes"].values()) for c in columns]
     yield "checkpoint (GiB, all ranks)", [_number(size / GIB) for size in sizes]
     if storage:

@@ -10,7 +10,8 @@ shown as one, `block`; otherwise each has its own rows. Formulas describe the mo
 scope `optimizer` the messages of a spectral optimizer; the scalars of the scope `step` (clipping,
 logging) have none. A message over two mesh dimensions has both names, `fsdp_tp`. Collectives that
 activation checkpointing recomputes have no formula: they are counted by running the model on
-tensors without data.
+tensors without data. The last lines have the formulas' bytes of gradients between data-parallel
+ranks, in an average step, if they travelled in float32 and in bfloat16.
 "Overlapped MFLOP" are the matrix products that a rank issues between the start of a collective and
 its wait, the least and the most of a block if blocks differ. FSDP2's collectives are rated as on a
 device: gloo's hold up the rank, whatever it issues next.
@@ -18,15 +19,21 @@ device: gloo's hold up the rank, whatever it issues next.
 Exit status: 0 all rows agree, 1 rows differ or the run failed, 2 invalid configuration.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.experiments import place_run, report_from_rank, run_on_ranks
+
+if TYPE_CHECKING:
+    from torchtitan_lr.estimate.run import Run
 
 QUIET = [
     "--training.steps=1",
@@ -92,14 +99,14 @@ def one_block(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [*whole[:first], *merged, *others]
 
 
-def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
+def run_ranks(arguments: list[str]) -> tuple[list[dict[str, Any]], Run]:
     """Run one step on all ranks of this machine and compare the counts with the formulas.
 
     Args:
         arguments: Arguments of a training run.
 
     Returns:
-        The rows of the comparison.
+        The rows of the comparison, and the run on paper.
 
     Raises:
         ConfigError: The configuration is invalid.
@@ -119,7 +126,8 @@ def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
     # The collectives of an optimizer over the replicas are in the scope `step`.
     expected = [row for row in step_traffic(run, 0) if row.scope != "step"]
     expected += repeated_by_block(run)
-    return compare(run_on_ranks(__name__, placed.arguments, ranks), expected, run.wire_dtypes)
+    rows = run_on_ranks(__name__, placed.arguments, ranks)
+    return compare(rows, expected, run.wire_dtypes), run
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -131,11 +139,14 @@ def add_arguments(parser: OneLineParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the step and print the comparison; return the exit status."""
-    table = run_ranks([f"--job.config_file={args.config}", *args.overrides, *QUIET])
+    table, paper = run_ranks([f"--job.config_file={args.config}", *args.overrides, *QUIET])
     from torchtitan_lr.ledger.comparison import differences
 
     rows = one_block(table)
-    print(json.dumps(rows, indent=1) if args.json else as_text(rows))
+    if args.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        print(as_text(rows), gradients_as_text(paper), sep="\n\n")
     return 1 if any(differences(table)) else 0
 
 
@@ -153,6 +164,20 @@ def as_text(rows: list[dict[str, Any]]) -> str:
         lines.append([*(str(row[key]) for key in KEYS), *wanted, megaflops])
     header = (*KEYS, "expected calls", "expected elements", "overlapped MFLOP")
     return text_table(header, lines, left=5)
+
+
+def gradients_as_text(run: Run) -> str:
+    """Format the bytes of a run's gradients in an average step, and AdamW's, by wire dtype."""
+    from torchtitan_lr.estimate.traffic import WIRES, average_optimizer_traffic, gradient_bytes
+
+    cores = [] if run.tsr is None else average_optimizer_traffic(run, 0)
+    adamw = replace(run, baseline=True)
+    sizes = {
+        "as configured": gradient_bytes(run, 0, cores),
+        "AdamW, uncompressed": gradient_bytes(adamw, 0),
+    }
+    lines = [[name, *(str(sent.get(wire, "-")) for wire in WIRES)] for name, sent in sizes.items()]
+    return text_table(["gradients, bytes per step", *WIRES], lines)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,10 @@ renamed, the import fails. The output of a new kernel would not be kept, and att
 silently run twice; a test compares this list with all operators of torch.
 """
 
+CAST = torch.ops.aten._to_copy
+"""The operator of ``Tensor.to``. If another one casts, the ledger counts no product beside a
+reduce-scatter whose result FSDP2 casts, and a test fails."""
+
 FLEX_ATTENTION = flex_attention
 """The operator of ``flex_attention``, in the graph of a compiled block."""
 

@@ -27,6 +27,7 @@ from torchtitan_lr.config.schema import (
     DEFAULTS_OF,
     ITS_MODULE,
     MODELS,
+    OPTIMIZERS,
     TP_PLANS,
     Experimental,
     JobConfig,
@@ -40,6 +41,7 @@ REGISTERED = {
     "parallelism.tp_plan": TP_PLANS,
     "activation_checkpoint.mode": AC_MODES,
     "grad_compression.codec": CODEC_NAMES,
+    "optimizer.name": OPTIMIZERS,
 }
 """Known values of the keys to which ``experimental.custom_import`` may add some."""
 

@@ -58,11 +58,22 @@ def vocabulary_rows(wanted: int, tp_degree: int, lanes: int) -> int:
 TSR = "TSRAdam"
 """The value of ``optimizer.name`` that chooses TSR-Adam."""
 
+_DECAY_OR_SAME = Range(lambda x: x == -1 or 0 <= x < math.inf, "at least 0, or -1 for weight_decay")
+
 ADAMS = ("AdamW", "Adam")
 """The values of ``optimizer.name`` that choose torch's own optimizers."""
 
 SPECTRAL = ("Muon", "Spectron", "LoRAMuon")
 """The values of ``optimizer.name`` that choose a spectral optimizer."""
+
+BUILT_IN_OPTIMIZERS = (*ADAMS, TSR, *SPECTRAL)
+"""The optimizers of this package and of torch."""
+
+OPTIMIZERS = [*BUILT_IN_OPTIMIZERS]
+"""Values of ``optimizer.name``; registering an optimizer adds its name."""
+
+SUMS_REPLICAS = [TSR]
+"""The values of ``optimizer.name`` whose optimizer sums over the replicas itself."""
 
 PRODUCTS = "products"
 """The value of ``optimizer.weight_decay_on`` that shrinks B A in the place of A and B."""
@@ -300,7 +311,7 @@ class Optimizer:
     Defaults that depend on ``name`` are in `DEFAULTS_OF`.
     """
 
-    name: Literal["AdamW", "Adam", "TSRAdam", "Muon", "Spectron", "LoRAMuon"] = "AdamW"
+    name: Annotated[str, OPTIMIZERS] = "AdamW"
     """Optimizer to use:
     - 'AdamW', 'Adam': for every parameter
     - 'TSRAdam': replicas exchange r×r cores instead of gradients
@@ -310,9 +321,10 @@ class Optimizer:
       default, ``momentum`` 0.9 and ``adamw_lr`` 3e-3
     - 'LoRAMuon': for low-rank factors, the steepest descent of their product; ``lr`` is 2e-2 by
       default and ``adamw_lr`` 3e-3
+    - the name of an optimizer that ``experimental.custom_import`` registers
 
-    With the last three, gradients are not clipped unless ``training.max_norm`` is set, and AdamW
-    updates all parameters that they do not: embedding, head, norms and gates."""
+    With 'Muon', 'Spectron' and 'LoRAMuon', gradients are not clipped unless ``training.max_norm``
+    is set, and AdamW updates all parameters that they do not: embedding, head, norms and gates."""
 
     beta2: Annotated[float, DECAY] = 0.999
     """Decay of the second moment."""
@@ -345,7 +357,10 @@ class Optimizer:
 
     adamw_lr: Annotated[float, FINITE] = 0.0
     """Muon, Spectron, LoRAMuon: learning rate of AdamW for the other parameters; 0 uses ``lr``.
-    AdamW has ``beta1``, ``beta2``, ``eps`` and ``weight_decay``."""
+    AdamW has ``beta1``, ``beta2`` and ``eps``."""
+
+    adamw_weight_decay: Annotated[float, _DECAY_OR_SAME] = -1.0
+    """Muon, Spectron, LoRAMuon: weight decay of AdamW; -1 uses `weight_decay`."""
 
     tsr_rank: Annotated[int, at_least(1)] = 128
     """TSRAdam: rank r of the cores, at most the shorter side of every compressed matrix."""

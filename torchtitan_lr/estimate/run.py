@@ -285,6 +285,12 @@ def read_run(config: Any, world: int) -> Run:
     return Run(config, world, args, tp_settings(config, args, degree))
 
 
+def with_wire(run: Run, dtype: str) -> Run:
+    """Return the run whose gradients travel in another dtype."""
+    training = replace(run.config.training, mixed_precision_reduce=dtype)
+    return replace(run, config=replace(run.config, training=training))
+
+
 def with_checkpointing(config: Any, mode: str) -> Any:
     """Return a configuration with another mode of activation checkpointing."""
     return replace(config, activation_checkpoint=replace(config.activation_checkpoint, mode=mode))

@@ -14,9 +14,11 @@ from math import lcm, prod
 import torch
 
 from torchtitan_lr.compression.settings import is_compressed
-from torchtitan_lr.compression.sizes import Unit, exchange_traffic, exchange_unit
+from torchtitan_lr.compression.sizes import FORMULAS, Unit, exchange_traffic, exchange_unit
+from torchtitan_lr.config.schema import BUILT_IN_OPTIMIZERS
+from torchtitan_lr.errors import one_of, require
 from torchtitan_lr.estimate.rehearsal import Rehearsal
-from torchtitan_lr.estimate.run import Run, blocks_of
+from torchtitan_lr.estimate.run import Run, blocks_of, with_wire
 from torchtitan_lr.estimate.tsr_traffic import TSRMatrix, TSRMesh, tsr_traffic
 from torchtitan_lr.formulas.context_parallel import context_traffic
 from torchtitan_lr.formulas.data_parallel import data_parallel_traffic
@@ -35,7 +37,13 @@ def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> 
         run: The run.
         pp_rank: Pipeline rank.
         rehearsal: Contains the collectives that activation checkpointing repeats; None for none.
+
+    Raises:
+        ConfigError: With ``optimizer.name``, for one from outside the package.
     """
+    name = run.config.optimizer.name
+    want = one_of(BUILT_IN_OPTIMIZERS, name) + ": no formula states what another one sends"
+    require(run.baseline or name in BUILT_IN_OPTIMIZERS, "optimizer.name", name, want)
     model = _here(run, pp_rank, model_traffic(run.args, run.settings, run.tp, run.tokens))
     model += run_context_traffic(run, pp_rank, run.gather)
     rows = _times(model, run.microbatches * run.accumulation)
@@ -90,6 +98,39 @@ def bytes_by_dim(rows: Iterable[Traffic], dtypes: Mapping[str, str]) -> dict[str
         ops = result.setdefault(row.mesh_dim, {})
         ops[row.op] = ops.get(row.op, 0) + row.elements * element_size(row, dtypes)
     return result
+
+
+WIRES = ("float32", "bfloat16")
+"""Values of ``training.mixed_precision_reduce``."""
+
+
+def gradient_bytes(run: Run, pp_rank: int, optimizer: Iterable[Traffic] = ()) -> dict[str, int]:
+    """Return what the gradients of a step take between data-parallel ranks, by dtype on the wire.
+
+    Args:
+        run: The run.
+        pp_rank: Pipeline rank.
+        optimizer: TSR-Adam's traffic, whose cores and sketches are gradients too.
+
+    Returns:
+        Bytes by the values of `WIRES`, without bf16 for a codec that cannot round.
+    """
+    found = {}
+    for wire in WIRES:
+        if (
+            run.compresses
+            and wire == "bfloat16"
+            and not FORMULAS[run.compression.codec.name].rounds
+        ):
+            continue
+        other = with_wire(run, wire)
+        rows = [*_data(other, pp_rank), *(row for row in optimizer if row.mesh_dim != "tp")]
+        found[wire] = sum(
+            row.elements * element_size(row, other.wire_dtypes)
+            for row in rows
+            if row.role in ("gradient", "index", "core", "sketch")
+        )
+    return found
 
 
 def _times(rows: Iterable[Traffic], count: int) -> list[Traffic]:

@@ -6,8 +6,8 @@ device waits for it, unless products issued before its start are still running.
 
 A functional collective has an operator that waits. A ``c10d`` collective has none, so it is waited
 for where the first operator reads its result. FSDP2's reduce-scatter is waited for where the next
-one starts, or where backward ends. What runs behind it on FSDP2's streams does not count as a read;
-nor does an exchange of compressed gradients that ends there.
+one starts, or where backward ends. What runs behind it on FSDP2's streams does not count as a read:
+a cast of its result, which then is the result, or the end of an exchange of compressed gradients.
 """
 
 from collections import Counter
@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchtitan_lr.compat.collectives import functional
 from torchtitan_lr.compat.dispatch import (
+    CAST,
     changes_arguments,
     product_flops,
     storage_address,
@@ -79,7 +80,17 @@ class Overlap:
             return
         if self._unread and not reducing:
             self._read(func, (args, kwargs), result)
+        elif self._unread and packet is CAST:
+            self._follow(args[0], result)
         self._issued += product_flops(packet, args, kwargs, result)
+
+    def _follow(self, cast: Tensor, result: Tensor) -> None:
+        """Let the collectives that a cast reads end where its result is read."""
+        begin, end = _span(result)
+        for running in self._unread.pop(storage_address(cast), []):
+            storage = StorageWeakRef(result.untyped_storage())
+            moved = running._replace(storage=storage, begin=begin, end=end)
+            self._unread.setdefault(storage_address(result), []).append(moved)
 
     def _read(self, func: Any, arguments: Any, result: Any) -> None:
         """End the ``c10d`` collectives of which an operator reads a result."""

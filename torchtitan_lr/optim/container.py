@@ -27,8 +27,11 @@ class NamedOptimizers(OptimizersContainer):
             defaults: Hyperparameters, for torch's constructor.
         """
         self.optimizers = list(optimizers)
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        init_optimizer_container(self, [p for group in groups for p in group["params"]], defaults)
+        parameters: list[Tensor] = []
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                parameters += group["params"]
+        init_optimizer_container(self, parameters, defaults)
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and hyperparameters as ``state.NAME.KEY`` and ``param_groups.NAME.KEY``."""

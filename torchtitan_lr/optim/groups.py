@@ -7,7 +7,7 @@ on one device decide: they are equal in every layout, and on every pipeline stag
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from torchtitan_lr.config.schema import PRODUCTS, SPECTRAL
 from torchtitan_lr.errors import ConfigError, one_of, require
-from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
+from torchtitan_lr.optim.spectral.selection import select_matrices
 
 KEY = "optimizer.groups"
 
@@ -37,6 +37,17 @@ class GroupRule(NamedTuple):
     """Factor on the optimizer's learning rate."""
     weight_decay_multiplier: float = 1.0
     """Factor on ``optimizer.weight_decay``."""
+
+
+class Rates(NamedTuple):
+    """The rates of a parameter."""
+
+    metric: str
+    """The learning rate's name in the log: ``lr`` or ``adamw_lr``, of a group ``lr/PATTERN``."""
+    lr: float
+    """The learning rate, before the schedule."""
+    weight_decay: float
+    """The weight decay of the optimizer's own step."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,34 @@ class ParameterGroups:
         """Return the weight decay of a parameter that has one."""
         return weight_decay * self.rule(name).weight_decay_multiplier
 
+    def decays(self, name: str, dims: int) -> bool:
+        """Return whether the optimizer's own step shrinks a parameter of ``dims`` dimensions."""
+        if self.decay_on == PRODUCTS and name.endswith(FACTORS):
+            return False  # `optim.product_decay` shrinks B A instead
+        return self.decay_on == "all" or dims > 1
+
+    def rates(self, optimizer: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, Rates]:
+        """Return the rates of parameters by name: those that `split` hands to optimizers.
+
+        Args:
+            optimizer: ``[optimizer]``.
+            shapes: Global shape by name.
+        """
+        others: set[str] = set()  # AdamW's, beside a spectral optimizer
+        if optimizer.name in SPECTRAL:
+            others = set(shapes) - select_matrices(shapes, optimizer.name).names
+        found = {}
+        for name, shape in shapes.items():
+            metric, lr, weight_decay = "lr", optimizer.lr, optimizer.weight_decay
+            if name in others:
+                metric, (lr, weight_decay) = "adamw_lr", of_adamw(optimizer)
+            rule = self.rule(name)
+            if rule.pattern:
+                metric += f"/{rule.pattern}"
+            decay = self.decay(name, weight_decay) if self.decays(name, len(shape)) else 0.0
+            found[name] = Rates(metric, lr * rule.lr_multiplier, decay)
+        return found
+
     def split(
         self, named_parameters: Iterable[tuple[str, Tensor]], lr: float, weight_decay: float
     ) -> list[dict[str, Any]]:
@@ -90,9 +129,7 @@ class ParameterGroups:
         groups: dict[tuple[int, bool], dict[str, Any]] = {}
         for name, parameter in named_parameters:
             place = self.place(name)
-            decays = self.decay_on == "all" or parameter.dim() > 1
-            if self.decay_on == PRODUCTS and name.endswith(FACTORS):
-                decays = False  # `optim.product_decay` shrinks B A instead
+            decays = self.decays(name, parameter.dim())
             group = {
                 "params": [],
                 "lr": lr * self.rule(name).lr_multiplier,
@@ -101,46 +138,57 @@ class ParameterGroups:
             groups.setdefault((place, decays), group)["params"].append((name, parameter))
         return [group for _, group in sorted(groups.items())]
 
-    def rates(
-        self,
-        optimizer: Any,
-        schedule: LambdaLR,
-        optimizers: Iterable[Optimizer],
-        names: Mapping[Tensor, str],
-    ) -> dict[str, float]:
-        """Return the learning rates of a step as metrics: ``lr`` and ``lr/PATTERN``.
-
-        With a spectral optimizer ``adamw_lr`` and ``adamw_lr/PATTERN`` are those of AdamW. They are
-        those that the optimizers have; of a group that is on other pipeline stages alone, and of a
-        rate that no parameter has, those of the configuration.
-
-        Args:
-            optimizer: ``[optimizer]``.
-            schedule: Of any stage's optimizer.
-            optimizers: Those of this rank.
-            names: Of this rank's parameters.
-        """
-        rates = {"lr": optimizer.lr}
-        if optimizer.name in SPECTRAL:
-            rates["adamw_lr"] = optimizer.adamw_lr or optimizer.lr
-        for name, rate in list(rates.items()):
-            for rule in self.rules:
-                rates[f"{name}/{rule.pattern}"] = rate * rule.lr_multiplier
-        factor = schedule.lr_lambdas[0](schedule.last_epoch)
-        rates = {name: rate * factor for name, rate in rates.items()}
-        for own in optimizers:
-            of_adamw = optimizer.name in SPECTRAL and not isinstance(own, SpectralOptimizer)
-            for group in own.param_groups:
-                name = "adamw_lr" if of_adamw else "lr"
-                place = self.place(names[group["params"][0]])
-                if place != -1:
-                    name += f"/{self.rules[place].pattern}"
-                rates[name] = float(group["lr"])
-        return rates
-
 
 ONE_GROUP = ParameterGroups()
 """All parameters alike."""
+
+
+def of_adamw(optimizer: Any) -> tuple[float, float]:
+    """Return the learning rate and weight decay of AdamW beside a spectral optimizer.
+
+    Args:
+        optimizer: ``[optimizer]``.
+    """
+    decay = optimizer.adamw_weight_decay
+    return optimizer.adamw_lr or optimizer.lr, optimizer.weight_decay if decay == -1 else decay
+
+
+class LoggedRates:
+    """The learning rates of a step as metrics: ``lr``, and ``lr/PATTERN`` of each group.
+
+    With a spectral optimizer, ``adamw_lr`` and ``adamw_lr/PATTERN`` are those of AdamW. A rate is
+    the one that an optimizer of this rank has; where only other pipeline stages have the group, the
+    configured one. So all ranks log the same names: those of rates that a parameter has, and
+    ``lr`` and ``adamw_lr``, which groups multiply.
+
+    Args:
+        optimizer: ``[optimizer]``.
+        rates: Of all parameters of the model, by name.
+        names: Of this rank's parameters.
+    """
+
+    def __init__(
+        self, optimizer: Any, rates: Mapping[str, Rates], names: Mapping[Tensor, str]
+    ) -> None:
+        self._metrics = {parameter: rates[name].metric for parameter, name in names.items()}
+        self._configured = {"lr": optimizer.lr}
+        if optimizer.name in SPECTRAL:
+            self._configured["adamw_lr"], _ = of_adamw(optimizer)
+        self._configured |= {own.metric: own.lr for own in rates.values()}
+
+    def of_step(self, schedule: LambdaLR, optimizers: Iterable[Optimizer]) -> dict[str, float]:
+        """Return the rates that the next step of the optimizers uses.
+
+        Args:
+            schedule: Of any stage's optimizer.
+            optimizers: Those of this rank.
+        """
+        factor = schedule.lr_lambdas[0](schedule.last_epoch)
+        found = {metric: rate * factor for metric, rate in self._configured.items()}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                found[self._metrics[group["params"][0]]] = float(group["lr"])
+        return found
 
 
 def regroup(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:

@@ -103,11 +103,9 @@ class ProductDecay(Optimizer):
                 group_of |= dict.fromkeys(group["params"], group)
         pairs = []
         for names in factor_pairs(named):
-            A, B = (
-                Factor(named[name], row_dim, group_of[named[name]], decays[name])
-                for row_dim, name in enumerate(names)
-            )
-            pairs.append((A, B))
+            A, B = (named[name] for name in names)
+            of_A, of_B = (decays[name] for name in names)
+            pairs.append((Factor(A, 0, group_of[A], of_A), Factor(B, 1, group_of[B], of_B)))
         return cls(pairs)
 
     def before(self, optimizers: Iterable[Optimizer]) -> None:

@@ -23,7 +23,7 @@ from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.compat.fsdp import ReplicateModule, replicate, send_in, watch_gradients
 from torchtitan_lr.compression.fsdp import COMPRESSORS, apply_gradient_compression
 from torchtitan_lr.compression.settings import compression_settings, merged
-from torchtitan_lr.config.schema import TSR, sums_grams
+from torchtitan_lr.config.schema import SUMS_REPLICAS, sums_grams
 from torchtitan_lr.models.linears import LowRankLinear
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig, ParallelDims, mesh_of
@@ -48,7 +48,7 @@ def apply_data_parallel(
     training = job_config.training
     mixed = not parallel_dims.dp_enabled and training.mixed_precision_param != training.dtype
     # FSDP2 must not sum over the replicas if an optimizer or a compressor does.
-    owned = job_config.optimizer.name == TSR and parallel_dims.dp_replicate_enabled
+    owned = job_config.optimizer.name in SUMS_REPLICAS and parallel_dims.dp_replicate_enabled
     compresses = job_config.grad_compression.codec != "none"
     # Unlike upstream, the norm and the head are not one unit. A tensor-parallel head does not call
     # the norm as a module, so the unit's forward would not finish and its weights would be stale.

@@ -1,11 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """One torchtitan TrainSpec per model family; importing this module registers them."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from torchtitan_lr.config.schema import PRODUCTS, SPECTRAL, TSR
+from torchtitan_lr.config.schema import OPTIMIZERS, PRODUCTS, SPECTRAL, SUMS_REPLICAS, TSR
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.models.ends import build_loss
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
@@ -44,6 +45,12 @@ PARALLELIZE = {
 """By family; those from outside the package have the function of ``svd``, or of ``full``."""
 
 
+BuildOptimizers = Callable[[list[nn.Module], OptimizerConfig, ParallelDims], OptimizersContainer]
+
+FROM_OUTSIDE: dict[str, BuildOptimizers] = {}
+"""Builds an optimizer from outside the package, by its value of ``optimizer.name``."""
+
+
 def build_optimizers(
     model_parts: list[nn.Module], optimizer_config: OptimizerConfig, parallel_dims: ParallelDims
 ) -> OptimizersContainer:
@@ -64,6 +71,8 @@ def _grouped_optimizers(
     parallel_dims: ParallelDims,
     groups: ParameterGroups,
 ) -> OptimizersContainer:
+    if optimizer_config.name in FROM_OUTSIDE:
+        return FROM_OUTSIDE[optimizer_config.name](model_parts, optimizer_config, parallel_dims)
     if optimizer_config.name == TSR:
         meshes = [parallel_dims.get_optional_mesh(name) for name in ("dp_replicate", "pp")]
         replicas, stages = (None if mesh is None else mesh.get_group() for mesh in meshes)
@@ -86,6 +95,28 @@ def _grouped_optimizers(
         optimizer.__class__ = ON_SHARDS.get(type(optimizer), type(optimizer))
         optimizer.register_load_state_dict_pre_hook(keep_hyperparameters)
     return optimizers
+
+
+def register_optimizer(name: str, build: BuildOptimizers, sums_replicas: bool = False) -> None:
+    """Register an optimizer from outside the package, also as a value of ``optimizer.name``.
+
+    Args:
+        name: Its name.
+        build: Returns the optimizers of this rank's model parts, whose weights are drawn. Rates and
+            other keys are those of ``[optimizer]``. An attribute ``gradients`` of what it returns
+            is used in the place of `StoredGradients`.
+        sums_replicas: Whether gradients reach the optimizer without the sum over the replicas
+            (``parallelism.data_parallel_replicate_degree``), which it then owes.
+
+    Raises:
+        ValueError: Another optimizer has the name.
+    """
+    if name in OPTIMIZERS:
+        raise ValueError(f"the name {name!r} of an optimizer is taken")
+    FROM_OUTSIDE[name] = build
+    OPTIMIZERS.append(name)
+    if sums_replicas:
+        SUMS_REPLICAS.append(name)
 
 
 def build_lr_schedulers(

@@ -22,16 +22,17 @@ from torchtitan_lr.checkpoints.run_record import described, global_batch_size, w
 from torchtitan_lr.compat.collectives import set_timeouts
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
-from torchtitan_lr.config.schema import TSR
+from torchtitan_lr.config.schema import SUMS_REPLICAS
 from torchtitan_lr.console.log import console
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.container import trained_parameters
 from torchtitan_lr.optim.gradients import Gradients, StoredGradients
-from torchtitan_lr.optim.groups import ParameterGroups
+from torchtitan_lr.optim.groups import LoggedRates, ParameterGroups
 from torchtitan_lr.optim.product_decay import ProductDecay
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.tsr.container import TSROptimizers
@@ -80,7 +81,6 @@ class Trainer(TitanTrainer):
         self._losses: list[torch.Tensor] = []  # of the steps since the last logged one
         self._first_step = 0
         self._ledger: CommLedger | None = None
-        self._groups = ParameterGroups.from_config(job_config.optimizer)
         # Prevent upstream from writing the record now: the checkpoint check may still raise, and
         # must leave the record of the existing checkpoints unchanged.
         record_file, job_config.job.save_config_file = job_config.job.save_config_file, None
@@ -111,18 +111,29 @@ class Trainer(TitanTrainer):
             self.checkpointer.states[RESIDUALS] = self._residuals
             for compressor in self._residuals.compressors:
                 compressor.before_writing = self.checkpointer.maybe_wait_for_staging
-        self._names = {p: n for part in self.model_parts for n, p in trained_parameters(part)}
+        self._rates = self._logged_rates()
         self._updates: UpdateNorm | None = None
         if job_config.metrics.update_norm:
             self._updates = UpdateNorm(self.model_parts, self.device)
         self.running_step = self.build_step()
 
+    def _logged_rates(self) -> LoggedRates:
+        """Find the names of the rates that all ranks log."""
+        section = self.job_config.optimizer
+        groups = ParameterGroups.from_config(section)
+        names = {p: n for part in self.model_parts for n, p in trained_parameters(part)}
+        shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
+        if groups.rules:  # some may have parameters on other pipeline stages alone
+            shapes = model_shapes(self.model_parts[0].model_args)
+        return LoggedRates(section, groups.rates(section, shapes), names)
+
     def build_step(self) -> Step:
         """Build the `Step` of this rank's model parts and optimizers."""
         dims, pipelined = self.parallel_dims, self.parallel_dims.pp_enabled
-        gradients: Gradients = StoredGradients(self.model_parts, dims.get_optional_mesh("pp"))
-        if isinstance(self.optimizers, TSROptimizers):  # it reduces them itself
-            gradients = self.optimizers.gradients
+        # An optimizer that sums over the replicas itself has gradients of its own.
+        gradients: Gradients = getattr(self.optimizers, "gradients", None) or StoredGradients(
+            self.model_parts, dims.get_optional_mesh("pp")
+        )
         return Step(
             job_config=self.job_config,
             device=self.device,
@@ -221,9 +232,7 @@ class Trainer(TitanTrainer):
         began = time.monotonic()
         step = self.running_step
         another_follows = self.step < self.job_config.training.steps
-        schedule = self.lr_schedulers.schedulers[0]
-        section = self.job_config.optimizer
-        rates = self._groups.rates(section, schedule, self.optimizers, self._names)
+        rates = self._rates.of_step(self.lr_schedulers.schedulers[0], self.optimizers)
         try:
             data = step.take(data_iterator)
         except BadDataError as error:
@@ -285,7 +294,8 @@ class Trainer(TitanTrainer):
 
     def new_ledger(self) -> CommLedger:
         """Build a ledger of this run's collectives."""
-        replicas = ("dp_replicate",) if self.job_config.optimizer.name == TSR else ()
+        owned = self.job_config.optimizer.name in SUMS_REPLICAS
+        replicas = ("dp_replicate",) if owned else ()
         meshes = self.parallel_dims.get_all_one_dimensional_meshes()
         groups = {name: mesh.get_group() for name, mesh in meshes.items()}
         decay = getattr(self.optimizers, "product_decay", None)

@@ -50,14 +50,17 @@ class Verdict:
 
     Attributes:
         norm: The norm of the full gradient, an fp64 scalar, equal on all ranks.
-        rejected: 1 if the norm or any rank's loss is not finite, else 0; an fp32 scalar.
+        rejected: 1 if any rank's loss or the norm's square is not finite in fp32, else 0; an fp32
+            scalar.
     """
 
     def __init__(self, sums: Tensor, bad: Tensor) -> None:
         square, bad_ranks = sums[:2].unbind()
         self.norm = square.sqrt()
-        # A NaN of one rank is in the sums of all: every rank rejects the step.
-        self.rejected = ((bad_ranks > 0) | ~self.norm.isfinite()).float()
+        # A NaN of one rank is in the sums of all: every rank rejects the step. Second moments and
+        # Gram matrices are in fp32, whose largest number is 3.4e38.
+        overflows = ~self.norm.float().square().isfinite()
+        self.rejected = ((bad_ranks > 0) | overflows).float()
         own = torch.stack([bad, self.rejected.double()])
         self._numbers = HostCopy(torch.cat([sums, own]))
 

@@ -16,7 +16,14 @@ from torchtitan_lr.estimate.hardware import MACHINES, load_hardware
 from torchtitan_lr.estimate.rehearsal import Rehearsal
 from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.estimate.step_time import step_time
-from torchtitan_lr.estimate.traffic import bytes_by_dim, peak_optimizer_traffic, step_traffic
+from torchtitan_lr.estimate.traffic import (
+    WIRES,
+    bytes_by_dim,
+    gradient_bytes,
+    optimizer_traffic,
+    peak_optimizer_traffic,
+    step_traffic,
+)
 from torchtitan_lr.estimate.work import work_of_run
 from torchtitan_lr.formulas.memory import static_memory
 from torchtitan_lr.models.configured import empty_model
@@ -146,6 +153,34 @@ def test_the_step_in_which_tsr_adam_sends_most():
         peaks = peak_optimizer_traffic(run, 0)
         shares = [bytes_by_dim(rows, run.wire_dtypes)["dp_replicate"] for rows in peaks]
         assert [sum(s.values()) / dense for s in shares] == pytest.approx(expected, abs=6e-4)
+
+
+@pytest.mark.parametrize("name", ["replicas", "tsr", "sparse"])
+def test_gradients_in_both_dtypes(name):
+    """As two runs send them; bf16 halves all but the index of a codec."""
+    replicas = "--parallelism.data_parallel_replicate_degree=2"
+    options = {
+        "replicas": [replicas],
+        "tsr": [replicas, "--optimizer.name=TSRAdam", "--optimizer.tsr_rank=8"],
+        "sparse": ["--grad_compression.codec=sparse"],
+    }[name]
+    sent = {}
+    for wire in WIRES:
+        half = f"--training.mixed_precision_reduce={wire}"
+        run = paper_run(DEBUG, 4, ONE, *options, half)
+        cores = [] if run.tsr is None else optimizer_traffic(run, 0, ())
+        roles = ("gradient", "index", "core")
+        rows = [row for row in step_traffic(run, 0) if row.role in roles]
+        by_dim = bytes_by_dim(rows, run.wire_dtypes)
+        sent[wire] = sum(by_dim["fsdp"].values()) + sum(by_dim.get("dp_replicate", {}).values())
+    assert gradient_bytes(run, 0, cores) == sent
+    if name == "sparse":
+        assert 0.5 * sent["float32"] < sent["bfloat16"] < sent["float32"]
+    else:
+        # What TSR-Adam's shards add up of a core stays in fp32.
+        over_shards = [row for row in cores if row.mesh_dim == "fsdp" and row.role == "core"]
+        wide = 4 * sum(row.elements for row in over_shards)
+        assert sent["bfloat16"] - wide == (sent["float32"] - wide) / 2
 
 
 def test_thousands_of_ranks():

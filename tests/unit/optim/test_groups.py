@@ -9,6 +9,7 @@ import pytest
 from tests.unit.tiny_trainer import history, tiny_trainer
 from torchtitan_lr.checkpoints.run_record import changed
 from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.checks.optimizer import _warn_of_scale
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 
@@ -18,6 +19,7 @@ OPTIONS = [
     *("--training.max_norm=1e9", "--optimizer.tsr_rank=2", "--optimizer.tsr_embedding_rank=2"),
     "--optimizer.adamw_lr=0",
 ]
+OF_TSR = ["--optimizer.tsr_rank=2", "--optimizer.tsr_embedding_rank=2"]
 GROUPS = r"""
 [[optimizer.groups]]
 pattern = 'wq\.A'
@@ -89,6 +91,16 @@ def test_norms_and_gates_need_not_decay(tmp_path):
         assert not weights.equal(other[parameter])
 
 
+def test_adamw_beside_a_spectral_optimizer_has_a_decay_of_its_own(tmp_path):
+    muon = ["--optimizer.name=Muon", "--optimizer.beta1=0"]
+    _, found, _ = steps(tmp_path / "own", *muon, "--optimizer.adamw_weight_decay=0.25")
+    for decay, of_matrices in ((0.5, True), (0.25, False)):
+        _, same, _ = steps(tmp_path / f"{decay}", *muon, f"--optimizer.weight_decay={decay}")
+        for parameter, weights in found.items():
+            is_matrix = parameter.endswith((".A.weight", ".B.weight"))
+            assert weights.equal(same[parameter]) is (is_matrix is of_matrices), parameter
+
+
 @pytest.mark.parametrize(("name", "of_norms"), [("AdamW", "lr"), ("Muon", "adamw_lr")])
 def test_all_groups_follow_the_schedule_and_are_logged(name, of_norms, tmp_path):
     """What is logged is what the optimizers have."""
@@ -107,6 +119,8 @@ def test_all_groups_follow_the_schedule_and_are_logged(name, of_norms, tmp_path)
             assert record[r"lr/\.A\."] == used["layers.0.attention.wo.A.weight"]
             assert record[f"{of_norms}/norm"] == used["norm.weight"]
             assert record[of_norms] == used["output.weight"]
+            patterns = {r"lr/wq\.A", r"lr/\.A\.", f"{of_norms}/norm"}  # rates that a parameter has
+            assert {key for key in record if "lr/" in key} == patterns
     assert [record["lr"] for record in history(trainer)][:2] == [0.0625, 0.125]
 
 
@@ -132,23 +146,42 @@ def test_what_no_run_can_have_is_refused(table, message, tmp_path):
     assert str(error.value).startswith(f"optimizer.groups{message}")
 
 
-@pytest.mark.parametrize(
-    ("name", "lr", "told"),
-    [
-        *(("Spectron", 3e-4, "0.001 to 0.1"), ("LoRAMuon", 1e-4, "0.001 to 0.1")),
-        *(("Muon", 0.02, "0.0001 to 0.01"), ("Muon", 3e-3, "")),
-        *(("Spectron", 0.01, ""), ("AdamW", 3e-4, "")),
-    ],
-)
-def test_a_rate_of_another_optimizer_is_told(name, lr, told, tmp_path, caplog):
-    options = ["--model.name=llama_cola", f"--optimizer.name={name}", f"--optimizer.lr={lr}"]
-    config = build_job_config([*options, f"--job.dump_folder={tmp_path}"])
-    check_job_config(config, 1, "cpu", data="none")
-    lines = [line for line in caplog.messages if "optimizer.lr" in line]
-    assert len(lines) == bool(told)
-    for line in lines:
-        assert f"optimizer.lr = {lr:g} is not of the scale of {name}, whose pub" in line
-        assert told in line
+LEFT_OVER = [  # options, and the rates that are told
+    (
+        "Spectron",
+        ["--optimizer.lr=3e-4"],
+        ["optimizer.lr = 0.0003 is not of the scale of S"],
+    ),
+    ("LoRAMuon", ["--optimizer.lr=6e-3"], ["optimizer.lr = 0.006 is not of the scale of L"]),
+    ("Muon", ["--optimizer.lr=0.02", "--optimizer.adamw_lr=1e-3"], ["optimizer.lr = 0.02 "]),
+    (
+        "Spectron",
+        ["--optimizer.adamw_lr=0.3"],
+        ["optimizer.adamw_lr = 0.3 is not of the scale of"],
+    ),
+    ("Muon", ["--optimizer.lr=2e-2"], ["optimizer.adamw_lr = 0.02 ", "optimizer.lr = 0.02 "]),
+    (
+        "Muon",
+        ["lr_multiplier = 0.01"],
+        ["optimizer.lr of the group wq = 1e-05 is not of the"],
+    ),
+    ("Muon", ["lr_multiplier = 0"], []),
+    ("Muon", ["--optimizer.lr=3e-3"], []),  # its updates have AdamW's size
+    ("AdamW", ["--optimizer.lr=0.3"], []),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "told"), LEFT_OVER)
+def test_a_rate_of_another_optimizer_is_told_once(name, options, told, tmp_path, caplog):
+    _warn_of_scale.cache_clear()
+    if options[0].startswith("lr_m"):
+        options = [written(tmp_path, f"[[optimizer.groups]]\npattern = 'wq'\n{options[0]}")]
+    options = [f"--optimizer.name={name}", f"--job.dump_folder={tmp_path}", *options]
+    for _ in range(2):  # as a sweep checks many runs
+        check_job_config(build_job_config(options), 1, "cpu", data="none")
+    lines = [line for line in caplog.messages if "published rates" in line]
+    for line, start in zip(lines, told, strict=True):
+        assert line.startswith(start)
 
 
 def test_a_rate_that_is_not_the_configured_one_is_logged_as_it_is(tmp_path):
@@ -163,20 +196,40 @@ def test_a_rate_that_is_not_the_configured_one_is_logged_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("decay", "table", "fits"),
+    ("name", "decay", "table", "fits"),
     [
-        *((49, "lr_multiplier = 0", True), (51, "lr_multiplier = 0", False)),
-        *((26, "lr_multiplier = 2", False), (26, "weight_decay_multiplier = 2", False)),
+        *(("LoRAMuon", 49, "", True), ("LoRAMuon", 51, "", False), ("Spectron", 51, "", False)),
+        *(("AdamW", 51, "", False), ("TSRAdam", 51, "", False), ("Adam", 51, "", True)),
+        *(("Muon", 49, "lr_multiplier = 0", True), ("Muon", 51, "lr_multiplier = 0", False)),
+        *(("AdamW", 26, "lr_multiplier = 2", False), ("AdamW", 24, "lr_multiplier = 2", True)),
+        ("Muon", 26, "weight_decay_multiplier = 2", False),
     ],
 )
-def test_a_decay_that_lora_muon_cannot_split_is_refused(decay, table, fits, tmp_path):
-    options = ["--model.name=llama_cola", "--optimizer.name=LoRAMuon", "--optimizer.lr=0.02"]
-    options += [f"--optimizer.weight_decay={decay}", f"--job.dump_folder={tmp_path}"]
-    options.append(written(tmp_path, f"[[optimizer.groups]]\npattern = 'wq'\n{table}"))
+def test_a_decay_that_turns_weights_is_refused(name, decay, table, fits, tmp_path):
+    options = [f"--optimizer.name={name}", "--optimizer.lr=0.02", f"--job.dump_folder={tmp_path}"]
+    options += [f"--optimizer.weight_decay={decay}", *OF_TSR]
+    if table:
+        options.append(written(tmp_path, f"[[optimizer.groups]]\npattern = 'wq'\n{table}"))
     config = build_job_config(options)
     refused = pytest.raises(ConfigError, match=f"weight_decay: got {decay}.0, expected less than")
     with nullcontext() if fits else refused:
         check_job_config(config, 1, "cpu", data="none")
+
+
+@pytest.mark.parametrize("rate", ["adamw_lr", "lr"])
+def test_a_decay_turns_no_weight_that_it_does_not_shrink(rate, tmp_path):
+    """Nor does that of products count: it is of the size of their Gram matrices."""
+    other = "lr" if rate == "adamw_lr" else "adamw_lr"
+    options = ["--optimizer.name=Muon", f"--optimizer.{rate}=2", f"--optimizer.{other}=1e-3"]
+    options += ["--optimizer.weight_decay=0.6", f"--job.dump_folder={tmp_path}"]
+    refused = pytest.raises(ConfigError, match=rf"\.weight_decay: .* less than 0.5.*\.{rate} is 2")
+    for decay_on, fits in (("all", False), ("products", rate == "lr")):
+        config = build_job_config([*options, f"--optimizer.weight_decay_on={decay_on}"])
+        with nullcontext() if fits else refused:
+            check_job_config(config, 1, "cpu", data="none")
+    options[-1:] = ["--optimizer.adamw_weight_decay=0.4", "--optimizer.weight_decay_on=matrices"]
+    with nullcontext() if rate == "adamw_lr" else refused:
+        check_job_config(build_job_config(options), 1, "cpu", data="none")
 
 
 def test_a_command_line_has_no_tables():

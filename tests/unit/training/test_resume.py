@@ -87,6 +87,7 @@ APPLIED = {
         "optimizer.momentum": 0.5,
         "optimizer.nesterov": False,
         "optimizer.adamw_lr": 0.1,
+        "optimizer.adamw_weight_decay": 0.5,
     },
 }
 """Another value of each key that a resumed run applies."""

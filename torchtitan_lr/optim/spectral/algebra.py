@@ -52,16 +52,18 @@ def inverse_root(G: Tensor, coefficients: Coefficients = QUINTIC, floor: float =
     same iterations makes of M / |M|.
 
     Args:
-        G: (b, r, r); 0 gives a finite result.
+        G: (b, r, r).
         coefficients: Of the iterations.
         floor: Added to the eigenvalues of G, in units of its trace. A rounded G may have negative
             ones, which the iterations would magnify.
 
     Returns:
-        (b, r, r), of G's dtype.
+        (b, r, r), of G's dtype. 0 for a G that is 0, or that overflows.
     """
     identity = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
-    trace = G.diagonal(dim1=-2, dim2=-1).sum(-1).clamp(min=_TINY)[:, None, None]  # (b, 1, 1)
+    trace = G.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]  # (b, 1, 1)
+    undefined = (trace <= _TINY) | ~trace.isfinite()
+    trace = trace.clamp(min=_TINY)
     G = G / trace + floor * identity
     Q = trace.rsqrt() * identity
     for step, (a, b, c) in enumerate(coefficients):
@@ -69,7 +71,7 @@ def inverse_root(G: Tensor, coefficients: Coefficients = QUINTIC, floor: float =
         Q = P * trace.rsqrt() if step == 0 else P @ Q
         if step < len(coefficients) - 1:
             G = P @ G @ P
-    return symmetric(Q)
+    return symmetric(Q).masked_fill(undefined, 0.0)
 
 
 def symmetric(Q: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.optim.adam import ShardAdamW
 from torchtitan_lr.optim.container import NamedOptimizers, trained_parameters
-from torchtitan_lr.optim.groups import ONE_GROUP, ParameterGroups
+from torchtitan_lr.optim.groups import ONE_GROUP, ParameterGroups, of_adamw
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.spectral.selection import select_matrices
 from torchtitan_lr.titan import logger
@@ -56,8 +56,7 @@ class SpectralOptimizers(NamedOptimizers):
                     *(config.name, gathered),
                 )
         if others:
-            lr = config.adamw_lr or config.lr
-            optimizers.append(_adamw(groups.split(others, lr, config.weight_decay), config))
+            optimizers.append(_adamw(groups.split(others, *of_adamw(config)), config))
         self.contain(optimizers, {"lr": config.lr})
 
 

@@ -18,9 +18,11 @@ from torch import Tensor
 
 from torchtitan_lr.optim.spectral.algebra import POLAR_EXPRESS, inverse_root, symmetric
 
-_FLOOR = 100
-"""The least eigenvalue of A Aᵀ that LoRA-Muon resolves, in units of the trace's rounding. R then
-magnifies the rounding of another Gram matrix to at most 1/100 of its whitened eigenvalues."""
+_FLOOR = {torch.float32: 100.0, torch.float64: 2.0**26}
+"""The least eigenvalue of A Aᵀ that LoRA-Muon resolves, in units of the trace's rounding ε. R then
+magnifies the rounding of another Gram matrix to at most 1/_FLOOR of its whitened eigenvalues, which
+have that floor. The two, ε · _FLOOR and 1/_FLOOR, are 1e-5 and 1e-2 in fp32, where the first is the
+paper's (Algorithm 4), and both 1.5e-8 in fp64."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,9 @@ def lora_muon(gram_A: Tensor, gram_B: Tensor, AAt: Tensor, BtB: Tensor) -> tuple
         R_B = (Bᵀ B)^(-1/2)        B ← B − η/2 · msign(N_B R_A) R_A
 
     The Gram matrix of R_B N_A is R_B (N_A N_Aᵀ) R_B: nothing else is needed. The change of W does
-    not depend on how W is split into A and B. Singular values of R_B N_A far below a tenth of their
-    root mean square move less than the others: the rounding of N_A N_Aᵀ may hide them.
+    not depend on how W is split into A and B. In fp32, singular values of R_B N_A far below a tenth
+    of their root mean square move less than the others: the rounding of N_A N_Aᵀ may hide them. A
+    factor that is 0, as LoRA's B is at first, leaves the other one as it is.
 
     Args:
         gram_A: N_A N_Aᵀ (b, r, r).
@@ -116,10 +119,11 @@ def lora_muon(gram_A: Tensor, gram_B: Tensor, AAt: Tensor, BtB: Tensor) -> tuple
     Returns:
         Q_A and Q_B (b, r, r).
     """
-    least = _FLOOR * torch.finfo(AAt.dtype).eps
+    floor = _FLOOR[AAt.dtype]
+    least = floor * torch.finfo(AAt.dtype).eps
     R_A = inverse_root(AAt, POLAR_EXPRESS, least)
     R_B = inverse_root(BtB, POLAR_EXPRESS, least)
-    rounding = 1 / (_FLOOR * AAt.shape[-1])  # of a whitened Gram matrix, in units of its trace
+    rounding = 1 / (floor * AAt.shape[-1])  # of a whitened Gram matrix, in units of its trace
     Q_A = R_B @ inverse_root(R_B @ gram_A @ R_B, floor=rounding) @ R_B / 2
     Q_B = R_A @ inverse_root(R_A @ gram_B @ R_A, floor=rounding) @ R_A / 2
     return symmetric(Q_A), symmetric(Q_B)

@@ -17,6 +17,8 @@ from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.spectral.selection import check_rule, select_matrices
 
 RULES = ["Muon", "Spectron", "LoRAMuon"]
+FLOOR = {"LoRAMuon": 1e-7}
+"""What a step with rounded Gram matrices in fp64 may lack of the exact rule."""
 HYPER = {"lr": 0.05, "weight_decay": 0.3, "momentum": 0.8}
 
 
@@ -24,14 +26,13 @@ def drawn(*shape, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=dtype)
 
 
-def iterated(M, floor=0.0):
+def iterated(M):
     """The usual form of the iterations, on the singular values."""
     U, S, Vh = torch.linalg.svd(M, full_matrices=False)
-    start = S / S.norm()
-    x = first = (start.square() + floor).sqrt()
+    x = S / S.norm()
     for a, b, c in algebra.QUINTIC:
         x = a * x + b * x**3 + c * x**5
-    return (U * (x / first * start)) @ Vh
+    return (U * x) @ Vh
 
 
 def inverse_root(G):
@@ -82,8 +83,7 @@ def expected_step(rule, A, B, N_A, N_B):
     else:
         R_A, R_B = inverse_root(A @ A.mT), inverse_root(B.mT @ B)
         s = (1 - lr * decay) ** 0.5
-        floor = 1 / (100 * len(A))  # which the optimizer needs where fp32 rounds
-        d_A, d_B = R_B @ iterated(R_B @ N_A, floor) / 2, iterated(N_B @ R_A, floor) @ R_A / 2
+        d_A, d_B = R_B @ iterated(R_B @ N_A) / 2, iterated(N_B @ R_A) @ R_A / 2
         return s * A - lr * d_A / s, s * B - lr * d_B / s
     return (1 - lr * decay) * A - lr * d_A, (1 - lr * decay) * B - lr * d_B
 
@@ -108,7 +108,7 @@ def test_steps_are_the_papers(rule, nesterov):
         N_B = 0.8 * M_B + 0.2 * G_B if nesterov else M_B
         A, B = expected_step(rule, A, B, N_A, N_B)
         for found, wanted in ((linear.A.weight, A), (linear.B.weight, B)):
-            assert (found - wanted).abs().max() < 1e-12
+            assert (found - wanted).abs().max() < FLOOR.get(rule, 1e-12)
 
 
 def test_muon_is_torchs_own():
@@ -234,6 +234,38 @@ def test_ill_conditioned_factors_never_explode(cond):
     assert 0.2 < torch.linalg.matrix_norm(change, 2) < 1.3
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_factor_that_is_zero_starts(rule):
+    """As B does in LoRA."""
+    linear = Linear(torch.float32)
+    A = linear.A.weight.detach().clone()
+    nn.init.zeros_(linear.B.weight)
+    muon = linear.build(rule, weight_decay=0.0)
+    for step in range(2):
+        linear(drawn(5, 9).float()).sub(1).square().sum().backward()
+        muon.step()
+        muon.zero_grad()
+        assert linear.A.weight.isfinite().all() and 0 < linear.B.weight.norm() < 1
+        assert linear.A.weight.equal(A) is (step == 0)
+
+
+@pytest.mark.parametrize("size", [1e18, 1e20, 3e38])
+@pytest.mark.parametrize("rule", RULES)
+def test_finite_gradients_never_make_weights_that_are_not(rule, size):
+    """A matrix whose Gram matrix overflows stays, until its momentum is small again."""
+    linear = Linear(torch.float32)
+    muon = linear.build(rule, weight_decay=0.0, momentum=0.5)
+    for gradient_size in (size, size, *[1e-3] * 200):
+        before = [p.detach().clone() for p in linear.parameters()]
+        for p in linear.parameters():
+            p.grad = torch.full_like(p, gradient_size)
+        muon.step()
+        for p, weight in zip(linear.parameters(), before, strict=True):
+            assert p.isfinite().all() and (p - weight).norm() < 1
+            assert p.equal(weight) is (gradient_size > 1e19) or gradient_size < 1
+    assert not p.equal(weight)
+
+
 def test_products_are_exact_whatever_the_run_allows(monkeypatch):
     """On a GPU a run may allow TF32, as `torch.set_float32_matmul_precision` says."""
     seen = []
@@ -275,4 +307,4 @@ def test_a_step_without_data_leaves_nothing_behind():
         changed.append(linear)
     A, B = (p.detach() for p in Linear().parameters())
     wanted, _ = expected_step("LoRAMuon", A, B, *(0.2 * G for G in gradients(0)))
-    assert (changed[1].A.weight - wanted).abs().max() < 1e-12
+    assert (changed[1].A.weight - wanted).abs().max() < FLOOR["LoRAMuon"]

@@ -1,0 +1,122 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""DiLoCo (arXiv 2311.08105) and Streaming DiLoCo (arXiv 2501.18512) by torchft's `DiLoCo`.
+
+Each replica trains alone with AdamW. Every H steps the replicas average the changes of their
+weights, and an outer optimizer, SGD with Nesterov momentum, applies the mean. Streaming DiLoCo does
+so fragment after fragment, each every H steps, and lets a sum run beside a step.
+
+torchft's `Manager` asks a server which replicas are alive before every sum. Here their number is
+fixed, so `FixedReplicas` stands in its place, on the run's own process group.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchft.local_sgd import DiLoCo
+
+from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.numerics import scale_
+from torchtitan_lr.optim.gradients import StoredGradients
+from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
+from torchtitan_lr.titan.components import OptimizersContainer
+from torchtitan_lr.training.register import BuildOptimizers, build_optimizers
+
+OUTER: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+"""The outer optimizer of both papers."""
+
+STREAMING: dict[str, Any] = {"fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
+"""Streaming DiLoCo's τ, the steps beside which a sum runs, and α, the share of the local weights
+after it (section 2.3)."""
+
+
+class FixedReplicas:
+    """What `DiLoCo` asks of torchft's `Manager`, for replicas that neither come nor go.
+
+    Args:
+        group: The replicas.
+    """
+
+    _use_async_quorum = False
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._syncs = group, 0
+
+    def allreduce(self, tensor: Tensor, should_quantize: bool = False) -> Any:
+        """Start the mean of a tensor over the replicas, in place."""
+        tensor /= self._group.size()  # gloo has no mean
+        return dist.all_reduce(tensor, group=self._group, async_op=True)
+
+    def current_step(self) -> int:
+        """Return the number of syncs so far, which chooses the next fragment."""
+        return self._syncs
+
+    def should_commit(self) -> bool:
+        """End a sync; it counts."""
+        self._syncs += 1
+        return True
+
+    def start_quorum(self) -> None:
+        """Do nothing: the replicas are known."""
+
+    def allow_state_dict_read(self) -> None:
+        """Do nothing: no other replica reads the weights."""
+
+    def disallow_state_dict_read(self) -> None:
+        """Do nothing, as `allow_state_dict_read`."""
+
+    def register_state_dict_fn(self, *_: Any) -> None:
+        """Do nothing: the race's runs are short, and begin again where they were cut off."""
+
+
+class LocalGradients(StoredGradients):
+    """Gradients of a replica's own batch.
+
+    The loss is divided by the tokens of all replicas; a replica's own mean is so many times larger.
+
+    Args:
+        model_parts: The model; pipelines are not supported.
+        replicas: Their number.
+    """
+
+    def __init__(self, model_parts: list[nn.Module], replicas: int) -> None:
+        super().__init__(model_parts, None)
+        self._replicas = torch.tensor(float(replicas), dtype=torch.float64)
+
+    @torch.no_grad()
+    def finish_sums(self) -> Tensor:
+        """Scale the gradients; return this rank's share of the mean of the squared norms."""
+        scale_(map(local_part, self._gradients()), self._replicas)
+        return super().finish_sums()
+
+
+def fragments_of(model: Any, count: int) -> list[nn.Module]:
+    """Split a model into fragments of consecutive blocks; the ends belong to the outer ones."""
+    blocks = list(model.layers.children())
+    size = -(-len(blocks) // count)
+    parts = [blocks[start : start + size] for start in range(0, len(blocks), size)]
+    parts[0].insert(0, model.tok_embeddings)
+    parts[-1] += [model.norm, model.output]
+    return [nn.ModuleList(part) for part in parts]
+
+
+def diloco(every: int, fragments: int = 1) -> BuildOptimizers:
+    """Return what builds AdamW with a sync of each fragment every so many steps."""
+
+    def build(
+        model_parts: list[nn.Module], config: OptimizerConfig, dims: ParallelDims
+    ) -> OptimizersContainer:
+        optimizers = build_optimizers(model_parts, replace(config, name="AdamW"), dims)
+        group = dims.get_mesh("dp_replicate").get_group()
+        (model,), (inner,) = model_parts, optimizers
+        parts = fragments_of(model, fragments)
+        outer = [torch.optim.SGD(part.parameters(), **OUTER) for part in parts]
+        streams = STREAMING if fragments > 1 else {}
+        sync = DiLoCo(FixedReplicas(group), parts, inner, outer, sync_every=every, **streams)
+        optimizers.diloco = sync.__enter__()  # its hooks run after every step of AdamW
+        optimizers.gradients = LocalGradients(model_parts, group.size())
+        return optimizers
+
+    return build

@@ -1,0 +1,122 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""PowerSGD (Vogels et al., arXiv 1905.13727) by torch's own hook, as the gradients of a step.
+
+The hook is DDP's and reads a bucket. DDP puts up to 25 MB of gradients into one, and so all of the
+race's models. Here the bucket is filled after backward, when DDP would call the hook.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    powerSGD_hook,
+)
+
+from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.optim.gradients import StoredGradients
+from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
+from torchtitan_lr.titan.components import OptimizersContainer
+from torchtitan_lr.training.register import BuildOptimizers, build_optimizers
+
+DENSE_STEPS = 10
+"""Steps before the first compressed one: early gradients change quickly, the hook's notes say."""
+
+
+class WaitingGroup(dist.ProcessGroup):
+    """A process group whose sums have ended when they return.
+
+    The hook starts its second and third sum in callbacks of the one before. Gloo runs these in the
+    thread that sums; a run's groups have one such thread, which would wait for itself, and the
+    ledger of the main thread would not see the sums.
+
+    Args:
+        group: The ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
+        self._group = group
+
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
+        """Sum, wait, and return the work that has ended."""
+        work = self._group.allreduce(tensors, options)
+        work.wait()
+        return work
+
+
+class Bucket:
+    """What the hook reads of a DDP bucket.
+
+    Args:
+        gradients: All gradients of a rank, copied into one buffer.
+    """
+
+    def __init__(self, gradients: Sequence[Tensor]) -> None:
+        self._buffer = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        parts = self._buffer.split([prod(gradient.shape) for gradient in gradients])
+        self._gradients = [p.view(g.shape) for p, g in zip(parts, gradients, strict=True)]
+
+    def buffer(self) -> Tensor:
+        """Return the memory of all gradients (n,)."""
+        return self._buffer
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients, views of the buffer."""
+        return self._gradients
+
+    def index(self) -> int:
+        """Return the number of the bucket."""
+        return 0
+
+    def is_last(self) -> bool:
+        """Return whether no other bucket follows."""
+        return True
+
+
+class PowerSGDGradients(StoredGradients):
+    """Gradients that the hook averages over the replicas, with its error feedback and warm start.
+
+    Args:
+        model_parts: The model; pipelines are not supported.
+        group: The replicas.
+        rank: Rank of the approximation.
+    """
+
+    def __init__(
+        self, model_parts: Sequence[nn.Module], group: dist.ProcessGroup, rank: int
+    ) -> None:
+        super().__init__(model_parts, None)
+        self._replicas = group.size()
+        self.state = PowerSGDState(WaitingGroup(group), rank, start_powerSGD_iter=DENSE_STEPS)
+
+    @torch.no_grad()
+    def finish_sums(self) -> Tensor:
+        """Exchange all gradients; return this rank's share of the squared norm."""
+        # From the last parameter to the first, as DDP: the first Q are drawn in this order.
+        gradients = [local_part(gradient) for gradient in reversed(self._gradients())]
+        bucket: Any = Bucket(gradients)
+        powerSGD_hook(self.state, bucket).wait()
+        for gradient, mean in zip(gradients, bucket.gradients(), strict=True):
+            # The loss is divided by the tokens of all replicas: the gradient is their sum.
+            gradient.copy_(mean * self._replicas)
+        return super().finish_sums()
+
+
+def powersgd(rank: int) -> BuildOptimizers:
+    """Return what builds AdamW with gradients by PowerSGD of a rank."""
+
+    def build(
+        model_parts: list[nn.Module], config: OptimizerConfig, dims: ParallelDims
+    ) -> OptimizersContainer:
+        optimizers = build_optimizers(model_parts, replace(config, name="AdamW"), dims)
+        replicas = dims.get_mesh("dp_replicate").get_group()
+        optimizers.gradients = PowerSGDGradients(model_parts, replicas, rank)
+        return optimizers
+
+    return build
