@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from scripts.research import finished_runs
 from tests.unit.scaling.test_experiment import plan_of, scaling, write
 from torchtitan_lr.scaling.links import SECONDS_FILE, holm, wire_share
 from torchtitan_lr.scaling.sweep import POINT_FILE
@@ -78,6 +79,16 @@ def test_runs_that_did_not_count_are_refused(tmp_path, capsys):
     assert status == 2 and "metrics.log_freq = 1" in said.err and said.err.count("\n") == 1
     for wrong in ("0", "x", "50,50"):
         assert report(tmp_path, capsys, f"--links={wrong}")[0] == 2
+
+
+def test_stored_runs_have_the_same_race(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(finished_runs, "FOLDER", tmp_path)
+    record_runs(plan_of(tmp_path, *RACE), {"full": 2e6, "terse": 2e5})
+    before = report(tmp_path, capsys)[1].out
+    finished_runs.store("x", tmp_path / "work")
+    (tmp_path / "work").rename(tmp_path / "elsewhere")
+    assert finished_runs.restore("x", tmp_path / "work") == 8
+    assert report(tmp_path, capsys)[1].out == before
 
 
 def test_holm_by_hand():
