@@ -38,7 +38,7 @@ from torchtitan.models.llama3.model.model import Transformer
 
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least, in_one_line
 from torchtitan_lr.compat.compiler import remake_inputs_of_products
-from torchtitan_lr.console.figures import new_figure
+from torchtitan_lr.console.figures import TEXT, finish, new_figure
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
@@ -414,13 +414,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
         at = [n + i * width for n in range(len(pairs))]
         axes.bar(at, middle, width, yerr=[below, above], capsize=4, label=mode)
     axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks([n + 0.4 - width / 2 for n in range(len(pairs))], pairs, fontsize=8)
+    axes.set_xticks([n + 0.4 - width / 2 for n in range(len(pairs))], pairs, fontsize=TEXT)
     axes.set_ylabel("CPU time of a step, ratio")
-    axes.set_title("ratios of median CPU times, with quartiles", fontsize=10)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    finish(figure, path, "ratios of median CPU times, with quartiles")
 
 
 @in_one_line

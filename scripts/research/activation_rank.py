@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.console.figures import new_figure
+from torchtitan_lr.console.figures import TITLE, finish, new_figure
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
 
@@ -105,15 +105,11 @@ def draw(rows: list[dict[str, Any]], alphas: list[float], path: Path) -> None:
                 shares = [r["rank"][f"{alpha:g}"] / r["width"] for r in mine]
                 style = {"color": f"C{i}", "marker": "o", "markersize": 3, "linewidth": 1}
                 axes.plot([r["block"] for r in mine], shares, label=name, **style)
-            axes.set_title(f"{kind}, α = {alpha:g}", fontsize=10)
+            axes.set_title(f"{kind}, α = {alpha:g}", fontsize=TITLE)
             axes.grid(alpha=0.3)
             axes.set_ylim(0, 1.02)
             axes.xaxis.get_major_locator().set_params(integer=True)
         line[0].set_ylabel("r(α) / width")
     for axes in panels[-1]:
         axes.set_xlabel("block")
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="center right", fontsize=8)
-    figure.tight_layout(rect=(0, 0, 1 - 1.1 / figure.get_figwidth(), 1))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    finish(figure, path)

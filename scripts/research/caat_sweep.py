@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan_lr.commands.parser import OneLineParser
-from torchtitan_lr.console.figures import new_figure
-from torchtitan_lr.scaling.pictures import color_of
+from torchtitan_lr.console.figures import TITLE, finish, new_figure
+from torchtitan_lr.scaling.pictures import colors_of
 
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0)
 LANES = (4, 8)
@@ -229,7 +229,9 @@ def as_text(rows: list[dict[str, Any]]) -> str:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw loss over p, by number of lanes and in comparison with masks."""
-    figure = new_figure(7.2, 3.6)
+    figure = new_figure()
+    names = {name for row in rows for name in row.keys() - {"table", "p"}}
+    colors = colors_of(sorted(names))
     titles = {"lanes": "CAAT-Net", "masks": "against masks on as many ranks"}
     shown = [table for table in titles if any(row["table"] == table for row in rows)]
     panels = figure.subplots(1, max(1, len(shown)), squeeze=False)[0]
@@ -238,18 +240,15 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         for row in (row for row in rows if row["table"] == table):
             for name in row.keys() - {"table", "p"}:
                 points.setdefault(name, []).append((row["p"], row[name]))
-        for place, name in enumerate(sorted(points)):
-            style: dict[str, Any] = {"color": color_of(name, place), "label": name, "ms": 4}
+        for name in sorted(points):
+            style: dict[str, Any] = {"color": colors[name], "label": name, "ms": 4}
             marker = "x" if len(points[name]) == 1 else "o-"
             axes.plot(*zip(*sorted(points[name]), strict=True), marker, lw=1.2, **style)
-        axes.set_title(titles[table], fontsize=10)
+        axes.set_title(titles[table], fontsize=TITLE)
         axes.set_xlabel("shared (sent) fraction p")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
     panels[0].set_ylabel("validation loss (nats per byte)")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    finish(figure, path)
 
 
 def main(argv: list[str] | None = None) -> int:

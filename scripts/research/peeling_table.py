@@ -17,7 +17,7 @@ from typing import Any
 
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.compression.sizes import LEVELS, PEELING_LIMIT, peels, smallest_theta
-from torchtitan_lr.console.figures import new_figure
+from torchtitan_lr.console.figures import TEXT, finish, new_figure
 from torchtitan_lr.console.tables import text_table
 
 RANKS = (2, 4, 8)
@@ -113,7 +113,7 @@ def as_text(rows: list[dict[str, Any]]) -> str:
 
 def draw(curves: dict[int, list[dict[str, float]]], rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the curves and mark the published levels."""
-    figure = new_figure(6.6, 4.0)
+    figure = new_figure()
     axes = figure.subplots()
     for ranks, points in curves.items():
         loads = [point["load"] for point in points]
@@ -126,19 +126,15 @@ def draw(curves: dict[int, list[dict[str, float]]], rows: list[dict[str, Any]], 
                 # Only on 2 ranks are two levels close to each other.
                 beside = {"2x": -7, "4x": 9}.get(row["level"], 2) if ranks == 2 else 2
                 place = (beside, 7)
-                style = {"textcoords": "offset points", "fontsize": 8, "color": line.get_color()}
+                style = {"textcoords": "offset points", "fontsize": TEXT, "color": line.get_color()}
                 axes.annotate(row["level"], at, place, ha="center", **style)
     axes.axvline(PEELING_LIMIT, color="grey", lw=0.8, ls="--", label="limit of the check")
     axes.set_xlabel("c · density of the union")
     axes.set_ylim(-0.06, 1.14)
     axes.set_ylabel("share peeled (dotted: whole trials)")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="upper right", bbox_to_anchor=(1, 0.9))
     title = "TAGC: what a sketch of all ranks' entries recovers\ncircles: the published levels"
-    axes.set_title(title, fontsize=10)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    finish(figure, path, title)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 from scripts.research.finished_runs import Run, stored_runs
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
-from torchtitan_lr.console.figures import new_figure
+from torchtitan_lr.console.figures import TITLE, finish, new_figure
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.sweep import FINISHED
@@ -44,14 +44,20 @@ def searched(size: str) -> Curves:
     return found
 
 
+def best_of(runs: dict[float, Run]) -> Run:
+    """Return the run with the lowest loss."""
+    return min(runs.values(), key=lambda run: float(run["row"]["val_loss"]))
+
+
 def measured(curves: Curves) -> Curves:
-    """Return the runs whose update norms are stored; families without any are left out."""
+    """Return the curves whose best run has stored update norms; print what is left out."""
     found: Curves = {}
     for family, by_optimizer in curves.items():
         for optimizer, runs in by_optimizer.items():
-            known = {rate: run for rate, run in runs.items() if run["update_norms"]}
-            if known:
-                found.setdefault(family, {})[optimizer] = known
+            if best_of(runs)["update_norms"]:
+                found.setdefault(family, {})[optimizer] = runs
+            else:
+                print(f"{family} with {optimizer}: its best run has no stored norms, left out")
     return found
 
 
@@ -84,27 +90,24 @@ def best_loss(losses: dict[float, float]) -> str:
     return f"{best:.3f} ({rates[place]:g}; {', '.join(rises)})"
 
 
-def draw(curves: Curves, what: str, panel: Any) -> Any:
+def draw(curves: Curves, what: str, panel: Any, path: Path) -> None:
     """Draw one panel per family, with a line per optimizer.
 
     Args:
         curves: Returned by `searched`.
         what: The title.
         panel: Draws the runs of one family and optimizer: axes, runs by rate, label and colour.
+        path: The PNG to write.
     """
-    figure = new_figure(2.5 * len(curves), 3.2)
+    figure = new_figure(2.5 * len(curves), 3.0)
     shared = None
     for place, (family, by_optimizer) in enumerate(curves.items()):
         axes = shared = figure.add_subplot(1, len(curves), place + 1, sharex=shared, sharey=shared)
         for optimizer, runs in by_optimizer.items():
             panel(axes, runs, optimizer, f"C{OPTIMIZERS.index(optimizer)}")
-        axes.set_title(family, fontsize=9)
+        axes.set_title(family, fontsize=TITLE)
         axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(fontsize=7)
-    figure.suptitle(what, fontsize=9)
-    figure.set_layout_engine("constrained")
-    return figure
+    finish(figure, path, what)
 
 
 def draw_rates(axes: Any, runs: dict[float, Run], label: str, color: str) -> None:
@@ -116,8 +119,7 @@ def draw_rates(axes: Any, runs: dict[float, Run], label: str, color: str) -> Non
 
 def draw_norms(axes: Any, runs: dict[float, Run], label: str, color: str) -> None:
     """Draw the update norms of the best run, in the order of the logged steps."""
-    best = min(runs.values(), key=lambda run: float(run["row"]["val_loss"]))
-    axes.plot(best["update_norms"], label=label, c=color)
+    axes.plot(best_of(runs)["update_norms"], label=label, c=color)
     axes.set(yscale="log", xlabel="logged step")
 
 
@@ -126,15 +128,16 @@ def main(argv: list[str] | None = None) -> int:
     """Print the table and write both pictures; return the exit status."""
     parser = OneLineParser(prog="scripts.research.spectral_pictures", description=__doc__)
     parser.add_argument("--size", default="w48", help="a size of the experiment")
+    parser.add_argument("--out", default=str(IMAGES), help="folder of the pictures")
     options: argparse.Namespace = parser.parse_args(argv)
-    curves = searched(options.size)
+    curves, out = searched(options.size), Path(options.out)
     if not any(curves.values()):
         raise ConfigError("--size", options.size, "a size with stored runs")
     print(table(curves))
     what = f"validation loss (nats per token) over learning rate, {options.size}, seed 0"
-    draw(curves, what, draw_rates).savefig(IMAGES / "spectral_rates.png")
+    draw(curves, what, draw_rates, out / "spectral_rates.png")
     what = f"largest spectral norm of a step's update, at the best learning rate, {options.size}"
-    draw(measured(curves), what, draw_norms).savefig(IMAGES / "spectral_norms.png")
+    draw(measured(curves), what, draw_norms, out / "spectral_norms.png")
     return 0
 
 

@@ -1,10 +1,32 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The common parts of a run's pictures: the figure, its axes, smoothed values."""
+"""The common parts of all pictures: the figure, its axes, lines, legend and title."""
 
+import textwrap
+from pathlib import Path
 from typing import Any
 
 DPI = 160
 """With widths of about 7 inches, text of 8 points and more is legible at half width."""
+
+WIDTH, HEIGHT = 6.6, 4.0
+"""Inches of a picture with one panel; its legend comes on top of the height."""
+
+TITLE, TEXT = 10, 8
+"""Sizes of the letters, in points."""
+
+THICK: dict[str, Any] = {"linewidth": 1.6}
+"""A smoothed or fitted line."""
+
+THIN: dict[str, Any] = {"linewidth": 0.7, "alpha": 0.4}
+"""The values as they were logged."""
+
+DOTS: dict[str, Any] = {"marker": "o", "markersize": 4, "linestyle": "none"}
+"""Single measurements."""
+
+_LABEL_LETTERS = 90
+"""A longer label is broken into lines."""
+
+_MOST_COLUMNS = 4
 
 SMOOTHED_POINTS = 20
 """A smoothed curve averages over 1/20 of its points, at least over three."""
@@ -12,7 +34,7 @@ SMOOTHED_POINTS = 20
 Series = tuple[list[float], list[float]]
 
 
-def new_figure(width: float, height: float) -> Any:
+def new_figure(width: float = WIDTH, height: float = HEIGHT) -> Any:
     """Return an empty figure that uses neither a display nor ``pyplot``'s global state.
 
     Args:
@@ -29,6 +51,34 @@ def new_figure(width: float, height: float) -> Any:
     figure = Figure(figsize=(width, height), dpi=DPI)
     FigureCanvasAgg(figure)
     return figure
+
+
+def finish(figure: Any, path: Path, title: str = "") -> None:
+    """Add the title above and the legend below all panels, where they cover no line; write the PNG.
+
+    Args:
+        figure: Returned by `new_figure`. A label that several panels have occurs once.
+        path: The PNG to write; its folder is created.
+        title: The title.
+    """
+    handles: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(textwrap.fill(label, _LABEL_LETTERS), handle)
+    figure.set_layout_engine("constrained")
+    if title:
+        figure.suptitle(title, fontsize=TITLE)
+    for columns in range(min(len(handles), _MOST_COLUMNS), 0, -1):
+        legend = figure.legend(
+            handles.values(), handles, loc="outside lower center", ncols=columns, fontsize=TEXT
+        )
+        box = legend.get_window_extent()
+        if columns == 1 or box.width <= figure.bbox.width:
+            figure.set_figheight(figure.get_figheight() + box.height / figure.dpi)
+            break
+        legend.remove()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
 
 
 def series(history: list[dict[str, Any]], key: str) -> Series:

@@ -9,11 +9,11 @@ from typing import Any
 
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.paths import find_config
-from torchtitan_lr.console.figures import new_figure
+from torchtitan_lr.console.figures import TEXT, finish, new_figure
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.experiments import SECONDS, step_records
-from torchtitan_lr.scaling.pictures import color_of
+from torchtitan_lr.scaling.pictures import colors_of
 from torchtitan_lr.scaling.sweep import FINISHED, Point
 from torchtitan_lr.scaling.variants import derive, read_plans, shared_mode
 
@@ -118,20 +118,21 @@ def as_text(rows: list[dict[str, Any]]) -> str:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw seconds, bytes and memory as bars, one a run."""
-    figure = new_figure(7.4, 1 + 0.35 * len(rows))
+    figure = new_figure(height=1 + 0.35 * len(rows))
     panels = {
         "seconds per step": [row["seconds"] for row in rows],
         "MB of collectives per step and rank": [(row["comm_bytes"] or 0) / 1e6 for row in rows],
         "peak memory of a rank (GiB)": [row["peak_memory_gib"] for row in rows],
     }
-    colors = [color_of(row["run"], place) for place, row in enumerate(rows)]
+    known = colors_of([row["run"] for row in rows])
+    colors = [known[row["run"]] for row in rows]
     names = [f"{row['run']}\n({row['checkpointing']})" for row in rows]
     for axes, (label, values) in zip(
         figure.subplots(1, 3, sharey=True), panels.items(), strict=True
     ):
         axes.barh(range(len(rows)), values, color=colors, edgecolor="black", linewidth=0.6)
-        axes.set_xlabel(label, fontsize=8)
-        axes.set_yticks(range(len(rows)), names, fontsize=8)
+        axes.set_xlabel(label, fontsize=TEXT)
+        axes.set_yticks(range(len(rows)), names, fontsize=TEXT)
         axes.invert_yaxis()
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)
@@ -140,6 +141,4 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure.axes[0].errorbar(
         *([row["seconds"] for row in rows], range(len(rows))), xerr=ends, fmt="none", ecolor="grey"
     )
-    figure.suptitle("median and range of steps; activation checkpointing in brackets", fontsize=9)
-    figure.set_layout_engine("constrained")
-    figure.savefig(path)
+    finish(figure, path, "median and range of steps; activation checkpointing in brackets")

@@ -1,12 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Pictures that compare runs: the losses of several ones, and the colours of the methods."""
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.console.figures import finish_axes, new_figure, series, smoothed, tokens_per_step
+from torchtitan_lr.console.figures import finish, finish_axes, new_figure, series, tokens_per_step
 from torchtitan_lr.errors import escaped
-from torchtitan_lr.training.history import TRAIN_LOSS, VALIDATION_LOSS
+from torchtitan_lr.training.history import TRAIN_LOSS, draw_losses
 
 # The runs with which the others are compared.
 _BASES = ("full", "AdamW", "dense", "p1", "one process")
@@ -24,32 +26,41 @@ COLORS = {
 """The colour of a method in every picture that compares methods; a hyphen is a blank."""
 
 
-def color_of(name: str, place: int = 0) -> str:
-    """Return the colour of a method."""
-    name = name.replace("-", " ").lower()
-    known = [key for key in COLORS if f"{name} ".startswith(f"{key.lower()} ")]
-    return COLORS[max(known, key=len)] if known else f"C{place}"
+_OTHERS = (
+    *(f"tab:{name}" for name in ("blue", "orange", "green", "red", "purple", "brown", "pink")),
+    *("tab:olive", "tab:cyan", "tab:gray", "navy", "gold", "lime", "darkred", "plum", "teal"),
+)
+"""Colours of methods that `COLORS` does not name, or that share their colour with another."""
+
+
+def colors_of(names: Sequence[str]) -> dict[str, str]:
+    """Return the colours of the methods of one picture: all different, as far as there are some.
+
+    Args:
+        names: The methods; a name that begins with a method's is of that method.
+    """
+    known: dict[str, str] = {}
+    for name in names:
+        text = name.replace("-", " ").lower() + " "
+        methods = [key for key in COLORS if text.startswith(f"{key.lower()} ")]
+        if methods and (color := COLORS[max(methods, key=len)]) not in known.values():
+            known[name] = color
+    free = [color for color in _OTHERS if color not in known.values()] or list(_OTHERS)
+    unknown = [name for name in dict.fromkeys(names) if name not in known]
+    return known | dict(zip(unknown, itertools.cycle(free), strict=False))
 
 
 def draw_runs(runs: dict[str, list[dict[str, Any]]], path: Path) -> Any:
     """Draw the losses of several runs in one picture, over steps and tokens of the longest one."""
-    figure = new_figure(6.6, 4.4)
+    figure = new_figure()
     axes = figure.add_subplot()
-    for place, (name, history) in enumerate(runs.items()):
-        train, color = series(history, TRAIN_LOSS), color_of(name, place)
+    colors = colors_of(list(runs))
+    for name, history in runs.items():
         label = escaped(name).replace("$", r"\$")  # a formula otherwise, and an error if it is none
-        axes.plot(train[0], smoothed(train[1]), linewidth=1.6, label=label, color=color)
-        axes.plot(*train, color=color, linewidth=0.6, alpha=0.3)
-        validation = series(history, VALIDATION_LOSS)
-        style = {"color": color, "marker": "o", "markersize": 4}
-        axes.plot(*validation, linestyle="none", **style)
-    axes.set_ylabel("loss (nats per token); dots: validation")
+        draw_losses(axes, history, colors[name], colors[name], label, "")
     tokens = {tokens_per_step(history) for history in runs.values()}
     # With different batches there is no common axis of tokens.
     longest = max(runs.values(), key=lambda history: max(series(history, TRAIN_LOSS)[0], default=0))
     finish_axes(axes, longest if len(tokens) == 1 else [])
-    axes.legend(fontsize=8)
-    axes.set_title("training loss, thin: as logged, thick: smoothed", fontsize=10)
-    figure.set_layout_engine("constrained")  # leaves room for the upper axis and the title
-    figure.savefig(path)
+    finish(figure, path, "training loss (thin: as logged); dots: validation loss")
     return figure

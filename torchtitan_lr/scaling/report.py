@@ -4,14 +4,15 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from torchtitan_lr.console.figures import new_figure
+from torchtitan_lr.console.figures import DOTS, THICK, finish, new_figure
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.scaling.fit import Fit, fit_points, student
-from torchtitan_lr.scaling.pictures import color_of
+from torchtitan_lr.scaling.pictures import colors_of
 from torchtitan_lr.scaling.plan import Plan
 from torchtitan_lr.scaling.sweep import FINISHED, Point
 
@@ -70,19 +71,74 @@ def with_interval(value: tuple[float, float | None, float | None] | None, style:
     return f"{middle} [{', '.join(ends)}]" if ends else middle
 
 
+def frontier(rows: Sequence[Row], family: str) -> list[Row]:
+    """Return the points of a family that no cheaper one beats, the cheapest first."""
+    best: list[Row] = []
+    own = [row for row in rows if row["family"] == family and row["losses"]]
+    for row in sorted(own, key=lambda row: (row["FLOPs"], row["loss"][0])):
+        if not best or row["loss"][0] < best[-1]["loss"][0]:
+            best.append(row)
+    return best
+
+
 def fits_of(rows: Sequence[Row]) -> dict[str, Fit]:
-    """Fit L(C) to the points of each family that no cheaper one beats; every seed is a point."""
+    """Fit L(C) to the `frontier` of each family; every seed is a point."""
     found = {}
     for family in dict.fromkeys(row["family"] for row in rows):
-        best: list[Row] = []
-        own = [row for row in rows if row["family"] == family and row["losses"]]
-        for row in sorted(own, key=lambda row: (row["FLOPs"], row["loss"][0])):
-            if not best or row["loss"][0] < best[-1]["loss"][0]:
-                best.append(row)
+        best = frontier(rows, family)
         points = [(row["FLOPs"], loss) for row in best for loss in row["losses"].values()]
         if (fit := fit_points(np.asarray(points, dtype=float).reshape(-1, 2))) is not None:
             found[family] = fit
     return found
+
+
+def judged(rows: Sequence[Row], fits: Mapping[str, Fit]) -> list[dict[str, Any]]:
+    """Say of every point how its family's law describes it.
+
+    Args:
+        rows: Returned by `rows_of`.
+        fits: Returned by `fits_of`.
+
+    Returns:
+        The rows with ``fitted`` (whether the law was fitted to the point), ``minus_law`` (its mean
+        loss minus the law's) and ``missed`` (the law's band and the range of the point's seeds do
+        not touch); None, None and None without a law or a loss.
+    """
+    kept = {id(row) for family in fits for row in frontier(rows, family)}
+    found = []
+    for row in rows:
+        judgement: dict[str, Any] = dict.fromkeys(("fitted", "minus_law", "missed"))
+        if row["losses"] and (fit := fits.get(row["family"])):
+            at = np.asarray([row["FLOPs"]])
+            ((low,), (high,)) = fit.band(at)
+            losses = row["losses"].values()
+            judgement["fitted"] = id(row) in kept
+            judgement["minus_law"] = row["loss"][0] - float(fit.law(at)[0])
+            judgement["missed"] = bool(min(losses) > high or max(losses) < low)
+        found.append({**row, **judgement})
+    return found
+
+
+def law_table(rows: Sequence[Row], fits: Mapping[str, Fit]) -> str:
+    """Return the laws as Markdown, with the points that each one misses.
+
+    Args:
+        rows: Returned by `judged`.
+        fits: Returned by `fits_of`.
+    """
+    lines = []
+    for name, fit in fits.items():
+        own = [row for row in rows if row["family"] == name and row["losses"]]
+        missed = []
+        for row in (row for row in own if row["missed"]):
+            what = f"{row['size']} {row['tokens_per_parameter']:g} {row['equal']}"
+            left_out = "" if row["fitted"] else ", not fitted"
+            missed.append(f"{what} ({row['minus_law']:+.3f}{left_out})")
+        intervals = [with_interval(fit.interval(key), ".3f") for key in ("floor", "alpha")]
+        fitted = f"{sum(row['fitted'] for row in own)} of {len(own)}"
+        lines.append([name, fitted, *intervals, "; ".join(missed) or "none"])
+    header = ["family", "points", "E [95%]", "alpha [95%]", "misses (loss minus law)"]
+    return markdown_table(header, lines)
 
 
 def write(plan: Plan, edges: Sequence[str], rows: Sequence[Row], fits: Mapping[str, Fit]) -> str:
@@ -95,42 +151,49 @@ def write(plan: Plan, edges: Sequence[str], rows: Sequence[Row], fits: Mapping[s
         fits: Returned by `fits_of`.
     """
     experiment = plan.experiment
+    rows = judged(rows, fits)
     parts = [f"# {experiment.name}", experiment.description]
     parts.append(markdown_table(*table(rows, experiment.reference)))
     if fits:
-        header = ["family", "points", "E [95%]", "alpha [95%]"]
-        laws = []
-        for name, fit in fits.items():
-            intervals = [with_interval(fit.interval(key), ".3f") for key in ("floor", "alpha")]
-            laws.append([name, str(fit.points), *intervals])
-        parts.append(markdown_table(header, laws))
+        parts.append(law_table(rows, fits))
     text = "\n\n".join(part for part in [*parts, *edges] if part)
     (plan.work / "scaling.md").write_text(text + "\n")
     data = {"experiment": asdict(experiment), "points": rows}
     data["laws"] = {name: asdict(fit.law) for name, fit in fits.items()}
     (plan.work / "scaling.json").write_text(json.dumps(data, indent=1) + "\n")
-    draw(plan, rows, fits).savefig(plan.work / "scaling.png")
+    draw(experiment.description or experiment.name, rows, fits, plan.work / "scaling.png")
     return text
 
 
-def draw(plan: Plan, rows: Sequence[Row], fits: Mapping[str, Fit]) -> Any:
-    """Draw the loss over FLOPs: means and ranges of seeds, and each family's law with its band."""
-    figure = new_figure(6.4, 4.4)
+def draw(title: str, rows: Sequence[Row], fits: Mapping[str, Fit], path: Path) -> Any:
+    """Draw the loss over FLOPs: means and ranges of seeds, and each family's law with its band.
+
+    Args:
+        title: First line of the title.
+        rows: Returned by `judged`.
+        fits: Returned by `fits_of`.
+        path: The PNG to write.
+    """
+    figure = new_figure()
     axes = figure.add_subplot()
-    for place, family in enumerate(dict.fromkeys(row["family"] for row in rows if row["losses"])):
-        color = color_of(family, place)
+    families = list(dict.fromkeys(row["family"] for row in rows if row["losses"]))
+    for family, color in colors_of(families).items():
         own = [row for row in rows if row["family"] == family and row["losses"]]
-        flops, ends = [row["FLOPs"] for row in own], [[*row["losses"].values()] for row in own]
-        axes.vlines(flops, [*map(min, ends)], [*map(max, ends)], color=color, lw=1.2)
-        axes.plot(flops, [row["loss"][0] for row in own], "o", color=color, ms=4, label=family)
+        for row in own:
+            losses = row["losses"].values()
+            axes.vlines(row["FLOPs"], min(losses), max(losses), color=color, lw=1.2)
+            inside = "white" if row["missed"] else color
+            label = family if row is own[0] else None
+            axes.plot(row["FLOPs"], row["loss"][0], color=color, mfc=inside, label=label, **DOTS)
         if fit := fits.get(family):
+            flops = [row["FLOPs"] for row in own]
             at = np.geomspace(min(flops), max(flops), 60)
             axes.fill_between(at, *fit.band(at), color=color, alpha=0.2, linewidth=0)
-            axes.plot(at, fit.law(at), color=color, lw=1.4)
+            axes.plot(at, fit.law(at), color=color, **THICK)
     axes.set(xscale="log", xlabel="training FLOPs", ylabel="validation loss (nats per token)")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    what = "mean and range of seeds" + ("; lines: fit and 95% band" if fits else "")
-    figure.suptitle(f"{plan.experiment.description or plan.experiment.name}\n{what}", fontsize=9)
-    figure.set_layout_engine("constrained")
+    what = "mean and range of seeds"
+    if fits:
+        what += "; lines: fit and 95% band; hollow: missed by it"
+    finish(figure, path, f"{title}\n{what}")
     return figure

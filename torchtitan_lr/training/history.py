@@ -11,7 +11,16 @@ from statistics import median
 from typing import Any
 
 from torchtitan_lr.config.files import parse_json, read_regular
-from torchtitan_lr.console.figures import finish_axes, new_figure, series, smoothed
+from torchtitan_lr.console.figures import (
+    DOTS,
+    THICK,
+    THIN,
+    finish,
+    finish_axes,
+    new_figure,
+    series,
+    smoothed,
+)
 
 HISTORY_FILE = "metrics.jsonl"
 
@@ -129,33 +138,44 @@ def build_summary(
     }
 
 
+def draw_losses(
+    axes: Any, history: list[dict[str, Any]], color: str, dots: str, name: str, dots_name: str
+) -> None:
+    """Draw a run's training loss, as logged and smoothed, and its validation losses as dots.
+
+    Args:
+        axes: The axes.
+        history: The run's records.
+        color: Colour of the training loss.
+        dots: Colour of the validation losses.
+        name: Label of the smoothed training loss.
+        dots_name: Label of the validation losses; empty for none.
+    """
+    steps, losses = series(history, TRAIN_LOSS)
+    axes.plot(steps, losses, color=color, **THIN)
+    axes.plot(steps, smoothed(losses), color=color, label=name, **THICK)
+    validation = series(history, VALIDATION_LOSS)
+    if validation[0]:
+        axes.plot(*validation, color=dots, label=dots_name or None, **DOTS)
+    axes.set_ylabel("loss (nats per token)")
+
+
 def draw_curve(history: list[dict[str, Any]], path: Path, title: str = "") -> Any:
     """Draw losses, unigram entropy and learning rate over steps and tokens into a PNG."""
-    figure = new_figure(6.6, 4.4)
+    figure = new_figure()
     axes = figure.add_subplot()
-    train, validation = series(history, TRAIN_LOSS), series(history, VALIDATION_LOSS)
-    axes.plot(*train, color=_TRAIN, linewidth=0.8, alpha=0.4, label="training loss")
-    smooth = smoothed(train[1])
-    axes.plot(train[0], smooth, color=_TRAIN, linewidth=1.6, label="training loss, smoothed")
-    if validation[0]:
-        style = {"color": _VALIDATION, "marker": "o", "markersize": 4}
-        axes.plot(*validation, label="validation loss", **style)
+    names = "training loss (thin: as logged)", "validation loss"
+    draw_losses(axes, history, _TRAIN, _VALIDATION, *names)
     if entropies := series(history, UNIGRAM_ENTROPY)[1]:
         label = f"unigram entropy {entropies[-1]:.2f} nats"
         axes.axhline(entropies[-1], color="grey", linestyle="--", label=label)
-    axes.set_ylabel("loss (nats per token)")
     finish_axes(axes, history)
-    lines, labels = axes.get_legend_handles_labels()
     rates = series(history, "lr")
     if rates[0]:
         right = axes.twinx()
-        (line,) = right.plot(*rates, color=_RATE, linewidth=0.8, alpha=0.7)
+        right.plot(*rates, color=_RATE, linewidth=0.8, alpha=0.7, label="learning rate")
         right.set_ylabel("learning rate", color=_RATE)
         right.set_ylim(bottom=0)
         right.yaxis.set_major_formatter("{x:g}")
-        lines, labels = [*lines, line], [*labels, "learning rate"]
-    axes.legend(lines, labels, fontsize=8)
-    axes.set_title(title, fontsize=10)
-    figure.set_layout_engine("constrained")  # leaves room for the upper axis and the title
-    figure.savefig(path)
+    finish(figure, path, title)
     return figure

@@ -4,6 +4,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,7 +16,7 @@ from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.spectral.selection import select_matrices
 from torchtitan_lr.scaling.experiment import read_experiment
 from torchtitan_lr.scaling.plan import Plan
-from torchtitan_lr.scaling.report import fits_of, rows_of
+from torchtitan_lr.scaling.report import fits_of, judged, law_table, rows_of
 
 scaling = Command("scaling")
 
@@ -293,7 +294,9 @@ def test_an_edge_is_reported(tmp_path, standin, capsys):
 def row(size, budget, parameters, tokens, exponent):
     flops = 6.0 * parameters * tokens
     loss = 1.8 + 3 * (flops / 1e10) ** -exponent
-    return {"family": "a", "size": size, "tokens_per_parameter": budget, "N": parameters} | {
+    setting = {"family": "a", "size": size, "tokens_per_parameter": budget, "equal": "flops"}
+    return setting | {
+        "N": parameters,
         "D": tokens,
         "FLOPs": flops,
         "loss": (loss, None, None),
@@ -305,8 +308,16 @@ def test_a_law_is_fitted_to_what_no_cheaper_point_beats():
     rows = [row(n, 20, n, 20 * n, 0.2) for n in (10**5, 10**6, 10**7, 10**8)]
     worse = row(9, 5, 10**7, 10**9, 0.2)
     worse |= {"loss": rows[0]["loss"], "losses": rows[0]["losses"]}
-    (fit,) = fits_of([worse, *rows]).values()
+    fits = fits_of([worse, *rows])
+    (fit,) = fits.values()
     assert fit.points == 4 and fit.law.alpha == pytest.approx(0.2, abs=0.01)
     _, low, high = fit.interval("alpha")
     assert low <= fit.law.alpha <= high
     assert fits_of(rows[:3]) == {}
+    # What the law misses is said, with the distance.
+    outside, *inside = judged([worse, *rows], fits)
+    distance = worse["loss"][0] - float(fit.law(np.asarray([worse["FLOPs"]]))[0])
+    assert (outside["fitted"], outside["missed"]) == (False, True) and distance > 0.3
+    assert f"9 5 flops ({distance:+.3f}, not fitted)" in law_table([outside, *inside], fits)
+    assert all(point["fitted"] and abs(point["minus_law"]) < 0.01 for point in inside)
+    assert all(point["missed"] is None for point in judged(rows[:3], {}))
