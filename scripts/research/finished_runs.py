@@ -18,6 +18,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,12 @@ def _git(*arguments: str) -> str:
     except (OSError, subprocess.CalledProcessError) as error:
         raise ConfigError("git", str(error), "a clone of the repository") from error
     return done.stdout
+
+
+def versions_text(stored: Iterable[Run]) -> str:
+    """Return the different `versions` of stored runs as text."""
+    pairs = sorted({(run["commit"], run["torch"]) for run in stored})
+    return "; ".join(f"commit {commit}, torch {torch}" for commit, torch in pairs)
 
 
 def stored_runs(name: str) -> dict[str, Run]:
