@@ -152,7 +152,7 @@ def with_tables(page: str, name: str) -> str:
     """Return a page with the tables of an experiment or a measurement.
 
     Raises:
-        ValueError: The page has no place for them.
+        ConfigError: The page has no place for them.
     """
     measured = name in measurements.MEASUREMENTS
     tables = measurements.section(name) if measured else section(name)

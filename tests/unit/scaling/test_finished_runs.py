@@ -9,6 +9,7 @@ import pytest
 from scripts.research import finished_runs, measurements, result_tables, spectral_pictures
 from scripts.research.measurements import Measurement
 from tests.unit.scaling.test_experiment import TOML
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.experiment import read_experiment
 from torchtitan_lr.scaling.plan import Plan
 from torchtitan_lr.scaling.sweep import POINT_FILE, Point, Sweep
@@ -112,6 +113,8 @@ def test_tables_follow_from_the_stored_runs(
     )
     assert "old" not in written and written.startswith("before\n") and written.endswith("after\n")
     assert result_tables.with_tables(written, "x") == written
+    with pytest.raises(ConfigError, match="table: x"):
+        result_tables.with_tables("a page without its lines", "x")
     # The control: with another loss the page is out of date.
     next(iter(runs.values()))["row"]["val_loss"] += 0.01
     path.write_text(json.dumps(runs))
