@@ -36,7 +36,8 @@ from torchtitan_lr.training.history import train_loss
 
 SECONDS_FILE = "seconds.json"
 """In the folder of an experiment: seconds per step by family, under ``compute`` and under the rate
-of every link on which they were measured, such as ``200``."""
+of every link on which they were measured, such as ``200``. What one family of a race lacks does not
+count for the others."""
 
 LEVEL = 0.05
 """Level of the tests of a link, all together."""
@@ -172,7 +173,7 @@ def times_to(
 
 
 def _of_family(measured: Measured, family: str) -> dict[str, float]:
-    return {rate: seconds[family] for rate, seconds in measured.items() if family in seconds}
+    return {rate: seconds[family] for rate, seconds in measured.items()}
 
 
 def beaten(times: Mapping[str, Mapping[int, float]], best: str) -> dict[str, float | None]:
@@ -309,9 +310,12 @@ def write_report(plan: Plan, points: Sequence[Point], links: Sequence[float]) ->
     if not found:
         raise ConfigError("--out", str(plan.work), "a folder with finished runs of the experiment")
     path = plan.work / SECONDS_FILE
-    measured = read_json(path) if path.is_file() else {}
+    known: Measured = read_json(path) if path.is_file() else {}
     parts = [f"# {plan.experiment.name}", plan.experiment.description]
     for name, courses in found.items():
+        # Methods are compared by measured seconds if all of them have some.
+        whole = {rate for rate, seconds in known.items() if courses.keys() <= seconds.keys()}
+        measured = {rate: known[rate] for rate in whole}
         parts += [f"## {name}", link_table(courses, links, measured)]
         by_bytes: dict[str, Over] = {"MB sent per rank": over_bytes}
         draw(courses, by_bytes, plan.work / f"links_bytes_{name}.png", name)
