@@ -147,7 +147,7 @@ def draw_volumes(axes: Any) -> None:
     axes.set_yticks([])
     axes.tick_params(labelsize=8)
     axes.set_title("elements sent per token and block, 7B", loc="left", fontsize=10)
-    axes.legend(fontsize=8, loc="lower right", ncols=2)
+    axes.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
 
