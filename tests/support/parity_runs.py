@@ -266,7 +266,7 @@ ROUNDING_OF_POLAR_FACTORS = 3.0
 Limit of `rounding_excess` after a step of a spectral optimizer, with ``floor=max``. The error of a
 polar factor grows as its matrix's smallest singular values fall, so parameters differ more than
 layouts do, and the largest error of one process is the scale: 0.09 to 0.17. A layout's was at most
-1.1 times that (seven draws of the support matrix). A matrix that moves in another direction has an
+1.1 times that (six draws of the support matrix). A matrix that moves in another direction has an
 error of √2, 8 to 16 times that.
 """
 
