@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.support.support_matrix import SupportMatrix
 from torchtitan_lr.commands.parser import OneLineParser
+from torchtitan_lr.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "choose.md"
@@ -25,12 +26,12 @@ def insert(text: str, table: str, begin: str = BEGIN, end: str = END) -> str:
         end: The line after it.
 
     Raises:
-        ValueError: The markers do not occur, in order.
+        ConfigError: The markers do not occur, in order.
     """
     before, found_begin, rest = text.partition(begin)
     _, found_end, after = rest.partition(end)
     if not (found_begin and found_end):
-        raise ValueError(f"the page has no {begin} ... {end}")
+        raise ConfigError("page", f"a page without {begin}", f"the lines {begin} and {end}")
     return f"{before}{begin}\n{table}\n{end}{after}"
 
 
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     OneLineParser(description=__doc__).parse_args(argv)
     try:
         PAGE.write_text(insert(PAGE.read_text(), SupportMatrix().table()))
-    except ValueError as error:
+    except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

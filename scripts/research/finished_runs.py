@@ -18,8 +18,11 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
@@ -27,8 +30,9 @@ from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.paths import find_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.experiment import read_experiment
+from torchtitan_lr.scaling.experiments import SECONDS
 from torchtitan_lr.scaling.sweep import DIVERGED, FINISHED, POINT_FILE
-from torchtitan_lr.training.history import HISTORY_FILE, read_history
+from torchtitan_lr.training.history import HISTORY_FILE, TRAIN_LOSS, read_history
 from torchtitan_lr.training.update_norm import UPDATE_NORM
 
 FOLDER = Path(__file__).parent / "experiments"
@@ -40,7 +44,11 @@ CONFIG, WORK = "CONFIG", "WORK"
 """Stand for the paths of the configuration and of the folder, which differ between machines."""
 
 Run = dict[str, Any]
-"""``arguments``; ``row``, the results; ``update_norms`` of the logged steps; `versions`."""
+"""``arguments``; ``row``, the results; ``update_norms`` of the logged steps; ``course``
+(`course_of`) where the ledger has counted; `versions`."""
+
+SENT = "comm_bytes/"
+"""Keys of a logged step: bytes by mesh dimension, as the ledger has counted them."""
 
 
 def versions() -> dict[str, str]:
@@ -58,6 +66,12 @@ def _git(*arguments: str) -> str:
     except (OSError, subprocess.CalledProcessError) as error:
         raise ConfigError("git", str(error), "a clone of the repository") from error
     return done.stdout
+
+
+def versions_text(stored: Iterable[Run]) -> str:
+    """Return the different `versions` of stored runs as text."""
+    pairs = sorted({(run["commit"], run["torch"]) for run in stored})
+    return "; ".join(f"commit {commit}, torch {torch}" for commit, torch in pairs)
 
 
 def stored_runs(name: str) -> dict[str, Run]:
@@ -80,7 +94,40 @@ def run_of(folder: Path, work: Path) -> Run | None:
     arguments = [CONFIG, *(text.replace(f"={work}/", f"={WORK}/") for text in overrides)]
     history = read_history(folder / HISTORY_FILE)
     norms = [record[UPDATE_NORM] for record in history if UPDATE_NORM in record]
-    return {"arguments": arguments, "row": point["row"], "update_norms": norms}
+    run = {"arguments": arguments, "row": point["row"], "update_norms": norms}
+    counted = [record for record in history if any(key.startswith(SENT) for key in record)]
+    return run | ({"course": course_of(counted)} if counted else {})
+
+
+def course_of(records: Sequence[Run]) -> Run:
+    """Return what `scaling report` reads of the steps of a run, whose bytes the ledger has counted.
+
+    Returns:
+        ``losses`` of all steps, ``seconds`` (the median), and the bytes of all steps by their key:
+        pairs of a size and of how many steps in a row have it.
+    """
+    keys = sorted({key for record in records for key in record if key.startswith(SENT)})
+    course: Run = {
+        "losses": [float(f"{record[TRAIN_LOSS]:.5g}") for record in records],
+        "seconds": float(f"{median(record[SECONDS] for record in records):.4g}"),
+    }
+    for key in keys:
+        sizes = groupby(record.get(key, 0) for record in records)
+        course[key] = [[size, len([*same])] for size, same in sizes]
+    return course
+
+
+def records_of(course: Run) -> list[Run]:
+    """Return the records of a run's steps that `course_of` has shortened."""
+    records = [
+        {"step": step, TRAIN_LOSS: loss, SECONDS: course["seconds"]}
+        for step, loss in enumerate(course["losses"], start=1)
+    ]
+    for key in course.keys() - {"losses", "seconds"}:
+        sizes = [size for size, count in course[key] for _ in range(count)]
+        for record, size in zip(records, sizes, strict=True):
+            record[key] = size
+    return records
 
 
 def store(name: str, work: Path) -> int:
@@ -111,6 +158,9 @@ def restore(name: str, work: Path) -> int:
         (work / run_name).mkdir(parents=True)
         record = {"arguments": arguments, "row": run["row"]}
         (work / run_name / POINT_FILE).write_text(json.dumps(record, indent=1) + "\n")
+        if "course" in run:
+            lines = [json.dumps(step) + "\n" for step in records_of(run["course"])]
+            (work / run_name / HISTORY_FILE).write_text("".join(lines))
     return len(missing)
 
 

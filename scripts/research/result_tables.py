@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Write the tables of docs/results.md from the stored runs of the experiments.
+"""Write the tables of docs/results.md from stored runs and measurements.
 
     python -m scripts.research.result_tables
 
-What scripts/research/experiments/NAME.json says stands between the lines `<!-- table: NAME -->` and
-`<!-- end of table: NAME -->` of the page.
+What scripts/research/experiments/NAME.json or scripts/research/measurements/NAME.json says stands
+between the lines `<!-- table: NAME -->` and `<!-- end of table: NAME -->` of the page.
 """
 
 import sys
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import stdev
 
-from scripts.research import finished_runs
-from scripts.research.finished_runs import restore, stored_runs
+from scripts.research import finished_runs, measurements
+from scripts.research.finished_runs import restore, stored_runs, versions_text
 from scripts.research.spectral_pictures import best_loss
 from scripts.support_table import insert
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
@@ -97,10 +97,10 @@ def section(name: str) -> str:
 
 
 def search_table(searches: Mapping[tuple[str, str], dict[float, float]]) -> str:
-    """Return a Markdown table of searches: a row per family, a column per size."""
+    """Return a Markdown table of searches: a row per family that has one, a column per size."""
     sizes = dict.fromkeys(size for (_, size), losses in searches.items() if losses)
     lines = []
-    for family in dict.fromkeys(family for family, _ in searches):
+    for family in dict.fromkeys(pair[0] for pair, losses in searches.items() if len(losses) > 1):
         found = [searches[family, size] for size in sizes]
         lines.append([family, *(best_loss(losses) if losses else "-" for losses in found)])
     return markdown_table(["family", *sizes], lines)
@@ -138,25 +138,26 @@ def cells(row: Row) -> list[str]:
 def origin(name: str, seeds: Sequence[int]) -> str:
     """Return a line that says where the runs of an experiment come from, and how to repeat them."""
     runs = stored_runs(name).values()
-    pairs = sorted({(run["commit"], run["torch"]) for run in runs})
-    versions = "; ".join(f"commit {commit}, torch {torch}" for commit, torch in pairs)
-    numbers = ", ".join(map(str, seeds))
-    return f"{len(runs)} runs, seeds {numbers}; {versions}; `scripts/research/results.sh {name}`."
+    where, numbers = versions_text(runs), ", ".join(map(str, seeds))
+    return f"{len(runs)} runs, seeds {numbers}; {where}; `scripts/research/results.sh {name}`."
 
 
 def names() -> list[str]:
-    """Return the experiments that have stored runs."""
-    return sorted(path.stem for path in finished_runs.FOLDER.glob("*.json"))
+    """Return the experiments with stored runs, and the measurements with stored calls."""
+    folders = finished_runs.FOLDER, measurements.FOLDER
+    return sorted(path.stem for folder in folders for path in folder.glob("*.json"))
 
 
 def with_tables(page: str, name: str) -> str:
-    """Return a page with the tables of an experiment.
+    """Return a page with the tables of an experiment or a measurement.
 
     Raises:
-        ValueError: The page has no place for them.
+        ConfigError: The page has no place for them.
     """
+    measured = name in measurements.MEASUREMENTS
+    tables = measurements.section(name) if measured else section(name)
     begin, end = f"<!-- table: {name} -->", f"<!-- end of table: {name} -->"
-    return insert(page, f"\n{section(name)}\n", begin, end)
+    return insert(page, f"\n{tables}\n", begin, end)
 
 
 @in_one_line

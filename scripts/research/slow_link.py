@@ -97,26 +97,38 @@ def slow_link(mbit: float, delay_ms: float) -> Iterator[list[str]]:
 
 def _train(options: argparse.Namespace, method: str, ends: list[str]) -> dict[str, float]:
     """Train one rank in each namespace and return rank 0's measurements."""
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = [
-            *("-m", "torchtitan_lr.train"),
-            f"--job.config_file={options.config}",
-            f"--job.dump_folder={folder}",
-            f"--training.steps={options.steps}",
-            f"--lr_scheduler.warmup_steps={options.steps // 10}",
-            "--validation.no_enable",
-            *METHODS[method],
-        ]
-        _run(ends, [*arguments, *options.overrides], options.timeout)
-        records = step_records(Path(folder))
-    # The first steps open the process group's connections.
-    later = records[len(records) // 5 :]
+    arguments = [
+        f"--job.config_file={options.config}",
+        f"--training.steps={options.steps}",
+        f"--lr_scheduler.warmup_steps={options.steps // 10}",
+        "--validation.no_enable",
+        *METHODS[method],
+    ]
+    later = train_between(ends, [*arguments, *options.overrides], options.timeout)
     return {
         "seconds": sum(r[SECONDS] for r in later) / len(later),
         "median_seconds": median(r[SECONDS] for r in later),
         "max_seconds": max(r[SECONDS] for r in later),
         "bytes_per_step": sum(r.get(key, 0) for r in later for key in SENT) / len(later),
     }
+
+
+def train_between(ends: list[str], arguments: list[str], timeout: float) -> list[dict[str, Any]]:
+    """Train one rank in each namespace.
+
+    Args:
+        ends: The namespaces.
+        arguments: Of the run; its dump folder is a temporary one.
+        timeout: Seconds for all of it.
+
+    Returns:
+        Rank 0's records of the logged steps without the first fifth, which opens connections.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        program = ["-m", "torchtitan_lr.train", f"--job.dump_folder={folder}"]
+        _run(ends, [*program, *arguments], timeout)
+        records = step_records(Path(folder))
+    return records[len(records) // 5 :]
 
 
 def _exchange(options: argparse.Namespace, ends: list[str]) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def after_a_nan(case: Case) -> tuple[bool, bool, float]:
     return sent, all(bool(x.isfinite().all()) for x in owed), float(min(kept))
 
 
-@pytest.mark.parametrize("name", ["sparse", "sketch_10x", "sketch_hsdp"])
+@pytest.mark.parametrize("name", ["sparse", "sketch_10x", "sketch_half", "sketch_hsdp"])
 def test_a_nan_is_sent_and_leaves_the_residual_as_it_was(name: str, four_ranks: RankPool) -> None:
     for sent_is_finite, owed_is_finite, kept in four_ranks.run(after_a_nan, CASES[name]):
         assert not sent_is_finite and owed_is_finite and kept > 0.85

@@ -405,8 +405,9 @@ def cut_to_cells(positions: Tensor, values: Tensor, row: int, seed: int) -> Tens
     for own in cells:
         largest_sums.scatter_add_(1, own, values.abs())
     bounds = torch.stack([largest_sums.gather(1, own) for own in cells]).amax(0)  # (W, k)
-    exponents = torch.frexp(bounds).exponent.clamp(min=-110)  # bound < 2^exponent; no subnormals
-    steps = torch.ldexp(torch.ones_like(values), exponents - 8)
+    bounds = bounds.clamp(min=2.0**-100)  # no subnormal steps
+    # A bound over its mantissa is the power of 2 above it, exactly on every device.
+    steps = bounds / torch.frexp(bounds).mantissa * 2.0**-8
     return (values / steps).trunc() * steps
 
 

@@ -115,14 +115,9 @@ def gradient_bytes(run: Run, pp_rank: int, optimizer: Iterable[Traffic] = ()) ->
     Returns:
         Bytes by the values of `WIRES`, without bf16 for a codec that cannot round.
     """
+    rounds = not run.compresses or FORMULAS[run.compression.codec.name].rounds
     found = {}
-    for wire in WIRES:
-        if (
-            run.compresses
-            and wire == "bfloat16"
-            and not FORMULAS[run.compression.codec.name].rounds
-        ):
-            continue
+    for wire in WIRES if rounds else ("float32",):
         other = with_wire(run, wire)
         rows = [*_data(other, pp_rank), *(row for row in optimizer if row.mesh_dim != "tp")]
         found[wire] = sum(

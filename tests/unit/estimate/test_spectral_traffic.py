@@ -1,8 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Numbers that a spectral optimizer sends: limits at 1B by formula, and by the code itself."""
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -79,17 +81,30 @@ def test_an_uneven_width(rule: str) -> None:
     assert summed / MILLION <= LIMITS[rule] * 13 / 14
 
 
-@pytest.mark.parametrize(
-    ("rule", "mesh"), [("Muon", "fsdp"), ("Spectron", "tp"), ("LoRAMuon", "fsdp_tp")]
-)
-def test_the_code_sends_what_the_formula_says(rule: str, mesh: str) -> None:
-    """Two of the 24 blocks, parallelized as in training, step on tensors without data.
+USUAL = {("Muon", "fsdp"), ("Spectron", "tp"), ("LoRAMuon", "fsdp_tp")}
 
-    Eight ranks do not share their linears evenly.
-    """
+
+def usual_or_nightly() -> Iterator[Any]:
+    for rule, mesh in product(LIMITS, MESHES):
+        yield pytest.param(rule, mesh, marks=() if (rule, mesh) in USUAL else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(("rule", "mesh"), usual_or_nightly())
+def test_the_code_sends_what_the_formula_says(rule: str, mesh: str) -> None:
+    """The whole 1B, parallelized as in training, steps on tensors without data."""
     run = paper_run("1B_boost", rule, *MESHES[mesh])
+    rows = take_step(run, FakeTensorMode(allow_non_fake_inputs=True))
+    assert differences(compare(rows, step_traffic_of_optimizer(run), run.wire_dtypes)) == []
+    found = {row["op"]: row["elements"] for row in rows}
+    assert found["all_gather"] <= found["reduce_scatter"] <= LIMITS[rule] * MILLION
+
+
+def test_ranks_that_share_linears_unevenly() -> None:
+    """Two blocks have 14 linears, of which eight ranks share 8."""
+    run = paper_run("1B_boost", "Muon", *MESHES["fsdp"])
     run = replace(run, args=replace(run.args, n_layers=2))
     rows = take_step(run, FakeTensorMode(allow_non_fake_inputs=True))
+    assert {row["op"] for row in rows} == {"reduce_scatter", "all_gather", "all_reduce"}
     assert differences(compare(rows, step_traffic_of_optimizer(run), run.wire_dtypes)) == []
 
 
