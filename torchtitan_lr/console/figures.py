@@ -56,6 +56,8 @@ def new_figure(width: float = WIDTH, height: float = HEIGHT) -> Any:
 def finish(figure: Any, path: Path, title: str = "") -> None:
     """Add the title above and the legend below all panels, where they cover no line; write the PNG.
 
+    Their text is drawn as it is: a formula between two ``$`` that is none would be an error.
+
     Args:
         figure: Returned by `new_figure`. A label that several panels have occurs once.
         path: The PNG to write; its folder is created.
@@ -67,11 +69,13 @@ def finish(figure: Any, path: Path, title: str = "") -> None:
             handles.setdefault(textwrap.fill(label, _LABEL_LETTERS), handle)
     figure.set_layout_engine("constrained")
     if title:
-        figure.suptitle(title, fontsize=TITLE)
+        figure.suptitle(title, fontsize=TITLE, parse_math=False)
     for columns in range(min(len(handles), _MOST_COLUMNS), 0, -1):
         legend = figure.legend(
             handles.values(), handles, loc="outside lower center", ncols=columns, fontsize=TEXT
         )
+        for text in legend.get_texts():
+            text.set_parse_math(False)
         box = legend.get_window_extent()
         if columns == 1 or box.width <= figure.bbox.width:
             figure.set_figheight(figure.get_figheight() + box.height / figure.dpi)

@@ -56,8 +56,7 @@ def draw_runs(runs: dict[str, list[dict[str, Any]]], path: Path) -> Any:
     axes = figure.add_subplot()
     colors = colors_of(list(runs))
     for name, history in runs.items():
-        label = escaped(name).replace("$", r"\$")  # a formula otherwise, and an error if it is none
-        draw_losses(axes, history, colors[name], colors[name], label, "")
+        draw_losses(axes, history, colors[name], colors[name], escaped(name), "")
     tokens = {tokens_per_step(history) for history in runs.values()}
     # With different batches there is no common axis of tokens.
     longest = max(runs.values(), key=lambda history: max(series(history, TRAIN_LOSS)[0], default=0))

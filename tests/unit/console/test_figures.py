@@ -103,6 +103,14 @@ def test_no_legend_covers_a_line(draw: Callable[[Path], Any], tmp_path: Path) ->
     assert covered(figure)
 
 
+def test_titles_and_labels_are_no_formulas(tmp_path: Path) -> None:
+    text = r"$\nothing$"
+    figure = new_figure()
+    figure.add_subplot().plot([0, 1], label=text)
+    finish(figure, tmp_path / "a.png", text)
+    assert figure.get_suptitle() == figure.legends[0].get_texts()[0].get_text() == text
+
+
 def test_a_label_of_two_panels_occurs_once(tmp_path: Path) -> None:
     figure = new_figure()
     for axes in figure.subplots(1, 2):
