@@ -5,9 +5,9 @@ Runs with ``metrics.comm_ledger`` and ``metrics.log_freq = 1`` know the bytes of
 on a link of B Mbit/s takes its computation, as measured where it ran, and then the time of its
 bytes: nothing overlaps. `SECONDS_FILE` may hold what steps take on a real link instead.
 
-Methods of one model and size compete for the loss with which the first of them, their reference,
-ends. The fastest wins a link if every other method's time, paired by seed, differs from its own:
-t tests of the log of the ratio, at 5% after Holm's correction for their number.
+Methods of one model and size compete for the loss with which the first of them that has finished,
+their reference, ends. The fastest wins a link if every other method's time, paired by seed, differs
+from its own: t tests of the log of the ratio, at 5% after Holm's correction for their number.
 """
 
 import math
@@ -25,7 +25,7 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.console.figures import SMOOTHED_POINTS, WIDTH, finish, new_figure
 from torchtitan_lr.console.tables import markdown_table
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.scaling.experiments import SECONDS, step_records
 from torchtitan_lr.scaling.fit import student
 from torchtitan_lr.scaling.pictures import colors_of
@@ -86,6 +86,25 @@ Courses = dict[str, dict[int, Course]]
 
 Measured = Mapping[str, Mapping[str, float]]
 """What `SECONDS_FILE` holds."""
+
+
+def read_seconds(path: Path) -> Measured:
+    """Read `SECONDS_FILE`; nothing if there is none.
+
+    Raises:
+        ConfigError: It does not hold positive seconds, by rate and family.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        found = read_json(path)
+        seconds = [value for families in found.values() for value in families.values()]
+        fits = all(0 < value < math.inf for value in seconds)
+    except (ValueError, AttributeError, TypeError):
+        fits = False
+    want = 'seconds per step such as {"compute": {"FAMILY": 0.2}, "200": {"FAMILY": 0.5}}'
+    require(fits, "--out", str(path), want)
+    return found
 
 
 def wire_share(dim: str, replicas: int, shards: int) -> float:
@@ -212,6 +231,8 @@ def holm(p_values: Mapping[str, float | None]) -> dict[str, float | None]:
 
 def verdict(p_values: Mapping[str, float | None], best: str) -> str:
     """Name the winner, or the methods from which the fastest one is not shown to differ."""
+    if not p_values:
+        return f"{best} alone reaches the loss"
     near = [name for name, p in p_values.items() if p is None or p > LEVEL]
     if not near:
         return f"{best} wins"
@@ -241,7 +262,8 @@ def link_table(courses: Courses, links: Sequence[float], measured: Measured) -> 
             p = p_values.get(family)
             line.append(text if p is None else f"{text}, p = {p:.2g}")
     header = ["method", "seeds", "validation loss [95%]", "MB sent per rank"]
-    header += [f"s to {target:.4f}, {_link_name(mbit, measured)} [95%]" for mbit in links]
+    to = f"s to {target:.4f} of {reference}"
+    header += [f"{to}, {_link_name(mbit, measured)} [95%]" for mbit in links]
     return "\n\n".join([markdown_table(header, list(cells.values())), "\n".join(verdicts)])
 
 
@@ -309,8 +331,7 @@ def write_report(plan: Plan, points: Sequence[Point], links: Sequence[float]) ->
     found = read_courses(plan, points)
     if not found:
         raise ConfigError("--out", str(plan.work), "a folder with finished runs of the experiment")
-    path = plan.work / SECONDS_FILE
-    known: Measured = read_json(path) if path.is_file() else {}
+    known = read_seconds(plan.work / SECONDS_FILE)
     parts = [f"# {plan.experiment.name}", plan.experiment.description]
     for name, courses in found.items():
         # Methods are compared by measured seconds if all of them have some.

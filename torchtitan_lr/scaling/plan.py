@@ -240,11 +240,16 @@ class Plan:
         return found, edges
 
     def _beyond(self, rates: Rates, family: str, size: str) -> float | None:
-        """Return the rate at a size without a search, from the rates of all searched sizes."""
+        """Return the rate at a size without a search, from the rates of all searched sizes.
+
+        Two sizes of a coarse grid determine no slope, so that a line needs three.
+        """
         searched = self.experiment.search
         known = [rate for s in searched if (rate := rates[family, s]) is not None]
-        if len(known) < len(searched) or len(known) == 1:
-            return known[0] if len(known) == len(searched) else None
+        if len(known) < len(searched):
+            return None
+        if len(known) < 3:
+            return known[-1]
         sizes = [math.log(self.costs[family, s].counted) for s in searched]
         slope, offset = np.polyfit(sizes, np.log(known), 1)
         value = math.exp(offset + slope * math.log(self.costs[family, size].counted))

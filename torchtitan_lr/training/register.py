@@ -57,6 +57,8 @@ def build_optimizers(
     """Build a container of optimizers, one per pipeline stage: torchtitan's, or another."""
     groups = ParameterGroups.from_config(optimizer_config)
     optimizers = _grouped_optimizers(model_parts, optimizer_config, parallel_dims, groups)
+    if hasattr(optimizers, "product_decay"):  # from outside, by a call of this function
+        return optimizers
     named = {n: p for part in model_parts for n, p in trained_parameters(part)}
     if groups.decay_on == PRODUCTS and factor_pairs(named):  # a pipeline stage may have none
         decays = {name: groups.decay(name, optimizer_config.weight_decay) for name in named}

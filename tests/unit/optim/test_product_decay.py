@@ -1,6 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Weight decay of B A, against autograd's gradient of the penalty."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.product_decay import ProductDecay
+from torchtitan_lr.training import register
 
 RATE, DECAY = 0.0625, 0.5  # of the first step of `steps`, which is warm-up
 ROUNDING = {"atol": 5e-7, "rtol": 1e-5}  # of weights below 4 in fp32
@@ -40,6 +43,16 @@ def test_one_step_is_the_penaltys_gradient(name, tmp_path):
         elif weights.dim() == 2:
             expected = -RATE * DECAY * before[parameter]
         torch.testing.assert_close(weights - without[parameter], expected, **ROUNDING)
+
+
+def test_an_optimizer_from_outside_that_builds_another_shrinks_once(tmp_path, monkeypatch):
+    def build(model_parts, config, dims):
+        return register.build_optimizers(model_parts, replace(config, name="AdamW"), dims)
+
+    monkeypatch.setitem(register.FROM_OUTSIDE, "Adam", build)
+    _, found, _ = steps(tmp_path / "outside", "--optimizer.name=Adam", PRODUCTS)
+    _, same, _ = steps(tmp_path / "own", "--optimizer.name=AdamW", PRODUCTS)
+    assert all(weights.equal(same[name]) for name, weights in found.items())
 
 
 def test_each_factor_has_the_rates_of_its_group(tmp_path):

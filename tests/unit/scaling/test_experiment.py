@@ -227,30 +227,37 @@ def test_a_later_size_searches_beside_the_best_rate_of_the_size_before(tmp_path)
     assert searched(losses) == grid
 
 
-@pytest.mark.parametrize("searched", ["a", "ab"])
+@pytest.mark.parametrize("searched", ["a", "ab", "abc"])
 def test_rates_lead_beyond_the_searched_sizes(tmp_path, searched):
-    """One searched size has the rate of all; two give a line through the logarithms."""
-    size = "\n[sizes.c]\ndim = 128\nffn_dim = 352\nn_layers = 1\nn_heads = 2\n"
+    """Three searched sizes give a line through the logarithms, fewer the rate of the largest."""
+    wider = "\n".join(
+        f"[sizes.{name}]\ndim = {dim}\nffn_dim = {2 * dim}\nn_layers = 1\nn_heads = 2"
+        for name, dim in (("c", 128), ("d", 256))
+    )
+    grid = [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]
     plan = plan_of(
         tmp_path,
-        ("[5e-4, 1e-3, 2e-3]", "[1e-3, 2e-3, 4e-3, 8e-3]"),
+        ("[5e-4, 1e-3, 2e-3]", str(grid)),
         ('search = ["a"]', f"search = {list(searched)}"),
-        ("seeds = [5]\n", "seeds = [5]\n" + size),
+        ("seeds = [5]\n", f"seeds = [5]\n\n{wider}\n"),
     )
-    best = {"a": 4e-3, "b": 2e-3}
+    best = {"a": 8e-3, "b": 4e-3, "c": 4e-3}
     losses = {
-        plan.point("full", size, 0.05, seed, rate).name: abs(rate - best[size])
-        for size, seed in (("a", 0), ("b", 5))
-        for rate in (1e-3, 2e-3, 4e-3, 8e-3)
+        plan.point("full", size, 0.05, seed, rate).name: abs(math.log(rate / best[size]))
+        for size, seed in (("a", 0), ("b", 5), ("c", 0))
+        for rate in grid
     }
     rates, _ = plan.rates(losses)
-    assert [rates["full", size] for size in searched] == [4e-3, 2e-3][: len(searched)]
-    n = [plan.costs["full", size].counted for size in "abc"]
-    slope = math.log(2e-3 / 4e-3) / math.log(n[1] / n[0])
-    expected = 4e-3 if searched == "a" else 2e-3 * (n[2] / n[1]) ** slope
-    assert rates["full", "c"] == pytest.approx(expected, rel=5e-3)
+    assert [rates["full", size] for size in searched] == [best[size] for size in searched]
+    expected = best[searched[-1]]
+    if searched == "abc":
+        logs = [math.log(plan.costs["full", size].counted) for size in "abcd"]
+        line = np.polyfit(logs[:3], [math.log(best[size]) for size in "abc"], 1)
+        expected = math.exp(np.polyval(line, logs[3]))
+        assert expected < 3e-3  # the control: not the largest size's
+    assert rates["full", "d"] == pytest.approx(expected, rel=5e-3)
     # The control: without a result there is no rate.
-    assert rates["cola", "c"] is None
+    assert rates["cola", "d"] is None
 
 
 def test_an_experiment_from_its_search_to_the_table(tmp_path, standin, capsys):

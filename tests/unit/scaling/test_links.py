@@ -7,7 +7,8 @@ import pytest
 
 from scripts.research import finished_runs
 from tests.unit.scaling.test_experiment import plan_of, scaling, write
-from torchtitan_lr.scaling.links import SECONDS_FILE, holm, wire_share
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.scaling.links import SECONDS_FILE, holm, read_seconds, verdict, wire_share
 from torchtitan_lr.scaling.sweep import POINT_FILE
 
 # Both methods are AdamW to the plan; what differs is what their runs have recorded.
@@ -89,6 +90,22 @@ def test_stored_runs_have_the_same_race(tmp_path, capsys, monkeypatch):
     (tmp_path / "work").rename(tmp_path / "elsewhere")
     assert finished_runs.restore("x", tmp_path / "work") == 8
     assert report(tmp_path, capsys)[1].out == before
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", '{"8": 1}', '{"8": {"full": "x"}}', '{"8": {"full": 0, "terse": 1}}']
+)
+def test_seconds_that_are_none_are_refused(text, tmp_path):
+    assert read_seconds(tmp_path / SECONDS_FILE) == {}
+    (tmp_path / SECONDS_FILE).write_text(text)
+    with pytest.raises(ConfigError, match="seconds per step such as"):
+        read_seconds(tmp_path / SECONDS_FILE)
+
+
+def test_a_method_that_alone_reaches_the_loss_has_won_no_test():
+    assert verdict({}, "full") == "full alone reaches the loss"
+    assert verdict({"terse": 0.01}, "full") == "full wins"
+    assert verdict({"terse": None}, "full") == "no difference shown between full and terse"
 
 
 def test_holm_by_hand():
