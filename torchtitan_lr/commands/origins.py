@@ -70,7 +70,7 @@ def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], 
     arguments = [f"--{CONFIG_FILE_KEY}={config}", *overrides]
     built = build_job_config(arguments)
     origins: dict[str, str] = {}
-    warmup = built.lr_scheduler.warmup_steps
+    warmup = config_class()().lr_scheduler.warmup_steps
     for file, values in toml_files(built.job.config_file).items():
         origins |= dict.fromkeys(_leaves(values), shown_config(file))
         warmup = values.get("lr_scheduler", {}).get("warmup_steps", warmup)

@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -15,8 +16,9 @@ from torchtitan_lr.config.parse import (
     Override,
     apply_overrides,
     check_toml,
-    load_toml,
+    merge_tables,
     split_arguments,
+    toml_files,
 )
 from torchtitan_lr.config.paths import find_config, user_path
 from torchtitan_lr.config.ranges import check_ranges
@@ -34,7 +36,8 @@ from torchtitan_lr.config.schema import (
 )
 from torchtitan_lr.errors import ConfigError, require
 
-_IMPORT_KEY, _WARMUP_KEY = "experimental.custom_import", "lr_scheduler.warmup_steps"
+_IMPORT_KEY = "experimental.custom_import"
+_SCHEDULE = {"training.steps", "lr_scheduler.total_steps", "lr_scheduler.warmup_steps"}
 
 REGISTERED = {
     "model.name": MODELS,
@@ -69,16 +72,18 @@ def build_job_config(argv: list[str], record: dict[str, Any] | None = None) -> A
             overrides[place] = Override(key, path)
     if path == "":
         raise ConfigError(CONFIG_FILE_KEY, "", "a TOML file such as train_configs/debug_cola.toml")
-    raw = without_code(record) if record is not None else None
-    if raw is None:
-        raw = load_toml(path) if path else {}
+    if record is not None:
+        layers = [without_code(record)]
+    else:
+        layers = [*toml_files(path).values()] if path else []
         want = "a TOML file with settings; it has none"
-        require(raw or not path, CONFIG_FILE_KEY, path, want)
-    return _fill(raw, overrides, record is not None)
+        require(any(layers) or not path, CONFIG_FILE_KEY, path, want)
+    return _fill(layers, overrides, record is not None)
 
 
-def _fill(raw: dict[str, Any], overrides: list[Override], of_record: bool) -> Any:
-    """Check a table, of a record only its known keys, and overrides; return the configuration."""
+def _fill(layers: list[dict[str, Any]], overrides: list[Override], of_record: bool) -> Any:
+    """Check tables, of a record only its known keys, and overrides; return the configuration."""
+    raw = merge_tables(layers)
     given = by_key(raw) | dict(overrides)
     refuse_removed(dict(overrides) if of_record else given)
     config_cls = config_class()
@@ -88,12 +93,17 @@ def _fill(raw: dict[str, Any], overrides: list[Override], of_record: bool) -> An
     if isinstance(module, str) and module != Experimental.custom_import:
         import_extension(module)  # its names become known, its faults are told before ranks start
     checked = check_record(raw) if of_record else check_toml(raw, config_cls)
-    share = _warmup_share(checked)
     values = apply_overrides(checked, overrides, config_cls)
     _set_defaults(values)
     check_ranges(values, config_cls)
-    if share is not None and _WARMUP_KEY not in dict(overrides):
-        _shorten_warmup(values, share)
+    command_line: dict[str, Any] = {}
+    for key in _SCHEDULE & dict(overrides).keys():
+        section, _, option = key.partition(".")
+        command_line.setdefault(section, {})[option] = values[section][option]
+    warmup = warmup_steps([*layers, command_line])
+    schedule = values.get("lr_scheduler", {})
+    if warmup != schedule.get("warmup_steps", config_cls().lr_scheduler.warmup_steps):
+        values["lr_scheduler"] = schedule | {"warmup_steps": warmup}
     if (folder := values.get("job", {}).get("dump_folder")) is not None:
         if not folder.strip():
             raise ConfigError("job.dump_folder", folder, "a folder such as ./outputs")
@@ -110,22 +120,36 @@ def _set_defaults(values: dict[str, Any]) -> None:
         values.setdefault(section, {}).setdefault(option, value)
 
 
-def _warmup_share(values: dict[str, Any]) -> float | None:
-    """Return the share of warm-up in the steps of a file; None where it does not set both."""
-    steps = values.get("training", {}).get("steps")
-    warmup = values.get("lr_scheduler", {}).get("warmup_steps")
-    return warmup / steps if steps and warmup else None
+def warmup_steps(layers: Sequence[dict[str, Any]]) -> int:
+    """Return the warm-up of tables, each of which replaces values of those before it.
 
+    A table that sets the steps alone, and leaves no more of them than the warm-up has, keeps the
+    share of warm-up from before. Otherwise all steps of ``cola_60m --training.steps=100``, or of
+    a file that includes ``cola_60m``, would be warm-up.
 
-def _shorten_warmup(values: dict[str, Any], share: float) -> None:
-    """Keep a file's share of warm-up where overrides leave fewer steps than its warm-up has.
-
-    Otherwise all steps of ``cola_60m --training.steps=100`` would be warm-up.
+    Args:
+        layers: The defaults of torchtitan go before these tables.
     """
-    schedule, steps = values["lr_scheduler"], values["training"]["steps"]
-    whole = schedule.get("total_steps") or steps
-    if schedule["warmup_steps"] >= whole:
-        schedule["warmup_steps"] = round(share * whole)
+    default = config_class()()
+    whole, warmup = default.training.steps, default.lr_scheduler.warmup_steps
+    steps, total = whole, None
+    for layer in layers:
+        share = warmup / max(1, whole)
+        steps = _integer(layer, "training", "steps") or steps
+        total = _integer(layer, "lr_scheduler", "total_steps") or total
+        whole, own = total or steps, _integer(layer, "lr_scheduler", "warmup_steps")
+        if own is not None:
+            warmup = own
+        elif warmup >= whole:
+            warmup = round(share * whole)
+    return int(warmup)
+
+
+def _integer(table: dict[str, Any], section: str, option: str) -> int | None:
+    """Return a value; None where a table that others replace has another type."""
+    found = table.get(section)
+    value = found.get(option) if isinstance(found, dict) else None
+    return value if isinstance(value, int) else None
 
 
 def without_code(record: dict[str, Any]) -> dict[str, Any]:

@@ -66,16 +66,14 @@ def split_arguments(argv: list[str]) -> list[Override]:
 
 
 def load_toml(path: str) -> dict[str, Any]:
-    """Read a TOML file, over the file that its key ``include`` names.
+    """Read a TOML file, over the file that its key ``include`` names; errors as for `toml_files`."""
+    return merge_tables(toml_files(path).values())
 
-    Tables are merged key by key; a value of the file, arrays included, replaces that of the
-    included file.
 
-    Raises:
-        ConfigError: As for `toml_files`.
-    """
+def merge_tables(tables: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Merge tables key by key; a value of a later one, arrays included, replaces that before it."""
     merged: dict[str, Any] = {}
-    for values in toml_files(path).values():
+    for values in tables:
         merged = _merge(merged, values)
     return merged
 

@@ -68,3 +68,21 @@ def test_a_wrong_name_is_refused_with_near_ones(elsewhere):
 def test_a_trial_of_a_few_steps_is_not_all_warm_up(overrides, warmup):
     config = build_job_config(["--job.config_file=cola_60m", *overrides])
     assert config.lr_scheduler.warmup_steps == warmup
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "warmup"),
+    [
+        ('include = "cola_60m"\n[training]\nsteps = 100', [], 10),
+        ('include = "cola_60m"\n[training]\nsteps = 100', ["--training.steps=90"], 10),
+        ('include = "cola_60m"\n[training]\nsteps = 100', ["--training.steps=5"], 0),
+        ('include = "cola_60m"\n[lr_scheduler]\nwarmup_steps = 9000', [], 9000),  # as it says
+        ("[training]\nsteps = 100", [], 2),  # torchtitan's 200 of 10,000
+        ("[training]\nsteps = 300", [], 200),
+        ("[model]", ["--training.steps=100"], 2),
+    ],
+)
+def test_nor_is_a_file_that_sets_the_steps(tmp_path, text, overrides, warmup):
+    (tmp_path / "mine.toml").write_text(text + "\n")
+    config = build_job_config([f"--job.config_file={tmp_path}/mine.toml", *overrides])
+    assert config.lr_scheduler.warmup_steps == warmup
