@@ -66,7 +66,7 @@ def split_arguments(argv: list[str]) -> list[Override]:
 
 
 def load_toml(path: str) -> dict[str, Any]:
-    """Read a TOML file, over the file that its key ``include`` names; errors as for `toml_files`."""
+    """Read a TOML file over the one that its key ``include`` names; errors as for `toml_files`."""
     return merge_tables(toml_files(path).values())
 
 
