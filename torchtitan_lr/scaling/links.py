@@ -34,6 +34,9 @@ from torchtitan_lr.scaling.report import with_interval
 from torchtitan_lr.scaling.sweep import FINISHED, Point
 from torchtitan_lr.training.history import train_loss
 
+RESOLUTION = 0.01
+"""The least spread of the log of a time: steps of all seeds have one length, known to a percent."""
+
 SECONDS_FILE = "seconds.json"
 """In the folder of an experiment: seconds per step by family, under ``compute`` and under the rate
 of every link on which they were measured, such as ``200``. What one family of a race lacks does not
@@ -199,8 +202,8 @@ def beaten(times: Mapping[str, Mapping[int, float]], best: str) -> dict[str, flo
     """Return how probable each other family's distance from the best one is by chance.
 
     Returns:
-        p of Student's paired test of the log of the ratio, corrected by Holm; None with fewer than
-        two seeds in common.
+        p of Student's paired test of the log of the ratio, corrected by Holm, with a spread of
+        `RESOLUTION` at least; None with fewer than two seeds in common.
     """
     p_values: dict[str, float | None] = {}
     for family, own in times.items():
@@ -210,11 +213,9 @@ def beaten(times: Mapping[str, Mapping[int, float]], best: str) -> dict[str, flo
         logs = [math.log(own[seed] / times[best][seed]) for seed in common]
         p_values[family] = None
         if len(logs) > 1:
-            spread = float(np.std(logs))
-            # Of equal ratios the test would divide by 0.
-            p_values[family] = float(stats.ttest_1samp(logs, 0.0).pvalue) if spread else 0.0
-            if not spread and not logs[0]:
-                p_values[family] = 1.0
+            spread = max(float(np.std(logs, ddof=1)), RESOLUTION)
+            t = abs(float(np.mean(logs))) / spread * math.sqrt(len(logs))
+            p_values[family] = 2 * float(stats.t.sf(t, len(logs) - 1))
     return holm(p_values)
 
 

@@ -2,13 +2,21 @@
 """The race of an experiment's methods: bytes, seconds on links, winners."""
 
 import json
+import math
 
 import pytest
 
 from scripts.research import finished_runs
 from tests.unit.scaling.test_experiment import plan_of, scaling, write
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.scaling.links import SECONDS_FILE, holm, read_seconds, verdict, wire_share
+from torchtitan_lr.scaling.links import (
+    SECONDS_FILE,
+    beaten,
+    holm,
+    read_seconds,
+    verdict,
+    wire_share,
+)
 from torchtitan_lr.scaling.sweep import POINT_FILE
 
 # Both methods are AdamW to the plan; what differs is what their runs have recorded.
@@ -117,3 +125,15 @@ def test_shares_of_a_ring():
     assert wire_share("dp_replicate", 4, 1) == 1.5 and wire_share("fsdp", 1, 4) == 0.75
     with pytest.raises(ValueError, match="dp_replicate, fsdp"):
         wire_share("tp", 1, 1)
+
+
+def test_times_that_differ_by_less_than_they_are_known_are_no_winner():
+    """Whole steps of one length: seeds often have one ratio, whose spread is 0."""
+    slower = {"a": {0: 50.0, 1: 50.0, 2: 50.0}, "b": {0: 50.5, 1: 50.5, 2: 50.5}}
+    assert beaten(slower, "a")["b"] > 0.05
+    twice = slower | {"b": {0: 100.0, 1: 100.0, 2: 100.0}}
+    assert beaten(twice, "a")["b"] < 0.001
+    # By hand: logs .1, .2, .3 have t = 2 · 3^(1/2), two-sided p of 2 degrees of freedom .0742.
+    noisy = {"a": dict.fromkeys(range(3), 1.0)}
+    noisy["b"] = {seed: math.exp((seed + 1) / 10) for seed in range(3)}
+    assert beaten(noisy, "a")["b"] == pytest.approx(0.0742, abs=1e-4)
