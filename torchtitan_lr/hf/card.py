@@ -213,7 +213,7 @@ def _changes(record: dict[str, Any], step: str) -> list[tuple[int, str]]:
 
 
 def run_toml(step_dir: Path, published: bool = False) -> str:
-    """Return the TOML that repeats a run: all values of its record that are no defaults.
+    """Return the TOML that repeats a run: its model, and what is no default in its record.
 
     It names no module of the run.
 
@@ -226,10 +226,15 @@ def run_toml(step_dir: Path, published: bool = False) -> str:
     record = without_code(build_job_config([], read_record(step_dir)).to_dict())
     changed = _changed(record, defaults)
     changed.get("job", {}).pop("config_file", None)
+    # Values that defaults of a later version, or a share of the steps, must not replace.
+    model, schedule = changed.setdefault("model", {}), changed.setdefault("lr_scheduler", {})
+    for key in ("name", "flavor", "hf_assets_path"):
+        model[key] = record["model"][key]
+    schedule["warmup_steps"] = record["lr_scheduler"]["warmup_steps"]
     if published:
         changed.get("job", {}).pop("dump_folder", None)
         changed.get("checkpoint", {}).pop("initial_load_path", None)  # weights of another place
-        model = changed.setdefault("model", {})
+        changed.get("training", {}).pop("token_folder", None)  # this machine's cache
         if not record["model"]["hf_assets_path"].startswith((HUB, ASSETS)):
             model["hf_assets_path"] = CONFIG_DIR
         if str(model.get("flavor")).endswith(SUFFIX):

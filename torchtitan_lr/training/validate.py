@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchtitan_lr.console.log import console
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.data.corpus import ValidationSet, moved
 from torchtitan_lr.data.prepare import open_rows
@@ -139,6 +140,8 @@ class Validator(BaseValidator):
         """Compute and log the validation loss and perplexity."""
         started = time.perf_counter()
         first = dist.get_rank() == 0
+        if self._entropy is None and self.job_config.compile.enable:
+            console.info("The first validation compiles the model once more, for no gradients")
         batches = progress(self.validation_set, "validation", len(self.validation_set), shown=first)
         with self.validation_context(), self.maybe_enable_amp:
             loss_sum, total = sum_over_ranks(

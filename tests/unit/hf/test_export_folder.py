@@ -5,6 +5,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import tomli
 import torch
 from huggingface_hub import ModelCard
 from huggingface_hub import constants as hf_constants
@@ -122,6 +123,10 @@ def test_the_card_says_what_the_run_recorded(tmp_path):
     wanted = build_job_config([], ran).to_dict()
     wanted["job"] |= {"config_file": repeated["job"]["config_file"], "dump_folder": "./outputs"}
     assert repeated == wanted and repeated["training"]["steps"] == 30
+    toml = tomli.loads((out / "train.toml").read_text())
+    # Also where they are today's defaults.
+    assert {"name", "flavor", "hf_assets_path"} <= toml["model"].keys()
+    assert "warmup_steps" in toml["lr_scheduler"]
     # The control: the configuration that the run was started from, without its overrides.
     assert build_job_config(["--job.config_file=debug_cola"]).to_dict()["training"]["steps"] == 150
     values = json.loads((out / "config.json").read_text())

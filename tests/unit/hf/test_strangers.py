@@ -252,7 +252,11 @@ def test_an_export_publishes_no_place_and_no_html(run, tmp_path):
     html = "<script>alert(1)</script> ![a](http://b) | `c` \x1b[2J"
     places = {
         "job": {"description": f"of /home/me/secret/notes, {html}", "dump_folder": str(tmp_path)},
-        "training": {"dataset": "local", "dataset_path": f"/home/me/{html}.txt"},
+        "training": {
+            "dataset": "local",
+            "dataset_path": f"/home/me/{html}.txt",
+            "token_folder": "/home/me/tok",
+        },
         "validation": {"dataset": "local", "dataset_path": "~/corpora/held_out.txt"},
         "checkpoint": {"initial_load_path": "../../me/checkpoint/step-0"},
         "metrics": {"save_tb_folder": "C:\\\\me\\\\secret\\\\tb"},
@@ -266,7 +270,7 @@ def test_an_export_publishes_no_place_and_no_html(run, tmp_path):
         for secret in ("/home", "me/", "secret", "~", str(tmp_path), ".."):
             assert secret not in text.replace("./", "")
         assert "\x1b" not in text
-    assert "custom_import" not in toml
+    assert "custom_import" not in toml and "token_folder" not in toml
     assert "<script" not in card and "![" not in card and " | `" not in card
     assert "fine-tuned from other weights" in card
     config = build_job_config([f"--job.config_file={out}/train.toml"])
