@@ -147,7 +147,7 @@ def _forget_values(trainer: Trainer) -> None:
     trainer.lr_schedulers = trainer.train_spec.build_lr_schedulers_fn(
         trainer.optimizers, config.lr_scheduler, config.training.steps
     )
-    trainer.running_step = trainer.build_step()
+    trainer.rates, trainer.running_step = trainer.build_rates(), trainer.build_step()
     if isinstance(trainer.optimizers, TSROptimizers):
         for optimizer in trainer.optimizers:
             optimizer.steps += 1

@@ -111,13 +111,13 @@ class Trainer(TitanTrainer):
             self.checkpointer.states[RESIDUALS] = self._residuals
             for compressor in self._residuals.compressors:
                 compressor.before_writing = self.checkpointer.maybe_wait_for_staging
-        self._rates = self._logged_rates()
+        self.rates = self.build_rates()
         self._updates: UpdateNorm | None = None
         if job_config.metrics.update_norm:
             self._updates = UpdateNorm(self.model_parts, self.device)
         self.running_step = self.build_step()
 
-    def _logged_rates(self) -> LoggedRates:
+    def build_rates(self) -> LoggedRates:
         """Find the names of the rates that all ranks log."""
         section = self.job_config.optimizer
         groups = ParameterGroups.from_config(section)
@@ -232,7 +232,7 @@ class Trainer(TitanTrainer):
         began = time.monotonic()
         step = self.running_step
         another_follows = self.step < self.job_config.training.steps
-        rates = self._rates.of_step(self.lr_schedulers.schedulers[0], self.optimizers)
+        rates = self.rates.of_step(self.lr_schedulers.schedulers[0], self.optimizers)
         try:
             data = step.take(data_iterator)
         except BadDataError as error:
