@@ -19,14 +19,16 @@ PUBLISHED_RATES = {
 
 
 def check_rates(config: Any, world_size: int, device_type: str) -> None:
-    """Refuse a decay that would turn a weight's sign; warn of another optimizer's learning rates.
+    """Of a spectral optimizer, refuse a decay that would turn a weight's sign; warn of odd rates.
 
     A decoupled decay multiplies a weight by 1 − lr · weight_decay, and LoRA-Muon's each factor by
-    the root of it.
+    the root of it. With AdamW and TSR-Adam everything is as in torch, which refuses nothing.
     """
     from torchtitan_lr.optim.groups import ParameterGroups, Rates
 
     section = config.optimizer
+    if section.name not in SPECTRAL:
+        return
     args = llama_args(config)
     found = {Rates("lr", section.lr, section.weight_decay)}
     if args is not None:
@@ -34,7 +36,7 @@ def check_rates(config: Any, world_size: int, device_type: str) -> None:
         found = set(groups.rates(section, model_shapes(args)).values())
     for metric, lr, decay in sorted(found):
         rate = f"optimizer.{metric}".replace("/", " of the group ", 1)
-        if section.name != "Adam" and lr * decay >= 1:  # Adam's is a term of the gradient
+        if lr * decay >= 1:
             key = "weight_decay"
             if metric.startswith("adamw") and section.adamw_weight_decay != -1:
                 key = "adamw_weight_decay"
@@ -42,7 +44,7 @@ def check_rates(config: Any, world_size: int, device_type: str) -> None:
             most = given / (lr * decay)
             want = f"less than {most:g}, so that weights keep their sign where {rate} is {lr:g}"
             raise ConfigError(f"optimizer.{key}", given, want)
-        if section.name in SPECTRAL and lr:
+        if lr:
             _warn_of_scale(section.name if metric.startswith("lr") else "AdamW", rate, lr)
 
 

@@ -199,9 +199,9 @@ def test_a_rate_that_is_not_the_configured_one_is_logged_as_it_is(tmp_path):
     ("name", "decay", "table", "fits"),
     [
         *(("LoRAMuon", 49, "", True), ("LoRAMuon", 51, "", False), ("Spectron", 51, "", False)),
-        *(("AdamW", 51, "", False), ("TSRAdam", 51, "", False), ("Adam", 51, "", True)),
+        *(("AdamW", 51, "", True), ("TSRAdam", 51, "", True)),  # as in torch
         *(("Muon", 49, "lr_multiplier = 0", True), ("Muon", 51, "lr_multiplier = 0", False)),
-        *(("AdamW", 26, "lr_multiplier = 2", False), ("AdamW", 24, "lr_multiplier = 2", True)),
+        *(("Muon", 26, "lr_multiplier = 2", False), ("Muon", 24, "lr_multiplier = 2", True)),
         ("Muon", 26, "weight_decay_multiplier = 2", False),
     ],
 )
