@@ -74,6 +74,7 @@ def test_powersgd_is_that_of_ddp(two_ranks: RankPool) -> None:
         np.testing.assert_allclose(value, ddp[name], rtol=0, atol=1e-12)
 
 
+@pytest.mark.nightly
 def test_dense_steps_of_powersgd_are_adamw(two_ranks: RankPool) -> None:
     adamw, dense, compressed = (
         two_ranks.run(train_with, *case)[0]
@@ -100,6 +101,7 @@ def diloco_train(name: str, steps: int, *arguments: str) -> dict[str, np.ndarray
     return run["parameters"]
 
 
+@pytest.mark.nightly
 def test_diloco_moves_by_the_mean_of_the_replicas(two_ranks: RankPool) -> None:
     """W = W0 - 0.7 (1 + 0.9) (W0 - mean of local weights): Nesterov's first outer step."""
     pytest.importorskip("torchft")
