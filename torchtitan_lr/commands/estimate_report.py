@@ -170,11 +170,12 @@ def _tsr_bytes(run: Run, pp_rank: int, average: list[Traffic]) -> dict[str, Any]
         "largest later": largest,
         "average": average,
     }
-    dtypes = {wire: with_wire(run, wire).wire_dtypes for wire in WIRES}
-    return {
-        name: {wire: bytes_by_dim(traffic, dtypes[wire]) for wire in WIRES}
-        for name, traffic in rows.items()
-    }
+    found: dict[str, Any] = {name: {} for name in rows}
+    for wire in WIRES:
+        dtypes = with_wire(run, wire).wire_dtypes
+        for name, traffic in rows.items():
+            found[name][wire] = bytes_by_dim(traffic, dtypes)
+    return found
 
 
 def _spectral(run: Run, pp_rank: int, hardware: Hardware) -> dict[str, Any]:

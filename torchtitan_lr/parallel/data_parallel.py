@@ -193,7 +193,7 @@ def round_on_the_wire(model: nn.Module) -> None:
     """Let every FSDP2 or replicated module send its gradients in bf16."""
     for module in fsdp_modules([model]):
         compressor = COMPRESSORS.get(module)
-        # A codec gets unrounded gradients, and owes what it rounds off itself.
+        # A codec gets unrounded gradients, and keeps what it rounds off in its residual.
         if compressor is None or not compressor.takes_gradients:
             send_in(module, torch.bfloat16)
 

@@ -271,9 +271,12 @@ class Plan:
         Args:
             losses: Validation loss by run.
         """
+        found = []
+        for searched in self.searches(losses).values():
+            found += searched
         rates, _ = self.rates(losses)
-        found = [point for points in self.searches(losses).values() for point in points]
-        main = self.main_points(rates)
-        found += [point for point in main if point.settings["learning_rate"] is not None]
+        for point in self.main_points(rates):
+            if point.settings["learning_rate"] is not None:
+                found.append(point)
         different = {point.name: point for point in found}
         return sorted(different.values(), key=lambda point: float(point.settings["FLOPs"]))

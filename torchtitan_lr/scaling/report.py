@@ -104,7 +104,9 @@ def judged(rows: Sequence[Row], fits: Mapping[str, Fit]) -> list[dict[str, Any]]
         loss minus the law's) and ``missed`` (the law's band and the range of the point's seeds do
         not touch); None, None and None without a law or a loss.
     """
-    kept = {id(row) for family in fits for row in frontier(rows, family)}
+    kept = set()
+    for family in fits:
+        kept |= {id(row) for row in frontier(rows, family)}
     found = []
     for row in rows:
         judgement: dict[str, Any] = dict.fromkeys(("fitted", "minus_law", "missed"))

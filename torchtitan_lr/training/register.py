@@ -108,7 +108,7 @@ def register_optimizer(name: str, build: BuildOptimizers, sums_replicas: bool = 
             other keys are those of ``[optimizer]``. An attribute ``gradients`` of what it returns
             is used in the place of `StoredGradients`.
         sums_replicas: Whether gradients reach the optimizer without the sum over the replicas
-            (``parallelism.data_parallel_replicate_degree``), which it then owes.
+            (``parallelism.data_parallel_replicate_degree``): it must then sum them itself.
 
     Raises:
         ValueError: Another optimizer has the name.

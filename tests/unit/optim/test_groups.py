@@ -146,7 +146,7 @@ def test_what_no_run_can_have_is_refused(table, message, tmp_path):
     assert str(error.value).startswith(f"optimizer.groups{message}")
 
 
-LEFT_OVER = [  # options, and the rates that are told
+LEFT_OVER = [  # options, and how the warnings begin
     (
         "Spectron",
         ["--optimizer.lr=3e-4"],
@@ -171,8 +171,8 @@ LEFT_OVER = [  # options, and the rates that are told
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "told"), LEFT_OVER)
-def test_a_rate_of_another_optimizer_is_told_once(name, options, told, tmp_path, caplog):
+@pytest.mark.parametrize(("name", "options", "warnings"), LEFT_OVER)
+def test_a_rate_of_another_optimizer_has_one_warning(name, options, warnings, tmp_path, caplog):
     _warn_of_scale.cache_clear()
     if options[0].startswith("lr_m"):
         options = [written(tmp_path, f"[[optimizer.groups]]\npattern = 'wq'\n{options[0]}")]
@@ -180,7 +180,7 @@ def test_a_rate_of_another_optimizer_is_told_once(name, options, told, tmp_path,
     for _ in range(2):  # as a sweep checks many runs
         check_job_config(build_job_config(options), 1, "cpu", data="none")
     lines = [line for line in caplog.messages if "published rates" in line]
-    for line, start in zip(lines, told, strict=True):
+    for line, start in zip(lines, warnings, strict=True):
         assert line.startswith(start)
 
 
