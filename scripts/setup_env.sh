@@ -91,7 +91,8 @@ install_venv() {
         .venv/bin/python -m pip --version >/dev/null 2>&1 || "$base" -m venv .venv >/dev/null ||
             fail "cannot repair .venv; remove it and try again"
     fi
-    set -- .venv/bin/python -m pip install --quiet --disable-pip-version-check
+    # Python compiles a module when it is first imported; all of them take pip a minute.
+    set -- .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
     torch=$(installed_torch) || torch=
     if [ -z "$torch" ] && [ "$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then
         echo "No NVIDIA GPU here: torch $CPU_TORCH for the CPU"

@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Numbers that a spectral optimizer sends: limits at 1B by formula, and by the code itself."""
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import product
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 import torchtitan_lr.training.register  # noqa: F401
+from tests.support.nightly import nightly
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.compat.fake import FakeTensorMode, fake_process_group
@@ -81,15 +81,11 @@ def test_an_uneven_width(rule: str) -> None:
     assert summed / MILLION <= LIMITS[rule] * 13 / 14
 
 
-USUAL = {("Muon", "fsdp"), ("Spectron", "tp"), ("LoRAMuon", "fsdp_tp")}
+USUAL = ("LoRAMuon", "fsdp_tp")
+OTHERS = [case for case in product(LIMITS, MESHES) if case != USUAL]
 
 
-def usual_or_nightly() -> Iterator[Any]:
-    for rule, mesh in product(LIMITS, MESHES):
-        yield pytest.param(rule, mesh, marks=() if (rule, mesh) in USUAL else pytest.mark.nightly)
-
-
-@pytest.mark.parametrize(("rule", "mesh"), usual_or_nightly())
+@pytest.mark.parametrize(("rule", "mesh"), [USUAL, *nightly(*OTHERS)])
 def test_the_code_sends_what_the_formula_says(rule: str, mesh: str) -> None:
     """The whole 1B, parallelized as in training, steps on tensors without data."""
     run = paper_run("1B_boost", rule, *MESHES[mesh])

@@ -94,7 +94,7 @@ def test_compiled_attention_in_blocks_that_are_not():
 
 @pytest.mark.parametrize(
     ("mask", "checkpointed"),
-    [("blocks", True), ("added", False), *nightly(("blocks", False), ("added", True))],
+    [("blocks", True), *nightly(("blocks", False), ("added", False), ("added", True))],
     indirect=["mask"],
 )
 def test_compiled_blocks(mask, checkpointed):
