@@ -23,7 +23,7 @@ from torchtitan_lr.checkpoints.folders import (
 from torchtitan_lr.checkpoints.run_record import changed, described, read_record, record_path
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.removed import refuse_removed_run
-from torchtitan_lr.config.schema import ADAMS, vocabulary_rows
+from torchtitan_lr.config.schema import ADAMS, SPECTRAL, TSR, vocabulary_rows
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import llama_args
 from torchtitan_lr.optim.tsr.selection import stored_settings
@@ -169,8 +169,9 @@ def check_stored_optimizer(config: Any, world_size: int, device_type: str) -> No
         return
     section, settings = config.optimizer, stored_settings(sizes)
     if not settings["name"]:
-        adam = section.name if section.name in ADAMS else ADAMS[0]  # their states are alike
-        settings["name"] = stored_rule(sizes) or adam
+        # The states of AdamW, Adam and an optimizer from outside have no mark.
+        unmarked = ADAMS[0] if section.name in (TSR, *SPECTRAL) else section.name
+        settings["name"] = stored_rule(sizes) or unmarked
     for name, there in settings.items():
         here = getattr(section, name)
         want = f"{there!r} as in the checkpoint {folder}, whose optimizer has another state"

@@ -16,7 +16,10 @@ from torchtitan_lr.checkpoints.run_record import changed
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.config.build import build_job_config, config_class
 from torchtitan_lr.config.parse import _keys
+from torchtitan_lr.config.schema import OPTIMIZERS
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.titan.components import OptimizersContainer
+from torchtitan_lr.training.register import FROM_OUTSIDE, register_optimizer
 
 BASE = {
     "training.dataset": "local",
@@ -292,6 +295,35 @@ def test_refused(name, recorded, tmp_path):
         blamed = "training.dataset" if key == "training.text_column" else key
         assert str(error.value).startswith(f"{blamed}: got "), key
         assert " as in " in str(error.value) and "--job.dump_folder=" in str(error.value)
+
+
+def momentum_sgd(model_parts, optimizer, parallel_dims):
+    settings = {"lr": optimizer.lr, "momentum": 0.9}
+    return OptimizersContainer(model_parts, torch.optim.SGD, settings)
+
+
+@pytest.fixture
+def outside(monkeypatch):
+    """An optimizer from outside the package, with a state of its own."""
+    recipe = BASE | {"optimizer.name": "MomentumSGD", "optimizer.groups": "[]"}
+    monkeypatch.setitem(RECIPES, "outside", recipe)
+    register_optimizer("MomentumSGD", momentum_sgd)
+    yield "outside"
+    OPTIMIZERS.remove("MomentumSGD")
+    del FROM_OUTSIDE["MomentumSGD"]
+
+
+def test_an_optimizer_from_outside_goes_on(outside):
+    lr = ("optimizer.lr", BASE["optimizer.lr"])
+    assert same(resumed(outside), own_training(outside, *lr))
+    # The control: the state counts, and TSR-Adam has another one.
+    excluded = resumed(outside, "checkpoint.exclude_from_loading", "optimizer")
+    assert not same(excluded, resumed(outside))
+    with pytest.raises(ConfigError, match=r"^optimizer.name: got 'TSRAdam'"):
+        recipe, folder, _ = stopped(outside)
+        (folder / "job_config.json").unlink()
+        with trainer_of(folder, recipe, **TSR):
+            pass
 
 
 def test_every_key_is_declared(tmp_path):

@@ -32,8 +32,8 @@ POLAR_EXPRESS: Coefficients = (
     (1.8564, -1.2132, 0.3568),
     (1.8750, -1.2500, 0.3750),
 )
-"""Eight iterations that converge for singular values from 1e-3 of the largest on (Amsel et al.,
-arXiv 2505.16932, with their factor 1.01 for rounding)."""
+"""Eight iterations that converge for singular values from 1e-3 of the Frobenius norm on (Amsel
+et al., arXiv 2505.16932, with their factor 1.01 for rounding)."""
 
 _TINY = 1e-30
 

@@ -51,9 +51,9 @@ class SpectralOptimizers(NamedOptimizers):
             logger.info("%s updates %d matrices of this rank", config.name, len(matrices))
             if gathered:
                 logger.info(
-                    "%s gathers the momentum of %d matrices, whose rank (or shorter side) the "
+                    "%s gathers the momentum%s of %d matrices, whose rank (or shorter side) the "
                     "ranks split: more bytes per step than Gram matrices",
-                    *(config.name, gathered),
+                    *(config.name, " and the weight" if spectral.rule.needs_weights else "", gathered),
                 )
         if others:
             optimizers.append(_adamw(groups.split(others, *of_adamw(config)), config))

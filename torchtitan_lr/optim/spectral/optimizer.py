@@ -191,6 +191,7 @@ class SpectralOptimizer(Optimizer):
 
     found_inf: Tensor | None = None
     takes_verdict = True
+    _built = False
 
     def __init__(
         self,
@@ -206,16 +207,20 @@ class SpectralOptimizer(Optimizer):
         if rule not in RULES:
             raise ValueError(f"rule is {rule!r}, not one of {', '.join(RULES)}")
         self.rule = RULES[rule]
-        if lr < 0 or weight_decay < 0 or not 0 <= momentum < 1:
-            given = f"lr {lr}, weight_decay {weight_decay}, momentum {momentum}"
-            raise ValueError(
-                f"a rate and a decay are at least 0, a momentum in [0, 1), not {given}"
-            )
         defaults = {"lr": lr, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"momentum": momentum, "nesterov": nesterov})
+        for group in self.param_groups:
+            least = min(group["lr"], group["weight_decay"], group["momentum"])
+            if least < 0 or group["momentum"] >= 1:
+                given = ", ".join(f"{key} {group[key]}" for key in (*defaults, "momentum"))
+                raise ValueError(
+                    f"a rate and a decay are at least 0, a momentum in [0, 1), not {given}"
+                )
         found: dict[Tensor, Matrix] = {}
         pairs = list(pairs)
         sides = {factor: row for pair in pairs for row, factor in enumerate(pair)}  # A: 0, B: 1
+        if len(sides) < 2 * len(pairs):
+            raise ValueError("a factor is in one pair")
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.dim() != 2:
@@ -235,6 +240,17 @@ class SpectralOptimizer(Optimizer):
         self._share_out(linears)
         for parameter, matrix in found.items():
             self.state[parameter] = matrix.state()
+        self._built = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse matrices that come later: state and messages of all are made together.
+
+        Raises:
+            ValueError: The optimizer has been constructed.
+        """
+        if self._built:
+            raise ValueError("matrices cannot be added; build another optimizer of all of them")
+        super().add_param_group(param_group)
 
     def _share_out(self, linears: Iterable[Linear]) -> None:
         """Share the linears out over the ranks that sum for them, alike ones evenly."""

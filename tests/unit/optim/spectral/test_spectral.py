@@ -204,6 +204,8 @@ def test_what_a_rule_cannot_have_is_refused():
     for wrong in ({"lr": -1.0}, {"weight_decay": -1.0}, {"momentum": 1.0}):
         with pytest.raises(ValueError, match="a rate and a decay are at least 0"):
             SpectralOptimizer([nn.Parameter(torch.zeros(2, 3))], **wrong)
+        with pytest.raises(ValueError, match="a rate and a decay are at least 0"):
+            SpectralOptimizer([{"params": [drawn(2, 3)], **wrong}])
     with pytest.raises(ValueError, match="matrices, not"):
         SpectralOptimizer([drawn(4)], "Muon")
     with pytest.raises(ValueError, match="pairs of factors"):
@@ -212,6 +214,10 @@ def test_what_a_rule_cannot_have_is_refused():
     for params, pair in (([A], (A, B)), ([A, B], (B, A))):
         with pytest.raises(ValueError, match="a pair is A"):
             SpectralOptimizer(params, "Muon", iter([pair]))
+    with pytest.raises(ValueError, match="in one pair"):
+        SpectralOptimizer([A, B], "Spectron", [(A, B), (A, B)])
+    with pytest.raises(ValueError, match="cannot be added"):
+        SpectralOptimizer([A, B], "Spectron", [(A, B)]).add_param_group({"params": [drawn(4, 4)]})
     shapes = {"tok_embeddings.weight": (64, 8), "layers.0.wq.weight": (8, 8), "norm.weight": (8,)}
     check_rule(shapes, "Muon")
     assert select_matrices(shapes, "Muon").names == {"layers.0.wq.weight"}
