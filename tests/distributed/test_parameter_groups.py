@@ -25,7 +25,7 @@ weight_decay_multiplier = 0
 
 
 @pytest.mark.parametrize("layout", ["pp2_tp2", "fsdp2_tp2"])
-@pytest.mark.parametrize("name", ["AdamW", "TSRAdam"])
+@pytest.mark.parametrize("name", ["AdamW", "TSRAdam", "LoRAMuon"])
 def test_every_layout_has_the_same_groups(
     name: str,
     layout: str,

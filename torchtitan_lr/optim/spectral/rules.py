@@ -22,7 +22,7 @@ _FLOOR = {torch.float32: 100.0, torch.float64: 2.0**26}
 """The least eigenvalue of A Aᵀ that LoRA-Muon resolves, in units of the trace's rounding ε. R then
 magnifies the rounding of another Gram matrix to at most 1/_FLOOR of its whitened eigenvalues, which
 have that floor. The two, ε · _FLOOR and 1/_FLOOR, are 1e-5 and 1e-2 in fp32, where the first is the
-paper's (Algorithm 4), and both 1.5e-8 in fp64."""
+paper's by others' accounts, and both 1.5e-8 in fp64."""
 
 
 @dataclass(frozen=True)
