@@ -50,10 +50,11 @@ class SpectralOptimizers(NamedOptimizers):
             gathered = sum(bool(matrix.layout.rows) for matrix in spectral.matrices)
             logger.info("%s updates %d matrices of this rank", config.name, len(matrices))
             if gathered:
+                weight = " and the weight" if spectral.rule.needs_weights else ""
                 logger.info(
                     "%s gathers the momentum%s of %d matrices, whose rank (or shorter side) the "
                     "ranks split: more bytes per step than Gram matrices",
-                    *(config.name, " and the weight" if spectral.rule.needs_weights else "", gathered),
+                    *(config.name, weight, gathered),
                 )
         if others:
             optimizers.append(_adamw(groups.split(others, *of_adamw(config)), config))
