@@ -53,6 +53,9 @@ class NamedOptimizers(OptimizersContainer):
                 local_part(own).copy_(local_part(state_dict[name]))
 
 
-def trained_parameters(part: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the parameters of a model part that are trained, by their names on one device."""
-    return [(clean_name(n), p) for n, p in part.named_parameters() if p.requires_grad]
+def trained_parameters(*model_parts: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of model parts that are trained, by their names on one device."""
+    found: dict[str, Tensor] = {}
+    for part in model_parts:
+        found |= {clean_name(n): p for n, p in part.named_parameters() if p.requires_grad}
+    return found

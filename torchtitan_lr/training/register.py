@@ -59,7 +59,7 @@ def build_optimizers(
     optimizers = _grouped_optimizers(model_parts, optimizer_config, parallel_dims, groups)
     if hasattr(optimizers, "product_decay"):  # from outside, by a call of this function
         return optimizers
-    named = {n: p for part in model_parts for n, p in trained_parameters(part)}
+    named = trained_parameters(*model_parts)
     if groups.decay_on == PRODUCTS and factor_pairs(named):  # a pipeline stage may have none
         decays = {name: groups.decay(name, optimizer_config.weight_decay) for name in named}
         decay = optimizers.product_decay = ProductDecay.of(optimizers, named, decays)
@@ -92,7 +92,7 @@ def _grouped_optimizers(
     optimizers = components.build_optimizers(model_parts, optimizer_config, parallel_dims)
     lr, weight_decay = optimizer_config.lr, optimizer_config.weight_decay
     for part, optimizer in zip(model_parts, optimizers, strict=True):
-        regroup(optimizer, groups.split(trained_parameters(part), lr, weight_decay))
+        regroup(optimizer, groups.split(trained_parameters(part).items(), lr, weight_decay))
         # Other optimizers than Adam and AdamW are left alone.
         optimizer.__class__ = ON_SHARDS.get(type(optimizer), type(optimizer))
         optimizer.register_load_state_dict_pre_hook(keep_hyperparameters)

@@ -121,7 +121,7 @@ class Trainer(TitanTrainer):
         """Find the names of the rates that all ranks log."""
         section = self.job_config.optimizer
         groups = ParameterGroups.from_config(section)
-        names = {p: n for part in self.model_parts for n, p in trained_parameters(part)}
+        names = {p: n for n, p in trained_parameters(*self.model_parts).items()}
         shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
         if groups.rules:  # some may have parameters on other pipeline stages alone
             shapes = model_shapes(self.model_parts[0].model_args)

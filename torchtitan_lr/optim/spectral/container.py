@@ -32,7 +32,7 @@ class SpectralOptimizers(NamedOptimizers):
         self, model_parts: list[nn.Module], config: Any, groups: ParameterGroups = ONE_GROUP
     ) -> None:
         self.model_parts = model_parts
-        parameters = {n: p for part in model_parts for n, p in trained_parameters(part)}
+        parameters = trained_parameters(*model_parts)
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         chosen = select_matrices(shapes, config.name)
         matrices = [(n, p) for n, p in parameters.items() if n in chosen.names]

@@ -191,7 +191,6 @@ class SpectralOptimizer(Optimizer):
 
     found_inf: Tensor | None = None
     takes_verdict = True
-    _built = False
 
     def __init__(
         self,
@@ -209,6 +208,13 @@ class SpectralOptimizer(Optimizer):
         self.rule = RULES[rule]
         defaults = {"lr": lr, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"momentum": momentum, "nesterov": nesterov})
+        found: dict[Tensor, Matrix] = {}
+        pairs = list(pairs)
+        sides: dict[Tensor, int] = {}  # the dimension along r
+        for A, B in pairs:
+            sides[A], sides[B] = 0, 1
+        if len(sides) < 2 * len(pairs):
+            raise ValueError("a factor is in one pair")
         for group in self.param_groups:
             least = min(group["lr"], group["weight_decay"], group["momentum"])
             if least < 0 or group["momentum"] >= 1:
@@ -216,12 +222,6 @@ class SpectralOptimizer(Optimizer):
                 raise ValueError(
                     f"a rate and a decay are at least 0, a momentum in [0, 1), not {given}"
                 )
-        found: dict[Tensor, Matrix] = {}
-        pairs = list(pairs)
-        sides = {factor: row for pair in pairs for row, factor in enumerate(pair)}  # A: 0, B: 1
-        if len(sides) < 2 * len(pairs):
-            raise ValueError("a factor is in one pair")
-        for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.dim() != 2:
                     raise ValueError(f"{rule} takes matrices, not {tuple(parameter.shape)}")
@@ -240,7 +240,6 @@ class SpectralOptimizer(Optimizer):
         self._share_out(linears)
         for parameter, matrix in found.items():
             self.state[parameter] = matrix.state()
-        self._built = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse matrices that come later: state and messages of all are made together.
@@ -248,7 +247,7 @@ class SpectralOptimizer(Optimizer):
         Raises:
             ValueError: The optimizer has been constructed.
         """
-        if self._built:
+        if self.state:  # the constructor has made all of it
             raise ValueError("matrices cannot be added; build another optimizer of all of them")
         super().add_param_group(param_group)
 
@@ -340,7 +339,9 @@ class SpectralOptimizer(Optimizer):
         """
         for batch in _batches(linears):
             sides = list(zip(*batch, strict=True))  # all A and all B, or all matrices
-            needs = [Needs.of(matrices, [sums[m] for m in matrices]) for matrices in sides]
+            needs = []
+            for matrices in sides:
+                needs.append(Needs.of(matrices, [sums[matrix] for matrix in matrices]))
             vectors: list[Sequence[Tensor | None]] = [[None] * len(batch) for _ in sides]
             if self.rule is rules.MUON:
                 found = [rules.muon(needs[0].gram, max(sides[0][0].parameter.shape))]

@@ -38,7 +38,7 @@ class TSROptimizers(NamedOptimizers):
         self.model_parts = model_parts
         parts = []
         for part in model_parts:
-            trained = trained_parameters(part)
+            trained = trained_parameters(part).items()
             parts += groups.split(trained, defaults["lr"], defaults["weight_decay"])
         self.gradients = TSRAdam(
             parts,
