@@ -194,10 +194,10 @@ class LoggedRates:
 def regroup(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
     """Split the one group of an optimizer; the new ones keep its other hyperparameters."""
     (whole,) = optimizer.param_groups
-    optimizer.param_groups = [
-        whole | group | {"params": [parameter for _, parameter in group["params"]]}
-        for group in groups
-    ]
+    optimizer.param_groups = []
+    for group in groups:
+        parameters = [parameter for _, parameter in group["params"]]
+        optimizer.param_groups.append(whole | group | {"params": parameters})
 
 
 def check_names(names: Iterable[str], groups: ParameterGroups, shown: str) -> None:
