@@ -68,15 +68,16 @@ def read_results(name: str) -> Results:
         restore(name, work)
         plan = Plan(experiment, work)
         losses = losses_of(work)
-        rates, _ = plan.rates(losses)
+        searches = plan.searches(losses)
+        rates, _ = plan.rates(searches, losses)
         points = plan.main_points(rates)
         Sweep(work, points)  # reads the results, and refuses those of other settings
     rows = [row for row in rows_of(points, experiment.reference) if row["losses"]]
-    searches = {}
-    for pair, tried in plan.searches(losses).items():
+    found = {}
+    for pair, tried in searches.items():
         known = [point for point in tried if point.name in losses]
-        searches[pair] = {p.settings["learning_rate"]: losses[p.name] for p in known}
-    return Results(experiment.reference, rows, searches)
+        found[pair] = {p.settings["learning_rate"]: losses[p.name] for p in known}
+    return Results(experiment.reference, rows, found)
 
 
 def section(name: str) -> str:

@@ -86,7 +86,8 @@ def report(plan: "Plan", links: list[float]) -> int:
     from torchtitan_lr.scaling.links import write_report
     from torchtitan_lr.scaling.sweep import Sweep
 
-    rates, edges = plan.rates(losses_of(plan.work))
+    losses = losses_of(plan.work)
+    rates, edges = plan.rates(plan.searches(losses), losses)
     main = plan.main_points(rates)
     Sweep(plan.work, main)  # reads results, and refuses those of other settings
     print(write_report(plan, main, links))
@@ -101,13 +102,14 @@ def execute(plan: "Plan", jobs: int, lock: IO[str]) -> int:
 
     while True:  # a finished search determines further runs
         losses = losses_of(plan.work)
-        sweep = Sweep(plan.work, plan.points(losses), jobs)
+        searches = plan.searches(losses)
+        rates, edges = plan.rates(searches, losses)
+        sweep = Sweep(plan.work, plan.points(searches, rates), jobs)
         if all(point.is_done for point in sweep.points):
             break
         sweep.check()
         if status := sweep.run(lock):
             return status
-    _, edges = plan.rates(losses)
     for line in edges:
         print(line, file=sys.stderr)
     return int(bool(edges))
@@ -132,8 +134,9 @@ def show(plan: "Plan", fit: bool) -> int:
     from torchtitan_lr.scaling.sweep import Sweep
 
     losses = losses_of(plan.work)
-    rates, edges = plan.rates(losses)
-    points, main = plan.points(losses), plan.main_points(rates)
+    searches = plan.searches(losses)
+    rates, edges = plan.rates(searches, losses)
+    points, main = plan.points(searches, rates), plan.main_points(rates)
     Sweep(plan.work, [*points, *main])  # reads results, and refuses those of other settings
     rows = rows_of(main, plan.experiment.reference)
     if fit:
