@@ -155,9 +155,10 @@ class LoggedRates:
     """The learning rates of a step as metrics: ``lr``, and ``lr/PATTERN`` of each group.
 
     ``adamw_lr`` and ``adamw_lr/PATTERN`` are those of embedding, head, norms and gates, with a
-    spectral optimizer or where their rates are configured. A rate is the one that an optimizer of this rank has; where only other pipeline stages have the group, the
-    configured one. So all ranks log the same names: those of rates that a parameter has, and
-    ``lr`` and ``adamw_lr``, which groups multiply.
+    spectral optimizer or where their rates are configured. A rate is the one that an optimizer of
+    this rank has; where only other pipeline stages have the group, the configured one. So all ranks
+    log the same names: those of rates that a parameter has, and ``lr`` and ``adamw_lr``, which
+    groups multiply.
 
     Args:
         optimizer: ``[optimizer]``.
