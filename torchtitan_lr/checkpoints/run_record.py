@@ -106,7 +106,7 @@ def _is_unused(key: str, config: Any) -> bool:
     """Return whether this run does not read a key, since it has another optimizer or no codec."""
     if key.startswith("optimizer.tsr_"):
         return bool(config.optimizer.name != TSR)
-    if key in ("optimizer.momentum", "optimizer.nesterov") or key.startswith("optimizer.adamw_"):
+    if key in ("optimizer.momentum", "optimizer.nesterov"):
         return config.optimizer.name not in SPECTRAL
     section, _, name = key.partition(".")
     return (

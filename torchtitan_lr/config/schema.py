@@ -356,11 +356,11 @@ class Optimizer:
     """Muon, Spectron, LoRAMuon: use Nesterov's form of the momentum."""
 
     adamw_lr: Annotated[float, FINITE] = 0.0
-    """Muon, Spectron, LoRAMuon: learning rate of AdamW for the other parameters; 0 uses ``lr``.
-    AdamW has ``beta1``, ``beta2`` and ``eps``."""
+    """Learning rate of the embedding, the head, norms and gates, which AdamW updates beside a
+    spectral optimizer too (with ``beta1``, ``beta2`` and ``eps``); 0 uses ``lr``."""
 
     adamw_weight_decay: Annotated[float, _DECAY_OR_SAME] = -1.0
-    """Muon, Spectron, LoRAMuon: weight decay of AdamW; -1 uses `weight_decay`."""
+    """Weight decay of the embedding, the head, norms and gates; -1 uses `weight_decay`."""
 
     tsr_rank: Annotated[int, at_least(1)] = 128
     """TSRAdam: rank r of the cores, at most the shorter side of every compressed matrix."""

@@ -15,7 +15,7 @@ from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 from torchtitan_lr.optim.adam import ON_SHARDS
 from torchtitan_lr.optim.container import trained_parameters
-from torchtitan_lr.optim.groups import ParameterGroups, regroup
+from torchtitan_lr.optim.groups import ParameterGroups, regroup, split
 from torchtitan_lr.optim.product_decay import ProductDecay
 from torchtitan_lr.optim.resume import ConfiguredLR, keep_hyperparameters
 from torchtitan_lr.optim.spectral.container import SpectralOptimizers
@@ -75,6 +75,10 @@ def _grouped_optimizers(
 ) -> OptimizersContainer:
     if optimizer_config.name in FROM_OUTSIDE:
         return FROM_OUTSIDE[optimizer_config.name](model_parts, optimizer_config, parallel_dims)
+    if optimizer_config.name in SPECTRAL:
+        return SpectralOptimizers(model_parts, optimizer_config, groups)
+    named = trained_parameters(*model_parts)
+    rates = groups.rates(optimizer_config, {name: p.shape for name, p in named.items()})
     if optimizer_config.name == TSR:
         meshes = [parallel_dims.get_optional_mesh(name) for name in ("dp_replicate", "pp")]
         replicas, stages = (None if mesh is None else mesh.get_group() for mesh in meshes)
@@ -85,14 +89,11 @@ def _grouped_optimizers(
             {name: getattr(optimizer_config, name) for name in names},
             replicas,
             stages,
-            groups,
+            rates,
         )
-    if optimizer_config.name in SPECTRAL:
-        return SpectralOptimizers(model_parts, optimizer_config, groups)
     optimizers = components.build_optimizers(model_parts, optimizer_config, parallel_dims)
-    lr, weight_decay = optimizer_config.lr, optimizer_config.weight_decay
     for part, optimizer in zip(model_parts, optimizers, strict=True):
-        regroup(optimizer, groups.split(trained_parameters(part).items(), lr, weight_decay))
+        regroup(optimizer, split(trained_parameters(part).items(), rates))
         # Other optimizers than Adam and AdamW are left alone.
         optimizer.__class__ = ON_SHARDS.get(type(optimizer), type(optimizer))
         optimizer.register_load_state_dict_pre_hook(keep_hyperparameters)
