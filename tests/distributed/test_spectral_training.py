@@ -163,4 +163,5 @@ def test_bf16_parameters_are_rounded_as_in_one_process(
     alone = reference(*arguments)
     assert largest_difference(run, alone) <= BF16_UNIT
     differ = [(run["parameters"][n] != w).ravel() for n, w in alone["parameters"].items()]
-    assert np.concatenate(differ).mean() < 0.01
+    share = np.concatenate(differ).mean()
+    assert share < 0.01
