@@ -75,6 +75,18 @@ OPTIMIZERS = [*BUILT_IN_OPTIMIZERS]
 SUMS_REPLICAS = [TSR]
 """The values of ``optimizer.name`` whose optimizer sums over the replicas itself."""
 
+READS_GROUPS = [*BUILT_IN_OPTIMIZERS]
+"""The values of ``optimizer.name`` whose optimizer has the rates of ``[[optimizer.groups]]``."""
+
+BASES: dict[str, str] = {}
+"""The optimizer of this package that one from outside changes, by the name of the latter."""
+
+
+def base_of(name: str) -> str:
+    """Return the optimizer of this package that ``optimizer.name`` is or changes, else the name."""
+    return BASES.get(name, name)
+
+
 PRODUCTS = "products"
 """The value of ``optimizer.weight_decay_on`` that shrinks B A in the place of A and B."""
 
@@ -85,7 +97,7 @@ def sums_grams(optimizer: Any) -> bool:
     Args:
         optimizer: ``[optimizer]``.
     """
-    return optimizer.name in SPECTRAL or optimizer.weight_decay_on == PRODUCTS
+    return base_of(optimizer.name) in SPECTRAL or optimizer.weight_decay_on == PRODUCTS
 
 
 DEFAULTS_OF: dict[str, dict[str, Any]] = {

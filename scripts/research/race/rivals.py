@@ -10,10 +10,10 @@ from scripts.research.race.tsr_variants import tsr_variant, with_feedback, with_
 from torchtitan_lr.training.register import register_optimizer
 
 for rank in (2, 4):
-    register_optimizer(f"PowerSGD-{rank}", powersgd(rank), sums_replicas=True)
+    register_optimizer(f"PowerSGD-{rank}", powersgd(rank), sums_replicas=True, base="AdamW")
 
-register_optimizer("TSR-feedback", tsr_variant(with_feedback), sums_replicas=True)
-register_optimizer("TSR-Muon", tsr_variant(with_polar_factors), sums_replicas=True)
+register_optimizer("TSR-feedback", tsr_variant(with_feedback), base="TSRAdam")
+register_optimizer("TSR-Muon", tsr_variant(with_polar_factors), base="TSRAdam")
 
 try:
     from scripts.research.race.diloco import diloco
@@ -21,6 +21,7 @@ except ModuleNotFoundError:  # without torchft the other methods run
     pass
 else:
     for every in (16, 64):
-        register_optimizer(f"DiLoCo-{every}", diloco(every), sums_replicas=True)
+        register_optimizer(f"DiLoCo-{every}", diloco(every), sums_replicas=True, base="AdamW")
         name = f"StreamingDiLoCo-{every}"
-        register_optimizer(name, diloco(every, fragments=4), sums_replicas=True)
+        streaming = diloco(every, fragments=4)
+        register_optimizer(name, streaming, sums_replicas=True, base="AdamW")
