@@ -317,6 +317,23 @@ def test_an_edge_is_reported(tmp_path, standin, capsys):
     assert all("seed0" in argument[1] for argument in standin)  # no run needs an unknown rate
 
 
+def test_a_run_that_fails_holds_up_its_own_family_alone(tmp_path, standin, capsys):
+    """Rank 32 fails in the stand-in: every run of cola."""
+    change = ("[families.cola]", '[families.cola]\noverrides = ["low_rank.rank=32"]')
+    path = write(tmp_path, change, ("[5e-4, 1e-3, 2e-3]", "[1e-3, 2e-3, 4e-3]"))
+    arguments = ["run", path, f"--out={tmp_path / 'work'}"]
+    assert scaling.main([*arguments, "--jobs=2"]) == 1
+    names = [argument[1].rpartition("/")[2] for argument in standin]
+    main = ["full_a_0.05_seed1_lr0.002", "full_b_0.05_seed5_lr0.002"]
+    assert set(main) <= {*names} and len(names) == len({*names})
+    *_, first, second, third = capsys.readouterr().err.splitlines()
+    for line, rate in zip((first, second, third), ("0.001", "0.002", "0.004"), strict=True):
+        assert line == f"cola_a_0.05_seed0_lr{rate}: failed: error: rank 1 failed"
+    standin.clear()
+    assert scaling.main(arguments) == 1
+    assert [argument[1][-8:] for argument in standin] == ["_lr0.001", "_lr0.002", "_lr0.004"]
+
+
 def row(size, budget, parameters, tokens, exponent):
     flops = 6.0 * parameters * tokens
     loss = 1.8 + 3 * (flops / 1e10) ** -exponent
