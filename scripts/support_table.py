@@ -16,11 +16,12 @@ PAGE = ROOT / "docs" / "choose.md"
 BEGIN, END = "<!-- support matrix: begin -->", "<!-- support matrix: end -->"
 
 
-def insert(text: str, table: str, begin: str = BEGIN, end: str = END) -> str:
-    """Return a text with the table between its markers.
+def insert(page: Path, text: str, table: str, begin: str = BEGIN, end: str = END) -> str:
+    """Return a page's text with the table between its markers.
 
     Args:
-        text: Text of a page.
+        page: The page.
+        text: Its text.
         table: The new table.
         begin: The line before it.
         end: The line after it.
@@ -31,7 +32,7 @@ def insert(text: str, table: str, begin: str = BEGIN, end: str = END) -> str:
     before, found_begin, rest = text.partition(begin)
     _, found_end, after = rest.partition(end)
     if not (found_begin and found_end):
-        raise ConfigError("page", f"a page without {begin}", f"the lines {begin} and {end}")
+        raise ConfigError(str(page), f"a page without {begin}", f"the lines {begin} and {end}")
     return f"{before}{begin}\n{table}\n{end}{after}"
 
 
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit status."""
     OneLineParser(description=__doc__).parse_args(argv)
     try:
-        PAGE.write_text(insert(PAGE.read_text(), SupportMatrix().table()))
+        PAGE.write_text(insert(PAGE, PAGE.read_text(), SupportMatrix().table()))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -2,6 +2,7 @@
 """Write the tables of docs/results.md from stored runs and measurements.
 
     python -m scripts.research.result_tables
+    python -m scripts.research.result_tables race
 
 What scripts/research/experiments/NAME.json or scripts/research/measurements/NAME.json says stands
 between the lines `<!-- table: NAME -->` and `<!-- end of table: NAME -->` of the page.
@@ -68,15 +69,16 @@ def read_results(name: str) -> Results:
         restore(name, work)
         plan = Plan(experiment, work)
         losses = losses_of(work)
-        rates, _ = plan.rates(losses)
+        searches = plan.searches(losses)
+        rates, _ = plan.rates(searches, losses)
         points = plan.main_points(rates)
         Sweep(work, points)  # reads the results, and refuses those of other settings
     rows = [row for row in rows_of(points, experiment.reference) if row["losses"]]
-    searches = {}
-    for pair, tried in plan.searches(losses).items():
+    found = {}
+    for pair, tried in searches.items():
         known = [point for point in tried if point.name in losses]
-        searches[pair] = {p.settings["learning_rate"]: losses[p.name] for p in known}
-    return Results(experiment.reference, rows, searches)
+        found[pair] = {p.settings["learning_rate"]: losses[p.name] for p in known}
+    return Results(experiment.reference, rows, found)
 
 
 def section(name: str) -> str:
@@ -157,15 +159,17 @@ def with_tables(page: str, name: str) -> str:
     measured = name in measurements.MEASUREMENTS
     tables = measurements.section(name) if measured else section(name)
     begin, end = f"<!-- table: {name} -->", f"<!-- end of table: {name} -->"
-    return insert(page, f"\n{tables}\n", begin, end)
+    return insert(PAGE, page, f"\n{tables}\n", begin, end)
 
 
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
     """Write the tables; return the exit status."""
-    OneLineParser(prog="scripts.research.result_tables", description=__doc__).parse_args(argv)
+    parser = OneLineParser(prog="scripts.research.result_tables", description=__doc__)
+    parser.add_argument("name", nargs="?", choices=names(), help="of the JSON; all by default")
+    options = parser.parse_args(argv)
     page = PAGE.read_text()
-    for name in names():
+    for name in [options.name] if options.name else names():
         page = with_tables(page, name)
     PAGE.write_text(page)
     return 0

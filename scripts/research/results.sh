@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 # Measure figures of docs/results.md again, keep what was measured as JSON beside this file, and write
-# the tables into the page. NAME is an experiment, whose missing runs are run, or a measurement, which
+# its tables into the page. NAME is an experiment, whose missing runs are run, or a measurement, which
 # is called three times.
 #     scripts/research/results.sh                  lists the names
 #     scripts/research/results.sh caat --jobs 2    two runs at once
@@ -25,5 +25,5 @@ else
     "$RUN_PYTHON" -m scripts.research.measurements "$@"
     [ -n "$name" ] || exit 0
 fi
-"$RUN_PYTHON" -m scripts.research.result_tables
+"$RUN_PYTHON" -m scripts.research.result_tables "$name"
 exit "$status"

@@ -85,7 +85,9 @@ def one_block(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
             blocks.setdefault(row["scope"], []).append(row)
     compared = []
     for rows in blocks.values():
-        known = [{k: v for k, v in row.items() if k not in ("scope", *OVERLAP)} for row in rows]
+        known = []
+        for row in rows:
+            known.append({k: v for k, v in row.items() if k not in ("scope", *OVERLAP)})
         compared.append(known)
     if not compared or any(block != compared[0] for block in compared):
         return whole
@@ -176,7 +178,9 @@ def gradients_as_text(run: Run) -> str:
         "as configured": gradient_bytes(run, 0, cores),
         "AdamW, uncompressed": gradient_bytes(adamw, 0),
     }
-    lines = [[name, *(str(sent.get(wire, "-")) for wire in WIRES)] for name, sent in sizes.items()]
+    lines = []
+    for name, sent in sizes.items():
+        lines.append([name, *(str(sent.get(wire, "-")) for wire in WIRES)])
     return text_table(["gradients, bytes per step", *WIRES], lines)
 
 

@@ -18,6 +18,7 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -154,14 +155,24 @@ def with_differences(runs: list[RunInfo]) -> list[RunInfo]:
     A key that some record lacks, such as that of another version, is not compared.
     """
     records = [_settings(_read_json(Path(run.folder) / RUN_CONFIG)) for run in runs]
-    records = [record for record in records if record]
-    shared = [key for key in records[0] if all(key in r for r in records)] if records else []
-    keys = [key for key in shared if any(r[key] != records[0][key] for r in records)]
+    keys = _keys_that_differ([record for record in records if record])
     found = []
-    for run in runs:
-        record = _settings(_read_json(Path(run.folder) / RUN_CONFIG))
+    for run, record in zip(runs, records, strict=True):
         found.append(replace(run, settings={key: record[key] for key in keys if key in record}))
     return found
+
+
+def _keys_that_differ(records: list[dict[str, Any]]) -> list[str]:
+    """Return the keys that all records have, and not all with one value."""
+    if not records:
+        return []
+    first, *others = records
+    keys = []
+    for key, value in first.items():
+        shared = all(key in other for other in others)
+        if shared and any(other[key] != value for other in others):
+            keys.append(key)
+    return keys
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
@@ -219,9 +230,11 @@ def as_text(runs: list[RunInfo]) -> str:
     states = [header[5], *(escaped(row[5]) for row in rows)]
     width = max(map(len, lines))
     text = [f"{line:<{width}}  {state}" for line, state in zip(lines, states, strict=True)]
-    keys = list(dict.fromkeys(key for run in runs for key in run.settings))
+    keys = list(dict.fromkeys(chain.from_iterable(run.settings for run in runs)))
     if keys:
-        values = [[run.folder, *(str(run.settings.get(key, "-")) for key in keys)] for run in runs]
+        values = []
+        for run in runs:
+            values.append([run.folder, *(str(run.settings.get(key, "-")) for key in keys)])
         table = text_table(["run", *keys], values, left=1 + len(keys))
         text += ["", "they differ in", *(line.rstrip() for line in table.splitlines())]
     return "\n".join(text)

@@ -12,7 +12,8 @@ plan prints families, sizes and budgets with their parameters, tokens and FLOPs,
 run executes what is missing, the cheapest first, as a sweep does: it may be stopped and goes on.
 Learning rates are searched first: all at the first size, then at each later one those beside the
 best. Where the best value is an edge of its grid, the runs that need it do not start: widen the
-grid and run again. In wandb (--metrics.enable_wandb) all runs are one group.
+grid and run again. A run that fails holds up only the runs that need it, and is named at the end.
+In wandb (--metrics.enable_wandb) all runs are one group.
 
 fit prints the table with the losses, and fits L = E + A C^(-alpha) to four points or more by the
 Huber loss of log L, with bootstrap intervals. It writes scaling.md, scaling.json and scaling.png to
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least
-from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.errors import ConfigError, escaped, require
 
 if TYPE_CHECKING:
     from torchtitan_lr.scaling.plan import Plan
@@ -86,7 +87,8 @@ def report(plan: "Plan", links: list[float]) -> int:
     from torchtitan_lr.scaling.links import write_report
     from torchtitan_lr.scaling.sweep import Sweep
 
-    rates, edges = plan.rates(losses_of(plan.work))
+    losses = losses_of(plan.work)
+    rates, edges = plan.rates(plan.searches(losses), losses)
     main = plan.main_points(rates)
     Sweep(plan.work, main)  # reads results, and refuses those of other settings
     print(write_report(plan, main, links))
@@ -97,20 +99,25 @@ def report(plan: "Plan", links: list[float]) -> int:
 
 def execute(plan: "Plan", jobs: int, lock: IO[str]) -> int:
     """Run what is missing, several runs at once; return the exit status."""
-    from torchtitan_lr.scaling.sweep import Sweep
+    from torchtitan_lr.scaling.sweep import STOPPED, Sweep
 
+    failed: dict[str, str] = {}  # how, by name: the next command repeats them
     while True:  # a finished search determines further runs
         losses = losses_of(plan.work)
-        sweep = Sweep(plan.work, plan.points(losses), jobs)
-        if all(point.is_done for point in sweep.points):
+        searches = plan.searches(losses)
+        rates, edges = plan.rates(searches, losses)
+        sweep = Sweep(plan.work, plan.points(searches, rates), jobs)
+        if all(point.is_done or point.name in failed for point in sweep.points):
             break
         sweep.check()
-        if status := sweep.run(lock):
-            return status
-    _, edges = plan.rates(losses)
-    for line in edges:
-        print(line, file=sys.stderr)
-    return int(bool(edges))
+        if sweep.run(lock, without=failed) == STOPPED:
+            return STOPPED
+        for point in sweep.points:
+            if not point.is_done:
+                failed[point.name] = f"{point.name}: {point.row['status']}"
+    for line in [*failed.values(), *edges]:
+        print(escaped(line), file=sys.stderr)
+    return int(bool(failed or edges))
 
 
 def losses_of(work: Path) -> dict[str, float]:
@@ -132,8 +139,9 @@ def show(plan: "Plan", fit: bool) -> int:
     from torchtitan_lr.scaling.sweep import Sweep
 
     losses = losses_of(plan.work)
-    rates, edges = plan.rates(losses)
-    points, main = plan.points(losses), plan.main_points(rates)
+    searches = plan.searches(losses)
+    rates, edges = plan.rates(searches, losses)
+    points, main = plan.points(searches, rates), plan.main_points(rates)
     Sweep(plan.work, [*points, *main])  # reads results, and refuses those of other settings
     rows = rows_of(main, plan.experiment.reference)
     if fit:

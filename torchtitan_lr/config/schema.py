@@ -75,6 +75,18 @@ OPTIMIZERS = [*BUILT_IN_OPTIMIZERS]
 SUMS_REPLICAS = [TSR]
 """The values of ``optimizer.name`` whose optimizer sums over the replicas itself."""
 
+READS_GROUPS = [*BUILT_IN_OPTIMIZERS]
+"""The values of ``optimizer.name`` whose optimizer has the rates of ``[[optimizer.groups]]``."""
+
+BASES: dict[str, str] = {}
+"""The optimizer of this package that one from outside changes, by the name of the latter."""
+
+
+def base_of(name: str) -> str:
+    """Return the optimizer of this package that ``optimizer.name`` is or changes, else the name."""
+    return BASES.get(name, name)
+
+
 PRODUCTS = "products"
 """The value of ``optimizer.weight_decay_on`` that shrinks B A in the place of A and B."""
 
@@ -85,7 +97,7 @@ def sums_grams(optimizer: Any) -> bool:
     Args:
         optimizer: ``[optimizer]``.
     """
-    return optimizer.name in SPECTRAL or optimizer.weight_decay_on == PRODUCTS
+    return base_of(optimizer.name) in SPECTRAL or optimizer.weight_decay_on == PRODUCTS
 
 
 DEFAULTS_OF: dict[str, dict[str, Any]] = {
@@ -356,11 +368,11 @@ class Optimizer:
     """Muon, Spectron, LoRAMuon: use Nesterov's form of the momentum."""
 
     adamw_lr: Annotated[float, FINITE] = 0.0
-    """Muon, Spectron, LoRAMuon: learning rate of AdamW for the other parameters; 0 uses ``lr``.
-    AdamW has ``beta1``, ``beta2`` and ``eps``."""
+    """Learning rate of the embedding, the head, norms and gates, which AdamW updates beside a
+    spectral optimizer too (with ``beta1``, ``beta2`` and ``eps``); 0 uses ``lr``."""
 
     adamw_weight_decay: Annotated[float, _DECAY_OR_SAME] = -1.0
-    """Muon, Spectron, LoRAMuon: weight decay of AdamW; -1 uses `weight_decay`."""
+    """Weight decay of the embedding, the head, norms and gates; -1 uses `weight_decay`."""
 
     tsr_rank: Annotated[int, at_least(1)] = 128
     """TSRAdam: rank r of the cores, at most the shorter side of every compressed matrix."""

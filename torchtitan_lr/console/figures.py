@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The common parts of all pictures: the figure, its axes, lines, legend and title."""
 
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ DOTS: dict[str, Any] = {"marker": "o", "markersize": 4, "linestyle": "none"}
 
 _LABEL_LETTERS = 90
 """A longer label is broken into lines."""
+
+_UNLABELED = re.compile(r"_(child\d+|container\d+|nolegend_)")
+"""What matplotlib calls lines and bars without a label; a run's folder may begin with "_" too."""
 
 _MOST_COLUMNS = 4
 
@@ -65,8 +69,11 @@ def finish(figure: Any, path: Path, title: str = "") -> None:
     """
     handles: dict[str, Any] = {}
     for axes in figure.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(textwrap.fill(label, _LABEL_LETTERS), handle)
+        # Not `get_legend_handles_labels`, which leaves out every label that begins with "_".
+        for artist in (*axes.lines, *axes.patches, *axes.collections, *axes.containers):
+            label = artist.get_label()
+            if label and not _UNLABELED.fullmatch(label):
+                handles.setdefault(textwrap.fill(label, _LABEL_LETTERS), artist)
     figure.set_layout_engine("constrained")
     if title:
         figure.suptitle(title, fontsize=TITLE, parse_math=False)

@@ -227,7 +227,8 @@ def save_record(folder: Path, about: dict[str, Any], counts: list[list[list[int]
             parts[part] = [ShardInfo(size, n, digest, name) for name, (n, size), digest in found]
     identity = identity_of(kind, about["tokenizer"]["sha256"], list(parts.values()))
     record = {"format": FORMAT, "kind": kind, "identity": identity} | about
-    record |= {part: [asdict(info) for info in infos] for part, infos in parts.items()}
+    for part, infos in parts.items():
+        record[part] = [asdict(info) for info in infos]
     write_whole(folder / RECORD, json.dumps(record, indent=1))
     return Corpus.open(folder)
 
@@ -245,7 +246,9 @@ def checksum(prefix: str, kind: str) -> str:
 
 def identity_of(kind: str, tokenizer: str, parts: list[list[ShardInfo]]) -> str:
     """Return the digest of a corpus' content, from those of its shards."""
-    shards = [[(shard.tokens, shard.documents, shard.sha256) for shard in part] for part in parts]
+    shards = []
+    for part in parts:
+        shards.append([(shard.tokens, shard.documents, shard.sha256) for shard in part])
     text = json.dumps([FORMAT, kind, tokenizer, shards])
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -191,7 +191,7 @@ def buffer_bytes(run: Run, pp_rank: int) -> int:
     units, precision = run.units_of(pp_rank), run.precision
     stages = run.stages_of(pp_rank)
     total = len(stages) * run.seq_len * (run.args.head_dim // 2) * ROTARY_BYTES
-    elements = sum(prod(shape) for unit in units.values() for shape in unit.values())
+    elements = sum(map(prod, run.shapes_of(pp_rank).values()))
     if run.shard > 1 or precision.compute != precision.parameter:
         total += gathered_bytes(units.values(), units.get("head"), run.reshards, precision)
     if run.shard > 1 and run.pp > 1 and run.microbatches > 1:

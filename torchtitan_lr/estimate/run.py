@@ -266,6 +266,13 @@ class Run:
             units |= self.stages[stage]
         return units
 
+    def shapes_of(self, pp_rank: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a pipeline rank's parameters on a tensor-parallel rank."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for unit in self.units_of(pp_rank).values():
+            shapes |= unit
+        return shapes
+
 
 def blocks_of(units: dict[str, NamedShapes]) -> int:
     """Count the decoder blocks among units."""

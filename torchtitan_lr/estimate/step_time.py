@@ -205,12 +205,11 @@ def step_time(
 def optimizer_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
     """Return the modelled time of the optimizer's kernels; TSR-Adam's are counted as AdamW's."""
     passed = 0
-    for unit in run.units_of(pp_rank).values():
-        for name, shape in unit.items():
-            size, passes = run.precision.parameter, ADAMW_PASSES
-            if name in run.spectral_vectors:
-                size, passes = max(4, size), SPECTRAL_PASSES
-            passed += passes * size * prod(run.piece(name, shape))
+    for name, shape in run.shapes_of(pp_rank).items():
+        size, passes = run.precision.parameter, ADAMW_PASSES
+        if name in run.spectral_vectors:
+            size, passes = max(4, size), SPECTRAL_PASSES
+        passed += passes * size * prod(run.piece(name, shape))
     seconds = moved_seconds(passed, hardware)
     for rule, matrices in gram_rules(run, pp_rank).items():
         flops = rank_small_flops(rule, matrices, run.ranks)
@@ -231,8 +230,7 @@ def _staging_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
     sizes = run.precision
     if run.shard == 1 and sizes.compute == sizes.parameter:
         return 0.0
-    units = run.units_of(pp_rank).values()
-    elements = sum(prod(shape) for unit in units for shape in unit.values())
+    elements = sum(map(prod, run.shapes_of(pp_rank).values()))
     gathers = 2 if run.reshards else 1
     per_element = gathers * 2 * sizes.compute + sizes.compute + sizes.reduce
     return moved_seconds(run.accumulation * per_element * elements, hardware)

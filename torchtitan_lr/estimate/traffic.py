@@ -9,6 +9,7 @@ gathers are counted once per pass, although each micro-batch repeats them.
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from math import lcm, prod
 
 import torch
@@ -209,7 +210,7 @@ def optimizer_traffic(run: Run, pp_rank: int, refreshing: Collection[int]) -> li
     """
     assert run.tsr is not None
     sharding = {name: run.mesh[name].size for name in ("fsdp", "tp") if run.mesh[name].size > 1}
-    shapes = _local_shapes(run, pp_rank)
+    shapes = run.shapes_of(pp_rank)
     matrices = [_matrix(run, name, shapes[name]) for name in tsr_names(run, pp_rank)]
     dense = [
         prod(run.piece(name, shape))
@@ -222,7 +223,7 @@ def optimizer_traffic(run: Run, pp_rank: int, refreshing: Collection[int]) -> li
 
 def tsr_names(run: Run, pp_rank: int) -> list[str]:
     """Return the names of a rank's compressed matrices, in the order of backward."""
-    return [name for name in reversed(_local_shapes(run, pp_rank)) if name in run.tsr_plans]
+    return [name for name in reversed(run.shapes_of(pp_rank)) if name in run.tsr_plans]
 
 
 def average_optimizer_traffic(run: Run, pp_rank: int) -> list[Traffic]:
@@ -264,10 +265,6 @@ def _due(plans: list[MatrixPlan], step: int, after: int) -> tuple[int, ...]:
     return tuple(i for i, plan in enumerate(plans) if plan.is_due(step, after))
 
 
-def _local_shapes(run: Run, pp_rank: int) -> dict[str, tuple[int, ...]]:
-    return {n: s for unit in run.units_of(pp_rank).values() for n, s in unit.items()}
-
-
 def _matrix(run: Run, name: str, local: tuple[int, ...]) -> TSRMatrix:
     plan, splits = run.tsr_plans[name], _splits(run, name, local)
     rows, columns = (1, 0) if plan.transposed else (0, 1)
@@ -276,19 +273,19 @@ def _matrix(run: Run, name: str, local: tuple[int, ...]) -> TSRMatrix:
 
 def gram_rules(run: Run, pp_rank: int) -> dict[str, list[SpectralMatrix]]:
     """Return the matrices of a rank by what sums their Gram matrices: a rule, `DECAY` or both."""
-    shapes, chosen = _local_shapes(run, pp_rank), {}
+    chosen: dict[str, list[str]] = {}
     if run.spectral:
         chosen[run.spectral] = list(run.spectral_vectors)
     if run.decays_products:
-        chosen[DECAY] = [name for pair in factor_pairs(run.global_shapes) for name in pair]
-    return {
-        rule: [
-            SpectralMatrix.of(name, run.global_shapes[name], _splits(run, name, shapes[name]))
-            for name in names
-            if name in shapes
-        ]
-        for rule, names in chosen.items()
-    }
+        chosen[DECAY] = list(chain.from_iterable(factor_pairs(run.global_shapes)))
+    shapes = run.shapes_of(pp_rank)
+    matrices: dict[str, list[SpectralMatrix]] = {rule: [] for rule in chosen}
+    for rule, names in chosen.items():
+        for name in names:
+            if name in shapes:  # else another pipeline rank has it
+                splits = _splits(run, name, shapes[name])
+                matrices[rule].append(SpectralMatrix.of(name, run.global_shapes[name], splits))
+    return matrices
 
 
 def spectral_matrices(run: Run, pp_rank: int) -> list[SpectralMatrix]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchtitan_lr.config.schema import PRODUCTS, SPECTRAL
+from torchtitan_lr.config.schema import PRODUCTS, SPECTRAL, base_of
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.optim.spectral.selection import select_matrices
 
@@ -95,20 +95,19 @@ class ParameterGroups:
         return self.decay_on == "all" or dims > 1
 
     def rates(self, optimizer: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, Rates]:
-        """Return the rates of parameters by name: those that `split` hands to optimizers.
+        """Return the rates of parameters by name.
 
         Args:
             optimizer: ``[optimizer]``.
             shapes: Global shape by name.
         """
-        others: set[str] = set()  # AdamW's, beside a spectral optimizer
-        if optimizer.name in SPECTRAL:
-            others = set(shapes) - select_matrices(shapes, optimizer.name).names
+        base = base_of(optimizer.name)
+        spectral = base if base in SPECTRAL else "Muon"  # which takes every matrix
+        matrices = select_matrices(shapes, spectral).names
+        of_matrices = Rates("lr", optimizer.lr, optimizer.weight_decay)
         found = {}
         for name, shape in shapes.items():
-            metric, lr, weight_decay = "lr", optimizer.lr, optimizer.weight_decay
-            if name in others:
-                metric, (lr, weight_decay) = "adamw_lr", of_adamw(optimizer)
+            metric, lr, weight_decay = of_matrices if name in matrices else of_others(optimizer)
             rule = self.rule(name)
             if rule.pattern:
                 metric += f"/{rule.pattern}"
@@ -116,50 +115,51 @@ class ParameterGroups:
             found[name] = Rates(metric, lr * rule.lr_multiplier, decay)
         return found
 
-    def split(
-        self, named_parameters: Iterable[tuple[str, Tensor]], lr: float, weight_decay: float
-    ) -> list[dict[str, Any]]:
-        """Return torch's groups of some parameters: those without a rule first, none empty.
-
-        Args:
-            named_parameters: Name and parameter.
-            lr: The learning rate that a rule multiplies.
-            weight_decay: The weight decay that a rule multiplies.
-        """
-        groups: dict[tuple[int, bool], dict[str, Any]] = {}
-        for name, parameter in named_parameters:
-            place = self.place(name)
-            decays = self.decays(name, parameter.dim())
-            group = {
-                "params": [],
-                "lr": lr * self.rule(name).lr_multiplier,
-                "weight_decay": self.decay(name, weight_decay) if decays else 0.0,
-            }
-            groups.setdefault((place, decays), group)["params"].append((name, parameter))
-        return [group for _, group in sorted(groups.items())]
-
 
 ONE_GROUP = ParameterGroups()
 """All parameters alike."""
 
 
-def of_adamw(optimizer: Any) -> tuple[float, float]:
-    """Return the learning rate and weight decay of AdamW beside a spectral optimizer.
+def of_others(optimizer: Any) -> Rates:
+    """Return the rates of embedding, head, norms and gates, before a rule's factors.
 
     Args:
         optimizer: ``[optimizer]``.
     """
-    decay = optimizer.adamw_weight_decay
-    return optimizer.adamw_lr or optimizer.lr, optimizer.weight_decay if decay == -1 else decay
+    lr, weight_decay = optimizer.adamw_lr, optimizer.adamw_weight_decay
+    own = base_of(optimizer.name) in SPECTRAL or lr != 0 or weight_decay != -1
+    return Rates(
+        "adamw_lr" if own else "lr",
+        lr or optimizer.lr,
+        optimizer.weight_decay if weight_decay == -1 else weight_decay,
+    )
+
+
+def split(
+    named_parameters: Iterable[tuple[str, Tensor]], rates: Mapping[str, Rates]
+) -> list[dict[str, Any]]:
+    """Return torch's groups of parameters, one for all that have the same rates.
+
+    Args:
+        named_parameters: Name and parameter.
+        rates: By name.
+    """
+    groups: dict[Rates, dict[str, Any]] = {}
+    for name, parameter in named_parameters:
+        own = rates[name]
+        group = {"params": [], "lr": own.lr, "weight_decay": own.weight_decay}
+        groups.setdefault(own, group)["params"].append((name, parameter))
+    return list(groups.values())
 
 
 class LoggedRates:
     """The learning rates of a step as metrics: ``lr``, and ``lr/PATTERN`` of each group.
 
-    With a spectral optimizer, ``adamw_lr`` and ``adamw_lr/PATTERN`` are those of AdamW. A rate is
-    the one that an optimizer of this rank has; where only other pipeline stages have the group, the
-    configured one. So all ranks log the same names: those of rates that a parameter has, and
-    ``lr`` and ``adamw_lr``, which groups multiply.
+    ``adamw_lr`` and ``adamw_lr/PATTERN`` are those of embedding, head, norms and gates, with a
+    spectral optimizer or where their rates are configured. A rate is the one that an optimizer of
+    this rank has; where only other pipeline stages have the group, the configured one. So all ranks
+    log the same names: those of rates that a parameter has, and ``lr`` and ``adamw_lr``, which
+    groups multiply.
 
     Args:
         optimizer: ``[optimizer]``.
@@ -171,9 +171,8 @@ class LoggedRates:
         self, optimizer: Any, rates: Mapping[str, Rates], names: Mapping[Tensor, str]
     ) -> None:
         self._metrics = {parameter: rates[name].metric for parameter, name in names.items()}
-        self._configured = {"lr": optimizer.lr}
-        if optimizer.name in SPECTRAL:
-            self._configured["adamw_lr"], _ = of_adamw(optimizer)
+        others = of_others(optimizer)
+        self._configured = {"lr": optimizer.lr, others.metric: others.lr}
         self._configured |= {own.metric: own.lr for own in rates.values()}
 
     def of_step(self, schedule: LambdaLR, optimizers: Iterable[Optimizer]) -> dict[str, float]:
@@ -194,10 +193,10 @@ class LoggedRates:
 def regroup(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
     """Split the one group of an optimizer; the new ones keep its other hyperparameters."""
     (whole,) = optimizer.param_groups
-    optimizer.param_groups = [
-        whole | group | {"params": [parameter for _, parameter in group["params"]]}
-        for group in groups
-    ]
+    optimizer.param_groups = []
+    for group in groups:
+        parameters = [parameter for _, parameter in group["params"]]
+        optimizer.param_groups.append(whole | group | {"params": parameters})
 
 
 def check_names(names: Iterable[str], groups: ParameterGroups, shown: str) -> None:

@@ -13,6 +13,7 @@ numbers each, in one message. Ranks that split r gather the factor.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -77,8 +78,8 @@ class ProductDecay(Optimizer):
 
     def __init__(self, pairs: Iterable[tuple[Factor, Factor]]) -> None:
         self.pairs = list(pairs)
-        super().__init__([factor.parameter for pair in self.pairs for factor in pair], {})
-        self.factors = [factor for pair in self.pairs for factor in pair]
+        self.factors = list(chain.from_iterable(self.pairs))
+        super().__init__([factor.parameter for factor in self.factors], {})
         self.groups = Groups(factor.layout for factor in self.factors)
         if gathered := sum(bool(factor.layout.rows) for factor in self.factors):
             logger.info("weight_decay_on = 'products' gathers %d factors per step", gathered)

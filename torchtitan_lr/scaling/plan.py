@@ -8,7 +8,7 @@ search determines can be planned then, so the points follow from the losses that
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,10 @@ WARMUP = 0.1
 
 Rates = Mapping[tuple[str, str], float | None]
 """Learning rate by family and size; None while it is unknown, or if an edge of the grid is best."""
+
+
+Searches = Mapping[tuple[str, str], list[Point]]
+"""The points that search a learning rate, by family and size."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +127,13 @@ class Plan:
         from torchtitan_lr.models.configured import empty_model
 
         own = [f"--job.config_file={self._config}", f"--job.dump_folder={self.work / 'none'}"]
-        ranks = self.experiment.families[family].ranks
-        placed = place_run([*own, *self._overrides[family, size]], ranks, data="none")
+        arm = self.experiment.families[family]
+        # The highest one: what is refused or warned of is a rate that runs have.
+        own.append(f"--optimizer.lr={arm.learning_rates[-1]}")
+        placed = place_run([*own, *self._overrides[family, size]], arm.ranks, data="none")
         if not placed.config.validation.enable:
             raise ConfigError("validation.enable", False, "true: the fit reads the validation loss")
-        run = read_run(placed.config, ranks)
+        run = read_run(placed.config, arm.ranks)
         total, flops = run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len)
         counted = total - 2 * run.args.vocab_size * run.args.dim  # the embedding, the head
         batches = run.microbatches * run.accumulation * run.shard * run.replicas
@@ -182,7 +188,7 @@ class Plan:
             wanted *= reference.flops_per_token / cost.flops_per_token
         return max(1, round(wanted / cost.tokens_per_step))
 
-    def searches(self, losses: Mapping[str, float]) -> dict[tuple[str, str], list[Point]]:
+    def searches(self, losses: Mapping[str, float]) -> Searches:
         """Return the points of every search, in the order of the grid.
 
         A family's first size tries all its rates. A later size tries the best rate of the size
@@ -194,7 +200,7 @@ class Plan:
         Returns:
             The points by family and size; none where the size before has not chosen yet.
         """
-        found = {}
+        found: dict[tuple[str, str], list[Point]] = {}
         for family, arm in self.experiment.families.items():
             grid = arm.learning_rates
             tried = set(range(len(grid)))
@@ -212,10 +218,11 @@ class Plan:
                 tried = beside if tried <= known.keys() else set()
         return found
 
-    def rates(self, losses: Mapping[str, float]) -> tuple[Rates, list[str]]:
+    def rates(self, searches: Searches, losses: Mapping[str, float]) -> tuple[Rates, list[str]]:
         """Choose every learning rate that finished runs determine.
 
         Args:
+            searches: Those of these losses.
             losses: Validation loss by run; infinite for a run that diverged.
 
         Returns:
@@ -223,7 +230,7 @@ class Plan:
         """
         found: dict[tuple[str, str], float | None] = {}
         edges = []
-        for (family, size), points in self.searches(losses).items():
+        for (family, size), points in searches.items():
             grid = self.experiment.families[family].learning_rates
             best = None
             if points and all(point.name in losses for point in points):
@@ -265,16 +272,9 @@ class Plan:
                 points.append(self.point(family, size, budget, seed, rate, equal))
         return points
 
-    def points(self, losses: Mapping[str, float]) -> list[Point]:
-        """Return the points that can start: of searches, and of known rates; cheapest first.
-
-        Args:
-            losses: Validation loss by run.
-        """
-        found = []
-        for searched in self.searches(losses).values():
-            found += searched
-        rates, _ = self.rates(losses)
+    def points(self, searches: Searches, rates: Rates) -> list[Point]:
+        """Return the points that can start: of searches, and of known rates; cheapest first."""
+        found = list(chain.from_iterable(searches.values()))
         for point in self.main_points(rates):
             if point.settings["learning_rate"] is not None:
                 found.append(point)

@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,9 @@ POINT_FILE = "point.json"
 
 FINISHED, DIVERGED, REFUSED = "finished", "diverged", "refused"
 """Statuses of points that do not run again."""
+
+STOPPED = 130
+"""Exit status after a signal to stop."""
 
 RESULTS = ("val_loss", "val_ppl", "train_loss", "tokens_per_s", "mfu", "peak_memory_gib")
 
@@ -213,8 +216,12 @@ class Sweep:
             if self.jobs > 1 and placed.device == "cuda":
                 self._gpus[point.name] = placed.environment.ranks
 
-    def run(self, lock: IO[str]) -> int:
+    def run(self, lock: IO[str], without: Collection[str] = ()) -> int:
         """Run the points that are not done; a signal to stop saves the active ones and ends.
+
+        Args:
+            lock: The folder's.
+            without: Names of points that are left as they are.
 
         Returns:
             The exit status: 0 all points are done, 1 some failed, 130 stopped.
@@ -230,19 +237,19 @@ class Sweep:
             if handler is not signal.SIG_IGN:  # `nohup` and `cmd &` ignore a signal: keep that
                 signal.signal(number, stop)
         try:
-            self._run(lock, signals)
+            self._run(lock, signals, without)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
         if signals:
             print(f"stopped by {signals[0]}: run the same command to continue", file=sys.stderr)
-            return 130
+            return STOPPED
         return int(any(not point.is_done for point in self.points))
 
-    def _run(self, lock: IO[str], signals: list[str]) -> None:
+    def _run(self, lock: IO[str], signals: list[str], without: Collection[str]) -> None:
         self.write()
-        waiting = [point for point in self.points if not point.is_done]
-        shown = _Shown(self.work, self.points)
+        waiting = [p for p in self.points if not p.is_done and p.name not in without]
+        shown = _Shown(self.work, self.points, len(waiting))
         active: list[tuple[Point, Started, list[str]]] = []
         free: list[str] = []
         if self._gpus:
@@ -330,12 +337,13 @@ class _Shown:
     Args:
         work: The folder of all runs.
         points: All points, those that are done included.
+        to_do: The number of those that run.
     """
 
-    def __init__(self, work: Path, points: Sequence[Point]) -> None:
+    def __init__(self, work: Path, points: Sequence[Point], to_do: int) -> None:
         self._work = work
         self._names = [point.name for point in points]
-        self._to_do = sum(not point.is_done for point in points)
+        self._to_do = to_do
         self._ended = 0
         self._began = time.monotonic()
         self._due = self._began + QUIET_SECONDS

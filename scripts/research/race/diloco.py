@@ -3,7 +3,8 @@
 
 Each replica trains alone with AdamW. Every H steps the replicas average the changes of their
 weights, and an outer optimizer, SGD with Nesterov momentum, applies the mean. Streaming DiLoCo does
-so fragment after fragment, each every H steps, and lets a sum run beside a step.
+so fragment after fragment, each every H steps, and lets a sum run beside a step. At its end the
+replicas differ: a loss is the mean of their own, each on its share of the rows.
 
 torchft's `Manager` asks a server which replicas are alive before every sum. Here their number is
 fixed, so `FixedReplicas` stands in its place, on the run's own process group.
@@ -15,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchft.local_sgd import DiLoCo
 
 from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.numerics import scale_
 from torchtitan_lr.optim.gradients import StoredGradients
 from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
@@ -25,7 +26,7 @@ from torchtitan_lr.titan.components import OptimizersContainer
 from torchtitan_lr.training.register import BuildOptimizers, build_optimizers
 
 OUTER: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
-"""The outer optimizer of both papers."""
+"""DiLoCo's outer optimizer (section 3.1), here of both."""
 
 STREAMING: dict[str, Any] = {"fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
 """Streaming DiLoCo's τ, the steps beside which a sum runs, and α, the share of the local weights
@@ -43,6 +44,9 @@ class FixedReplicas:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._syncs = group, 0
+        # The replicas are known, and no other one reads the weights.
+        self.start_quorum = self.register_state_dict_fn = lambda *_: None
+        self.allow_state_dict_read = self.disallow_state_dict_read = lambda: None
 
     def allreduce(self, tensor: Tensor, should_quantize: bool = False) -> Any:
         """Start the mean of a tensor over the replicas, in place."""
@@ -57,18 +61,6 @@ class FixedReplicas:
         """End a sync; it counts."""
         self._syncs += 1
         return True
-
-    def start_quorum(self) -> None:
-        """Do nothing: the replicas are known."""
-
-    def allow_state_dict_read(self) -> None:
-        """Do nothing: no other replica reads the weights."""
-
-    def disallow_state_dict_read(self) -> None:
-        """Do nothing, as `allow_state_dict_read`."""
-
-    def register_state_dict_fn(self, *_: Any) -> None:
-        """Do nothing: the race's runs are short, and begin again where they were cut off."""
 
 
 class LocalGradients(StoredGradients):
@@ -108,6 +100,11 @@ def diloco(every: int, fragments: int = 1) -> BuildOptimizers:
     def build(
         model_parts: list[nn.Module], config: OptimizerConfig, dims: ParallelDims
     ) -> OptimizersContainer:
+        try:
+            from torchft.local_sgd import DiLoCo
+        except ModuleNotFoundError as error:  # a plan and a report need none
+            want = "another optimizer, or the packages of scripts/research/race/requirements.txt"
+            raise ConfigError("optimizer.name", config.name, want) from error
         optimizers = build_optimizers(model_parts, replace(config, name="AdamW"), dims)
         group = dims.get_mesh("dp_replicate").get_group()
         (model,), (inner,) = model_parts, optimizers

@@ -7,7 +7,7 @@ race's models. Here the bucket is filled after backward, when DDP would call the
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,33 +50,14 @@ class WaitingGroup(dist.ProcessGroup):
         return work
 
 
-class Bucket:
-    """What the hook reads of a DDP bucket.
-
-    Args:
-        gradients: All gradients of a rank, copied into one buffer.
-    """
-
-    def __init__(self, gradients: Sequence[Tensor]) -> None:
-        self._buffer = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        parts = self._buffer.split([prod(gradient.shape) for gradient in gradients])
-        self._gradients = [p.view(g.shape) for p, g in zip(parts, gradients, strict=True)]
-
-    def buffer(self) -> Tensor:
-        """Return the memory of all gradients (n,)."""
-        return self._buffer
-
-    def gradients(self) -> list[Tensor]:
-        """Return the gradients, views of the buffer."""
-        return self._gradients
-
-    def index(self) -> int:
-        """Return the number of the bucket."""
-        return 0
-
-    def is_last(self) -> bool:
-        """Return whether no other bucket follows."""
-        return True
+def bucket_of(gradients: Sequence[Tensor]) -> Any:
+    """Return what the hook reads of a DDP bucket, for all gradients of a rank in one buffer."""
+    buffer = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    parts = buffer.split([gradient.numel() for gradient in gradients])
+    views = [part.view(g.shape) for part, g in zip(parts, gradients, strict=True)]
+    return SimpleNamespace(
+        buffer=lambda: buffer, gradients=lambda: views, index=lambda: 0, is_last=lambda: True
+    )
 
 
 class PowerSGDGradients(StoredGradients):
@@ -100,7 +81,7 @@ class PowerSGDGradients(StoredGradients):
         """Exchange all gradients; return this rank's share of the squared norm."""
         # From the last parameter to the first, as DDP: the first Q are drawn in this order.
         gradients = [local_part(gradient) for gradient in reversed(self._gradients())]
-        bucket: Any = Bucket(gradients)
+        bucket = bucket_of(gradients)
         powerSGD_hook(self.state, bucket).wait()
         for gradient, mean in zip(gradients, bucket.gradients(), strict=True):
             # The loss is divided by the tokens of all replicas: the gradient is their sum.

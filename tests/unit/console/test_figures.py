@@ -111,6 +111,12 @@ def test_titles_and_labels_are_no_formulas(tmp_path: Path) -> None:
     assert figure.get_suptitle() == figure.legends[0].get_texts()[0].get_text() == text
 
 
+def test_a_run_whose_name_begins_with_an_underscore_has_a_legend_entry(tmp_path: Path) -> None:
+    names = ["_", "_a", "__init", "_child", "b"]
+    figure = draw_runs({name: history(math.sin) for name in names}, tmp_path / "a.png")
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == names
+
+
 def test_a_label_of_two_panels_occurs_once(tmp_path: Path) -> None:
     figure = new_figure()
     for axes in figure.subplots(1, 2):

@@ -91,20 +91,26 @@ def test_norms_and_gates_need_not_decay(tmp_path):
         assert not weights.equal(other[parameter])
 
 
-def test_adamw_beside_a_spectral_optimizer_has_a_decay_of_its_own(tmp_path):
-    muon = ["--optimizer.name=Muon", "--optimizer.beta1=0"]
-    _, found, _ = steps(tmp_path / "own", *muon, "--optimizer.adamw_weight_decay=0.25")
-    for decay, of_matrices in ((0.5, True), (0.25, False)):
-        _, same, _ = steps(tmp_path / f"{decay}", *muon, f"--optimizer.weight_decay={decay}")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_embedding_head_and_norms_have_rates_of_their_own(name, tmp_path):
+    named = [f"--optimizer.name={name}", "--optimizer.beta1=0"]
+    own = ["--optimizer.adamw_lr=0.25", "--optimizer.adamw_weight_decay=0.75"]
+    _, found, _ = steps(tmp_path / "own", *named, *own)
+    for rate, decay, of_matrices in ((0.125, 0.5, True), (0.25, 0.75, False)):
+        rates = [f"--optimizer.lr={rate}", f"--optimizer.weight_decay={decay}"]
+        _, same, _ = steps(tmp_path / f"{decay}", *named, *rates)
         for parameter, weights in found.items():
             is_matrix = parameter.endswith((".A.weight", ".B.weight"))
             assert weights.equal(same[parameter]) is (is_matrix is of_matrices), parameter
 
 
-@pytest.mark.parametrize(("name", "of_norms"), [("AdamW", "lr"), ("Muon", "adamw_lr")])
-def test_all_groups_follow_the_schedule_and_are_logged(name, of_norms, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "of_norms", "rate"),
+    [("AdamW", "lr", 0), ("AdamW", "adamw_lr", 0.03125), ("Muon", "adamw_lr", 0.03125)],
+)
+def test_all_groups_follow_the_schedule_and_are_logged(name, of_norms, rate, tmp_path):
     """What is logged is what the optimizers have."""
-    options = [f"--optimizer.name={name}", *OPTIONS, "--optimizer.adamw_lr=0.03125"]
+    options = [f"--optimizer.name={name}", *OPTIONS, f"--optimizer.adamw_lr={rate}"]
     with tiny_trainer(tmp_path, *options, written(tmp_path, GROUPS), exact=False) as trainer:
         names = {p: n for n, p in trainer.model_parts[0].named_parameters()}
         batches, rates = iter(trainer.dataloader), []

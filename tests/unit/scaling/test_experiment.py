@@ -10,6 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.commands import ROOT, Command
+from torchtitan_lr.checks.optimizer import _warn_of_scale
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.flavors import read_model_args
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
@@ -182,6 +184,22 @@ def test_the_flops_of_a_spectral_optimizer_count(tmp_path, family, rule):
     assert counted == pytest.approx(counter.get_total_flops(), rel=1e-9) and counted > 0
 
 
+@pytest.mark.parametrize(("highest", "warned"), [(5e-2, []), (2e-1, ["optimizer.lr = 0.2"])])
+def test_a_plan_judges_the_rates_of_its_runs(tmp_path, caplog, highest, warned):
+    """The TOML's rate is AdamW's, which no run of this family has."""
+    overrides = ["optimizer.name=LoRAMuon", "optimizer.adamw_lr=1e-3"]
+    grid = [1e-2, 2e-2, highest]
+    cola = ("[families.cola]", f"[families.cola]\noverrides = {overrides}\nlearning_rates = {grid}")
+    _warn_of_scale.cache_clear()
+    plan_of(tmp_path, cola)
+    lines = [line for line in caplog.messages if "published rates" in line]
+    assert [line.partition(" is ")[0] for line in lines] == warned
+    with pytest.raises(
+        ConfigError, match=r"^optimizer.weight_decay: got 100.0, expected less than"
+    ):
+        plan_of(tmp_path, cola, ("validation.steps=1", "optimizer.weight_decay=100"))
+
+
 def test_a_best_value_is_inside_its_grid(tmp_path):
     plan = plan_of(tmp_path)
     names = [point.name for point in plan.searches({})["full", "a"]]
@@ -192,7 +210,8 @@ def test_a_best_value_is_inside_its_grid(tmp_path):
         ((math.inf, math.inf, math.inf), None, True),
         ((3.0, 2.0), None, False),  # not known yet
     ):
-        rates, edges = plan.rates(dict(zip(names, losses, strict=False)))
+        known = dict(zip(names, losses, strict=False))
+        rates, edges = plan.rates(plan.searches(known), known)
         assert (rates["full", "a"], bool(edges)) == (rate, edge)
 
 
@@ -218,10 +237,10 @@ def test_a_later_size_searches_beside_the_best_rate_of_the_size_before(tmp_path)
     assert searched(losses) == grid[:3]
     losses |= dict(zip(names["b"][:3], (3.0, 2.5, 2.4), strict=True))
     assert searched(losses) == grid[:4]  # the best, 4e-3, has a neighbour that did not run
-    assert plan.rates(losses)[0]["full", "b"] is None
+    assert plan.rates(plan.searches(losses), losses)[0]["full", "b"] is None
     losses[names["b"][3]] = 2.45
     assert searched(losses) == grid[:4]
-    assert plan.rates(losses)[0]["full", "b"] == 4e-3
+    assert plan.rates(plan.searches(losses), losses)[0]["full", "b"] == 4e-3
     # The control: without that neighbour's loss being higher, the search goes on.
     losses[names["b"][3]] = 2.3
     assert searched(losses) == grid
@@ -247,7 +266,7 @@ def test_rates_lead_beyond_the_searched_sizes(tmp_path, searched):
         for size, seed in (("a", 0), ("b", 5), ("c", 0))
         for rate in grid
     }
-    rates, _ = plan.rates(losses)
+    rates, _ = plan.rates(plan.searches(losses), losses)
     assert [rates["full", size] for size in searched] == [best[size] for size in searched]
     expected = best[searched[-1]]
     if searched == "abc":
@@ -296,6 +315,23 @@ def test_an_edge_is_reported(tmp_path, standin, capsys):
     error = capsys.readouterr().err
     assert "full a: learning rate 0.0004 is an edge of its grid (0.0001 to 0.0004)" in error
     assert all("seed0" in argument[1] for argument in standin)  # no run needs an unknown rate
+
+
+def test_a_run_that_fails_holds_up_its_own_family_alone(tmp_path, standin, capsys):
+    """Rank 32 fails in the stand-in: every run of cola."""
+    change = ("[families.cola]", '[families.cola]\noverrides = ["low_rank.rank=32"]')
+    path = write(tmp_path, change, ("[5e-4, 1e-3, 2e-3]", "[1e-3, 2e-3, 4e-3]"))
+    arguments = ["run", path, f"--out={tmp_path / 'work'}"]
+    assert scaling.main([*arguments, "--jobs=2"]) == 1
+    names = [argument[1].rpartition("/")[2] for argument in standin]
+    main = ["full_a_0.05_seed1_lr0.002", "full_b_0.05_seed5_lr0.002"]
+    assert set(main) <= {*names} and len(names) == len({*names})
+    *_, first, second, third = capsys.readouterr().err.splitlines()
+    for line, rate in zip((first, second, third), ("0.001", "0.002", "0.004"), strict=True):
+        assert line == f"cola_a_0.05_seed0_lr{rate}: failed: error: rank 1 failed"
+    standin.clear()
+    assert scaling.main(arguments) == 1
+    assert [argument[1][-8:] for argument in standin] == ["_lr0.001", "_lr0.002", "_lr0.004"]
 
 
 def row(size, budget, parameters, tokens, exponent):

@@ -89,7 +89,7 @@ def test_tables_follow_from_the_stored_runs(
     (tmp_path / "x.toml").write_text(TOML.replace("learning_rates = [5e-4, 1e-3, 2e-3]", ""))
     plan = Plan(read_experiment(str(tmp_path / "x.toml")), tmp_path / "work")
     runs = {}
-    for point in plan.main_points(plan.rates({})[0]):
+    for point in plan.main_points(plan.rates(plan.searches({}), {})[0]):
         family, size, seed = (point.settings[key] for key in ("family", "size", "seed"))
         loss = 4.0 + 0.5 * (family == "cola") + 0.25 * seed * (1 + (family == "cola"))
         arguments = [text.replace(f"={plan.work}/", "=WORK/") for text in point.arguments]
@@ -146,7 +146,7 @@ def test_the_table_of_a_measurement_has_the_range_of_its_calls(
     assert not (tmp_path / "none.json").exists()
 
 
-LARGE = ("spectral",)  # its 56 models take several seconds
+LARGE = ("spectral", "race")  # many models: several seconds
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_running_points_tell_step_loss_and_the_time_left(tmp_path, monkeypatch, 
     points = [Point(name, "c.toml", [], {}, row={"status": s}) for name, s in statuses.items()]
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    shown = _Shown(tmp_path, points)
+    shown = _Shown(tmp_path, points, 2)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "job_config.json").write_text('{"training": {"steps": 10}}')
     row = {"step": 5, "loss_metrics/global_avg_loss": 6.0, "interval_loss": 6.25}

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.optim.adam import ShardAdamW
 from torchtitan_lr.optim.container import NamedOptimizers, trained_parameters
-from torchtitan_lr.optim.groups import ONE_GROUP, ParameterGroups, of_adamw
+from torchtitan_lr.optim.groups import ONE_GROUP, ParameterGroups, split
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.spectral.selection import select_matrices
 from torchtitan_lr.titan import logger
@@ -34,13 +34,14 @@ class SpectralOptimizers(NamedOptimizers):
         self.model_parts = model_parts
         parameters = trained_parameters(*model_parts)
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        rates = groups.rates(config, shapes)
         chosen = select_matrices(shapes, config.name)
         matrices = [(n, p) for n, p in parameters.items() if n in chosen.names]
         others = [(n, p) for n, p in parameters.items() if n not in chosen.names]
         optimizers: list[Optimizer] = []
         if matrices:  # a pipeline stage may have none
             spectral = SpectralOptimizer(
-                groups.split(matrices, config.lr, config.weight_decay),
+                split(matrices, rates),
                 config.name,
                 [(parameters[a], parameters[b]) for a, b in chosen.pairs],
                 momentum=config.momentum,
@@ -57,7 +58,7 @@ class SpectralOptimizers(NamedOptimizers):
                     *(config.name, weight, gathered),
                 )
         if others:
-            optimizers.append(_adamw(groups.split(others, *of_adamw(config)), config))
+            optimizers.append(_adamw(split(others, rates), config))
         self.contain(optimizers, {"lr": config.lr})
 
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -233,7 +234,7 @@ class Share(Generic[Key]):
         """Return the sums of this rank's matrices; each rank has terms of all."""
         if self.equal:
             return {key: terms[key] for key in self._own}
-        message = torch.cat([terms[key] for keys in self.by_rank for key in keys])
+        message = torch.cat([terms[key] for key in chain.from_iterable(self.by_rank)])
         sums = message.new_empty(message.numel() // self.group.size())
         reduce_scatter(sums, message, group=self.group)
         parts = sums.split([terms[key].numel() for key in self._own])

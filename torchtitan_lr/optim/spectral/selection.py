@@ -7,6 +7,7 @@ configuration check calls this before ranks start.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.spectral.rules import RULES
@@ -39,7 +40,7 @@ def select_matrices(shapes: Mapping[str, Sequence[int]], rule: str) -> Selection
         rule: The value of ``optimizer.name``. Muon takes every matrix, the others take factors.
     """
     pairs = factor_pairs(shapes)
-    factors = {name for pair in pairs for name in pair}
+    factors = set(chain.from_iterable(pairs))
     dense = []
     if not RULES[rule].pairs_only:
         for name, shape in shapes.items():

@@ -1,11 +1,15 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """TSR-Adam in torchtitan's container of optimizers."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from torchtitan_lr.optim.container import NamedOptimizers, trained_parameters
-from torchtitan_lr.optim.groups import ONE_GROUP, ParameterGroups
+from torchtitan_lr.optim.groups import Rates, split
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.titan import logger
@@ -20,7 +24,8 @@ class TSROptimizers(NamedOptimizers):
         defaults: ``lr``, ``beta1``, ``beta2``, ``eps`` and ``weight_decay``.
         replicas: Ranks with equal parameters and different data.
         stages: Pipeline ranks.
-        groups: Groups of parameters with rates of their own.
+        rates: Of all parameters by name; without it ``defaults`` has them.
+        wire_dtype: Dtype in which sums over the replicas travel; None for the tensors' own.
 
     Attributes:
         gradients: The optimizer, which is also the `Gradients` of a step.
@@ -33,13 +38,14 @@ class TSROptimizers(NamedOptimizers):
         defaults: dict[str, float],
         replicas: dist.ProcessGroup | None = None,
         stages: dist.ProcessGroup | None = None,
-        groups: ParameterGroups = ONE_GROUP,
+        rates: Mapping[str, Rates] | None = None,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         self.model_parts = model_parts
-        parts = []
+        parts: list[dict[str, Any]] = []
         for part in model_parts:
-            trained = trained_parameters(part).items()
-            parts += groups.split(trained, defaults["lr"], defaults["weight_decay"])
+            named = list(trained_parameters(part).items())
+            parts += split(named, rates) if rates else [{"params": named}]
         self.gradients = TSRAdam(
             parts,
             settings,
@@ -47,7 +53,7 @@ class TSROptimizers(NamedOptimizers):
             group=replicas,
             stages=stages,
             average=False,
-            wire_dtype=None,  # a container knows ``[optimizer]`` alone: the trainer sets it
+            wire_dtype=wire_dtype,
         )
         self.contain([self.gradients], defaults)
         compressed = sum(len(stack.parameters) for stack in self.gradients.stacks)

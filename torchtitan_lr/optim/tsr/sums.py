@@ -148,7 +148,10 @@ def in_buckets(
         most: Elements of a bucket, at most.
     """
     limit = min(-(-sum(sizes) // count), most)
-    return [[parameters[i] for i in bucket] for bucket in split_buckets(sizes, limit)]
+    buckets = []
+    for places in split_buckets(sizes, limit):
+        buckets.append([parameters[place] for place in places])
+    return buckets
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
