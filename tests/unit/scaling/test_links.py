@@ -11,8 +11,8 @@ from scripts.research import finished_runs, result_tables
 from tests.unit.scaling.test_experiment import plan_of, scaling, write
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.links import SECONDS_FILE, read_seconds, wire_share
-from torchtitan_lr.scaling.races import beaten, holm, least_leads, verdict
-from torchtitan_lr.scaling.sweep import POINT_FILE
+from torchtitan_lr.scaling.races import beaten, holm, least_leads, read_races, verdict
+from torchtitan_lr.scaling.sweep import POINT_FILE, Sweep
 
 # Both methods are AdamW to the plan; what differs is what their runs have recorded.
 RACE = (
@@ -57,6 +57,14 @@ def report(tmp_path, capsys, *options, changes=()):
     return status, capsys.readouterr()
 
 
+def table_of(plan):
+    """Return the table of size a on a link of 8 Mbit/s."""
+    points = plan.main_points(dict.fromkeys(plan.costs, 1e-3))
+    Sweep(plan.work, points)
+    race, _ = read_races(plan, points, [8.0])
+    return race.table()
+
+
 def cells_of(text, family):
     """Return the cells of the first line of a family."""
     line = next(line for line in text.splitlines() if line.startswith(f"| {family} "))
@@ -93,23 +101,21 @@ def test_who_wins_which_link(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("ended", [1, 0])
-def test_a_method_without_all_of_its_seeds_does_not_compete(tmp_path, capsys, ended):
+def test_a_method_without_all_of_its_seeds_does_not_compete(tmp_path, ended):
     lost = [("terse", seed) for seed in range(ended, 3)]
-    record_runs(plan_of(tmp_path, *RACE), {"full": 2e6, "terse": 2e5}, lost)
-    status, said = report(tmp_path, capsys, "--links=8")
-    assert status == 0
-    assert cells_of(said.out, "terse")[1] == f"{ended}/3, {3 - ended} diverged"
-    assert cells_of(said.out, "terse")[4] == "-"
-    first, *_ = (line for line in said.out.splitlines() if line.startswith("- 8 Mbit/s"))
-    assert first == "- 8 Mbit/s (modelled): full alone reaches the loss"
+    plan = plan_of(tmp_path, *RACE)
+    record_runs(plan, {"full": 2e6, "terse": 2e5}, lost)
+    table = table_of(plan)
+    assert cells_of(table, "terse")[1] == f"{ended}/3, {3 - ended} diverged"
+    assert cells_of(table, "terse")[4] == "-"
+    assert "- 8 Mbit/s (modelled): full alone reaches the loss" in table
 
 
 @pytest.mark.parametrize("lost", [1, 3])
-def test_without_all_seeds_of_the_reference_there_is_no_verdict(tmp_path, capsys, lost):
-    gone = [("full", seed) for seed in range(lost)]
-    record_runs(plan_of(tmp_path, *RACE), {"full": 2e6, "terse": 2e5}, gone)
-    _, said = report(tmp_path, capsys, "--links=8")
-    table = said.out.partition("## llama_full_b")[0]
+def test_without_all_seeds_of_the_reference_there_is_no_verdict(tmp_path, lost):
+    plan = plan_of(tmp_path, *RACE)
+    record_runs(plan, {"full": 2e6, "terse": 2e5}, [("full", seed) for seed in range(lost)])
+    table = table_of(plan)
     assert f"full, the reference, has {3 - lost}/3, {lost} diverged." in table
     assert "- 8 Mbit/s" not in table and len(cells_of(table, "terse")) == 4
 
@@ -133,13 +139,11 @@ def test_a_method_whose_rate_is_an_edge_has_a_row(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("margin", "cell"), [(0.05, "4.4"), (0.01, "reached by 0/3")])
-def test_a_seed_races_to_its_own_goal(tmp_path, capsys, margin, cell):
+def test_a_seed_races_to_its_own_goal(tmp_path, margin, cell):
     """Losses of terse end 0.03 above those of the same seed of full."""
-    margin = ('name = "x"', f'name = "x"\nmargin = {margin}')
-    plan = plan_of(tmp_path, *RACE, margin)
+    plan = plan_of(tmp_path, *RACE, ('name = "x"', f'name = "x"\nmargin = {margin}'))
     record_runs(plan, {"full": 2e6, "terse": 2e5}, worse=0.03)
-    _, said = report(tmp_path, capsys, "--links=8", changes=[margin])
-    assert cells_of(said.out, "terse")[4].startswith(cell)
+    assert cells_of(table_of(plan), "terse")[4].startswith(cell)
 
 
 def test_what_three_seeds_can_show():
