@@ -12,26 +12,29 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/setup_env.sh
 setup_env dev
 export OMP_NUM_THREADS=1
+# Dozens of processes import torch. Python keeps what it has compiled; else each compiles for 20 s.
+unset PYTHONDONTWRITEBYTECODE
 
 results=$(mktemp -d)
 background=
 end() {
-    if [ -n "$background" ]; then
-        kill -TERM -- "-$background" 2>/dev/null
-        cat "$results/background"
-    fi
+    local job
+    for job in $background; do
+        kill -TERM -- "-$job" 2>/dev/null
+    done
+    [ -z "$background" ] || cat "$results"/output-*
     rm -rf "$results"
 }
 trap end EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# stage NAME MODULE ARGS...
+# stage NAME MODULE ARGS..., with $PRIORITY before it
 stage() {
     local name=$1 begin=$SECONDS status=0
     shift
     printf '\n==== %s\n' "$name"
-    "$RUN_PYTHON" -m "$@" || status=$?
+    ${PRIORITY:-} "$RUN_PYTHON" -m "$@" || status=$?
     printf '==== %s: %s, %d s\n' "$name" "$([ $status -eq 0 ] && echo passed || echo FAILED)" \
         $((SECONDS - begin))
     [ $status -eq 0 ] || echo "$name" >>"$results/failed"
@@ -43,22 +46,28 @@ style() {
     stage "mypy" mypy
 }
 
-# Everything, in two parallel jobs: ranks often wait for each other, and then leave the cores to the
-# background job. Its output is printed when both have ended.
-everything() {
-    echo "Unit tests and training runs run in the background; their output comes at the end."
-    set -m # gives the background job its own process group, so that this script can end it
-    {
-        stage "units" pytest tests/unit tests/gpu -n auto --dist worksteal "$@"
-        stage "whole runs" pytest tests/integration --durations=10 "$@"
-    } >"$results/background" 2>&1 &
-    background=$!
+# in_background STAGE...: runs a stage, whose output comes at the end.
+in_background() {
+    set -m # gives it its own process group, so that this script can end it
+    stage "$@" >"$results/output-$1" 2>&1 &
     set +m
+    background="$background $!"
+}
+
+# Everything, in three parallel jobs. Ranks and whole runs often wait for processes, and then leave
+# the cores to the unit tests, which have a lower priority.
+everything() {
+    "$RUN_PYTHON" -c "import torchtitan_lr.train" & # compiled once, before several do it at a time
     style
+    wait $!
+    echo "Unit tests and training runs run in the background; their output comes at the end."
+    in_background "whole runs" pytest tests/integration --durations=10 "$@"
+    PRIORITY="nice -n 5" in_background "units" pytest tests/unit tests/gpu -n auto \
+        --dist worksteal --durations=10 "$@"
     stage "ranks" pytest tests/distributed --durations=15 "$@"
-    wait "$background"
+    wait $background
     background=
-    cat "$results/background"
+    cat "$results"/output-*
 }
 
 case ${1:-} in

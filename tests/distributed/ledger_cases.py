@@ -13,7 +13,6 @@ from tests.support.parity_cases import (
     TOKENS,
     Case,
     build_model,
-    compile_blocks,
     model_args,
     shard_model,
     tp_mesh,
@@ -36,8 +35,6 @@ def build(case: Case, *changes: str) -> Any:
     for change in changes:
         if change.startswith("low_rank"):
             apply_low_rank_checkpoint(model, save_attention="attention" in change)
-        elif change == "compile":
-            compile_blocks(model, case)
         elif change == "compile_last":
             compile_last_block(model, case)
         elif change == "fsdp":

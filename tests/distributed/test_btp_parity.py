@@ -113,7 +113,7 @@ def rounding_errors(dtype: torch.dtype, settings: list[TPSettings]) -> list[dict
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *nightly(torch.float32)], ids=str)
 def test_rounding_is_that_of_one_process(dtype: torch.dtype, four_ranks: RankPool) -> None:
     """Rounding is measured on one process in the same run.
 

@@ -167,7 +167,7 @@ def measured(four_ranks: RankPool, eight_ranks: RankPool) -> Callable[[str], lis
 
 
 SELDOM = ("fsdp4", "pp2_fsdp2", "pp2_replicate2", "tsr_tp2_fsdp2", "tagc_small_units")
-SELDOM += ("pp2_hsdp2x2", "fsdp4_accumulating")
+SELDOM += ("pp2_hsdp2x2", "fsdp4_accumulating", "tagc_fsdp4")
 SELDOM += ("spectron_vanilla_fsdp2", "lora_muon_pp2_fsdp2", "lora_muon_btp4", "lora_muon_hsdp2x2")
 USUAL = [*(name for name in RUNS if name not in SELDOM), *nightly(*SELDOM)]
 

@@ -7,6 +7,7 @@ import pytest
 
 import torchtitan_lr.training.register  # noqa: F401
 from tests.distributed.training import train
+from tests.support.nightly import nightly
 from tests.support.parity_runs import TINY, degrees, largest_difference, model, use_float64
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.config.build import build_job_config
@@ -38,7 +39,10 @@ CASES: dict[str, tuple[str, list[str], list[str]]] = {
 """Family, layout, and what the reference has too."""
 
 
-@pytest.mark.parametrize("name", CASES)
+MORE = ("cola, BTP",)  # ungrouped, and by sequence, it has more messages
+
+
+@pytest.mark.parametrize("name", [*(name for name in CASES if name not in MORE), *nightly(*MORE)])
 def test_layouts(name: str, four_ranks: RankPool, reference: Any) -> None:
     family, layout, common = CASES[name]
     arguments = [*model(family), *layout, *common]

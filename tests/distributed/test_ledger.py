@@ -66,8 +66,8 @@ def test_ledger_equals_formula(case: Case, measured: dict[Case, Any]) -> None:
 
 
 def measure_compiled(case: Case) -> list[list[dict[str, Any]]]:
-    """Compiled blocks under a ledger that sees their compilation, and under a later one."""
-    model = build(case, "compile")
+    """A compiled block under a ledger that sees its compilation, and under a later one."""
+    model = build(case, "compile_last")
     return [count(model, case) for _ in range(2)]
 
 

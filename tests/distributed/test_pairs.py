@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.distributed.training import train
+from tests.support.nightly import nightly
 from tests.support.parity_runs import EXACT, LAYOUTS, degrees, largest_difference, model
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.data import dataloader
@@ -70,7 +71,7 @@ def reference(one_rank: RankPool, corpus: str) -> dict[str, Any]:
     return alone
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*list(CASES)[:3], *nightly(*list(CASES)[3:])])
 def test_ranks_equal_one_process(
     case: str, four_ranks: RankPool, corpus: str, reference: dict[str, Any]
 ) -> None:

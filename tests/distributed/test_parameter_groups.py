@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.training import train
+from tests.support.nightly import nightly
 from tests.support.parity_runs import EXACT, LAYOUTS, largest_difference, model
 from tests.support.rank_pool import RankPool
 
@@ -24,8 +25,14 @@ weight_decay_multiplier = 0
 """
 
 
-@pytest.mark.parametrize("layout", ["pp2_tp2", "fsdp2_tp2"])
-@pytest.mark.parametrize("name", ["AdamW", "TSRAdam", "LoRAMuon"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, "pp2_tp2") for name in ("AdamW", "TSRAdam", "LoRAMuon")),
+        ("LoRAMuon", "fsdp2_tp2"),
+        *nightly(("AdamW", "fsdp2_tp2"), ("TSRAdam", "fsdp2_tp2")),
+    ],
+)
 def test_every_layout_has_the_same_groups(
     name: str,
     layout: str,

@@ -32,7 +32,7 @@ def local_stages(pp_rank: int, degree: int, name: str) -> list[int]:
         ("lax", "1F1B", LAYOUTS["pp4"][1]),
         *nightly(("lax", "1F1B", PP2_TP2)),
         ("lax", "ZBVZeroBubble", [*PP2_TP2, "--parallelism.tp_comm=sequence"]),
-        ("lax", "Interleaved1F1B", [*PP2_TP2, "--parallelism.tp_plan=vanilla"]),
+        *nightly(("lax", "Interleaved1F1B", [*PP2_TP2, "--parallelism.tp_plan=vanilla"])),
         *nightly(
             ("cola", "GPipe", [*PP2_TP2, "--parallelism.pipeline_parallel_microbatch_size=4"])
         ),

@@ -95,7 +95,7 @@ def diloco_train(name: str, steps: int, *arguments: str) -> dict[str, np.ndarray
     from scripts.research.race.diloco import diloco
 
     if "DiLoCo-2" not in OPTIMIZERS:
-        register_optimizer("DiLoCo-2", diloco(2), sums_replicas=True)
+        register_optimizer("DiLoCo-2", diloco(2), sums_replicas=True, base="AdamW")
     with patch.object(parity_runs, "full_parameters", own_parameters):
         run = train_with(name, steps, 10, *arguments)
     return run["parameters"]

@@ -36,7 +36,7 @@ VALIDATED += ["--validation.first_step"]
 
 @pytest.mark.parametrize(
     ("family", "plan"),
-    [("lax", "btp"), *nightly(("svd", "vanilla"), ("full", "megatron"))],
+    [("svd", "btp"), *nightly(("lax", "btp"), ("svd", "vanilla"), ("full", "megatron"))],
 )
 def test_compiled_blocks_validate(family: str, plan: str, two_ranks: RankPool) -> None:
     options = [*model(family), *TP2, f"--parallelism.tp_plan={plan}", *VALIDATED]

@@ -21,9 +21,12 @@ def model(family: str) -> list[str]:
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        *(("full", layout) for layout in ("replicate4_accumulate2", "hsdp2x2", "tp2xdp2")),
+        *(("full", layout) for layout in ("replicate4_accumulate2", "hsdp2x2")),
         *(("lax", layout) for layout in ("fsdp2xtp2", "pp2xdp2")),
-        *nightly(*(("full", layout) for layout in ("replicate4", "fsdp4", "fsdp2xtp2", "pp2xdp2"))),
+        *nightly(
+            *(("full", layout) for layout in ("replicate4", "fsdp4", "fsdp2xtp2", "pp2xdp2")),
+            ("full", "tp2xdp2"),
+        ),
     ],
 )
 def test_layout_equals_one_process(
@@ -81,7 +84,7 @@ def test_bf16_weights_keep_fp32_state(four_ranks: RankPool) -> None:
         assert all((run["parameters"][name] == value).all() for run in runs), name
 
 
-@pytest.mark.parametrize("fault", ["nan@3", "nan_gradient@3", "nan_gradient@4"])
+@pytest.mark.parametrize("fault", [*nightly("nan@3"), "nan_gradient@3", "nan_gradient@4"])
 def test_a_skipped_step_leaves_no_trace(fault: str, four_ranks: RankPool) -> None:
     """Step 4 refreshes (three are done before it), step 3 does not."""
     options = [*model("cola"), *LAYOUTS["replicate4"], "--training.steps=5"]
@@ -124,7 +127,7 @@ def test_resumes_bitwise(
     assert largest_difference(resumed, undisturbed) == 0.0
 
 
-@pytest.mark.parametrize("layout", ["fsdp4", "tp2xdp2"])
+@pytest.mark.parametrize("layout", [*nightly("fsdp4"), "tp2xdp2"])
 def test_resumes_in_another_layout(
     interrupted: str, layout: str, four_ranks: RankPool, undisturbed: dict[str, Any]
 ) -> None:

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.support import parity_runs
 from tests.support.rank_pool import new_folder
 from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.data import sources
 from torchtitan_lr.titan.base import ParallelDims
 
 SPOILT = "layers.1.feed_forward.w3.B.weight"
@@ -94,15 +95,17 @@ def known_setup() -> Iterator[None]:
     """Set up once per process what is equal in all runs and takes longer than a `TINY` run's steps.
 
     These are the device meshes of equal degrees, which FSDP2 concatenates with tensor parallelism's
-    anew for every parameter.
+    anew for every parameter, and the list of the corpus's files.
     """
     with (
+        patch.object(sources, "library_files", _LIBRARY_FILES),
         patch.object(ParallelDims, "build_mesh", _build_meshes_once),
         patch.object(DeviceMesh, "_concatenate", staticmethod(_concatenate_once)),
     ):
         yield
 
 
+_LIBRARY_FILES = cache(sources.library_files)
 _MESHES: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _BUILD_MESHES = ParallelDims.build_mesh
 _CONCATENATED: dict[tuple[int, ...], tuple[list[DeviceMesh], DeviceMesh]] = {}

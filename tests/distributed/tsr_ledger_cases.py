@@ -34,11 +34,12 @@ def measure(
         layout = place(layout_name)
         model = build_model(layout, case.dtype)
         optimizer = TSROptimizers(
-            [model], settings, DEFAULTS, replicas=layout.replicas, stages=layout.stages
+            *([model], settings, DEFAULTS),
+            replicas=layout.replicas,
+            stages=layout.stages,
+            wire_dtype=torch.bfloat16 if half else None,
         )
         tsr = optimizer.gradients
-        if half:
-            tsr.groups = replace(tsr.groups, wire_dtype=torch.bfloat16)
         groups = dict(tsr.groups.sharding)
         if layout.replicas is not None:
             groups["dp_replicate"] = layout.replicas

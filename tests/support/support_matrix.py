@@ -75,12 +75,20 @@ class SupportMatrix:
 
     @property
     def usual_draws(self) -> list[Combination]:
-        """Return some of `every_draw` that have every value of every axis, on few ranks."""
+        """Return some of `every_draw` that have every value of every axis.
+
+        Of those with as many new values it takes one without compilation, which costs most, then on
+        few ranks, then in full precision, where the comparison is sharpest.
+        """
+
+        def cost(drawn: Combination) -> tuple[bool, int, bool]:
+            return drawn["compile"] != NONE, world_size(drawn), drawn["precision"] != NONE
+
         chosen: list[Combination] = []
-        few_ranks = sorted(self.every_draw, key=world_size)
-        missing = {item for combination in few_ranks for item in combination.items()}
+        cheapest_first = sorted(self.every_draw, key=cost)
+        missing = {item for combination in cheapest_first for item in combination.items()}
         while missing:
-            chosen.append(max(few_ranks, key=lambda c: len(c.items() & missing)))
+            chosen.append(max(cheapest_first, key=lambda c: len(c.items() & missing)))
             missing -= chosen[-1].items()
         return chosen
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan_lr.checkpoints.folders import RUN_CONFIG, write_whole
 from torchtitan_lr.config.files import read_json
-from torchtitan_lr.config.schema import SPECTRAL, TSR
+from torchtitan_lr.config.schema import SPECTRAL, TSR, base_of
 from torchtitan_lr.titan import logger
 
 CHANGES = "changes"
@@ -105,9 +105,9 @@ def changed(record: dict[str, Any], config: Any, ranks: int = 1) -> dict[str, li
 def _is_unused(key: str, config: Any) -> bool:
     """Return whether this run does not read a key, since it has another optimizer or no codec."""
     if key.startswith("optimizer.tsr_"):
-        return bool(config.optimizer.name != TSR)
+        return base_of(config.optimizer.name) != TSR
     if key in ("optimizer.momentum", "optimizer.nesterov"):
-        return config.optimizer.name not in SPECTRAL
+        return base_of(config.optimizer.name) not in SPECTRAL
     section, _, name = key.partition(".")
     return (
         section == "grad_compression"

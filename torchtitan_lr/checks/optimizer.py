@@ -4,7 +4,7 @@
 from functools import cache
 from typing import Any
 
-from torchtitan_lr.config.schema import PRODUCTS, SPECTRAL
+from torchtitan_lr.config.schema import PRODUCTS, READS_GROUPS, SPECTRAL, Optimizer, base_of
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.titan import logger
@@ -26,8 +26,8 @@ def check_rates(config: Any, world_size: int, device_type: str) -> None:
     """
     from torchtitan_lr.optim.groups import ParameterGroups, Rates
 
-    section = config.optimizer
-    if section.name not in SPECTRAL:
+    section, base = config.optimizer, base_of(config.optimizer.name)
+    if base not in SPECTRAL:
         return
     args = llama_args(config)
     found = {Rates("lr", section.lr, section.weight_decay)}
@@ -45,7 +45,7 @@ def check_rates(config: Any, world_size: int, device_type: str) -> None:
             want = f"less than {most:g}, so that weights keep their sign where {rate} is {lr:g}"
             raise ConfigError(f"optimizer.{key}", given, want)
         if lr:
-            _warn_of_scale(section.name if metric.startswith("lr") else "AdamW", rate, lr)
+            _warn_of_scale(base if metric.startswith("lr") else "AdamW", rate, lr)
 
 
 @cache  # a sweep checks many runs
@@ -58,22 +58,28 @@ def _warn_of_scale(rule: str, rate: str, lr: float) -> None:
 
 
 def check_groups(config: Any, world_size: int, device_type: str) -> None:
-    """Check that every table of ``[[optimizer.groups]]`` has a parameter of the whole model."""
+    """Check that the optimizer reads the keys of rates, and that every group has a parameter."""
     from torchtitan_lr.compression.settings import merged
-    from torchtitan_lr.optim.groups import KEY, ONE_GROUP, ParameterGroups, check_names
+    from torchtitan_lr.optim.groups import ONE_GROUP, ParameterGroups, check_names
     from torchtitan_lr.optim.spectral.selection import factor_pairs
 
-    section = config.optimizer
+    section, args = config.optimizer, llama_args(config)
+    ignoring = ""
+    if args is None:
+        ignoring = f"model.name = {config.model.name!r}, whose package builds its own optimizer"
+    elif section.name not in READS_GROUPS:
+        ignoring = f"optimizer.name = {section.name!r}, registered without reads_groups = True"
+    if ignoring:
+        for name in ("groups", "weight_decay_on", "adamw_lr", "adamw_weight_decay"):
+            got, default = getattr(section, name), getattr(Optimizer(), name)
+            require(got == default, f"optimizer.{name}", got, f"{default!r} with {ignoring}")
+        return
     groups = ParameterGroups.from_config(section)
     if groups == ONE_GROUP:
         return
-    args = llama_args(config)
-    key, decay_on = "optimizer.weight_decay_on", section.weight_decay_on
-    other = f"with model.name = {config.model.name!r}, whose package builds its own optimizer"
-    require(args is not None or not section.groups, KEY, section.groups, f"none {other}")
-    require(args is not None, key, decay_on, f"'all' {other}")
     names = list(model_shapes(args))
     check_names(names, groups, merged(names))
+    key, decay_on = "optimizer.weight_decay_on", section.weight_decay_on
     if decay_on == PRODUCTS:
         want = f"'matrices' or 'all' with model.name = {config.model.name!r}: it has no factors"
         require(factor_pairs(names), key, decay_on, want)

@@ -23,7 +23,7 @@ from torchtitan_lr.checkpoints.folders import (
 from torchtitan_lr.checkpoints.run_record import changed, described, read_record, record_path
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.removed import refuse_removed_run
-from torchtitan_lr.config.schema import ADAMS, SPECTRAL, TSR, vocabulary_rows
+from torchtitan_lr.config.schema import ADAMS, SPECTRAL, TSR, base_of, vocabulary_rows
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import llama_args
 from torchtitan_lr.optim.tsr.selection import stored_settings
@@ -168,16 +168,18 @@ def check_stored_optimizer(config: Any, world_size: int, device_type: str) -> No
     if not sizes or "optimizer" in config.checkpoint.exclude_from_loading:
         return
     section, settings = config.optimizer, stored_settings(sizes)
+    base = base_of(section.name)
     if not settings["name"]:
         # The states of AdamW, Adam and an optimizer from outside have no mark.
-        unmarked = ADAMS[0] if section.name in (TSR, *SPECTRAL) else section.name
+        unmarked = ADAMS[0] if base in (TSR, *SPECTRAL) else base
         settings["name"] = stored_rule(sizes) or unmarked
     for name, there in settings.items():
         here = getattr(section, name)
+        fits = there in (here, base) if name == "name" else there == here
         want = f"{there!r} as in the checkpoint {folder}, whose optimizer has another state"
         want += "; checkpoint.exclude_from_loading = ['optimizer'] starts without it"
         with _cured(config):
-            require(here == there, f"optimizer.{name}", here, want)
+            require(fits, f"optimizer.{name}", here, want)
 
 
 def check_stored_states(config: Any, world_size: int, device_type: str) -> None:

@@ -7,7 +7,7 @@ import os
 import shutil
 from typing import Any
 
-from torchtitan_lr.config.schema import SPECTRAL, TSR
+from torchtitan_lr.config.schema import SPECTRAL, TSR, base_of
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.titan import logger
@@ -43,9 +43,9 @@ def check_plans(config: Any, world_size: int, device_type: str) -> None:
     from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
     from torchtitan_lr.parallel.plans import check_gather, tp_settings
 
-    offload, name = config.training.enable_cpu_offload, config.optimizer.name
-    fits = not offload or name not in (TSR, *SPECTRAL)  # they communicate tensors of the state
-    require(fits, "training.enable_cpu_offload", True, f"false with {name}")
+    offload, base = config.training.enable_cpu_offload, base_of(config.optimizer.name)
+    fits = not offload or base not in (TSR, *SPECTRAL)  # they communicate tensors of the state
+    require(fits, "training.enable_cpu_offload", True, f"false with {config.optimizer.name}")
     args = llama_args(config)
     if args is None:  # another package's model: it has a plan of its own, and the ranks check it
         return
@@ -58,9 +58,9 @@ def check_plans(config: Any, world_size: int, device_type: str) -> None:
             "parallelism.tp_comm falls back from 'sequence' to 'all_reduce': "
             f"{degree} ranks cannot share the tokens of every training and validation row evenly"
         )
-    if name in SPECTRAL:
-        check_rule(model_shapes(args), name)
-    if name == TSR:
+    if base in SPECTRAL:
+        check_rule(model_shapes(args), base)
+    if base == TSR:
         plan_matrices(model_shapes(args), TSRSettings.from_config(config.optimizer))
 
 

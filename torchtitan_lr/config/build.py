@@ -33,6 +33,7 @@ from torchtitan_lr.config.schema import (
     TP_PLANS,
     Experimental,
     JobConfig,
+    base_of,
 )
 from torchtitan_lr.errors import ConfigError, require
 
@@ -114,8 +115,8 @@ def _fill(layers: list[dict[str, Any]], overrides: list[Override], of_record: bo
 
 def _set_defaults(values: dict[str, Any]) -> None:
     """Give the keys that are not set the defaults of the run's optimizer."""
-    name = values.get("optimizer", {}).get("name")
-    for key, value in DEFAULTS_OF.get(name, {}).items():
+    base = base_of(values.get("optimizer", {}).get("name", ""))
+    for key, value in DEFAULTS_OF.get(base, {}).items():
         section, _, option = key.partition(".")
         values.setdefault(section, {}).setdefault(option, value)
 

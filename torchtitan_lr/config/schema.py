@@ -75,6 +75,18 @@ OPTIMIZERS = [*BUILT_IN_OPTIMIZERS]
 SUMS_REPLICAS = [TSR]
 """The values of ``optimizer.name`` whose optimizer sums over the replicas itself."""
 
+READS_GROUPS = [*BUILT_IN_OPTIMIZERS]
+"""The values of ``optimizer.name`` whose optimizer has the rates of ``[[optimizer.groups]]``."""
+
+BASES: dict[str, str] = {}
+"""The optimizer of this package that one from outside changes, by the name of the latter."""
+
+
+def base_of(name: str) -> str:
+    """Return the optimizer of this package that ``optimizer.name`` is or changes, else the name."""
+    return BASES.get(name, name)
+
+
 PRODUCTS = "products"
 """The value of ``optimizer.weight_decay_on`` that shrinks B A in the place of A and B."""
 
@@ -85,13 +97,13 @@ def sums_grams(optimizer: Any) -> bool:
     Args:
         optimizer: ``[optimizer]``.
     """
-    return optimizer.name in SPECTRAL or optimizer.weight_decay_on == PRODUCTS
+    return base_of(optimizer.name) in SPECTRAL or optimizer.weight_decay_on == PRODUCTS
 
 
 DEFAULTS_OF: dict[str, dict[str, Any]] = {
     # torch.optim.Muon's rate and decay, and Jordan et al.'s momentum. Updates have AdamW's size.
     "Muon": {"optimizer.lr": 1e-3, "optimizer.weight_decay": 0.1, "optimizer.nesterov": True},
-    # The middle of the paper's rates, 1e-3 to 1e-1; momentum and decay of Emerging-Optimizers'.
+    # The middle of the paper's rates, 1e-3 to 1e-1; Emerging-Optimizers' momentum and decay.
     "Spectron": {"optimizer.lr": 1e-2, "optimizer.momentum": 0.9, "optimizer.adamw_lr": 3e-3},
     # Jordan et al.'s rate for updates of spectral norm 1, which LoRA-Muon's of B A match.
     "LoRAMuon": {"optimizer.lr": 2e-2, "optimizer.adamw_lr": 3e-3},

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchtitan_lr.config.schema import PRODUCTS, SPECTRAL
+from torchtitan_lr.config.schema import PRODUCTS, SPECTRAL, base_of
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.optim.spectral.selection import select_matrices
 
@@ -101,8 +101,9 @@ class ParameterGroups:
             optimizer: ``[optimizer]``.
             shapes: Global shape by name.
         """
-        rule = optimizer.name if optimizer.name in SPECTRAL else "Muon"  # which takes every matrix
-        matrices = select_matrices(shapes, rule).names
+        base = base_of(optimizer.name)
+        spectral = base if base in SPECTRAL else "Muon"  # which takes every matrix
+        matrices = select_matrices(shapes, spectral).names
         of_matrices = Rates("lr", optimizer.lr, optimizer.weight_decay)
         found = {}
         for name, shape in shapes.items():
@@ -126,7 +127,7 @@ def of_others(optimizer: Any) -> Rates:
         optimizer: ``[optimizer]``.
     """
     lr, weight_decay = optimizer.adamw_lr, optimizer.adamw_weight_decay
-    own = optimizer.name in SPECTRAL or lr != 0 or weight_decay != -1
+    own = base_of(optimizer.name) in SPECTRAL or lr != 0 or weight_decay != -1
     return Rates(
         "adamw_lr" if own else "lr",
         lr or optimizer.lr,

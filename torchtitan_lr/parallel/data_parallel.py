@@ -11,6 +11,7 @@ only: FSDP2 wraps the model with the shard mesh, which has size 1 under pure rep
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,12 @@ from torchtitan_lr.config.schema import SUMS_REPLICAS, sums_grams
 from torchtitan_lr.models.linears import LowRankLinear
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig, ParallelDims, mesh_of
+
+REPLICAS_WIRE: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary()
+"""Dtype in which an optimizer sums a model part's gradients over the replicas, if not their own.
+
+torchtitan builds optimizers from model parts and ``[optimizer]``, without ``[training]``.
+"""
 
 
 def apply_data_parallel(
@@ -83,8 +90,11 @@ def apply_data_parallel(
         apply_gradient_compression(model, mesh, settings, all_reduce=crosses_hosts)
     elif compresses:
         logger.info("Gradient compression: nothing to exchange without FSDP")
-    if ranks > 1 and training.mixed_precision_reduce == "bfloat16":
-        round_on_the_wire(model)
+    if training.mixed_precision_reduce == "bfloat16":
+        if owned:
+            REPLICAS_WIRE[model] = torch.bfloat16
+        if ranks > 1:
+            round_on_the_wire(model)
 
 
 def shard_units(

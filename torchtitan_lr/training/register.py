@@ -6,7 +6,16 @@ from typing import Any
 
 from torch import nn
 
-from torchtitan_lr.config.schema import OPTIMIZERS, PRODUCTS, SPECTRAL, SUMS_REPLICAS, TSR
+from torchtitan_lr.config.schema import (
+    BASES,
+    BUILT_IN_OPTIMIZERS,
+    OPTIMIZERS,
+    PRODUCTS,
+    READS_GROUPS,
+    SPECTRAL,
+    SUMS_REPLICAS,
+    TSR,
+)
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.models.ends import build_loss
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
@@ -22,6 +31,7 @@ from torchtitan_lr.optim.spectral.container import SpectralOptimizers
 from torchtitan_lr.optim.spectral.selection import factor_pairs
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings
+from torchtitan_lr.parallel.data_parallel import REPLICAS_WIRE
 from torchtitan_lr.parallel.parallelize import (
     parallelize_llama_cola,
     parallelize_llama_full,
@@ -55,10 +65,10 @@ def build_optimizers(
     model_parts: list[nn.Module], optimizer_config: OptimizerConfig, parallel_dims: ParallelDims
 ) -> OptimizersContainer:
     """Build a container of optimizers, one per pipeline stage: torchtitan's, or another."""
+    if optimizer_config.name in BASES:  # it calls this function for its base: all below is done
+        return FROM_OUTSIDE[optimizer_config.name](model_parts, optimizer_config, parallel_dims)
     groups = ParameterGroups.from_config(optimizer_config)
     optimizers = _grouped_optimizers(model_parts, optimizer_config, parallel_dims, groups)
-    if hasattr(optimizers, "product_decay"):  # from outside, by a call of this function
-        return optimizers
     named = trained_parameters(*model_parts)
     if groups.decay_on == PRODUCTS and factor_pairs(named):  # a pipeline stage may have none
         decays = {name: groups.decay(name, optimizer_config.weight_decay) for name in named}
@@ -90,6 +100,7 @@ def _grouped_optimizers(
             replicas,
             stages,
             rates,
+            REPLICAS_WIRE.get(model_parts[0]),
         )
     optimizers = components.build_optimizers(model_parts, optimizer_config, parallel_dims)
     for part, optimizer in zip(model_parts, optimizers, strict=True):
@@ -100,7 +111,13 @@ def _grouped_optimizers(
     return optimizers
 
 
-def register_optimizer(name: str, build: BuildOptimizers, sums_replicas: bool = False) -> None:
+def register_optimizer(
+    name: str,
+    build: BuildOptimizers,
+    sums_replicas: bool = False,
+    reads_groups: bool = False,
+    base: str = "",
+) -> None:
     """Register an optimizer from outside the package, also as a value of ``optimizer.name``.
 
     Args:
@@ -110,16 +127,28 @@ def register_optimizer(name: str, build: BuildOptimizers, sums_replicas: bool = 
             is used in the place of `StoredGradients`.
         sums_replicas: Whether gradients reach the optimizer without the sum over the replicas
             (``parallelism.data_parallel_replicate_degree``): it must then sum them itself.
+        reads_groups: Whether it takes its rates from `ParameterGroups.rates`. A run of one that
+            does not is refused ``[[optimizer.groups]]``, ``weight_decay_on``, ``adamw_lr`` and
+            ``adamw_weight_decay``.
+        base: The optimizer of this package, such as TSRAdam, that ``build`` gets from
+            `build_optimizers` and changes. Then the checks, the defaults and the stored state of
+            that one hold for this one too, and it has its rates and its sums over the replicas.
 
     Raises:
-        ValueError: Another optimizer has the name.
+        ValueError: Another optimizer has the name, or the package has no such base.
     """
     if name in OPTIMIZERS:
         raise ValueError(f"the name {name!r} of an optimizer is taken")
+    if base and base not in BUILT_IN_OPTIMIZERS:
+        raise ValueError(f"base is {base!r}, not one of {', '.join(BUILT_IN_OPTIMIZERS)}")
     FROM_OUTSIDE[name] = build
     OPTIMIZERS.append(name)
-    if sums_replicas:
+    if base:
+        BASES[name] = base
+    if sums_replicas or base in SUMS_REPLICAS:
         SUMS_REPLICAS.append(name)
+    if reads_groups or base:
+        READS_GROUPS.append(name)
 
 
 def build_lr_schedulers(

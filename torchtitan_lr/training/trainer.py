@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -93,14 +92,11 @@ class Trainer(TitanTrainer):
         check_same_data(self.dataloader.dataset.identity)
         dims = self.parallel_dims
         self._batch_degree = dims.dp_replicate * dims.dp_shard
-        if isinstance(self.optimizers, TSROptimizers):
-            training, tsr = job_config.training, self.optimizers.gradients
-            if training.mixed_precision_reduce == "bfloat16":
-                tsr.groups = replace(tsr.groups, wire_dtype=torch.bfloat16)
-            if self.device.type == "cuda" and training.mixed_precision_param != "float32":
-                # TSR-Adam's are the only fp32 products of such a run. In TF32 they are faster, with
-                # errors below those that bf16 leaves in the gradients (docs/numerics.md).
-                torch.set_float32_matmul_precision("high")
+        half = job_config.training.mixed_precision_param != "float32"
+        if self.device.type == "cuda" and half and isinstance(self.optimizers, TSROptimizers):
+            # TSR-Adam's are the only fp32 products of such a run. In TF32 they are faster, with
+            # errors below those that bf16 leaves in the gradients (docs/numerics.md).
+            torch.set_float32_matmul_precision("high")
         args = self.model_parts[0].model_args
         if isinstance(args, LlamaArgs):
             path = job_config.model.hf_assets_path

@@ -11,12 +11,12 @@ from scripts.research.race.tsr_variants import tsr_variant, with_feedback, with_
 from torchtitan_lr.training.register import register_optimizer
 
 for rank in (2, 4):
-    register_optimizer(f"PowerSGD-{rank}", powersgd(rank), sums_replicas=True)
+    register_optimizer(f"PowerSGD-{rank}", powersgd(rank), sums_replicas=True, base="AdamW")
 
-register_optimizer("TSR-feedback", tsr_variant(with_feedback), sums_replicas=True)
-register_optimizer("TSR-Muon", tsr_variant(with_polar_factors), sums_replicas=True)
+register_optimizer("TSR-feedback", tsr_variant(with_feedback), base="TSRAdam")
+register_optimizer("TSR-Muon", tsr_variant(with_polar_factors), base="TSRAdam")
 
 for every in (16, 64):
-    register_optimizer(f"DiLoCo-{every}", diloco(every), sums_replicas=True)
-    streaming = diloco(every, fragments=4)
-    register_optimizer(f"StreamingDiLoCo-{every}", streaming, sums_replicas=True)
+    register_optimizer(f"DiLoCo-{every}", diloco(every), sums_replicas=True, base="AdamW")
+    name, streaming = f"StreamingDiLoCo-{every}", diloco(every, fragments=4)
+    register_optimizer(name, streaming, sums_replicas=True, base="AdamW")

@@ -5,14 +5,16 @@ import pytest
 from tests.commands import ROOT
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.schema import BASES, OPTIMIZERS, READS_GROUPS, SUMS_REPLICAS
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.training.register import FROM_OUTSIDE, register_optimizer
 
 CONFIG = ROOT / "train_configs" / "debug_tsr.toml"
 
 
-def check(*argv, tmp_path, world=4):
+def check(*argv, tmp_path, world=4, file=CONFIG):
     folder = f"--job.dump_folder={tmp_path}"
-    config = build_job_config([f"--job.config_file={CONFIG}", folder, *argv])
+    config = build_job_config([f"--job.config_file={file}", folder, *argv])
     check_job_config(config, world, "cpu")
 
 
@@ -56,3 +58,46 @@ def test_no_false_refusals(argv, tmp_path):
 def test_the_factors_of_a_low_rank_model_have_short_sides(tmp_path):
     with pytest.raises(ConfigError, match=r"tsr_rank: got 33, expected at most 32, .*\.A\.weight"):
         check("--model.name=llama_cola", "--optimizer.tsr_rank=33", tmp_path=tmp_path)
+
+
+@pytest.fixture
+def outside():
+    """Optimizers from outside: one reads no groups, one does, and one changes TSR-Adam."""
+    known = [list(table) for table in (OPTIMIZERS, SUMS_REPLICAS, READS_GROUPS)]
+    register_optimizer("Own", lambda *_: None)
+    register_optimizer("Reader", lambda *_: None, reads_groups=True)
+    register_optimizer("Variant", lambda *_: None, base="TSRAdam")
+    yield
+    for table, names in zip((OPTIMIZERS, SUMS_REPLICAS, READS_GROUPS), known, strict=True):
+        table[:] = names
+    for name in ("Own", "Reader", "Variant"):
+        del FROM_OUTSIDE[name]
+    del BASES["Variant"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("groups", "[{pattern = 'norm'}]"),
+        ("weight_decay_on", "'matrices'"),
+        *(("adamw_lr", "1.0"), ("adamw_weight_decay", "0.0")),
+    ],
+)
+def test_rates_that_an_optimizer_from_outside_does_not_read(key, value, outside, tmp_path):
+    path = tmp_path / "rates.toml"
+    path.write_text(f"include = '{CONFIG}'\n[optimizer]\n{key} = {value}\n")
+    for name in ("Reader", "Variant", "TSRAdam"):
+        check(f"--optimizer.name={name}", tmp_path=tmp_path, file=path)
+    with pytest.raises(ConfigError) as info:
+        check("--optimizer.name=Own", tmp_path=tmp_path, file=path)
+    text = str(info.value)
+    assert text.startswith(f"optimizer.{key}: got ") and "\n" not in text
+    assert "with optimizer.name = 'Own', registered without reads_groups = True" in text
+
+
+def test_what_is_refused_of_tsr_adam_is_refused_of_its_variants(outside, tmp_path):
+    for option in ("tsr_rank=65", "tsr_embedding_rank=129"):
+        rank = option.partition("=")[2]
+        with pytest.raises(ConfigError, match=f"got {rank}, expected at most"):
+            check("--optimizer.name=Variant", f"--optimizer.{option}", tmp_path=tmp_path)
+        check("--optimizer.name=Own", f"--optimizer.{option}", tmp_path=tmp_path)

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.research.race.tsr_variants import tsr_variant, with_polar_factors
 from tests.unit.tiny_trainer import history, tiny_trainer
 from torchtitan_lr.checkpoints.run_record import changed
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.config.build import build_job_config, config_class
 from torchtitan_lr.config.parse import _keys
-from torchtitan_lr.config.schema import OPTIMIZERS
+from torchtitan_lr.config.schema import BASES, OPTIMIZERS, READS_GROUPS, SUMS_REPLICAS
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan.components import OptimizersContainer
 from torchtitan_lr.training.register import FROM_OUTSIDE, register_optimizer
@@ -304,25 +305,31 @@ def momentum_sgd(model_parts, optimizer, parallel_dims):
 
 @pytest.fixture
 def outside(monkeypatch):
-    """An optimizer from outside the package, with a state of its own."""
-    recipe = BASE | {"optimizer.name": "MomentumSGD", "optimizer.groups": "[]"}
-    monkeypatch.setitem(RECIPES, "outside", recipe)
+    """Optimizers from outside the package: one with a state of its own, and a changed TSR-Adam."""
+    names = {"MomentumSGD", "TSR-Muon"}
+    for name in names:
+        monkeypatch.setitem(RECIPES, name, BASE | TSR | {"optimizer.name": name})
     register_optimizer("MomentumSGD", momentum_sgd)
-    yield "outside"
-    OPTIMIZERS.remove("MomentumSGD")
-    del FROM_OUTSIDE["MomentumSGD"]
+    register_optimizer("TSR-Muon", tsr_variant(with_polar_factors), base="TSRAdam")
+    yield
+    for table in (OPTIMIZERS, SUMS_REPLICAS, READS_GROUPS):
+        table[:] = [name for name in table if name not in names]
+    for name in names:
+        del FROM_OUTSIDE[name]
+    del BASES["TSR-Muon"]
 
 
-def test_an_optimizer_from_outside_goes_on(outside):
+@pytest.mark.parametrize(("name", "other"), [("MomentumSGD", "TSRAdam"), ("TSR-Muon", "AdamW")])
+def test_an_optimizer_from_outside_goes_on(name, other, outside):
     lr = ("optimizer.lr", BASE["optimizer.lr"])
-    assert same(resumed(outside), own_training(outside, *lr))
-    # The control: the state counts, and TSR-Adam has another one.
-    excluded = resumed(outside, "checkpoint.exclude_from_loading", "optimizer")
-    assert not same(excluded, resumed(outside))
-    with pytest.raises(ConfigError, match=r"^optimizer.name: got 'TSRAdam'"):
-        recipe, folder, _ = stopped(outside)
+    assert same(resumed(name), own_training(name, *lr))
+    # The control: the state counts, and the other optimizer has another one.
+    excluded = resumed(name, "checkpoint.exclude_from_loading", "optimizer")
+    assert not same(excluded, resumed(name))
+    with pytest.raises(ConfigError, match=f"^optimizer.name: got '{other}'"):
+        recipe, folder, _ = stopped(name)
         (folder / "job_config.json").unlink()
-        with trainer_of(folder, recipe, **TSR):
+        with trainer_of(folder, recipe, **{"optimizer.name": other}):
             pass
 
 

@@ -4,6 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -24,6 +25,7 @@ class TSROptimizers(NamedOptimizers):
         replicas: Ranks with equal parameters and different data.
         stages: Pipeline ranks.
         rates: Of all parameters by name; without it ``defaults`` has them.
+        wire_dtype: Dtype in which sums over the replicas travel; None for the tensors' own.
 
     Attributes:
         gradients: The optimizer, which is also the `Gradients` of a step.
@@ -37,6 +39,7 @@ class TSROptimizers(NamedOptimizers):
         replicas: dist.ProcessGroup | None = None,
         stages: dist.ProcessGroup | None = None,
         rates: Mapping[str, Rates] | None = None,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         self.model_parts = model_parts
         parts: list[dict[str, Any]] = []
@@ -50,7 +53,7 @@ class TSROptimizers(NamedOptimizers):
             group=replicas,
             stages=stages,
             average=False,
-            wire_dtype=None,  # a container knows ``[optimizer]`` alone: the trainer sets it
+            wire_dtype=wire_dtype,
         )
         self.contain([self.gradients], defaults)
         compressed = sum(len(stack.parameters) for stack in self.gradients.stacks)

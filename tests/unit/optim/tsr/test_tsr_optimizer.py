@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tests.reference.tsr_adam import Hyper, ReferenceTSR
 from tests.support.allocations import peak_bytes
 from tests.unit.tiny import tiny_args
+from tests.unit.tiny_trainer import tiny_trainer
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.container import TSROptimizers
@@ -324,3 +325,20 @@ def test_loading_copies_and_does_not_cast():
         step(model, optimizer, [seed])
         step(other, again, [seed])
     assert all(torch.equal(value, parameters(other)[n]) for n, value in parameters(model).items())
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+def test_sums_over_the_replicas_travel_as_configured(wire, tmp_path):
+    options = [
+        *("--optimizer.name=TSRAdam", "--optimizer.tsr_rank=2", "--optimizer.tsr_embedding_rank=2"),
+        "--parallelism.data_parallel_replicate_degree=2",
+        "--parallelism.data_parallel_shard_degree=1",
+        f"--training.mixed_precision_reduce={wire}",
+    ]
+    with tiny_trainer(tmp_path, *options, ranks=2, exact=False) as trainer:
+        trainer.step = 1
+        with trainer.new_ledger() as ledger:
+            trainer.train_step(iter(trainer.dataloader))
+    rows = [row for row in ledger.rows() if row["mesh_dim"] == "dp_replicate"]
+    # Beside the gradients: the verdict in fp64, and the checksums of the replicas.
+    assert {row["dtype"] for row in rows} - {"float64", "int64"} == {wire}
