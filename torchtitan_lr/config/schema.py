@@ -103,7 +103,7 @@ def sums_grams(optimizer: Any) -> bool:
 DEFAULTS_OF: dict[str, dict[str, Any]] = {
     # torch.optim.Muon's rate and decay, and Jordan et al.'s momentum. Updates have AdamW's size.
     "Muon": {"optimizer.lr": 1e-3, "optimizer.weight_decay": 0.1, "optimizer.nesterov": True},
-    # The middle of the paper's rates, 1e-3 to 1e-1; momentum and decay of Emerging-Optimizers'.
+    # The middle of the paper's rates, 1e-3 to 1e-1; Emerging-Optimizers' momentum and decay.
     "Spectron": {"optimizer.lr": 1e-2, "optimizer.momentum": 0.9, "optimizer.adamw_lr": 3e-3},
     # Jordan et al.'s rate for updates of spectral norm 1, which LoRA-Muon's of B A match.
     "LoRAMuon": {"optimizer.lr": 2e-2, "optimizer.adamw_lr": 3e-3},

@@ -14,8 +14,10 @@ N ranks share the products of (r, r) matrices: each gets the sums of an equal nu
 many bytes as an all-reduce of the sums. Fewer than N linears of one r are left over, and so are
 those whose A and B are split by other ranks: every rank gets these sums (all-reduce).
 
-Ranks that split r first gather N, and W too if the rule reads it. Replicas send nothing. The decay
-of products B A (``weight_decay_on = "products"``) sums W Wᵀ of every factor on every rank.
+Ranks that split r first gather N, and LoRA-Muon W too; Spectron sums Wᵀu and gathers W Wᵀu, vectors
+of n and r numbers. If these ranks do not split n, they share the products without a sum: each has
+the Gram matrices. Replicas send nothing. The decay of products B A (``weight_decay_on =
+"products"``) sums W Wᵀ of every factor on every rank.
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ ROOT_ITERATIONS = 8
 
 DECAY = "decay"
 """Stands for the decay of products where a function takes a rule."""
+
+Sharing = tuple[tuple[str, ...], bool]
+"""Mesh dimensions whose ranks share products (r, r), and whether each rank already has the sums."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,13 @@ class SpectralMatrix:
         """
         return -(-self.n // prod(ranks[dim] for dim in self.columns))
 
+    def padded_rows(self, ranks: Mapping[str, int]) -> int:
+        """Return the rows that are gathered: pieces are padded to the largest by mesh dimension."""
+        pieces, height = 1, self.r
+        for dim in self.rows:
+            pieces, height = pieces * ranks[dim], -(-height // ranks[dim])
+        return pieces * height
+
 
 def gram_numbers(rule: str, r: int) -> int:
     """Return the numbers that a rank sends of a matrix whose columns it shares with others."""
@@ -96,7 +108,7 @@ def result_numbers(rule: str, r: int) -> int:
 
 def shared_matrices(
     rule: str, matrices: Sequence[SpectralMatrix], ranks: Mapping[str, int]
-) -> tuple[dict[tuple[str, ...], list[SpectralMatrix]], list[SpectralMatrix]]:
+) -> tuple[dict[Sharing, list[SpectralMatrix]], list[SpectralMatrix]]:
     """Tell which matrices the ranks share out among them.
 
     Args:
@@ -105,24 +117,25 @@ def shared_matrices(
         ranks: Ranks by mesh dimension.
 
     Returns:
-        The shared ones by the mesh dimensions of these ranks, and those of which every rank
-        computes Q.
+        The shared ones by the mesh dimensions of these ranks and by whether each already has the
+        sums, and those of which every rank computes Q.
     """
     if rule == DECAY:
         return {}, list(matrices)
     together = 1 if rule == "Muon" else 2  # A and B
-    kinds: dict[tuple[tuple[str, ...], int], list[Sequence[SpectralMatrix]]] = defaultdict(list)
+    kinds: dict[tuple[Sharing, int], list[Sequence[SpectralMatrix]]] = defaultdict(list)
     for start in range(0, len(matrices), together):
         linear = matrices[start : start + together]
-        splits = {matrix.columns for matrix in linear}
-        kinds[splits.pop() if len(splits) == 1 else (), linear[0].r].append(linear)
-    shared: dict[tuple[str, ...], list[SpectralMatrix]] = defaultdict(list)
+        splits = {(matrix.columns or matrix.rows, not matrix.columns) for matrix in linear}
+        kinds[splits.pop() if len(splits) == 1 else ((), True), linear[0].r].append(linear)
+    shared: dict[Sharing, list[SpectralMatrix]] = defaultdict(list)
     left: list[SpectralMatrix] = []
-    for (dims, _), linears in kinds.items():
+    for (sharing, _), linears in kinds.items():
+        dims, _ = sharing
         even = len(linears) - len(linears) % prod(ranks[dim] for dim in dims) if dims else 0
-        shared[dims] += chain(*linears[:even])
+        shared[sharing] += chain(*linears[:even])
         left += chain(*linears[even:])
-    return {dims: found for dims, found in shared.items() if found}, left
+    return {sharing: found for sharing, found in shared.items() if found}, left
 
 
 def spectral_traffic(
@@ -131,25 +144,30 @@ def spectral_traffic(
     """Return a step's collectives on the first rank; arguments as in `shared_matrices`.
 
     Returns:
-        Rows of the scope and the pass ``optimizer``, with the roles ``gram`` (the gathered Q
-        included) and ``momentum`` (the gathered weights included). A message over several mesh
-        dimensions has their names, such as ``fsdp_tp``.
+        Rows of the scope and the pass ``optimizer``, with the roles ``gram`` (the gathered Q and
+        Spectron's vectors included) and ``momentum`` (the gathered weights included). A message
+        over several mesh dimensions has their names, such as ``fsdp_tp``.
     """
-    gathered: Counter[tuple[str, ...]] = Counter()
+    by_rows: dict[tuple[str, ...], list[SpectralMatrix]] = defaultdict(list)
     for matrix in matrices:
         if matrix.rows:
-            # Mesh dimension by mesh dimension, pieces are padded to the largest.
-            pieces, height = 1, matrix.r
-            for dim in matrix.rows:
-                pieces, height = pieces * ranks[dim], -(-height // ranks[dim])
-            gathered[matrix.rows] += pieces * height * matrix.local_columns(ranks)
-    calls = 1 if rule in ("Muon", DECAY) else 2  # N, and W
-    rows = [_row("all_gather", "momentum", calls, calls * n, dims) for dims, n in gathered.items()]
+            by_rows[matrix.rows].append(matrix)
+    rows: list[Traffic] = []
+    for dims, split in by_rows.items():
+        numbers = sum(m.padded_rows(ranks) * m.local_columns(ranks) for m in split)
+        calls = 2 if rule == "LoRAMuon" else 1  # N, and W
+        rows.append(_row("all_gather", "momentum", calls, calls * numbers, dims))
+        if rule == "Spectron":
+            width = sum(matrix.local_columns(ranks) for matrix in split)
+            height = sum(matrix.padded_rows(ranks) for matrix in split)
+            rows.append(_row("all_reduce", "gram", 1, width, dims))
+            rows.append(_row("all_gather", "gram", 1, height, dims))
     shared, left = shared_matrices(rule, matrices, ranks)
-    for dims, found in shared.items():
+    for (dims, equal), found in shared.items():
         summed = sum(gram_numbers(rule, matrix.r) for matrix in found)
         returned = sum(result_numbers(rule, matrix.r) for matrix in found)
-        rows.append(_row("reduce_scatter", "gram", 1, summed, dims))
+        if not equal:
+            rows.append(_row("reduce_scatter", "gram", 1, summed, dims))
         rows.append(_row("all_gather", "gram", 1, returned, dims))
     everywhere: Counter[tuple[str, ...]] = Counter()
     for matrix in left:
@@ -183,13 +201,14 @@ def rank_small_flops(
         return 0.0
     shared, left = shared_matrices(rule, matrices, ranks)
     flops = float(sum(small_flops(rule, matrix.r) for matrix in left))
-    for dims, found in shared.items():
+    for (dims, _), found in shared.items():
         together = sum(small_flops(rule, matrix.r) for matrix in found)
         flops += together / prod(ranks[dim] for dim in dims)
     return flops
 
 
 def wide_flops(rule: str, matrix: SpectralMatrix, ranks: Mapping[str, int]) -> int:
-    """Return the FLOPs of the products with the columns that a rank holds: N Nᵀ and Q N."""
-    products = 3 if rule == "LoRAMuon" else 2  # W Wᵀ
-    return products * 2 * matrix.r**2 * matrix.local_columns(ranks)
+    """Return the FLOPs of the products with a rank's columns: N Nᵀ, and Q N of its own rows."""
+    grams = 2 if rule == "LoRAMuon" else 1  # W Wᵀ
+    own_rows = matrix.padded_rows(ranks) // prod(ranks[dim] for dim in matrix.rows)
+    return 2 * (grams * matrix.r + own_rows) * matrix.r * matrix.local_columns(ranks)

@@ -1,13 +1,15 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Numbers that a spectral optimizer sends: limits at 1B by formula, and by the code itself."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import torchtitan_lr.training.register  # noqa: F401
 from tests.support.nightly import nightly
@@ -22,6 +24,7 @@ from torchtitan_lr.formulas.spectral import (
     rank_small_flops,
     small_flops,
     spectral_traffic,
+    wide_flops,
 )
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.ledger.comparison import compare, differences
@@ -38,13 +41,14 @@ LIMITS = {"Muon": 45, "Spectron": 45, "LoRAMuon": 89}
 MESHES = {"fsdp": (8, 1), "tp": (1, 8), "fsdp_tp": (4, 2)}
 
 
-def paper_run(flavor: str, rule: str, shard: int, tp: int) -> Run:
+def paper_run(flavor: str, rule: str, shard: int, tp: int, *options: str) -> Run:
     config = build_job_config(
         [
             "--model.name=llama_cola",
             f"--model.flavor={flavor}",
             f"--optimizer.name={rule}",
             f"--parallelism.tensor_parallel_degree={tp}",
+            *options,
         ]
     )
     check_job_config(config, shard * tp, "cuda", on_paper=True)
@@ -70,11 +74,11 @@ def test_limits(rule: str, mesh: str) -> None:
 def test_an_uneven_width(rule: str) -> None:
     """At 1B the ranks do not divide the 5,461 columns of w2's A, whose momentum is gathered.
 
-    So is the weight, where the rule reads it. Its Gram matrix then needs no sum.
+    So is the weight for LoRA-Muon. Their Gram matrices then need no sum.
     """
     rows = step_traffic_of_optimizer(paper_run("1B", rule, 8, 1))
     gathered = sum(row.elements for row in rows if row.role == "momentum")
-    matrices = 1 if rule == "Muon" else 2
+    matrices = 2 if rule == "LoRAMuon" else 1
     assert gathered == matrices * 24 * 512 * 5461
     assert gathered / matrices / MILLION == pytest.approx(67, abs=0.2)
     summed = sum(row.elements for row in rows if row.role == "gram" and row.op != "all_gather")
@@ -104,13 +108,35 @@ def test_ranks_that_share_linears_unevenly() -> None:
     assert differences(compare(rows, step_traffic_of_optimizer(run), run.wire_dtypes)) == []
 
 
-@pytest.mark.parametrize("rule", LIMITS)
-def test_the_code_gathers_uneven_rows(rule: str) -> None:
-    """Three ranks divide neither the 80 columns of w2's A nor its r = 20."""
-    run = replace(paper_run("debug", rule, 3, 1), args=tiny_args("cola"))
-    rows = take_step(run, nullcontext())  # gathered places are no numbers of fake tensors
+VANILLA = "--parallelism.tp_plan=vanilla"
+SPLIT_ROWS = [
+    # Three ranks divide neither the 80 columns of w2's A nor its r = 20.
+    *[(rule, "cola", (3, 1), ()) for rule in LIMITS],
+    # All ranks have equal Gram matrices, and share the work on Q.
+    *[(rule, "cola", (1, 2), (VANILLA,)) for rule in LIMITS],
+    ("Muon", "full", (2, 1), ()),
+]
+
+
+def addmm_flops(_: Any, a: Sequence[int], b: Sequence[int], **kwargs: Any) -> int:
+    """W ← W + a b in place, which torch's counter does not know."""
+    return 2 * a[0] * a[1] * b[1]
+
+
+@pytest.mark.parametrize(("rule", "family", "mesh", "options"), SPLIT_ROWS)
+def test_the_code_gathers_rows_and_multiplies_as_the_formulas_say(
+    rule: str, family: str, mesh: tuple[int, int], options: tuple[str, ...]
+) -> None:
+    options = (*options, f"--model.name=llama_{family}")
+    run = replace(paper_run("debug", rule, *mesh, *options), args=tiny_args(family))
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_flops})
+    rows = take_step(run, counter)  # gathered places are no numbers of fake tensors
     assert any(row["op"] == "all_gather" for row in rows)
     assert differences(compare(rows, step_traffic_of_optimizer(run), run.wire_dtypes)) == []
+    matrices = spectral_matrices(run, 0)
+    flops = rank_small_flops(rule, matrices, run.ranks)
+    flops += sum(wide_flops(rule, matrix, run.ranks) for matrix in matrices)
+    assert counter.get_total_flops() == flops
 
 
 def step_traffic_of_optimizer(run: Run) -> list[Traffic]:
@@ -122,7 +148,7 @@ def take_step(run: Run, tensors: AbstractContextManager[Any]) -> list[dict[str, 
 
     Args:
         run: The run.
-        tensors: In which kind of tensors weights and gradients are.
+        tensors: Makes the weights' and gradients' kind of tensors, or counts operations.
     """
     bind_device()
     with fake_process_group(run.world):

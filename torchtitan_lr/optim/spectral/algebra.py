@@ -88,25 +88,11 @@ def polar_factor(M: Tensor, coefficients: Coefficients = QUINTIC) -> Tensor:
     return Q @ M.to(Q.dtype)
 
 
-def power_step(W: Tensor, u: Tensor) -> Tensor:
-    """Return the products of one power iteration; the ranks' sums are those of all columns.
-
-    Args:
-        W: Some columns of a matrix, (r, n).
-        u: The estimated left singular vector (r,), of length 1.
-
-    Returns:
-        W Wᵀu and then |Wᵀu|², (r + 1,).
-    """
-    v = W.mT @ u  # (n,)
-    return torch.cat([W @ v, v.dot(v)[None]])
-
-
 def spectral_norm(Wu: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
     """Return estimates of spectral norms, from below, and the next left singular vectors.
 
     Args:
-        Wu: W Wᵀu of each matrix, (b, r).
+        Wu: W Wᵀu of each matrix, (b, r); u is its estimated left singular vector, of length 1.
         square: |Wᵀu|² (b,).
 
     Returns:

@@ -51,7 +51,7 @@ class SpectralOptimizers(NamedOptimizers):
             gathered = sum(bool(matrix.layout.rows) for matrix in spectral.matrices)
             logger.info("%s updates %d matrices of this rank", config.name, len(matrices))
             if gathered:
-                weight = " and the weight" if spectral.rule.needs_weights else ""
+                weight = " and the weight" if spectral.rule.weight_grams else ""
                 logger.info(
                     "%s gathers the momentum%s of %d matrices, whose rank (or shorter side) the "
                     "ranks split: more bytes per step than Gram matrices",

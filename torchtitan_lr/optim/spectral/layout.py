@@ -58,9 +58,10 @@ class Layout:
         return cls(row_dim, mesh, tuple(placements), rows, columns)
 
     @property
-    def columns_split(self) -> Split | None:
-        """The mesh dimensions that split n; None if none does."""
-        return (self.mesh, self.columns) if self.mesh is not None and self.columns else None
+    def sharing(self) -> Split | None:
+        """The mesh dimensions whose ranks share the work on Q: those that split n, or else r."""
+        dims = self.columns or self.rows
+        return (self.mesh, dims) if self.mesh is not None and dims else None
 
     def whole_rows(self, pieces: Mapping[int, Tensor], like: Tensor, r: int) -> Tensor:
         """Put this rank's columns together from the pieces of the ranks that split r.
@@ -155,17 +156,21 @@ class Groups:
             names["_".join(mesh.mesh_dim_names[dim] for dim in dims)] = group
         return names
 
-    def sum_terms(self, terms: Mapping[Key, tuple[Layout, Tensor]]) -> dict[Key, Tensor]:
-        """Sum vectors over the ranks that hold other columns of the same matrix.
+    def sum_terms(
+        self, terms: Mapping[Key, tuple[Layout, Tensor]], rows: bool = False
+    ) -> dict[Key, Tensor]:
+        """Sum vectors over the ranks that hold other columns, or rows, of the same matrix.
 
         All vectors of one dtype, and of matrices that the same ranks split, are one all-reduce.
 
         Args:
             terms: The layout of the matrix and this rank's term, by anything.
+            rows: Whether to sum over the ranks that hold other rows.
         """
         messages: dict[Any, list[Key]] = defaultdict(list)
         for key, (layout, term) in terms.items():
-            messages[layout.mesh, layout.columns, term.dtype].append(key)
+            dims = layout.rows if rows else layout.columns
+            messages[layout.mesh, dims, term.dtype].append(key)
         sums: dict[Key, Tensor] = {}
         for (mesh, dims, _), keys in messages.items():
             own = [terms[key][1] for key in keys]
@@ -216,14 +221,19 @@ class Share(Generic[Key]):
     Args:
         group: The ranks.
         by_rank: The keys of each rank's matrices; vectors in equal places have equal lengths.
+        equal: Whether the ranks' terms are equal, and so the sums already.
     """
 
-    def __init__(self, group: dist.ProcessGroup, by_rank: Sequence[Sequence[Key]]) -> None:
-        self.group, self.by_rank = group, by_rank
+    def __init__(
+        self, group: dist.ProcessGroup, by_rank: Sequence[Sequence[Key]], equal: bool
+    ) -> None:
+        self.group, self.by_rank, self.equal = group, by_rank, equal
         self._own = by_rank[group.rank()]
 
     def reduce(self, terms: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
         """Return the sums of this rank's matrices; each rank has terms of all."""
+        if self.equal:
+            return {key: terms[key] for key in self._own}
         message = torch.cat([terms[key] for key in chain.from_iterable(self.by_rank)])
         sums = message.new_empty(message.numel() // self.group.size())
         reduce_scatter(sums, message, group=self.group)

@@ -9,13 +9,14 @@ A step has five parts:
 4. Q of each matrix, by its rule (`rules`): products of (r, r) alone
 5. W ← (1 − ηλ) W − η Q N on a rank's own columns (`Matrix.update`)
 
-N ranks that hold columns of the same matrices share the work of (4): each gets the sums of an equal
+N ranks that hold parts of the same matrices share the work of (4): each gets the sums of an equal
 number of linears (reduce-scatter), and all get their Q (all-gather), which are as many bytes as one
 all-reduce of the sums. Fewer than N linears are left over: every rank computes Q of these.
 
 A matrix is seen as (r, n): r is the rank of a factor, or the shorter side of another matrix, and a
 factor B (d_out, r) is transposed. Where ranks split r, they gather N before (2), and the weight if
-the rule needs its Gram matrix or its norm (`Groups.gather_rows`).
+the rule needs its Gram matrix (`Groups.gather_rows`). If they do not split n, each then has the
+Gram matrix without a sum.
 """
 
 from collections import defaultdict
@@ -31,7 +32,7 @@ from torchtitan_lr.compat.dtensor import local_part, own_part, wrap_like
 from torchtitan_lr.numerics import exact_products
 from torchtitan_lr.optim.resume import copy_state
 from torchtitan_lr.optim.spectral import rules
-from torchtitan_lr.optim.spectral.algebra import gram, packed, power_step, spectral_norm, unpacked
+from torchtitan_lr.optim.spectral.algebra import gram, packed, spectral_norm, unpacked
 from torchtitan_lr.optim.spectral.layout import Groups, Layout, Share, View
 from torchtitan_lr.optim.spectral.rules import RULES, Rule
 
@@ -252,27 +253,27 @@ class SpectralOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def _share_out(self, linears: Iterable[Linear]) -> None:
-        """Share the linears out over the ranks that sum for them, alike ones evenly."""
+        """Share the linears out over the ranks that hold parts of them, alike ones evenly."""
         kinds: dict[Any, list[Linear]] = defaultdict(list)
         for linear in linears:
-            splits = {matrix.layout.columns_split for matrix in linear}
-            split = splits.pop() if len(splits) == 1 else None
-            kinds[split, linear[0].dtype, linear[0].r].append(linear)
+            splits = {(m.layout.sharing, not m.layout.columns) for m in linear}
+            split, equal = splits.pop() if len(splits) == 1 else (None, True)
+            kinds[split, equal, linear[0].dtype, linear[0].r].append(linear)
         self._everywhere: list[Linear] = []  # of these every rank computes Q
         by_rank: dict[Any, list[list[Linear]]] = {}
-        for (split, dtype, _), alike in kinds.items():
+        for (split, equal, dtype, _), alike in kinds.items():
             ranks = self.groups.by_split[split].size() if split else 1
             each = len(alike) // ranks if split else 0
             self._everywhere += alike[ranks * each :]
             if each:
-                lists = by_rank.setdefault((split, dtype), [[] for _ in range(ranks)])
+                lists = by_rank.setdefault((split, equal, dtype), [[] for _ in range(ranks)])
                 for rank, own in enumerate(lists):
                     own += alike[rank * each : (rank + 1) * each]
         self._shares: list[tuple[list[Linear], Share[Matrix]]] = []
-        for (split, _), lists in by_rank.items():
+        for (split, equal, _), lists in by_rank.items():
             group = self.groups.by_split[split]
             matrices = [list(chain(*own)) for own in lists]
-            self._shares.append((lists[group.rank()], Share(group, matrices)))
+            self._shares.append((lists[group.rank()], Share(group, matrices, equal)))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -314,8 +315,9 @@ class SpectralOptimizer(Optimizer):
             momenta: N, with all r rows.
         """
         weights: dict[Matrix, Tensor] = {}
-        if self.rule.needs_weights:
+        if self.rule.weight_grams:
             weights = self._whole_rows({m: m.exact_part() for m in self.matrices})
+        steps = self._power_steps() if self.rule.weight_norms else {}
         terms: dict[Matrix, Tensor] = {}
         for batch in _batches([(matrix,) for matrix in self.matrices]):
             matrices = [matrix for (matrix,) in batch]
@@ -323,10 +325,26 @@ class SpectralOptimizer(Optimizer):
             if self.rule.weight_grams:
                 vectors.append(packed(torch.stack([gram(weights[m]) for m in matrices])))
             if self.rule.weight_norms:
-                steps = [power_step(weights[m], cast(Tensor, m.u)) for m in matrices]
-                vectors.append(torch.stack(steps))
+                vectors.append(torch.stack([steps[m] for m in matrices]))
             terms |= zip(matrices, torch.cat(vectors, dim=1), strict=True)
         return terms
+
+    def _power_steps(self) -> dict[Matrix, Tensor]:
+        """Return a power iteration's W Wᵀu and then |Wᵀu|² (r + 1,), from a rank's own columns.
+
+        Ranks that split r send vectors of n and of r numbers, not W.
+        """
+        products: dict[Matrix, tuple[Layout, Tensor]] = {}
+        for m in self.matrices:
+            u = own_part(m.parameter, cast(Tensor, m.u), {m.row_dim: 0})
+            products[m] = m.layout, m.oriented(m.exact_part()).mT @ u
+        v = self.groups.sum_terms(products, rows=True)  # Wᵀu (n,)
+        parts: dict[Matrix, tuple[Layout, Tensor, int]] = {}
+        for m in self.matrices:
+            Wv = m.oriented(m.exact_part()) @ v[m]
+            parts[m] = m.layout, Wv.unsqueeze(1 - m.row_dim), m.r
+        found = self.groups.gather_rows(parts)
+        return {m: torch.cat([Wv.flatten(), v[m].dot(v[m])[None]]) for m, Wv in found.items()}
 
     def _directions(
         self, linears: Iterable[Linear], sums: dict[Matrix, Tensor]

@@ -21,8 +21,8 @@ from torchtitan_lr.optim.spectral.algebra import POLAR_EXPRESS, inverse_root, sy
 _FLOOR = {torch.float32: 100.0, torch.float64: 2.0**26}
 """The least eigenvalue of A Aᵀ that LoRA-Muon resolves, in units of the trace's rounding ε. R then
 magnifies the rounding of another Gram matrix to at most 1/_FLOOR of its whitened eigenvalues, which
-have that floor. The two, ε · _FLOOR and 1/_FLOOR, are 1e-5 and 1e-2 in fp32, where the first is the
-paper's by others' accounts, and both 1.5e-8 in fp64."""
+have that floor. The two, ε · _FLOOR and 1/_FLOOR, are 1e-5 and 1e-2 in fp32, and both 1.5e-8 in
+fp64. Public implementations of the paper's Algorithm 4 add 1e-5 of the Frobenius norm."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,6 @@ class Rule:
     def momentum(self) -> str:
         """Return the momentum's name in a checkpoint, by which its rule is known."""
         return f"{self.name.lower()}_momentum"
-
-    @property
-    def needs_weights(self) -> bool:
-        """Whether it reads A and B, and not their momenta alone."""
-        return self.weight_grams or self.weight_norms
 
 
 MUON = Rule("Muon", pairs_only=False)
@@ -78,7 +73,7 @@ def muon(grams: Tensor, longest: int) -> Tensor:
 def spectron(
     gram_A: Tensor, gram_B: Tensor, sigma_A: Tensor, sigma_B: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Spectron (Janson et al., arXiv 2602.12429, Algorithm 1), which bounds the change of W = B A.
+    """Spectron (Janson et al., arXiv 2602.12429, Algorithm 1, Eq. 16) bounds the change of W = B A.
 
         ρ = 1 / (σ_A + σ_B + 1)        A ← A − η ρ msign(N_A)        B ← B − η ρ msign(N_B)
 
@@ -100,15 +95,16 @@ def spectron(
 
 
 def lora_muon(gram_A: Tensor, gram_B: Tensor, AAt: Tensor, BtB: Tensor) -> tuple[Tensor, Tensor]:
-    """LoRA-Muon (Cesista et al., arXiv 2606.12921), steepest descent of W = B A.
+    """LoRA-Muon (Cesista et al., arXiv 2606.12921, Algorithm 1), steepest descent of W = B A.
 
         R_A = (A Aᵀ)^(-1/2)        A ← A − η/2 · R_B msign(R_B N_A)
         R_B = (Bᵀ B)^(-1/2)        B ← B − η/2 · msign(N_B R_A) R_A
 
-    The Gram matrix of R_B N_A is R_B (N_A N_Aᵀ) R_B: nothing else is needed. The change of W does
-    not depend on how W is split into A and B. In fp32, singular values of R_B N_A far below a tenth
-    of their root mean square move less than the others: the rounding of N_A N_Aᵀ may hide them. A
-    factor that is 0, as LoRA's B is at first, leaves the other one as it is.
+    The first author derives it (leloykun.github.io/ponder/lora-muon-ogd, section 4, where W is
+    A Bᵀ). The Gram matrix of R_B N_A is R_B (N_A N_Aᵀ) R_B: nothing else is needed. The change of W
+    does not depend on how W is split into A and B. In fp32, singular values of R_B N_A far below a
+    tenth of their root mean square move less than the others: the rounding of N_A N_Aᵀ may hide
+    them. A factor that is 0, as LoRA's B is at first, leaves the other one as it is.
 
     Args:
         gram_A: N_A N_Aᵀ (b, r, r).
