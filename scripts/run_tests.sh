@@ -12,6 +12,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/setup_env.sh
 setup_env dev
 export OMP_NUM_THREADS=1
+# Dozens of processes import torch. Python keeps what it has compiled; else each compiles for 20 s.
+unset PYTHONDONTWRITEBYTECODE
 
 results=$(mktemp -d)
 background=
@@ -55,11 +57,13 @@ in_background() {
 # Everything, in three parallel jobs. Ranks and whole runs often wait for processes, and then leave
 # the cores to the unit tests, which have a lower priority.
 everything() {
+    "$RUN_PYTHON" -c "import torchtitan_lr.train" & # compiled once, before several do it at a time
+    style
+    wait $!
     echo "Unit tests and training runs run in the background; their output comes at the end."
     in_background "whole runs" pytest tests/integration --durations=10 "$@"
     PRIORITY="nice -n 5" in_background "units" pytest tests/unit tests/gpu -n auto \
         --dist worksteal --durations=10 "$@"
-    style
     stage "ranks" pytest tests/distributed --durations=15 "$@"
     wait $background
     background=
