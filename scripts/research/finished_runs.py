@@ -7,7 +7,8 @@ r"""Keep the finished runs of an experiment in one small file, and go on from it
 scripts/research/results.sh does both around `torchtitan-lr scaling run`.
 
 store reads the runs of a folder that `torchtitan-lr scaling run` has written, and adds those that
-are new to scripts/research/experiments/NAME.json, with the commit and the torch that ran them.
+are new to scripts/research/experiments/NAME.json, with the commit and the torch that ran them. The
+folder's seconds.json, of scripts.research.race.seconds, goes to experiments/seconds/NAME.json.
 restore writes what the sweep needs of them into a folder: they do not run again, and `scaling fit`
 reads their losses. It notes there which commit and torch the next runs have.
 
@@ -16,6 +17,7 @@ Exit status: 0; 2 invalid arguments.
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -30,9 +32,15 @@ from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.paths import find_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.experiment import read_experiment
-from torchtitan_lr.scaling.experiments import SECONDS
+from torchtitan_lr.scaling.experiments import SECONDS, step_records
+from torchtitan_lr.scaling.links import SECONDS_FILE
 from torchtitan_lr.scaling.sweep import DIVERGED, FINISHED, POINT_FILE
-from torchtitan_lr.training.history import HISTORY_FILE, TRAIN_LOSS, read_history
+from torchtitan_lr.training.history import (
+    HISTORY_FILE,
+    TRAIN_LOSS,
+    read_history,
+    train_loss,
+)
 from torchtitan_lr.training.update_norm import UPDATE_NORM
 
 FOLDER = Path(__file__).parent / "experiments"
@@ -45,7 +53,7 @@ CONFIG, WORK = "CONFIG", "WORK"
 
 Run = dict[str, Any]
 """``arguments``; ``row``, the results; ``update_norms`` of the logged steps; ``course``
-(`course_of`) where the ledger has counted; `versions`."""
+(`course_of`) of a finished run whose every step is counted; `versions`."""
 
 SENT = "comm_bytes/"
 """Keys of a logged step: bytes by mesh dimension, as the ledger has counted them."""
@@ -80,6 +88,11 @@ def stored_runs(name: str) -> dict[str, Run]:
     return read_json(path) if path.is_file() else {}
 
 
+def seconds_of(name: str) -> Path:
+    """Return the file with the seconds of an experiment's methods on links."""
+    return FOLDER / "seconds" / f"{name}.json"
+
+
 def run_of(folder: Path, work: Path) -> Run | None:
     """Return what is stored of a run; None if it has not finished.
 
@@ -95,8 +108,17 @@ def run_of(folder: Path, work: Path) -> Run | None:
     history = read_history(folder / HISTORY_FILE)
     norms = [record[UPDATE_NORM] for record in history if UPDATE_NORM in record]
     run = {"arguments": arguments, "row": point["row"], "update_norms": norms}
-    counted = [record for record in history if any(key.startswith(SENT) for key in record)]
-    return run | ({"course": course_of(counted)} if counted else {})
+    records = step_records(folder)
+    if point["row"]["status"] == FINISHED and is_counted(records):
+        run["course"] = course_of(records)
+    return run
+
+
+def is_counted(records: Sequence[Run]) -> bool:
+    """Return whether all steps of a run are there, each with its bytes."""
+    complete = [record["step"] for record in records] == [*range(1, len(records) + 1)]
+    counted = [any(key.startswith(SENT) for key in record) for record in records]
+    return bool(records) and complete and all(counted)
 
 
 def course_of(records: Sequence[Run]) -> Run:
@@ -108,7 +130,7 @@ def course_of(records: Sequence[Run]) -> Run:
     """
     keys = sorted({key for record in records for key in record if key.startswith(SENT)})
     course: Run = {
-        "losses": [float(f"{record[TRAIN_LOSS]:.5g}") for record in records],
+        "losses": [float(f"{train_loss(record):.5g}") for record in records],
         "seconds": float(f"{median(record[SECONDS] for record in records):.4g}"),
     }
     for key in keys:
@@ -145,12 +167,16 @@ def store(name: str, work: Path) -> int:
             runs[path.parent.name] = run | ran_with
     lines = [f"{json.dumps(key)}: {json.dumps(runs[key])}" for key in sorted(runs)]
     (FOLDER / f"{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    if (work / SECONDS_FILE).is_file():
+        seconds_of(name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(work / SECONDS_FILE, seconds_of(name))
     return count
 
 
 def restore(name: str, work: Path) -> int:
     """Write the stored runs into a folder, except those that it has; return their number."""
     config = find_config(read_experiment(str(FOLDER / f"{name}.toml")).config)
+    work.mkdir(parents=True, exist_ok=True)
     missing = {n: run for n, run in stored_runs(name).items() if not (work / n).exists()}
     for run_name, run in missing.items():
         _, *overrides = run["arguments"]
@@ -161,6 +187,8 @@ def restore(name: str, work: Path) -> int:
         if "course" in run:
             lines = [json.dumps(step) + "\n" for step in records_of(run["course"])]
             (work / run_name / HISTORY_FILE).write_text("".join(lines))
+    if seconds_of(name).is_file() and not (work / SECONDS_FILE).exists():
+        shutil.copyfile(seconds_of(name), work / SECONDS_FILE)
     return len(missing)
 
 
@@ -172,7 +200,6 @@ def begin(name: str, work: Path) -> int:
     if (work / VERSIONS_FILE).is_file():
         store(name, work)
     count = restore(name, work)
-    work.mkdir(parents=True, exist_ok=True)
     (work / VERSIONS_FILE).write_text(json.dumps(versions()) + "\n")
     return count
 

@@ -22,7 +22,8 @@ Huber loss of log L, with bootstrap intervals. It writes scaling.md, scaling.jso
 report compares the families of each model as methods that send less. Of runs with
 metrics.comm_ledger and metrics.log_freq = 1 it draws the loss over the bytes that a rank sends, and
 over the seconds on links of --links Mbit/s. It prints the seconds to the loss with which the first
-family ends, and names the fastest one of each link. It writes links.md and the pictures to --out.
+family ends, plus the experiment's margin, and names the fastest one of each link, if one is shown
+to be. It writes links.md and the pictures to --out.
 
 Exit status: 0; 1 a run failed or a learning rate is an edge of its grid; 2 an invalid experiment;
 130 stopped.
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
     from torchtitan_lr.scaling.plan import Plan
 
 
+LINKS = "50,200,1000"
+"""Rates of the links of a report, Mbit/s."""
+
+
 def add_arguments(parser: OneLineParser) -> None:
     """Add the command, EXPERIMENT and the options."""
     parser.takes_overrides = True
@@ -49,7 +54,7 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--out", default="", help="folder of all runs (default: outputs/NAME)")
     parser.add_argument("--jobs", type=int, default=1, help="run: runs at once")
     rates = "report: rates of links, Mbit/s"
-    parser.add_argument("--links", default="50,200,1000", metavar="B1,B2", help=rates)
+    parser.add_argument("--links", default=LINKS, metavar="B1,B2", help=rates)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,16 +89,14 @@ def read_links(text: str) -> list[float]:
 
 def report(plan: "Plan", links: list[float]) -> int:
     """Print the race of an experiment's methods and draw it; return the exit status."""
-    from torchtitan_lr.scaling.links import write_report
+    from torchtitan_lr.scaling.races import write_report
     from torchtitan_lr.scaling.sweep import Sweep
 
     losses = losses_of(plan.work)
     rates, edges = plan.rates(plan.searches(losses), losses)
     main = plan.main_points(rates)
     Sweep(plan.work, main)  # reads results, and refuses those of other settings
-    print(write_report(plan, main, links))
-    for line in edges:
-        print(line, file=sys.stderr)
+    print(write_report(plan, main, links, edges))
     return int(bool(edges))
 
 

@@ -9,6 +9,7 @@ import getpass
 import os
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
@@ -176,14 +177,8 @@ def run(
     if status != 0:
         if expected:
             failure = describe_failure(log_folder, status)
-            hint = disk_trouble(dump_folder, failure)
-            if environment.nodes > 1 and "gloo" in failure.lower():
-                interface = variables.get("GLOO_SOCKET_IFNAME", "that of the machine's name")
-                hint += f"; gloo's interface is {interface}, set by GLOO_SOCKET_IFNAME"
-            several = environment.nodes > 1 or environment.max_restarts
-            resumable = hint or several or killed_rank(log_folder)
-            hint += how_to_resume(config) if resumable else ""
-            print(escaped(f"error: {failure}{hint}"), file=sys.stderr)
+            advice = _advice(failure, environment, variables, log_folder, config)
+            print(escaped(f"error: {failure}{advice}"), file=sys.stderr)
             elsewhere = environment.nodes > 1 and is_held(dump_folder)
             if not elsewhere and not recorded_by_rank_0(failure, read_state(dump_folder)):
                 _record_failure(lock, dump_folder, failure)
@@ -195,6 +190,24 @@ def run(
     if summary is not None and (environment.nodes == 1 or 0 in group.local_ranks):
         print("\n".join(summary_lines(summary, dump_folder, log_folder)))
     return 0
+
+
+def _advice(
+    failure: str,
+    environment: Environment,
+    variables: Mapping[str, str],
+    log_folder: Path,
+    config: Any,
+) -> str:
+    """Return what to do about a failure of the ranks, as the end of a sentence; may be empty."""
+    advice = disk_trouble(Path(config.job.dump_folder), failure)
+    if environment.nodes > 1 and "gloo" in failure.lower():
+        interface = variables.get("GLOO_SOCKET_IFNAME", "that of the machine's name")
+        advice += f"; gloo's interface is {interface}, set by GLOO_SOCKET_IFNAME"
+    several = environment.nodes > 1 or environment.max_restarts
+    if advice or several or killed_rank(log_folder):
+        advice += how_to_resume(config)
+    return advice
 
 
 def _record_failure(lock: FolderLock | None, dump_folder: Path, why: str) -> None:

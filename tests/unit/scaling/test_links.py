@@ -3,21 +3,16 @@
 
 import json
 import math
+import re
 
 import pytest
 
-from scripts.research import finished_runs
+from scripts.research import finished_runs, result_tables
 from tests.unit.scaling.test_experiment import plan_of, scaling, write
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.scaling.links import (
-    SECONDS_FILE,
-    beaten,
-    holm,
-    read_seconds,
-    verdict,
-    wire_share,
-)
-from torchtitan_lr.scaling.sweep import POINT_FILE
+from torchtitan_lr.scaling.links import SECONDS_FILE, read_seconds, wire_share
+from torchtitan_lr.scaling.races import beaten, holm, least_leads, read_races, verdict
+from torchtitan_lr.scaling.sweep import POINT_FILE, Sweep
 
 # Both methods are AdamW to the plan; what differs is what their runs have recorded.
 RACE = (
@@ -29,27 +24,51 @@ RACE = (
 STEPS = 40
 
 
-def record_runs(plan, sent):
-    """Write runs as they end: the loss falls by 0.1 per step, a little later with every seed."""
+def record_runs(plan, sent, diverged=(), worse=0.0):
+    """Write runs as they end: the loss falls by 0.1 per step, a little later with every seed.
+
+    Args:
+        plan: The plan.
+        sent: Bytes per step by family.
+        diverged: Families and seeds of runs that have diverged.
+        worse: Added to the losses of terse.
+    """
     for point in plan.main_points(dict.fromkeys(plan.costs, 1e-3)):
         folder, family = plan.work / point.name, point.settings["family"]
         folder.mkdir(parents=True)
         row = {"status": "finished", "val_loss": 5.0, "steps": STEPS}
+        if (family, point.settings["seed"]) in diverged:
+            row = {"status": "diverged"}
         record = {"arguments": [point.config, *point.arguments], "row": row}
         (folder / POINT_FILE).write_text(json.dumps(record))
         lines = []
         for step in range(1, STEPS + 1):
             line = {"step": step, "loss_metrics/global_avg_loss": 9 - 0.1 * step}
             line["loss_metrics/global_avg_loss"] += 0.01 * point.settings["seed"]
+            line["loss_metrics/global_avg_loss"] += worse * (family == "terse")
             line |= {"comm_bytes/fsdp": sent[family], "time_metrics/end_to_end(s)": 0.01}
             lines.append(json.dumps(line) + "\n")
         (folder / "metrics.jsonl").write_text("".join(lines))
 
 
-def report(tmp_path, capsys, *options):
-    arguments = ["report", write(tmp_path, *RACE), f"--out={tmp_path / 'work'}", *options]
-    status = scaling.main(arguments)
+def report(tmp_path, capsys, *options, changes=()):
+    path = write(tmp_path, *RACE, *changes)
+    status = scaling.main(["report", path, f"--out={tmp_path / 'work'}", *options])
     return status, capsys.readouterr()
+
+
+def table_of(plan):
+    """Return the table of size a on a link of 8 Mbit/s."""
+    points = plan.main_points(dict.fromkeys(plan.costs, 1e-3))
+    Sweep(plan.work, points)
+    race, _ = read_races(plan, points, [8.0])
+    return race.table()
+
+
+def cells_of(text, family):
+    """Return the cells of the first line of a family."""
+    line = next(line for line in text.splitlines() if line.startswith(f"| {family} "))
+    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def test_who_wins_which_link(tmp_path, capsys):
@@ -58,24 +77,81 @@ def test_who_wins_which_link(tmp_path, capsys):
     status, said = report(tmp_path, capsys, "--links=8,1e6")
     assert status == 0
     # FSDP's ranks send half of what the ledger counts: 40 steps of 1 MB at 1 MB/s, and 0.4 s.
-    full, terse = (
-        next(line.split("|") for line in said.out.splitlines() if line.startswith(f"| {name} "))
-        for name in ("full", "terse")
-    )
-    assert [float(full[4]), float(terse[4])] == [40.0, 4.0]
-    assert float(full[5].split()[0]) == pytest.approx(40.1, abs=0.4)
-    assert float(terse[5].split()[0]) == pytest.approx(float(full[5].split()[0]) / 9, rel=0.2)
+    full, terse = (cells_of(said.out, family) for family in ("full", "terse"))
+    assert [float(full[3]), float(terse[3])] == [40.0, 4.0]
+    assert float(full[4].split()[0]) == pytest.approx(40.4, abs=0.01)
+    assert float(terse[4].split()[0]) == pytest.approx(4.4, abs=0.01)
     assert "- 8 Mbit/s (modelled): terse wins" in said.out
+    assert "s to full's loss + 0.02, 8 Mbit/s (modelled)" in said.out
+    assert "the 4 verdicts are not corrected" in said.out and "Seed" not in said.out
     for name in ("bytes", "seconds"):
         for size in ("a", "b"):
             picture = tmp_path / f"work/links_{name}_llama_full_{size}_0.05.png"
             assert picture.read_bytes()[:4] == b"\x89PNG"
     # On a link that was measured the bytes do not count; equal times have no winner.
     measured = {"8": {"full": 0.5, "terse": 0.5}, "9": {"full": 0.5}}
+    measured["compute"] = {"full": 0.26, "terse": 0.01}
     (tmp_path / "work" / SECONDS_FILE).write_text(json.dumps(measured))
     _, said = report(tmp_path, capsys, "--links=8,9")
     assert "- 8 Mbit/s (measured): no difference shown between full and terse" in said.out
+    # Its model stands beside it, from what steps take without a link: 40 times .26 and 1 second.
+    times = [float(cell.split()[0]) for cell in cells_of(said.out, "full")[4:6]]
+    assert times == [20.0, 50.4] and "- 8 Mbit/s (modelled): terse wins" in said.out
     assert "- 9 Mbit/s (modelled): terse wins" in said.out  # one of them has not been measured
+
+
+@pytest.mark.parametrize("ended", [1, 0])
+def test_a_method_without_all_of_its_seeds_does_not_compete(tmp_path, ended):
+    lost = [("terse", seed) for seed in range(ended, 3)]
+    plan = plan_of(tmp_path, *RACE)
+    record_runs(plan, {"full": 2e6, "terse": 2e5}, lost)
+    table = table_of(plan)
+    assert cells_of(table, "terse")[1] == f"{ended}/3, {3 - ended} diverged"
+    assert cells_of(table, "terse")[4] == "-"
+    assert "- 8 Mbit/s (modelled): full alone reaches the loss" in table
+
+
+@pytest.mark.parametrize("lost", [1, 3])
+def test_without_all_seeds_of_the_reference_there_is_no_verdict(tmp_path, lost):
+    plan = plan_of(tmp_path, *RACE)
+    record_runs(plan, {"full": 2e6, "terse": 2e5}, [("full", seed) for seed in range(lost)])
+    table = table_of(plan)
+    assert f"full, the reference, has {3 - lost}/3, {lost} diverged." in table
+    assert "- 8 Mbit/s" not in table and len(cells_of(table, "terse")) == 4
+
+
+def test_a_method_whose_rate_is_an_edge_has_a_row(tmp_path, capsys):
+    """The searched runs of seed 0 alone: terse is best at its lowest rate."""
+    rates = ("[families.terse]", "[families.terse]\nlearning_rates = [1e-3, 2e-3, 3e-3]")
+    plan = plan_of(tmp_path, *RACE, rates)
+    record_runs(plan, {"full": 2e6, "terse": 2e5})
+    for rate in (2e-3, 3e-3):
+        point = plan.point("terse", "a", 0.05, 0, rate)
+        row = {"status": "finished", "val_loss": 6.0}
+        (plan.work / point.name).mkdir()
+        record = json.dumps({"arguments": [point.config, *point.arguments], "row": row})
+        (plan.work / point.name / POINT_FILE).write_text(record)
+    status, said = report(tmp_path, capsys, "--links=8", changes=[rates])
+    assert status == 1
+    assert cells_of(said.out, "terse") == ["terse", "0/3, not run", "-", "-", "-"]
+    assert "terse a: learning rate 0.001 is an edge of its grid (0.001 to 0.003)" in said.out
+    assert "Seed 0 chose the learning rates" in said.out
+
+
+@pytest.mark.parametrize(("margin", "cell"), [(0.05, "4.4"), (0.01, "reached by 0/3")])
+def test_a_seed_races_to_its_own_goal(tmp_path, margin, cell):
+    """Losses of terse end 0.03 above those of the same seed of full."""
+    plan = plan_of(tmp_path, *RACE, ('name = "x"', f'name = "x"\nmargin = {margin}'))
+    record_runs(plan, {"full": 2e6, "terse": 2e5}, worse=0.03)
+    assert cells_of(table_of(plan), "terse")[4].startswith(cell)
+
+
+def test_what_three_seeds_can_show():
+    """By tables of Student's t with two degrees of freedom: 4.3027 at 5%, 6.2053 at 5%/2."""
+    said = least_leads(3, 2)
+    assert f"leads each of the others by {4.3027 / 3**0.5:.1f} standard" in said
+    assert f"one of them by {6.2053 / 3**0.5:.1f}." in said and "under 2.5% is" in said
+    assert "Nothing is tested" in least_leads(1, 2) and "Nothing is tested" in least_leads(3, 0)
 
 
 def test_runs_that_did_not_count_are_refused(tmp_path, capsys):
@@ -92,12 +168,38 @@ def test_runs_that_did_not_count_are_refused(tmp_path, capsys):
 
 def test_stored_runs_have_the_same_race(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(finished_runs, "FOLDER", tmp_path)
-    record_runs(plan_of(tmp_path, *RACE), {"full": 2e6, "terse": 2e5})
+    record_runs(plan_of(tmp_path, *RACE), {"full": 2e6, "terse": 2e5}, [("terse", 2)])
+    measured = {"200": {"full": 0.5, "terse": 0.25}}
+    (tmp_path / "work" / SECONDS_FILE).write_text(json.dumps(measured))
     before = report(tmp_path, capsys)[1].out
+    assert "200 Mbit/s (measured)" in before
     finished_runs.store("x", tmp_path / "work")
+    stored = finished_runs.stored_runs("x")
+    assert sum("course" in run for run in stored.values()) == 7  # not of the one that diverged
     (tmp_path / "work").rename(tmp_path / "elsewhere")
     assert finished_runs.restore("x", tmp_path / "work") == 8
     assert report(tmp_path, capsys)[1].out == before
+    # The page has the same tables, and the pictures that it shows.
+    page = "<!-- table: x -->\n<!-- end of table: x -->\n"
+    written = result_tables.with_tables(page, "x", tmp_path)
+    tables = [line for line in before.splitlines() if line.startswith(("| ", "- "))]
+    assert tables and all(line in written.splitlines() for line in tables)
+    pictures = re.findall(r"\(images/(x_\w+_llama_full_[ab]_0\.05\.png)\)", written)
+    assert len(pictures) == 4
+    assert all((tmp_path / name).read_bytes()[:4] == b"\x89PNG" for name in pictures)
+
+
+def test_a_run_that_skipped_steps_or_diverged_has_no_course(tmp_path, monkeypatch):
+    monkeypatch.setattr(finished_runs, "FOLDER", tmp_path)
+    plan = plan_of(tmp_path, *RACE)
+    record_runs(plan, {"full": 2e6, "terse": 2e5})
+    damaged, again = sorted(plan.work.glob("terse_a*/metrics.jsonl"))[:2]
+    damaged.write_text("".join(damaged.read_text().splitlines(keepends=True)[::2]))
+    again.write_text(again.read_text() * 2)  # cut off without a checkpoint, and started again
+    finished_runs.store("x", plan.work)
+    stored = finished_runs.stored_runs("x")
+    assert "course" not in stored[damaged.parent.name]
+    assert len(stored[again.parent.name]["course"]["losses"]) == STEPS
 
 
 @pytest.mark.parametrize(

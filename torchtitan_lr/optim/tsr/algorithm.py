@@ -444,15 +444,7 @@ class TSRAdam(Optimizer):
         defaults = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
         super().__init__(named_parameters, defaults | {"weight_decay": weight_decay})
         self.settings, self._average = settings, average
-        names: dict[Tensor, str] = {}  # of the parameters that are trained
-        for torch_group in self.param_groups:
-            if "param_names" not in torch_group:
-                raise ValueError("TSRAdam needs names: give it model.named_parameters()")
-            for name, parameter in zip(
-                torch_group["param_names"], torch_group["params"], strict=True
-            ):
-                if parameter.requires_grad:
-                    names[parameter] = name
+        names = _trained_names(self.param_groups)
         self.groups = Groups.of(names, group, stages, wire_dtype)
         # Refreshes are spread over the whole model's matrices, and a stage sees its own.
         shapes = self.groups.of_all_stages({names[p]: tuple(p.shape) for p in names})
@@ -480,14 +472,9 @@ class TSRAdam(Optimizer):
                 dims = [shard_dims(parameter, dim, sharding) for dim in range(parameter.dim())]
                 self._dense_dims[parameter] = tuple(chain(*dims))
 
-        # All cores of a step in one buffer, which one call clears, scales or sends.
-        sizes = [stack.exp_avg.numel() for stack in self.stacks]
         # A pipeline stage may have no compressed matrix.
         like = self.stacks[0].exp_avg if self.stacks else local_part(next(iter(names)))
-        self._cores = like.new_zeros(sum(sizes))
-        for stack, part in zip(self.stacks, self._cores.split(sizes), strict=True):
-            stack.C = part.view(stack.exp_avg.shape)
-
+        self._cores = _allocate_cores(self.stacks, like)
         self._order = list(reversed(names))  # backward runs from the last module to the first
         self._running: StepState | None = None
         # Whether the counters count a rejected step; a tensor until the host has read the verdict.
@@ -801,6 +788,27 @@ class TSRAdam(Optimizer):
         """Copy a state into the existing tensors; the hyperparameters stay the configured ones."""
         self._rejected = False  # a step that is not in the loaded counts
         copy_state(self, state_dict)
+
+
+def _trained_names(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, str]:
+    """Return the names of the parameters that are trained, in the order of the groups."""
+    names: dict[Tensor, str] = {}
+    for group in groups:
+        if "param_names" not in group:
+            raise ValueError("TSRAdam needs names: give it model.named_parameters()")
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            if parameter.requires_grad:
+                names[parameter] = name
+    return names
+
+
+def _allocate_cores(stacks: Sequence[MatrixStack], like: Tensor) -> Tensor:
+    """Allocate all cores of a step in one buffer, which one call clears, scales or sends."""
+    sizes = [stack.exp_avg.numel() for stack in stacks]
+    cores = like.new_zeros(sum(sizes))
+    for stack, part in zip(stacks, cores.split(sizes), strict=True):
+        stack.C = part.view(stack.exp_avg.shape)
+    return cores
 
 
 def _read(stacked: Tensor, indices: Sequence[int]) -> Tensor:

@@ -144,10 +144,6 @@ def plan_matrices(
 ) -> dict[str, MatrixPlan]:
     """Plan the compressed matrices; all other parameters stay dense.
 
-    With ``stagger``, refreshes are spread over their interval, so that the most expensive step
-    sends little: the matrices of one interval are placed in turn, the most expensive first, each in
-    the step that has sent least so far (the first of equals).
-
     Args:
         shapes: Global shape by name of every parameter of the whole model.
         settings: The settings.
@@ -190,16 +186,24 @@ def plan_matrices(
             waits=settings.start == "random",
             refresh=settings.refresh,
         )
-    if not settings.stagger:
-        return plans
+    return staggered(plans) if settings.stagger else plans
+
+
+def staggered(plans: Mapping[str, MatrixPlan]) -> dict[str, MatrixPlan]:
+    """Spread refreshes over their interval, so that the most expensive step sends little.
+
+    The matrices of one interval are placed in turn, the most expensive first, each in the step that
+    has sent least so far (the first of equals).
+    """
     loads = {plan.interval: [0] * plan.interval for plan in plans.values()}
     costs = {name: plan.sends(plan.rows, plan.columns)[1] for name, plan in plans.items()}
+    found = dict(plans)
     for name in sorted(plans, key=lambda name: -costs[name]):
         load = loads[plans[name].interval]
         offset = load.index(min(load))
         load[offset] += costs[name]
-        plans[name] = replace(plans[name], offset=offset)
-    return plans
+        found[name] = replace(plans[name], offset=offset)
+    return found
 
 
 def split_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:

@@ -90,7 +90,12 @@ def randomized_svd(
     present = (values[:, :rank] > smallest).to(values.dtype)
     keep = _signs(sides) * present[:, None, :]
     left, right, values = left * keep, right * keep, values[:, :rank]
-    old_left, old_right = earlier
+    return (yield from _aligned(SVD(left, values, right), *earlier))
+
+
+def _aligned(svd: SVD, old_left: Tensor | None, old_right: Tensor | None) -> Rounds[SVD]:
+    """Flip each vector, with its σ, towards its predecessor in the earlier bases."""
+    left, values, right = svd
     if old_left is not None:
         turns = yield from _turns(left, old_left, "rows")
         left, values = left * turns[:, None, :], values * turns
