@@ -52,8 +52,6 @@ def recompute(mode: str, *options: str) -> list[str]:
 CASES: dict[str, tuple[str, list[str], list[str]]] = {
     "four ranks": ("lax", [*shared(4), *recompute("low_rank")], GATES),
     "FSDP, accumulated": ("cola", [*shared(local_batch=4), *TWICE], []),
-    "vanilla": ("svd", [*plan("vanilla"), *recompute("full")], []),
-    "Megatron by sequence": ("full", [*shared(tensor=2), *SEQUENCE], []),
     "lanes": ("full", [*shared(tensor=2), *recompute("selective", OPERATORS)], LANES),
     "replicas of TSR-Adam": ("cola", [*shared(local_batch=4), *REPLICAS], TSR),
     "a split backward": ("lax", [*shared(pipeline=2), *schedule("ZBVZeroBubble")], DEEP),
@@ -61,6 +59,8 @@ CASES: dict[str, tuple[str, list[str], list[str]]] = {
     "validated pipeline": ("cola", [*shared(pipeline=2), *schedule("1F1B")], VALIDATED),
 }
 MORE: dict[str, tuple[str, list[str], list[str]]] = {
+    "vanilla": ("svd", [*plan("vanilla"), *recompute("full")], []),
+    "Megatron by sequence": ("full", [*shared(tensor=2), *SEQUENCE], []),
     "BTP by sequence": ("lax", [*shared(tensor=2), *SEQUENCE, *recompute("low_rank")], GATES),
     "whole heads": ("svd", plan("vanilla_replicated"), []),
     "HSDP": ("svd", [*shared(local_batch=4), *REPLICAS], []),

@@ -7,6 +7,7 @@ import pytest
 
 from tests.distributed.data_layouts import LAYOUTS as DATA
 from tests.distributed.training import SPOILT, train
+from tests.support.nightly import nightly
 from tests.support.parity_runs import LAYOUTS as PARITY
 from tests.support.parity_runs import degrees, largest_difference, model
 from tests.support.rank_pool import RankPool
@@ -73,7 +74,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# The sums of `hsdp` are those of `fsdp` and of `replicas`; a pipeline has both kinds too.
+SELDOM = ("hsdp", "pipeline_replicas")
+
+
+@pytest.mark.parametrize(
+    "layout", [*(name for name in LAYOUTS if name not in SELDOM), *nightly(*SELDOM)]
+)
 def test_the_rank_whose_backward_made_a_nan_is_named(layout: str, four_ranks: RankPool) -> None:
     """And not the one whose shard of the sum has it, nor the first of those that share the sum."""
     where = SPOILT.replace("1", "0", 1) if "pipeline" in layout else SPOILT

@@ -70,7 +70,7 @@ def resume(case: Case, folder: str) -> dict[str, torch.Tensor]:
     return {name: full(p.detach()).clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("layout", ["hsdp2x2", "fsdp2xtp2", "pp2xdp2"])
+@pytest.mark.parametrize("layout", [*nightly("hsdp2x2"), "fsdp2xtp2", "pp2xdp2"])
 def test_the_same_layout_goes_on_bitwise(layout: str, four_ranks: RankPool, tmp_path: Any) -> None:
     case = Case(layout, replace(BASE, stagger=True))
     undisturbed = four_ranks.run(save, case, str(tmp_path))

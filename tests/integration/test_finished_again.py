@@ -78,16 +78,16 @@ def test_another_text_is_refused_by_its_names_and_sizes(tmp_path):
     config = runs.write_config(tmp_path / "dump", steps=2, interval=2, extra="")
     local = ["--training.dataset=local", f"--training.dataset_path={text}/*.txt"]
     local += ["--validation.no_enable"]
-    done = runs.launch(config, *local).finish()
+    done = runs.launch(config, *local, ranks=1).finish()
     assert done.status == 0, done.everything
     (text / "b.txt").write_text("eleven twelve\n" * 400)
     more = [*local, "--training.steps=3"]
-    done = runs.launch(config, *more).finish()
+    done = runs.launch(config, *more, ranks=1).finish()
     assert done.status == 2, done.everything
     assert "training.allow_changed_corpus = true" in done.err.splitlines()[-1]
     assert f"--job.dump_folder={tmp_path}/dump-2" in done.err.splitlines()[-1]
     assert len(list((tmp_path / "dump" / "logs").iterdir())) == 1  # no rank was started
-    done = runs.launch(config, *more, "--training.allow_changed_corpus").finish()
+    done = runs.launch(config, *more, "--training.allow_changed_corpus", ranks=1).finish()
     assert done.status == 0, done.everything
 
 
