@@ -113,21 +113,25 @@ def _train(options: argparse.Namespace, method: str, ends: list[str]) -> dict[st
     }
 
 
-def train_between(ends: list[str], arguments: list[str], timeout: float) -> list[dict[str, Any]]:
+def train_between(
+    ends: list[str], arguments: list[str], timeout: float, folder: Path | None = None
+) -> list[dict[str, Any]]:
     """Train one rank in each namespace.
 
     Args:
         ends: The namespaces.
-        arguments: Of the run; its dump folder is a temporary one.
+        arguments: Of the run.
         timeout: Seconds for all of it.
+        folder: The run's dump folder; a temporary one by default.
 
     Returns:
         Rank 0's records of the logged steps without the first fifth, which opens connections.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = folder or Path(temporary)
         program = ["-m", "torchtitan_lr.train", f"--job.dump_folder={folder}"]
         _run(ends, [*program, *arguments], timeout)
-        records = step_records(Path(folder))
+        records = step_records(folder)
     return records[len(records) // 5 :]
 
 

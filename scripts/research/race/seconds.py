@@ -7,8 +7,10 @@ Two ranks, each in a network namespace of its own, train a few steps with every 
 scripts/research/experiments/race.toml: first on a link without a limit, for the computation, then
 at --mbit. Of 80 steps the last 64 count, in which every method of DiLoCo syncs. This needs root
 and iproute2, and nothing else may run meanwhile. `torchtitan-lr scaling report` reads the file that
-is written, seconds.json; families that it has are not measured again.
-In wandb (--metrics.enable_wandb) the runs of a link are one group, and a method is a tag.
+is written, seconds.json, and `scripts/research/results.sh race` stores it and writes its tables.
+Families that it has are not measured again. The runs stay in the folder
+seconds/LINK/FAMILY beside it. With --metrics.enable_wandb --metrics.wandb_mode=offline their wandb
+files do too: the runs of a link are one group, and a method is a tag.
 
 Exit status: 0; 2 invalid arguments, or namespaces are not permitted.
 """
@@ -54,11 +56,14 @@ def measure(plan: Plan, path: Path, steps: int, mbit: float, overrides: list[str
                 if family in seconds:
                     continue
                 point = plan.point(family, size, 1.0, 0, 1e-3)
-                arguments = [*point.arguments, *QUIET, f"--training.steps={steps}"]
-                arguments.append(f"--metrics.wandb_group={plan.experiment.name} {name}")
-                arguments += [f"--metrics.wandb_tags={family}", *overrides]
-                run = [f"--job.config_file={point.config}", *arguments]
-                seconds[family] = fmean(r[SECONDS] for r in train_between(ends, run, TIMEOUT))
+                run = [f"--job.config_file={point.config}", *point.arguments, *QUIET]
+                run.append(f"--training.steps={steps}")
+                run.append(f"--metrics.wandb_group={plan.experiment.name} {name}")
+                run.append(f"--metrics.wandb_run_name={family} {name}")
+                run += [f"--metrics.wandb_tags={family},{size}", *overrides]
+                folder = path.parent / "seconds" / name / family
+                records = train_between(ends, run, TIMEOUT, folder)
+                seconds[family] = fmean(record[SECONDS] for record in records)
                 write_whole(path, json.dumps(found, indent=1) + "\n")
                 print(f"{family}, {name}: {seconds[family]:.3f} s per step", flush=True)
 
