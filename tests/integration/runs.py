@@ -239,10 +239,11 @@ class Finished:
     def own_lines(self):
         """Lines of stderr that no rank wrote.
 
-        Left out is that a corpus is prepared: the machine's first run of it says so.
+        Left out is that a corpus is prepared: the machine's first run of it says so, and each that
+        waits for that one, such as a test of another job of the suite.
         """
-        lines = self.err.splitlines()
-        return [line for line in lines if not line.startswith(("[rank", "preparing", "prepared"))]
+        others = ("[rank", "preparing", "prepared", "waiting for another run")
+        return [line for line in self.err.splitlines() if not line.startswith(others)]
 
 
 def run(command, cwd=ROOT, **options):
