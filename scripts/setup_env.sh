@@ -85,6 +85,9 @@ install_venv() {
             rm -rf .venv
             fail "$base cannot create a virtual environment; on Debian and Ubuntu: apt install python3-venv"
         }
+        # The pip of an older Python takes half a minute longer to choose versions.
+        .venv/bin/python -m pip install --quiet --retries 0 --timeout 20 --upgrade pip \
+            >/dev/null 2>&1 || true
     else
         echo "Installing into .venv. $(.venv/bin/python scripts/check_env.py $extra 2>&1)"
         # Its creation may have been interrupted.
@@ -103,7 +106,8 @@ install_venv() {
                 "for GPUs: about 5.4 GB with its libraries)"
     fi
     [ -z "$torch" ] || echo "torch==$torch" >.venv/constraints.txt
-    "$@" ${torch:+-c .venv/constraints.txt} -e "$target" ||
+    # setuptools warns of every editable installation.
+    PYTHONWARNINGS=ignore "$@" ${torch:+-c .venv/constraints.txt} -e "$target" ||
         fail "pip could not install the dependencies of pyproject.toml into .venv"
 }
 
