@@ -17,7 +17,7 @@ from torchtitan_lr.data.corpus import Corpus
 from torchtitan_lr.titan.base import JobConfig
 from torchtitan_lr.training.trainer import Trainer
 
-STEPS = 10
+STEPS = 7
 TP2_DP2 = [
     "--parallelism.tensor_parallel_degree=2",
     "--training.local_batch_size=2",

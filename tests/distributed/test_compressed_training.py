@@ -135,7 +135,7 @@ def test_a_dense_runs_checkpoint_needs_a_word(four_ranks: RankPool, tmp_path: Pa
     assert four_ranks.run(train, options, "", folder)[0]["step"] == 4
 
 
-@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wire", [*nightly("float32"), "bfloat16"])
 def test_replicas_stay_equal_under_hsdp(wire: str, four_ranks: RankPool) -> None:
     options = [*FSDP4, *SKETCH, *HSDP, "--grad_compression.layers=non_attention"]
     options.append(f"--training.mixed_precision_reduce={wire}")

@@ -64,7 +64,7 @@ def owed_by_name(model: nn.Module, case: Case) -> dict[str, Tensor]:
     return owed
 
 
-def books(case: Case, steps: int = 4) -> dict[str, Any]:
+def books(case: Case, steps: int = 3) -> dict[str, Any]:
     """Largest |sent + owed after − owed before − gradient| of every step, and what was owed."""
     model, _ = build(case)
     before = owed_by_name(model, case)
@@ -99,9 +99,9 @@ def test_sent_and_residual_are_the_gradient_exactly(
     name: str, all_books: list[dict[str, dict[str, Any]]]
 ) -> None:
     for result in (rank[name] for rank in all_books):
-        assert result["errors"] == [0.0] * 4
+        assert result["errors"] == [0.0] * 3
         assert min(result["owed"]) > 100
-        assert result["exchanges"] == [4, 4]
+        assert result["exchanges"] == [3, 3]
 
 
 def after_a_nan(case: Case) -> tuple[bool, bool, float]:

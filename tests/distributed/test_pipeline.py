@@ -69,7 +69,7 @@ def test_layouts_from_a_seed_checkpoint(
     ("family", "options"),
     [
         ("full", [*PP2_FSDP2, *INTERLEAVED]),
-        ("svd", [*PP2_TP2, *schedule("GPipe")]),
+        *nightly(("svd", [*PP2_TP2, *schedule("GPipe")])),
         ("cola", PP4),
         *nightly(("lax", [*PP2_TP2, *ZBV])),
         *nightly(("cola", [*PP2_FSDP2, *ZBV])),
