@@ -70,11 +70,11 @@ class Race:
                 sent = f"{fmean(course.sent[-1] for course in courses) / 1e6:,.1f}"
             cells[family] = [family, method.state(), loss, sent]
         if not first.competes:
-            says = f"No times and no winner: {reference}, the reference, has {first.state()}."
+            says = f"No times, no winner: seeds of {reference}, the reference: {first.state()}."
             return f"{markdown_table(header, list(cells.values()))}\n\n{says}"
         verdicts = []
         for link in self.links:
-            header.append(f"s to {reference}'s loss + {self.margin:g}, {link} [95%]")
+            header.append(f"{link}: s to {reference} + {self.margin:g} [95%]")
             column, says = self.judge(link)
             verdicts.append(f"- {link}: {says}")
             for family, line in cells.items():
@@ -216,7 +216,7 @@ def holm(p_values: Mapping[str, float | None]) -> dict[str, float | None]:
 def verdict(p_values: Mapping[str, float | None], best: str) -> str:
     """Name the winner, or the methods from which the fastest one is not shown to differ."""
     if not p_values:
-        return f"{best} alone reaches the loss"
+        return f"{best} alone reaches the loss with all seeds"
     near = [name for name, p in p_values.items() if p is None or p > LEVEL]
     if not near:
         return f"{best} wins"
@@ -235,9 +235,9 @@ def least_leads(seeds: int, others: int) -> str:
         float(stats.t.isf(LEVEL / 2 / tests, seeds - 1)) / math.sqrt(seeds) for tests in (1, others)
     )
     return (
-        f"With {seeds} seeds a winner of {others + 1} methods leads each of the others by"
-        f" {least:.1f} standard deviations of the log of the ratio at least, and one of them by"
-        f" {clearest:.1f}. A deviation counts as {RESOLUTION:.0%} or more: no lead under"
+        f"With {seeds} seeds a winner leads every other method by at least {least:.1f} standard"
+        f" deviations of the log of the ratio, and one of them by {clearest:.1f} if all {others}"
+        f" others reach the loss. A deviation counts as {RESOLUTION:.0%} or more: no lead under"
         f" {math.expm1(least * RESOLUTION):.1%} is shown."
     )
 
