@@ -48,6 +48,8 @@ class Rates(NamedTuple):
     """The learning rate, before the schedule."""
     weight_decay: float
     """The weight decay of the optimizer's own step."""
+    place: int = -1
+    """Index of the parameter's rule; -1 if it has none."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +109,10 @@ class ParameterGroups:
         of_matrices = Rates("lr", optimizer.lr, optimizer.weight_decay)
         found = {}
         for name, shape in shapes.items():
-            metric, lr, weight_decay = of_matrices if name in matrices else of_others(optimizer)
-            rule = self.rule(name)
-            if rule.pattern:
-                metric += f"/{rule.pattern}"
-            decay = self.decay(name, weight_decay) if self.decays(name, len(shape)) else 0.0
-            found[name] = Rates(metric, lr * rule.lr_multiplier, decay)
+            own, rule = of_matrices if name in matrices else of_others(optimizer), self.rule(name)
+            metric = f"{own.metric}/{rule.pattern}" if rule.pattern else own.metric
+            decay = self.decay(name, own.weight_decay) if self.decays(name, len(shape)) else 0.0
+            found[name] = Rates(metric, own.lr * rule.lr_multiplier, decay, self.place(name))
         return found
 
 
@@ -140,6 +140,8 @@ def split(
 ) -> list[dict[str, Any]]:
     """Return torch's groups of parameters, one for all that have the same rates.
 
+    Groups without a rule come first, then those of the first rule; of each, those without decay.
+
     Args:
         named_parameters: Name and parameter.
         rates: By name.
@@ -149,7 +151,8 @@ def split(
         own = rates[name]
         group = {"params": [], "lr": own.lr, "weight_decay": own.weight_decay}
         groups.setdefault(own, group)["params"].append((name, parameter))
-    return list(groups.values())
+    order = sorted(groups, key=lambda own: (own.place, own.weight_decay > 0))
+    return [groups[own] for own in order]
 
 
 class LoggedRates:

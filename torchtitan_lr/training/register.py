@@ -65,10 +65,10 @@ def build_optimizers(
     model_parts: list[nn.Module], optimizer_config: OptimizerConfig, parallel_dims: ParallelDims
 ) -> OptimizersContainer:
     """Build a container of optimizers, one per pipeline stage: torchtitan's, or another."""
-    if optimizer_config.name in BASES:  # it calls this function for its base: all below is done
-        return FROM_OUTSIDE[optimizer_config.name](model_parts, optimizer_config, parallel_dims)
     groups = ParameterGroups.from_config(optimizer_config)
     optimizers = _grouped_optimizers(model_parts, optimizer_config, parallel_dims, groups)
+    if isinstance(getattr(optimizers, "product_decay", None), ProductDecay):
+        return optimizers  # one from outside, which got them from this function
     named = trained_parameters(*model_parts)
     if groups.decay_on == PRODUCTS and factor_pairs(named):  # a pipeline stage may have none
         decays = {name: groups.decay(name, optimizer_config.weight_decay) for name in named}

@@ -5,6 +5,7 @@ import json
 from contextlib import nullcontext
 
 import pytest
+import torch
 
 from tests.unit.tiny_trainer import history, tiny_trainer
 from torchtitan_lr.checkpoints.run_record import changed
@@ -12,6 +13,7 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.checks.optimizer import _warn_of_scale
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.optim.groups import ParameterGroups, split
 
 OPTIMIZERS = ["AdamW", "TSRAdam", "Muon", "LoRAMuon"]
 OPTIONS = [
@@ -250,3 +252,15 @@ def test_a_record_without_the_key_had_no_groups(tmp_path):
     assert was == [] and [table["pattern"] for table in now] == [r"wq\.A", r"\.A\.", "norm"]
     del record["optimizer"]["groups"]
     assert changed(record, config)["optimizer.groups"] == [was, now]
+
+
+def test_groups_without_a_rule_come_first_and_then_those_without_decay(tmp_path):
+    """The order of the groups decides what travels in which message: it is that of older runs."""
+    tables = "[[optimizer.groups]]\npattern = 'w2'\n[[optimizer.groups]]\npattern = 'w1'\n"
+    options = [written(tmp_path, tables), "--optimizer.weight_decay_on=matrices"]
+    section = build_job_config([*options, "--optimizer.weight_decay=0.5"]).optimizer
+    shapes = {"w1": (2, 2), "w2": (2, 2), "w3": (2, 2), "norm": (2,), "w1.norm": (2,)}
+    rates = ParameterGroups.from_config(section).rates(section, shapes)
+    named = [(name, torch.zeros(shape)) for name, shape in shapes.items()]
+    order = [[name for name, _ in group["params"]] for group in split(named, rates)]
+    assert order == [["norm"], ["w3"], ["w2"], ["w1.norm"], ["w1"]]

@@ -409,6 +409,8 @@ class TSRAdam(Optimizer):
             for a loss that is already divided by the tokens of the global batch.
         wire_dtype: Dtype in which sums over ``group`` travel, such as bf16; None for that of the
             tensors.
+        order: The trained parameters in the model's order, which groups may not have: sums start
+            while backward goes through it from its end. By default that of the groups.
 
     Raises:
         ValueError: The parameters have no names, which select the random sketches.
@@ -440,6 +442,7 @@ class TSRAdam(Optimizer):
         stages: dist.ProcessGroup | None = None,
         average: bool = True,
         wire_dtype: torch.dtype | None = None,
+        order: Sequence[Tensor] = (),
     ) -> None:
         defaults = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
         super().__init__(named_parameters, defaults | {"weight_decay": weight_decay})
@@ -475,7 +478,8 @@ class TSRAdam(Optimizer):
         # A pipeline stage may have no compressed matrix.
         like = self.stacks[0].exp_avg if self.stacks else local_part(next(iter(names)))
         self._cores = _allocate_cores(self.stacks, like)
-        self._order = list(reversed(names))  # backward runs from the last module to the first
+        # Backward runs from the last module to the first.
+        self._order = list(reversed(order or list(names)))
         self._running: StepState | None = None
         # Whether the counters count a rejected step; a tensor until the host has read the verdict.
         self._rejected: Tensor | bool = False

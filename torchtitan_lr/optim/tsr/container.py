@@ -54,6 +54,7 @@ class TSROptimizers(NamedOptimizers):
             stages=stages,
             average=False,
             wire_dtype=wire_dtype,
+            order=list(trained_parameters(*model_parts).values()),
         )
         self.contain([self.gradients], defaults)
         compressed = sum(len(stack.parameters) for stack in self.gradients.stacks)

@@ -12,6 +12,7 @@ from tests.support.allocations import peak_bytes
 from tests.unit.tiny import tiny_args
 from tests.unit.tiny_trainer import tiny_trainer
 from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.optim.groups import Rates
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.optim.tsr.drift import CHECKED, checksum
@@ -342,3 +343,20 @@ def test_sums_over_the_replicas_travel_as_configured(wire, tmp_path):
     rows = [row for row in ledger.rows() if row["mesh_dim"] == "dp_replicate"]
     # Beside the gradients: the verdict in fp64, and the checksums of the replicas.
     assert {row["dtype"] for row in rows} - {"float64", "int64"} == {wire}
+
+
+def test_sums_start_in_the_models_order_whatever_the_groups():
+    """The head's gradient is there first: groups of other rates must not make its sum wait."""
+    sums = []
+    for lr in (DEFAULTS["lr"], 0.5):
+        weights = Weights()
+        rates = dict.fromkeys(SHAPES, Rates("lr", DEFAULTS["lr"], 0.1))
+        rates |= dict.fromkeys(("tok_embeddings.weight", "output.weight"), Rates("lr", lr, 0.1))
+        optimizer = TSROptimizers([weights], SETTINGS, DEFAULTS, rates=rates).gradients
+        assert len(optimizer.param_groups) == (1 if lr == DEFAULTS["lr"] else 2)
+        optimizer.begin()
+        names = {parameter: name for name, parameter in weights.named_parameters()}
+        waiting = [one.parameters for one, _ in optimizer._running.sums._waiting]
+        sums.append([[names[parameter] for parameter in together] for together in waiting])
+    assert sums[0][0][0] == "output.weight"
+    assert sums[1] == sums[0]
