@@ -34,7 +34,7 @@ def check_rates(config: Any, world_size: int, device_type: str) -> None:
     if args is not None:
         groups = ParameterGroups.from_config(section)
         found = set(groups.rates(section, model_shapes(args)).values())
-    for metric, lr, decay in sorted(found):
+    for metric, lr, decay, _ in sorted(found):
         rate = f"optimizer.{metric}".replace("/", " of the group ", 1)
         if lr * decay >= 1:
             key = "weight_decay"

@@ -7,6 +7,7 @@ bytes: nothing overlaps. `SECONDS_FILE` may hold what steps take on a real link,
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from torchtitan_lr.config.files import read_json
 from torchtitan_lr.console.figures import SMOOTHED_POINTS
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.scaling.experiments import SECONDS, step_records
-from torchtitan_lr.scaling.sweep import DIVERGED, FINISHED, Point
+from torchtitan_lr.scaling.sweep import FINISHED, Point
 from torchtitan_lr.training.history import train_loss
 
 SECONDS_FILE = "seconds.json"
@@ -27,6 +28,9 @@ of every link on which they were measured, such as ``200``. A link counts as mea
 all of its methods with a finished run are in the file."""
 
 _SENT = "comm_bytes/"
+
+_SAID = {"to do": "not run", "cut off": "cut off or running"}
+"""What the status of a sweep's point means here, where it is not the status itself."""
 
 
 @dataclass(frozen=True)
@@ -57,26 +61,29 @@ class Method:
     """The runs of a family at one size and budget.
 
     Args:
-        seeds: Number of its runs in the plan, one per seed.
-        diverged: Number of those that diverged.
-        courses: Those that have finished, by seed.
+        courses: Its finished runs, by seed.
+        others: What became of the other runs of the plan, one entry per seed.
+        ended: Whether every run has finished or diverged, or cannot run.
     """
 
-    seeds: int
-    diverged: int
     courses: Mapping[int, Course]
+    others: Sequence[str]
+    ended: bool
+
+    @property
+    def seeds(self) -> int:
+        """Number of its runs in the plan, one per seed."""
+        return len(self.courses) + len(self.others)
 
     @property
     def competes(self) -> bool:
         """Whether all seeds have finished: a method may not race on its lucky ones."""
-        return len(self.courses) == self.seeds
+        return not self.others
 
     def state(self) -> str:
         """Return how many seeds have finished, and what became of the others."""
-        text = f"{len(self.courses)}/{self.seeds}"
-        if self.diverged:
-            return f"{text}, {self.diverged} diverged"
-        return text if self.courses else f"{text}, not run"
+        counts = [f"{count} {status}" for status, count in Counter(self.others).items()]
+        return ", ".join([f"{len(self.courses)}/{self.seeds}", *counts])
 
 
 @dataclass(frozen=True)
@@ -156,24 +163,27 @@ def read_course(point: Point, folder: Path) -> Course:
     """Read a finished run.
 
     Raises:
-        ConfigError: Not every step of the run has been counted.
+        ConfigError: A step of the run is missing, or has not been counted.
     """
     arguments = [f"--job.config_file={point.config}", *point.arguments]
     config = build_job_config(arguments)
     replicas = config.parallelism.data_parallel_replicate_degree
     shards = data_ranks(config, point.ranks or 1) // replicas
     losses, sent, total = [], [], 0.0
+    want = "metrics.comm_ledger and metrics.log_freq = 1, so that every step is counted"
     records = step_records(folder)
     for step, record in enumerate(records, start=1):
         counted = {key: size for key, size in record.items() if key.startswith(_SENT)}
         loss = train_loss(record)
-        if record["step"] != step or loss is None or not counted:
-            want = "metrics.comm_ledger and metrics.log_freq = 1, so that every step is counted"
+        timed = record.get(SECONDS) is not None
+        if record["step"] != step or loss is None or not (counted and timed):
             raise ConfigError("overrides", f"{folder.name}, step {step}", want)
         for key, size in counted.items():
             total += size * wire_share(key.removeprefix(_SENT), replicas, shards)
         losses.append(loss)
         sent.append(total)
+    if len(losses) < point.row.get("steps", 1):
+        raise ConfigError("overrides", f"{folder.name}, step {len(losses) + 1}", want)
     window = max(1, len(losses) // SMOOTHED_POINTS)
     means = [fmean(losses[max(0, end - window) : end]) for end in range(1, len(losses) + 1)]
     seconds = median(record[SECONDS] for record in records)
@@ -182,12 +192,14 @@ def read_course(point: Point, folder: Path) -> Course:
 
 def read_method(points: Sequence[Point], work: Path) -> Method:
     """Read the runs of a family at one size and budget; errors as for `read_course`."""
-    courses = {}
+    courses, others = {}, []
     for point in points:
-        if point.row["status"] == FINISHED:
+        status = str(point.row["status"]).partition(":")[0]  # without the reason
+        if status == FINISHED:
             courses[point.settings["seed"]] = read_course(point, work / point.name)
-    diverged = sum(point.row["status"] == DIVERGED for point in points)
-    return Method(len(points), diverged, courses)
+        else:
+            others.append(_SAID.get(status, status))
+    return Method(courses, others, all(point.is_done for point in points))
 
 
 def links_of(rates: Sequence[float], known: Measured, families: Set[str]) -> list[Link]:

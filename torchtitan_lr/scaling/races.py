@@ -100,7 +100,8 @@ class Race:
             cells[family] = with_interval(student(list(own.values())), ",.1f")
             if (p := p_values.get(family)) is not None:
                 cells[family] += f", p = {p:.2g}"
-        return cells, verdict(p_values, best)
+        awaited = [family for family, method in self.methods.items() if not method.ended]
+        return cells, verdict(p_values, best, awaited)
 
     def times(self, family: str, link: Link) -> dict[int, float]:
         """Return the seconds of a competing method on a link, by the seeds that arrive."""
@@ -213,14 +214,23 @@ def holm(p_values: Mapping[str, float | None]) -> dict[str, float | None]:
     return corrected
 
 
-def verdict(p_values: Mapping[str, float | None], best: str) -> str:
-    """Name the winner, or the methods from which the fastest one is not shown to differ."""
+def verdict(p_values: Mapping[str, float | None], best: str, awaited: Sequence[str] = ()) -> str:
+    """Name the winner, or the methods from which the fastest one is not shown to differ.
+
+    Args:
+        p_values: Returned by `beaten`.
+        best: The fastest method.
+        awaited: Methods with runs that have not ended, which may still be faster.
+    """
+    rest = f"{', '.join(awaited)} {'has' if len(awaited) == 1 else 'have'} not ended"
     if not p_values:
-        return f"{best} alone reaches the loss with all seeds"
+        alone = f"{best} alone reaches the loss with all seeds"
+        return f"no verdict: {rest}" if awaited else alone
     near = [name for name, p in p_values.items() if p is None or p > LEVEL]
-    if not near:
-        return f"{best} wins"
-    return f"no difference shown between {best} and {', '.join(near)}"
+    says = f"{best} wins"
+    if near:
+        says = f"no difference shown between {best} and {', '.join(near)}"
+    return f"{says} so far: {rest}" if awaited else says
 
 
 def least_leads(seeds: int, others: int) -> str:
@@ -245,6 +255,7 @@ def least_leads(seeds: int, others: int) -> str:
 def rules(plan: Plan, races: Sequence[Race]) -> str:
     """Return what the times and the verdicts of an experiment mean."""
     experiment = plan.experiment
+    judged = [race for race in races if next(iter(race.methods.values())).competes]
     parts = [
         "Times are those to a training loss, the mean over the last 1/20 of the steps: where the"
         " replicas differ between two syncs, it is no single model's. A seed's goal is the loss"
@@ -252,8 +263,8 @@ def rules(plan: Plan, races: Sequence[Race]) -> str:
         " competes once all of its seeds have ended. A modelled step takes its computation and then"
         " the time of its bytes; in a measured one both may overlap.",
         f"Tests: Student's t of the log of the ratio to the fastest, paired by seed, {LEVEL:.0%}"
-        f" after Holm for each link and model; the {sum(len(race.links) for race in races)}"
-        " verdicts are not corrected for each other.",
+        f" after Holm for each link and model; the verdicts,"
+        f" {sum(len(race.links) for race in judged)} in all, are not corrected for each other.",
     ]
     if any(len(family.learning_rates) > 1 for family in experiment.families.values()):
         chosen = {str(experiment.sizes[size].seeds[0]) for size in experiment.search}

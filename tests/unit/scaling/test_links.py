@@ -10,8 +10,9 @@ import pytest
 from scripts.research import finished_runs, result_tables
 from tests.unit.scaling.test_experiment import plan_of, scaling, write
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.scaling.experiments import SECONDS
 from torchtitan_lr.scaling.links import SECONDS_FILE, read_seconds, wire_share
-from torchtitan_lr.scaling.races import beaten, holm, least_leads, read_races, verdict
+from torchtitan_lr.scaling.races import beaten, holm, least_leads, read_races, rules, verdict
 from torchtitan_lr.scaling.sweep import POINT_FILE, Sweep
 
 # Both methods are AdamW to the plan; what differs is what their runs have recorded.
@@ -24,21 +25,22 @@ RACE = (
 STEPS = 40
 
 
-def record_runs(plan, sent, diverged=(), worse=0.0):
+def record_runs(plan, sent, lost=(), worse=0.0, status="diverged"):
     """Write runs as they end: the loss falls by 0.1 per step, a little later with every seed.
 
     Args:
         plan: The plan.
         sent: Bytes per step by family.
-        diverged: Families and seeds of runs that have diverged.
+        lost: Families and seeds of runs that have not finished.
         worse: Added to the losses of terse.
+        status: Theirs.
     """
     for point in plan.main_points(dict.fromkeys(plan.costs, 1e-3)):
         folder, family = plan.work / point.name, point.settings["family"]
         folder.mkdir(parents=True)
         row = {"status": "finished", "val_loss": 5.0, "steps": STEPS}
-        if (family, point.settings["seed"]) in diverged:
-            row = {"status": "diverged"}
+        if (family, point.settings["seed"]) in lost:
+            row = {"status": status}
         record = {"arguments": [point.config, *point.arguments], "row": row}
         (folder / POINT_FILE).write_text(json.dumps(record))
         lines = []
@@ -57,12 +59,16 @@ def report(tmp_path, capsys, *options, changes=()):
     return status, capsys.readouterr()
 
 
-def table_of(plan):
-    """Return the table of size a on a link of 8 Mbit/s."""
+def races_of(plan):
+    """Return the races of both sizes on a link of 8 Mbit/s."""
     points = plan.main_points(dict.fromkeys(plan.costs, 1e-3))
     Sweep(plan.work, points)
-    race, _ = read_races(plan, points, [8.0])
-    return race.table()
+    return read_races(plan, points, [8.0])
+
+
+def table_of(plan):
+    """Return the table of size a."""
+    return races_of(plan)[0].table()
 
 
 def cells_of(text, family):
@@ -83,7 +89,7 @@ def test_who_wins_which_link(tmp_path, capsys):
     assert float(terse[4].split()[0]) == pytest.approx(4.4, abs=0.01)
     assert "- 8 Mbit/s (modelled): terse wins" in said.out
     assert "| 8 Mbit/s (modelled): s to full + 0.02 [95%] |" in said.out
-    assert "the 4 verdicts are not corrected" in said.out and "Seed" not in said.out
+    assert "the verdicts, 4 in all, are not corrected" in said.out and "Seed" not in said.out
     for name in ("bytes", "seconds"):
         for size in ("a", "b"):
             picture = tmp_path / f"work/links_{name}_llama_full_{size}_0.05.png"
@@ -100,15 +106,26 @@ def test_who_wins_which_link(tmp_path, capsys):
     assert "- 9 Mbit/s (modelled): terse wins" in said.out  # one of them has not been measured
 
 
-@pytest.mark.parametrize("ended", [1, 0])
-def test_a_method_without_all_of_its_seeds_does_not_compete(tmp_path, ended):
-    lost = [("terse", seed) for seed in range(ended, 3)]
+@pytest.mark.parametrize(
+    ("finished", "status", "state", "says"),
+    [
+        (1, "diverged", "1/3, 2 diverged", "full alone reaches the loss with all seeds"),
+        (0, "refused: a key", "0/3, 3 refused", "full alone reaches the loss with all seeds"),
+        (1, "failed: no memory", "1/3, 2 failed", "no verdict: terse has not ended"),
+        (2, "cut off", "2/3, 1 cut off or running", "no verdict: terse has not ended"),
+        (0, "to do", "0/3, 3 not run", "no verdict: terse has not ended"),
+    ],
+)
+def test_a_method_without_all_of_its_seeds_does_not_compete(
+    tmp_path, finished, status, state, says
+):
+    lost = [("terse", seed) for seed in range(finished, 3)]
     plan = plan_of(tmp_path, *RACE)
-    record_runs(plan, {"full": 2e6, "terse": 2e5}, lost)
+    record_runs(plan, {"full": 2e6, "terse": 2e5}, lost, status=status)
     table = table_of(plan)
-    assert cells_of(table, "terse")[1] == f"{ended}/3, {3 - ended} diverged"
+    assert cells_of(table, "terse")[1] == state
     assert cells_of(table, "terse")[4] == "-"
-    assert "- 8 Mbit/s (modelled): full alone reaches the loss" in table
+    assert f"- 8 Mbit/s (modelled): {says}\n" in table
 
 
 @pytest.mark.parametrize("lost", [1, 3])
@@ -117,6 +134,7 @@ def test_without_all_seeds_of_the_reference_there_is_no_verdict(tmp_path, lost):
     record_runs(plan, {"full": 2e6, "terse": 2e5}, [("full", seed) for seed in range(lost)])
     table = table_of(plan)
     assert f"seeds of full, the reference: {3 - lost}/3, {lost} diverged." in table
+    assert "the verdicts, 1 in all, are not" in rules(plan, races_of(plan))  # of size b
     assert "- 8 Mbit/s" not in table and len(cells_of(table, "terse")) == 4
 
 
@@ -133,7 +151,7 @@ def test_a_method_whose_rate_is_an_edge_has_a_row(tmp_path, capsys):
         (plan.work / point.name / POINT_FILE).write_text(record)
     status, said = report(tmp_path, capsys, "--links=8", changes=[rates])
     assert status == 1
-    assert cells_of(said.out, "terse") == ["terse", "0/3, not run", "-", "-", "-"]
+    assert cells_of(said.out, "terse") == ["terse", "0/3, 3 not run", "-", "-", "-"]
     assert "terse a: learning rate 0.001 is an edge of its grid (0.001 to 0.003)" in said.out
     assert "Seed 0 chose the learning rates" in said.out
 
@@ -159,9 +177,14 @@ def test_runs_that_did_not_count_are_refused(tmp_path, capsys):
     plan = plan_of(tmp_path, *RACE)
     record_runs(plan, {"full": 2e6, "terse": 2e5})
     path = next((tmp_path / "work").glob("terse_a*/metrics.jsonl"))
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[::2]))
+    whole = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(whole[::2]))
     status, said = report(tmp_path, capsys)
     assert status == 2 and "metrics.log_freq = 1" in said.err and said.err.count("\n") == 1
+    for text in ("", "".join(whole[:-1]), "".join(whole).replace(SECONDS, "unknown")):
+        path.write_text(text)  # of a run that is restored without its steps, and of a damaged one
+        status, said = report(tmp_path, capsys)
+        assert status == 2 and "metrics.log_freq = 1" in said.err and said.err.count("\n") == 1
     for wrong in ("0", "x", "50,50"):
         assert report(tmp_path, capsys, f"--links={wrong}")[0] == 2
 
@@ -215,6 +238,7 @@ def test_seconds_that_are_none_are_refused(text, tmp_path):
 def test_a_method_that_alone_reaches_the_loss_has_won_no_test():
     assert verdict({}, "full") == "full alone reaches the loss with all seeds"
     assert verdict({"terse": 0.01}, "full") == "full wins"
+    assert verdict({"terse": 0.01}, "full", ["a", "b"]) == "full wins so far: a, b have not ended"
     assert verdict({"terse": None}, "full") == "no difference shown between full and terse"
 
 
