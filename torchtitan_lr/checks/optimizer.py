@@ -4,7 +4,14 @@
 from functools import cache
 from typing import Any
 
-from torchtitan_lr.config.schema import PRODUCTS, READS_GROUPS, SPECTRAL, Optimizer, base_of
+from torchtitan_lr.config.schema import (
+    DEFAULTS_OF,
+    PRODUCTS,
+    READS_GROUPS,
+    SPECTRAL,
+    Optimizer,
+    base_of,
+)
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.titan import logger
@@ -44,8 +51,10 @@ def check_rates(config: Any, world_size: int, device_type: str) -> None:
             most = given / (lr * decay)
             want = f"less than {most:g}, so that weights keep their sign where {rate} is {lr:g}"
             raise ConfigError(f"optimizer.{key}", given, want)
-        if lr:
-            _warn_of_scale(base if metric.startswith("lr") else "AdamW", rate, lr)
+        if lr and metric.startswith("lr"):
+            _warn_of_scale(base, rate, lr)
+        elif lr and section.adamw_lr == 0:  # nobody chose it: it is the rate of the matrices
+            _warn_of_scale("AdamW", rate, lr)
 
 
 @cache  # a sweep checks many runs
@@ -70,9 +79,11 @@ def check_groups(config: Any, world_size: int, device_type: str) -> None:
     elif section.name not in READS_GROUPS:
         ignoring = f"optimizer.name = {section.name!r}, registered without reads_groups = True"
     if ignoring:
+        defaults = DEFAULTS_OF.get(base_of(section.name), {})
         for name in ("groups", "weight_decay_on", "adamw_lr", "adamw_weight_decay"):
-            got, default = getattr(section, name), getattr(Optimizer(), name)
-            require(got == default, f"optimizer.{name}", got, f"{default!r} with {ignoring}")
+            key, got = f"optimizer.{name}", getattr(section, name)
+            default = defaults.get(key, getattr(Optimizer(), name))
+            require(got == default, key, got, f"{default!r} with {ignoring}")
         return
     groups = ParameterGroups.from_config(section)
     if groups == ONE_GROUP:

@@ -9,7 +9,7 @@ from torchtitan_lr.compression.settings import (
     CompressionSettings,
     compression_settings,
 )
-from torchtitan_lr.config.schema import PRODUCTS, SPECTRAL, TSR, sums_grams
+from torchtitan_lr.config.schema import PRODUCTS, SPECTRAL, TSR, base_of, sums_grams
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.hardware import MeshDim
 from torchtitan_lr.formulas.data_parallel import named_parameters, split_by_columns
@@ -184,8 +184,8 @@ class Run:
 
     @cached_property
     def tsr(self) -> TSRSettings | None:
-        """TSR-Adam's settings; None for AdamW."""
-        if self.baseline or self.config.optimizer.name != TSR:
+        """TSR-Adam's settings; None for an optimizer that is neither it nor a variant of it."""
+        if self.baseline or base_of(self.config.optimizer.name) != TSR:
             return None
         return TSRSettings.from_config(self.config.optimizer)
 
@@ -197,8 +197,8 @@ class Run:
     @property
     def spectral(self) -> str:
         """The spectral optimizer's rule; empty for another optimizer."""
-        name = str(self.config.optimizer.name)
-        return name if name in SPECTRAL and not self.baseline else ""
+        base = base_of(self.config.optimizer.name)
+        return base if base in SPECTRAL and not self.baseline else ""
 
     @cached_property
     def spectral_vectors(self) -> dict[str, int]:

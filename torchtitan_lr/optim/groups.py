@@ -34,9 +34,9 @@ class GroupRule(NamedTuple):
     pattern: str = ""
     """A regular expression, found anywhere in the names of its parameters."""
     lr_multiplier: float = 1.0
-    """Factor on the optimizer's learning rate."""
+    """Factor on the learning rate that its parameters have otherwise."""
     weight_decay_multiplier: float = 1.0
-    """Factor on ``optimizer.weight_decay``."""
+    """Factor on the weight decay that they have otherwise."""
 
 
 class Rates(NamedTuple):

@@ -133,6 +133,7 @@ def register_optimizer(
         base: The optimizer of this package, such as TSRAdam, that ``build`` gets from
             `build_optimizers` and changes. Then the checks, the defaults and the stored state of
             that one hold for this one too, and it has its rates and its sums over the replicas.
+            State that ``build`` adds is its own to save: a resumed run begins without it.
 
     Raises:
         ValueError: Another optimizer has the name, or the package has no such base.

@@ -4,9 +4,12 @@ import pytest
 
 from tests.commands import ROOT
 from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.checks.optimizer import check_groups
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.schema import BASES, OPTIMIZERS, READS_GROUPS, SUMS_REPLICAS
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.estimate.memory import checkpoint_bytes
+from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.training.register import FROM_OUTSIDE, register_optimizer
 
 CONFIG = ROOT / "train_configs" / "debug_tsr.toml"
@@ -101,3 +104,25 @@ def test_what_is_refused_of_tsr_adam_is_refused_of_its_variants(outside, tmp_pat
         with pytest.raises(ConfigError, match=f"got {rank}, expected at most"):
             check("--optimizer.name=Variant", f"--optimizer.{option}", tmp_path=tmp_path)
         check("--optimizer.name=Own", f"--optimizer.{option}", tmp_path=tmp_path)
+
+
+@pytest.mark.parametrize("base", ["TSRAdam", "Spectron"])
+def test_the_estimate_counts_the_state_of_the_base(base, outside, monkeypatch):
+    def state(name):
+        options = [f"--job.config_file={CONFIG}", "--model.name=llama_cola"]
+        options += ["--optimizer.tsr_rank=8", f"--optimizer.name={name}"]
+        return checkpoint_bytes(read_run(build_job_config(options), 1))
+
+    assert state("Own") != state(base)
+    monkeypatch.setitem(BASES, "Own", base)
+    assert state("Own") == state(base)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Spectron", "LoRAMuon"])
+def test_defaults_of_an_optimizer_are_nobodys_choice(name):
+    """With a model of another package, what the user sets is refused, and nothing else."""
+    theirs = ["--experimental.custom_import=torchtitan.models.llama3", "--model.name=llama3"]
+    theirs += ["--model.flavor=debugmodel", f"--optimizer.name={name}"]
+    check_groups(build_job_config(theirs), 1, "cpu")
+    with pytest.raises(ConfigError, match=r"adamw_lr: got 0.25, .* with model.name = 'llama3'"):
+        check_groups(build_job_config([*theirs, "--optimizer.adamw_lr=0.25"]), 1, "cpu")

@@ -162,10 +162,11 @@ LEFT_OVER = [  # options, and how the warnings begin
     ),
     ("LoRAMuon", ["--optimizer.lr=6e-3"], ["optimizer.lr = 0.006 is not of the scale of L"]),
     ("Muon", ["--optimizer.lr=0.02", "--optimizer.adamw_lr=1e-3"], ["optimizer.lr = 0.02 "]),
+    ("Spectron", ["--optimizer.adamw_lr=0.06"], []),  # chosen, and best at small widths
     (
         "Spectron",
-        ["--optimizer.adamw_lr=0.3"],
-        ["optimizer.adamw_lr = 0.3 is not of the scale of"],
+        ["--optimizer.lr=0.05", "--optimizer.adamw_lr=0"],
+        ["optimizer.adamw_lr = 0.05 is not of the scale of AdamW"],
     ),
     ("Muon", ["--optimizer.lr=2e-2"], ["optimizer.adamw_lr = 0.02 ", "optimizer.lr = 0.02 "]),
     (

@@ -55,6 +55,8 @@ ADAM = {
     "optimizer.eps": 1e-3,
     "optimizer.weight_decay": 0.5,
     "optimizer.weight_decay_on": "matrices",
+    "optimizer.adamw_lr": 0.05,
+    "optimizer.adamw_weight_decay": 0.25,
 }
 APPLIED = {
     "adam": ADAM
