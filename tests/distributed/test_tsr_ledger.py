@@ -35,11 +35,13 @@ SETTINGS = {
         **{"rank": 4, "stagger": True, "start": "random", "refresh_interval": 3},
         **{"compress_head": True, "vocabulary_power_iterations": 0},
     ),
-    "buckets": replace(BASE, rank=4, refresh="sketch", overlap_buckets=3),
+    "buckets": replace(
+        BASE, rank=4, refresh="sketch", overlap_buckets=3, stagger=True, refresh_interval=4
+    ),
     "one_sided": replace(BASE, rank=4, refresh="sketch", projection="one_sided"),
 }
 
-# Every setting meets replicas and shards at once (`random` staggers too); other meshes meet others.
+# Every setting meets replicas and shards at once (`random` and `buckets` stagger too); other meshes meet others.
 PAIRS = [("hsdp2x2", name) for name in SETTINGS if name != "stagger"]
 PAIRS += [("fsdp2xtp2", "auto"), ("tp2xdp2", "one_sided")]
 SELDOM = [("hsdp2x2", "stagger"), ("fsdp2xtp2", "stagger")]

@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 from torchtitan_lr.config.schema import (
+    ADAMS,
     DEFAULTS_OF,
     PRODUCTS,
     READS_GROUPS,
@@ -12,7 +13,7 @@ from torchtitan_lr.config.schema import (
     Optimizer,
     base_of,
 )
-from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.titan import logger
 
@@ -71,10 +72,15 @@ def check_groups(config: Any, world_size: int, device_type: str) -> None:
     from torchtitan_lr.compression.settings import merged
     from torchtitan_lr.optim.groups import ONE_GROUP, ParameterGroups, check_names
     from torchtitan_lr.optim.spectral.selection import factor_pairs
+    from torchtitan_lr.titan.components import build_optimizers
+    from torchtitan_lr.titan.specs import get_train_spec
 
     section, args = config.optimizer, llama_args(config)
     ignoring = ""
     if args is None:
+        if get_train_spec(config.model.name).build_optimizers_fn is build_optimizers:
+            want = f"{one_of(ADAMS, section.name)} with model.name = {config.model.name!r}, of torchtitan"
+            require(section.name in ADAMS, "optimizer.name", section.name, want)
         ignoring = f"model.name = {config.model.name!r}, whose package builds its own optimizer"
     elif section.name not in READS_GROUPS:
         ignoring = f"optimizer.name = {section.name!r}, registered without reads_groups = True"

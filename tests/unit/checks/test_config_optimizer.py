@@ -1,5 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 
+from dataclasses import replace
+
 import pytest
 
 from tests.commands import ROOT
@@ -10,6 +12,7 @@ from torchtitan_lr.config.schema import BASES, OPTIMIZERS, READS_GROUPS, SUMS_RE
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.memory import checkpoint_bytes
 from torchtitan_lr.estimate.run import read_run
+from torchtitan_lr.titan.specs import REGISTERED_SPECS, get_train_spec
 from torchtitan_lr.training.register import FROM_OUTSIDE, register_optimizer
 
 CONFIG = ROOT / "train_configs" / "debug_tsr.toml"
@@ -119,10 +122,18 @@ def test_the_estimate_counts_the_state_of_the_base(base, outside, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Spectron", "LoRAMuon"])
-def test_defaults_of_an_optimizer_are_nobodys_choice(name):
+def test_defaults_of_an_optimizer_are_nobodys_choice(name, monkeypatch):
     """With a model of another package, what the user sets is refused, and nothing else."""
-    theirs = ["--experimental.custom_import=torchtitan.models.llama3", "--model.name=llama3"]
-    theirs += ["--model.flavor=debugmodel", f"--optimizer.name={name}"]
-    check_groups(build_job_config(theirs), 1, "cpu")
-    with pytest.raises(ConfigError, match=r"adamw_lr: got 0.25, .* with model.name = 'llama3'"):
-        check_groups(build_job_config([*theirs, "--optimizer.adamw_lr=0.25"]), 1, "cpu")
+    theirs = replace(get_train_spec("llama3"), build_optimizers_fn=lambda *_: None)
+    monkeypatch.setitem(REGISTERED_SPECS, "theirs", theirs)
+    options = ["--model.name=theirs", "--model.flavor=debugmodel", f"--optimizer.name={name}"]
+    check_groups(build_job_config(options), 1, "cpu")
+    with pytest.raises(ConfigError, match=r"adamw_lr: got 0.25, .* with model.name = 'theirs'"):
+        check_groups(build_job_config([*options, "--optimizer.adamw_lr=0.25"]), 1, "cpu")
+
+
+def test_torchtitans_models_have_torchtitans_optimizers():
+    options = ["--model.name=llama3", "--model.flavor=debugmodel"]
+    check_groups(build_job_config(options), 1, "cpu")
+    with pytest.raises(ConfigError, match=r"optimizer.name: got 'Muon', expected one of AdamW, "):
+        check_groups(build_job_config([*options, "--optimizer.name=Muon"]), 1, "cpu")
