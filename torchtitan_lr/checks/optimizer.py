@@ -72,18 +72,8 @@ def check_groups(config: Any, world_size: int, device_type: str) -> None:
     from torchtitan_lr.compression.settings import merged
     from torchtitan_lr.optim.groups import ONE_GROUP, ParameterGroups, check_names
     from torchtitan_lr.optim.spectral.selection import factor_pairs
-    from torchtitan_lr.titan.components import build_optimizers
-    from torchtitan_lr.titan.specs import get_train_spec
 
-    section, args = config.optimizer, llama_args(config)
-    ignoring = ""
-    if args is None:
-        if get_train_spec(config.model.name).build_optimizers_fn is build_optimizers:
-            want = f"{one_of(ADAMS, section.name)} with model.name = {config.model.name!r}, of torchtitan"
-            require(section.name in ADAMS, "optimizer.name", section.name, want)
-        ignoring = f"model.name = {config.model.name!r}, whose package builds its own optimizer"
-    elif section.name not in READS_GROUPS:
-        ignoring = f"optimizer.name = {section.name!r}, registered without reads_groups = True"
+    section, ignoring = config.optimizer, _what_ignores_rates(config)
     if ignoring:
         defaults = DEFAULTS_OF.get(base_of(section.name), {})
         for name in ("groups", "weight_decay_on", "adamw_lr", "adamw_weight_decay"):
@@ -94,7 +84,7 @@ def check_groups(config: Any, world_size: int, device_type: str) -> None:
     groups = ParameterGroups.from_config(section)
     if groups == ONE_GROUP:
         return
-    names = list(model_shapes(args))
+    names = list(model_shapes(llama_args(config)))
     check_names(names, groups, merged(names))
     key, decay_on = "optimizer.weight_decay_on", section.weight_decay_on
     if decay_on == PRODUCTS:
@@ -103,3 +93,21 @@ def check_groups(config: Any, world_size: int, device_type: str) -> None:
         offload = config.training.enable_cpu_offload
         want = f"false with {key} = 'products', which needs sums on the device"
         require(not offload, "training.enable_cpu_offload", offload, want)
+
+
+def _what_ignores_rates(config: Any) -> str:
+    """Name what builds the run's optimizer without reading the keys of rates; "" if it reads them.
+
+    Raises:
+        ConfigError: It is torchtitan, which does not have the optimizer.
+    """
+    from torchtitan_lr.titan.components import build_optimizers
+    from torchtitan_lr.titan.specs import get_train_spec
+
+    name, model = config.optimizer.name, f"model.name = {config.model.name!r}"
+    if llama_args(config) is not None:
+        ignores = f"optimizer.name = {name!r}, registered without reads_groups = True"
+        return "" if name in READS_GROUPS else ignores
+    if get_train_spec(config.model.name).build_optimizers_fn is build_optimizers:
+        require(name in ADAMS, "optimizer.name", name, f"{one_of(ADAMS, name)} with {model}")
+    return f"{model}, whose package builds its own optimizer"
