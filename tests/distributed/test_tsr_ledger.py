@@ -41,7 +41,7 @@ SETTINGS = {
     "one_sided": replace(BASE, rank=4, refresh="sketch", projection="one_sided"),
 }
 
-# Every setting meets replicas and shards at once (`random`, `buckets` stagger too); others meet some.
+# Every setting meets replicas and shards at once (`random` and `buckets` stagger too).
 PAIRS = [("hsdp2x2", name) for name in SETTINGS if name != "stagger"]
 PAIRS += [("fsdp2xtp2", "auto"), ("tp2xdp2", "one_sided")]
 SELDOM = [("hsdp2x2", "stagger"), ("fsdp2xtp2", "stagger")]
