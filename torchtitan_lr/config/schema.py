@@ -357,9 +357,9 @@ class Optimizer:
     groups: list[dict[str, str | float]] = field(default_factory=list)
     """Other rates for some parameters: a table ``[[optimizer.groups]]`` for each group, with the
     keys ``pattern``, ``lr_multiplier`` and ``weight_decay_multiplier`` (factors on the learning
-    rate and weight decay of its parameters; 1 by default). A pattern is a regular expression, found anywhere
-    in a name such as ``layers.0.attention.wq.A.weight``. A parameter belongs to the first group
-    whose pattern is in its name. All groups follow one schedule."""
+    rate and weight decay of its parameters; 1 by default). A pattern is a regular expression, found
+    anywhere in a name such as ``layers.0.attention.wq.A.weight``. A parameter belongs to the first
+    group whose pattern is in its name. All groups follow one schedule."""
 
     momentum: Annotated[float, DECAY] = 0.95
     """Muon, Spectron, LoRAMuon: decay of the momentum, which is an average of the gradients."""
