@@ -146,7 +146,7 @@ def test_the_table_of_a_measurement_has_the_range_of_its_calls(
     assert not (tmp_path / "none.json").exists()
 
 
-LARGE = ("spectral", "race", "race_4")  # many models: several seconds
+LARGE = ("spectral", "race")  # many models: several seconds
 
 
 @pytest.mark.parametrize(
