@@ -54,7 +54,7 @@ def check_rates(config: Any, world_size: int, device_type: str) -> None:
             raise ConfigError(f"optimizer.{key}", given, want)
         if lr and metric.startswith("lr"):
             _warn_of_scale(base, rate, lr)
-        elif lr and section.adamw_lr == 0:  # nobody chose it: it is the rate of the matrices
+        elif lr and section.adamw_lr == 0:  # AdamW then has the rate of the matrices
             _warn_of_scale("AdamW", rate, lr)
 
 
