@@ -58,9 +58,14 @@ class Race:
     links: Sequence[Link]
     margin: float
 
+    @property
+    def reference(self) -> tuple[str, Method]:
+        """The first method, with its name."""
+        return next(iter(self.methods.items()))
+
     def table(self) -> str:
         """Return the table, and what it shows, as Markdown."""
-        reference, first = next(iter(self.methods.items()))
+        reference, first = self.reference
         header = ["method", "seeds", "validation loss [95%]", "MB sent per rank"]
         cells = {}
         for family, method in self.methods.items():
@@ -105,10 +110,10 @@ class Race:
 
     def times(self, family: str, link: Link) -> dict[int, float]:
         """Return the seconds of a competing method on a link, by the seeds that arrive."""
-        reference = next(iter(self.methods.values())).courses
+        _, reference = self.reference
         times = {}
         for seed, course in self.methods[family].courses.items():
-            steps = course.steps_to(reference[seed].losses[-1] + self.margin)
+            steps = course.steps_to(reference.courses[seed].losses[-1] + self.margin)
             if steps is not None:
                 times[seed] = link.time(family, course, steps)
         return times
@@ -255,7 +260,7 @@ def least_leads(seeds: int, others: int) -> str:
 def rules(plan: Plan, races: Sequence[Race]) -> str:
     """Return what the times and the verdicts of an experiment mean."""
     experiment = plan.experiment
-    judged = [race for race in races if next(iter(race.methods.values())).competes]
+    judged = [race for race in races if race.reference[1].competes]
     parts = [
         "Times are those to a training loss, the mean over the last 1/20 of the steps: where the"
         " replicas differ between two syncs, it is no single model's. A seed's goal is the loss"
