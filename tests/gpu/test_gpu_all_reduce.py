@@ -24,8 +24,8 @@ def test_the_shards_memory_is_not_reused_before_the_sum_is_done(
     assert group is not None
     device = torch.device("cuda", torch.cuda.current_device())
     spans = [Span(SIZE, compressed)]
-    # The first call of a process compiles, and the first use of a kernel loads it, for which CUDA may
-    # wait for all streams: every kernel used below has run before the stream is busy.
+    # The first call of a process compiles, and the first use of a kernel loads it, for which CUDA
+    # may wait for all streams: every kernel used below has run before the stream is busy.
     warm = Compressor("warm", codec, spans, group, device, all_reduce=True).all_reduce
     warmed = torch.ones(SIZE, device=device)
     warm(warmed)
