@@ -14,7 +14,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.scaling.experiments import step_records
+from torchtitan_lr.errors import RunFailedError
+from torchtitan_lr.scaling.experiments import last_error, step_records
 
 DEVICE = "slow0"
 """Device name of both ends of the link."""
@@ -79,14 +80,15 @@ def train_between(
     Args:
         ends: The namespaces.
         arguments: Of the run.
-        timeout: Seconds for all of it.
+        timeout: Seconds to wait for each rank.
         folder: The run's dump folder.
 
     Returns:
         Rank 0's records of the logged steps without the first fifth, which opens connections.
 
     Raises:
-        RuntimeError: A rank failed; the message is the end of its log.
+        RunFailedError: A rank failed.
+        subprocess.TimeoutExpired: A rank has not ended.
     """
     program = [sys.executable, "-m", "torchtitan_lr.train", f"--job.dump_folder={folder}"]
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as files:
@@ -109,7 +111,7 @@ def train_between(
                 process.kill()
         for process, log in zip(ranks, logs, strict=True):
             if process.returncode:
-                raise RuntimeError(f"{' '.join(arguments)}: {log.read_text()[-2000:]}")
+                raise RunFailedError(last_error(log.read_text(), process.returncode))
     records = step_records(folder)
     return records[len(records) // 5 :]
 

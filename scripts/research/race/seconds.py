@@ -12,7 +12,7 @@ Families that it has are not measured again. The runs stay in the folder
 seconds/LINK/FAMILY beside it. With --metrics.enable_wandb --metrics.wandb_mode=offline their wandb
 files do too: the runs of a link are one group, and a method is a tag.
 
-Exit status: 0; 2 invalid arguments, or namespaces are not permitted.
+Exit status: 0; 1 a run failed; 2 invalid arguments, or namespaces are not permitted.
 """
 
 import json
