@@ -9,11 +9,11 @@ ranks are torchrun's:
     torchrun --nproc_per_node=4 -m scripts.bench.block \
         --device cpu --flavor 60M --dtype float32
 
-Times are medians over the steps, in milliseconds; on a GPU a queue of calls is waited for once. TFLOP/s counts the block's own products
-(tests/oracle/flops.py) divided by T; what a plan repeats on every rank counts once. Memory is the
-memory allocated between forward and backward; checkpointing is rated by the memory it frees per
-added millisecond. Without a CUDA device the script prints a note and exits, unless --device cpu is
-given.
+Times are medians over the steps, in milliseconds; on a GPU a queue of calls is waited for once.
+TFLOP/s counts the block's own products (tests/oracle/flops.py) divided by T; what a plan repeats on
+every rank counts once. Memory is the memory allocated between forward and backward; checkpointing
+is rated by the memory it frees per added millisecond. Without a CUDA device the script prints a
+note and exits, unless --device cpu is given.
 """
 
 import argparse
