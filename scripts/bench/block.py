@@ -9,12 +9,11 @@ ranks are torchrun's:
     torchrun --nproc_per_node=4 -m scripts.bench.block \
         --device cpu --flavor 60M --dtype float32
 
-Times are medians over the steps, in milliseconds; on a GPU they are taken between events, so the
-host is not waited for. TFLOP/s counts the block's own products
-(tests/oracle/flops.py) divided by T; what a plan repeats on every rank counts once. Memory is the
-memory allocated between forward and backward; checkpointing is rated by the memory it frees per
-added millisecond. Without a CUDA device the script prints a note and exits, unless --device cpu is
-given.
+Times are medians over the steps, in milliseconds; on a GPU a queue of calls is waited for once.
+TFLOP/s counts the block's own products (tests/oracle/flops.py) divided by T; what a plan repeats on
+every rank counts once. Memory is the memory allocated between forward and backward; checkpointing
+is rated by the memory it frees per added millisecond. Without a CUDA device the script prints a
+note and exits, unless --device cpu is given.
 """
 
 import argparse
@@ -85,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
             "variants": {},
         }
         for name in options.only:
-            row = measure(VARIANTS[name], mesh, options)
+            row = measure(calls_of(VARIANTS[name], mesh, options), options)
             report["variants"][name] = row
             print(name, row, file=sys.stderr, flush=True)  # if the next never ends
         _rate_checkpointing(report["variants"])
@@ -141,8 +140,23 @@ def joined(options: argparse.Namespace) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def measure(variant: Variant, mesh: DeviceMesh, options: argparse.Namespace) -> Row:
-    """Return times (ms), TFLOP/s and activation memory (MiB) of one variant."""
+@dataclass(frozen=True)
+class Calls:
+    """A block of one variant, ready to run.
+
+    Args:
+        args: Its shape.
+        forward: The forward pass.
+        both: Forward and backward.
+    """
+
+    args: LlamaArgs
+    forward: Callable[[], torch.Tensor]
+    both: Callable[[], None]
+
+
+def calls_of(variant: Variant, mesh: DeviceMesh, options: argparse.Namespace) -> Calls:
+    """Build the block of one variant."""
     args = replace(FLAVORS[variant.family][options.flavor], n_layers=1)
     args.max_seq_len = options.seq_len
     settings = resolve_settings(variant.settings, args, options.ranks, options.seq_len)
@@ -160,13 +174,18 @@ def measure(variant: Variant, mesh: DeviceMesh, options: argparse.Namespace) -> 
         block.zero_grad()
         x.grad = None
 
-    flops = layer_flops(args, options.seq_len).total * options.batch / options.ranks
-    forward_ms, both_ms = (_time(f, options) for f in (forward, both))
+    return Calls(args, forward, both)
+
+
+def measure(calls: Calls, options: argparse.Namespace) -> Row:
+    """Return times (ms), TFLOP/s and activation memory (MiB) of a block."""
+    flops = layer_flops(calls.args, options.seq_len).total * options.batch / options.ranks
+    forward_ms, both_ms = (_time(call, options) for call in (calls.forward, calls.both))
     return {
         "forward_ms": forward_ms,
         "forward_backward_ms": both_ms,
         "tflops": flops / both_ms / 1e9,
-        "activation_mib": _activation_memory(forward, options),
+        "activation_mib": _activation_memory(calls.forward, options),
     }
 
 

@@ -5,7 +5,6 @@ Every rank has a gradient of ``--megabytes`` and receives the sum of its shard. 
 the selection of entries, encoding, the collectives, decoding and the residual, but no model.
 
     torchrun --nproc_per_node 2 -m scripts.bench.exchange --megabytes 16
-    python -m scripts.research.slow_link --exchange 16   # the same, over a slow link
 """
 
 import argparse

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-r"""A GPU day in one command: parity, training, optimizer, decoding and codec on one device.
+r"""A GPU day in one command: parity and times of all parts on one device.
 
-    python -m scripts.bench.gpu --out outputs/gpu.json            # ten minutes on one H100 or H200
+    python -m scripts.bench.gpu --out outputs/gpu.json            # fifteen minutes on one H100
     python -m scripts.bench.gpu --device cpu --small              # a rehearsal without a GPU
 
 Nothing is fetched. The parts:
@@ -16,7 +16,8 @@ Nothing is fetched. The parts:
     decoding  one prompt and 32: tokens/s of full rank and CoLA
     codec     TAGC: one exchange of a gradient with this process alone, by codec
     block     a decoder block of one rank of four, compiled: BTP's forward and backward beside full
-              rank's; nothing is sent
+              rank's at two batches, and its longest kernels; nothing is sent
+    graphs    a compiled step of CoLA and full rank with CUDA graphs of the blocks, and without
     context   attention at 8B of one of the ranks that share a row of 32k or 128k tokens, beside a
               C-th of a whole row's on one device; nothing is sent
     profile   the kernels of one compiled step of CoLA, the longest first
@@ -34,6 +35,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -184,8 +186,8 @@ def profile(device: str, small: bool) -> Iterator[Row]:
     yield from _kernels(runner.timed_step, device)
 
 
-def _kernels(call: Callable[[], object], device: str) -> Iterator[Row]:
-    """Profile a call that waits for the device: all kernels together, then the 25 longest."""
+def _kernels(call: Callable[[], object], device: str, longest: int = 25) -> Iterator[Row]:
+    """Profile a call that waits for the device: all kernels together, then the longest."""
     cuda = device == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profiler:
@@ -197,7 +199,7 @@ def _kernels(call: Callable[[], object], device: str) -> Iterator[Row]:
     kernels.sort(key=lambda kernel: -kernel["ms"])
     calls, busy_ms = (sum(kernel[key] for kernel in kernels) for key in ("calls", "ms"))
     yield {"kernel": "all kernels", "calls": calls, "ms": busy_ms, "share": 1.0}
-    for kernel in kernels[:25]:
+    for kernel in kernels[:longest]:
         yield {**kernel, "share": kernel["ms"] / busy_ms}
 
 
@@ -249,13 +251,8 @@ def optimizer(device: str, small: bool) -> Iterator[Row]:
     milliseconds = timed["refresh"].as_dict()["ms"]
     yield {"optimizer": "TSR-Adam, refresh of all matrices", "ms": milliseconds}
 
-    def waited(call: Callable[[], object]) -> None:
-        call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    yield from _kernels(lambda: waited(tsr_step), device)
-    yield from _kernels(lambda: waited(refresh), device)
+    yield from _kernels(partial(_waited, tsr_step, device), device)
+    yield from _kernels(partial(_waited, refresh, device), device)
     torch.set_float32_matmul_precision("highest")
 
 
@@ -337,18 +334,48 @@ BLOCKS = ("full", "vanilla", "btp", "btp_low_rank_ac_keep_attention")
 
 
 def block(device: str, small: bool) -> Iterator[Row]:
-    """Yield the milliseconds of a block of one rank of four, by `scripts.bench.block`."""
+    """Yield the milliseconds of a block of one rank of four, and its longest kernels."""
     _reset(device)
-    shape = ["--flavor=debug", "--batch=1", "--seq_len=32", "--steps=1", "--dtype=float32"]
+    shape = ["--flavor=debug", "--seq_len=32", "--steps=1", "--dtype=float32"]
     if not small:
-        shape = ["--flavor=7B", "--batch=4", "--seq_len=4096", "--steps=10", "--compile"]
-    options = bench_block.parse([f"--device={device}", *shape])
-    first = None
-    with bench_block.joined(options) as mesh:
-        for name in BLOCKS:
-            row = bench_block.measure(bench_block.VARIANTS[name], mesh, options)
-            first = first or row["forward_backward_ms"]
-            yield {"variant": name, **row, "speed_up": first / row["forward_backward_ms"]}
+        shape = ["--flavor=7B", "--seq_len=4096", "--steps=5", "--compile"]
+    for batch in (1,) if small else (4, 16):
+        options = bench_block.parse([f"--device={device}", f"--batch={batch}", *shape])
+        first = None
+        with bench_block.joined(options) as mesh:
+            for name in BLOCKS:
+                calls = bench_block.calls_of(bench_block.VARIANTS[name], mesh, options)
+                row = bench_block.measure(calls, options)
+                first = first or row["forward_backward_ms"]
+                row["speed_up"] = first / row["forward_backward_ms"]
+                yield {"variant": name, "batch": batch, **row}
+                kernels = _kernels(partial(_waited, calls.both, device), device, 12)
+                yield from ({"variant": name, "batch": batch, **kernel} for kernel in kernels)
+
+
+def _waited(call: Callable[[], object], device: str) -> None:
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def graphs(device: str, small: bool) -> Iterator[Row]:
+    """Yield the milliseconds of compiled training steps whose blocks are CUDA graphs, or not."""
+    for batch, family, mode in product((2, 8), ("cola", "full"), (None, "reduce-overhead")):
+        _reset(device)
+        workload = replace(_workload(device, small, "1B_boost"), batch=batch)
+        runner = Runner(family, workload)
+        runner.compile(mode)
+
+        def step(run: Callable[[], object] = runner.step) -> None:
+            torch.compiler.cudagraph_mark_step_begin()
+            run()
+
+        milliseconds = median_ms(step, device, 3)
+        row = {"family": family, "flavor": workload.flavor, "batch": batch, "graphs": bool(mode)}
+        tokens = batch * workload.seq_len
+        del runner, step
+        yield {**row, "ms": milliseconds, "tokens_per_s": 1e3 * tokens / milliseconds}
 
 
 CONTEXTS = ((4, 32_768), (16, 131_072))
@@ -413,7 +440,7 @@ def _attention_ms(
 PARTS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
     part.__name__: part
     for part in (
-        *(parity, training, optimizer, spectral, decoding, codec, block, context, profile),
+        *(parity, training, optimizer, spectral, decoding, codec, block, graphs, context, profile),
     )
 }
 

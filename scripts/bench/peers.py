@@ -251,11 +251,15 @@ class Runner:
         tokens = tokens.to(workload.device)
         self.tokens, self.labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def compile(self) -> None:
-        """Compile each block, and the loss of logits, as a training run does."""
+    def compile(self, mode: str | None = None) -> None:
+        """Compile each block, and the loss of logits, as a training run does.
+
+        Args:
+            mode: That of `torch.compile` for the blocks.
+        """
         layers = cast(Any, self.model).layers
         for block in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
-            block.compile()
+            block.compile(mode=mode)
         if not isinstance(self.model, LlamaModel):  # else the head computes it
             self.loss = torch.compile(cross_entropy_sum)
 

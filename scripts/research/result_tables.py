@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Write the tables of docs/results.md from stored runs and measurements.
+"""Write the tables of docs/results.md from stored runs.
 
     python -m scripts.research.result_tables
     python -m scripts.research.result_tables race
 
-What scripts/research/experiments/NAME.json or scripts/research/measurements/NAME.json says stands
-between the lines `<!-- table: NAME -->` and `<!-- end of table: NAME -->` of the page. Of a race,
-whose runs have counted their bytes, the pictures in docs/images are drawn too.
+What scripts/research/experiments/NAME.json says stands between the lines `<!-- table: NAME -->` and
+`<!-- end of table: NAME -->` of the page. Of a race, whose runs have counted their bytes, the
+pictures in docs/images are drawn too.
 """
 
 import sys
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import stdev
 
-from scripts.research import finished_runs, measurements
+from scripts.research import finished_runs
 from scripts.research.finished_runs import restore, stored_runs, versions_text
 from scripts.research.spectral_pictures import IMAGES, best_loss
 from scripts.support_table import insert
@@ -168,26 +168,23 @@ def origin(name: str, seeds: Sequence[int]) -> str:
 
 
 def names() -> list[str]:
-    """Return the experiments with stored runs, and the measurements with stored calls."""
-    folders = finished_runs.FOLDER, measurements.FOLDER
-    return sorted(path.stem for folder in folders for path in folder.glob("*.json"))
+    """Return the experiments with stored runs."""
+    return sorted(path.stem for path in finished_runs.FOLDER.glob("*.json"))
 
 
 def with_tables(page: str, name: str, images: Path | None = None) -> str:
-    """Return a page with the tables of an experiment or a measurement.
+    """Return a page with the tables of an experiment.
 
     Args:
         page: Its text.
-        name: Of the experiment or measurement.
+        name: The experiment's.
         images: As for `section`.
 
     Raises:
         ConfigError: The page has no place for them.
     """
-    measured = name in measurements.MEASUREMENTS
-    tables = measurements.section(name) if measured else section(name, images)
     begin, end = f"<!-- table: {name} -->", f"<!-- end of table: {name} -->"
-    return insert(PAGE, page, f"\n{tables}\n", begin, end)
+    return insert(PAGE, page, f"\n{section(name, images)}\n", begin, end)
 
 
 @in_one_line

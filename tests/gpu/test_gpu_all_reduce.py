@@ -24,9 +24,14 @@ def test_the_shards_memory_is_not_reused_before_the_sum_is_done(
     assert group is not None
     device = torch.device("cuda", torch.cuda.current_device())
     spans = [Span(SIZE, compressed)]
-    # The first call of a process compiles, for longer than the stream is busy below.
+    # The first call of a process compiles, and the first use of a kernel loads it, for which CUDA
+    # may wait for all streams: every kernel used below has run before the stream is busy.
     warm = Compressor("warm", codec, spans, group, device, all_reduce=True).all_reduce
-    warm(torch.ones(SIZE, device=device))
+    warmed = torch.ones(SIZE, device=device)
+    warm(warmed)
+    del warmed, warm
+    torch.zeros(SIZE, device=device).bfloat16().count_nonzero()
+    torch.cuda.synchronize()
     hook = Compressor("unit", codec, spans, group, device, all_reduce=True).all_reduce
     scatters, reduces = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(scatters):

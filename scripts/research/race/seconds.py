@@ -12,7 +12,7 @@ Families that it has are not measured again. The runs stay in the folder
 seconds/LINK/FAMILY beside it. With --metrics.enable_wandb --metrics.wandb_mode=offline their wandb
 files do too: the runs of a link are one group, and a method is a tag.
 
-Exit status: 0; 2 invalid arguments, or namespaces are not permitted.
+Exit status: 0; 1 a run failed; 2 invalid arguments, or namespaces are not permitted.
 """
 
 import json
@@ -21,8 +21,7 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
-from scripts.research.namespaces import NotPermittedError
-from scripts.research.slow_link import slow_link, train_between
+from scripts.research.slow_link import NotPermittedError, slow_link, train_between
 from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least, in_one_line
 from torchtitan_lr.config.files import read_json
@@ -51,7 +50,7 @@ def measure(plan: Plan, path: Path, steps: int, mbit: float, overrides: list[str
     found = read_json(path) if path.is_file() else {}
     for name, rate in {"compute": NO_LIMIT, f"{mbit:g}": mbit}.items():
         seconds = found.setdefault(name, {})
-        with slow_link(rate, 0) as ends:
+        with slow_link(rate) as ends:
             for family, size in plan.costs:
                 if family in seconds:
                     continue

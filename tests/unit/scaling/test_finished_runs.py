@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.research import finished_runs, measurements, result_tables, spectral_pictures
-from scripts.research.measurements import Measurement
+from scripts.research import finished_runs, result_tables, spectral_pictures
 from tests.unit.scaling.test_experiment import TOML
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.experiment import read_experiment
@@ -119,31 +118,6 @@ def test_tables_follow_from_the_stored_runs(
     next(iter(runs.values()))["row"]["val_loss"] += 0.01
     path.write_text(json.dumps(runs))
     assert result_tables.with_tables(written, "x") != written
-
-
-def test_the_table_of_a_measurement_has_the_range_of_its_calls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    printed = tmp_path / "printed.json"
-    repeats_it = Measurement(f"json.tool {printed}", measurements.over_a_link)
-    fails = Measurement("platform", measurements.over_a_link)  # prints a line that is no JSON
-    monkeypatch.setattr(measurements, "MEASUREMENTS", {"link": repeats_it, "none": fails})
-    monkeypatch.setattr(measurements, "FOLDER", tmp_path)
-    for seconds in (2.25, 2.125):
-        method = {"seconds": seconds, "bytes_per_step": 14717994.0}
-        printed.write_text(json.dumps({"mbit_per_s": 200, "AdamW": method, "speedup": {}}))
-        assert measurements.main(["link", "--calls=1"]) == 0
-    page = "<!-- table: link -->\n<!-- end of table: link -->\n"
-    written = result_tables.with_tables(page, "link")
-    assert "|  | s per step | MB per step |\n" in written
-    assert "| AdamW | 2.12 to 2.25 | 14.72 |\n" in written
-    assert "2 calls, lowest to highest; commit " in written
-    assert measurements.main(["none"]) == 1
-    assert measurements.main(["lik"]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 2 and "none measured nothing" in errors[0]
-    assert "did you mean link?" in errors[1]
-    assert not (tmp_path / "none.json").exists()
 
 
 LARGE = ("spectral", "race")  # many models: several seconds
