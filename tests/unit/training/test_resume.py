@@ -308,20 +308,20 @@ def momentum_sgd(model_parts, optimizer, parallel_dims):
 @pytest.fixture
 def outside(monkeypatch):
     """Optimizers from outside the package: one with a state of its own, and a changed TSR-Adam."""
-    names = {"MomentumSGD", "TSR-Muon"}
+    names = {"MomentumSGD", "TSR-polar"}
     for name in names:
         monkeypatch.setitem(RECIPES, name, BASE | TSR | {"optimizer.name": name})
     register_optimizer("MomentumSGD", momentum_sgd)
-    register_optimizer("TSR-Muon", tsr_variant(with_polar_factors), base="TSRAdam")
+    register_optimizer("TSR-polar", tsr_variant(with_polar_factors), base="TSRAdam")
     yield
     for table in (OPTIMIZERS, SUMS_REPLICAS, READS_GROUPS):
         table[:] = [name for name in table if name not in names]
     for name in names:
         del FROM_OUTSIDE[name]
-    del BASES["TSR-Muon"]
+    del BASES["TSR-polar"]
 
 
-@pytest.mark.parametrize(("name", "other"), [("MomentumSGD", "TSRAdam"), ("TSR-Muon", "AdamW")])
+@pytest.mark.parametrize(("name", "other"), [("MomentumSGD", "TSRAdam"), ("TSR-polar", "AdamW")])
 def test_an_optimizer_from_outside_goes_on(name, other, outside):
     lr = ("optimizer.lr", BASE["optimizer.lr"])
     assert same(resumed(name), own_training(name, *lr))
