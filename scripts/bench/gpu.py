@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 r"""A GPU day in one command: parity and times of all parts on one device.
 
-    python -m scripts.bench.gpu --out outputs/gpu.json            # fifteen minutes on one H100
+    python -m scripts.bench.gpu --out outputs/gpu.json            # on one GPU
     python -m scripts.bench.gpu --device cpu --small              # a rehearsal without a GPU
 
 Nothing is fetched. The parts:
