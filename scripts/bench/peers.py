@@ -267,6 +267,7 @@ class Runner:
         """Train for one step; return the loss (nats per token), which the host does not read."""
         # For what is compiled in this step, as a training run does; others have torch's default.
         remake_inputs_of_products(self.low_rank)
+        torch.compiler.cudagraph_mark_step_begin()  # graphs, if blocks have them, may be used again
         prediction = self.model(self.tokens, **loss_arguments(self.model, self.labels))
         loss = self.loss(prediction, self.labels) / self.labels.numel()
         loss.backward()
