@@ -243,14 +243,9 @@ class LivingStorages(RehearsalMode):
         self._at_most = 0
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
+    def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and not self.finding_shapes:
+            if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
                 # An address can be reused after its storage is freed.
                 address = storage_address(storage)
@@ -261,7 +256,6 @@ class LivingStorages(RehearsalMode):
         if self._at_most > self.peak:  # otherwise a sweep cannot change the peak
             self._at_most = self._sweep()
             self.peak = max(self.peak, self._at_most)
-        return out
 
     def __enter__(self) -> "LivingStorages":
         # A collection over all objects of torch's modules would take longer than a rehearsal.
