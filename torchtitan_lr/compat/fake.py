@@ -60,15 +60,15 @@ def fake_process_group(size: int) -> Iterator[None]:
 class RehearsalMode(TorchDispatchMode):
     """A dispatch mode that observes operators on local tensors.
 
-    It leaves out those by which DTensor infers shapes. DTensor infers shapes by running operators on global tensors (fake ones in a rehearsal), whose
-    results are not memory of the run. There is no hook, so a private method is replaced:
-    ``ShardingPropagator._propagate_tensor_meta_non_cached``. If DTensor infers shapes elsewhere,
-    memory estimates are too large and the tests of the rehearsal fail.
+    It leaves out those by which DTensor infers shapes: they run on global tensors (fake ones in a
+    rehearsal), whose results are not memory of the run. There is no hook, so a private method is
+    replaced: ``ShardingPropagator._propagate_tensor_meta_non_cached``. If DTensor infers shapes
+    elsewhere, memory estimates are too large and the tests of the rehearsal fail.
     """
 
     _finding_shapes = 0
 
-    def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Look at an operator that has run.
 
         Args:
@@ -90,7 +90,7 @@ class RehearsalMode(TorchDispatchMode):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         if not self._finding_shapes:
-            self.observe(func, args, kwargs or {}, out)
+            self._observe(func, args, kwargs or {}, out)
         return out
 
     def __enter__(self) -> "Self":

@@ -125,7 +125,7 @@ class KernelRecorder(RehearsalMode):
         self._held: list[torch.UntypedStorage] = []  # so that no address is used again
         self._ids: dict[int, int] = {}
 
-    def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         # A tensor into which an operator writes its result is no input.
         named = {name: value for name, value in kwargs.items() if name != "out"}
         inputs = (args[1:] if func is torch.ops.aten.copy_.default else args, named)

@@ -239,11 +239,10 @@ class LivingStorages(RehearsalMode):
         super().__init__()
         self.peak = 0
         self._outside = outside
-        self._froze = False
         self._at_most = 0
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
@@ -256,19 +255,6 @@ class LivingStorages(RehearsalMode):
         if self._at_most > self.peak:  # otherwise a sweep cannot change the peak
             self._at_most = self._sweep()
             self.peak = max(self.peak, self._at_most)
-
-    def __enter__(self) -> "LivingStorages":
-        # A collection over all objects of torch's modules would take longer than a rehearsal.
-        self._froze = gc.get_freeze_count() == 0
-        if self._froze:
-            gc.freeze()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        if self._froze:
-            gc.unfreeze()
 
     def bytes(self) -> int:
         """Return the bytes of the live storages."""

@@ -66,7 +66,7 @@ def test_fake_dtensor_finds_shapes_where_the_door_is(two_ranks):
     seen = []
 
     class Watch(fake.RehearsalMode):
-        def observe(self, func, args, kwargs, out):
+        def _observe(self, func, args, kwargs, out):
             pass
 
         def __setattr__(self, name, value):
