@@ -378,7 +378,9 @@ CONTEXTS = ((4, 32_768), (16, 131_072))
 
 
 def context(device: str, small: bool) -> Iterator[Row]:
-    """Yield the milliseconds of attention of rank 0 of C, forward and backward, and its kernel.
+    """Yield the milliseconds of attention, forward and backward, and its longest kernel.
+
+    Each row has both of rank 0 of C, and of one device with the whole row.
 
     The keys and values of the other ranks are not there: a fake group gathers whatever its memory
     holds. The attention that trains is timed, with its copies and rotary positions.
@@ -393,7 +395,7 @@ def context(device: str, small: bool) -> Iterator[Row]:
         table = torch.view_as_real(
             build_freqs_cis(args.head_dim, tokens, args.rope_theta, args.rope_scaling)
         ).to(device)
-        whole_ms = _attention_ms(Attend(args.head_dim), args, table, dtype)[0]
+        whole_ms, whole_kernel = _attention_ms(Attend(args.head_dim), args, table, dtype)
         with fake_process_group(degree):
             ranks = Ranks.of(init_device_mesh(device, (degree,)))
             own_table = own_chunks(table, ranks, 0)
@@ -403,6 +405,7 @@ def context(device: str, small: bool) -> Iterator[Row]:
             "tokens": tokens,
             "ranks": degree,
             "whole_row_ms": whole_ms,
+            "whole_row_kernel": whole_kernel,
             "ms": milliseconds,
             "over_a_share": milliseconds * degree / whole_ms,
             "kernel": kernel,

@@ -25,7 +25,8 @@ from torchtitan_lr.estimate.run import Run, blocks_of
 from torchtitan_lr.estimate.schedule import StageSeconds, makespan, pipeline_order
 from torchtitan_lr.estimate.traffic import element_size, gram_rules
 from torchtitan_lr.estimate.work import PassWork
-from torchtitan_lr.formulas.spectral import rank_small_flops, wide_flops
+from torchtitan_lr.formulas.memory import Shape
+from torchtitan_lr.formulas.spectral import DECAY, rank_small_flops, wide_flops
 from torchtitan_lr.formulas.traffic import Traffic
 
 _WIRE_SHARE = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
@@ -38,13 +39,23 @@ ADAMW_PASSES = 10
 """Passes over a rank's parameters in a step of fused AdamW: clipping reads the gradients twice and
 writes them once; Adam reads weight, gradient and both moments and writes all but the gradient."""
 
-SPECTRAL_PASSES = 12
-"""Passes over a rank's matrices in a spectral step: to read gradient and momentum, write it, and
-read or write Nesterov's form of it three times; to read that for its Gram matrix; and two kernels
-of the update, which read the weight and write it, with that form in one of them."""
+SPECTRAL_PASSES = {"Muon": 14, "Spectron": 16, "LoRAMuon": 15}
+"""Passes over a rank's matrices in a step of a spectral rule: to read the gradient and write it
+without a rejected step's; to read it and the momentum, write that, and read or write Nesterov's
+form of it three times; to read that for its Gram matrix; and two kernels of the update, which read
+the weight and write it, with that form in one of them. Spectron reads the weight twice more, for
+its norm, and LoRA-Muon once, for its Gram matrix."""
 
-SPECTRAL_KERNELS = 10
-"""Kernels of a spectral step for each matrix; those of (r, r) matrices work on batches."""
+SPECTRAL_KERNELS = {"Muon": 11, "Spectron": 17, "LoRAMuon": 12, DECAY: 16}
+"""Kernels per matrix in such a step, or in a decay of products; those of (r, r) matrices work on
+batches."""
+
+TSR_PASSES = 5
+"""Passes over a compressed matrix in a step of TSR-Adam without a refresh: the projection reads the
+gradient; the decay and the lift each read the weight and write it."""
+
+TSR_KERNELS = 4
+"""Its products: two to project a gradient, and two to lift a core."""
 
 
 @dataclass(frozen=True)
@@ -203,20 +214,40 @@ def step_time(
 
 
 def optimizer_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
-    """Return the modelled time of the optimizer's kernels; TSR-Adam's are counted as AdamW's."""
-    passed = 0
+    """Return the modelled time of the optimizer's kernels in a step.
+
+    TSR-Adam's refreshes are left out: decompositions of (k, k) matrices take most of their time,
+    for which a machine's file has no number.
+    """
+    size, passed, seconds = run.precision.parameter, 0, 0.0
     for name, shape in run.shapes_of(pp_rank).items():
-        size, passes = run.precision.parameter, ADAMW_PASSES
-        if name in run.spectral_vectors:
-            size, passes = max(4, size), SPECTRAL_PASSES
-        passed += passes * size * prod(run.piece(name, shape))
-    seconds = moved_seconds(passed, hardware)
+        piece = run.piece(name, shape)
+        if name in run.tsr_plans:
+            seconds += _tsr_seconds(run, name, piece, hardware)
+        elif name in run.spectral_vectors:
+            passed += SPECTRAL_PASSES[run.spectral] * max(4, size) * prod(piece)
+        else:
+            passed += ADAMW_PASSES * size * prod(piece)
+    seconds += moved_seconds(passed, hardware)
     for rule, matrices in gram_rules(run, pp_rank).items():
         flops = rank_small_flops(rule, matrices, run.ranks)
         flops += sum(wide_flops(rule, matrix, run.ranks) for matrix in matrices)
         seconds += fp32_seconds(flops, hardware)
-        seconds += SPECTRAL_KERNELS * len(matrices) * hardware.kernel_us * 1e-6
+        seconds += SPECTRAL_KERNELS[rule] * len(matrices) * hardware.kernel_us * 1e-6
     return seconds
+
+
+def _tsr_seconds(run: Run, name: str, piece: Shape, hardware: Hardware) -> float:
+    """Return the time of TSR-Adam's step for a rank's piece of a compressed matrix."""
+    plan = run.tsr_plans[name]
+    rows, columns = reversed(piece) if plan.transposed else piece
+    flops = plan.step_flops(rows, columns)
+    if run.config.training.mixed_precision_param == "float32":
+        products = fp32_seconds(flops, hardware)
+    else:
+        products = 2 * compute_seconds(flops, hardware)  # in TF32, of half the speed of bf16
+    traffic = TSR_PASSES * max(4, run.precision.parameter) * prod(piece)
+    return products + moved_seconds(traffic, hardware) + TSR_KERNELS * hardware.kernel_us * 1e-6
 
 
 def fp32_seconds(flops: float, hardware: Hardware) -> float:

@@ -123,6 +123,16 @@ class MatrixPlan:
         """Return the elements of a core, r·r; r·n of a one-sided one, for a block of n columns."""
         return self.rank * (self.rank if self.two_sided else columns)
 
+    def step_flops(self, rows: int, columns: int) -> int:
+        """Return the FLOPs that project a gradient (m, n) to its core, and lift the core again.
+
+        UᵀG and (UᵀG) V, then U D and (U D) Vᵀ; one-sided, UᵀG and U D alone.
+        """
+        flops = 4 * rows * columns * self.rank
+        if self.two_sided:
+            flops += 2 * (rows + columns) * self.rank**2
+        return flops
+
     def sends(self, rows: int, columns: int) -> tuple[bool, int]:
         """Return whether a refresh sums dense gradients over the replicas, and its elements.
 
