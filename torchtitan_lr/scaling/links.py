@@ -28,9 +28,11 @@ of every link on which they were measured, such as ``200``. A link counts as mea
 all of its methods with a finished run are in the file."""
 
 STEP_ERROR, STEP_FREEDOM = 0.07, 22
-"""Standard error of the log of a step's seconds, and its degrees of freedom. The logs of the seconds
-of 23 methods, one call each, at 200 Mbit/s and without a limit, differ by -0.01 in the mean, with a
-standard deviation of 0.096: √2 errors (``scripts/research/experiments/seconds/race.json``)."""
+"""Standard error of the log of a step's seconds, and its degrees of freedom.
+
+The logs of the seconds of 23 methods, one call each, at 200 Mbit/s and without a limit, differ by
+-0.01 in the mean, with a standard deviation of 0.096, which is √2 errors
+(``scripts/research/experiments/seconds/race.json``)."""
 
 _SENT = "comm_bytes/"
 
