@@ -37,5 +37,5 @@ def empty_model(args: Any) -> Any:
 
 
 def model_shapes(args: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a model."""
+    """Return the shape of every parameter by name, in the model's order."""
     return {name: tuple(p.shape) for name, p in empty_model(args).named_parameters()}
