@@ -97,6 +97,7 @@ def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
             averaged.append(passes + average_optimizer_traffic(run, pp_rank))
         average = [row for row in averaged[busiest["rank"]] if row.scope == "step"]
     time = step_time(run, averaged, hardware, work_of_run(run))
+    tokens_per_s = run.tokens_per_step / time.total
     parameters, flops = run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len)
     report = {
         "checkpointing": run.checkpointing,
@@ -106,8 +107,7 @@ def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
         "comm_bytes": busiest["comm_bytes"],
         "gradient_bytes": gradient_bytes(run, busiest["rank"], average),
         "checkpoint_bytes": checkpoint_bytes(run),
-        "step_time": asdict(time)
-        | {"total": time.total, "tokens_per_s": run.tokens_per_step / time.total},
+        "step_time": asdict(time) | {"total": time.total, "tokens_per_s": tokens_per_s},
     }
     if run.tsr is not None:
         report["tsr_comm_bytes"] = _tsr_bytes(run, busiest["rank"], average)

@@ -89,8 +89,8 @@ def least_ranks(layout: Mapping[str, Any]) -> int:
     Args:
         layout: Degrees by key; 1 where it has none.
     """
-    kinds = ("tensor_parallel", "pipeline_parallel", "context_parallel")
-    kinds += ("data_parallel_replicate", "data_parallel_shard")
+    kinds = ["tensor_parallel", "pipeline_parallel", "context_parallel"]
+    kinds += ["data_parallel_replicate", "data_parallel_shard"]
     return math.prod(max(1, layout.get(f"{kind}_degree", 1)) for kind in kinds)
 
 

@@ -309,7 +309,7 @@ class CheckpointManager(TitanCheckpointHooks):
                     folders.rename_away(folder, folders.ASIDE),
                 )
         for leftover in glob.glob(os.path.join(glob.escape(self.folder), f"{folders.DISCARDED}*")):
-            self._deletions.submit(shutil.rmtree, leftover, True)
+            self._deletions.submit(shutil.rmtree, leftover, ignore_errors=True)
 
     @_tells_why
     def save_interrupted(self, step: int) -> str | None:
@@ -359,7 +359,7 @@ class CheckpointManager(TitanCheckpointHooks):
     def _discard(self, folder: str) -> None:
         """Rename a folder, so that it is no checkpoint any more, and delete it meanwhile."""
         if renamed := folders.rename_away(folder, folders.DISCARDED):
-            self._deletions.submit(shutil.rmtree, renamed, True)
+            self._deletions.submit(shutil.rmtree, renamed, ignore_errors=True)
 
 
 def _damaged(folder: str, damage: str, older: str | None) -> ConfigError:
