@@ -84,11 +84,7 @@ BASES: dict[str, str] = {}
 
 
 def least_ranks(layout: Mapping[str, Any]) -> int:
-    """Return the product of a ``[parallelism]``'s degrees; one that is not positive counts as 1.
-
-    Args:
-        layout: Degrees by key; 1 where it has none.
-    """
+    """Return the product of the degrees of a ``[parallelism]``; none counts as less than 1."""
     kinds = ["tensor_parallel", "pipeline_parallel", "context_parallel"]
     kinds += ["data_parallel_replicate", "data_parallel_shard"]
     return math.prod(max(1, layout.get(f"{kind}_degree", 1)) for kind in kinds)

@@ -122,12 +122,7 @@ def _ended_by_signal(log_folder: Path) -> str:
 
 
 def _failed_with_error(log_folder: Path, lost: bool) -> str:
-    """Return the line about the first rank that wrote an error; empty if none did.
-
-    Args:
-        log_folder: Where the output of all ranks is.
-        lost: Whether torchrun lost its rendezvous.
-    """
+    """Return the line about the first rank that wrote an error; empty if none did."""
     failures = []
     for path in _of_last_start(log_folder, "*/error.json"):
         try:
