@@ -114,7 +114,8 @@ class MatrixStack:
         column_dim: The other one.
         core_dims: Mesh dimensions that split a core.
         contracted: Mesh dimensions whose ranks each have one term of a core.
-        sketch_size: Elements (m + n)k of one matrix's sketches on a rank.
+        block: m and n of a rank's largest block: all ranks must send alike.
+        held: Elements that a refresh of one matrix holds and gathers at a time.
         sends_dense: Whether a refresh sums dense gradients, not sketches, over the replicas.
         ages: Number of cores in the moments (b,), on the CPU.
         refresh_counts: Number of refreshes so far (b,), on the CPU.
@@ -134,9 +135,10 @@ class MatrixStack:
         self.plan = plan = plans[0]
         self.row_dim, self.column_dim = (1, 0) if plan.transposed else (0, 1)
         self.layout = layout
-        rows, columns = layout.largest_block(plan.rows, plan.columns, ranks)
-        self.sketch_size = (rows + columns) * plan.width
-        self.sends_dense, _ = plan.sends(rows, columns)
+        self.block = layout.largest_block(plan.rows, plan.columns, ranks)
+        sides = [[ranks[dim] for dim in dims] for dims in (layout.rows, layout.columns)]
+        self.held = plan.held(self.block, sides)
+        self.sends_dense, _ = plan.sends(*self.block)
         self.core_dims = () if plan.two_sided else layout.columns
         self.contracted = {*layout.rows, *layout.columns}.difference(self.core_dims)
         weight = local_part(parameters[0])
@@ -195,6 +197,7 @@ class MatrixStack:
             self.plan.rank,
             self.plan.power_iterations,
             mesh_dims=len(groups.sharding),
+            block=self.block,
             replicas=groups.replicas is not None and not self.sends_dense,
             earlier=(_read(self.U, indices), None if self.V is None else _read(self.V, indices)),
         )
@@ -663,10 +666,10 @@ class TSRAdam(Optimizer):
     ) -> list[dict[MatrixStack, list[int]]]:
         """Share out the matrices that are due over rounds, each decomposed together.
 
-        The sketches of a round fit into one bucket, and its matrices have the same q.
+        What a round holds and gathers fits into one bucket, and its matrices have the same q.
         """
         matrices = [(stack, index) for stack, indices in due.items() for index in indices]
-        sizes = [stack.sketch_size for stack, _ in matrices]
+        sizes = [stack.held for stack, _ in matrices]
         rounds: list[dict[MatrixStack, list[int]]] = []
         for bucket in split_buckets(sizes, BUCKET_ELEMENTS):
             by_iterations: dict[int, dict[MatrixStack, list[int]]] = {}
