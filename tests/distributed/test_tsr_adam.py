@@ -86,11 +86,11 @@ def train_with_a_drifting_replica(
     case: Case, side: str = "U", odd: int = 2, error: float = 1e-9
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Disturb one replica's bases as another machine's rounding would."""
-    from torchtitan_lr.optim.tsr import algorithm
+    from torchtitan_lr.optim.tsr import algorithm, refresh
     from torchtitan_lr.titan import logger
 
     finish_sums = algorithm.TSRAdam.finish_sums
-    layout, original, lines = place(case.layout), algorithm.solve_together, []
+    layout, original, lines = place(case.layout), refresh.solve_together, []
 
     def disturbed(*args: Any) -> list[Any]:
         results = original(*args)
@@ -107,7 +107,7 @@ def train_with_a_drifting_replica(
 
     with (
         patch.object(algorithm.TSRAdam, "finish_sums", same_share),
-        patch.object(algorithm, "solve_together", disturbed),
+        patch.object(refresh, "solve_together", disturbed),
         patch.object(logger, "warning", lambda text, *rest: lines.append(text % rest)),
     ):
         model, _, _ = train(case, layout)
