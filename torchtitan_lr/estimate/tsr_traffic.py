@@ -48,12 +48,10 @@ class TSRMesh:
     Args:
         sharding: Ranks by mesh dimension that splits parameters, in order.
         replicas: Ranks with equal parameters.
-        stages: Pipeline ranks.
     """
 
     sharding: Mapping[str, int]
     replicas: int = 1
-    stages: int = 1
 
     def block(self, matrix: TSRMatrix) -> tuple[int, int]:
         """Return the rows and columns of a matrix's largest block, each rounded up."""
@@ -88,7 +86,7 @@ def tsr_traffic(
 
     Returns:
         Rows of the scope ``step`` and the pass ``optimizer``, with the roles ``core``,
-        ``gradient``, ``sketch``, ``norm`` (fp64) and ``checksum`` (int64).
+        ``gradient``, ``sketch`` and ``checksum`` (int64).
     """
     plain = [m for i, m in enumerate(matrices) if i not in refreshing]
     fresh = [matrices[i] for i in sorted(refreshing)]
@@ -110,9 +108,6 @@ def tsr_traffic(
         for q in {fresh[i].plan.power_iterations for i in bucket}:
             alike = [fresh[i] for i in bucket if fresh[i].plan.power_iterations == q]
             rows += _refresh(alike, q, mesh, settings.moments == "rotate")
-    rows += [_row("all_reduce", "norm", 1, dim) for dim in mesh.sharding]
-    if mesh.stages > 1:
-        rows.append(_row("all_reduce", "norm", 1, "pp"))
     return merge(rows)
 
 

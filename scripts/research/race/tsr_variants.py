@@ -40,11 +40,11 @@ class FeedbackStack(MatrixStack):
     def project(self, index: int) -> None:
         """Accumulate the core of gradient and residual, and keep what it drops."""
         parameter = self.parameters[index]
-        assert parameter.grad is not None and self.V is not None
+        assert parameter.grad is not None
         gradient = self._oriented(local_part(parameter.grad)).to(self.dtype)
         parameter.grad = None
         whole = gradient + self.residuals[index]
-        self.C[index].add_(self.U[index].mT @ whole @ self.V[index])
+        self.C[index].add_(self.core(whole, index))
         self.residuals[index] = self.dropped(whole, index)
 
     def add_residual(self, index: int) -> None:
@@ -61,11 +61,15 @@ class FeedbackStack(MatrixStack):
         for index in new.indices:
             self.residuals[index] = self.dropped(self.refreshing.pop(index), index)
 
+    def core(self, whole: Tensor, index: int) -> Tensor:
+        """Return a matrix's core Uᵀ G V (r, r); Uᵀ G (r, n) of a one-sided projection."""
+        half = self.U[index].mT @ whole
+        return half if self.V is None else half @ self.V[index]
+
     def dropped(self, whole: Tensor, index: int) -> Tensor:
-        """Return what the bases do not span of a matrix: G - U Uᵀ G V Vᵀ (m, n)."""
-        assert self.V is not None
-        U, V = self.U[index], self.V[index]
-        return whole - U @ (U.mT @ whole @ V) @ V.mT
+        """Return what the bases do not span: G - U Uᵀ G V Vᵀ (m, n); one-sided, G - U Uᵀ G."""
+        kept = self.U[index] @ self.core(whole, index)
+        return whole - (kept if self.V is None else kept @ self.V[index].mT)
 
 
 class FeedbackTSRAdam(TSRAdam):
@@ -99,9 +103,9 @@ def with_feedback(optimizer: TSRAdam) -> None:
     optimizer.__class__ = FeedbackTSRAdam
     for stack in optimizer.stacks:
         stack.__class__ = FeedbackStack
-        assert isinstance(stack, FeedbackStack) and stack.V is not None
-        (b, m, _), n = stack.U.shape, stack.V.shape[1]
-        stack.residuals = stack.U.new_zeros(b, m, n)
+        assert isinstance(stack, FeedbackStack)
+        m, n = stack._oriented(local_part(stack.parameters[0])).shape
+        stack.residuals = stack.U.new_zeros(len(stack.parameters), m, n)
         stack.refreshing = {}
 
 

@@ -32,6 +32,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from torch.optim import Optimizer
 from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part, shard_dims
 from torchtitan_lr.numerics import scale_
-from torchtitan_lr.optim.gradients import clip_factor
+from torchtitan_lr.optim.gradients import clip_factor, share_of_square
 from torchtitan_lr.optim.resume import copy_state
 from torchtitan_lr.optim.tsr.dense import DenseParameters
 from torchtitan_lr.optim.tsr.drift import Drift
@@ -56,7 +57,6 @@ from torchtitan_lr.optim.tsr.sums import (
     Groups,
     in_buckets,
     local_gradient,
-    norm_over_ranks,
 )
 
 
@@ -341,7 +341,7 @@ class TSRAdam(Optimizer):
 
         Returns:
             This rank's share of the squared norm Σ|C|² + Σ|G|² of cores and dense gradients, an
-            fp64 scalar: the shares of all ranks, which are equal, add up to it.
+            fp64 scalar: the shares of all ranks add up to it.
         """
         step = self._running
         assert step is not None
@@ -352,15 +352,15 @@ class TSRAdam(Optimizer):
             gradients = [local_gradient(parameter) for parameter in self._dense_dims]
             share = torch.tensor(1 / self.groups.replicas.size(), dtype=torch.float64)
             scale_([self._cores, *gradients, *(new.C for new in new_bases)], share)
-        norm = self._norm(step.projected, new_bases)
+        share = self._share_of_square(step.projected, new_bases)
         for new in new_bases:
             write(new.stack.C, new.indices, new.C)
-        # `norm` is that of all ranks: each returns an equal share of its square.
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        return norm.square() / ranks
+        return share
 
-    def _norm(self, projected: Iterable[Tensor], new_bases: Sequence[NewBases]) -> Tensor:
-        """Return the norm of all cores, with the new ones, and dense gradients, over all ranks."""
+    def _share_of_square(
+        self, projected: Iterable[Tensor], new_bases: Sequence[NewBases]
+    ) -> Tensor:
+        """Return this rank's share of the squared norm; see `share_of_square`."""
         # Each piece with the mesh dimensions that split it.
         pieces: list[tuple[Tensor, tuple[int, ...]]] = []
         if not new_bases and not any(stack.core_dims for stack in self.stacks):
@@ -372,7 +372,10 @@ class TSRAdam(Optimizer):
             pieces.append((new.C, new.stack.core_dims))
         for parameter, mesh_dims in self._dense_dims.items():
             pieces.append((local_gradient(parameter), mesh_dims))
-        return norm_over_ranks(pieces, self.groups)
+        sizes = [group.size() for group in self.groups.sharding.values()]
+        splits = ((piece, prod(sizes[dim] for dim in dims)) for piece, dims in pieces)
+        stages = 1 if self.groups.stages is None else self.groups.stages.size()
+        return share_of_square(splits, stages)
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale cores and dense gradients down to a norm, as `clip_grads_with_norm_` does.
