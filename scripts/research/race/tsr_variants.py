@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.errors import require
 from torchtitan_lr.optim.spectral.algebra import gram, inverse_root
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.container import TSROptimizers
@@ -37,6 +38,12 @@ class FeedbackStack(MatrixStack):
     residuals: Tensor
     refreshing: dict[int, Tensor]
 
+    def clear(self) -> None:
+        """Allocate the residuals: nothing is dropped yet."""
+        m, n = self._oriented(local_part(self.parameters[0])).shape
+        self.residuals = self.U.new_zeros(len(self.parameters), m, n)
+        self.refreshing = {}
+
     def project(self, index: int) -> None:
         """Accumulate the core of gradient and residual, and keep what it drops."""
         parameter = self.parameters[index]
@@ -48,11 +55,12 @@ class FeedbackStack(MatrixStack):
         self.residuals[index] = self.dropped(whole, index)
 
     def add_residual(self, index: int) -> None:
-        """Add the residual to a gradient that is decomposed, before replicas sum it."""
+        """Add the residual, once per step, to a gradient that is decomposed and then summed."""
         gradient = self.parameters[index].grad
         assert gradient is not None
         gradient = self._oriented(local_part(gradient))
-        gradient.add_(self.residuals[index])
+        if index not in self.refreshing:
+            gradient.add_(self.residuals[index])
         self.refreshing[index] = gradient.to(self.dtype, copy=True)
 
     def change_bases(self, new: NewBases, rejected: Tensor) -> None:
@@ -73,7 +81,7 @@ class FeedbackStack(MatrixStack):
 
 
 class FeedbackTSRAdam(TSRAdam):
-    """TSR-Adam over `FeedbackStack`; a step has one micro-batch, and no step is rejected."""
+    """TSR-Adam over `FeedbackStack`; no step may be rejected."""
 
     def gradient_arrived(self, parameter: Tensor) -> None:
         """Add the residual of a matrix that gets new bases, and go on as TSR-Adam."""
@@ -99,20 +107,30 @@ class OrthogonalStack(MatrixStack):
 
 
 def with_feedback(optimizer: TSRAdam) -> None:
-    """Give an optimizer that has not run error feedback."""
+    """Give an optimizer that has not run error feedback.
+
+    Raises:
+        ConfigError: Shards of a matrix each have one term of its core, and not what it drops.
+    """
+    shards = list(optimizer.groups.sharding)
+    require(not shards, "optimizer.name", "TSR-feedback", f"TSRAdam: {shards} split matrices")
     optimizer.__class__ = FeedbackTSRAdam
     for stack in optimizer.stacks:
         stack.__class__ = FeedbackStack
         assert isinstance(stack, FeedbackStack)
-        m, n = stack._oriented(local_part(stack.parameters[0])).shape
-        stack.residuals = stack.U.new_zeros(len(stack.parameters), m, n)
-        stack.refreshing = {}
+        stack.clear()
 
 
 def with_polar_factors(optimizer: TSRAdam) -> None:
-    """Let the matrices of the blocks have polar factors as directions."""
+    """Let the matrices of the blocks have polar factors as directions.
+
+    Raises:
+        ConfigError: Ranks split a core, whose polar factor none of them can find.
+    """
     for stack in optimizer.stacks:
         if not {plan.name for plan in stack.plans} & {EMBEDDING, HEAD}:
+            want = "'two_sided' with TSR-Muon where ranks split matrices"
+            require(not stack.core_dims, "optimizer.tsr_projection", "one_sided", want)
             stack.__class__ = OrthogonalStack
 
 

@@ -26,19 +26,23 @@ def gradients(steps=8):
     return [torch.randn(16, 24, generator=generator, dtype=torch.float64) for _ in range(steps)]
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("projection", ["two_sided", "one_sided"])
-def test_feedback_loses_nothing(projection):
+def test_feedback_loses_nothing(projection, micro_batches):
     """All gradients together are what the cores sent, lifted, and the last residual."""
     weight, optimizer = optimizer_of(with_feedback, projection=projection)
     (stack,) = optimizer.stacks
     sent = torch.zeros_like(weight)
     for gradient in gradients():
         optimizer.begin()
-        with optimizer.micro_batch(last=True):
-            weight.grad = gradient.clone()
-            optimizer.gradient_arrived(weight)
+        for batch in range(micro_batches):
+            with optimizer.micro_batch(last=batch == micro_batches - 1):
+                part = gradient / micro_batches
+                weight.grad = part if weight.grad is None else weight.grad + part
+                optimizer.gradient_arrived(weight)
         optimizer.finish_sums()
         optimizer.step()  # which turns the bases before they are used
+        optimizer.zero_grad()
         lifted = stack.U[0] @ stack.C[0]
         if stack.V is not None:
             lifted = lifted @ stack.V[0].mT
