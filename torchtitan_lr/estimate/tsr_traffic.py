@@ -40,6 +40,13 @@ class TSRMatrix:
     rows: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
 
+    @property
+    def kind(self) -> object:
+        """What matrices that the optimizer stacks have in common."""
+        plan = self.plan
+        shape = (plan.rows, plan.columns, plan.rank, plan.power_iterations, plan.transposed)
+        return shape, self.rows, self.columns
+
 
 @dataclass(frozen=True)
 class TSRMesh:
@@ -89,7 +96,10 @@ def tsr_traffic(
         ``gradient``, ``sketch`` and ``checksum`` (int64).
     """
     plain = [m for i, m in enumerate(matrices) if i not in refreshing]
-    fresh = [matrices[i] for i in sorted(refreshing)]
+    # The optimizer stacks matrices that are alike, in the model's order.
+    kinds = list(dict.fromkeys(m.kind for m in reversed(matrices)))
+    fresh = [matrices[i] for i in sorted(refreshing, reverse=True)]
+    fresh.sort(key=lambda m: kinds.index(m.kind))
     # Cores, r×r or r×n, are summed over every dimension that a projection contracts.
     sizes = [m.plan.core_elements(mesh.block(m)[1]) for m in plain]
     contracted = [m.rows + (m.columns if m.plan.two_sided else ()) for m in plain]
