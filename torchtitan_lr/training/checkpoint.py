@@ -156,8 +156,8 @@ class CheckpointManager(TitanCheckpointHooks):
         """Save with a manifest into an empty folder; arguments as for upstream's method."""
         self.before_save()
         # No rank writes before DCP has gathered the plans of all, and so after this renaming.
-        if self._first and (renamed := folders.rename_away(checkpoint_id, folders.DISCARDED)):
-            self._deletions.submit(shutil.rmtree, renamed, True)
+        if self._first:
+            self._discard(checkpoint_id)
         self._last_saved = checkpoint_id
         if to_hf:  # at the end of a run, never in the background
             from_first_rank(None)  # no rank writes before the first one has renamed the folder
@@ -320,7 +320,7 @@ class CheckpointManager(TitanCheckpointHooks):
                     folders.rename_away(folder, folders.ASIDE),
                 )
         for leftover in glob.glob(os.path.join(glob.escape(self.folder), f"{folders.DISCARDED}*")):
-            self._deletions.submit(shutil.rmtree, leftover, True)
+            self._deletions.submit(shutil.rmtree, leftover, ignore_errors=True)
 
     @_tells_why
     def save_interrupted(self, step: int) -> str | None:
@@ -365,8 +365,12 @@ class CheckpointManager(TitanCheckpointHooks):
         paths = [self.checkpoint_folder(step) for step in folders.all_steps(self.folder)]
         kept = [path for path in paths if path == self._last_saved or folders.is_complete(path)]
         for folder in kept[: -self.keep_latest_k]:
-            if renamed := folders.rename_away(folder, folders.DISCARDED):
-                self.purge_queue.put(renamed)
+            self._discard(folder)
+
+    def _discard(self, folder: str) -> None:
+        """Rename a folder, so that it is no checkpoint any more, and delete it meanwhile."""
+        if renamed := folders.rename_away(folder, folders.DISCARDED):
+            self._deletions.submit(shutil.rmtree, renamed, ignore_errors=True)
 
 
 def _damaged(folder: str, damage: str, older: str | None) -> ConfigError:
