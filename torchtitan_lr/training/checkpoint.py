@@ -83,6 +83,8 @@ class CheckpointManager(TitanCheckpointHooks):
         fingerprint: Fingerprint of the model and its tokenizer; saved with it and compared on
             loading, unless it is empty.
         before_save: Called before each save; an exception prevents it.
+        left_out: Returns the states that are not loaded at a step (-1: of another run).
+        excluded: States that `load` has left out.
     """
 
     async_mode: AsyncMode
@@ -95,11 +97,14 @@ class CheckpointManager(TitanCheckpointHooks):
         # torchtitan's own checkpoint section lacks these keys.
         self._fall_back = getattr(checkpoint_config, "fall_back", False)
         self._other_model = getattr(checkpoint_config, "initial_load_other_model", False)
+        self._exclude: list[str] = checkpoint_config.exclude_from_loading
         self._unverified = getattr(checkpoint_config, "allow_unverified", False)
         self._first = not dist.is_initialized() or dist.get_rank() == 0
         # Deletes renamed folders: the other ranks wait for the renaming only.
         self._deletions = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deletions")
         self.before_save: Callable[[], None] = lambda: None
+        self.left_out: Callable[[int], list[str]] = lambda step: self._exclude
+        self.excluded: list[str] = []
         super().__init__(checkpoint_config=checkpoint_config, **parts)
         self.enable_staging = self.enable and self.async_mode != AsyncMode.DISABLED
         if self.enable and self.async_mode == AsyncMode.ASYNC:
@@ -270,9 +275,15 @@ class CheckpointManager(TitanCheckpointHooks):
                 source = self.sd_adapter.hf_assets_path
             model_only = self.initial_load_model_only
         if source:
+            names = from_first_rank(self.left_out(step) if self._first else [])
+            self.excluded = [name for name in names if name in self.states and not model_only]
+            self.exclude_from_loading = self.excluded
             self.dcp_load(self.states_to_load(model_only), source, in_hf, from_quantized=False)
             GarbageCollection.collect("GC collection for checkpoint loading.")
-            console.info("Loaded %s.", source)
+            without = f" without {', '.join(self.excluded)}" if self.excluded else ""
+            console.info("Loaded %s%s.", source, without)
+            if used := ", ".join(name for name in self._exclude if name not in names):
+                console.info("checkpoint.exclude_from_loading has acted before: %s is loaded", used)
         if not self.load_only and self._first:
             self._tidy(step)
         from_first_rank(None)  # no rank saves before the first one is here
