@@ -76,13 +76,19 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     """Write a file by a rename: after a crash it is the old one or the new one.
 
     Raises:
-        OSError: The disk is full.
+        OSError: The disk is full; the error names the file.
     """
-    with open(f"{path}.tmp", "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.tmp", path)
+    try:
+        with open(f"{path}.tmp", "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(f"{path}.tmp", path)
+    except OSError as error:
+        with suppress(OSError):
+            os.unlink(f"{path}.tmp")
+        error.filename = str(path)  # a failed write names no file
+        raise
 
 
 UNFINISHED = ".unfinished"

@@ -47,13 +47,12 @@ from torchtitan_lr.checkpoints.folders import (
     write_whole,
 )
 from torchtitan_lr.checkpoints.safe_metadata import DamagedError, describe, read_metadata
-from torchtitan_lr.config.files import file_within, open_regular, read_json
+from torchtitan_lr.config.files import file_within, open_regular, read_json, sealed, unsealed
 
 T = TypeVar("T")
 
 _CHUNK = 1 << 22  # bytes read at a time
 _SMALL = 4096  # bytes of a tensor
-_SEAL = "checksum"  # key of the manifest's own
 _PART = re.compile(r"__(\d+)_\d+\.distcp")  # what a rank wrote, with its number
 
 Sum = list[int]
@@ -76,8 +75,7 @@ class Manifest:
 
     def as_json(self) -> str:
         """Return the file's text, with a checksum of its content."""
-        content = asdict(self)
-        return json.dumps(content | {_SEAL: _seal(content)}, indent=1)
+        return json.dumps(sealed(asdict(self)), indent=1)
 
 
 class UnverifiedError(DamagedError):
@@ -95,9 +93,7 @@ def read_manifest(step_dir: str | Path) -> Manifest:
         UnverifiedError: The manifest is missing, cannot be read or is not what was written.
     """
     try:
-        content = read_json(Path(step_dir) / MANIFEST)
-        seal = content.pop(_SEAL, None)  # earlier versions wrote none
-        manifest = Manifest(**content)
+        manifest = Manifest(**unsealed(read_json(Path(step_dir) / MANIFEST)))
         for size, checksum in manifest.files.values():
             if type(size) is not int or type(checksum) is not int:
                 raise TypeError("a size or a checksum is no integer")
@@ -106,13 +102,7 @@ def read_manifest(step_dir: str | Path) -> Manifest:
         raise UnverifiedError(f"{MANIFEST} is missing") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UnverifiedError(f"{MANIFEST} cannot be read ({describe(error)})") from error
-    if seal is not None and seal != _seal(content):
-        raise UnverifiedError(f"{MANIFEST} has another checksum than when it was written")
     return manifest
-
-
-def _seal(content: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 class ManifestWriter(FileSystemWriter):

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from torchtitan_lr.commands.parser import OneLineParser
+from torchtitan_lr.commands.parser import OneLineParser, check_at_least
 from torchtitan_lr.errors import ConfigError, escaped
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def _prepare(args: argparse.Namespace) -> "Corpus":
         raise ConfigError("--tokens", args.tokens, "a positive number such as 1e9")
     if args.workers is not None and args.workers < 1:
         raise ConfigError("--workers", args.workers, "a positive number of processes")
+    check_at_least(args, max_bad_records=0)
     model = SimpleNamespace(hf_assets_path=args.tokenizer)
     try:
         tokenizer = build_tokenizer(SimpleNamespace(model=model))

@@ -89,7 +89,11 @@ def finish(figure: Any, path: Path, title: str = "") -> None:
             break
         legend.remove()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except OSError as error:  # a full disk: a failed write names no file
+        error.filename = str(path)
+        raise
 
 
 def series(history: list[dict[str, Any]], key: str) -> Series:

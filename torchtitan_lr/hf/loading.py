@@ -269,17 +269,28 @@ def load_for_inference(
     config, args, tokenizer = read_for_inference(step_dir, config_file)
     if check is not None:
         check(args)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = find_device(device)
     if device == "cpu":
         keep_freed_memory()
     if is_export(step_dir):
         model = load_export(step_dir)
     else:
         model = load_model(step_dir, args, config.model.hf_assets_path, allow_unverified)
+    return model.to(device), tokenizer
+
+
+def find_device(name: str) -> str:
+    """Return the name of the device to compute on: by default cuda if there is one, else cpu.
+
+    Raises:
+        ConfigError: The device is not there, or has no numbers (``meta``).
+    """
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return model.to(device), tokenizer
+        torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError("--device", device, "a device of this machine, such as cpu") from error
+        raise ConfigError("--device", name, "a device of this machine, such as cpu") from error
+    return name
 
 
 def read_for_inference(

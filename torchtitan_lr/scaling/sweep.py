@@ -2,6 +2,7 @@
 """A sweep: training runs that are checked together, run once each, and end in one table."""
 
 import csv
+import io
 import itertools
 import json
 import math
@@ -323,12 +324,13 @@ class Sweep:
     def write(self) -> None:
         """Write the table in three formats: sweep.json, sweep.csv and sweep.md."""
         rows = self.rows()
-        (self.work / "sweep.json").write_text(json.dumps(rows, indent=1) + "\n")
-        with (self.work / "sweep.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-        (self.work / "sweep.md").write_text(as_markdown(rows) + "\n")
+        table = io.StringIO(newline="")
+        writer = csv.DictWriter(table, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+        write_whole(self.work / "sweep.json", json.dumps(rows, indent=1) + "\n")
+        write_whole(self.work / "sweep.csv", table.getvalue())
+        write_whole(self.work / "sweep.md", as_markdown(rows) + "\n")
 
 
 class _Shown:
