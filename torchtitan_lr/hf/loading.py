@@ -92,6 +92,7 @@ def read_record(step_dir: Path) -> dict[str, Any]:
     try:
         record = parse_json(in_folder(read_regular(path).decode(), path.parent))
     except FileNotFoundError:
+        require(step_dir.exists(), "CHECKPOINT", str(step_dir), "a folder that exists")
         want = f"a step's folder two levels below the run's {RUN_CONFIG}, or --config with its TOML"
         raise ConfigError("CHECKPOINT", str(step_dir), want) from None
     except (OSError, ValueError) as error:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchtitan_lr.config.paths import find_config
-from torchtitan_lr.errors import ConfigError, one_of
+from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.formulas.spectral import SpectralMatrix, small_flops, wide_flops
 from torchtitan_lr.scaling.experiment import Experiment
 from torchtitan_lr.scaling.experiments import place_run
@@ -186,7 +186,10 @@ class Plan:
             wanted = budget * cost.counted
         if equal == "flops":
             wanted *= reference.flops_per_token / cost.flops_per_token
-        return max(1, round(wanted / cost.tokens_per_step))
+        steps = max(1, round(wanted / cost.tokens_per_step))
+        want = f"fewer tokens per parameter: a run of {family} has {float(steps):.3g} steps"
+        require(steps < 2**63, f"sizes.{size}", budget, want)
+        return steps
 
     def searches(self, losses: Mapping[str, float]) -> Searches:
         """Return the points of every search, in the order of the grid.
