@@ -156,7 +156,6 @@ class Run:
             "gradient": reduced,
             "stored": reduced if reduced == "bfloat16" else training.dtype,
             "replicas": reduced,
-            "norm": "float64",
             "checksum": "int64",
             "index": "uint8",
         }
