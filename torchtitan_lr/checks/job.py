@@ -47,12 +47,13 @@ _CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
 _OF_TOKENS = {check_data, check_stored_states}
 
 Data = Literal["prepare", "find", "none"]
-"""How far a check goes with the corpora: it prepares them, only finds their files, or neither."""
+"""How far a check goes with the corpora: it prepares them, only finds their files, or neither; with
+"none" it does not ask for this machine's memory either."""
 
 _LEFT_OUT: dict[Data, Set[Callable[[Any, int, str], None]]] = {
     "prepare": set(),
     "find": _OF_TOKENS,
-    "none": _OF_TOKENS | {check_corpora},
+    "none": _OF_TOKENS | {check_corpora, check_memory},
 }
 
 _OF_FILES = {

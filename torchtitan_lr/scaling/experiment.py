@@ -198,5 +198,5 @@ def _different(numbers: Sequence[float]) -> tuple[bool, str]:
 def _grid(rates: list[float]) -> tuple[bool, str]:
     """Return whether these can be a grid of learning rates, and what would be."""
     right = rates == sorted({*rates}) and len(rates) not in (0, 2)
-    right = right and 0 < rates[0] and rates[-1] < math.inf
+    right = right and rates[0] > 0 and rates[-1] < math.inf
     return right, "one value, or at least three in ascending order"

@@ -184,6 +184,8 @@ def read_course(point: Point, folder: Path) -> Course:
     config = build_job_config(arguments)
     replicas = config.parallelism.data_parallel_replicate_degree
     shards = data_ranks(config, point.ranks or 1) // replicas
+    want = "2 or more in every family: one rank sends nothing, so no link is compared"
+    require((point.ranks or 1) > 1, "ranks", point.ranks, want)
     losses, sent, total = [], [], 0.0
     want = "metrics.comm_ledger and metrics.log_freq = 1, so that every step is counted"
     records = step_records(folder)

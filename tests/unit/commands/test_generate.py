@@ -56,6 +56,8 @@ def test_a_run_stands_for_its_newest_whole_step(tmp_path, capsys):
     shutil.rmtree(step.parent)
     status, _, err = command(capsys, tmp_path, *usual)
     assert status == 2 and "a run with a whole checkpoint" in err and err.count("\n") == 1
+    status, _, err = command(capsys, tmp_path / "none", *usual)
+    assert status == 2 and "none', expected a folder that exists" in err
 
 
 TEMPLATE = (

@@ -181,6 +181,13 @@ def test_runs_that_did_not_count_are_refused(tmp_path, capsys):
         assert report(tmp_path, capsys, f"--links={wrong}")[0] == 2
 
 
+def test_one_rank_has_no_link(tmp_path, capsys):
+    one = [*RACE, ("ranks = 2", "ranks = 1")]
+    record_runs(plan_of(tmp_path, *one), {"full": 0.0, "terse": 0.0})
+    status, said = report(tmp_path, capsys, changes=one[len(RACE) :])
+    assert status == 2 and said.err.startswith("error: ranks: got 1, expected 2 or more")
+
+
 def test_stored_runs_have_the_same_race(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(finished_runs, "FOLDER", tmp_path)
     record_runs(plan_of(tmp_path, *RACE), {"full": 2e6, "terse": 2e5}, [("terse", 2)])
