@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lr.commands.parser import OneLineParser
+from torchtitan_lr.compat.collectives import reduce_scatter
 from torchtitan_lr.compression.codecs import complete
 from torchtitan_lr.compression.compressor import Compressor, Span
 from torchtitan_lr.compression.sizes import (
@@ -68,7 +69,7 @@ def _bench(name: str, options: argparse.Namespace, device: torch.device) -> dict
 
     def call() -> None:
         if name == "dense":
-            dist.reduce_scatter_tensor(own, gradient.flatten())
+            reduce_scatter(own, gradient.flatten())
         else:
             complete(compressor.exchange_rows(gradient.clone()))
 

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 from scripts.bench.harness import machine
 from torchtitan_lr.commands.parser import OneLineParser
+from torchtitan_lr.compat.collectives import all_gather
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.models.flavors import FLAVORS
@@ -91,7 +92,7 @@ def _gather(parts: list[Tensor], ranks: int) -> Callable[[], None]:
 
     def call() -> None:
         torch.cat([part.flatten() for part in parts], out=own)
-        dist.all_gather_into_tensor(all_parts.view(-1), own)
+        all_gather(all_parts.view(-1), own)
         for matrix, rows in zip(whole, all_parts.split(sizes, dim=1), strict=True):
             matrix.copy_(rows.view_as(matrix))
 

@@ -32,18 +32,15 @@ class SupportMatrix:
         content = tomli.loads(path.read_text())
         self.axes: dict[str, dict[str, dict[str, Any]]] = content["axes"]
         self.rules: list[dict[str, Any]] = content["refused"]
+        self._values = {axis: list(values) for axis, values in self.axes.items()}
 
     def refusals(self, combination: Combination) -> list[dict[str, Any]]:
         """Return the rules that refuse a full or partial combination."""
-        return [
-            rule
-            for rule in self.rules
-            if all(combination.get(axis) in values for axis, values in rule["when"].items())
-        ]
+        return [rule for rule in self.rules if _refuses(rule, combination)]
 
     def draw(self, source: random.Random) -> Combination:
         """Draw a value for every axis, whether refused or not."""
-        return {axis: source.choice(list(values)) for axis, values in self.axes.items()}
+        return {axis: source.choice(values) for axis, values in self._values.items()}
 
     @cached_property
     def cells(self) -> set[Any]:
@@ -112,7 +109,9 @@ class SupportMatrix:
         return found
 
     def _fits(self, combination: Combination, ranks: int) -> bool:
-        return not self.refusals(combination) and 1 < world_size(combination) <= ranks
+        if not 1 < world_size(combination) <= ranks:
+            return False
+        return not any(_refuses(rule, combination) for rule in self.rules)
 
     def arguments(self, combination: Combination, backend: str = "aot_eager") -> list[str]:
         """Return the trainer's arguments for a combination on `world_size` ranks.
@@ -185,6 +184,10 @@ class SupportMatrix:
             titles = " or ".join(self._title(axis, value) for value in values)
             parts.append(f"any {axis} parallelism" if whole and len(values) > 1 else titles)
         return f"{' with '.join(parts)} (`{rule['key']}`): {rule['why']}."
+
+
+def _refuses(rule: dict[str, Any], combination: Combination) -> bool:
+    return all(combination.get(axis) in values for axis, values in rule["when"].items())
 
 
 def pairs(combination: Combination) -> Iterator[Any]:

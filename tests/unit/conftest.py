@@ -18,6 +18,14 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen_rest():
+    """Keep the collector away from what the tests of a file have left: caches and modules."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_unconfigure():
     # At its end the interpreter takes apart what is not frozen; some modules complain about a rest.
     gc.unfreeze()

@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from torchtitan_lr.compat.dispatch import TorchDispatchMode
@@ -56,28 +58,50 @@ def fake_process_group(size: int) -> Iterator[None]:
 
 
 class RehearsalMode(TorchDispatchMode):
-    """A dispatch mode that knows when DTensor infers shapes.
+    """A dispatch mode that observes operators on local tensors.
 
-    DTensor infers shapes by running operators on global tensors (fake ones in a rehearsal), whose
-    results are not memory of the run. There is no hook, so a private method is replaced:
-    ``ShardingPropagator._propagate_tensor_meta_non_cached``. If DTensor infers shapes elsewhere,
-    memory estimates are too large and the tests of the rehearsal fail.
-
-    Attributes:
-        finding_shapes: Above 0 while DTensor infers shapes.
+    It leaves out those by which DTensor infers shapes: they run on global tensors (fake ones in a
+    rehearsal), whose results are not memory of the run. There is no hook, so a private method is
+    replaced: ``ShardingPropagator._propagate_tensor_meta_non_cached``. If DTensor infers shapes
+    elsewhere, memory estimates are too large and the tests of the rehearsal fail.
     """
 
-    finding_shapes = 0
+    _finding_shapes = 0
+
+    def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Look at an operator that has run.
+
+        Args:
+            func: The operator.
+            args: Its arguments.
+            kwargs: Its other arguments.
+            out: What it returned.
+        """
+        raise NotImplementedError
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Torch asks fake tensors for their device more often than for anything else. Passing the
+        # question on to the modes below would take a third of a rehearsal.
+        if func is torch.ops.prim.device.default:
+            return args[0].device
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        if not self._finding_shapes:
+            self._observe(func, args, kwargs or {}, out)
+        return out
 
     def __enter__(self) -> "Self":
         infer_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def counting(*args: Any) -> Any:
-            self.finding_shapes += 1
+            self._finding_shapes += 1
             try:
                 return infer_shapes(*args)
             finally:
-                self.finding_shapes -= 1
+                self._finding_shapes -= 1
 
         name = "_propagate_tensor_meta_non_cached"
         self._replacement = patch.object(ShardingPropagator, name, counting)

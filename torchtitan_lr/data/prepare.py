@@ -472,10 +472,13 @@ def free(store: Path, limit: float) -> int:
     """
     locks = [lock for lock in (store / "locks").iterdir() if STORED.fullmatch(lock.name)]
     locks.sort(key=lambda lock: lock.stat().st_mtime)
-    sizes = dict.fromkeys(locks, 0)
-    for lock in locks:  # the folder of each, and those of machines that prepare it
-        with suppress(FileNotFoundError):  # another run has just renamed or deleted its own
-            sizes[lock] = sum(file.stat().st_size for file in store.glob(f"{lock.name}*/*"))
+    sizes = {lock.name: 0 for lock in locks}
+    for folder in store.iterdir():  # those of the locks, and those of machines that prepare them
+        named = STORED.match(folder.name)
+        if named and named[0] in sizes:
+            # Another run has just renamed or deleted its own, or it is a file.
+            with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as files:
+                sizes[named[0]] += sum(file.stat().st_size for file in files)
     left = sum(sizes.values())
     for lock in locks:
         with suppress(OSError), lock.open("ab") as file:
@@ -483,5 +486,5 @@ def free(store: Path, limit: float) -> int:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 for folder in store.glob(f"{lock.name}*"):
                     shutil.rmtree(folder)
-                left -= sizes[lock]
+                left -= sizes[lock.name]
     return left

@@ -125,20 +125,13 @@ class KernelRecorder(RehearsalMode):
         self._held: list[torch.UntypedStorage] = []  # so that no address is used again
         self._ids: dict[int, int] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
-        if not self.finding_shapes:
-            # A tensor into which an operator writes its result is no input.
-            named = {name: value for name, value in (kwargs or {}).items() if name != "out"}
-            inputs = (args[1:] if func is torch.ops.aten.copy_.default else args, named)
-            # An operator on a list in place returns nothing.
-            results = args[0] if out is None and "_foreach" in str(func) else out
-            self._record(func, tree_leaves(inputs), tree_leaves(results), args)
-        return out
+    def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        # A tensor into which an operator writes its result is no input.
+        named = {name: value for name, value in kwargs.items() if name != "out"}
+        inputs = (args[1:] if func is torch.ops.aten.copy_.default else args, named)
+        # An operator on a list in place returns nothing.
+        results = args[0] if out is None and "_foreach" in str(func) else out
+        self._record(func, tree_leaves(inputs), tree_leaves(results), args)
 
     def _record(self, func: Any, inputs: list[Any], outputs: list[Any], args: Any) -> None:
         reads, writes = self._sizes(inputs), self._sizes(outputs)

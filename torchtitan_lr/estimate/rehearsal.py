@@ -239,18 +239,12 @@ class LivingStorages(RehearsalMode):
         super().__init__()
         self.peak = 0
         self._outside = outside
-        self._froze = False
         self._at_most = 0
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
+    def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and not self.finding_shapes:
+            if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
                 # An address can be reused after its storage is freed.
                 address = storage_address(storage)
@@ -261,20 +255,6 @@ class LivingStorages(RehearsalMode):
         if self._at_most > self.peak:  # otherwise a sweep cannot change the peak
             self._at_most = self._sweep()
             self.peak = max(self.peak, self._at_most)
-        return out
-
-    def __enter__(self) -> "LivingStorages":
-        # A collection over all objects of torch's modules would take longer than a rehearsal.
-        self._froze = gc.get_freeze_count() == 0
-        if self._froze:
-            gc.freeze()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        if self._froze:
-            gc.unfreeze()
 
     def bytes(self) -> int:
         """Return the bytes of the live storages."""

@@ -37,10 +37,11 @@ class NamedOptimizers(OptimizersContainer):
         """Return state and hyperparameters as ``state.NAME.KEY`` and ``param_groups.NAME.KEY``."""
         found = {}
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
+            own = optimizer.state_dict()  # its method may have to settle a rejected step
+            for group in own["param_groups"]:
                 hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-                for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                    for key, value in optimizer.state[parameter].items():
+                for name, index in zip(group["param_names"], group["params"], strict=True):
+                    for key, value in own["state"].get(index, {}).items():
                         found[f"state.{name}.{key}"] = value
                     for key, value in hyper.items():
                         found[f"param_groups.{name}.{key}"] = value

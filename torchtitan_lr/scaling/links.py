@@ -27,6 +27,13 @@ SECONDS_FILE = "seconds.json"
 of every link on which they were measured, such as ``200``. A link counts as measured for a model if
 all of its methods with a finished run are in the file."""
 
+STEP_ERROR, STEP_FREEDOM = 0.07, 22
+"""Standard error of the log of a step's seconds, and its degrees of freedom.
+
+The logs of the seconds of 23 methods, one call each, at 200 Mbit/s and without a limit, differ by
+-0.01 in the mean, with a standard deviation of 0.096, which is √2 errors
+(``scripts/research/experiments/seconds/race.json``)."""
+
 _SENT = "comm_bytes/"
 
 _SAID = {"to do": "not run", "cut off": "cut off or running"}
@@ -110,6 +117,14 @@ class Link:
             return steps * self.measured[family]
         compute = self.compute.get(family, course.seconds)
         return steps * compute + course.sent[steps - 1] * 8e-6 / self.mbit
+
+    def error(self, family: str, course: Course) -> float:
+        """Return the standard error of the log of the time of a run's steps."""
+        if self.measured:
+            return STEP_ERROR
+        steps = len(course.losses)
+        compute = steps * self.compute.get(family, course.seconds)
+        return STEP_ERROR * compute / self.time(family, course, steps)
 
     def times(self, family: str, course: Course) -> list[float]:
         """Return the seconds up to every step of a run."""

@@ -5,7 +5,8 @@ Methods of one model and size compete, those whose seeds have all finished. Thei
 first of them in the experiment's file. A seed of a method races to the loss with which the same
 seed of the reference ends, plus the experiment's ``margin``. The fastest method wins a link if
 every other one's time, paired by seed, differs from its own: t tests of the log of the ratio, at 5%
-after Holm's correction for their number.
+after Holm's correction for their number. The error of a step's seconds, which all seeds share,
+counts in these tests.
 """
 
 import math
@@ -23,6 +24,8 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.fit import student
 from torchtitan_lr.scaling.links import (
     SECONDS_FILE,
+    STEP_ERROR,
+    STEP_FREEDOM,
     Course,
     Link,
     Method,
@@ -34,9 +37,6 @@ from torchtitan_lr.scaling.pictures import colors_of
 from torchtitan_lr.scaling.plan import Plan
 from torchtitan_lr.scaling.report import with_interval
 from torchtitan_lr.scaling.sweep import Point
-
-RESOLUTION = 0.01
-"""The least spread of the log of a time: steps of all seeds have one length, known to a percent."""
 
 LEVEL = 0.05
 """Level of the tests of a link, all together."""
@@ -84,9 +84,7 @@ class Race:
             verdicts.append(f"- {link}: {says}")
             for family, line in cells.items():
                 line.append(column.get(family, "-"))
-        others = sum(method.competes for method in self.methods.values()) - 1
-        parts = [markdown_table(header, list(cells.values())), "\n".join(verdicts)]
-        return "\n\n".join([*parts, least_leads(first.seeds, others)])
+        return "\n\n".join([markdown_table(header, list(cells.values())), "\n".join(verdicts)])
 
     def judge(self, link: Link) -> tuple[dict[str, str], str]:
         """Return the cells of the competing methods in a link's column, and its verdict."""
@@ -100,7 +98,11 @@ class Race:
             else:
                 cells[family] = f"reached by {len(own)}/{method.seeds}"
         best = min(times, key=lambda family: fmean(times[family].values()))
-        p_values = beaten(times, best)
+        errors = {}
+        for family in times:
+            courses = self.methods[family].courses.values()
+            errors[family] = fmean(link.error(family, course) for course in courses)
+        p_values = beaten(times, best, errors)
         for family, own in times.items():
             cells[family] = with_interval(student(list(own.values())), ",.1f")
             if (p := p_values.get(family)) is not None:
@@ -187,12 +189,20 @@ def read_races(plan: Plan, points: Sequence[Point], rates: Sequence[float]) -> l
     return races
 
 
-def beaten(times: Mapping[str, Mapping[int, float]], best: str) -> dict[str, float | None]:
+def beaten(
+    times: Mapping[str, Mapping[int, float]], best: str, errors: Mapping[str, float]
+) -> dict[str, float | None]:
     """Return how probable each other family's distance from the best one is by chance.
 
+    Args:
+        times: Seconds by family and seed.
+        best: The fastest family.
+        errors: Standard error of the log of a family's seconds, which its seeds share.
+
     Returns:
-        p of Student's paired test of the log of the ratio, corrected by Holm, with a spread of
-        `RESOLUTION` at least; None with fewer than two seeds in common.
+        p of the log of the ratio, paired by seed, by Welch's t test of the sum of two variances:
+        that of the mean over the seeds, and that of the shared errors. Corrected by Holm; None with
+        fewer than two seeds in common.
     """
     p_values: dict[str, float | None] = {}
     for family, own in times.items():
@@ -202,9 +212,12 @@ def beaten(times: Mapping[str, Mapping[int, float]], best: str) -> dict[str, flo
         logs = [math.log(own[seed] / times[best][seed]) for seed in common]
         p_values[family] = None
         if len(logs) > 1:
-            spread = max(float(np.std(logs, ddof=1)), RESOLUTION)
-            t = abs(float(np.mean(logs))) / spread * math.sqrt(len(logs))
-            p_values[family] = 2 * float(stats.t.sf(t, len(logs) - 1))
+            scatter = float(np.var(logs, ddof=1)) / len(logs)
+            shared = errors[family] ** 2 + errors[best] ** 2
+            variance = scatter + shared
+            parts = scatter**2 / (len(logs) - 1) + shared**2 / STEP_FREEDOM
+            t = abs(fmean(logs)) / math.sqrt(variance)
+            p_values[family] = 2 * float(stats.t.sf(t, variance**2 / parts))
     return holm(p_values)
 
 
@@ -238,38 +251,22 @@ def verdict(p_values: Mapping[str, float | None], best: str, awaited: Sequence[s
     return f"{says} so far: {rest}" if awaited else says
 
 
-def least_leads(seeds: int, others: int) -> str:
-    """Return a line that says which leads so many seeds can show, by the quantiles of Student's t.
-
-    Holm compares the clearest lead at the level divided by the number of the others, and the least
-    clear one at the level.
-    """
-    if seeds < 2 or others < 1:
-        return f"Nothing is tested: seeds {seeds}, other methods {others}."
-    least, clearest = (
-        float(stats.t.isf(LEVEL / 2 / tests, seeds - 1)) / math.sqrt(seeds) for tests in (1, others)
-    )
-    return (
-        f"With {seeds} seeds a winner leads every other method by at least {least:.1f} standard"
-        f" deviations of the log of the ratio, and one of them by {clearest:.1f} if all {others}"
-        f" others reach the loss. A deviation counts as {RESOLUTION:.0%} or more: no lead under"
-        f" {math.expm1(least * RESOLUTION):.1%} is shown."
-    )
-
-
 def rules(plan: Plan, races: Sequence[Race]) -> str:
     """Return what the times and the verdicts of an experiment mean."""
     experiment = plan.experiment
     judged = [race for race in races if race.reference[1].competes]
+    least = float(stats.t.isf(LEVEL / 2, STEP_FREEDOM)) * STEP_ERROR * math.sqrt(2)
     parts = [
         "Times are those to a training loss, the mean over the last 1/20 of the steps: where the"
         " replicas differ between two syncs, it is no single model's. A seed's goal is the loss"
         f" with which the same seed of the first method ends, plus {experiment.margin:g}. A method"
         " competes once all of its seeds have ended. A modelled step takes its computation and then"
         " the time of its bytes; in a measured one both may overlap.",
-        f"Tests: Student's t of the log of the ratio to the fastest, paired by seed, {LEVEL:.0%}"
+        f"Tests: Welch's t of the log of the ratio to the fastest, paired by seed, {LEVEL:.0%}"
         f" after Holm for each link and model; the verdicts,"
-        f" {sum(len(race.links) for race in judged)} in all, are not corrected for each other.",
+        f" {sum(len(race.links) for race in judged)} in all, are not corrected for each other. A"
+        f" step's seconds are known to {STEP_ERROR:.0%}, from one call: on a measured link no lead"
+        f" under {math.expm1(least):.0%} is shown.",
     ]
     if any(len(family.learning_rates) > 1 for family in experiment.families.values()):
         chosen = {str(experiment.sizes[size].seeds[0]) for size in experiment.search}

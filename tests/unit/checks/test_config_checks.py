@@ -101,6 +101,9 @@ ROW_SHARED = ("--parallelism.context_parallel_degree=2", "--parallelism.tensor_p
 def test_rows_that_ranks_cannot_share(options, device, want):
     given = [f"--{option}" for option in options.split()]
     assert want in refusal(*ROW_SHARED, *given, device=device)
+
+
+def test_rows_that_ranks_can_share():
     check(*ROW_SHARED)
 
 

@@ -228,6 +228,23 @@ def test_the_oldest_unused_folders_go(tmp_path, config, monkeypatch):
     assert all((folder / "corpus.json").exists() for folder in folders)
 
 
+def test_a_store_is_listed_once_however_many_folders_it_has(tmp_path, monkeypatch):
+    listed = []
+    for name in ("listdir", "scandir"):
+        original = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda path, f=original: listed.append(path) or f(path))
+    (tmp_path / "locks").mkdir()
+    for index in range(30):
+        name = f"local-{index:020x}"
+        for folder in (name, f"{name}.preparing-host"):
+            (tmp_path / folder).mkdir()
+            (tmp_path / folder / "corpus.json").write_text("{}")
+        (tmp_path / "locks" / name).touch()
+    assert free(tmp_path, 1e9) == 30 * 2 * 2
+    assert listed.count(tmp_path) == 1
+    assert len(listed) < 1.5 * (2 * 30)
+
+
 @pytest.mark.parametrize("pattern", ["", "/**/*"], ids=["a folder", "a pattern"])
 def test_a_folder_of_others_is_not_written_to(tmp_path, pattern):
     """Nor is what was prepared in a folder read as its text."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lr.agreement import from_all_ranks
+from torchtitan_lr.compat.collectives import all_gather
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.numerics import joint_norm
 from torchtitan_lr.optim.tsr.selection import split_buckets
@@ -383,7 +384,7 @@ def _answer_gathers(
             continue
         own = torch.cat([block.reshape(-1) for block in asked.values()])
         everyone = own.new_empty(group.size() * own.numel())
-        dist.all_gather_into_tensor(everyone, own, group=group)
+        all_gather(everyone, own, group=group)
         sizes = [block.numel() for block in asked.values()]
         parts = everyone.view(group.size(), -1).split(sizes, dim=1)
         for (i, block), part in zip(asked.items(), parts, strict=True):

@@ -254,6 +254,26 @@ def test_a_program_that_never_settles_loses_no_refresh(rejected, saves):
     torch.testing.assert_close((weights, states), train(seeds), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("loads", [False, True], ids=["saves", "loads"])
+def test_a_container_without_settle_counts_no_rejected_step(loads):
+    """Its state is the optimizer's, which sets back what the step has counted."""
+    model, optimizer = build()
+    step(model, optimizer)
+    before = snapshot(optimizer)
+    spoilt_norm(model, optimizer, 3)
+    step_unless(torch.ones(()), optimizer)
+    assert int(optimizer.gradients.steps) == 2  # the control: it counts until it is asked
+    if loads:
+        optimizer.load_state_dict({k: v + k.endswith(".step") for k, v in before.items()})
+        optimizer.gradients.begin()
+    expected = 2 if loads else 1
+    after = snapshot(optimizer)
+    assert int(optimizer.gradients.steps) == expected
+    counts = [key for key in before if key.endswith(".step")]
+    assert counts and all(after.pop(key) == expected for key in counts)
+    assert all(torch.equal(value, before[key]) for key, value in after.items())
+
+
 def spoilt_step(model, optimizer, seed, rejected):
     """A step with a NaN; returns how often it refreshed the matrix with it."""
     gradients = optimizer.gradients
