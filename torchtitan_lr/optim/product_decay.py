@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torchtitan_lr.compat.dtensor import local_part, own_part
 from torchtitan_lr.numerics import exact_products, rounded_once
 from torchtitan_lr.optim.spectral.algebra import gram, packed, unpacked
-from torchtitan_lr.optim.spectral.layout import GramGroups, GramLayout, View, batches
+from torchtitan_lr.optim.spectral.layout import GramGroups, View, batches
 from torchtitan_lr.optim.spectral.selection import factor_pairs
 from torchtitan_lr.titan import logger
 
@@ -117,11 +117,11 @@ class ProductDecay(Optimizer):
             parts = {f: (f.layout, f.exact_part(), f.r) for f in self.factors}
             whole = self.groups.gather_rows(parts)
             columns = {f: f.oriented(part) for f, part in whole.items()}  # (r, n)
-            terms: dict[Factor, tuple[GramLayout, Tensor]] = {}
+            triangle_of: dict[Factor, Tensor] = {}
             for alike in batches(self.factors):
                 triangles = packed(torch.stack([gram(columns[f]) for f in alike]))  # (b, ...)
-                terms |= {f: (f.layout, row) for f, row in zip(alike, triangles, strict=True)}
-            sums = self.groups.sum_terms(terms)
+                triangle_of |= zip(alike, triangles, strict=True)
+            sums = self.groups.sum_terms({f: (f.layout, triangle_of[f]) for f in self.factors})
             gram_of: dict[Factor, Tensor] = {}
             for alike in batches(self.factors):
                 G = unpacked(torch.stack([sums[f] for f in alike]), alike[0].r)  # (b, r, r)
