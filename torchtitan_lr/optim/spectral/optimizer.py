@@ -103,7 +103,7 @@ class Kind(NamedTuple):
 
     split: Split | None
     """Their ranks; None for linears of which every rank computes Q."""
-    summed: bool
+    equal: bool
     """Whether each of these ranks has the Gram matrices without a sum."""
     dtype: torch.dtype
     r: int
@@ -112,8 +112,8 @@ class Kind(NamedTuple):
     def of(cls, linear: Linear) -> "Kind":
         """Read the kind of a linear. Ranks can share it if they split its matrices alike."""
         ways = {matrix.layout.split_of_work for matrix in linear}
-        split, summed = ways.pop() if len(ways) == 1 else (None, True)
-        return cls(split, summed, linear[0].dtype, linear[0].r)
+        split, equal = ways.pop() if len(ways) == 1 else (None, True)
+        return cls(split, equal, linear[0].dtype, linear[0].r)
 
 
 class Found(NamedTuple):
@@ -252,10 +252,10 @@ class SpectralOptimizer(Optimizer):
                 for linears_of_rank, more in zip(by_rank, shared, strict=True):
                     linears_of_rank += more
         self._shares: list[tuple[list[Linear], Share[SpectralWeight]]] = []
-        for (split, summed, _), by_rank in by_message.items():
+        for (split, equal, _), by_rank in by_message.items():
             group = self.groups.by_split[split]
             matrices = [list(chain(*own)) for own in by_rank]
-            self._shares.append((by_rank[group.rank()], Share(group, matrices, summed)))
+            self._shares.append((by_rank[group.rank()], Share(group, matrices, equal)))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -333,15 +333,15 @@ class SpectralOptimizer(Optimizer):
 
         Ranks that split r send vectors of n and of r numbers, not W.
         """
-        weights = {m: m.oriented(m.exact_part()) for m in self.matrices}
         products: dict[SpectralWeight, tuple[GramLayout, Tensor]] = {}
-        for m, W in weights.items():
+        for m in self.matrices:
             u = own_part(m.parameter, cast(Tensor, m.u), {m.row_dim: 0})
-            products[m] = m.layout, W.mT @ u
+            products[m] = m.layout, m.oriented(m.exact_part()).mT @ u
         v = self.groups.sum_terms(products, rows=True)  # Wᵀu (n,)
         parts: dict[SpectralWeight, tuple[GramLayout, Tensor, int]] = {}
-        for m, W in weights.items():
-            parts[m] = m.layout, (W @ v[m]).unsqueeze(1 - m.row_dim), m.r
+        for m in self.matrices:
+            Wv = m.oriented(m.exact_part()) @ v[m]
+            parts[m] = m.layout, Wv.unsqueeze(1 - m.row_dim), m.r
         found = self.groups.gather_rows(parts)
         return {m: (Wv.flatten(), v[m].dot(v[m])) for m, Wv in found.items()}
 
