@@ -1,9 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Options of the whole suite."""
+"""Options of the whole suite, and garbage collection in its processes."""
 
+import gc
 import os
 import random
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     rank = {path: source.random() for path in sorted({item.path for item in items})}
     source.shuffle(items)
     items.sort(key=lambda item: rank[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector away from what the imports made.
+
+    Many tests and parts of the package collect garbage to see which tensors are still there. Each
+    time it would walk through the millions of objects of torch's modules.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_rest() -> Iterator[None]:
+    """Keep the collector away from what the tests of a file have left: caches and modules."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    # At its end the interpreter takes apart what is not frozen; some modules complain about a rest.
+    gc.unfreeze()

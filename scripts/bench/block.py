@@ -35,6 +35,7 @@ from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.formulas.tensor_parallel import FORMULAS
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.parallelize import apply_compile
@@ -197,9 +198,7 @@ def _build(
     options: argparse.Namespace,
 ) -> LlamaModel:
     torch._dynamo.reset()
-    with torch.device("meta"):
-        model = LlamaModel(args)
-    model.to(getattr(torch, options.dtype))
+    model = empty_model(args).to(getattr(torch, options.dtype))
     apply_tensor_parallel(model, mesh, settings)
     if variant.checkpoint:
         apply_low_rank_checkpoint(model, variant.checkpoint == "keep")

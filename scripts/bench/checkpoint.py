@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measure every mode; print a table or JSON."""
     report_from_rank(measure, sys.argv[1:] if argv is None else argv)
     options = _parse(argv)
-    steps = 2 + options.steps * (2 * options.saves + 1)  # WARMUP is 2
+    steps = WARMUP + options.steps * (2 * options.saves + 1)
     arguments = [
         *(f"--job.config_file={options.config}", *options.overrides, *QUIET),
         *(f"--checkpoint.interval={options.steps}", f"--training.steps={steps}"),

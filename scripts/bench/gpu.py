@@ -62,6 +62,7 @@ from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.inference.decode import Decoder, Sampling
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import Attend, LlamaModel, build_freqs_cis
@@ -211,9 +212,7 @@ def optimizer(device: str, small: bool) -> Iterator[Row]:
     """
     torch.set_float32_matmul_precision("high")
     flavor, rank, embedding_rank = ("debug", 16, 16) if small else ("1B", 512, 256)
-    with torch.device("meta"):
-        model = LlamaModel(FLAVORS["full"][flavor])
-    model.to_empty(device=device)
+    model = empty_model(FLAVORS["full"][flavor]).to_empty(device=device)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
     gradients = [torch.randn_like(p) * 1e-3 for p in model.parameters()]
@@ -288,9 +287,7 @@ def decoding(device: str, small: bool) -> Iterator[Row]:
     for family in ("full", "cola"):
         _reset(device)
         args = replace(FLAVORS[family]["debug" if small else "1B"], max_seq_len=prompt + new)
-        with torch.device("meta"):
-            model = LlamaModel(args)
-        model.to(torch.bfloat16 if device == "cuda" else torch.float32)
+        model = empty_model(args).to(torch.bfloat16 if device == "cuda" else torch.float32)
         model.to_empty(device=device)
         model.init_weights()
         for batch in (1, 32):

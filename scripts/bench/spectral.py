@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from scripts.bench.harness import in_turns, machine
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least, in_one_line
 from torchtitan_lr.console.tables import text_table
+from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.spectral.algebra import QUINTIC, gram, inverse_root
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.spectral.selection import select_matrices
@@ -94,9 +94,7 @@ def factors_of(flavor: str, layers: int, device: str) -> tuple[Factors, list[tup
         device: Where they are drawn.
     """
     args = FLAVORS["cola"][flavor]
-    with torch.device("meta"):
-        model = LlamaModel(replace(args, n_layers=layers or args.n_layers))
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    shapes = model_shapes(replace(args, n_layers=layers or args.n_layers))
     chosen = select_matrices(shapes, "Spectron")
     factors = {}
     for name in sorted(chosen.names):

@@ -2,14 +2,14 @@
 r"""Keep the finished runs of an experiment in one small file, and go on from it elsewhere.
 
     python -m scripts.research.finished_runs store spectral outputs/spectral
-    python -m scripts.research.finished_runs restore spectral outputs/spectral
+    python -m scripts.research.finished_runs begin spectral outputs/spectral
 
 scripts/research/results.sh does both around `torchtitan-lr scaling run`.
 
 store reads the runs of a folder that `torchtitan-lr scaling run` has written, and adds those that
 are new to scripts/research/experiments/NAME.json, with the commit and the torch that ran them. The
 folder's seconds.json, of scripts.research.race.seconds, goes to experiments/seconds/NAME.json.
-restore writes what the sweep needs of them into a folder: they do not run again, and `scaling fit`
+begin writes what the sweep needs of them into a folder: they do not run again, and `scaling fit`
 reads their losses. It notes there which commit and torch the next runs have.
 
 Exit status: 0; 2 invalid arguments.
@@ -206,9 +206,9 @@ def begin(name: str, work: Path) -> int:
 
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
-    """Store or restore runs, and say how many; return the exit status."""
+    """Store runs, or begin with the stored ones, and say how many; return the exit status."""
     parser = OneLineParser(prog="scripts.research.finished_runs", description=__doc__)
-    parser.add_argument("command", choices=("store", "restore"), help="what to do")
+    parser.add_argument("command", choices=("store", "begin"), help="what to do")
     parser.add_argument("name", help="of the experiment, such as spectral")
     parser.add_argument("work", type=Path, help="folder of all runs")
     options: argparse.Namespace = parser.parse_args(argv)

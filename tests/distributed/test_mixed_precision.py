@@ -33,7 +33,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", ["data", "tensors", *nightly("stages"), "lanes"])
+@pytest.mark.parametrize("case", ["data", "tensors", *nightly("stages", "lanes")])
 def test_the_regime_is_that_of_one_process(
     case: str, four_ranks: RankPool, one_rank: RankPool
 ) -> None:

@@ -86,11 +86,10 @@ def train_with_a_drifting_replica(
     case: Case, side: str = "U", odd: int = 2, error: float = 1e-9
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Disturb one replica's bases as another machine's rounding would."""
-    from torchtitan_lr.optim.tsr import algorithm
+    from torchtitan_lr.optim.tsr import refresh
     from torchtitan_lr.titan import logger
 
-    finish_sums = algorithm.TSRAdam.finish_sums
-    layout, original, lines = place(case.layout), algorithm.solve_together, []
+    layout, original, lines = place(case.layout), refresh.solve_together, []
 
     def disturbed(*args: Any) -> list[Any]:
         results = original(*args)
@@ -99,15 +98,8 @@ def train_with_a_drifting_replica(
                 getattr(svd, side)[0].view(-1)[0] += error
         return results
 
-    def same_share(self: algorithm.TSRAdam) -> torch.Tensor:
-        # A mean over the ranks, as the trainer's norm: the same number on all of them.
-        share = finish_sums(self)
-        dist.all_reduce(share)
-        return share / dist.get_world_size()
-
     with (
-        patch.object(algorithm.TSRAdam, "finish_sums", same_share),
-        patch.object(algorithm, "solve_together", disturbed),
+        patch.object(refresh, "solve_together", disturbed),
         patch.object(logger, "warning", lambda text, *rest: lines.append(text % rest)),
     ):
         model, _, _ = train(case, layout)

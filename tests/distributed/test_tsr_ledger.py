@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.distributed.tsr_cases import BASE
 from tests.distributed.tsr_ledger_cases import MESHES, expected, measure
 from tests.support.nightly import nightly
 from tests.support.rank_pool import RankPool
+from torchtitan_lr.estimate import tsr_traffic
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "tok_embeddings.weight": (64, 48),
@@ -67,3 +69,14 @@ def test_ledger_equals_formula(layout: str, name: str, measured: Any) -> None:
     ranks = measured(layout, name)
     assert ranks[0] == expected(SETTINGS[name], MESHES[layout], SHAPES)
     assert all(rank == ranks[0] for rank in ranks)
+
+
+@pytest.mark.parametrize("bucket", [2600, 5000])
+def test_small_buckets_hold_what_the_formula_says(bucket: int, four_ranks: RankPool) -> None:
+    """Which matrices share a bucket depends on their order, which is that of the stacks."""
+    layout, settings = "fsdp2xtp2", SETTINGS["auto"]
+    with patch.object(tsr_traffic, "BUCKET_ELEMENTS", bucket):
+        steps = expected(settings, MESHES[layout], SHAPES)
+    assert steps != expected(settings, MESHES[layout], SHAPES)
+    for rank in four_ranks.run(measure, layout, settings, SHAPES, False, bucket):
+        assert rank == steps

@@ -206,6 +206,13 @@ def train(
     return model, optimizer, norms
 
 
+def sum_over_ranks(share: torch.Tensor) -> torch.Tensor:
+    """Sum the shares of a squared norm, as the trainer's verdict does."""
+    if dist.is_initialized():
+        dist.all_reduce(share)
+    return share
+
+
 def take_step(
     model: nn.Module,
     optimizer: TSROptimizers,
@@ -224,8 +231,7 @@ def take_step(
                 assert isinstance(full, torch.Tensor)
                 piece = distribute(name, full, layout)
                 parameter.grad = piece if parameter.grad is None else parameter.grad + piece
-    share = gradients.finish_sums()  # the same on all ranks
-    norm = (share * (dist.get_world_size() if dist.is_initialized() else 1)).sqrt()
+    norm = sum_over_ranks(gradients.finish_sums()).sqrt()
     gradients.clip(MAX_NORM, norm)
     optimizer.step()
     gradients.settle(rejected=False)

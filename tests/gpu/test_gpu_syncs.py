@@ -29,7 +29,7 @@ from torchtitan_lr.compression.codecs import Codec, SketchCodec, SparseCodec, le
 from torchtitan_lr.config.schema import SPECTRAL
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.numerics import HostCopy
-from torchtitan_lr.optim.tsr import algorithm
+from torchtitan_lr.optim.tsr import stack
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.training.register import build_optimizers
 from torchtitan_lr.training.step import Step
@@ -166,5 +166,5 @@ def _stub_what_reads(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam, "_device_dtype_check_for_fused", lambda *_, **__: None)
     # It has no generator.
     monkeypatch.setattr(
-        algorithm, "draw_sketches", lambda keys, size, like: like.new_empty(len(keys), *size)
+        stack, "draw_sketches", lambda keys, size, like: like.new_empty(len(keys), *size)
     )

@@ -6,6 +6,7 @@ a refresh step, whose SVD yields it.
 """
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal
 
 from tests.oracle.parameters import attention_sides, feed_forward_sides
@@ -82,3 +83,17 @@ def refresh_elements(side: Side, rank: int, tsr: TSRShape) -> int:
     width = min(rank + tsr.oversampling, m, n)
     sketch = (1 + tsr.power_iterations) * (m + n) * width
     return {"sketch": sketch, "dense": m * n, "auto": min(sketch, m * n)}[tsr.refresh]
+
+
+def gathered_elements(rows: int, width: int, ranks: int) -> int:
+    """Return what a rank has after the gather of a QR factorization over so many shards.
+
+    Each rank sends its rows of the sketch (m, k), of which the shorter blocks are padded, or its
+    triangle (k, k), whichever is less.
+
+    Args:
+        rows: m.
+        width: k.
+        ranks: Number of shards of the rows.
+    """
+    return ranks * min(ceil(rows / ranks), width) * width

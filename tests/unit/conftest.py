@@ -1,34 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What all unit tests share."""
 
-import gc
 import hashlib
 import sys
 
 import pytest
-
-
-def pytest_collection_finish():
-    """Keep the garbage collector away from what the imports made.
-
-    Many tests and parts of the package collect garbage to see which tensors are still there. Each
-    time it would walk through the millions of objects of torch's modules.
-    """
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def frozen_rest():
-    """Keep the collector away from what the tests of a file have left: caches and modules."""
-    yield
-    gc.collect()
-    gc.freeze()
-
-
-def pytest_unconfigure():
-    # At its end the interpreter takes apart what is not frozen; some modules complain about a rest.
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torchtitan_lr.checks.compression import check_grad_compression
 from torchtitan_lr.checks.memory import check_memory
-from torchtitan_lr.checks.optimizer import check_groups, check_rates
+from torchtitan_lr.checks.optimizer import check_groups, check_outside, check_rates
 from torchtitan_lr.checks.pipeline import check_pipeline
 from torchtitan_lr.checks.stored import (
     check_record,
@@ -39,8 +39,8 @@ from torchtitan_lr.errors import require
 # Checks that build models come late. The last ones prepare data, which may take hours.
 _CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
     *(check_parallelism, check_compile, check_cpu, check_training, check_dump_folder),
-    *(check_checkpoint, check_model, check_groups, check_rates, check_vocabulary, check_corpora),
-    *(check_stored_model, check_stored_optimizer),
+    *(check_checkpoint, check_model, check_groups, check_rates, check_outside),
+    *(check_vocabulary, check_corpora, check_stored_model, check_stored_optimizer),
     *(check_context, check_plans, check_pipeline, check_grad_compression, check_memory),
     *(check_data, check_stored_states),
 )

@@ -10,6 +10,8 @@ from torchtitan_lr.config.schema import (
     PRODUCTS,
     READS_GROUPS,
     SPECTRAL,
+    SUMS_REPLICAS,
+    TSR,
     Optimizer,
     base_of,
 )
@@ -93,6 +95,22 @@ def check_groups(config: Any, world_size: int, device_type: str) -> None:
         offload = config.training.enable_cpu_offload
         want = f"false with {key} = 'products', which needs sums on the device"
         require(not offload, "training.enable_cpu_offload", offload, want)
+
+
+def check_outside(config: Any, world_size: int, device_type: str) -> None:
+    """Run the check of an optimizer from outside, and refuse a dtype of sums that are its own."""
+    from torchtitan_lr.training.register import OUTSIDE_CHECKS
+
+    if llama_args(config) is None:  # another package's model, which builds its own optimizer
+        return
+    name, training = config.optimizer.name, config.training
+    if check := OUTSIDE_CHECKS.get(name):
+        check(config, world_size, device_type)
+    replicas = config.parallelism.data_parallel_replicate_degree
+    if replicas > 1 and name in SUMS_REPLICAS and base_of(name) != TSR:
+        key, dtype = "training.mixed_precision_reduce", training.mixed_precision_reduce
+        want = f"'float32' with optimizer.name = {name!r}, which sums over the replicas itself"
+        require(dtype == "float32", key, dtype, want)
 
 
 def _what_ignores_rates(config: Any) -> str:

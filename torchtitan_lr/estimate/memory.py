@@ -229,8 +229,7 @@ def checkpoint_bytes(run: Run) -> dict[str, int]:
     static = static_memory([run.global_shapes], 1, run.precision, plans, spectral=vectors)
     parts = {part: static[part] for part in ("weights", "optimizer")}
     if run.compresses and run.config.grad_compression.save_residuals:
-        # Each pipeline rank has the residuals of its own stages.
-        parts["residuals"] = _residual_bytes(run) * (run.world // run.pp)
+        parts["residuals"] = _residual_bytes(run) * run.world
     return parts
 
 

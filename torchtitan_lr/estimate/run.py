@@ -127,6 +127,12 @@ class Run:
         return self.microbatch * self.seq_len // self.cp
 
     @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step on all ranks."""
+        batches = self.microbatches * self.accumulation * self.shard * self.replicas
+        return self.tokens * batches
+
+    @property
     def precision(self) -> Precision:
         """Bytes per element."""
         training = self.config.training
@@ -156,7 +162,6 @@ class Run:
             "gradient": reduced,
             "stored": reduced if reduced == "bfloat16" else training.dtype,
             "replicas": reduced,
-            "norm": "float64",
             "checksum": "int64",
             "index": "uint8",
         }

@@ -217,7 +217,7 @@ def optimizer_traffic(run: Run, pp_rank: int, refreshing: Collection[int]) -> li
         for name, shape in reversed(shapes.items())
         if name not in run.tsr_plans
     ]
-    mesh = TSRMesh(sharding, run.replicas, run.pp)
+    mesh = TSRMesh(sharding, run.replicas)
     return tsr_traffic(matrices, refreshing, dense, mesh, run.tsr)
 
 

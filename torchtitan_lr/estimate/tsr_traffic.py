@@ -3,12 +3,13 @@
 
 A step without refresh sums cores over each mesh dimension that splits a matrix and over the
 replicas, in one call per bucket, and dense gradients over the replicas likewise. A refresh adds the
-sketches Y, Z and B (`optim.tsr.svd`), the triangles of the QR factorizations, and checksums, in
-rounds shared by the refreshing matrices with equal q. Elements are counted like in the ledger.
+sketches Y, Z and B (`optim.tsr.svd`), what their QR factorizations gather, and checksums, in rounds
+shared by the refreshing matrices with equal q. Elements are counted like in the ledger.
 What is selected, and what a refresh sends, stands in `optim.tsr.selection`, which the optimizer
 reads too; ``tests/oracle/tsr.py`` states it once more.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
@@ -39,6 +40,13 @@ class TSRMatrix:
     rows: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
 
+    @property
+    def kind(self) -> object:
+        """What matrices that the optimizer stacks have in common."""
+        plan = self.plan
+        shape = (plan.rows, plan.columns, plan.rank, plan.power_iterations, plan.transposed)
+        return shape, self.rows, self.columns
+
 
 @dataclass(frozen=True)
 class TSRMesh:
@@ -47,18 +55,19 @@ class TSRMesh:
     Args:
         sharding: Ranks by mesh dimension that splits parameters, in order.
         replicas: Ranks with equal parameters.
-        stages: Pipeline ranks.
     """
 
     sharding: Mapping[str, int]
     replicas: int = 1
-    stages: int = 1
 
     def block(self, matrix: TSRMatrix) -> tuple[int, int]:
         """Return the rows and columns of a matrix's largest block, each rounded up."""
-        rows = prod(self.sharding[dim] for dim in matrix.rows)
-        columns = prod(self.sharding[dim] for dim in matrix.columns)
+        rows, columns = prod(self.ranks(matrix.rows)), prod(self.ranks(matrix.columns))
         return ceil(matrix.plan.rows / rows), ceil(matrix.plan.columns / columns)
+
+    def ranks(self, dims: Collection[str]) -> list[int]:
+        """Return the sizes of some mesh dimensions, in the order of the mesh."""
+        return [size for dim, size in self.sharding.items() if dim in dims]
 
     def over_replicas(self, role: str, elements: int) -> list[Traffic]:
         """Return the sum of so many elements over the replicas, if there are any."""
@@ -84,10 +93,13 @@ def tsr_traffic(
 
     Returns:
         Rows of the scope ``step`` and the pass ``optimizer``, with the roles ``core``,
-        ``gradient``, ``sketch``, ``norm`` (fp64) and ``checksum`` (int64).
+        ``gradient``, ``sketch`` and ``checksum`` (int64).
     """
     plain = [m for i, m in enumerate(matrices) if i not in refreshing]
-    fresh = [matrices[i] for i in sorted(refreshing)]
+    # The optimizer stacks matrices that are alike, in the model's order.
+    kinds = list(dict.fromkeys(m.kind for m in reversed(matrices)))
+    fresh = [matrices[i] for i in sorted(refreshing, reverse=True)]
+    fresh.sort(key=lambda m: kinds.index(m.kind))
     # Cores, r×r or r×n, are summed over every dimension that a projection contracts.
     sizes = [m.plan.core_elements(mesh.block(m)[1]) for m in plain]
     contracted = [m.rows + (m.columns if m.plan.two_sided else ()) for m in plain]
@@ -101,14 +113,11 @@ def tsr_traffic(
     most = min(BUCKET_ELEMENTS, ceil(sum(whole) / settings.overlap_buckets))
     for bucket in split_buckets(whole, most):
         rows += mesh.over_replicas("gradient", sum(whole[i] for i in bucket))
-    sizes = [sum(mesh.block(m)) * m.plan.width for m in fresh]
+    sizes = [m.plan.held(mesh.block(m), (mesh.ranks(m.rows), mesh.ranks(m.columns))) for m in fresh]
     for bucket in split_buckets(sizes, BUCKET_ELEMENTS):
         for q in {fresh[i].plan.power_iterations for i in bucket}:
             alike = [fresh[i] for i in bucket if fresh[i].plan.power_iterations == q]
             rows += _refresh(alike, q, mesh, settings.moments == "rotate")
-    rows += [_row("all_reduce", "norm", 1, dim) for dim in mesh.sharding]
-    if mesh.stages > 1:
-        rows.append(_row("all_reduce", "norm", 1, "pp"))
     return merge(rows)
 
 
@@ -127,10 +136,12 @@ def _refresh(fresh: Sequence[TSRMatrix], q: int, mesh: TSRMesh, rotates: bool) -
         pairs = zip(fresh, sketches, strict=True)
         sent = sum(size for m, size in pairs if not m.plan.sends(*mesh.block(m))[0])
         rows += mesh.over_replicas("sketch", sent)
-        for dim, ranks in mesh.sharding.items():
-            if widths := [m.plan.width for m in fresh if dim in getattr(m, other)]:
-                triangles = sum(ranks * width**2 for width in widths)
-                rows.append(_row("all_gather", "sketch", triangles, dim))
+        gathered: Counter[str] = Counter()
+        for m in fresh:
+            dims = [dim for dim in mesh.sharding if dim in getattr(m, other)]
+            elements = m.plan.gathered(mesh.block(m)[side], mesh.ranks(dims))
+            gathered.update(dict(zip(dims, elements, strict=True)))
+        rows += [_row("all_gather", "sketch", n, dim) for dim, n in gathered.items()]
     both = [m for m in fresh if m.plan.two_sided]
     sums: list[tuple[Sequence[TSRMatrix], Axis, int]] = [
         *((fresh, "columns", 1), (fresh, "rows", 1), (both, "columns", 1)),

@@ -122,15 +122,10 @@ def write_card(args: LlamaArgs, config: Any, step_dir: Path, exported: Exported)
     corpora = [] if step == "0" else _corpora(record)
     changes = _changes(record, step)
     rows = _model_rows(args, written) + _run_rows(config, corpora, step_dir, step)
-    for after, text in changes:
-        rows.append((f"changed after step {after}", text))
+    rows += [(f"changed after step {after}", text) for after, text in changes]
     repeat = ""
     if step != "0":
-        ranks = _ranks(step_dir.parent.parent)
-        command = f"{f'NGPU={ranks} ' if ranks else ''}torchtitan-lr train {TRAIN_TOML}{module}"
-        repeats = "repeats its training" + (", without the changes" if changes else "")
-        repeat = _REPEAT.format(command=command, toml=TRAIN_TOML, repeats=repeats)
-        repeat += _FROM_START if origin else ""
+        repeat = _repeat(_ranks(step_dir.parent.parent), module, bool(changes), origin)
         (out_dir / TRAIN_TOML).write_text(run_toml(step_dir, published=True))
         if of_file:
             write_model_args(args, out_dir / _ARGS)
@@ -152,6 +147,14 @@ def write_card(args: LlamaArgs, config: Any, step_dir: Path, exported: Exported)
         repeat=repeat,
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(out_dir / CARD)
+
+
+def _repeat(ranks: int | None, module: str, changed: bool, origin: Origin | None) -> str:
+    """Say how to repeat the training."""
+    command = f"{f'NGPU={ranks} ' if ranks else ''}torchtitan-lr train {TRAIN_TOML}{module}"
+    repeats = "repeats its training" + (", without the changes" if changed else "")
+    text = _REPEAT.format(command=command, toml=TRAIN_TOML, repeats=repeats)
+    return text + (_FROM_START if origin else "")
 
 
 def _has_module(record: dict[str, Any]) -> bool:

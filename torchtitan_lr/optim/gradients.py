@@ -9,7 +9,7 @@ backward and sums over the replicas itself.
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -91,17 +91,14 @@ class StoredGradients(Gradients):
 
         A part of which several ranks hold a copy is divided by their number.
         """
-        stages = self.pp_mesh.size() if self.pp_mesh else 1  # each has parameters of its own
-        ranks = dist.get_world_size() // stages if dist.is_initialized() else 1
-        alike: dict[int, list[Tensor]] = defaultdict(list)
+        pieces = []
         for gradient in self._gradients():
             splits = 1
             if isinstance(gradient, DTensor):
                 sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
                 splits = math.prod(n for n, part in sizes if isinstance(part, Shard | StridedShard))
-            alike[ranks // splits].append(gradient)
-        shares = [joint_norm(same).double().square() / n for n, same in alike.items()]
-        return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)
+            pieces.append((gradient, splits))
+        return share_of_square(pieces, self.pp_mesh.size() if self.pp_mesh else 1)
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm: Tensor) -> None:
@@ -122,6 +119,25 @@ class StoredGradients(Gradients):
     def _gradients(self) -> list[Tensor]:
         parameters = (p for part in self.model_parts for p in part.parameters())
         return [p.grad for p in parameters if p.grad is not None]
+
+
+def share_of_square(pieces: Iterable[tuple[Tensor, int]], stages: int) -> Tensor:
+    """Return this rank's share of the square of a norm; the shares of all ranks add up to it.
+
+    Args:
+        pieces: This rank's tensors, each with the number of ranks that it is split over. What
+            several ranks hold alike is divided by their number.
+        stages: Number of pipeline ranks: each has tensors of its own.
+
+    Returns:
+        An fp64 scalar.
+    """
+    ranks = dist.get_world_size() // stages if dist.is_initialized() else 1
+    alike: dict[int, list[Tensor]] = defaultdict(list)
+    for piece, splits in pieces:
+        alike[ranks // splits].append(piece)
+    shares = [joint_norm(same).double().square() / n for n, same in alike.items()]
+    return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)
 
 
 def clip_factor(max_norm: float, norm: Tensor) -> Tensor:

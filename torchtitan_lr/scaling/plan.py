@@ -136,8 +136,7 @@ class Plan:
         run = read_run(placed.config, arm.ranks)
         total, flops = run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len)
         counted = total - 2 * run.args.vocab_size * run.args.dim  # the embedding, the head
-        batches = run.microbatches * run.accumulation * run.shard * run.replicas
-        tokens = run.tokens * batches
+        tokens = run.tokens_per_step
         return Cost(counted, flops + optimizer_flops(run) / tokens, tokens)
 
     def point(

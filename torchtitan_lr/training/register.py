@@ -60,6 +60,11 @@ BuildOptimizers = Callable[[list[nn.Module], OptimizerConfig, ParallelDims], Opt
 FROM_OUTSIDE: dict[str, BuildOptimizers] = {}
 """Builds an optimizer from outside the package, by its value of ``optimizer.name``."""
 
+Check = Callable[[Any, int, str], None]
+
+OUTSIDE_CHECKS: dict[str, Check] = {}
+"""Refuses what an optimizer from outside does not fit, by its value of ``optimizer.name``."""
+
 
 def build_optimizers(
     model_parts: list[nn.Module], optimizer_config: OptimizerConfig, parallel_dims: ParallelDims
@@ -96,11 +101,11 @@ def _grouped_optimizers(
         return TSROptimizers(
             model_parts,
             TSRSettings.from_config(optimizer_config),
-            {name: getattr(optimizer_config, name) for name in names},
-            replicas,
-            stages,
-            rates,
-            REPLICAS_WIRE.get(model_parts[0]),
+            defaults={name: getattr(optimizer_config, name) for name in names},
+            replicas=replicas,
+            stages=stages,
+            rates=rates,
+            wire_dtype=REPLICAS_WIRE.get(model_parts[0]),
         )
     optimizers = components.build_optimizers(model_parts, optimizer_config, parallel_dims)
     for part, optimizer in zip(model_parts, optimizers, strict=True):
@@ -117,6 +122,7 @@ def register_optimizer(
     sums_replicas: bool = False,
     reads_groups: bool = False,
     base: str = "",
+    check: Check | None = None,
 ) -> None:
     """Register an optimizer from outside the package, also as a value of ``optimizer.name``.
 
@@ -126,7 +132,9 @@ def register_optimizer(
             other keys are those of ``[optimizer]``. An attribute ``gradients`` of what it returns
             is used in the place of `StoredGradients`.
         sums_replicas: Whether gradients reach the optimizer without the sum over the replicas
-            (``parallelism.data_parallel_replicate_degree``): it must then sum them itself.
+            (``parallelism.data_parallel_replicate_degree``): it must then sum them itself. Unless
+            ``base`` does so, ``training.mixed_precision_reduce = "bfloat16"`` is refused with
+            replicas.
         reads_groups: Whether it takes its rates from `ParameterGroups.rates`. A run of one that
             does not is refused ``[[optimizer.groups]]``, ``weight_decay_on``, ``adamw_lr`` and
             ``adamw_weight_decay``.
@@ -134,6 +142,10 @@ def register_optimizer(
             `build_optimizers` and changes. Then the checks, the defaults and the stored state of
             that one hold for this one too, and it has its rates and its sums over the replicas.
             State that ``build`` adds is its own to save: a resumed run begins without it.
+        check: Called before a rank starts, with the configuration, the number of ranks and the type
+            of their device; it raises a `ConfigError` for what the optimizer does not fit. One
+            whose replicas differ refuses ``checkpoint.enable``: a checkpoint takes each tensor from
+            any one of them.
 
     Raises:
         ValueError: Another optimizer has the name, or the package has no such base.
@@ -146,6 +158,8 @@ def register_optimizer(
     OPTIMIZERS.append(name)
     if base:
         BASES[name] = base
+    if check:
+        OUTSIDE_CHECKS[name] = check
     if sums_replicas or base in SUMS_REPLICAS:
         SUMS_REPLICAS.append(name)
     if reads_groups or base:

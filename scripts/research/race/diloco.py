@@ -4,13 +4,16 @@
 Each replica trains alone with AdamW. Every H steps the replicas average the changes of their
 weights, and an outer optimizer, SGD with Nesterov momentum, applies the mean. Streaming DiLoCo does
 so fragment after fragment, each every H steps, and lets a sum run beside a step. At its end the
-replicas differ: a loss is the mean of their own, each on its share of the rows.
+replicas differ: a loss is the mean of their own, each on its share of the rows. A checkpoint would
+mix their weights, and is refused. The paper's replicas clip alone; here all clip by one norm, the
+root mean square of their own, since a step has one norm.
 
 torchft's `Manager` asks a server which replicas are alive before every sum. Here their number is
 fixed, so `FixedReplicas` stands in its place, on the run's own process group.
 """
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -85,10 +88,13 @@ class LocalGradients(StoredGradients):
 
 
 def fragments_of(model: Any, count: int) -> list[nn.Module]:
-    """Split a model into fragments of consecutive blocks; the ends belong to the outer ones."""
+    """Split a model into fragments of consecutive blocks; the ends belong to the outer ones.
+
+    Fragments differ by at most a block. A model has at least one for each.
+    """
     blocks = list(model.layers.children())
-    size = -(-len(blocks) // count)
-    parts = [blocks[start : start + size] for start in range(0, len(blocks), size)]
+    bounds = [len(blocks) * i // count for i in range(count + 1)]
+    parts = [blocks[start:end] for start, end in pairwise(bounds)]
     parts[0].insert(0, model.tok_embeddings)
     parts[-1] += [model.norm, model.output]
     return [nn.ModuleList(part) for part in parts]

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.optim.spectral.algebra import gram, inverse_root
-from torchtitan_lr.optim.tsr.algorithm import MatrixStack, NewBases, TSRAdam
+from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import EMBEDDING, HEAD
+from torchtitan_lr.optim.tsr.stack import MatrixStack, NewBases
 from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
 from torchtitan_lr.titan.components import OptimizersContainer
 from torchtitan_lr.training.register import BuildOptimizers, build_optimizers

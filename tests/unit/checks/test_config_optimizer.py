@@ -13,7 +13,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.memory import checkpoint_bytes
 from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.titan.specs import REGISTERED_SPECS, get_train_spec
-from torchtitan_lr.training.register import FROM_OUTSIDE, register_optimizer
+from torchtitan_lr.training.register import FROM_OUTSIDE, OUTSIDE_CHECKS, register_optimizer
 
 CONFIG = ROOT / "train_configs" / "debug_tsr.toml"
 
@@ -70,7 +70,7 @@ def test_the_factors_of_a_low_rank_model_have_short_sides(tmp_path):
 def outside():
     """Optimizers from outside: one reads no groups, one does, and one changes TSR-Adam."""
     known = [list(table) for table in (OPTIMIZERS, SUMS_REPLICAS, READS_GROUPS)]
-    register_optimizer("Own", lambda *_: None)
+    register_optimizer("Own", lambda *_: None, sums_replicas=True)
     register_optimizer("Reader", lambda *_: None, reads_groups=True)
     register_optimizer("Variant", lambda *_: None, base="TSRAdam")
     yield
@@ -99,6 +99,29 @@ def test_rates_that_an_optimizer_from_outside_does_not_read(key, value, outside,
     text = str(info.value)
     assert text.startswith(f"optimizer.{key}: got ") and "\n" not in text
     assert "with optimizer.name = 'Own', registered without reads_groups = True" in text
+
+
+def test_an_optimizer_from_outside_refuses_by_its_own_check(outside, monkeypatch, tmp_path):
+    calls = []
+
+    def refuse(config, world_size, device_type):
+        calls.append((config.optimizer.name, world_size, device_type))
+        raise ConfigError("optimizer.lr", config.optimizer.lr, "another one")
+
+    monkeypatch.setitem(OUTSIDE_CHECKS, "Own", refuse)
+    with pytest.raises(ConfigError, match=r"^optimizer\.lr: got .*, expected another one$"):
+        check("--optimizer.name=Own", tmp_path=tmp_path)
+    check("--optimizer.name=Reader", tmp_path=tmp_path)
+    assert calls == [("Own", 4, "cpu")]
+
+
+def test_a_dtype_of_sums_that_an_optimizer_from_outside_makes_itself(outside, tmp_path):
+    replicas = "--parallelism.data_parallel_replicate_degree="
+    bf16 = "--training.mixed_precision_reduce=bfloat16"
+    for name, degree in (("Reader", 4), ("Variant", 4), ("Own", 1)):  # Variant's sums: TSR-Adam's
+        check(f"--optimizer.name={name}", f"{replicas}{degree}", bf16, tmp_path=tmp_path)
+    with pytest.raises(ConfigError, match=r"reduce: got 'bfloat16', expected 'float32' with .*Own"):
+        check("--optimizer.name=Own", f"{replicas}4", bf16, tmp_path=tmp_path)
 
 
 def test_what_is_refused_of_tsr_adam_is_refused_of_its_variants(outside, tmp_path):

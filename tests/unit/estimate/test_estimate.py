@@ -9,9 +9,9 @@ import pytest
 
 from tests.commands import ROOT, Command
 from torchtitan_lr.checks.job import check_job_config
-from torchtitan_lr.commands.estimate import default_world
 from torchtitan_lr.commands.estimate_report import alternative_modes, alternatives
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.schema import least_ranks
 from torchtitan_lr.estimate.hardware import MACHINES, load_hardware
 from torchtitan_lr.estimate.rehearsal import Rehearsal
 from torchtitan_lr.estimate.run import read_run
@@ -44,7 +44,7 @@ def script():
 
 def paper_run(path, world=None, *overrides):
     config = build_job_config([f"--job.config_file={path}", *overrides])
-    world = default_world(config) if world is None else world
+    world = least_ranks(vars(config.parallelism)) if world is None else world
     check_job_config(config, world, "cuda", on_paper=True)
     return read_run(config, world)
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import pytest
 
-from tests.oracle.tsr import TSRShape, honest_tsr, linear_sides
+from tests.oracle.tsr import TSRShape, gathered_elements, honest_tsr, linear_sides
 from torchtitan_lr.estimate.tsr_traffic import TSRMatrix, TSRMesh, tsr_traffic
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices, split_buckets
@@ -43,3 +43,27 @@ def test_buckets_and_blocks():
     splits = [((), ()), (("tp",), ()), (("fsdp", "tp"), ("fsdp",))]
     blocks = [mesh.block(TSRMatrix(plan, *split)) for split in splits]
     assert blocks == [(10, 9), (3, 9), (2, 5)]
+
+
+@pytest.mark.parametrize("ranks", [8, 31, 32, 1024])
+def test_a_refresh_gathers_rows_or_triangles(ranks):
+    """16,384 rows are less than 32 triangles of 517 rows, and more than 31."""
+    settings = TSRSettings(rank=512, refresh="sketch", power_iterations=0)
+    plan = plan_matrices({"w": (16384, 4096)}, settings)["w"]
+    mesh = TSRMesh({"fsdp": ranks})
+    traffic = tsr_traffic([TSRMatrix(plan, ("fsdp",))], [0], [], mesh, settings)
+    (gather,) = [row for row in traffic if row.op == "all_gather"]
+    assert (gather.calls, gather.elements) == (1, gathered_elements(16384, 517, ranks))
+    assert (gather.elements == ranks * 517**2) == (ranks < 32)
+
+
+def test_what_is_gathered_counts_in_the_bucket():
+    """24 sketches of 1,024 ranks are small, and what is gathered of them is not."""
+    settings = TSRSettings(rank=512, refresh="sketch", power_iterations=0)
+    plans = plan_matrices({f"w{i}": (16384, 4096) for i in range(24)}, settings).values()
+    matrices = [TSRMatrix(plan, ("fsdp",)) for plan in plans]
+    mesh = TSRMesh({"fsdp": 1024})
+    traffic = tsr_traffic(matrices, range(24), [], mesh, settings)
+    (gather,) = [row for row in traffic if row.op == "all_gather"]
+    assert gather.elements == 24 * gathered_elements(16384, 517, 1024)
+    assert gather.elements / gather.calls < 2**26 < gather.elements

@@ -7,12 +7,14 @@ the core C = UᵀGV (r, r) is summed over the replicas, and Adam's moments are t
 
 | line of Algorithm 1 | where |
 |---|---|
-| every K steps: U, Σ, V ← randomized SVD of ΣG | `TSRAdam._refresh`, `svd.randomized_svd` |
+| every K steps: U, Σ, V ← randomized SVD of ΣG | `refresh.find_bases`, `svd.randomized_svd` |
 | moments of the old bases, carried over | `MatrixStack.change_bases` |
 | C ← UᵀGV | `MatrixStack.project` |
 | C ← ΣC over the replicas | `sums.CoreSum` |
 | m, v ← Adam's moments of C; D = m̂/(√v̂ + ε) | `MatrixStack.direction` |
 | W ← (1 − ηλ)W − ηα·UDVᵀ | `MatrixStack.lift` |
+
+Every `MatrixStack`, of ``stack.py``, has the equations of matrices that are alike.
 
 A refresh belongs to its step. `TSRAdam.finish_sums` finds the new bases, and `TSRAdam.step` starts
 to use them. If that step is rejected (``found_inf``), the device keeps the old bases and moments.
@@ -30,7 +32,8 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, cast
+from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,307 +41,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchtitan_lr.compat.autograd import clean_name
-from torchtitan_lr.compat.dtensor import local_part, own_part, shard_dims, wrap_like
+from torchtitan_lr.compat.dtensor import local_part, shard_dims
 from torchtitan_lr.numerics import scale_
-from torchtitan_lr.optim.gradients import clip_factor
+from torchtitan_lr.optim.gradients import clip_factor, share_of_square
 from torchtitan_lr.optim.resume import copy_state
 from torchtitan_lr.optim.tsr.dense import DenseParameters
-from torchtitan_lr.optim.tsr.drift import Drift, Matrix
-from torchtitan_lr.optim.tsr.selection import (
-    BUCKET_ELEMENTS,
-    MatrixPlan,
-    TSRSettings,
-    plan_matrices,
-    split_buckets,
-)
+from torchtitan_lr.optim.tsr.drift import Drift
+from torchtitan_lr.optim.tsr.refresh import find_bases
+from torchtitan_lr.optim.tsr.selection import BUCKET_ELEMENTS, TSRSettings, plan_matrices
+from torchtitan_lr.optim.tsr.stack import MatrixStack, NewBases, stack_alike, write
 from torchtitan_lr.optim.tsr.sums import (
     CoreSum,
     EarlySums,
     GradientSum,
     Groups,
-    Layout,
-    Rounds,
     in_buckets,
     local_gradient,
-    norm_over_ranks,
-    solve_together,
-    summed,
 )
-from torchtitan_lr.optim.tsr.svd import SVD, draw_basis, draw_sketches, randomized_svd
-
-
-@dataclass
-class NewBases:
-    """New bases of b matrices of one stack.
-
-    Args:
-        stack: The stack.
-        indices: The matrices' places in it.
-        U: (b, m, r).
-        V: (b, n, r), or None if that side is not projected.
-        C: The core in the new bases, (b, r, r) or (b, r, n).
-        U_overlap: U₊ᵀU (b, r, r), the old basis in the new one; None unless moments are rotated.
-        V_overlap: V₊ᵀV (b, r, r), likewise.
-    """
-
-    stack: "MatrixStack"
-    indices: list[int]
-    U: Tensor
-    V: Tensor | None
-    C: Tensor
-    U_overlap: Tensor | None = None
-    V_overlap: Tensor | None = None
-
-
-class MatrixStack:
-    """Algorithm 1's equations, on b matrices of equal shape, rank and layout.
-
-    Stacked matrices need fewer kernels. Every tensor here is this rank's part.
-
-    Args:
-        plans: The compression of each matrix.
-        parameters: The parameters, plain or DTensors.
-        layout: The mesh dimensions that split each of them.
-        ranks: Size of every mesh dimension of the run.
-        settings: The settings.
-
-    Attributes:
-        plan: What the matrices have in common: shape, rank and power iterations.
-        U: (b, m, r), rows sharded like the matrix's rows.
-        V: (b, n, r), rows sharded like the matrix's columns; None if one-sided.
-        C: The cores of the running step (b, r, r), or (b, r, n), sharded like the matrix's columns,
-            if one-sided. `TSRAdam` provides the memory.
-        exp_avg: Adam's m, of the same shape as C.
-        exp_avg_sq: Adam's v, likewise.
-        row_dim: Dimension of a parameter that its rows are, as it is projected.
-        column_dim: The other one.
-        core_dims: Mesh dimensions that split a core.
-        contracted: Mesh dimensions whose ranks each have one term of a core.
-        sketch_size: Elements (m + n)k of one matrix's sketches on a rank.
-        sends_dense: Whether a refresh sums dense gradients, not sketches, over the replicas.
-        ages: Number of cores in the moments (b,), on the CPU.
-        refresh_counts: Number of refreshes so far (b,), on the CPU.
-    """
-
-    C: Tensor
-
-    def __init__(
-        self,
-        plans: Sequence[MatrixPlan],
-        parameters: Sequence[Tensor],
-        layout: Layout,
-        ranks: Sequence[int],
-        settings: TSRSettings,
-    ) -> None:
-        self.plans, self.parameters, self.settings = list(plans), list(parameters), settings
-        self.plan = plan = plans[0]
-        self.row_dim, self.column_dim = (1, 0) if plan.transposed else (0, 1)
-        self.layout = layout
-        rows, columns = layout.largest_block(plan.rows, plan.columns, ranks)
-        self.sketch_size = (rows + columns) * plan.width
-        self.sends_dense, _ = plan.sends(rows, columns)
-        self.core_dims = () if plan.two_sided else layout.columns
-        self.contracted = {*layout.rows, *layout.columns}.difference(self.core_dims)
-        weight = local_part(parameters[0])
-        b, r = len(parameters), plan.rank
-        m, n = self._oriented(weight).shape
-        self.dtype = torch.promote_types(weight.dtype, torch.float32)
-        kind: dict[str, Any] = {"dtype": self.dtype, "device": weight.device}
-        self.U = torch.zeros(b, m, r, **kind)
-        self.V = torch.zeros(b, n, r, **kind) if plan.two_sided else None
-        self.exp_avg = torch.zeros(b, r, r if plan.two_sided else n, **kind)
-        self.exp_avg_sq = torch.zeros_like(self.exp_avg)
-        self.ages = torch.zeros(b, dtype=torch.int64)
-        self.refresh_counts = torch.zeros(b, dtype=torch.int64)
-        if plan.waits:
-            self._draw_bases()
-
-    def _draw_bases(self) -> None:
-        """Draw the bases until the first refresh; each rank draws all rows, and keeps its own."""
-        for i, (plan, parameter) in enumerate(zip(self.plans, self.parameters, strict=True)):
-            basis = draw_basis(f"{plan.name}:left", (plan.rows, plan.rank))
-            self.U[i].copy_(own_part(parameter, basis, {self.row_dim: 0}))
-            if self.V is not None:
-                basis = draw_basis(f"{plan.name}:right", (plan.columns, plan.rank))
-                self.V[i].copy_(own_part(parameter, basis, {self.column_dim: 0}))
-
-    def due(self, steps: int) -> list[int]:
-        """Return the matrices that get new bases in the step after so many steps."""
-        counts = self.refresh_counts.tolist()
-        return [i for i, plan in enumerate(self.plans) if plan.is_due(steps, counts[i])]
-
-    def project(self, index: int) -> None:
-        """Accumulate a core, C ← C + UᵀGV, and free the gradient."""
-        gradient = self._oriented(local_part(cast(Tensor, self.parameters[index].grad)))  # (m, n)
-        self.parameters[index].grad = None
-        half = self.U[index].mT @ gradient.to(self.dtype)  # (r, n)
-        if self.V is None:
-            self.C[index].add_(half)
-        else:
-            self.C[index].addmm_(half, self.V[index])
-
-    def decompose(self, indices: Sequence[int], groups: Groups) -> Rounds[SVD]:
-        """Compute the leading singular triplets of some gradients; see `randomized_svd`."""
-        gradients = []
-        for i in indices:
-            parameter = self.parameters[i]
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradients.append(self._oriented(local_part(gradient)))  # (m, n)
-        counts = self.refresh_counts.tolist()
-        keys = [(self.plans[i].name, counts[i]) for i in indices]
-        # Every rank draws the whole Ω (n, k) of each matrix, and keeps its own rows.
-        full = draw_sketches(keys, (self.plan.columns, self.plan.width), self.U)
-        own = [own_part(self.parameters[0], sketch, {self.column_dim: 0}) for sketch in full]
-        return randomized_svd(
-            gradients,
-            torch.stack(own),
-            self.plan.rank,
-            self.plan.power_iterations,
-            mesh_dims=len(groups.sharding),
-            replicas=groups.replicas is not None and not self.sends_dense,
-            earlier=(_read(self.U, indices), None if self.V is None else _read(self.V, indices)),
-        )
-
-    def change_bases(self, new: NewBases, rejected: Tensor) -> None:
-        """Replace the bases and carry the moments over according to ``tsr_moments``.
-
-        ``keep`` leaves the moments unchanged (the published code; the new bases are sign-aligned
-        with the old ones for this mode), and ``reset`` sets them to zero. ``rotate`` expresses them
-        in the new bases (the paper's theory): with P = U₊ᵀU and Q = V₊ᵀV, m ← P·m·Qᵀ, and v by the
-        squared entries of P and Q. The second moment holds variances of the core's entries; if
-        these are independent, the variances of sums add with squared weights.
-
-        Args:
-            new: The bases of some of the matrices.
-            rejected: True on the device to keep the old ones, a scalar. The counters, which are on
-                the host, change in any case; `TSRAdam.settle` or `TSRAdam.begin` sets them back.
-        """
-        i = new.indices
-        changes = [(self.U, new.U)]
-        if self.V is not None and new.V is not None:
-            changes.append((self.V, new.V))
-        if self.settings.moments == "reset":
-            zeros = torch.zeros_like(new.C)
-            changes += [(self.exp_avg, zeros), (self.exp_avg_sq, zeros)]
-            self.ages[i] = 0
-        elif new.U_overlap is not None:
-            P, Q = new.U_overlap, new.V_overlap  # (b, r, r)
-            average, square = P @ _read(self.exp_avg, i), P.square() @ _read(self.exp_avg_sq, i)
-            if Q is not None:
-                average, square = average @ Q.mT, square @ Q.square().mT
-            changes += [(self.exp_avg, average), (self.exp_avg_sq, square)]
-        for state, changed in changes:
-            _write(state, i, torch.where(rejected, _read(state, i), changed))
-        self.refresh_counts[i] += 1
-
-    def direction(self, hyper: Mapping[str, Any], rejected: Tensor) -> Tensor:
-        """Run Adam on the cores: update their moments, and return D = m̂/(√v̂ + ε).
-
-        Args:
-            hyper: β₁, β₂ and ε (``eps``).
-            rejected: True on the device to leave the moments as they are, a scalar.
-
-        Returns:
-            D, of the shape of C; 0 if the step is rejected.
-        """
-        beta1, beta2, eps = (float(hyper[name]) for name in ("beta1", "beta2", "eps"))
-        # m ← β₁m + (1 − β₁)C,  v ← β₂v + (1 − β₂)C∘C
-        average = self.exp_avg.lerp(self.C, 1 - beta1)
-        square = (self.exp_avg_sq * beta2).addcmul_(self.C, self.C, value=1 - beta2)
-        torch.where(rejected, self.exp_avg, average, out=self.exp_avg)
-        torch.where(rejected, self.exp_avg_sq, square, out=self.exp_avg_sq)
-        # m̂ = m / (1 − β₁ᵗ), where t is the number of cores in the moments; v̂ likewise.
-        self.ages += 1
-        first, *others = ages = self.ages.tolist()
-        age: float | Tensor = float(first)
-        if any(other != first for other in others):
-            # A copy from pageable memory would make the host wait for the device.
-            on_host = torch.tensor(ages, dtype=self.dtype, pin_memory=self.U.is_cuda)
-            age = on_host.to(self.U.device, non_blocking=True)[:, None, None]
-        corrected = self.exp_avg / (1 - beta1**age)
-        D = corrected / ((self.exp_avg_sq / (1 - beta2**age)).sqrt() + eps)
-        return D.masked_fill(rejected, 0.0)
-
-    def lift(self, D: Tensor, hyper: Mapping[str, Any], rejected: Tensor) -> None:
-        """Lift directions of cores to full matrices: W ← (1 − ηλ)W − ηα·UDVᵀ.
-
-        Args:
-            D: The directions, of the shape of C.
-            hyper: η (``lr``) and λ (``weight_decay``); α is ``tsr_scale``.
-            rejected: True on the device to change no bit of the weights, a scalar.
-        """
-        lr, decay = float(hyper["lr"]), float(hyper["weight_decay"])
-        # A rejected step multiplies weights by 1 and adds 0.
-        shrink = torch.full_like(rejected, 1 - lr * decay, dtype=self.dtype)
-        shrink.masked_fill_(rejected, 1.0)
-        weights = [self._oriented(local_part(parameter)) for parameter in self.parameters]  # (m, n)
-        in_place = weights[0].dtype == self.dtype
-        if in_place and decay:
-            torch._foreach_mul_(weights, shrink)  # all in one launch
-        rate = -lr * self.settings.scale
-        for i, weight in enumerate(weights):
-            factors = self.U[i], D[i]  # (m, r) and (r, n)
-            if self.V is not None:
-                factors = self.U[i] @ D[i], self.V[i].mT
-            if in_place:
-                weight.addmm_(*factors, alpha=rate)
-            else:
-                # A narrower dtype would round the weight after each of the two operations.
-                exact = weight.to(self.dtype).mul_(shrink)
-                weight.copy_(exact.addmm_(*factors, alpha=rate))
-
-    def tensors(self, index: int) -> list[Tensor]:
-        """Return this rank's weight, bases and moments of a matrix: all that a refresh changes."""
-        bases = [self.U[index]] if self.V is None else [self.U[index], self.V[index]]
-        moments = [self.exp_avg[index], self.exp_avg_sq[index]]
-        return [local_part(self.parameters[index]), *bases, *moments]
-
-    def state(self, index: int) -> dict[str, Tensor]:
-        """Return what a checkpoint holds of a matrix: DTensors of a sharded one, no copies."""
-        matrix, plan = self.parameters[index], self.plan
-        m, n, r = plan.rows, plan.columns, plan.rank
-        core: Any = ((r, r), {}) if plan.two_sided else ((r, n), {self.column_dim: 1})
-        state = {
-            "left": wrap_like(matrix, self.U[index], (m, r), {self.row_dim: 0}),
-            "exp_avg": wrap_like(matrix, self.exp_avg[index], *core),
-            "exp_avg_sq": wrap_like(matrix, self.exp_avg_sq[index], *core),
-            "age": self.ages[index],
-            "refreshes": self.refresh_counts[index],
-        }
-        if self.V is not None:
-            state["right"] = wrap_like(matrix, self.V[index], (n, r), {self.column_dim: 0})
-        return state
-
-    def _oriented(self, matrix: Tensor) -> Tensor:
-        return matrix.mT if self.plan.transposed else matrix
-
-
-def stack_alike(
-    matrices: Sequence[tuple[MatrixPlan, Tensor]],
-    sharding: Mapping[str, int],
-    settings: TSRSettings,
-) -> list[MatrixStack]:
-    """Stack the matrices that are alike.
-
-    Args:
-        matrices: Plan and parameter of each.
-        sharding: Sizes of the run's mesh dimensions that split parameters, by name, in order.
-        settings: The settings.
-    """
-    alike: dict[Any, list[tuple[MatrixPlan, Tensor]]] = defaultdict(list)
-    for plan, parameter in matrices:
-        part = local_part(parameter)
-        row_dim, column_dim = (1, 0) if plan.transposed else (0, 1)
-        layout = Layout(
-            shard_dims(parameter, row_dim, sharding), shard_dims(parameter, column_dim, sharding)
-        )
-        shape = (plan.rows, plan.columns, plan.rank, plan.power_iterations, plan.transposed)
-        alike[layout, shape, part.shape, part.dtype].append((plan, parameter))
-    stacks = []
-    for (layout, *_), same in alike.items():
-        plans, parameters = zip(*same, strict=True)
-        stacks.append(MatrixStack(plans, parameters, layout, list(sharding.values()), settings))
-    return stacks
 
 
 @dataclass
@@ -622,29 +341,26 @@ class TSRAdam(Optimizer):
 
         Returns:
             This rank's share of the squared norm Σ|C|² + Σ|G|² of cores and dense gradients, an
-            fp64 scalar: the shares of all ranks, which are equal, add up to it.
+            fp64 scalar: the shares of all ranks add up to it.
         """
         step = self._running
         assert step is not None
         step.sums.wait()
-        new_bases: list[NewBases] = []
-        for matrices in self._rounds(step.due):
-            new_bases += self._refresh(matrices)
-        step.new_bases = new_bases
-
+        rotates = self.settings.moments == "rotate"
+        new_bases = step.new_bases = find_bases(step.due, self.groups, self._drift, rotates)
         if self._average and self.groups.replicas is not None:
             gradients = [local_gradient(parameter) for parameter in self._dense_dims]
             share = torch.tensor(1 / self.groups.replicas.size(), dtype=torch.float64)
             scale_([self._cores, *gradients, *(new.C for new in new_bases)], share)
-        norm = self._norm(step.projected, new_bases)
+        share = self._share_of_square(step.projected, new_bases)
         for new in new_bases:
-            _write(new.stack.C, new.indices, new.C)
-        # `norm` is that of all ranks: each returns an equal share of its square.
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        return norm.square() / ranks
+            write(new.stack.C, new.indices, new.C)
+        return share
 
-    def _norm(self, projected: Iterable[Tensor], new_bases: Sequence[NewBases]) -> Tensor:
-        """Return the norm of all cores, with the new ones, and dense gradients, over all ranks."""
+    def _share_of_square(
+        self, projected: Iterable[Tensor], new_bases: Sequence[NewBases]
+    ) -> Tensor:
+        """Return this rank's share of the squared norm; see `share_of_square`."""
         # Each piece with the mesh dimensions that split it.
         pieces: list[tuple[Tensor, tuple[int, ...]]] = []
         if not new_bases and not any(stack.core_dims for stack in self.stacks):
@@ -656,62 +372,10 @@ class TSRAdam(Optimizer):
             pieces.append((new.C, new.stack.core_dims))
         for parameter, mesh_dims in self._dense_dims.items():
             pieces.append((local_gradient(parameter), mesh_dims))
-        return norm_over_ranks(pieces, self.groups)
-
-    def _rounds(
-        self, due: Mapping[MatrixStack, Sequence[int]]
-    ) -> list[dict[MatrixStack, list[int]]]:
-        """Share out the matrices that are due over rounds, each decomposed together.
-
-        The sketches of a round fit into one bucket, and its matrices have the same q.
-        """
-        matrices = [(stack, index) for stack, indices in due.items() for index in indices]
-        sizes = [stack.sketch_size for stack, _ in matrices]
-        rounds: list[dict[MatrixStack, list[int]]] = []
-        for bucket in split_buckets(sizes, BUCKET_ELEMENTS):
-            by_iterations: dict[int, dict[MatrixStack, list[int]]] = {}
-            for stack, index in (matrices[place] for place in bucket):
-                same = by_iterations.setdefault(stack.plan.power_iterations, {})
-                same.setdefault(stack, []).append(index)
-            rounds += by_iterations.values()
-        return rounds
-
-    def _refresh(self, matrices: Mapping[MatrixStack, list[int]]) -> list[NewBases]:
-        """Find U, Σ, V ← randomized SVD of ΣG, equal on all replicas; `step` starts to use them."""
-        layouts = [stack.layout for stack in matrices]
-        computations = [stack.decompose(i, self.groups) for stack, i in matrices.items()]
-        svds = solve_together(computations, layouts, self.groups)
-        refreshed: list[Matrix] = []
-        computed: list[Sequence[Tensor]] = []
-        found: list[NewBases] = []
-        for (stack, indices), svd in zip(matrices.items(), svds, strict=True):
-            for place, index in enumerate(indices):
-                refreshed.append(Matrix(stack.plans[index].name, stack.tensors(index)))
-                computed.append((svd.U[place], svd.S[place], svd.V[place]))
-            # In the new bases UᵀGV is diag(σ), and UᵀG is diag(σ)Vᵀ: nothing is sent for it.
-            if stack.plan.two_sided:
-                core = torch.diag_embed(svd.S)  # (b, r, r)
-                found.append(NewBases(stack, indices, svd.U, svd.V, core))
-            else:
-                core = svd.S[..., None] * svd.V.mT  # (b, r, n)
-                found.append(NewBases(stack, indices, svd.U, None, core))
-        self._drift.compare(refreshed, computed)
-        if self.settings.moments == "rotate":
-            self._find_overlaps(found)
-        return found
-
-    def _find_overlaps(self, found: Sequence[NewBases]) -> None:
-        """Find the old bases in the new ones, U₊ᵀU and V₊ᵀV, summed over the shards of rows."""
-        layouts = [new.stack.layout for new in found]
-        of_U, of_V = [], []
-        for new in found:
-            of_U.append(summed(new.U.mT @ _read(new.stack.U, new.indices), "rows", False))
-            if new.V is not None and new.stack.V is not None:  # of all matrices of a run, or none
-                of_V.append(summed(new.V.mT @ _read(new.stack.V, new.indices), "columns", False))
-        for new, overlap in zip(found, solve_together(of_U, layouts, self.groups), strict=True):
-            new.U_overlap = overlap
-        for new, overlap in zip(found, solve_together(of_V, layouts, self.groups), strict=False):
-            new.V_overlap = overlap
+        sizes = [group.size() for group in self.groups.sharding.values()]
+        splits = ((piece, prod(sizes[dim] for dim in dims)) for piece, dims in pieces)
+        stages = 1 if self.groups.stages is None else self.groups.stages.size()
+        return share_of_square(splits, stages)
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale cores and dense gradients down to a norm, as `clip_grads_with_norm_` does.
@@ -813,12 +477,3 @@ def _allocate_cores(stacks: Sequence[MatrixStack], like: Tensor) -> Tensor:
     for stack, part in zip(stacks, cores.split(sizes), strict=True):
         stack.C = part.view(stack.exp_avg.shape)
     return cores
-
-
-def _read(stacked: Tensor, indices: Sequence[int]) -> Tensor:
-    # A list as an index would be copied to the device, for which the host waits.
-    return torch.stack([stacked[i] for i in indices])
-
-
-def _write(stacked: Tensor, indices: Sequence[int], new: Tensor) -> None:
-    torch._foreach_copy_([stacked[i] for i in indices], list(new.unbind()))

@@ -9,6 +9,7 @@ optimizer and for its estimate; ``tests/oracle/tsr.py`` states it once more, fro
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal
 
 from torchtitan_lr.config.schema import TSR
@@ -21,7 +22,7 @@ HEAD = "output.weight"
 """The head, compressed only on request."""
 
 BUCKET_ELEMENTS = 2**26
-"""Elements of a bucket of dense gradients, and of the sketches in memory at a time."""
+"""Elements of a bucket of dense gradients, and of a refresh's sketches in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,31 @@ class MatrixPlan:
         if self.refresh == "dense" or (self.refresh == "auto" and dense <= sketches):
             return True, dense
         return False, sketches
+
+    def gathered(self, rows: int, ranks: Sequence[int]) -> list[int]:
+        """Return the elements that a sketch's QR factorization gathers over each mesh dimension.
+
+        Ranks with fewer rows than columns gather the rows, others their triangles (k, k).
+
+        Args:
+            rows: Of a rank's largest block of the sketch.
+            ranks: Sizes of the mesh dimensions that split the sketch's rows, in the run's order.
+        """
+        elements = []
+        for size in ranks:
+            rows = size * min(rows, self.width)
+            elements.append(rows * self.width)
+        return elements
+
+    def held(self, block: Sequence[int], ranks: Sequence[Sequence[int]]) -> int:
+        """Return the elements of a rank's sketches, (m, k) and (n, k), and of the largest gather.
+
+        Args:
+            block: m and n of a rank's largest block.
+            ranks: For rows and columns the sizes of the mesh dimensions that split them.
+        """
+        gathers = [self.gathered(*side) for side in zip(block, ranks, strict=True)]
+        return sum(block) * self.width + max(chain(*gathers), default=0)
 
 
 def plan_matrices(

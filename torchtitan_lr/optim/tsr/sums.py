@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lr.agreement import from_all_ranks
 from torchtitan_lr.compat.collectives import all_gather
 from torchtitan_lr.compat.dtensor import local_part
-from torchtitan_lr.numerics import joint_norm
 from torchtitan_lr.optim.tsr.selection import split_buckets
 
 Axis = Literal["rows", "columns"]
@@ -253,33 +252,6 @@ class EarlySums:
         one, _ = self._waiting.popleft()
         self.started.update(one.parameters)
         self._pending.append(one.start(self._groups))
-
-
-def norm_over_ranks(pieces: Iterable[tuple[Tensor, tuple[int, ...]]], groups: Groups) -> Tensor:
-    """Return the joint 2-norm of tensors of all ranks, each element counted once.
-
-    Args:
-        pieces: Tensors that all replicas hold alike, each with the mesh dimensions that split it;
-            at least one.
-        groups: The process groups.
-
-    Returns:
-        An fp64 scalar, equal on all ranks.
-    """
-    places = [group.rank() for group in groups.sharding.values()]
-    own, device = [], None
-    for piece, mesh_dims in pieces:
-        device = device or piece.device
-        # All ranks along a dimension that does not split the piece hold the same: the first counts.
-        if all(place == 0 or dim in mesh_dims for dim, place in enumerate(places)):
-            own.append(piece)
-    square = torch.zeros((), dtype=torch.float64, device=device)
-    if own:
-        square += joint_norm(own).double().square()
-    for group in (*groups.sharding.values(), groups.stages):
-        if group is not None:
-            dist.all_reduce(square, group=group)
-    return square.sqrt()
 
 
 # A refresh's rounds of requests.

@@ -42,6 +42,7 @@ def randomized_svd(
     rank: int,
     power_iterations: int,
     mesh_dims: int = 0,
+    block: tuple[int, int] | None = None,
     replicas: bool = False,
     earlier: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Rounds[SVD]:
@@ -61,22 +62,24 @@ def randomized_svd(
         rank: r ≤ k, the number of triplets.
         power_iterations: q.
         mesh_dims: Number of mesh dimensions that may shard a matrix of this run.
+        block: m and n of a rank's largest block; by default those of this rank's.
         replicas: Whether the gradients are partial sums over replicas.
         earlier: The previous bases U (b, m, r) and V (b, n, r), None for a side that is not to be
             aligned. Zeros, or random, before the first refresh.
     """
+    m, n = block or gradients[0].shape
     # Y = GΩ, a sketch of the range of G.
     y = yield from summed(_times(gradients, sketches), "columns", replicas)  # (b, m, k)
-    q, _ = yield from tsqr(y, "rows", mesh_dims)  # (b, m, k)
+    q, _ = yield from tsqr(y, "rows", mesh_dims, m)  # (b, m, k)
     for _ in range(power_iterations):
         # Z = GᵀQ and Y = G·qr(Z): the sketch turns towards the leading directions.
         z = yield from summed(_times(gradients, q, transposed=True), "rows", replicas)  # (b, n, k)
-        z, _ = yield from tsqr(z, "columns", mesh_dims)
+        z, _ = yield from tsqr(z, "columns", mesh_dims, n)
         y = yield from summed(_times(gradients, z), "columns", replicas)
-        q, _ = yield from tsqr(y, "rows", mesh_dims)
+        q, _ = yield from tsqr(y, "rows", mesh_dims, m)
     # B = QᵀG (k, n), kept as Bᵀ = Q_b·R_b; then B = R_bᵀ·Q_bᵀ, and its SVD is that of a k×k matrix.
     b = yield from summed(_times(gradients, q, transposed=True), "rows", replicas)  # (b, n, k)
-    q_b, r_b = yield from tsqr(b, "columns", mesh_dims)  # (b, n, k) and (b, k, k)
+    q_b, r_b = yield from tsqr(b, "columns", mesh_dims, n)  # (b, n, k) and (b, k, k)
     # A non-finite gradient makes R_b non-finite on every rank, where a decomposition may not end.
     # Its singular values become NaN instead, and so does the gradient's norm.
     small = _small_svd(torch.nan_to_num(r_b.mT, 0.0, 0.0, 0.0))
@@ -139,36 +142,46 @@ def _small_svd(square: Tensor) -> SVD:
     return SVD(left.to(square.dtype), values.to(square.dtype), right.to(square.dtype))
 
 
-def tsqr(tall: Tensor, axis: Axis, mesh_dims: int) -> Rounds[tuple[Tensor, Tensor]]:
-    """Compute the QR factorization of a row-sharded tall matrix; ranks send only k×k triangles.
+def tsqr(tall: Tensor, axis: Axis, mesh_dims: int, most: int) -> Rounds[tuple[Tensor, Tensor]]:
+    """Compute the QR factorization of a tall matrix whose rows are shared out over ranks.
 
-    Each rank factorizes its own block. The triangles are gathered and stacked, and their QR
-    factorization corrects the local Q, in one round per mesh dimension. The diagonal of R is made
-    non-negative, so that both factors are unique (at full rank).
+    Ranks with k rows or more factorize their own, and gather only the triangles (k, k). Ranks with
+    fewer rows gather the rows themselves. The QR factorization of what is gathered and stacked
+    corrects the local Q, in one round per mesh dimension. The diagonal of R is made non-negative,
+    so that both factors are unique (at full rank).
 
     Args:
-        tall: This rank's rows (b, m, k); m may be less than k, or 0.
+        tall: This rank's rows (b, m, k); m may be less than k, or 0, but not of all ranks together.
         axis: The axis of G that these rows belong to.
         mesh_dims: Number of mesh dimensions that may shard it.
+        most: The largest m of a rank. Fewer rows are padded: all ranks must send alike.
 
     Returns:
         Q (b, m, k), sharded like the input, and R (b, k, k), equal on all ranks.
     """
-    rows, width = tall.shape[-2:]
-    if rows < width:
-        tall = torch.nn.functional.pad(tall, (0, 0, 0, width - rows))
-    q, r = _qr(tall)
+    rows, width = tall.shape[1:]
+    if (lacking := min(most, width) - rows) > 0:
+        tall = torch.nn.functional.pad(tall, (0, 0, 0, lacking))
+    q, r = _factors(tall)
     for mesh_dim in range(mesh_dims):
         answer = yield Gather(r, axis, mesh_dim)
         if answer is None:
             continue
         assert isinstance(answer, tuple)
-        blocks, place = answer
-        stacked = blocks.transpose(0, 1).flatten(1, 2)  # (b, ranks·k, k)
-        corrections, r = _qr(stacked)
-        q = q @ corrections[:, place * width : (place + 1) * width]
+        blocks, place = answer  # (ranks, b, h, k)
+        height = blocks.shape[2]
+        corrections, r = _factors(blocks.transpose(0, 1).flatten(1, 2))  # of (b, ranks·h, k)
+        q = q @ corrections[:, place * height : (place + 1) * height]
     signs = _signs(r.diagonal(dim1=-2, dim2=-1))
-    return q[..., :rows, :] * signs[..., None, :], r * signs[..., None]
+    return q[:, :rows] * signs[..., None, :], r * signs[..., None]
+
+
+def _factors(tall: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Q and R, k×k, of matrices (b, m, k); where m < k the identity and the matrices."""
+    b, rows, width = tall.shape
+    if rows >= width:
+        return _qr(tall)
+    return torch.eye(rows, dtype=tall.dtype, device=tall.device).expand(b, -1, -1), tall
 
 
 def _qr(tall: Tensor) -> tuple[Tensor, Tensor]:

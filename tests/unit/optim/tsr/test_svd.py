@@ -132,9 +132,12 @@ def test_a_gradient_that_is_not_finite_shows_in_the_values(bad):
     torch.testing.assert_close(svd.S[1:], solve([good, good], 3, 5).S[1:], rtol=1e-12, atol=1e-12)
 
 
-def split_solve(blocks_of, whole, mesh_dim_count=1):
-    """Drive several ranks' generators by hand: each round's requests answered together."""
-    ranks = blocks_of
+def split_solve(ranks, whole, grid=None, sent=None):
+    """Drive several ranks' generators by hand: each round's requests answered together.
+
+    The ranks are a grid, whose sides are mesh dimensions that split the axis ``whole``.
+    """
+    places = torch.arange(len(ranks)).view(grid or (-1,))
     answers = [None] * len(ranks)
     while True:
         requests = []
@@ -149,8 +152,13 @@ def split_solve(blocks_of, whole, mesh_dim_count=1):
             total = sum(r.tensor for r in requests) if requests[0].axis == whole else None
             answers = [r.tensor if total is None else total for r in requests]
         elif requests[0].axis == whole:
-            stacked = torch.stack([r.tensor for r in requests])
-            answers = [(stacked, i) for i in range(len(ranks))]
+            mesh_dim = requests[0].mesh_dim
+            for group in places.movedim(mesh_dim, -1).reshape(-1, places.shape[mesh_dim]).tolist():
+                stacked = torch.stack([requests[rank].tensor for rank in group])
+                for i, rank in enumerate(group):
+                    answers[rank] = stacked, i
+            if sent is not None:
+                sent.append(stacked[:, 0].numel())
         else:
             answers = [None] * len(ranks)
 
@@ -186,15 +194,35 @@ def test_gram_qr_of_fewer_directions_than_columns(rank):
     assert values.isfinite().all() and (values < 1 + 1e-5).all()
 
 
-@pytest.mark.parametrize("rows", [(4, 4, 4), (9, 2, 1), (7, 5, 0)])
-def test_tsqr_over_row_blocks(rows):
+@pytest.mark.parametrize(
+    ("rows", "grid", "gathered"),
+    [
+        ((4, 4, 4), (3,), [3 * 16]),
+        ((9, 2, 1), (3,), [3 * 16]),
+        ((7, 5, 0), (3,), [3 * 16]),
+        # Fewer rows than columns: the rows, of which the shorter blocks are padded.
+        ((3, 3, 2), (3,), [3 * 3 * 4]),
+        ((1, 1, 1, 1, 0), (5,), [5 * 4]),
+        # Over two mesh dimensions: rows twice; rows, then triangles of six rows; triangles twice.
+        ((1, 1, 1, 1, 1, 0), (2, 3), [2 * 4, 3 * 2 * 4]),
+        ((3, 3, 3, 2), (2, 2), [2 * 3 * 4, 2 * 16]),
+        ((5, 5, 4, 4), (2, 2), [2 * 16, 2 * 16]),
+    ],
+)
+def test_tsqr_over_row_blocks(rows, grid, gathered):
     tall = draw(2, sum(rows), 4)
-    blocks = tall.split(rows, dim=1)
-    parts = split_solve([tsqr(block, "rows", 1) for block in blocks], "rows")
-    q, r = solve_alone(tsqr(tall, "rows", 1))
-    torch.testing.assert_close(torch.cat([part[0] for part in parts], dim=1), q)
+    sent = []
+    blocks = [tsqr(block, "rows", len(grid), max(rows)) for block in tall.split(rows, dim=1)]
+    parts = split_solve(blocks, "rows", grid, sent)
+    assert sent == gathered
+    q, r = solve_alone(tsqr(tall, "rows", 1, sum(rows)))
+    exact_q, exact_r = torch.linalg.qr(tall)
+    signs = exact_r.diagonal(dim1=1, dim2=2).sign()[:, None]
+    torch.testing.assert_close(q, exact_q * signs, rtol=0, atol=1e-14)
+    split_q = torch.cat([part[0] for part in parts], dim=1)
+    torch.testing.assert_close(split_q, q, rtol=0, atol=1e-13)
     for part in parts:
-        torch.testing.assert_close(part[1], r)
+        torch.testing.assert_close(part[1], r, rtol=0, atol=1e-13)
     torch.testing.assert_close(q @ r, tall)
     assert (r.diagonal(dim1=-2, dim2=-1) >= 0).all() and not r.tril(-1).any()
 
@@ -208,10 +236,11 @@ def test_split_matrices_have_the_same_triplets(axis):
         pieces = list(zip(g.split([5, 5, 1], 1), omega.split([5, 5, 1], 1), strict=True))
     earlier = draw(1, 14, 4, seed=3), draw(1, 11, 4, seed=4)
     sizes = [b.shape[-1 if axis == "columns" else 0] for b, _ in pieces]
+    block = pieces[0][0].shape
     sides = zip(AXES, earlier, strict=True)
     split = [old.split(sizes, 1) if side == axis else [old] * 3 for side, old in sides]
     steps = [
-        randomized_svd([b], o, 4, 1, mesh_dims=1, earlier=old)
+        randomized_svd([b], o, 4, 1, mesh_dims=1, block=block, earlier=old)
         for (b, o), old in zip(pieces, zip(*split, strict=True), strict=True)
     ]
     parts = split_solve(steps, axis)
