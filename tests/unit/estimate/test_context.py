@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import torchtitan_lr.training.register  # noqa: F401
+from tests.support.nightly import nightly
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.estimate.context import gather_lines, gather_report
 from torchtitan_lr.estimate.hardware import load_hardware
@@ -75,7 +76,7 @@ def test_memory_falls_with_the_ranks():
         assert whole / 2 < found.working - alone.working / 4 < 4 * whole
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [2, *nightly(1)])
 def test_products_of_latents(tp):
     """The products that run more are those of the formula, and attention's work is the same."""
     kv, latents = (rehearse_work(shared(4, gather, tp), False) for gather in ("kv", "latents"))
