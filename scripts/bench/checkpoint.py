@@ -43,6 +43,9 @@ from torchtitan_lr.training.trainer import Trainer
 MODES = ("disabled", "async", "async_with_pinned_mem")
 HEADER = ["async_mode", "step", "pause", "meanwhile", "complete", "load", "read", "from device"]
 
+WARMUP = 2
+"""Steps before the first timed one: they create the optimizer's state."""
+
 QUIET = [
     "--compile.no_enable",
     "--validation.no_enable",
@@ -61,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measure every mode; print a table or JSON."""
     report_from_rank(measure, sys.argv[1:] if argv is None else argv)
     options = _parse(argv)
-    steps = 2 + options.steps * (2 * options.saves + 1)  # WARMUP is 2
+    steps = WARMUP + options.steps * (2 * options.saves + 1)
     arguments = [
         *(f"--job.config_file={options.config}", *options.overrides, *QUIET),
         *(f"--checkpoint.interval={options.steps}", f"--training.steps={steps}"),
@@ -125,9 +128,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     options.ranks = int(world)
     return options
 
-
-WARMUP = 2
-"""Steps before the first timed one: they create the optimizer's state."""
 
 _COUNTERS = Path("/proc/self/io")
 

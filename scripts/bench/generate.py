@@ -43,6 +43,7 @@ from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.inference.decode import Choice, Decoder, Sampling, compile_blocks
 from torchtitan_lr.ledger.ledger import CommLedger
+from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.generation import generation_settings, sharded_choice
@@ -191,9 +192,7 @@ def _build(name: str, options: argparse.Namespace, ranks: int) -> Built:
     if plan is not None and PLANS[plan].lanes:
         args.lanes, args.sync_fraction = ranks, SHARE
         args.check()
-    with torch.device("meta"):
-        model = LlamaModel(args)
-    model.to(getattr(torch, options.dtype))
+    model = empty_model(args).to(getattr(torch, options.dtype))
     extra: dict[str, Any] = {}
     if plan is not None:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))

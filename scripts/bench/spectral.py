@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from scripts.bench.harness import in_turns, machine
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least, in_one_line
 from torchtitan_lr.console.tables import text_table
+from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.spectral.algebra import QUINTIC
+from torchtitan_lr.optim.spectral.algebra import QUINTIC, gram, inverse_root
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.spectral.selection import select_matrices
 
@@ -41,6 +41,12 @@ GOALS = {"60M": 0.65, "130M": 0.75}
 """Largest ratio of Muon's step to the usual form's; the products alone: 0.47 and 0.55."""
 
 USUAL = "usual, fp32"
+
+
+def polar_factor(M: Tensor) -> Tensor:
+    """Return the polar factor of M (r, n) from its Gram matrix, in fp32 or wider; 0 for 0."""
+    Q = inverse_root(gram(M)[None])[0]
+    return Q @ M.to(Q.dtype)
 
 
 def usual_polar_factor(M: Tensor) -> Tensor:
@@ -88,9 +94,7 @@ def factors_of(flavor: str, layers: int, device: str) -> tuple[Factors, list[tup
         device: Where they are drawn.
     """
     args = FLAVORS["cola"][flavor]
-    with torch.device("meta"):
-        model = LlamaModel(replace(args, n_layers=layers or args.n_layers))
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    shapes = model_shapes(replace(args, n_layers=layers or args.n_layers))
     chosen = select_matrices(shapes, "Spectron")
     factors = {}
     for name in sorted(chosen.names):

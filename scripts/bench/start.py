@@ -215,21 +215,21 @@ def main() -> None:
     parser.add_argument("part", choices=("launcher", "check", "first-step"))
     parser.add_argument("config", nargs="?", default=CONFIG)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--ranks", default="")
-    args, overrides = parser.parse_known_args()
+    parser.add_argument("--ranks", type=lambda text: [int(ranks) for ranks in text.split(",")])
+    args, overrides = parser.parse_known_intermixed_args()
     arguments = [f"--job.config_file={args.config}", *overrides]
-    if args.part == "first-step" and "," in (args.ranks or "8,64,1024"):
+    worlds = args.ranks or ([8, 64, 1024] if args.part == "first-step" else [1024])
+    if len(worlds) > 1:
         # A process for each world: torch has one process group of all ranks.
-        for ranks in (args.ranks or "8,64,1024").split(","):
-            command = [sys.executable, "-m", "scripts.bench.start", "first-step", args.config]
+        for ranks in worlds:
+            command = [sys.executable, "-m", "scripts.bench.start", args.part, args.config]
             subprocess.run([*command, f"--ranks={ranks}", *overrides], check=True)
         return
     if args.part == "launcher":
         found = launcher(args.seconds)
     else:
         call = check if args.part == "check" else first_step
-        ranks = int(args.ranks or 1024)
-        found = {"ranks": ranks, **call(ranks, arguments)}
+        found = {"ranks": worlds[0], **call(worlds[0], arguments)}
     print(" | ".join(f"{name} {value:.4g}" for name, value in found.items()), flush=True)
 
 

@@ -21,7 +21,7 @@ fi
 setup_env
 status=0
 trap : INT # the runs end by themselves, and are kept
-"$RUN_PYTHON" -m scripts.research.finished_runs restore "$name" "outputs/$name"
+"$RUN_PYTHON" -m scripts.research.finished_runs begin "$name" "outputs/$name"
 "$RUN_PYTHON" -m torchtitan_lr scaling run "$experiment" --out "outputs/$name" "${@:2}" || status=$?
 "$RUN_PYTHON" -m scripts.research.finished_runs store "$name" "outputs/$name"
 "$RUN_PYTHON" -m scripts.research.result_tables "$name"

@@ -6,6 +6,7 @@ values: the record's key ``changes`` lists them with the step after which the ne
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ CHANGES = "changes"
 
 BATCH = "global_batch_size"
 """Key of the record: sequences per step of all ranks, also where the run's setting is -1."""
+
+_EXCLUDED = "checkpoint.exclude_from_loading"
 
 _SECTIONS = (
     *("model", "low_rank", "caat", "training", "optimizer", "lr_scheduler"),
@@ -121,28 +124,67 @@ def described(changes: dict[str, list[Any]]) -> str:
     return ", ".join(f"{key} = {now!r} (was {was!r})" for key, (was, now) in changes.items())
 
 
-def write_record(config: Any, step: int, ranks: int = 1) -> dict[str, list[Any]]:
+def left_out(config: Any, step: int) -> list[str]:
+    """Return the states of ``checkpoint.exclude_from_loading`` that a run does not load at a step.
+
+    The key acts once: what the run has saved since is loaded whole, also by restarts. It acts again
+    with ``checkpoint.load_step``, or after a start without it.
+
+    Args:
+        config: A run's ``JobConfig``.
+        step: The step that is resumed; -1 for another run's checkpoint.
+    """
+    names, record = list(config.checkpoint.exclude_from_loading), read_record(config)
+    section = record.get("checkpoint")
+    before = section.get("exclude_from_loading") if isinstance(section, dict) else None
+    if step == -1 or config.checkpoint.load_step != -1 or not isinstance(before, list):
+        return names
+    since = dict.fromkeys(map(str, before), 0)
+    for entry in _entries(record):
+        found = str(entry.get(_EXCLUDED))  # a damaged record may hold anything
+        since |= {name: entry["after_step"] for name in since if repr(name) in found}
+    return [name for name in names if since.get(name, step) >= step]
+
+
+def _entries(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the entries of a record's list of changes that are not damaged."""
+    listed = record.get(CHANGES)
+    return [
+        entry
+        for entry in (listed if isinstance(listed, list) else [])
+        if isinstance(entry, dict) and isinstance(entry.get("after_step"), int)
+    ]
+
+
+def write_record(
+    config: Any, step: int, ranks: int = 1, excluded: Sequence[str] = ()
+) -> dict[str, list[Any]]:
     """Write the record of a run that resumes ``step``; 0 is a new run, which has no changes.
 
     A record that is damaged, wholly or in its list of changes, is kept beside the new one.
+
+    Args:
+        config: The run's ``JobConfig``.
+        step: The step.
+        ranks: Number of ranks.
+        excluded: States of the step's checkpoint that were not loaded.
 
     Returns:
         What changed since the record before; empty for a new run.
     """
     path, found = record_path(config), read_record(config)
-    listed = found.get(CHANGES, [])
-    entries = []
-    for entry in listed if isinstance(listed, list) else []:
-        if isinstance(entry, dict) and isinstance(entry.get("after_step"), int):
-            entries.append(entry)
+    listed, entries = found.get(CHANGES, []), _entries(found)
     tables = all(isinstance(found.get(section, {}), dict) for section in _SECTIONS)
     if path.is_file() and not (found and tables and entries == listed):
         aside = path.with_name(f"{path.name}.damaged")
         path.replace(aside)
         logger.warning("%s is damaged: it is kept as %s and written anew", path, aside)
     changes = changed(found, config, ranks) if step else {}
+    if step and excluded:
+        changes[_EXCLUDED] = [[], list(excluded)]
     history = [entry for entry in entries if entry["after_step"] <= step] if step else []
-    history += [{"after_step": step, **changes}] if changes else []
+    new = {"after_step": step, **changes}
+    history += [new] if changes and new not in history else []
     record = config.to_dict() | {BATCH: global_batch_size(config, ranks)}
     record |= {CHANGES: history} if history else {}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,13 @@ from torchtitan_lr.checkpoints.folders import (
     is_dcp,
     step_folder,
 )
-from torchtitan_lr.checkpoints.run_record import changed, described, read_record, record_path
+from torchtitan_lr.checkpoints.run_record import (
+    changed,
+    described,
+    left_out,
+    read_record,
+    record_path,
+)
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.removed import refuse_removed_run
 from torchtitan_lr.config.schema import ADAMS, SPECTRAL, TSR, base_of, vocabulary_rows
@@ -64,6 +70,9 @@ def check_record(config: Any, world_size: int) -> None:
     with _cured(config):
         refuse_removed_run(record, resumes=True)
         _check_numbers(config, folder)
+        for name in {"model", "train_state"}.intersection(left_out(config, step)):
+            want = f"other states: without {name} {folder} is not resumed"
+            raise ConfigError("checkpoint.exclude_from_loading", name, want)
     line, steps = nothing_to_train(config), config.training.steps
     want = f"more than {step}: {line}"
     differences = changed(record, config, world_size)
@@ -165,7 +174,7 @@ def check_stored_optimizer(config: Any, world_size: int, device_type: str) -> No
         if name.startswith(prefix) and hasattr(entry, "size")
     }
     # If the model alone was saved, there is nothing to compare.
-    if not sizes or "optimizer" in config.checkpoint.exclude_from_loading:
+    if not sizes or "optimizer" in left_out(config, resumed(config)[0]):
         return
     section, settings = config.optimizer, stored_settings(sizes)
     base = base_of(section.name)
@@ -178,7 +187,7 @@ def check_stored_optimizer(config: Any, world_size: int, device_type: str) -> No
         fits = there in (here, base) if name == "name" else there == here
         want = f"{there!r} as in the checkpoint {folder}, whose optimizer has another state"
         want += "; checkpoint.exclude_from_loading = ['optimizer'] starts without it"
-        with _cured(config):
+        with _cured(config, "optimizer"):
             require(fits, f"optimizer.{name}", here, want)
 
 
@@ -192,10 +201,11 @@ def check_stored_states(config: Any, world_size: int, device_type: str) -> None:
     folder, metadata = _stored_states(config)
     if metadata is None:
         return
-    excluded = config.checkpoint.exclude_from_loading
-    with _cured(config):
-        if RESIDUALS not in excluded:
+    excluded = left_out(config, resumed(config)[0])
+    if RESIDUALS not in excluded:
+        with _cured(config, RESIDUALS):
             _check_residuals(config, world_size, metadata, folder)
+    with _cured(config):
         has_position = any(name.startswith("dataloader.") for name in metadata.state_dict_metadata)
         if has_position and "dataloader" not in excluded:
             TrainingRows.of(config).check_checkpoint(folder, metadata)
@@ -248,14 +258,20 @@ def _check_residuals(config: Any, world_size: int, metadata: Any, folder: str) -
 
 
 @contextmanager
-def _cured(config: Any) -> Iterator[None]:
-    """Append the override that starts a new run to an error about the run in the dump folder."""
+def _cured(config: Any, state: str = "") -> Iterator[None]:
+    """Append the override that starts a new run to an error about the run in the dump folder.
+
+    Before it goes what leaves out ``state`` once more, if the run has left it out already.
+    """
     try:
         yield
     except ConfigError as error:
-        if not resumed(config)[1]:
+        step, folder = resumed(config)
+        if not folder:
             raise
-        want = f"{error.want}; for a new run choose another folder, as in "
+        again = f"; checkpoint.load_step = {step} leaves out {state} again"
+        want = error.want + again * (state in config.checkpoint.exclude_from_loading)
+        want += "; for a new run choose another folder, as in "
         raise ConfigError(error.key, error.got, want + _another_folder(config)) from error
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least, check_toml
+from torchtitan_lr.scaling.variants import ALTERNATIVES
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -36,9 +37,8 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("configs", metavar="CONFIG", nargs="+", help="TOML files or shipped names")
     parser.add_argument("--steps", type=int, default=10, help="steps to time")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
-    parser.add_argument(
-        "--plans", default="full,vanilla,btp", help="with one CONFIG: these, and plans of your own"
-    )
+    with_one = "with one CONFIG: these, and plans of your own"
+    parser.add_argument("--plans", default=",".join(ALTERNATIVES), help=with_one)
     parser.add_argument("--out", default="outputs/compare", help="folder of runs and results")
     parser.add_argument("--group", default="", help="wandb group (by default the folder's name)")
     parser.add_argument("--json", action="store_true", help="print a list of rows instead")

@@ -30,16 +30,9 @@ from typing import Any
 from torchtitan_lr.commands.parser import OneLineParser, check_toml
 from torchtitan_lr.config.parse import load_toml
 from torchtitan_lr.config.paths import shipped_configs
-from torchtitan_lr.config.schema import Model, Training
+from torchtitan_lr.config.schema import Model, Optimizer, Training, least_ranks
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
-
-_DEGREES = (
-    "tensor_parallel_degree",
-    "pipeline_parallel_degree",
-    "context_parallel_degree",
-    "data_parallel_replicate_degree",
-)
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -83,19 +76,15 @@ def list_configs() -> list[dict[str, Any]]:
     rows = []
     for name, path in shipped_configs().items():
         toml = load_toml(str(path))
-        model, layout = toml.get("model", {}), toml.get("parallelism", {})
-        training = toml.get("training", {})
-        ranks = max(1, layout.get("data_parallel_shard_degree", 1))
-        for degree in _DEGREES:
-            ranks *= layout.get(degree, 1)
+        model, training = toml.get("model", {}), toml.get("training", {})
         rows.append(
             {
                 "name": name,
                 "model": model.get("name", Model.name),
                 "flavor": model.get("flavor", Model.flavor),
-                "optimizer": toml.get("optimizer", {}).get("name", "AdamW"),
+                "optimizer": toml.get("optimizer", {}).get("name", Optimizer.name),
                 "dataset": training.get("dataset", Training.dataset),
-                "ranks": ranks,
+                "ranks": least_ranks(toml.get("parallelism", {})),
                 "steps": training.get("steps"),
                 "description": toml.get("job", {}).get("description", ""),
             }

@@ -29,12 +29,12 @@ Exit status: 0, or 2 for an invalid configuration, number of ranks or hardware.
 
 import argparse
 import json
-from math import isfinite, prod
-from typing import Any
+from math import isfinite
 
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least
+from torchtitan_lr.config.schema import least_ranks
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.scaling.variants import COMPARED_PLANS, read_plans
+from torchtitan_lr.scaling.variants import ALTERNATIVES, COMPARED_PLANS, read_plans
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -47,7 +47,7 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--hardware", default="h100", help="a shipped machine, or a TOML file")
     parser.add_argument(
         "--plans",
-        default="full,vanilla,btp",
+        default=",".join(ALTERNATIVES),
         help=f"some of {','.join(COMPARED_PLANS)}, or of your own",
     )
     parser.add_argument(
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
     hardware = load_hardware(args.hardware)
     config = build_job_config([f"--job.config_file={args.config}", *args.overrides])
-    world = default_world(config) if args.world is None else args.world
+    world = least_ranks(vars(config.parallelism)) if args.world is None else args.world
     import torchtitan_lr.training.register  # noqa: F401
     from torchtitan_lr.checks.job import check_job_config
     from torchtitan_lr.commands.estimate_report import as_text, estimate
@@ -88,16 +88,3 @@ def run(args: argparse.Namespace) -> int:
     report = estimate(read_run(config, world), hardware, args.checkpointing, plans)
     print(json.dumps(report, indent=2) if args.json else as_text(report, hardware, args.storage))
     return 0
-
-
-def default_world(config: Any) -> int:
-    """Return the product of the degrees; one that is not positive counts as 1."""
-    section = config.parallelism
-    degrees = (
-        section.tensor_parallel_degree,
-        section.pipeline_parallel_degree,
-        section.context_parallel_degree,
-        section.data_parallel_replicate_degree,
-        section.data_parallel_shard_degree,
-    )
-    return prod(max(1, degree) for degree in degrees)

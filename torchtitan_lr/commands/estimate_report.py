@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.estimate.context import gather_lines, gather_report
+from torchtitan_lr.estimate.context import GIB, gather_lines, gather_report
 from torchtitan_lr.estimate.hardware import Hardware
 from torchtitan_lr.estimate.memory import (
     checkpoint_bytes,
@@ -39,12 +39,7 @@ from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.placement import TPSettings
 from torchtitan_lr.parallel.plans import check_gather, resolve_settings
 from torchtitan_lr.parallel.recompute import EAGER_MODES
-from torchtitan_lr.scaling.variants import FULL_RANK, read_modes, shared_mode
-
-GIB = 2**30
-
-ALTERNATIVES = ("full", "vanilla", "btp")
-"""The default alternatives of a run: full rank, and the low-rank model under two plans."""
+from torchtitan_lr.scaling.variants import ALTERNATIVES, FULL_RANK, read_modes, shared_mode
 
 
 def estimate(
@@ -102,7 +97,7 @@ def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
             averaged.append(passes + average_optimizer_traffic(run, pp_rank))
         average = [row for row in averaged[busiest["rank"]] if row.scope == "step"]
     time = step_time(run, averaged, hardware, work_of_run(run))
-    tokens = run.tokens * run.microbatches * run.accumulation * run.shard * run.replicas
+    tokens_per_s = run.tokens_per_step / time.total
     parameters, flops = run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len)
     report = {
         "checkpointing": run.checkpointing,
@@ -112,7 +107,7 @@ def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
         "comm_bytes": busiest["comm_bytes"],
         "gradient_bytes": gradient_bytes(run, busiest["rank"], average),
         "checkpoint_bytes": checkpoint_bytes(run),
-        "step_time": asdict(time) | {"total": time.total, "tokens_per_s": tokens / time.total},
+        "step_time": asdict(time) | {"total": time.total, "tokens_per_s": tokens_per_s},
     }
     if run.tsr is not None:
         report["tsr_comm_bytes"] = _tsr_bytes(run, busiest["rank"], average)

@@ -208,14 +208,14 @@ def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
             raise ConfigError("--stop_token", token, f"the id of a token, from 0 to {max(ids)}")
     prompts = from_first_rank(prompts) or []  # stdin has one reader
     settings = Settings(
-        args.max_new_tokens,
-        Sampling(args.temperature, args.top_k, args.top_p),
-        args.seed,
-        args.stop,
-        args.stop_token,
-        args.batch_size,
-        args.compile,
-        choice,
+        max_new_tokens=args.max_new_tokens,
+        sampling=Sampling(args.temperature, args.top_k, args.top_p),
+        seed=args.seed,
+        stops=args.stop,
+        stop_ids=args.stop_token,
+        batch_size=args.batch_size,
+        compiled=args.compile,
+        choice=choice,
     )
     if args.compile:
         compile_blocks(model)

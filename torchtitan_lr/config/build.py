@@ -31,6 +31,7 @@ from torchtitan_lr.config.schema import (
     MODELS,
     OPTIMIZERS,
     TP_PLANS,
+    TSR,
     Experimental,
     JobConfig,
     base_of,
@@ -95,30 +96,41 @@ def _fill(layers: list[dict[str, Any]], overrides: list[Override], of_record: bo
         import_extension(module)  # its names become known, its faults are told before ranks start
     checked = check_record(raw) if of_record else check_toml(raw, config_cls)
     values = apply_overrides(checked, overrides, config_cls)
-    _set_defaults(values)
-    check_ranges(values, config_cls)
+    base = base_of(values.get("optimizer", {}).get("name", ""))
+    _set_defaults(values, base)
+    check_ranges(values, config_cls, tsr=base == TSR)
+    _set_warmup(values, layers, overrides)
+    _expand_folder(values.get("job", {}))
+    return fill_job_config(config_cls, values)
+
+
+def _set_defaults(values: dict[str, Any], base: str) -> None:
+    """Give the keys that are not set the defaults of the optimizer that the run's is or changes."""
+    for key, value in DEFAULTS_OF.get(base, {}).items():
+        section, _, option = key.partition(".")
+        values.setdefault(section, {}).setdefault(option, value)
+
+
+def _set_warmup(
+    values: dict[str, Any], layers: list[dict[str, Any]], overrides: list[Override]
+) -> None:
+    """Shorten the warm-up with the steps, see `warmup_steps`."""
     command_line: dict[str, Any] = {}
     for key in _SCHEDULE & dict(overrides).keys():
         section, _, option = key.partition(".")
         command_line.setdefault(section, {})[option] = values[section][option]
     warmup = warmup_steps([*layers, command_line])
     schedule = values.get("lr_scheduler", {})
-    if warmup != schedule.get("warmup_steps", config_cls().lr_scheduler.warmup_steps):
+    if warmup != schedule.get("warmup_steps", config_class()().lr_scheduler.warmup_steps):
         values["lr_scheduler"] = schedule | {"warmup_steps": warmup}
-    if (folder := values.get("job", {}).get("dump_folder")) is not None:
-        if not folder.strip():
-            raise ConfigError("job.dump_folder", folder, "a folder such as ./outputs")
-        if folder.startswith("~"):  # which shells do not expand after "="
-            values["job"]["dump_folder"] = str(user_path(folder, "job.dump_folder"))
-    return fill_job_config(config_cls, values)
 
 
-def _set_defaults(values: dict[str, Any]) -> None:
-    """Give the keys that are not set the defaults of the run's optimizer."""
-    base = base_of(values.get("optimizer", {}).get("name", ""))
-    for key, value in DEFAULTS_OF.get(base, {}).items():
-        section, _, option = key.partition(".")
-        values.setdefault(section, {}).setdefault(option, value)
+def _expand_folder(job: dict[str, Any]) -> None:
+    """Replace the ~ of ``job.dump_folder``, which shells do not expand after "="."""
+    folder = job.get("dump_folder", ".")
+    require(folder.strip(), "job.dump_folder", folder, "a folder such as ./outputs")
+    if folder.startswith("~"):
+        job["dump_folder"] = str(user_path(folder, "job.dump_folder"))
 
 
 def warmup_steps(layers: Sequence[dict[str, Any]]) -> int:

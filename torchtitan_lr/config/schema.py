@@ -8,6 +8,7 @@ This file contains only differences from ``torchtitan.config.JobConfig``; torcht
 # It merges a section only if the annotation is a class, so this file must not use
 # ``from __future__ import annotations``.
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -80,6 +81,13 @@ READS_GROUPS = [*BUILT_IN_OPTIMIZERS]
 
 BASES: dict[str, str] = {}
 """The optimizer of this package that one from outside changes, by the name of the latter."""
+
+
+def least_ranks(layout: Mapping[str, Any]) -> int:
+    """Return the product of the degrees of a ``[parallelism]``; none counts as less than 1."""
+    kinds = ["tensor_parallel", "pipeline_parallel", "context_parallel"]
+    kinds += ["data_parallel_replicate", "data_parallel_shard"]
+    return math.prod(max(1, layout.get(f"{kind}_degree", 1)) for kind in kinds)
 
 
 def base_of(name: str) -> str:

@@ -157,17 +157,9 @@ class KernelRecorder(RehearsalMode):
             operator.extern, operator.counted = True, False
         elif name in _PRODUCTS:
             first = _PRODUCTS[name]
-            a, b = args[first], args[first + 1]
-            sides = a.shape[-2], b.shape[-1], a.shape[-1]
-            operator.product = Product(prod(a.shape[:-2]), *sides, a.element_size())
-            operator.extern = True
+            operator.product, operator.extern = _product(args[first], args[first + 1]), True
         elif name.startswith(_ATTENTION):
-            query, key = (args[1], args[2]) if "backward" in name else (args[0], args[1])
-            # Two products forward, five backward, which computes the scores again: each below the
-            # diagonal of (b, h, s, e) factors. With fewer queries it ends in the lower right.
-            each = float(query.numel() * (2 * key.shape[-2] - query.shape[-2]))
-            operator.attention = (5 if "backward" in name else 2) * each
-            operator.extern = True
+            operator.attention, operator.extern = _attention_flops("backward" in name, args), True
         self._operators.append(operator)
 
     def record(self, reads: list[Tensor], writes: list[Tensor]) -> None:
@@ -219,25 +211,23 @@ class KernelRecorder(RehearsalMode):
         for operator in self._operators:
             if operator.extern:
                 needed.update(key[0] for key in operator.reads)
-        maker: dict[int, int] = {}  # which kernel writes a result
-        for number, kernel in enumerate(kernels):
-            maker |= {key[0]: number for key in kernel.writes}
-        traffic = count = 0
+        makers: dict[int, _Kernel] = {}  # which kernel writes a result
         for kernel in kernels:
-            if kernel.backward != backward:
-                continue
+            makers |= {key[0]: kernel for key in kernel.writes}
+        mine = [kernel for kernel in kernels if kernel.backward == backward]
+        traffic = 0
+        for kernel in mine:
             reads: _Sizes = {}
             for key, size in kernel.reads.items():
-                made = maker.get(key[0])
-                if made is None or key[0] in needed or kernels[made] is kernel:
+                maker = makers.get(key[0], kernel)
+                if maker is kernel or key[0] in needed:
                     reads[key] = size
                 else:
-                    reads.update(kernels[made].reads)
+                    reads.update(maker.reads)
             kept = {key: size for key, size in kernel.writes.items() if key[0] in needed}
             last = max(kernel.writes.values(), default=0)
             traffic += sum(reads.values()) + (sum(kept.values()) or min(last, kernel.last))
-            count += 1
-        return traffic, count
+        return traffic, len(mine)
 
 
 @dataclass
@@ -246,6 +236,21 @@ class _Kernel:
     reads: _Sizes = field(default_factory=dict)
     writes: _Sizes = field(default_factory=dict)
     last: int = 0
+
+
+def _product(a: Tensor, b: Tensor) -> Product:
+    """Return the product of factors (..., m, k) and (..., k, n)."""
+    sides = a.shape[-2], b.shape[-1], a.shape[-1]
+    return Product(prod(a.shape[:-2]), *sides, a.element_size())
+
+
+def _attention_flops(backward: bool, args: Any) -> float:
+    """Return the FLOPs of fused attention, whose factors (b, h, s, e) are among its arguments."""
+    query, key = (args[1], args[2]) if backward else (args[0], args[1])
+    # Two products forward, five backward, which computes the scores again: each below the
+    # diagonal. With fewer queries it ends in the lower right.
+    each = float(query.numel() * (2 * key.shape[-2] - query.shape[-2]))
+    return (5 if backward else 2) * each
 
 
 def _runs(operators: list[_Operator]) -> list[_Kernel]:

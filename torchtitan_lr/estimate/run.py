@@ -127,6 +127,12 @@ class Run:
         return self.microbatch * self.seq_len // self.cp
 
     @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step on all ranks."""
+        batches = self.microbatches * self.accumulation * self.shard * self.replicas
+        return self.tokens * batches
+
+    @property
     def precision(self) -> Precision:
         """Bytes per element."""
         training = self.config.training

@@ -17,11 +17,14 @@ class Traffic:
     """Equal collectives of one part of the model, in one micro-batch.
 
     Args:
-        scope: ``block i``, ``embedding`` or ``head``, which computes the loss.
-        pass_: ``forward`` or ``backward``; ``optimizer`` for TSR-Adam.
+        scope: ``block i``, ``embedding`` or ``head``, which computes the loss; ``step`` or
+            ``optimizer``.
+        pass_: ``forward`` or ``backward``; ``optimizer`` for what an optimizer sends.
         op: ``all_reduce``, ``reduce_scatter``, ``all_gather`` or ``all_to_all``.
         role: The kind of tensor, which determines the dtype: ``activation`` (or its gradient),
-            ``statistic`` (at least fp32), ``loss`` (at least fp32), ``parameter``, ``gradient``.
+            ``statistic`` (at least fp32), ``loss`` (at least fp32), ``parameter``, ``gradient``,
+            ``index`` of a codec; TSR-Adam's ``core``, ``sketch``, ``norm`` and ``checksum``; a
+            spectral optimizer's ``gram`` and ``momentum``.
         calls: Number of calls.
         elements: Elements of all calls together.
         mesh_dim: Name of the mesh dimension.

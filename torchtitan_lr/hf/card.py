@@ -2,7 +2,6 @@
 """The README.md of an export: what the model is, what it was trained on, and how well it does."""
 
 import html
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -122,15 +121,10 @@ def write_card(args: LlamaArgs, config: Any, step_dir: Path, exported: Exported)
     corpora = [] if step == "0" else _corpora(record)
     changes = _changes(record, step)
     rows = _model_rows(args, written) + _run_rows(config, corpora, step_dir, step)
-    for after, text in changes:
-        rows.append((f"changed after step {after}", text))
+    rows += [(f"changed after step {after}", text) for after, text in changes]
     repeat = ""
     if step != "0":
-        ranks = _ranks(step_dir.parent.parent)
-        command = f"{f'NGPU={ranks} ' if ranks else ''}torchtitan-lr train {TRAIN_TOML}{module}"
-        repeats = "repeats its training" + (", without the changes" if changes else "")
-        repeat = _REPEAT.format(command=command, toml=TRAIN_TOML, repeats=repeats)
-        repeat += _FROM_START if origin else ""
+        repeat = _repeat(_ranks(step_dir.parent.parent), module, bool(changes), origin)
         (out_dir / TRAIN_TOML).write_text(run_toml(step_dir, published=True))
         if of_file:
             write_model_args(args, out_dir / _ARGS)
@@ -152,6 +146,14 @@ def write_card(args: LlamaArgs, config: Any, step_dir: Path, exported: Exported)
         repeat=repeat,
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(out_dir / CARD)
+
+
+def _repeat(ranks: int | None, module: str, changed: bool, origin: Origin | None) -> str:
+    """Say how to repeat the training."""
+    command = f"{f'NGPU={ranks} ' if ranks else ''}torchtitan-lr train {TRAIN_TOML}{module}"
+    repeats = "repeats its training" + (", without the changes" if changed else "")
+    text = _REPEAT.format(command=command, toml=TRAIN_TOML, repeats=repeats)
+    return text + (_FROM_START if origin else "")
 
 
 def _has_module(record: dict[str, Any]) -> bool:
@@ -268,7 +270,7 @@ def _plain(value: Any) -> str:
 
 def _ranks(dump: Path) -> int | None:
     """Return a run's number of ranks: its speed, all ranks together, over the speed of one."""
-    whole, one = "throughput/tokens_per_s", "throughput/tokens_per_s_per_device"
+    whole, one = history.TOKENS_PER_S, history.TOKENS_PER_S_PER_DEVICE
     records = history.read_history(dump / history.HISTORY_FILE)
     ratios = [record[whole] / record[one] for record in records if record.get(one)]
     return round(ratios[-1]) if ratios else None
@@ -339,14 +341,15 @@ def _run_rows(
         found = [(loss, at) for loss, at in pairs if loss is not None]
         if found:
             loss, at = found[-1]
-            text = f"{loss:.4f} nats per token, perplexity {math.exp(min(loss, 700)):.2f}"
+            text = f"{loss:.4f} nats per token, perplexity {history.perplexity(loss):.2f}"
             rows.append((f"{what} loss at step {at}", text))
     return rows
 
 
 def _tokens(training: Any, past: list[dict[str, Any]], step: int) -> int | None:
     """Tokens seen up to a step: the history's number, else batch times length where known."""
-    seen = [r["n_tokens_seen"] for r in past if r["step"] == step and "n_tokens_seen" in r]
+    key = history.TOKENS_SEEN
+    seen = [r[key] for r in past if r["step"] == step and key in r]
     if seen:
         return int(seen[-1])
     batch = getattr(training, "global_batch_size", -1)

@@ -14,6 +14,7 @@ from torchtitan_lr.hf.export import CODED_TYPE, HF_CONFIG, build_coded_config
 from torchtitan_lr.hf.folder_weights import FolderWeights, open_folder
 from torchtitan_lr.hf.read_llama import build_args, read_llama_args
 from torchtitan_lr.models.args import ACTIVATIONS, LlamaArgs
+from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.flavors import MODEL_ARGS, read_model_args
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
@@ -58,9 +59,7 @@ def load_export(folder: Path) -> LlamaModel:
     """
     source = open_source(folder, "CHECKPOINT")[0]
     source = replace(source, dtype=source.places["tok_embeddings.weight"].dtype)
-    with torch.device("meta"):
-        model = LlamaModel(source.args)
-    model.to(source.dtype).to_empty(device="cpu")
+    model = empty_model(source.args).to(source.dtype).to_empty(device="cpu")
     for name, tensor in model.state_dict().items():
         tensor.copy_(source.read([name])[name])
     return model.eval()

@@ -15,9 +15,8 @@ from torchtitan_lr.checkpoints.folders import HF_INDEX
 from torchtitan_lr.config.files import file_within, open_regular, read_json
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.shards import WEIGHTS
-from torchtitan_lr.hf.weights import parameter_shapes
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 
 _DTYPES = {
@@ -119,10 +118,8 @@ def open_folder(
     """
     stored = _stored(folder, key)
     check_depth(args, len(stored), key, folder)
-    with torch.device("meta"):
-        model = LlamaModel(args)
     places: dict[str, Place] = {}
-    for name, shape in parameter_shapes(model).items():
+    for name, shape in model_shapes(args).items():
         theirs = name
         if llama:
             meta = {name: torch.empty(shape, device="meta")}

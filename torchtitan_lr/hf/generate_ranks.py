@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.config.build import config_class
 from torchtitan_lr.config.parse import apply_overrides, split_arguments
-from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.hf.loading import load_for_inference, read_for_inference
 from torchtitan_lr.hf.ranks import open_on_ranks
 from torchtitan_lr.inference.decode import Choice
+from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.generation import generation_settings, sharded_choice
 from torchtitan_lr.parallel.plans import apply_tensor_parallel
@@ -62,19 +63,16 @@ def read_parallelism(config: Any, overrides: Sequence[str], world: int) -> Simpl
 
 def _check_override(key: str, value: object, world: int) -> None:
     if key == DEGREE:
-        if value != world:
-            want = f"{world}, the number of ranks"
-            if world == 1:
-                want = f"1, or a start with torchrun --nproc_per_node={value}"
-            raise ConfigError(key, value, want)
+        fits, want = value == world, f"{world}, the number of ranks"
+        if world == 1:
+            want = f"1, or a start with torchrun --nproc_per_node={value}"
     elif key in _ONE:
-        if value not in (1, -1):
-            want = f"1: generation has {_ONE[key]}, {DEGREE} splits it over ranks"
-            raise ConfigError(key, value, want)
-    elif not key.startswith("parallelism.tp_"):
-        raise ConfigError(
-            key, value, f"{DEGREE} or a key parallelism.tp_*: generation has no other"
-        )
+        fits = value in (1, -1)
+        want = f"1: generation has {_ONE[key]}, {DEGREE} splits it over ranks"
+    else:
+        fits = key.startswith("parallelism.tp_")
+        want = f"{DEGREE} or a key parallelism.tp_*: generation has no other"
+    require(fits, key, value, want)
 
 
 def load_on_ranks(
@@ -102,9 +100,7 @@ def load_on_ranks(
         return model, tokenizer, None
     mesh = _start(device)
     dtype, fill = open_on_ranks(step_dir, args, config.model.hf_assets_path, allow_unverified)
-    with torch.device("meta"):
-        model = LlamaModel(args)
-    model.to(dtype)
+    model = empty_model(args).to(dtype)
     apply_tensor_parallel(model, mesh, settings)
     model.to_empty(device=mesh.device_type)
     fill([model])

@@ -28,11 +28,11 @@ from torchtitan_lr.config.schema import ITS_MODULE
 from torchtitan_lr.data.tokenizer import HUB, build_tokenizer, require_cached, vocabulary
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.hf.folder_weights import check_depth
-from torchtitan_lr.hf.weights import StoredWeights, no_checkpoint, parameter_shapes
+from torchtitan_lr.hf.weights import StoredWeights, no_checkpoint
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.configured import empty_model, model_shapes
 from torchtitan_lr.models.families import FAMILIES, find_family
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.models.flavors import read_model_args as read_model_args
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.device import keep_freed_memory
@@ -204,9 +204,8 @@ def open_weights(
     metadata = read_metadata(step_dir)
     stored = metadata.state_dict_metadata
     check_depth(args, len(stored), "CHECKPOINT", step_dir)
-    with torch.device("meta"):
-        model = LlamaModel(args)
-    dtype = _check_stored(step_dir, stored, model)
+    shapes = model_shapes(args)
+    dtype = _check_stored(step_dir, stored, args, shapes)
     try:
         manifest = read_manifest(step_dir)
     except UnverifiedError:  # as allowed
@@ -216,7 +215,7 @@ def open_weights(
         tokenizer = {TOKENIZER: tokenizer_digest(assets_path)} if assets_path else {}
         here = model_fingerprint(args) | tokenizer
         check_fingerprint(manifest.model, here, step_dir, allow_unverified=allow_unverified)
-    return StoredWeights(args, step_dir, metadata, parameter_shapes(model), dtype)
+    return StoredWeights(args, step_dir, metadata, shapes, dtype)
 
 
 def load_model(
@@ -233,9 +232,7 @@ def load_model(
         ConfigError: The folder is not a complete checkpoint, is damaged, or contains another model.
     """
     stored = open_weights(step_dir, args, assets_path, allow_unverified=allow_unverified)
-    with torch.device("meta"):
-        model = LlamaModel(args)
-    model.to(stored.dtype).to_empty(device="cpu")
+    model = empty_model(args).to(stored.dtype).to_empty(device="cpu")
     stored.fill(model.state_dict())
     return model.eval()
 
@@ -330,9 +327,10 @@ def load_tokenizer(config: Any, args: LlamaArgs) -> Any:
     return tokenizer
 
 
-def _check_stored(step_dir: Path, stored: dict[str, Any], model: LlamaModel) -> torch.dtype:
+def _check_stored(
+    step_dir: Path, stored: dict[str, Any], args: LlamaArgs, expected: dict[str, tuple[int, ...]]
+) -> torch.dtype:
     """Check names and shapes, since DCP ignores extra tensors, and return the dtype."""
-    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     found = {
         name: tuple(value.size) if isinstance(value, TensorStorageMetadata) else None
         for name, value in stored.items()
@@ -340,8 +338,7 @@ def _check_stored(step_dir: Path, stored: dict[str, Any], model: LlamaModel) -> 
     }
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
-            what = f"{model.model_args.model_family.model_name} with {name}"
-            what += f" of shape {expected.get(name)}"
+            what = f"{args.model_family.model_name} with {name} of shape {expected.get(name)}"
             want = f"a checkpoint of {what}, not {found.get(name)}; is --config the run's?"
             raise ConfigError("CHECKPOINT", str(step_dir), want)
     dtype: torch.dtype = stored["tok_embeddings.weight"].properties.dtype

@@ -11,10 +11,10 @@ from torch import Tensor
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.shards import Tensors, WeightSource
 from torchtitan_lr.hf.truncation import truncate
-from torchtitan_lr.hf.weights import parameter_shapes
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
-from torchtitan_lr.models.llama import LlamaModel, TransformerBlock, build_freqs_cis
+from torchtitan_lr.models.llama import TransformerBlock, build_freqs_cis
 from torchtitan_lr.titan import IGNORE_INDEX
 
 SHARED_INPUTS = {
@@ -95,8 +95,7 @@ class TruncatedWeights:
         self._source, self.dtype = source, source.dtype
         self._device = device
         self._report = report
-        with torch.device("meta"):
-            self.shapes = parameter_shapes(LlamaModel(args))
+        self.shapes = model_shapes(args)
         self._factors: Tensors = {}
         self._next = 0
         self._stream = None

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torchtitan_lr.checkpoints.safe_metadata import load
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.llama import LlamaModel
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,6 @@ class StoredWeights:
         # which derives from BaseException.
         except (Exception, CheckpointException) as error:
             raise no_checkpoint(self.step_dir, "damaged files") from error
-
-
-def parameter_shapes(model: LlamaModel) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter by name, in the model's order."""
-    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
 
 
 def no_checkpoint(step_dir: Path, why: str, older: str | None = None) -> ConfigError:

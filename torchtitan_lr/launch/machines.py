@@ -19,7 +19,6 @@ import struct
 import sys
 from typing import Any
 
-from torchtitan_lr.checkpoints.folders import RESIDUALS
 from torchtitan_lr.checks.job import Data, check_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import Environment
@@ -52,6 +51,9 @@ def check_machines(
     if restarts and not config.checkpoint.enable:
         want = f"true with MAX_RESTARTS={restarts}: a restart resumes from a checkpoint"
         raise ConfigError("checkpoint.enable", False, want)
+    if restarts and config.checkpoint.load_only:
+        want = f"false with MAX_RESTARTS={restarts}: a restart resumes from a checkpoint"
+        raise ConfigError("checkpoint.load_only", True, want)
     if restarts and config.checkpoint.load_step != -1:
         want = f"-1 with MAX_RESTARTS={restarts}: every restart would return to this step"
         raise ConfigError("checkpoint.load_step", config.checkpoint.load_step, want)
@@ -63,8 +65,7 @@ def check_machines(
         want = f"a number with NNODES={environment.nodes_text}: -1 depends on the machines"
         raise ConfigError(_BATCH, -1, want)
     codec = config.grad_compression.codec
-    loads = RESIDUALS not in config.checkpoint.exclude_from_loading
-    if codec != "none" and loads and config.grad_compression.save_residuals:
+    if codec != "none" and config.grad_compression.save_residuals:
         # Only the number of ranks that saved residuals can load them.
         want = f"none with NNODES={environment.nodes_text}, as residuals belong to ranks, "
         want += "or grad_compression.save_residuals = false"

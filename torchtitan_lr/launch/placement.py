@@ -15,6 +15,7 @@ from typing import Any
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import split_arguments
 from torchtitan_lr.config.paths import find_config
+from torchtitan_lr.config.schema import least_ranks
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import DEFAULT_RANKS, Environment, check_log_ranks
 
@@ -121,20 +122,27 @@ def _fitting_degree(config: Any, arguments: list[str], ranks: int) -> int | None
     That of the main job is the largest divisor that divides the ranks, unless the command line sets
     it, and its batches must be those of the default number of ranks.
     """
-    degree, others, section = _degree(config), _others(config), config.training
+    degree, others = _degree(config), _others(config)
     if ranks % others:
         return None
     given = any(override.key == _TP for override in split_arguments(arguments))
     lowered = degree if given or degree < 1 else math.gcd(degree, ranks // others)
-    if not _is_main_job(config):
-        return degree if lowered == degree else None
-    layout = config.parallelism
-    split = lowered * layout.pipeline_parallel_degree * layout.context_parallel_degree
+    fits = lowered == degree
+    if _is_main_job(config):
+        fits = _keeps_batches(config, lowered, ranks)
+    return lowered if fits else None
+
+
+def _keeps_batches(config: Any, degree: int, ranks: int) -> bool:
+    """Whether the ranks, with a tensor-parallel degree, can share the batches of the main job."""
+    layout, section = config.parallelism, config.training
+    split = degree * layout.pipeline_parallel_degree * layout.context_parallel_degree
     if split < 1 or ranks % split:
-        return None
+        return False
     batch, unit = section.global_batch_size, section.local_batch_size * (ranks // split)
-    batch = _default_batch(config) if batch == -1 else batch
-    return lowered if unit > 0 and batch % unit == 0 else None
+    if batch == -1:
+        batch = _default_batch(config)
+    return unit > 0 and batch % unit == 0
 
 
 def _is_main_job(config: Any) -> bool:
@@ -147,15 +155,8 @@ def _degree(config: Any) -> int:
 
 
 def _others(config: Any) -> int:
-    """Return the product of the degrees besides the tensor-parallel one, at least 1."""
-    section = config.parallelism
-    degrees = (
-        section.pipeline_parallel_degree,
-        section.context_parallel_degree,
-        section.data_parallel_replicate_degree,
-        section.data_parallel_shard_degree,
-    )
-    return math.prod(max(1, degree) for degree in degrees)
+    """Return the product of the degrees besides the tensor-parallel one."""
+    return least_ranks(vars(config.parallelism) | {"tensor_parallel_degree": 1})
 
 
 def _default_batch(config: Any) -> int:

@@ -32,6 +32,7 @@ DID_NOT_END = "did not end on SIGTERM, and was killed"
 """End of the ``launcher.log`` line ``rank process PID ...`` of a rank that torchrun killed."""
 _NAMES = {number.value: number.name for number in signal.Signals}
 _LESS_MEMORY = "a smaller training.local_batch_size or training.seq_len needs less"
+_UNREACHABLE = "the machine of RDZV_ENDPOINT cannot be reached, or the run ended there"
 _OTHER_RANK = "another rank ended before, or cannot be reached"
 _UNKNOWN_CAUSE = "the ranks ended with status"
 _TAIL_BYTES = 1 << 16
@@ -95,16 +96,33 @@ def describe_failure(log_folder: Path, status: int) -> str:
     that hide the cause. Therefore this looks for such a rank first. torchrun's folders have the
     numbers of this machine's ranks, the line those of the run's.
     """
-    first_rank = _first_rank(log_folder)
-    lost = _LOST_RENDEZVOUS.search(_launcher_log(log_folder))
-    unreachable = "the machine of RDZV_ENDPOINT cannot be reached, or the run ended there"
+    lost = _LOST_RENDEZVOUS.search(_launcher_log(log_folder)) is not None
+    found = _ended_by_signal(log_folder) or _failed_with_error(log_folder, lost)
+    if found:
+        return found
+    if lost:
+        return f"{_UNREACHABLE}; the ranks' output: {log_folder}"
+    if status < 0:
+        name = signal.Signals(-status).name
+        return f"torchrun was ended by {name}, and its ranks with it; their output: {log_folder}"
+    return f"{_UNKNOWN_CAUSE} {status}; their output: {log_folder}"
+
+
+def _ended_by_signal(log_folder: Path) -> str:
+    """Return the line about a rank that a signal ended; empty if there is none."""
     killed = killed_rank(log_folder)
-    if killed is not None:
-        rank, name = killed
-        (folder, *_) = [*_of_last_start(log_folder, f"{rank}"), log_folder]
+    if killed is None:
+        return ""
+    rank, name = killed
+    (folder, *_) = [*_of_last_start(log_folder, f"{rank}"), log_folder]
+    hint = ""
+    if name == "SIGKILL":
         hint = f" (the kernel also sends it when memory runs out: {_LESS_MEMORY})"
-        hint = hint if name == "SIGKILL" else ""
-        return f"rank {first_rank + rank} was ended by {name}{hint}; its output: {folder}"
+    return f"rank {_first_rank(log_folder) + rank} was ended by {name}{hint}; its output: {folder}"
+
+
+def _failed_with_error(log_folder: Path, lost: bool) -> str:
+    """Return the line about the first rank that wrote an error; empty if none did."""
     failures = []
     for path in _of_last_start(log_folder, "*/error.json"):
         try:
@@ -114,26 +132,21 @@ def describe_failure(log_folder: Path, status: int) -> str:
             failures.append((when, path.parent, str(message["message"]), stack))
         except (OSError, ValueError, KeyError, TypeError):
             continue  # a rank that was killed while writing leaves an incomplete file
-    if failures:
-        _, folder, reason, stack = min(failures)
-        what = reason.strip().partition("\n")[0]
-        if _TIMED_OUT.search(what):
-            what += _collective_of(stack)
-        if OUT_OF_MEMORY.search(what):
-            what += f"; {_LESS_MEMORY}"
-        if _LOST_CONNECTION.search(what):
-            what += f"; {unreachable if lost else _OTHER_RANK}"
-        signalled = _signalled(log_folder)
-        stuck = [f"rank {first_rank + rank}" for rank, _, did_not_end in signalled if did_not_end]
-        if stuck:
-            what += f"; {', '.join(stuck)} did not end on SIGTERM: stopped, or stuck"
-        return f"rank {first_rank + int(folder.name)} failed: {what}; its output: {folder}"
-    if lost:
-        return f"{unreachable}; the ranks' output: {log_folder}"
-    if status < 0:
-        name = signal.Signals(-status).name
-        return f"torchrun was ended by {name}, and its ranks with it; their output: {log_folder}"
-    return f"{_UNKNOWN_CAUSE} {status}; their output: {log_folder}"
+    if not failures:
+        return ""
+    _, folder, reason, stack = min(failures)
+    what = reason.strip().partition("\n")[0]
+    if _TIMED_OUT.search(what):
+        what += _collective_of(stack)
+    if OUT_OF_MEMORY.search(what):
+        what += f"; {_LESS_MEMORY}"
+    if _LOST_CONNECTION.search(what):
+        what += f"; {_UNREACHABLE if lost else _OTHER_RANK}"
+    first_rank, signalled = _first_rank(log_folder), _signalled(log_folder)
+    stuck = [f"rank {first_rank + rank}" for rank, _, did_not_end in signalled if did_not_end]
+    if stuck:
+        what += f"; {', '.join(stuck)} did not end on SIGTERM: stopped, or stuck"
+    return f"rank {first_rank + int(folder.name)} failed: {what}; its output: {folder}"
 
 
 def recorded_by_rank_0(failure: str, record: dict[str, Any] | None) -> bool:

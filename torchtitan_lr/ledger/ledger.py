@@ -120,36 +120,39 @@ class CommLedger(TorchDispatchMode):
             return NotImplemented  # unwrap first: this mode then gets the calls on local tensors
         kwargs = kwargs or {}
         call = identify(func, args, kwargs)
-        entry = None
-        if call is not None and group_size(call.group) > 1:
-            # Only for these: a received gradient keeps its mark when other collectives use it.
-            message = boundary_of(args) if call.op in ("send", "recv") else None
-            scope, pass_, recompute = (*message, False) if message else self._tracker.here()
-            mesh_dim = self._mesh_dims.get(call.group, call.group)
-            # Where FSDP2 shards over the context-parallel ranks alone, both have one group.
-            in_block = scope.startswith("block") and not self._tracker.in_unit
-            if call.group == self._context and in_block:
-                mesh_dim = "cp"
-            if mesh_dim in self._step_dims:
-                scope, pass_, recompute = STEP, "optimizer", False
-            entry = Entry(scope, pass_, call.op, mesh_dim, call.dtype, recompute)
-            self._calls[entry] += 1
-            self._elements[entry] += call.elements
-        result = func(*args, **kwargs)
-        if entry is None:
+        if call is None or group_size(call.group) <= 1:
+            result = func(*args, **kwargs)
             self._overlap.observe(func, args, kwargs, result, self._tracker.reducing)
-        elif call is not None:
-            # FSDP2 waits for a unit's reduce-scatter before the next one, and for all at the end of
-            # backward.
-            next_unit = (entry.op, entry.mesh_dim) if entry.op == "reduce_scatter" else None
-            self._overlap.end(
-                lambda run: (
-                    run.key.pass_ == "backward"
-                    and (entry.pass_ == "forward" or (run.key.op, run.key.mesh_dim) == next_unit)
-                )
+            return result
+        entry = self._entry(call, args)
+        self._calls[entry] += 1
+        self._elements[entry] += call.elements
+        result = func(*args, **kwargs)
+        # FSDP2 waits for a unit's reduce-scatter before the next one, and for all at the end of
+        # backward.
+        next_unit = (entry.op, entry.mesh_dim) if entry.op == "reduce_scatter" else None
+        self._overlap.end(
+            lambda run: (
+                run.key.pass_ == "backward"
+                and (entry.pass_ == "forward" or (run.key.op, run.key.mesh_dim) == next_unit)
             )
-            self._overlap.start(entry, result, call.results)
+        )
+        self._overlap.start(entry, result, call.results)
         return result
+
+    def _entry(self, call: "Collective", args: tuple[Any, ...]) -> Entry:
+        """Return the counter of a call that is about to run."""
+        # Only for these: a received gradient keeps its mark when other collectives use it.
+        message = boundary_of(args) if call.op in ("send", "recv") else None
+        scope, pass_, recompute = (*message, False) if message else self._tracker.here()
+        mesh_dim = self._mesh_dims.get(call.group, call.group)
+        # Where FSDP2 shards over the context-parallel ranks alone, both have one group.
+        in_block = scope.startswith("block") and not self._tracker.in_unit
+        if call.group == self._context and in_block:
+            mesh_dim = "cp"
+        if mesh_dim in self._step_dims:
+            scope, pass_, recompute = STEP, "optimizer", False
+        return Entry(scope, pass_, call.op, mesh_dim, call.dtype, recompute)
 
     def clear(self) -> None:
         """Reset all counts."""

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from torchtitan_lr.config.schema import ITS_MODULE, vocabulary_rows
-from torchtitan_lr.errors import ConfigError, one_of
+from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
 from torchtitan_lr.titan.base import BaseModelArgs
 from torchtitan_lr.titan.specs import RoPEScalingArgs
@@ -104,6 +104,11 @@ class LlamaArgs(BaseModelArgs):
         """The family, which says what a linear becomes."""
         return FAMILIES[self.family]
 
+    @property
+    def learns_gates(self) -> bool:
+        """Whether the linears of all blocks but the first have a learned factor g."""
+        return self.model_family.gated and self.lax_gate == "scalar"
+
     def latent_silu(self, projection: str) -> bool:
         """Whether σ acts in the bottleneck of ``projection`` (one of q k v o gate up down)."""
         if self.activation == "reduced":
@@ -120,6 +125,26 @@ class LlamaArgs(BaseModelArgs):
         Raises:
             ConfigError: With the first value that cannot work.
         """
+        self._check_choices()
+        self._check_numbers()
+        # No fields, since they follow from the fields, and files hold those alone.
+        self.low_rank = self.model_family.low_rank
+        self.head_dim = self.dim // self.n_heads
+        self.kv_heads = self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+        self.kv_dim = self.kv_heads * self.head_dim
+        self.outer_silu = not self.low_rank or self.activation in ("both", "fullrank")
+        self.model_family.check(self)
+        want = f"a divisor of the model's width {self.dim} that leaves an even head width"
+        fits = self.dim % self.n_heads == 0 and self.head_dim % 2 == 0
+        require(fits, "model.n_heads", self.n_heads, want)
+        want = f"a divisor of the {self.n_heads} query heads"
+        require(self.n_heads % self.kv_heads == 0, "model.n_kv_heads", self.n_kv_heads, want)
+        for group in ("attention", "ffn") if self.low_rank else ():
+            self._check_rank(group, f"low_rank.rank_{group}", getattr(self, f"rank_{group}"))
+        self._check_lanes()
+
+    def _check_choices(self) -> None:
+        """Check what is one of several names."""
         for key, value, choices in (
             ("low_rank.activation", self.activation, ACTIVATIONS),
             ("low_rank.lax_gate", self.lax_gate, get_args(LaxGate)),
@@ -130,59 +155,41 @@ class LlamaArgs(BaseModelArgs):
         if self.family not in tuple(FAMILIES):
             want = f"{one_of(FAMILIES, self.family)}, or {ITS_MODULE}"
             raise ConfigError("model.name", self.family, want)
-        self._check_numbers()
-        # No fields, since they follow from the fields, and files hold those alone.
-        self.low_rank = self.model_family.low_rank
-        self.head_dim = self.dim // max(1, self.n_heads)  # whether it divides is checked below
-        self.kv_heads = self.n_heads if self.n_kv_heads is None else self.n_kv_heads
-        self.kv_dim = self.kv_heads * self.head_dim
-        self.outer_silu = not self.low_rank or self.activation in ("both", "fullrank")
-        self.model_family.check(self)
-        for name in ("dim", "n_layers", "n_heads", "kv_heads", "ffn_dim", "vocab_size"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"model.{name}", getattr(self, name), "a positive integer")
-        if self.max_seq_len <= 0:
-            raise ConfigError("training.seq_len", self.max_seq_len, "a positive integer")
-        if self.dim % self.n_heads or self.head_dim % 2:
-            want = f"a divisor of the model's width {self.dim} that leaves an even head width"
-            raise ConfigError("model.n_heads", self.n_heads, want)
-        if self.n_heads % self.kv_heads:
-            want = f"a divisor of the {self.n_heads} query heads"
-            raise ConfigError("model.n_kv_heads", self.n_kv_heads, want)
-        for group in ("attention", "ffn") if self.low_rank else ():
-            self._check_rank(group, f"low_rank.rank_{group}", getattr(self, f"rank_{group}"))
+
+    def _check_lanes(self) -> None:
+        """Check CAAT-Net's keys, also against the widths that its lanes share out."""
         lanes, fraction = self.lanes, self.sync_fraction
-        if lanes < 1:
-            raise ConfigError("caat.lanes", lanes, "1 (an ordinary model) or more streams")
-        if not 0 <= fraction <= 1:
-            raise ConfigError("caat.sync_fraction", fraction, "a number from 0 to 1")
-        if lanes == 1 and fraction != 1:
-            raise ConfigError("caat.sync_fraction", fraction, "1 unless caat.lanes is more than 1")
+        require(lanes >= 1, "caat.lanes", lanes, "1 (an ordinary model) or more streams")
+        require(0 <= fraction <= 1, "caat.sync_fraction", fraction, "a number from 0 to 1")
+        want = "1 unless caat.lanes is more than 1"
+        require(lanes > 1 or fraction == 1, "caat.sync_fraction", fraction, want)
         widths = {"n_heads": self.n_heads, "n_kv_heads": self.kv_heads, "ffn_dim": self.ffn_dim}
-        widths["vocab_size"] = self.vocab_size
-        for name, width in widths.items():
-            if width % lanes:
-                raise ConfigError("caat.lanes", lanes, f"a divisor of the model's {name} = {width}")
+        for name, width in (widths | {"vocab_size": self.vocab_size}).items():
+            want = f"a divisor of the model's {name} = {width}"
+            require(width % lanes == 0, "caat.lanes", lanes, want)
 
     def _check_numbers(self) -> None:
-        """Check the types of all numbers, which a file may set."""
+        """Check the types of all numbers, which a file may set, and what each may be."""
         integers = ("n_layers", "n_heads", "dim", "ffn_dim", "vocab_size", "max_seq_len", "lanes")
         for name in (*integers, "n_kv_heads", "rank_attention", "rank_ffn", "init_seed"):
             value = getattr(self, name)
-            if type(value) is not int and not (name == "n_kv_heads" and value is None):
-                raise ConfigError(f"model.{name}", value, "an integer")
+            if name != "n_kv_heads" or value is not None:
+                require(type(value) is int, f"model.{name}", value, "an integer")
+        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"model.{name}", value, "a positive integer")
+        require(self.max_seq_len > 0, "training.seq_len", self.max_seq_len, "a positive integer")
         scaling = {} if self.rope_scaling is None else vars(self.rope_scaling)
         numbers = {"model.norm_eps": self.norm_eps, "model.rope_theta": self.rope_theta}
         numbers |= {"caat.sync_fraction": self.sync_fraction}
         numbers |= {f"model.{name}": value for name, value in scaling.items()}
         for key, value in numbers.items():
-            if type(value) not in (int, float) or not 0 <= value < math.inf:
-                raise ConfigError(key, value, "a finite number of at least 0")
-        if not self.rope_theta:  # the rotary table divides by its powers
-            raise ConfigError("model.rope_theta", self.rope_theta, "a positive number")
-        if self.max_seq_len > _LONGEST:
-            want = f"at most {_LONGEST}, for which the rotary table has gigabytes"
-            raise ConfigError("training.seq_len", self.max_seq_len, want)
+            fits = type(value) in (int, float) and 0 <= value < math.inf
+            require(fits, key, value, "a finite number of at least 0")
+        # The rotary table divides by its powers.
+        require(self.rope_theta > 0, "model.rope_theta", self.rope_theta, "a positive number")
+        want = f"at most {_LONGEST}, for which the rotary table has gigabytes"
+        require(self.max_seq_len <= _LONGEST, "training.seq_len", self.max_seq_len, want)
 
     def __post_init__(self) -> None:
         self.check()

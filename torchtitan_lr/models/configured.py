@@ -40,7 +40,7 @@ _SHAPES: dict[tuple[int, str], tuple[Any, dict[str, tuple[int, ...]]]] = {}
 
 
 def model_shapes(args: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a model, which is built once per process."""
+    """Return the shape of every parameter, in the order of the model, built once per process."""
     from torchtitan_lr.models.families import FAMILIES
 
     family = FAMILIES[args.family]

@@ -310,26 +310,25 @@ class LlamaModel(ModelProtocol):
         latents: Latents | None = carried or None
         table = torch.view_as_real(self.freqs_cis)
         # Arguments that are not given at all let a compiled block keep its one graph.
-        options: list[dict[str, Any]] = [{} for _ in self.layers]
+        options: dict[str, Any] = {}
         if documents is not None:
             if cache is not None:
                 raise ValueError("a cache holds one document per row")
             positions, mask = separate(documents, x.dtype, places)
-            table, options = table[positions], [{"mask": mask} for _ in self.layers]
+            table, options["mask"] = table[positions], mask
         if places is not None:
             # The table of a row is (s', head_dim / 2, 2), or with documents (b, s, ...).
-            row_table = table
+            options["row_table"] = table
             if documents is None:
                 table = table[places]
             else:
                 rows = torch.arange(len(places), device=places.device)[:, None]
                 table = table[rows, places]
-            options = [{**option, "row_table": row_table} for option in options]
-        elif cache is not None:
+        if cache is not None:
             table = cache.begin(table, tokens.shape[1])
-            options = [{"cache": layer} for layer in cache.layers]
-        for block, option in zip(self.layers.values(), options, strict=True):
-            x, latents = block(x, table, latents, **option)
+        for i, block in enumerate(self.layers.values()):
+            own = {} if cache is None else {"cache": cache.layers[i]}
+            x, latents = block(x, table, latents, **options, **own)
         if cache is not None:
             x = x[:, -1:]  # generation reads no other prediction
         if self.output is not None:

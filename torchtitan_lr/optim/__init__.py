@@ -1,2 +1,2 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Optimizers: TSR-Adam, and torch's Adam and AdamW on local shards."""
+"""Optimizers: TSR-Adam, spectral ones, Adam and AdamW on local shards; the decay of products."""

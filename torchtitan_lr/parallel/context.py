@@ -42,10 +42,15 @@ def context_ranks(parallel_dims: ParallelDims) -> Ranks:
     return SINGLE if mesh is None else Ranks.of(mesh)
 
 
+def chunks_of(x: Tensor, rank: int, size: int, dim: int) -> Tensor:
+    """Return the two of the 2C chunks of a dimension that a rank has, the earlier one first."""
+    chunks = x.chunk(2 * size, dim)
+    return torch.cat([chunks[rank], chunks[-1 - rank]], dim)
+
+
 def own_chunks(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    """Return a rank's two of the 2C chunks of a dimension, the earlier one first."""
-    chunks = x.chunk(2 * ranks.size, dim)
-    return torch.cat([chunks[ranks.rank], chunks[-1 - ranks.rank]], dim)
+    """Return the chunks of this rank, see `chunks_of`."""
+    return chunks_of(x, ranks.rank, ranks.size, dim)
 
 
 def own_tokens(batch: Batch, ranks: Ranks) -> Batch:
@@ -81,7 +86,7 @@ class GatherRow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         size = ctx.ranks.size
-        parts = [own_chunks(gradient, Ranks(size=size, rank=i), -2) for i in range(size)]
+        parts = [chunks_of(gradient, rank, size, -2) for rank in range(size)]
         return reduce(torch.stack(parts), ctx.ranks, 0).squeeze(0), None
 
 

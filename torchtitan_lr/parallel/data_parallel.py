@@ -52,35 +52,10 @@ def apply_data_parallel(
         job_config: The run's configuration: ``[training]`` for dtypes, ``[parallelism]`` for the
             resharding policy.
     """
-    training = job_config.training
-    mixed = not parallel_dims.dp_enabled and training.mixed_precision_param != training.dtype
     # FSDP2 must not sum over the replicas if an optimizer or a compressor does.
     owned = job_config.optimizer.name in SUMS_REPLICAS and parallel_dims.dp_replicate_enabled
     compresses = job_config.grad_compression.codec != "none"
-    # Unlike upstream, the norm and the head are not one unit. A tensor-parallel head does not call
-    # the norm as a module, so the unit's forward would not finish and its weights would be stale.
-    parts = [model.tok_embeddings, *model.get_submodule("layers").children(), model.output]
-    units = [cast(nn.Module, part) for part in parts if part is not None]
-    ranks = 1  # over which FSDP2 sums
-    if parallel_dims.fsdp_enabled or owned:
-        names = ["fsdp"]
-        if parallel_dims.dp_replicate_enabled and not (owned or compresses):
-            names = ["dp_replicate", "fsdp"]
-        mesh = mesh_of(parallel_dims, "fsdp") if owned else parallel_dims.get_mesh(names)
-        shard_units(model, units, mesh, parallel_dims, job_config)
-        ranks = mesh.size()
-        kind = "HSDP" if len(names) == 2 else "FSDP"
-        if owned:
-            kind = f"FSDP over {ranks} ranks; the optimizer synchronizes the replicas"
-        logger.info("Applied %s to the model", kind)
-    elif parallel_dims.dp_replicate_enabled or mixed:
-        # Not torchtitan's DDP path: it averages gradients of a loss that is already divided, which
-        # are then too small by a factor of the number of replicas.
-        mesh = mesh_of(parallel_dims, "dp_replicate")
-        for unit in (*units, model):
-            replicate(unit, mesh=mesh, mp_policy=mixed_precision_policy(job_config))
-        ranks = mesh.size()
-        logger.info("Applied replication over %d ranks to the model", ranks)
+    ranks = _wrap(model, parallel_dims, job_config, owned, apart=owned or compresses)
     sum_gradients(model)
     if compresses and parallel_dims.fsdp_enabled:
         # Over the slower links only: those between hosts, if there are any.
@@ -90,11 +65,47 @@ def apply_data_parallel(
         apply_gradient_compression(model, mesh, settings, all_reduce=crosses_hosts)
     elif compresses:
         logger.info("Gradient compression: nothing to exchange without FSDP")
-    if training.mixed_precision_reduce == "bfloat16":
+    if job_config.training.mixed_precision_reduce == "bfloat16":
         if owned:
             REPLICAS_WIRE[model] = torch.bfloat16
         if ranks > 1:
             round_on_the_wire(model)
+
+
+def _wrap(
+    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig, owned: bool, apart: bool
+) -> int:
+    """Wrap the model and its parts; return the number of ranks over which FSDP2 sums.
+
+    ``owned`` says whether the optimizer sums over the replicas, ``apart`` whether it or a
+    compressor does.
+    """
+    # Unlike upstream, the norm and the head are not one unit. A tensor-parallel head does not call
+    # the norm as a module, so the unit's forward would not finish and its weights would be stale.
+    parts = [model.tok_embeddings, *model.get_submodule("layers").children(), model.output]
+    units = [cast(nn.Module, part) for part in parts if part is not None]
+    training = job_config.training
+    mixed = not parallel_dims.dp_enabled and training.mixed_precision_param != training.dtype
+    if parallel_dims.fsdp_enabled or owned:
+        names = ["fsdp"]
+        if parallel_dims.dp_replicate_enabled and not apart:
+            names = ["dp_replicate", "fsdp"]
+        mesh = mesh_of(parallel_dims, "fsdp") if owned else parallel_dims.get_mesh(names)
+        shard_units(model, units, mesh, parallel_dims, job_config)
+        kind = "HSDP" if len(names) == 2 else "FSDP"
+        if owned:
+            kind = f"FSDP over {mesh.size()} ranks; the optimizer synchronizes the replicas"
+    elif parallel_dims.dp_replicate_enabled or mixed:
+        # Not torchtitan's DDP path: it averages gradients of a loss that is already divided, which
+        # are then too small by a factor of the number of replicas.
+        mesh = mesh_of(parallel_dims, "dp_replicate")
+        for unit in (*units, model):
+            replicate(unit, mesh=mesh, mp_policy=mixed_precision_policy(job_config))
+        kind = f"replication over {mesh.size()} ranks"
+    else:
+        return 1
+    logger.info("Applied %s to the model", kind)
+    return mesh.size()
 
 
 def shard_units(

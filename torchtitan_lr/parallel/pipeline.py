@@ -255,17 +255,24 @@ class Pipeline:
         """
         # Upstream divides the loss that it reports, but not the one that it backpropagates.
         self.tokens = divisor
+        return self._summed(self.schedule.step, tokens, labels, arguments)
+
+    def _summed(
+        self, run: Callable[..., Any], tokens: Tensor, labels: Tensor, arguments: dict[str, Any]
+    ) -> Tensor:
+        """Run a schedule and return the sum of its losses; 0 without the last stage."""
         last = self.stages - 1 in self.parts
         losses: list[Tensor] = []
-        self.schedule.step(
+        run(
             *((tokens,) if 0 in self.parts else ()),
             **arguments,
             target=labels if last else None,
             losses=losses if last else None,
             return_outputs=False,
         )
-        # With FSDP torch puts the losses on the host.
-        return torch.stack(losses).sum().to(self.device) if last else torch.zeros_like(divisor)
+        if not last:
+            return torch.zeros((), device=self.device)
+        return torch.stack(losses).sum().to(self.device)  # FSDP puts them on the host
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **arguments: Tensor) -> Tensor:
         """Return the summed loss of a batch of any size, without gradients.
@@ -299,16 +306,7 @@ class Pipeline:
                 scale_grads=False,
             )
             self._evaluations[key] = forward_only(schedule)
-        last = self.stages - 1 in self.parts
-        losses: list[Tensor] = []
-        self._evaluations[key].eval(
-            *((tokens,) if 0 in self.parts else ()),
-            **arguments,
-            target=labels if last else None,
-            losses=losses if last else None,
-            return_outputs=False,
-        )
-        return torch.stack(losses).sum() if last else torch.zeros((), device=tokens.device)
+        return self._summed(self._evaluations[key].eval, tokens, labels, arguments)
 
 
 def pipeline_llama(

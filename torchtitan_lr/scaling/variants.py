@@ -15,6 +15,9 @@ COMPARED_PLANS: tuple[str, ...] = ("full", "vanilla", "vanilla_replicated", "btp
 `read_plans` takes those that a configuration registers too.
 """
 
+ALTERNATIVES = ("full", "vanilla", "btp")
+"""The default alternatives of a run: full rank, and the low-rank model under two plans."""
+
 FULL_RANK = "full"
 """The target that is a family; ``auto`` selects its plan."""
 

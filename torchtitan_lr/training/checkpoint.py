@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -83,6 +84,8 @@ class CheckpointManager(TitanCheckpointHooks):
         fingerprint: Fingerprint of the model and its tokenizer; saved with it and compared on
             loading, unless it is empty.
         before_save: Called before each save; an exception prevents it.
+        left_out: Returns the states that are not loaded at a step (-1: of another run).
+        excluded: States that `load` has left out.
     """
 
     async_mode: AsyncMode
@@ -95,11 +98,14 @@ class CheckpointManager(TitanCheckpointHooks):
         # torchtitan's own checkpoint section lacks these keys.
         self._fall_back = getattr(checkpoint_config, "fall_back", False)
         self._other_model = getattr(checkpoint_config, "initial_load_other_model", False)
+        self._exclude: list[str] = checkpoint_config.exclude_from_loading
         self._unverified = getattr(checkpoint_config, "allow_unverified", False)
         self._first = not dist.is_initialized() or dist.get_rank() == 0
         # Deletes renamed folders: the other ranks wait for the renaming only.
         self._deletions = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deletions")
         self.before_save: Callable[[], None] = lambda: None
+        self.left_out: Callable[[int], list[str]] = lambda step: self._exclude
+        self.excluded: list[str] = []
         super().__init__(checkpoint_config=checkpoint_config, **parts)
         self.enable_staging = self.enable and self.async_mode != AsyncMode.DISABLED
         if self.enable and self.async_mode == AsyncMode.ASYNC:
@@ -151,8 +157,8 @@ class CheckpointManager(TitanCheckpointHooks):
         """Save with a manifest into an empty folder; arguments as for upstream's method."""
         self.before_save()
         # No rank writes before DCP has gathered the plans of all, and so after this renaming.
-        if self._first and (renamed := folders.rename_away(checkpoint_id, folders.DISCARDED)):
-            self._deletions.submit(shutil.rmtree, renamed, True)
+        if self._first:
+            self._discard(checkpoint_id)
         self._last_saved = checkpoint_id
         if to_hf:  # at the end of a run, never in the background
             from_first_rank(None)  # no rank writes before the first one has renamed the folder
@@ -270,9 +276,15 @@ class CheckpointManager(TitanCheckpointHooks):
                 source = self.sd_adapter.hf_assets_path
             model_only = self.initial_load_model_only
         if source:
+            names = from_first_rank(self.left_out(step) if self._first else [])
+            self.excluded = [name for name in names if name in self.states and not model_only]
+            self.exclude_from_loading = self.excluded
             self.dcp_load(self.states_to_load(model_only), source, in_hf, from_quantized=False)
             GarbageCollection.collect("GC collection for checkpoint loading.")
-            console.info("Loaded %s.", source)
+            without = f" without {', '.join(self.excluded)}" if self.excluded else ""
+            console.info("Loaded %s%s.", source, without)
+            if used := ", ".join(name for name in self._exclude if name not in names):
+                console.info("checkpoint.exclude_from_loading has acted before: %s is loaded", used)
         if not self.load_only and self._first:
             self._tidy(step)
         from_first_rank(None)  # no rank saves before the first one is here
@@ -309,7 +321,7 @@ class CheckpointManager(TitanCheckpointHooks):
                     folders.rename_away(folder, folders.ASIDE),
                 )
         for leftover in glob.glob(os.path.join(glob.escape(self.folder), f"{folders.DISCARDED}*")):
-            self._deletions.submit(shutil.rmtree, leftover, True)
+            self._deletions.submit(shutil.rmtree, leftover, ignore_errors=True)
 
     @_tells_why
     def save_interrupted(self, step: int) -> str | None:
@@ -333,17 +345,20 @@ class CheckpointManager(TitanCheckpointHooks):
     def newest(self, finite: bool = False) -> str | None:
         """Wait for a background save, and return the newest complete checkpoint's folder, if any.
 
-        With ``finite``, its weights must be: a step with a finite loss and gradient may still make
-        them non-finite.
+        Call it on every rank; the first one reads. With ``finite``, its weights must be: a step
+        with a finite loss and gradient may still make them non-finite.
         """
         if not self.enable:
             return None
         self.wait_for_save()
-        for step in reversed(folders.complete_steps(self.folder)):
-            folder = self.checkpoint_folder(step)
+        return read_once(partial(self._newest_in, finite=finite), self.folder)
+
+    def _newest_in(self, folder: str | Path, finite: bool) -> str | None:
+        for step in reversed(folders.complete_steps(folder)):
+            found = folders.step_folder(folder, step)
             with suppress(safe_metadata.DamagedError):
-                if not finite or (manifest := self._manifest_of(folder)) is None or manifest.finite:
-                    return folder
+                if not finite or (manifest := self._manifest_of(found)) is None or manifest.finite:
+                    return found
         return None
 
     def _purge_stale_checkpoints(self) -> None:
@@ -354,8 +369,12 @@ class CheckpointManager(TitanCheckpointHooks):
         paths = [self.checkpoint_folder(step) for step in folders.all_steps(self.folder)]
         kept = [path for path in paths if path == self._last_saved or folders.is_complete(path)]
         for folder in kept[: -self.keep_latest_k]:
-            if renamed := folders.rename_away(folder, folders.DISCARDED):
-                self.purge_queue.put(renamed)
+            self._discard(folder)
+
+    def _discard(self, folder: str) -> None:
+        """Rename a folder, so that it is no checkpoint any more, and delete it meanwhile."""
+        if renamed := folders.rename_away(folder, folders.DISCARDED):
+            self._deletions.submit(shutil.rmtree, renamed, ignore_errors=True)
 
 
 def _damaged(folder: str, damage: str, older: str | None) -> ConfigError:

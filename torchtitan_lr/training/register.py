@@ -101,11 +101,11 @@ def _grouped_optimizers(
         return TSROptimizers(
             model_parts,
             TSRSettings.from_config(optimizer_config),
-            {name: getattr(optimizer_config, name) for name in names},
-            replicas,
-            stages,
-            rates,
-            REPLICAS_WIRE.get(model_parts[0]),
+            defaults={name: getattr(optimizer_config, name) for name in names},
+            replicas=replicas,
+            stages=stages,
+            rates=rates,
+            wire_dtype=REPLICAS_WIRE.get(model_parts[0]),
         )
     optimizers = components.build_optimizers(model_parts, optimizer_config, parallel_dims)
     for part, optimizer in zip(model_parts, optimizers, strict=True):

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lr.agreement import first_rank_where, from_all_ranks, from_first_rank
 from torchtitan_lr.checkpoints.folders import RESIDUALS, RUN_CONFIG, write_whole
-from torchtitan_lr.checkpoints.run_record import described, global_batch_size, write_record
+from torchtitan_lr.checkpoints.run_record import (
+    described,
+    global_batch_size,
+    left_out,
+    write_record,
+)
 from torchtitan_lr.compat.collectives import set_timeouts
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
@@ -88,6 +94,7 @@ class Trainer(TitanTrainer):
         with trainer_parts(CheckpointManager):
             super().__init__(job_config)
         job_config.job.save_config_file = record_file or RUN_CONFIG
+        self.checkpointer.left_out = partial(left_out, job_config)
         self._set_timeouts(job_config.comm.init_timeout_seconds)
         check_same_data(self.dataloader.dataset.identity)
         dims = self.parallel_dims
@@ -209,7 +216,8 @@ class Trainer(TitanTrainer):
     def write_record(self) -> None:
         """Write the run's configuration into the dump folder, after all checks have passed."""
         if dist.get_rank() == 0:
-            changes = write_record(self.job_config, self.step, self.parallel_dims.world_size)
+            ranks, excluded = self.parallel_dims.world_size, self.checkpointer.excluded
+            changes = write_record(self.job_config, self.step, ranks, excluded)
             if changes:
                 console.info("After step %d: %s", self.step, described(changes))
 
@@ -401,12 +409,12 @@ class Trainer(TitanTrainer):
             dist_utils.dist_max(own, mesh),
             self.running_step.verdict.norm.item(),
             extra_metrics={
-                "n_tokens_seen": self.ntokens_seen * self._batch_degree,
+                history.TOKENS_SEEN: self.ntokens_seen * self._batch_degree,
                 **rates,
                 history.INTERVAL_LOSS: dist_utils.dist_sum(since_last, mesh),
                 "skipped_steps": self.skipped_steps,
                 **self.running_step.reader.metrics(),
-                **{f"comm_bytes/{dim}": size for dim, size in sorted(counted.items())},
+                **{f"{history.COMM_BYTES}{dim}": size for dim, size in sorted(counted.items())},
                 **self._residuals.metrics(),
                 **(self._updates.metrics() if self._updates is not None else {}),
             },

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from torchtitan_lr.checkpoints.run_record import read_record, write_record
+from torchtitan_lr.checkpoints.run_record import left_out, read_record, write_record
 from torchtitan_lr.checks.stored import check_record
 from torchtitan_lr.config.build import build_job_config
 
@@ -49,6 +49,29 @@ def test_both_values_stay_in_the_record(tmp_path):
     assert steps == [10, 15]
     write_record(config(tmp_path), 0)
     assert "changes" not in read_record(config(tmp_path))
+
+
+def test_a_state_is_left_out_until_the_run_has_saved_without_it(tmp_path):
+    def without(*names, step=-1):
+        key = f"--checkpoint.exclude_from_loading={','.join(names)}"
+        return config(tmp_path, key, f"--checkpoint.load_step={step}")
+
+    write_record(config(tmp_path), 0)
+    assert left_out(without("optimizer"), 4) == ["optimizer"]
+    change = {"checkpoint.exclude_from_loading": [[], ["optimizer"]]}
+    for _ in range(2):  # killed before it saved, and started again
+        assert write_record(without("optimizer"), 4, excluded=["optimizer"]) == change
+        assert left_out(without("optimizer"), 4) == ["optimizer"]
+    assert read_record(config(tmp_path))["changes"] == [{"after_step": 4, **change}]
+    assert left_out(without("optimizer"), 6) == []
+    assert left_out(without("optimizer", "dataloader"), 6) == ["dataloader"]
+    assert left_out(without("optimizer", step=6), 6) == left_out(without("optimizer"), -1)
+    assert left_out(without("optimizer"), -1) == ["optimizer"]
+    write_record(config(tmp_path), 6)  # a start without the key
+    assert left_out(without("optimizer"), 8) == ["optimizer"]
+    # From another run's checkpoint: this run's own are whole.
+    write_record(without("lr_scheduler"), 0)
+    assert left_out(without("lr_scheduler"), 2) == []
 
 
 CUT = b'{"job": {'

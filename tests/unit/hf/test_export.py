@@ -8,10 +8,8 @@ from safetensors.torch import load_file
 
 from tests.support.run_folders import export, write_run
 from tests.unit.tiny import MARGIN, fp32_noise, max_error, tokens
-from torchtitan_lr.hf.loading import (
-    named_step,
-    read_model_args,
-)
+from torchtitan_lr.hf.loading import named_step
+from torchtitan_lr.models.flavors import read_model_args
 from torchtitan_lr.models.llama import LlamaModel
 
 

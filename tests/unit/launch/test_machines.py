@@ -53,6 +53,10 @@ def test_every_number_of_machines_must_fit(config):
     [
         ([f"{BATCH}=-1"], r"global_batch_size: got -1, .* with NNODES=2:4: -1 depends on"),
         ([f"{BATCH}=12", "--checkpoint.no_enable"], r"checkpoint.enable: .* MAX_RESTARTS=1"),
+        (
+            [f"{BATCH}=12", "--checkpoint.load_only"],
+            r"load_only: got True, expected false with MAX",
+        ),
         ([f"{BATCH}=12", "--checkpoint.load_step=3"], r"load_step: got 3, expected -1 with MAX"),
     ],
 )

@@ -40,7 +40,7 @@ def test_stored_runs_are_done_elsewhere(tmp_path: Path, monkeypatch: pytest.Monk
     assert [*stored] == sorted(point.name for point in full[:2])
     assert all(run["update_norms"] == [0.25] for run in stored.values())
     assert all(len(run["commit"]) >= 8 and run["torch"][0] == "2" for run in stored.values())
-    assert finished_runs.main(["restore", "x", str(here)]) == 0
+    assert finished_runs.main(["begin", "x", str(here)]) == 0
     points = Plan(experiment, here).searches({})["full", "a"]
     Sweep(here, points)  # it refuses runs of other settings
     assert [point.is_done for point in points] == [True, True, False]
@@ -49,7 +49,7 @@ def test_stored_runs_are_done_elsewhere(tmp_path: Path, monkeypatch: pytest.Monk
     # A folder's new runs get the versions of its last start; those that were stored keep their own.
     (here / finished_runs.VERSIONS_FILE).write_text(f'{{"commit": "{COMMIT}", "torch": "2.99"}}')
     record(here, full[2], "finished", "/elsewhere/train_configs/debug_full.toml")
-    assert finished_runs.main(["restore", "x", str(here)]) == 0
+    assert finished_runs.main(["begin", "x", str(here)]) == 0
     again = finished_runs.stored_runs("x")
     assert again.pop(full[2].name)["commit"] == COMMIT
     assert again == stored

@@ -18,6 +18,7 @@ from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.config.build import build_job_config, config_class
 from torchtitan_lr.config.parse import _keys
 from torchtitan_lr.config.schema import BASES, OPTIMIZERS, READS_GROUPS, SUMS_REPLICAS
+from torchtitan_lr.console.log import console
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan.components import OptimizersContainer
 from torchtitan_lr.training.register import FROM_OUTSIDE, register_optimizer
@@ -333,6 +334,40 @@ def test_an_optimizer_from_outside_goes_on(name, other, outside):
         (folder / "job_config.json").unlink()
         with trainer_of(folder, recipe, **{"optimizer.name": other}):
             pass
+
+
+def test_a_state_is_left_out_once(tmp_path, monkeypatch):
+    """By the first start; a restart, or the same command again, repeats the losses."""
+    said = []
+    monkeypatch.setattr(
+        console, "info", lambda text, *values: said.append(text % values if values else text)
+    )
+    recipe, folder, _ = stopped("adam")
+    run = shutil.copytree(folder, tmp_path / "run")
+    # No residuals are in this run: to leave them out changes nothing.
+    keys = {"checkpoint.exclude_from_loading": "optimizer,grad_compression", "training.steps": 9}
+    with trainer_of(run, recipe, **keys) as trainer:
+        trainer.checkpointer.load()
+        trainer.write_record()
+        two_steps(trainer)
+        trainer.checkpointer.save(4, last_step=True)
+        expected = two_steps(trainer)
+    assert f"Loaded {run}/checkpoint/step-2 without optimizer." in said
+    assert any("checkpoint.exclude_from_loading = ['optimizer'] (was [])" in text for text in said)
+    with trainer_of(run, recipe, **keys) as trainer:
+        trainer.checkpointer.load()
+        assert same(two_steps(trainer), expected)
+    assert f"Loaded {run}/checkpoint/step-4." in said
+    with trainer_of(run, recipe, **keys, **{"checkpoint.load_step": 4}) as trainer:
+        trainer.checkpointer.load(4)
+        assert not same(two_steps(trainer), expected)
+    # With moments of AdamW loaded, TSR-Adam is refused, and told how to leave them out again.
+    with pytest.raises(ConfigError, match=r"load_step = 4 leaves out optimizer again; for a new"):
+        trainer_of(run, recipe, **keys, **{"optimizer.name": "TSRAdam"}).__enter__()
+    for name in ("model", "train_state"):
+        keys["checkpoint.exclude_from_loading"] = name
+        with pytest.raises(ConfigError, match=f"^checkpoint.exclude_from_loading: got '{name}'"):
+            trainer_of(run, recipe, **keys).__enter__()
 
 
 def test_every_key_is_declared(tmp_path):
