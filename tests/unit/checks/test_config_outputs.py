@@ -60,6 +60,13 @@ def test_a_folder_in_a_files_place_is_refused(tmp_path, name):
     judge(tmp_path, *option)
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "./run.lock", "logs", "checkpoint"])
+def test_a_record_replaces_no_other_file(tmp_path, name):
+    with pytest.raises(ConfigError, match=f"^job.save_config_file: got '{name}', expected a file"):
+        judge(tmp_path, f"--job.save_config_file={name}")
+    judge(tmp_path, "--job.save_config_file=logs/config.json")
+
+
 def test_what_may_not_be_written_is_refused(tmp_path):
     (tmp_path / "tb").mkdir(0o500)
     (tmp_path / "metrics.jsonl").touch(0o400)
