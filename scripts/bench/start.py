@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("config", nargs="?", default=CONFIG)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--ranks", type=lambda text: [int(ranks) for ranks in text.split(",")])
-    args, overrides = parser.parse_known_args()
+    args, overrides = parser.parse_known_intermixed_args()
     arguments = [f"--job.config_file={args.config}", *overrides]
     worlds = args.ranks or ([8, 64, 1024] if args.part == "first-step" else [1024])
     if len(worlds) > 1:

@@ -13,14 +13,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from scripts.research.race import powersgd
-from tests.distributed.training import small_trainer, train
+from tests.distributed.training import train
 from tests.support import parity_runs
 from tests.support.parity_runs import degrees, largest_difference
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.config.schema import OPTIMIZERS
-from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.training.register import register_optimizer
 
 REPLICAS = [
@@ -115,21 +114,3 @@ def test_diloco_moves_by_the_mean_of_the_replicas(two_ranks: RankPool) -> None:
         wanted = start[name] - 0.7 * 1.9 * (start[name] - mean)
         np.testing.assert_allclose(value, wanted, rtol=0, atol=1e-12)
         assert np.abs(alone[0][name] - alone[1][name]).max() > 1e-6  # without a sum they differ
-
-
-def refusal(*arguments: str) -> str:
-    """Build the trainer on shards, and return what it says."""
-    own = [*degrees(local_batch=4), "--model.name=llama_full", REPLICAS[-1], *arguments]
-    with pytest.raises(ConfigError) as caught, small_trainer(own):
-        pass
-    return str(caught.value)
-
-
-def test_variants_of_tsr_adam_refuse_what_shards_cannot_find(two_ranks: RankPool) -> None:
-    feedback = two_ranks.run(refusal, "--optimizer.name=TSR-feedback", "--optimizer.tsr_rank=4")
-    assert set(feedback) == {
-        "optimizer.name: got 'TSR-feedback', expected TSRAdam: ['fsdp'] split matrices"
-    }
-    one_sided = ["--optimizer.tsr_rank=4", "--optimizer.tsr_projection=one_sided"]
-    for text in two_ranks.run(refusal, "--optimizer.name=TSR-Muon", *one_sided):
-        assert text.startswith("optimizer.tsr_projection: got 'one_sided', expected 'two_sided'")

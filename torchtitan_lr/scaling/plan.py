@@ -24,7 +24,7 @@ from torchtitan_lr.scaling.sweep import Point, refuse_keys
 if TYPE_CHECKING:
     from torchtitan_lr.estimate.run import Run
 
-OWN_KEYS = dict.fromkeys(
+EXPERIMENT_KEYS = dict.fromkeys(
     [
         *("job.dump_folder", "job.config_file", "model.name", "model.flavor", "training.steps"),
         *("lr_scheduler.warmup_steps", "optimizer.lr", "debug.seed", "validation.freq"),
@@ -89,9 +89,9 @@ class Plan:
     def __init__(self, experiment: Experiment, work: Path) -> None:
         self.experiment, self.work = experiment, work
         self._config = find_config(experiment.config)
-        refuse_keys(experiment.overrides, OWN_KEYS, "overrides: ")
+        refuse_keys(experiment.overrides, EXPERIMENT_KEYS, "overrides: ")
         for name, family in experiment.families.items():
-            refuse_keys(family.overrides, OWN_KEYS, f"families.{name}.overrides: ")
+            refuse_keys(family.overrides, EXPERIMENT_KEYS, f"families.{name}.overrides: ")
         pairs = list(product(experiment.families, experiment.sizes))
         self._overrides = {pair: self._model(*pair) for pair in pairs}
         self.costs = {pair: self._cost(*pair) for pair in pairs}

@@ -43,7 +43,7 @@ STOPPED = 130
 
 RESULTS = ("val_loss", "val_ppl", "train_loss", "tokens_per_s", "mfu", "peak_memory_gib")
 
-OWN_KEYS = {
+SWEEP_KEYS = {
     "job.dump_folder": "each point has a folder of its own in --out",
     "job.config_file": "the TOML file is the first argument",
     "metrics.wandb_run_name": "each point has a name of its own",

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -347,17 +348,20 @@ class CheckpointManager(TitanCheckpointHooks):
     def newest(self, finite: bool = False) -> str | None:
         """Wait for a background save, and return the newest complete checkpoint's folder, if any.
 
-        With ``finite``, its weights must be: a step with a finite loss and gradient may still make
-        them non-finite.
+        Call it on every rank; the first one reads. With ``finite``, its weights must be: a step
+        with a finite loss and gradient may still make them non-finite.
         """
         if not self.enable:
             return None
         self.wait_for_save()
-        for step in reversed(folders.complete_steps(self.folder)):
-            folder = self.checkpoint_folder(step)
+        return read_once(partial(self._newest_in, finite=finite), self.folder)
+
+    def _newest_in(self, folder: str | Path, finite: bool) -> str | None:
+        for step in reversed(folders.complete_steps(folder)):
+            found = folders.step_folder(folder, step)
             with suppress(safe_metadata.DamagedError):
-                if not finite or (manifest := self._manifest_of(folder)) is None or manifest.finite:
-                    return folder
+                if not finite or (manifest := self._manifest_of(found)) is None or manifest.finite:
+                    return found
         return None
 
     def _purge_stale_checkpoints(self) -> None:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_lr.compat.dtensor import local_part
-from torchtitan_lr.errors import require
 from torchtitan_lr.optim.spectral.algebra import gram, inverse_root
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.container import TSROptimizers
@@ -38,29 +37,22 @@ class FeedbackStack(MatrixStack):
     residuals: Tensor
     refreshing: dict[int, Tensor]
 
-    def clear(self) -> None:
-        """Allocate the residuals: nothing is dropped yet."""
-        m, n = self._oriented(local_part(self.parameters[0])).shape
-        self.residuals = self.U.new_zeros(len(self.parameters), m, n)
-        self.refreshing = {}
-
     def project(self, index: int) -> None:
         """Accumulate the core of gradient and residual, and keep what it drops."""
         parameter = self.parameters[index]
-        assert parameter.grad is not None
+        assert parameter.grad is not None and self.V is not None
         gradient = self._oriented(local_part(parameter.grad)).to(self.dtype)
         parameter.grad = None
         whole = gradient + self.residuals[index]
-        self.C[index].add_(self.core(whole, index))
+        self.C[index].add_(self.U[index].mT @ whole @ self.V[index])
         self.residuals[index] = self.dropped(whole, index)
 
     def add_residual(self, index: int) -> None:
-        """Add the residual, once per step, to a gradient that is decomposed and then summed."""
+        """Add the residual to a gradient that is decomposed, before replicas sum it."""
         gradient = self.parameters[index].grad
         assert gradient is not None
         gradient = self._oriented(local_part(gradient))
-        if index not in self.refreshing:
-            gradient.add_(self.residuals[index])
+        gradient.add_(self.residuals[index])
         self.refreshing[index] = gradient.to(self.dtype, copy=True)
 
     def change_bases(self, new: NewBases, rejected: Tensor) -> None:
@@ -69,19 +61,15 @@ class FeedbackStack(MatrixStack):
         for index in new.indices:
             self.residuals[index] = self.dropped(self.refreshing.pop(index), index)
 
-    def core(self, whole: Tensor, index: int) -> Tensor:
-        """Return a matrix's core Uᵀ G V (r, r); Uᵀ G (r, n) of a one-sided projection."""
-        half = self.U[index].mT @ whole
-        return half if self.V is None else half @ self.V[index]
-
     def dropped(self, whole: Tensor, index: int) -> Tensor:
-        """Return what the bases do not span: G - U Uᵀ G V Vᵀ (m, n); one-sided, G - U Uᵀ G."""
-        kept = self.U[index] @ self.core(whole, index)
-        return whole - (kept if self.V is None else kept @ self.V[index].mT)
+        """Return what the bases do not span of a matrix: G - U Uᵀ G V Vᵀ (m, n)."""
+        assert self.V is not None
+        U, V = self.U[index], self.V[index]
+        return whole - U @ (U.mT @ whole @ V) @ V.mT
 
 
 class FeedbackTSRAdam(TSRAdam):
-    """TSR-Adam over `FeedbackStack`; no step may be rejected."""
+    """TSR-Adam over `FeedbackStack`; a step has one micro-batch, and no step is rejected."""
 
     def gradient_arrived(self, parameter: Tensor) -> None:
         """Add the residual of a matrix that gets new bases, and go on as TSR-Adam."""
@@ -107,30 +95,20 @@ class OrthogonalStack(MatrixStack):
 
 
 def with_feedback(optimizer: TSRAdam) -> None:
-    """Give an optimizer that has not run error feedback.
-
-    Raises:
-        ConfigError: Shards of a matrix each have one term of its core, and not what it drops.
-    """
-    shards = list(optimizer.groups.sharding)
-    require(not shards, "optimizer.name", "TSR-feedback", f"TSRAdam: {shards} split matrices")
+    """Give an optimizer that has not run error feedback."""
     optimizer.__class__ = FeedbackTSRAdam
     for stack in optimizer.stacks:
         stack.__class__ = FeedbackStack
-        assert isinstance(stack, FeedbackStack)
-        stack.clear()
+        assert isinstance(stack, FeedbackStack) and stack.V is not None
+        (b, m, _), n = stack.U.shape, stack.V.shape[1]
+        stack.residuals = stack.U.new_zeros(b, m, n)
+        stack.refreshing = {}
 
 
 def with_polar_factors(optimizer: TSRAdam) -> None:
-    """Let the matrices of the blocks have polar factors as directions.
-
-    Raises:
-        ConfigError: Ranks split a core, whose polar factor none of them can find.
-    """
+    """Let the matrices of the blocks have polar factors as directions."""
     for stack in optimizer.stacks:
         if not {plan.name for plan in stack.plans} & {EMBEDDING, HEAD}:
-            want = "'two_sided' with TSR-Muon where ranks split matrices"
-            require(not stack.core_dims, "optimizer.tsr_projection", "one_sided", want)
             stack.__class__ = OrthogonalStack
 
 

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 import torchtitan_lr.training.register  # noqa: F401
+from tests.support.nightly import nightly
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.estimate.context import gather_lines, gather_report
 from torchtitan_lr.estimate.hardware import load_hardware
 from torchtitan_lr.estimate.rehearsal import Workload, rehearse
 from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.estimate.work import rehearse_work
-from torchtitan_lr.formulas.context_parallel import gathered_bytes, latent_flops
+from torchtitan_lr.formulas.context_parallel import gathered_kv_bytes, latent_flops
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.placement import TPSettings
 
@@ -70,12 +71,12 @@ def test_memory_falls_with_the_ranks():
     assert kv.block == alone.block / 4 + side_by_side
     own_keys = 2 * 2 * 128 * 128 * 2  # k and v of 2 · 512 / 4 tokens, d_kv 128
     assert latents.block == kv.block - own_keys
-    whole = gathered_bytes(128, 4, 256, 2)
+    whole = gathered_kv_bytes(128, 4, 256, 2)
     for found in (kv, latents):
         assert whole / 2 < found.working - alone.working / 4 < 4 * whole
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [2, *nightly(1)])
 def test_products_of_latents(tp):
     """The products that run more are those of the formula, and attention's work is the same."""
     kv, latents = (rehearse_work(shared(4, gather, tp), False) for gather in ("kv", "latents"))
