@@ -187,8 +187,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 def write_manifest(step_dir: str | Path, finite: bool) -> None:
     """Write the manifest of existing files; call it on every rank, each reads its share."""
-    names = [path.name for path in Path(step_dir).iterdir() if path.is_file()]
-    names = from_first_rank(sorted(name for name in names if name != MANIFEST))
+    names = read_once(_names_in, step_dir)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     shares = from_all_ranks({name: _sum_of(Path(step_dir) / name) for name in names[rank::ranks]})
     if rank == 0:
@@ -197,6 +196,11 @@ def write_manifest(step_dir: str | Path, finite: bool) -> None:
             files |= share
         manifest = Manifest(files, finite=finite)
         write_whole(Path(step_dir) / MANIFEST, manifest.as_json())
+
+
+def _names_in(step_dir: str | Path) -> list[str]:
+    names = [path.name for path in Path(step_dir).iterdir() if path.is_file()]
+    return sorted(name for name in names if name != MANIFEST)
 
 
 def find_damage(
@@ -320,15 +324,19 @@ def read_once(read: Callable[[str | Path], T], step_dir: str | Path) -> T:
 
 def newest_whole_before(step_dir: str | Path, allow_unverified: bool = False) -> str | None:
     """Return the folder of the newest whole step before a damaged one; call it on every rank."""
+    for older in read_once(_steps_before, step_dir):
+        if damage_of(older, allow_unverified) is None:
+            return older
+    return None
+
+
+def _steps_before(step_dir: str | Path) -> list[str]:
+    """Return the folders of the complete steps before one that DCP has written, newest first."""
     folder, name = os.path.split(os.path.normpath(step_dir))
     number = name.removeprefix("step-")
     steps = complete_steps(folder or ".") if number.isdecimal() else []
-    # Hosts may see different states of a folder.
-    for step in from_first_rank([step for step in steps if step < int(number)])[::-1]:
-        older = step_folder(folder, step)
-        if is_dcp(older) and damage_of(older, allow_unverified) is None:
-            return older
-    return None
+    older = [step_folder(folder, step) for step in reversed(steps) if step < int(number)]
+    return [path for path in older if is_dcp(path)]
 
 
 def _sum_of(path: Path) -> Sum:

@@ -91,7 +91,7 @@ def toml_files(path: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     file: str | None = path
     while file is not None:
-        values = found[file] = _read_toml(file)
+        values = found[file] = read_toml(file)
         file = _included(file, values.pop("include"), found) if "include" in values else None
     return dict(reversed(found.items()))
 
@@ -113,27 +113,28 @@ def _included(file: str, base: Any, above: Iterable[str]) -> str:
     return found
 
 
-def _read_toml(path: str) -> dict[str, Any]:
-    """Read one file; errors as for `toml_files`."""
+def read_toml(path: str, key: str = CONFIG_FILE_KEY) -> dict[str, Any]:
+    """Read one TOML file that a user names by ``key``; errors as for `toml_files`."""
     try:
         text = read_regular(path).decode("utf-8-sig")  # Windows' editors begin with a mark
         return tomli.loads(in_folder(text, Path(path).parent))
     except UnicodeDecodeError as error:
-        raise ConfigError(CONFIG_FILE_KEY, path, f"a UTF-8 text file ({error.reason})") from error
+        raise ConfigError(key, path, f"a UTF-8 text file ({error.reason})") from error
     except OSError as error:
         near = near_configs(path)
         hint = f"{error.strerror}; did you mean {near}?" if near else error.strerror
-        want = f"a TOML file such as train_configs/debug_cola.toml ({hint})"
-        raise ConfigError(CONFIG_FILE_KEY, path, want) from error
+        example = " such as train_configs/debug_cola.toml" if key == CONFIG_FILE_KEY else ""
+        want = f"a TOML file{example} ({hint})"
+        raise ConfigError(key, path, want) from error
     except RecursionError as error:
-        raise ConfigError(CONFIG_FILE_KEY, path, "TOML that is nested less deeply") from error
+        raise ConfigError(key, path, "TOML that is nested less deeply") from error
     except tomli.TOMLDecodeError as error:
         # tomli >= 2.2 has the line as an attribute; every version has it in the message.
         line = getattr(error, "lineno", None)
         where = f"{path}:{line}" if line is not None else path
-        raise ConfigError(CONFIG_FILE_KEY, where, f"valid TOML ({error})") from error
+        raise ConfigError(key, where, f"valid TOML ({error})") from error
     except ValueError as error:  # an integer of thousands of digits, which Python does not parse
-        raise ConfigError(CONFIG_FILE_KEY, path, f"shorter numbers ({error})") from error
+        raise ConfigError(key, path, f"shorter numbers ({error})") from error
 
 
 def _merge(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import pytest
 from scripts.research import finished_runs, result_tables
 from tests.unit.scaling.test_experiment import plan_of, scaling, write
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.scaling.experiments import SECONDS
 from torchtitan_lr.scaling.links import SECONDS_FILE, Course, Link, read_seconds, wire_share
 from torchtitan_lr.scaling.races import beaten, holm, read_races, rules, verdict
 from torchtitan_lr.scaling.sweep import POINT_FILE, Sweep
+from torchtitan_lr.training.history import STEP_SECONDS
 
 # Both methods are AdamW to the plan; what differs is what their runs have recorded.
 RACE = (
@@ -173,7 +173,7 @@ def test_runs_that_did_not_count_are_refused(tmp_path, capsys):
     path.write_text("".join(whole[::2]))
     status, said = report(tmp_path, capsys)
     assert status == 2 and "metrics.log_freq = 1" in said.err and said.err.count("\n") == 1
-    for text in ("", "".join(whole[:-1]), "".join(whole).replace(SECONDS, "unknown")):
+    for text in ("", "".join(whole[:-1]), "".join(whole).replace(STEP_SECONDS, "unknown")):
         path.write_text(text)  # of a run that is restored without its steps, and of a damaged one
         status, said = report(tmp_path, capsys)
         assert status == 2 and "metrics.log_freq = 1" in said.err and said.err.count("\n") == 1
