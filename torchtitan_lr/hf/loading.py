@@ -20,7 +20,7 @@ from torchtitan_lr.checkpoints.manifest import (
     newest_whole_before,
     read_manifest,
 )
-from torchtitan_lr.checkpoints.safe_metadata import read_metadata
+from torchtitan_lr.checkpoints.safe_metadata import DamagedError, read_metadata
 from torchtitan_lr.config.build import build_job_config, check_record
 from torchtitan_lr.config.files import files_kept, parse_json, read_regular
 from torchtitan_lr.config.parse import in_folder
@@ -201,14 +201,19 @@ def open_weights(
     """
     if (damage := damage_of(step_dir, allow_unverified=allow_unverified)) is not None:
         raise no_checkpoint(step_dir, damage, newest_whole_before(step_dir))
-    metadata = read_metadata(step_dir)
+    manifest = None
+    try:
+        metadata = read_metadata(step_dir)
+        manifest = read_manifest(step_dir)
+    except DamagedError as error:
+        # It was whole just now: its run has deleted it, or there is no manifest, as allowed.
+        if not (allow_unverified and isinstance(error, UnverifiedError)):
+            raise no_checkpoint(step_dir, str(error)) from error
     stored = metadata.state_dict_metadata
     check_depth(args, len(stored), "CHECKPOINT", step_dir)
     shapes = model_shapes(args)
     dtype = _check_stored(step_dir, stored, args, shapes)
-    try:
-        manifest = read_manifest(step_dir)
-    except UnverifiedError:  # as allowed
+    if manifest is None:
         if not dist.is_initialized() or dist.get_rank() == 0:
             logger.warning("%s has no manifest: loading it without a check", step_dir)
     else:

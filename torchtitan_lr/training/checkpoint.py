@@ -57,7 +57,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _LONG = 0.1  # seconds of waiting that the console shows
-_MODEL_ALONE = "it holds only the model, in Hugging Face's format"
+_MODEL_ALONE = "it holds only the model"
 
 
 def _tells_why(save: Callable[P, R]) -> Callable[P, R]:
@@ -299,6 +299,9 @@ class CheckpointManager(TitanCheckpointHooks):
         folder = self.checkpoint_folder(step)
         is_dcp = from_first_rank(folders.is_dcp(folder))
         damage = self._damage_of(folder) if is_dcp else _MODEL_ALONE
+        if not damage and step and folders.TRAIN_STATE in self.states:
+            whole = self._first and folders.holds_training(safe_metadata.read_metadata(folder))
+            damage = None if from_first_rank(whole) else _MODEL_ALONE
         if not damage:
             return step
         older = newest_whole_before(folder, self._unverified)

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import json
 import resource
+import shutil
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from safetensors.torch import load_file
 
 from tests.support.run_folders import export, write_run
 from tests.unit.tiny import MARGIN, fp32_noise, max_error, tokens
-from torchtitan_lr.hf.loading import named_step
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.hf.loading import named_step, open_weights
 from torchtitan_lr.models.flavors import read_model_args
 from torchtitan_lr.models.llama import LlamaModel
 
@@ -49,6 +51,27 @@ def test_factored_goes_round(tmp_path, family, low_rank):
     again.load_state_dict(weights)
     ids = tokens(args)
     assert torch.equal(again(ids), model(ids))
+
+
+def test_a_step_that_its_run_deletes_meanwhile_is_one_line(tmp_path):
+    step, model = write_run(tmp_path / "run", "cola")
+
+    def verified(*_, **__):
+        shutil.rmtree(step)
+
+    def open_step(damage_of, **options):
+        return open_weights(step, model.model_args, damage_of=damage_of, **options)
+
+    stored = open_step(lambda *_, **__: None)
+    with pytest.raises(ConfigError, match="no such folder; a run that trains keeps its newest"):
+        open_step(verified)
+    with pytest.raises(ConfigError, match="no such folder"):
+        stored.read(["norm.weight"])
+    step, model = write_run(tmp_path / "run", "cola")
+    (step / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match=r"manifest\.json is missing"):
+        open_step(lambda *_, **__: None)
+    assert open_step(lambda *_, **__: None, allow_unverified=True).args == model.model_args
 
 
 @pytest.mark.parametrize("family", ["full", "svd"])

@@ -27,7 +27,7 @@ from torchtitan_lr.training.register import register_model_family
 NAMED = "--model.name=llama_tanh"
 MODULE = "--experimental.custom_import=tests.toy_family"
 TP = "--parallelism.tensor_parallel_degree=2"
-NO_CHECKPOINT = "--checkpoint.no_enable"  # whatever runs have left in ./outputs
+NO_RUN = "--job.dump_folder=./outputs/no_run"  # whatever runs have left in ./outputs
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def _leaves_nothing_behind():
 
 
 def config_of(*arguments):
-    config = build_job_config([NAMED, MODULE, TP, NO_CHECKPOINT, *arguments])
+    config = build_job_config([NAMED, MODULE, TP, NO_RUN, *arguments])
     check_job_config(config, 4, "cpu")
     return config
 
