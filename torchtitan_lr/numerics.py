@@ -9,7 +9,7 @@ tensor. A `TorchDispatchMode` does not see such a copy.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
@@ -112,6 +112,19 @@ def scale_(tensors: Iterable[Tensor], factor: Tensor) -> None:
         # dimensions raises the product to fp32, for which a CPU would copy the tensor.
         for tensor in same:
             tensor.mul_(exact.view([1] * tensor.ndim))
+
+
+@contextmanager
+def rounded_once(weights: Sequence[Tensor], dtype: torch.dtype) -> Iterator[list[Tensor]]:
+    """Yield weights in a dtype; what is written to them is rounded to their own once, at the end.
+
+    Each operator on a bf16 weight would round it. A weight of that dtype is yielded itself.
+    """
+    exact = [weight.to(dtype) for weight in weights]
+    yield exact
+    for weight, wide in zip(weights, exact, strict=True):
+        if weight is not wide:
+            weight.copy_(wide)
 
 
 @contextmanager

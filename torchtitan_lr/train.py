@@ -33,7 +33,14 @@ from torchtitan_lr.errors import ConfigError, RunFailedError, describe_error, es
 from torchtitan_lr.launch.check_once import checked_once
 from torchtitan_lr.launch.environment import launched_ranks
 from torchtitan_lr.launch.folder_lock import StillOurs, locked_by_rank
-from torchtitan_lr.launch.run_state import FAILED, FINISHED, RUNNING, STOPPED, write_state
+from torchtitan_lr.launch.run_state import (
+    FAILED,
+    FINISHED,
+    RUNNING,
+    STOPPED,
+    holder_named,
+    write_state,
+)
 from torchtitan_lr.titan.device import bind_device
 
 
@@ -59,7 +66,10 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         init_console(config.metrics.verbose)
         folder, ranks = config.job.dump_folder, launched_ranks(config.comm.mode)
 
-        check = partial(check_job_config, config, ranks, device_type)
+        def check() -> None:
+            with holder_named(folder):
+                check_job_config(config, ranks, device_type)
+
         checked_once(folder, check, partial(prepare_for_ranks, config))
         still_ours = lock.enter_context(locked_by_rank(folder, os.environ))
         record = partial(_record, folder, still_ours)

@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from scripts.bench.harness import median_ms
 from tests.oracle.flops import layer_flops
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.compat.fake import fake_process_group
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.formulas.tensor_parallel import FORMULAS
 from torchtitan_lr.models.args import LlamaArgs
@@ -126,17 +127,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 @contextmanager
 def joined(options: argparse.Namespace) -> Iterator[DeviceMesh]:
     """Be in torchrun's process group, or in a fake one of `--ranks` ranks; its mesh."""
-    if "WORLD_SIZE" in os.environ:
-        if options.device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-        options.ranks = dist.get_world_size()
-    else:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", rank=0, world_size=options.ranks, store=FakeStore())
-    try:
+    launched = "WORLD_SIZE" in os.environ
+    with _torchrun(options) if launched else fake_process_group(options.ranks):
         yield init_device_mesh(options.device, (options.ranks,), mesh_dim_names=("tp",))
+
+
+@contextmanager
+def _torchrun(options: argparse.Namespace) -> Iterator[None]:
+    """Be in torchrun's process group, whose size replaces `--ranks`."""
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    options.ranks = dist.get_world_size()
+    try:
+        yield
     finally:
         dist.destroy_process_group()
 

@@ -43,6 +43,9 @@ from torchtitan_lr.training.trainer import Trainer
 MODES = ("disabled", "async", "async_with_pinned_mem")
 HEADER = ["async_mode", "step", "pause", "meanwhile", "complete", "load", "read", "from device"]
 
+WARMUP = 2
+"""Steps before the first timed one: they create the optimizer's state."""
+
 QUIET = [
     "--compile.no_enable",
     "--validation.no_enable",
@@ -125,9 +128,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     options.ranks = int(world)
     return options
 
-
-WARMUP = 2
-"""Steps before the first timed one: they create the optimizer's state."""
 
 _COUNTERS = Path("/proc/self/io")
 

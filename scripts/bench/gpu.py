@@ -33,6 +33,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -71,15 +72,24 @@ from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.parallel.context import GatheredAttention, own_chunks
 from torchtitan_lr.parallel.recompute import apply_activation_checkpoint
-
-PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
-"""Dense bf16 peaks by a part of the device's name (vendor's data sheets)."""
+from torchtitan_lr.titan.device import peak_flops
 
 LIMITS = {"bfloat16": 6e-2, "tf32": 6e-3, "float32": 1e-4}
 """Largest error of a gradient. bf16 has 2^-9 and TF32 2^-11 per rounding; two blocks and the head
 add about twenty of them, and a wrong product gives errors near 1."""
 
 Row = dict[str, Any]
+
+
+@contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """Let fp32 products have a precision of `torch.set_float32_matmul_precision` in this block."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def parity_errors(family: str, precision: str, device: str) -> dict[str, float]:
@@ -113,11 +123,9 @@ def parity_errors(family: str, precision: str, device: str) -> dict[str, float]:
         }
         return loss.item(), gradients
 
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    loss, found = results(dtype, device)
-    torch.set_float32_matmul_precision(before)
+    with matmul_precision("high" if precision == "tf32" else "highest"):
+        loss, found = results(dtype, device)
     exact_loss, exact = results(torch.float64, "cpu")
     errors = [((found[n] - g).abs().max() / g.abs().max()).item() for n, g in exact.items()]
     return {"loss": abs(loss - exact_loss) / exact_loss, "gradient": max(errors)}
@@ -166,7 +174,7 @@ def training(device: str, small: bool) -> Iterator[Row]:
         row |= {"ms": milliseconds, "tokens_per_s": 1e3 * tokens / milliseconds}
         if device == "cuda":
             flops = flops_per_token(workload.args(family), workload.seq_len)
-            row["mfu"] = row["tokens_per_s"] * flops / (1e12 * _peak())
+            row["mfu"] = row["tokens_per_s"] * flops / peak_flops(torch.cuda.get_device_name())
             row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         del runner
         yield row
@@ -210,7 +218,6 @@ def optimizer(device: str, small: bool) -> Iterator[Row]:
     Each step first copies the gradients, which the first row times alone. TSR-Adam's products are
     in TF32, as in a run whose model computes in bf16.
     """
-    torch.set_float32_matmul_precision("high")
     flavor, rank, embedding_rank = ("debug", 16, 16) if small else ("1B", 512, 256)
     model = empty_model(FLAVORS["full"][flavor]).to_empty(device=device)
     for parameter in model.parameters():
@@ -242,17 +249,17 @@ def optimizer(device: str, small: bool) -> Iterator[Row]:
             stack.refresh_counts.zero_()  # as at the start: all matrices refresh
         tsr_step()
 
-    yield {"optimizer": "copying the gradients", "ms": median_ms(give, device, 3)}
-    timed = in_turns({"AdamW": adamw_step, "TSR-Adam": tsr_step}, 3 if small else 10)
-    for name, found in timed.items():
-        yield {"optimizer": name, **found.as_dict()}
-    timed = in_turns({"refresh": refresh}, 1, warmup=1)
-    milliseconds = timed["refresh"].as_dict()["ms"]
-    yield {"optimizer": "TSR-Adam, refresh of all matrices", "ms": milliseconds}
+    with matmul_precision("high"):
+        yield {"optimizer": "copying the gradients", "ms": median_ms(give, device, 3)}
+        timed = in_turns({"AdamW": adamw_step, "TSR-Adam": tsr_step}, 3 if small else 10)
+        for name, found in timed.items():
+            yield {"optimizer": name, **found.as_dict()}
+        timed = in_turns({"refresh": refresh}, 1, warmup=1)
+        milliseconds = timed["refresh"].as_dict()["ms"]
+        yield {"optimizer": "TSR-Adam, refresh of all matrices", "ms": milliseconds}
 
-    yield from _kernels(partial(_waited, tsr_step, device), device)
-    yield from _kernels(partial(_waited, refresh, device), device)
-    torch.set_float32_matmul_precision("highest")
+        yield from _kernels(partial(_waited, tsr_step, device), device)
+        yield from _kernels(partial(_waited, refresh, device), device)
 
 
 def spectral(device: str, small: bool) -> Iterator[Row]:
@@ -446,11 +453,6 @@ def _reset(device: str) -> None:
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-
-
-def _peak() -> float:
-    name = torch.cuda.get_device_name()
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), float("nan"))
 
 
 def as_text(report: dict[str, Any]) -> str:

@@ -21,7 +21,6 @@ aside. The script needs no network; the peers need transformers.
 import gc
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +35,7 @@ from torch import Tensor, nn
 from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
+from scripts.bench.harness import machine
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least, in_one_line
 from torchtitan_lr.compat.compiler import remake_inputs_of_products
 from torchtitan_lr.console.figures import TEXT, finish, new_figure
@@ -469,9 +469,7 @@ def main(argv: list[str] | None = None) -> int:
         device,
     )
     modes = measure(workload, options.models, options.modes, options.steps, options.warmup)
-    machine = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
-    head: dict[str, object] = {"machine": machine or platform.machine(), "torch": torch.__version__}
-    head |= {"cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    head = {**machine(device), "cores": os.cpu_count()}
     if options.json:
         asked = {key: str(value) for key, value in vars(options).items()}
         print(json.dumps({**head, "options": asked, "modes": modes}, indent=1))

@@ -33,7 +33,7 @@ from torchtitan_lr.commands.parser import OneLineParser, check_at_least, in_one_
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.optim.spectral.algebra import QUINTIC
+from torchtitan_lr.optim.spectral.algebra import QUINTIC, gram, inverse_root
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.spectral.selection import select_matrices
 
@@ -41,6 +41,12 @@ GOALS = {"60M": 0.65, "130M": 0.75}
 """Largest ratio of Muon's step to the usual form's; the products alone: 0.47 and 0.55."""
 
 USUAL = "usual, fp32"
+
+
+def polar_factor(M: Tensor) -> Tensor:
+    """Return the polar factor of M (r, n) from its Gram matrix, in fp32 or wider; 0 for 0."""
+    Q = inverse_root(gram(M)[None])[0]
+    return Q @ M.to(Q.dtype)
 
 
 def usual_polar_factor(M: Tensor) -> Tensor:

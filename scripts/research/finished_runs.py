@@ -32,11 +32,13 @@ from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.paths import find_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.experiment import read_experiment
-from torchtitan_lr.scaling.experiments import SECONDS, step_records
+from torchtitan_lr.scaling.experiments import step_records
 from torchtitan_lr.scaling.links import SECONDS_FILE
 from torchtitan_lr.scaling.sweep import DIVERGED, FINISHED, POINT_FILE
 from torchtitan_lr.training.history import (
+    COMM_BYTES,
     HISTORY_FILE,
+    STEP_SECONDS,
     TRAIN_LOSS,
     read_history,
     train_loss,
@@ -54,9 +56,6 @@ CONFIG, WORK = "CONFIG", "WORK"
 Run = dict[str, Any]
 """``arguments``; ``row``, the results; ``update_norms`` of the logged steps; ``course``
 (`course_of`) of a finished run whose every step is counted; `versions`."""
-
-SENT = "comm_bytes/"
-"""Keys of a logged step: bytes by mesh dimension, as the ledger has counted them."""
 
 
 def versions() -> dict[str, str]:
@@ -117,7 +116,7 @@ def run_of(folder: Path, work: Path) -> Run | None:
 def is_counted(records: Sequence[Run]) -> bool:
     """Return whether all steps of a run are there, each with its bytes."""
     complete = [record["step"] for record in records] == [*range(1, len(records) + 1)]
-    counted = [any(key.startswith(SENT) for key in record) for record in records]
+    counted = [any(key.startswith(COMM_BYTES) for key in record) for record in records]
     return bool(records) and complete and all(counted)
 
 
@@ -128,10 +127,10 @@ def course_of(records: Sequence[Run]) -> Run:
         ``losses`` of all steps, ``seconds`` (the median), and the bytes of all steps by their key:
         pairs of a size and of how many steps in a row have it.
     """
-    keys = sorted({key for record in records for key in record if key.startswith(SENT)})
+    keys = sorted({key for record in records for key in record if key.startswith(COMM_BYTES)})
     course: Run = {
         "losses": [float(f"{train_loss(record):.5g}") for record in records],
-        "seconds": float(f"{median(record[SECONDS] for record in records):.4g}"),
+        "seconds": float(f"{median(record[STEP_SECONDS] for record in records):.4g}"),
     }
     for key in keys:
         sizes = groupby(record.get(key, 0) for record in records)
@@ -142,7 +141,7 @@ def course_of(records: Sequence[Run]) -> Run:
 def records_of(course: Run) -> list[Run]:
     """Return the records of a run's steps that `course_of` has shortened."""
     records = [
-        {"step": step, TRAIN_LOSS: loss, SECONDS: course["seconds"]}
+        {"step": step, TRAIN_LOSS: loss, STEP_SECONDS: course["seconds"]}
         for step, loss in enumerate(course["losses"], start=1)
     ]
     for key in course.keys() - {"losses", "seconds"}:

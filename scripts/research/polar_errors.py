@@ -19,10 +19,10 @@ import sys
 import torch
 from torch import Tensor
 
-from scripts.bench.spectral import usual_polar_factor
+from scripts.bench.spectral import polar_factor, usual_polar_factor
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.console.tables import markdown_table
-from torchtitan_lr.optim.spectral.algebra import QUINTIC, inverse_root, polar_factor
+from torchtitan_lr.optim.spectral.algebra import QUINTIC, inverse_root
 
 SHAPE = (128, 1376)
 CONDITIONS = (1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6)

@@ -4,6 +4,7 @@
 import json
 
 import pytest
+import torch
 
 from scripts.bench import gpu
 from torchtitan_lr.models.families import FAMILIES
@@ -32,6 +33,23 @@ def test_a_rehearsal_of_the_spectral_part(tmp_path):
     rows = json.loads(out.read_text())["parts"]["spectral"]
     assert {"AdamW", "Muon", "Spectron", "LoRAMuon"} < {row["optimizer"] for row in rows}
     assert all(row["ms"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("part", ["parity", "optimizer"])
+def test_a_part_that_fails_leaves_no_precision_to_the_next(part, monkeypatch):
+    def fail(*_, **__):
+        assert torch.get_float32_matmul_precision() == now
+        raise RuntimeError("out of memory")
+
+    before, now = torch.get_float32_matmul_precision(), "high"
+    monkeypatch.setattr(gpu, "median_ms", fail)
+    monkeypatch.setattr(gpu, "LlamaModel", gpu.LlamaModel if part == "optimizer" else fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        if part == "optimizer":
+            next(gpu.optimizer("cpu", small=True))
+        else:
+            gpu.parity_errors("cola", "tf32", "cpu")
+    assert torch.get_float32_matmul_precision() == before != now
 
 
 def test_a_rehearsal(tmp_path, request):

@@ -7,7 +7,7 @@ from torch.nn.utils import get_total_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.allocations import peak_bytes
-from torchtitan_lr.numerics import blocks, joint_norm, scale_, spectral_norm
+from torchtitan_lr.numerics import blocks, joint_norm, rounded_once, scale_, spectral_norm
 
 BF16_ROUNDS = torch.tensor(1 / 393_728)
 """One over a number of tokens; bf16 is off by 0.24%."""
@@ -54,6 +54,18 @@ def test_a_product_is_rounded_once():
     assert all(torch.equal(*pair) for pair in zip(tensors, expected, strict=True))
     x = numbers(1000, 100, dtype=torch.bfloat16)
     assert peak_bytes(lambda: scale_([x], BF16_ROUNDS)) < x.nbytes / 10
+
+
+def test_an_update_of_two_operators_is_rounded_once():
+    narrow, wide = numbers(50, 3, dtype=torch.bfloat16), numbers(9)
+    expected = [(w.float() * 0.99).add(1e-2) for w in (narrow, wide)]
+    twice = narrow.clone().mul_(0.99).add_(1e-2)  # the control
+    with rounded_once([narrow, wide], torch.float32) as exact:
+        assert exact[1] is wide
+        for weight in exact:
+            weight.mul_(0.99).add_(1e-2)
+    assert narrow.equal(expected[0].bfloat16()) and wide.equal(expected[1])
+    assert not twice.equal(narrow)
 
 
 class Factors(TorchDispatchMode):

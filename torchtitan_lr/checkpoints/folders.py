@@ -11,12 +11,19 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from torchtitan_lr.config.files import read_json
 
 RUN_CONFIG = "job_config.json"
 """Default of ``job.save_config_file``, the run's record of its configuration: in the dump folder,
 two levels above each step's folder."""
+
+RUN_FILES = (
+    *("metrics.jsonl", "summary.json", "curve.png", "run_state.json", "run.lock", "logs"),
+    *("wandb_run_id", "dry_run"),
+)
+"""What else a run writes into its dump folder, beside the folders that have keys."""
 
 METADATA = ".metadata"
 """DCP's table of contents. Renaming it into place is the last action of a save."""
@@ -36,6 +43,9 @@ LANES = "caat"
 TRAINING_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state", RESIDUALS, LANES)
 """All states of a checkpoint except the model's parameters, which are at its top level."""
 
+TRAIN_STATE = "train_state"
+"""Of `TRAINING_STATES` the counters of a run: a checkpoint without them holds only the model."""
+
 DISCARDED, ASIDE = "discarded-", "aside-"
 """How `rename_away` names a checkpoint that is being deleted (the next start deletes what a killed
 run left), and a complete one later than the step that a run resumed (the user may delete it)."""
@@ -47,6 +57,12 @@ def is_dcp(folder: str | Path) -> bool:
     """Return whether a folder holds a complete DCP checkpoint; only these can be resumed."""
     # os.path, because Path.is_file() raises if a name is too long.
     return os.path.isfile(os.path.join(folder, METADATA))
+
+
+def holds_training(metadata: Any) -> bool:
+    """Return whether a checkpoint with this table of contents can be resumed."""
+    names = metadata.state_dict_metadata
+    return any(name.partition(".")[0] == TRAIN_STATE for name in names)
 
 
 def is_complete(folder: str | Path) -> bool:
@@ -76,13 +92,19 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     """Write a file by a rename: after a crash it is the old one or the new one.
 
     Raises:
-        OSError: The disk is full.
+        OSError: The disk is full; the error names the file.
     """
-    with open(f"{path}.tmp", "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.tmp", path)
+    try:
+        with open(f"{path}.tmp", "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(f"{path}.tmp", path)
+    except OSError as error:
+        with suppress(OSError):
+            os.unlink(f"{path}.tmp")
+        error.filename = str(path)  # a failed write names no file
+        raise
 
 
 UNFINISHED = ".unfinished"

@@ -47,13 +47,12 @@ from torchtitan_lr.checkpoints.folders import (
     write_whole,
 )
 from torchtitan_lr.checkpoints.safe_metadata import DamagedError, describe, read_metadata
-from torchtitan_lr.config.files import file_within, open_regular, read_json
+from torchtitan_lr.config.files import file_within, open_regular, read_json, sealed, unsealed
 
 T = TypeVar("T")
 
 _CHUNK = 1 << 22  # bytes read at a time
 _SMALL = 4096  # bytes of a tensor
-_SEAL = "checksum"  # key of the manifest's own
 _PART = re.compile(r"__(\d+)_\d+\.distcp")  # what a rank wrote, with its number
 
 Sum = list[int]
@@ -76,8 +75,7 @@ class Manifest:
 
     def as_json(self) -> str:
         """Return the file's text, with a checksum of its content."""
-        content = asdict(self)
-        return json.dumps(content | {_SEAL: _seal(content)}, indent=1)
+        return json.dumps(sealed(asdict(self)), indent=1)
 
 
 class UnverifiedError(DamagedError):
@@ -95,9 +93,7 @@ def read_manifest(step_dir: str | Path) -> Manifest:
         UnverifiedError: The manifest is missing, cannot be read or is not what was written.
     """
     try:
-        content = read_json(Path(step_dir) / MANIFEST)
-        seal = content.pop(_SEAL, None)  # earlier versions wrote none
-        manifest = Manifest(**content)
+        manifest = Manifest(**unsealed(read_json(Path(step_dir) / MANIFEST)))
         for size, checksum in manifest.files.values():
             if type(size) is not int or type(checksum) is not int:
                 raise TypeError("a size or a checksum is no integer")
@@ -106,13 +102,7 @@ def read_manifest(step_dir: str | Path) -> Manifest:
         raise UnverifiedError(f"{MANIFEST} is missing") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UnverifiedError(f"{MANIFEST} cannot be read ({describe(error)})") from error
-    if seal is not None and seal != _seal(content):
-        raise UnverifiedError(f"{MANIFEST} has another checksum than when it was written")
     return manifest
-
-
-def _seal(content: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 class ManifestWriter(FileSystemWriter):
@@ -187,8 +177,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 def write_manifest(step_dir: str | Path, finite: bool) -> None:
     """Write the manifest of existing files; call it on every rank, each reads its share."""
-    names = [path.name for path in Path(step_dir).iterdir() if path.is_file()]
-    names = from_first_rank(sorted(name for name in names if name != MANIFEST))
+    names = read_once(_names_in, step_dir)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     shares = from_all_ranks({name: _sum_of(Path(step_dir) / name) for name in names[rank::ranks]})
     if rank == 0:
@@ -197,6 +186,11 @@ def write_manifest(step_dir: str | Path, finite: bool) -> None:
             files |= share
         manifest = Manifest(files, finite=finite)
         write_whole(Path(step_dir) / MANIFEST, manifest.as_json())
+
+
+def _names_in(step_dir: str | Path) -> list[str]:
+    names = [path.name for path in Path(step_dir).iterdir() if path.is_file()]
+    return sorted(name for name in names if name != MANIFEST)
 
 
 def find_damage(
@@ -320,15 +314,19 @@ def read_once(read: Callable[[str | Path], T], step_dir: str | Path) -> T:
 
 def newest_whole_before(step_dir: str | Path, allow_unverified: bool = False) -> str | None:
     """Return the folder of the newest whole step before a damaged one; call it on every rank."""
+    for older in read_once(_steps_before, step_dir):
+        if damage_of(older, allow_unverified) is None:
+            return older
+    return None
+
+
+def _steps_before(step_dir: str | Path) -> list[str]:
+    """Return the folders of the complete steps before one that DCP has written, newest first."""
     folder, name = os.path.split(os.path.normpath(step_dir))
     number = name.removeprefix("step-")
     steps = complete_steps(folder or ".") if number.isdecimal() else []
-    # Hosts may see different states of a folder.
-    for step in from_first_rank([step for step in steps if step < int(number)])[::-1]:
-        older = step_folder(folder, step)
-        if is_dcp(older) and damage_of(older, allow_unverified) is None:
-            return older
-    return None
+    older = [step_folder(folder, step) for step in reversed(steps) if step < int(number)]
+    return [path for path in older if is_dcp(path)]
 
 
 def _sum_of(path: Path) -> Sum:

@@ -22,6 +22,7 @@ CHANGES = "changes"
 BATCH = "global_batch_size"
 """Key of the record: sequences per step of all ranks, also where the run's setting is -1."""
 
+_RANKS = ("low_rank.rank", "low_rank.rank_attention", "low_rank.rank_ffn")
 _EXCLUDED = "checkpoint.exclude_from_loading"
 
 _SECTIONS = (
@@ -101,8 +102,17 @@ def changed(record: dict[str, Any], config: Any, ranks: int = 1) -> dict[str, li
     return {
         key: [was, is_now]
         for key, (was, is_now) in pairs.items()
-        if was != is_now and key not in _WITHOUT_EFFECT and key not in unused
+        if not _is_same(key, was, is_now) and key not in _WITHOUT_EFFECT and key not in unused
     }
+
+
+def _is_same(key: str, was: object, here: object) -> bool:
+    """Return whether a key has the same value, as far as a record can tell.
+
+    A rank of 0 is another key's, or the flavor's, which only the model knows: a resumed run's is
+    compared with the checkpoint's.
+    """
+    return was == here or (key in _RANKS and 0 in (was, here))
 
 
 def _is_unused(key: str, config: Any) -> bool:

@@ -13,6 +13,7 @@ from torchtitan_lr.checks.optimizer import check_groups, check_outside, check_ra
 from torchtitan_lr.checks.pipeline import check_pipeline
 from torchtitan_lr.checks.stored import (
     check_record,
+    check_resumable,
     check_stored_model,
     check_stored_optimizer,
     check_stored_states,
@@ -40,24 +41,27 @@ from torchtitan_lr.errors import require
 _CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
     *(check_parallelism, check_compile, check_cpu, check_training, check_dump_folder),
     *(check_checkpoint, check_model, check_groups, check_rates, check_outside),
-    *(check_vocabulary, check_corpora, check_stored_model, check_stored_optimizer),
+    *(check_vocabulary, check_corpora),
+    *(check_stored_model, check_resumable, check_stored_optimizer),
     *(check_context, check_plans, check_pipeline, check_grad_compression, check_memory),
     *(check_data, check_stored_states),
 )
 _OF_TOKENS = {check_data, check_stored_states}
 
 Data = Literal["prepare", "find", "none"]
-"""How far a check goes with the corpora: it prepares them, only finds their files, or neither."""
+"""How far a check goes with the corpora: it prepares them, only finds their files, or neither; with
+"none" it does not ask for this machine's memory either."""
 
 _LEFT_OUT: dict[Data, Set[Callable[[Any, int, str], None]]] = {
     "prepare": set(),
     "find": _OF_TOKENS,
-    "none": _OF_TOKENS | {check_corpora},
+    "none": _OF_TOKENS | {check_corpora, check_memory},
 }
 
 _OF_FILES = {
     *(check_dump_folder, check_checkpoint, check_vocabulary, check_corpora, check_memory),
-    *(check_stored_model, check_stored_optimizer, check_data, check_stored_states),
+    *(check_stored_model, check_resumable, check_stored_optimizer),
+    *(check_data, check_stored_states),
 }
 
 

@@ -16,7 +16,9 @@ from typing import Any
 from torchtitan_lr.checkpoints.folders import (
     MANIFEST,
     RESIDUALS,
+    TRAIN_STATE,
     complete_steps,
+    holds_training,
     is_dcp,
     step_folder,
 )
@@ -64,13 +66,14 @@ def nothing_to_train(config: Any) -> str:
 def check_record(config: Any, world_size: int) -> None:
     """Compare with the run that would be resumed and its record; needs neither torch nor data."""
     step, folder = resumed(config)
-    if step <= 0:  # a seed checkpoint, of step 0, has trained nothing
-        return
     record = read_record(config)
+    if step <= 0:  # a seed checkpoint, of step 0, has trained nothing
+        _check_no_other_run(config, record)
+        return
     with _cured(config):
         refuse_removed_run(record, resumes=True)
         _check_numbers(config, folder)
-        for name in {"model", "train_state"}.intersection(left_out(config, step)):
+        for name in {"model", TRAIN_STATE}.intersection(left_out(config, step)):
             want = f"other states: without {name} {folder} is not resumed"
             raise ConfigError("checkpoint.exclude_from_loading", name, want)
     line, steps = nothing_to_train(config), config.training.steps
@@ -90,6 +93,20 @@ def check_record(config: Any, world_size: int) -> None:
         raise ConfigError("training.steps", steps, f"{want}; changed: {described(differences)}")
     # A run that was killed after its last step is resumed to validate.
     require(not line or steps == step, "training.steps", steps, want)
+
+
+def _check_no_other_run(config: Any, record: dict[str, Any]) -> None:
+    """Check that a new run does not replace the record and the metrics of one with checkpoints."""
+    checkpoint, section = config.checkpoint, record.get("checkpoint")
+    recorded = section.get("folder") if isinstance(section, dict) else None
+    for name in (recorded, checkpoint.folder):
+        if not isinstance(name, str) or (name == checkpoint.folder and checkpoint.enable):
+            continue
+        path = Path(config.job.dump_folder) / name
+        if any(complete_steps(path)):  # step 0 is the start of a run
+            want = f"a folder without a run: {path} has checkpoints of one, which this start would "
+            want += f"not resume; choose another folder, as in {_another_folder(config)}"
+            raise ConfigError("job.dump_folder", config.job.dump_folder, want)
 
 
 def _check_numbers(config: Any, folder: str) -> None:
@@ -156,6 +173,27 @@ def check_stored_model(config: Any, world_size: int, device_type: str) -> None:
     with _cured(config):
         may_differ = not own and checkpoint.initial_load_other_model
         check_fingerprint(manifest.model, here, path, may_differ, checkpoint.allow_unverified)
+
+
+def check_resumable(config: Any, world_size: int, device_type: str) -> None:
+    """Check that the run's own checkpoint holds more than the model; reads its table of contents.
+
+    With ``checkpoint.fall_back`` the ranks go back to one that does.
+    """
+    step, folder = resumed(config)
+    if step <= 0 or config.checkpoint.fall_back or nothing_to_train(config):
+        return
+    metadata = _stored_states(config)[1]
+    damaged = metadata is None and is_dcp(folder)  # loading it reports how
+    if damaged or (metadata and holds_training(metadata)):
+        return
+    want = f"one to resume (it holds only the model); checkpoint.initial_load_path = {folder!r} "
+    want += "starts a run from its weights"
+    steps = complete_steps(Path(folder).parent)
+    if older := [number for number in steps if 0 < number < step]:
+        want = f"{want}; checkpoint.load_step = {older[-1]} goes back to the step before"
+    with _cured(config):
+        raise ConfigError("checkpoint", folder, want)
 
 
 def check_stored_optimizer(config: Any, world_size: int, device_type: str) -> None:

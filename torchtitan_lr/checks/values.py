@@ -64,6 +64,11 @@ def check_dump_folder(config: Any, world_size: int, device_type: str) -> None:
     for key in (key for key, used in written.items() if used):
         value = operator.attrgetter(key)(config)
         _check_folder(folder / user_path(value, key), key, value)
+    record = config.job.save_config_file
+    own = {*folders.RUN_FILES, *(operator.attrgetter(key)(config) for key in written)}
+    want = f"a file that the run does not write otherwise, such as {folders.RUN_CONFIG}"
+    fits = not record or os.path.normpath(record) not in map(os.path.normpath, own)
+    require(fits, "job.save_config_file", record, want)
     for name in (HISTORY_FILE, config.job.save_config_file or folders.RUN_CONFIG):
         path = folder / name
         if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):

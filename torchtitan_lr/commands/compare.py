@@ -26,6 +26,7 @@ import argparse
 import json
 from pathlib import Path
 
+from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least, check_toml
 from torchtitan_lr.scaling.variants import ALTERNATIVES
 
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         status = sweep.run(lock)
     rows = rows_of(work, points, args.warmup)
     if rows:
-        (work / "compare.json").write_text(json.dumps(rows, indent=1) + "\n")
+        write_whole(work / "compare.json", json.dumps(rows, indent=1) + "\n")
         draw(rows, work / "compare.png")
         print(json.dumps(rows, indent=1) if args.json else as_text(rows))
     return status

@@ -26,6 +26,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.commands.parser import (
     OneLineParser,
     add_allow_unverified,
@@ -33,7 +34,7 @@ from torchtitan_lr.commands.parser import (
     add_text_column,
     check_at_least,
 )
-from torchtitan_lr.errors import ConfigError, escaped
+from torchtitan_lr.errors import ConfigError, escaped, require
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         # First, so that a full disk does not cost the result.
         print(json.dumps(result, indent=2) if args.json else as_text(result))
         if args.out is not None:
-            args.out.write_text(json.dumps(result, indent=2) + "\n")
+            write_whole(args.out, json.dumps(result, indent=2) + "\n")
     if "RANK" in os.environ:
         exit_without_teardown(0)
     return 0
@@ -120,8 +121,11 @@ def check_corpus(options: argparse.Namespace) -> None:
             want = "no such option beside --as_validated"
             raise ConfigError(f"--{name}", getattr(options, name), want)
     out = options.out
-    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
-        raise ConfigError("--out", str(out), "a file in a folder that exists")
+    if out is not None:
+        fits = out.is_file() if out.exists() else out.absolute().parent.is_dir()
+        require(fits, "--out", str(out), "a file in a folder that exists")
+        is_text = options.path and os.path.realpath(options.path) == os.path.realpath(out)
+        require(not is_text, "--out", str(out), "another file than --path")
 
 
 def as_text(result: dict[str, Any]) -> str:

@@ -31,7 +31,7 @@ import sys
 from pathlib import Path
 
 from torchtitan_lr.commands.parser import OneLineParser, add_allow_unverified, add_extension
-from torchtitan_lr.config.files import parse_json
+from torchtitan_lr.config.files import parse_json, read_regular
 from torchtitan_lr.errors import ConfigError, DataError, escaped
 from torchtitan_lr.launch.environment import forget_other_ranks
 
@@ -125,6 +125,8 @@ def check_args(args: argparse.Namespace) -> None:
         raise ConfigError("--stop", "", "a text of at least one character")
     if args.out is not None and (args.out.is_dir() or not args.out.absolute().parent.is_dir()):
         raise ConfigError("--out", str(args.out), "a file in a folder that exists")
+    if args.out and args.prompts and os.path.realpath(args.out) == os.path.realpath(args.prompts):
+        raise ConfigError("--out", str(args.out), "another file than --prompts")
 
 
 def _check_text(key: str, got: str, text: str) -> None:
@@ -149,7 +151,7 @@ def read_prompts(source: Path) -> list[str]:
     """
     try:
         piped = str(source) == "-"
-        text = sys.stdin.read() if piped else source.read_bytes().decode("utf-8")
+        text = sys.stdin.read() if piped else read_regular(source).decode("utf-8")
         text = text.removeprefix("\ufeff")  # editors on Windows write it in front
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("--prompts", str(source), f"a file in UTF-8 or - ({error})") from error
@@ -200,6 +202,10 @@ def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
         args.overrides,
         args.allow_unverified,
     )
+    ids = set(tokenizer.get_vocab().values())
+    for token in args.stop_token:
+        if token not in ids:
+            raise ConfigError("--stop_token", token, f"the id of a token, from 0 to {max(ids)}")
     prompts = from_first_rank(prompts) or []  # stdin has one reader
     settings = Settings(
         max_new_tokens=args.max_new_tokens,

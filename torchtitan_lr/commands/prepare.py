@@ -19,8 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from torchtitan_lr.commands.parser import OneLineParser
-from torchtitan_lr.errors import ConfigError, escaped
+from torchtitan_lr.commands.parser import OneLineParser, check_at_least
+from torchtitan_lr.errors import ConfigError, escaped, require
 
 if TYPE_CHECKING:
     from torchtitan_lr.data.corpus import Corpus
@@ -35,7 +35,11 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("sources", nargs="*", metavar="SOURCE", help="what to read, in order")
     parser.add_argument("--tokenizer", help="folder of a tokenizer.json")
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
-    parser.add_argument("--tokens", type=float, help="tokens of each source after which it ends")
+    parser.add_argument(
+        "--tokens",
+        type=float,
+        help="of each source at least; it ends with the piece of text that reaches them",
+    )
     parser.add_argument("--workers", type=int, help="processes; by default one per core")
     parser.add_argument(
         "--max_bad_records", type=int, default=0, help="records that may be lost (default 0)"
@@ -80,6 +84,7 @@ def _prepare(args: argparse.Namespace) -> "Corpus":
         raise ConfigError("--tokens", args.tokens, "a positive number such as 1e9")
     if args.workers is not None and args.workers < 1:
         raise ConfigError("--workers", args.workers, "a positive number of processes")
+    check_at_least(args, max_bad_records=0)
     model = SimpleNamespace(hf_assets_path=args.tokenizer)
     try:
         tokenizer = build_tokenizer(SimpleNamespace(model=model))
@@ -100,7 +105,9 @@ def _sources(args: argparse.Namespace) -> "list[Source]":
         if given in LIBRARIES:
             found.append(Source(given, (), "SOURCE", tokens=tokens))
         elif given.startswith(HUB):
-            source = Source("hf", (given.removeprefix(HUB),), "SOURCE", column=args.text_column)
+            name = given.removeprefix(HUB)
+            require(name, "SOURCE", given, "the name of a dataset, such as hf:owner/name")
+            source = Source("hf", (name,), "SOURCE", column=args.text_column)
             source = replace(source, config=args.hf_name, split=args.hf_split, tokens=tokens)
             found.append(source)
         elif found and found[-1].name == "local":

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from torchtitan_lr.config.build import build_job_config
     from torchtitan_lr.scaling import sweep as sweeps
 
-    sweeps.refuse_keys([*args.set, *args.overrides], sweeps.OWN_KEYS)
+    sweeps.refuse_keys([*args.set, *args.overrides], sweeps.SWEEP_KEYS)
     grid, work, config = sweeps.parse_grid(args.set), Path(args.out), find_config(args.config)
     steps = build_job_config([f"--job.config_file={config}", *args.overrides]).training.steps
     saving = ["--checkpoint.enable", f"--checkpoint.interval={max(1, steps // 10)}"]

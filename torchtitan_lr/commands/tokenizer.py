@@ -18,8 +18,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lr.checkpoints.folders import write_whole
+from torchtitan_lr.checkpoints.folders import is_free, unfinished
 from torchtitan_lr.commands.parser import OneLineParser, add_text_column
+from torchtitan_lr.config.files import read_regular
 from torchtitan_lr.errors import ConfigError, escaped
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def add_arguments(parser: OneLineParser) -> None:
     add_text_column(parser)
     parser.add_argument("--ranks", type=Path, help="tiktoken rank file to convert; needs no text")
     parser.add_argument("--vocab_size", type=int, help="special tokens included (default 4096)")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write into")
+    parser.add_argument("--out", type=Path, required=True, help="a new or empty folder")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if args.ranks is not None:
         tokenizer = read_ranks(args.ranks)
-        digest = hashlib.sha256(args.ranks.read_bytes()).hexdigest()
+        digest = hashlib.sha256(read_regular(args.ranks)).hexdigest()
         config |= {RANKS_DIGEST: digest, "split_special_tokens": True}
     else:
         reader = Reader(
@@ -94,9 +95,9 @@ def run(args: argparse.Namespace) -> int:
         vocab_size = 4096 if args.vocab_size is None else args.vocab_size
         corpus_read = Sampled(map(text_of, texts) if reader.pairs else texts)
         tokenizer = train_bpe(corpus_read, vocab_size)
-    args.out.mkdir(parents=True, exist_ok=True)
-    write_whole(args.out / HF_FILE, tokenizer.to_str(pretty=False))
-    write_whole(args.out / TOKENIZER_CONFIG, json.dumps(config, indent=2) + "\n")
+    with unfinished(args.out) as aside:
+        (aside / HF_FILE).write_text(tokenizer.to_str(pretty=False), encoding="utf-8")
+        (aside / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     said = f"{tokenizer.get_vocab_size()} tokens -> {args.out}"
     if args.ranks is None:
         said += f"; {corpus_read.documents:,} documents, {corpus_read.bytes:,} bytes, "
@@ -185,7 +186,7 @@ def read_ranks(path: Path) -> "Tokenizer":
 
     try:
         # With the file's hash, tiktoken does not take its copy of an earlier version.
-        ranks = load_tiktoken_bpe(str(path), hashlib.sha256(path.read_bytes()).hexdigest())
+        ranks = load_tiktoken_bpe(str(path), hashlib.sha256(read_regular(path)).hexdigest())
     except (OSError, ValueError):
         ranks = {}
     covers_bytes = all(bytes([byte]) in ranks for byte in range(256))
@@ -224,11 +225,12 @@ def _byte_level(model: "models.BPE") -> "Tokenizer":
 
 
 def _check_out(out: Path) -> None:
-    """Raise if the output folder cannot be created or is not writable."""
+    """Raise if the output folder holds something, cannot be created or is not writable."""
     try:
         nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
         usable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+        usable = usable and is_free(out)
     except OSError:
         usable = False
     if not usable:
-        raise ConfigError("--out", str(out), "a folder to write into, or one that can be made")
+        raise ConfigError("--out", str(out), "a folder that is empty, or new and can be made")

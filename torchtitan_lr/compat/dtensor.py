@@ -64,14 +64,10 @@ def local_slice(
     """
     # Torch's `_compute_local_shape_and_global_offset` cuts 9 rows on 4 x 2 ranks otherwise than
     # FSDP2 does.
-    strided = [i for i, p in enumerate(placements) if isinstance(p, _StridedShard)]
-    plain = [i for i, p in enumerate(placements) if isinstance(p, Shard) and i not in strided]
-    # FSDP2 over tensor parallelism splits a dimension that the mesh dimensions to its right already
-    # split, and marks it as _StridedShard: apply such splits last, right to left.
-    for mesh_dim in (*plain, *reversed(strided)):
+    for mesh_dim in split_order(placements):
         placement: Any = placements[mesh_dim]
         dim: int = placement.dim
-        if mesh_dim in strided:
+        if isinstance(placement, _StridedShard):
             right = zip(mesh_shape[mesh_dim + 1 :], placements[mesh_dim + 1 :], strict=True)
             splits = math.prod(size for size, other in right if getattr(other, "dim", None) == dim)
             if splits != placement.split_factor:
@@ -83,6 +79,17 @@ def local_slice(
     if any(p.is_partial() for p in placements):
         raise RuntimeError(f"a parameter cannot be initialized as {placements}")
     return full
+
+
+def split_order(placements: Sequence[Any]) -> list[int]:
+    """Return the mesh dimensions that split a tensor, in the order in which they split it.
+
+    FSDP2 over tensor parallelism splits a dimension that the mesh dimensions to its right already
+    split, and marks it as _StridedShard: such splits come last, right to left.
+    """
+    strided = [i for i, p in enumerate(placements) if isinstance(p, _StridedShard)]
+    plain = [i for i, p in enumerate(placements) if isinstance(p, Shard) and i not in strided]
+    return [*plain, *reversed(strided)]
 
 
 def shard_dims(parameter: Tensor, dim: int, order: Iterable[str]) -> tuple[int, ...]:

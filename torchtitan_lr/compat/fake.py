@@ -45,12 +45,12 @@ def rms_norm_by(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 
 
 @contextmanager
-def fake_process_group(size: int) -> Iterator[None]:
-    """Act as rank 0 of a fake process group, whose collectives return at once."""
+def fake_process_group(size: int, rank: int = 0) -> Iterator[None]:
+    """Act as one rank of a fake process group, whose collectives return at once."""
     # A module of torch's tests registers the backend ``fake`` and its store.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield
     finally:

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Decompositions that do not wait for the device, and norms of many tensors at once.
+"""Decompositions that do not wait for the device, and operators on many tensors at once.
 
 Tested with torch 2.11, 2.13 and 2.15.
 """
@@ -23,6 +23,12 @@ def norms_of(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> lis
     """
     # Torch publishes no such function; `torch.nn.utils.get_total_norm` takes no dtype.
     return list(torch._foreach_norm(list(tensors), 2, dtype))
+
+
+def between(starts: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> list[Tensor]:
+    """Return start + weight · (end − start) of each pair of plain tensors: one launch on a GPU."""
+    # Torch publishes none on lists that is not in place.
+    return list(torch._foreach_lerp(list(starts), list(ends), weight))
 
 
 @contextmanager

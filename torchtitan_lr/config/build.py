@@ -31,6 +31,7 @@ from torchtitan_lr.config.schema import (
     MODELS,
     OPTIMIZERS,
     TP_PLANS,
+    TSR,
     Experimental,
     JobConfig,
     base_of,
@@ -95,16 +96,16 @@ def _fill(layers: list[dict[str, Any]], overrides: list[Override], of_record: bo
         import_extension(module)  # its names become known, its faults are told before ranks start
     checked = check_record(raw) if of_record else check_toml(raw, config_cls)
     values = apply_overrides(checked, overrides, config_cls)
-    _set_defaults(values)
-    check_ranges(values, config_cls)
+    base = base_of(values.get("optimizer", {}).get("name", ""))
+    _set_defaults(values, base)
+    check_ranges(values, config_cls, tsr=base == TSR)
     _set_warmup(values, layers, overrides)
     _expand_folder(values.get("job", {}))
     return fill_job_config(config_cls, values)
 
 
-def _set_defaults(values: dict[str, Any]) -> None:
-    """Give the keys that are not set the defaults of the run's optimizer."""
-    base = base_of(values.get("optimizer", {}).get("name", ""))
+def _set_defaults(values: dict[str, Any], base: str) -> None:
+    """Give the keys that are not set the defaults of the optimizer that the run's is or changes."""
     for key, value in DEFAULTS_OF.get(base, {}).items():
         section, _, option = key.partition(".")
         values.setdefault(section, {}).setdefault(option, value)

@@ -32,6 +32,9 @@ CONFIG_FILE_KEY = "job.config_file"
 CONFIG_DIR = "${config_dir}"
 """In a string of a TOML file: the file's folder. So the file can be moved with what it names."""
 
+_ITEMS = {int: "integers", float: "numbers", list: "lists of strings", dict: "tables [[...]]"}
+"""What a list holds, for errors."""
+
 # No larger integer fits into torch or any file format here.
 _LARGEST_INTEGER = 2**63 - 1
 
@@ -91,7 +94,7 @@ def toml_files(path: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     file: str | None = path
     while file is not None:
-        values = found[file] = _read_toml(file)
+        values = found[file] = read_toml(file)
         file = _included(file, values.pop("include"), found) if "include" in values else None
     return dict(reversed(found.items()))
 
@@ -113,27 +116,28 @@ def _included(file: str, base: Any, above: Iterable[str]) -> str:
     return found
 
 
-def _read_toml(path: str) -> dict[str, Any]:
-    """Read one file; errors as for `toml_files`."""
+def read_toml(path: str, key: str = CONFIG_FILE_KEY) -> dict[str, Any]:
+    """Read one TOML file that a user names by ``key``; errors as for `toml_files`."""
     try:
         text = read_regular(path).decode("utf-8-sig")  # Windows' editors begin with a mark
         return tomli.loads(in_folder(text, Path(path).parent))
     except UnicodeDecodeError as error:
-        raise ConfigError(CONFIG_FILE_KEY, path, f"a UTF-8 text file ({error.reason})") from error
+        raise ConfigError(key, path, f"a UTF-8 text file ({error.reason})") from error
     except OSError as error:
         near = near_configs(path)
         hint = f"{error.strerror}; did you mean {near}?" if near else error.strerror
-        want = f"a TOML file such as train_configs/debug_cola.toml ({hint})"
-        raise ConfigError(CONFIG_FILE_KEY, path, want) from error
+        example = " such as train_configs/debug_cola.toml" if key == CONFIG_FILE_KEY else ""
+        want = f"a TOML file{example} ({hint})"
+        raise ConfigError(key, path, want) from error
     except RecursionError as error:
-        raise ConfigError(CONFIG_FILE_KEY, path, "TOML that is nested less deeply") from error
+        raise ConfigError(key, path, "TOML that is nested less deeply") from error
     except tomli.TOMLDecodeError as error:
         # tomli >= 2.2 has the line as an attribute; every version has it in the message.
         line = getattr(error, "lineno", None)
         where = f"{path}:{line}" if line is not None else path
-        raise ConfigError(CONFIG_FILE_KEY, where, f"valid TOML ({error})") from error
+        raise ConfigError(key, where, f"valid TOML ({error})") from error
     except ValueError as error:  # an integer of thousands of digits, which Python does not parse
-        raise ConfigError(CONFIG_FILE_KEY, path, f"shorter numbers ({error})") from error
+        raise ConfigError(key, path, f"shorter numbers ({error})") from error
 
 
 def _merge(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -228,6 +232,8 @@ def unknown_key(key: str, value: object, config_cls: type) -> ConfigError:
     """Build the error for an unknown key, with the closest known key or a list."""
     section, _, name = key.rpartition(".")
     leaves = list(_keys(config_cls))
+    if not any("." in leaf for leaf in leaves):  # a table of an experiment has no sections
+        return ConfigError(key, value, one_of(leaves, name))
     siblings = [leaf.rpartition(".")[2] for leaf in leaves if leaf.rpartition(".")[0] == section]
     namesakes = [leaf for leaf in leaves if leaf.rpartition(".")[2] == name]
     sections = [option.name for option in fields(config_cls)]
@@ -236,12 +242,12 @@ def unknown_key(key: str, value: object, config_cls: type) -> ConfigError:
         want = f"a key of this section, such as {below[0]}"
     elif section in leaves:
         want = f"a known key: did you mean {section}?"
+    elif not section and (close := difflib.get_close_matches(key, sections, 1, cutoff=0.7)):
+        want = f"a known section: did you mean [{close[0]}]?"
     elif section and (close := difflib.get_close_matches(name, siblings, 1)):
         want = f"a known key: did you mean {section}.{close[0]}?"
     elif close := difflib.get_close_matches(key, leaves, 1, cutoff=0.85):
         want = f"a known key: did you mean {close[0]}?"
-    elif not section and (close := difflib.get_close_matches(key, sections, 1)):
-        want = f"a known section: did you mean [{close[0]}]?"
     elif namesakes:
         want = f"a known key: did you mean {namesakes[0]}?"
     elif siblings and section:
@@ -327,9 +333,8 @@ def _misfit(key: str, value: Any, option: Field[Any]) -> ConfigError:
         elif kind == list[str]:
             want = 'a list of strings such as ["a", "b"], or a,b on the command line'
         elif get_origin(kind) is list:
-            inner = get_origin(get_args(kind)[0])
-            of = "tables [[...]]" if inner is dict else "lists of strings"
-            want = f"a list of {of}, in the TOML file"
+            (item,) = get_args(kind)
+            want = f"a list of {_ITEMS[get_origin(item) or item]}, in the TOML file"
         elif kind in (int, float):
             what, usual = ("an integer", 1) if kind is int else ("a number", 0.5)
             want = f"{what} such as {default if type(default) is kind else usual}"

@@ -89,7 +89,11 @@ def finish(figure: Any, path: Path, title: str = "") -> None:
             break
         legend.remove()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except OSError as error:  # a full disk: a failed write names no file
+        error.filename = str(path)
+        raise
 
 
 def series(history: list[dict[str, Any]], key: str) -> Series:
@@ -110,24 +114,3 @@ def smoothed(values: list[float]) -> list[float]:
         window = values[index - side : index + side + 1]
         smooth.append(sum(window) / len(window))
     return smooth
-
-
-def tokens_per_step(history: list[dict[str, Any]]) -> float:
-    """Return the mean tokens per step of all ranks, 0 if they are not in the history."""
-    steps, tokens = series(history, "n_tokens_seen")
-    return tokens[-1] / steps[-1] if steps and steps[-1] else 0.0
-
-
-def finish_axes(axes: Any, history: list[dict[str, Any]]) -> None:
-    """Label the axis of steps, and add one of tokens above if their number is known."""
-    axes.set_xlabel("step")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.3)
-    rate = tokens_per_step(history)
-    if not rate:
-        return
-    from matplotlib.ticker import EngFormatter
-
-    above = axes.secondary_xaxis("top", functions=(lambda x: x * rate, lambda x: x / rate))
-    above.xaxis.set_major_formatter(EngFormatter(sep=""))
-    above.set_xlabel("tokens")

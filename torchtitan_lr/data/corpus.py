@@ -47,7 +47,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_lr.checkpoints.folders import write_whole
-from torchtitan_lr.config.files import open_regular, read_json
+from torchtitan_lr.config.files import open_regular, read_json, sealed, unsealed
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.errors import ConfigError, DataError, require
 from torchtitan_lr.titan import IGNORE_INDEX
@@ -92,6 +92,14 @@ class ShardInfo:
     sha256: str  # of its files; empty in a folder without `corpus.json`
     name: str  # of its files without .bin and .idx
 
+    def __post_init__(self) -> None:
+        """Check the types: a stranger may have written the record."""
+        counts, texts = (self.tokens, self.documents), (self.sha256, self.name)
+        if any(type(n) is not int or not 0 <= n < 2**63 for n in counts):
+            raise TypeError(f"tokens and documents of a shard: {counts}")
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError(f"checksum and name of a shard: {texts}")
+
 
 @dataclass(frozen=True, eq=False)  # hashed by its identity
 class Corpus:
@@ -103,6 +111,7 @@ class Corpus:
     kind: Literal["text", "pairs"]  # pairs have a loss mask
     identity: str  # digest of the content; the same for equal tokens, wherever they are
     record: dict[str, Any] = field(repr=False)  # all of `corpus.json`
+    key: str = KEY  # to name in errors
 
     @staticmethod
     def open(folder: str | Path, key: str = KEY) -> Corpus:
@@ -114,25 +123,29 @@ class Corpus:
         """
         place = Path(folder)
         try:
-            found = read_json(place / RECORD)
+            found = unsealed(read_json(place / RECORD))
             if found["format"] != FORMAT:
                 raise ValueError(f"format {found['format']!r}")
             train, held_out = ([ShardInfo(**shard) for shard in found[part]] for part in PARTS)
-            given, tokenizer = found["identity"], found["tokenizer"]["sha256"]
-            if given != identity_of(found["kind"], tokenizer, [train, held_out]):
-                raise ValueError("it was changed; delete its folder and prepare it again")
-            return Corpus(place, train, held_out, found["kind"], given, found)
+            given, tokenizer = found["identity"], found["tokenizer"]
+            if given != identity_of(found["kind"], tokenizer["sha256"], [train, held_out]):
+                raise ValueError("its shards are not those of its identity")
+            if type(tokenizer.get("vocabulary", 0)) is not int:  # earlier versions wrote none
+                raise TypeError(f"vocabulary {tokenizer['vocabulary']!r}")
+            return Corpus(place, train, held_out, found["kind"], given, found, key)
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError) as error:
-            want = f"a record of format {FORMAT!r} ({type(error).__name__}: {error})"
+            want = (
+                f"a record of format {FORMAT!r} ({type(error).__name__}: {error}); {_again(place)}"
+            )
             raise DataError(key, str(place / RECORD), want) from error
         train = []
         for path in sorted(place.glob("*.idx")):
             shard = IndexedDataset(path.with_suffix(""), key)
             train.append(ShardInfo(shard.num_tokens, shard.num_documents, "", path.stem))
         require(train, key, str(place), f"a folder with {RECORD}, or with .bin and .idx files")
-        return Corpus(place, train, [], "text", identity_of("text", "", [train, []]), {})
+        return Corpus(place, train, [], "text", identity_of("text", "", [train, []]), {}, key)
 
     def tokens(self, held_out: bool = False) -> int:
         """Return the number of tokens of a part."""
@@ -146,11 +159,12 @@ class Corpus:
             DataError: The shard's files are damaged, or do not have the recorded number of tokens.
         """
         # The last part of the name: a record cannot lead out of its folder.
-        shard = IndexedDataset(str(self.folder / Path(info.name).name) + ".loss" * loss)
+        prefix = str(self.folder / Path(info.name).name) + ".loss" * loss
+        shard = IndexedDataset(prefix, self.key)
         if (shard.num_tokens, shard.num_documents) != (info.tokens, info.documents):
             want = f"{info.tokens} tokens in {info.documents} documents as recorded"
             want += f", not {shard.num_tokens} in {shard.num_documents}"
-            raise DataError(KEY, shard.prefix, want)
+            raise DataError(self.key, shard.prefix, want)
         return shard
 
     def check(self) -> None:
@@ -178,8 +192,8 @@ class Corpus:
             shard.check()
         if info.sha256 and found != info.sha256:
             want = f"files with the checksum {info.sha256[:12]} of {RECORD}, not {found[:12]}"
-            want += ": they were changed; prepare them again"
-            raise DataError(KEY, opened[0].prefix, want)
+            want += f": they were changed; {_again(self.folder)}"
+            raise DataError(self.key, opened[0].prefix, want)
 
     def check_ids(self, vocabulary: int) -> None:
         """Check that all token ids are rows of a model's vocabulary, before a run.
@@ -200,6 +214,14 @@ class Corpus:
 
     def _pairs(self, info: ShardInfo) -> list[IndexedDataset]:
         return [self.shard(info), *([self.shard(info, loss=True)] if self.kind == "pairs" else [])]
+
+
+def _again(folder: Path) -> str:
+    """Return what to do about a folder that was changed."""
+    return (
+        f"delete {folder}, and `torchtitan-lr prepare ... --out {folder}` writes it again, or "
+        "`torchtitan-lr train` if that had prepared it"
+    )
 
 
 def is_ours(folder: Path) -> bool:
@@ -229,7 +251,7 @@ def save_record(folder: Path, about: dict[str, Any], counts: list[list[list[int]
     record = {"format": FORMAT, "kind": kind, "identity": identity} | about
     for part, infos in parts.items():
         record[part] = [asdict(info) for info in infos]
-    write_whole(folder / RECORD, json.dumps(record, indent=1))
+    write_whole(folder / RECORD, json.dumps(sealed(record), indent=1))
     return Corpus.open(folder)
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from fractions import Fraction
 from functools import lru_cache
 from itertools import count
@@ -50,6 +50,8 @@ ROUNDS = 6
 
 MOST_SLOTS = 1 << 16
 """Longest period of a mixture; shares that need a longer one are rounded to 1/65,536."""
+
+_LAST_READ_SECONDS = 10.0
 
 _STEP, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
@@ -215,13 +217,21 @@ class TokenDataLoader(BaseDataLoader):
             return iter(StatefulDataLoader(self.dataset, **sampled, **self._options))
 
     def close(self) -> None:
-        """End the worker processes; what they have read ahead is dropped."""
-        self._batches = None
+        """End the thread and the worker processes."""
+        # The thread holds the iterator, and so the workers, until it has ended.
+        self._thread.shutdown(wait=self._drop())
 
     def seek(self, position: int) -> None:
         """Go to a position, in rows of all ranks."""
-        self.close()
+        self._drop()
         self.position = position
+
+    def _drop(self) -> bool:
+        """Drop what is read ahead; return whether no read runs any more (a storage may hang)."""
+        ended = self._next_batch.cancel()
+        ended = ended or not wait([self._next_batch], timeout=_LAST_READ_SECONDS).not_done
+        self._batches, self._next_batch = None, Future[Batch]()
+        return ended
 
     def shares(self) -> dict[str, float]:
         """Return the share of the rows so far of each part of a mixture, ``data_share/<name>``."""

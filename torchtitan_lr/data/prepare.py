@@ -419,7 +419,9 @@ def prepare_folder(
     corpus = Corpus.open(folder, key)
     want = "another folder: it was prepared from other sources, with another tokenizer, or by an"
     want += " earlier version that read these differently"
-    require(corpus.record["signature"] == signature_of(readers, tokenizer), key, str(folder), want)
+    require(
+        corpus.record.get("signature") == signature_of(readers, tokenizer), key, str(folder), want
+    )
     return corpus
 
 

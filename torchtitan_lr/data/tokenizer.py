@@ -308,6 +308,12 @@ def vocabulary(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab_size(), 1 + max(tokenizer.get_vocab().values(), default=-1))
 
 
+@lru_cache(maxsize=2)
+def ids_without_token(tokenizer: Tokenizer, rows: int) -> list[int]:
+    """Return the ids of a vocabulary of ``rows`` that a tokenizer has no token for."""
+    return sorted(set(range(rows)).difference(tokenizer.get_vocab().values()))
+
+
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Tokens]:
     """Tokenise documents, on all cores and without Python's lock.
 

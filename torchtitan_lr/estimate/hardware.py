@@ -2,13 +2,11 @@
 """A kind of machine, its links, and the files that describe one."""
 
 from dataclasses import MISSING, dataclass, fields
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
 
-import tomli
-
-from torchtitan_lr.config.files import read_regular
-from torchtitan_lr.errors import ConfigError, one_of
+from torchtitan_lr.config.parse import check_toml, read_toml
+from torchtitan_lr.errors import ConfigError, one_of, require
 
 
 @dataclass(frozen=True)
@@ -78,32 +76,17 @@ def load_hardware(name: str) -> Hardware:
     if not path.is_file():
         shipped = one_of(sorted(file.stem for file in MACHINES.glob("*.toml")), name)
         raise ConfigError("--hardware", name, f"a TOML file, or {shipped}")
-    try:
-        values = tomli.loads(read_regular(path).decode("utf-8"))
-    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError("--hardware", name, f"a TOML file ({error})") from error
+    values = read_toml(str(path), "--hardware")
     known = {field.name: field for field in fields(Hardware)}
     for key in sorted(values.keys() - known.keys()):
         raise ConfigError(f"{path.name}: {key}", values[key], one_of(known, key))
     for key, field in known.items():
-        if key in values or field.default is MISSING:
-            _check(f"{path.name}: {key}", values.get(key), field.type)
-    if values["matmul_efficiency"] > 1:
-        key = f"{path.name}: matmul_efficiency"
-        raise ConfigError(key, values["matmul_efficiency"], "a fraction of the peak, at most 1")
+        given = key in values or field.default is not MISSING
+        require(given, f"{path.name}: {key}", None, "a value: it has no default")
+    values = check_toml(values, Hardware, prefix=f"{path.name}: ")
+    for key, value in values.items():
+        fits = isinstance(value, str | bool) or 0 < value < inf
+        require(fits, f"{path.name}: {key}", value, "a positive number")
+    share = values["matmul_efficiency"]
+    require(share <= 1, f"{path.name}: matmul_efficiency", share, "at most 1, a part of the peak")
     return Hardware(**values)
-
-
-def _check(key: str, value: object, kind: object) -> None:
-    if kind in (str, "str"):
-        if not isinstance(value, str):
-            raise ConfigError(key, value, "text")
-        return
-    if kind in (bool, "bool"):
-        if not isinstance(value, bool):
-            raise ConfigError(key, value, "true or false")
-        return
-    whole = kind in (int, "int")
-    right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    if not right or not isfinite(value) or value <= 0:  # type: ignore[operator, arg-type]
-        raise ConfigError(key, value, f"a positive {'integer' if whole else 'number'}")

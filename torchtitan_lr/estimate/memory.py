@@ -13,7 +13,7 @@ from torchtitan_lr.estimate.rehearsal import Rehearsal, Workload, fake_ranks, re
 from torchtitan_lr.estimate.run import Run, blocks_of
 from torchtitan_lr.estimate.schedule import most_in_flight, pipeline_order
 from torchtitan_lr.estimate.traffic import boundaries_of, exchanged_units, repeated_row
-from torchtitan_lr.formulas.memory import gathered_bytes, static_memory
+from torchtitan_lr.formulas.memory import gathered_unit_bytes, static_memory
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.parallel.placement import TPSettings
 from torchtitan_lr.parallel.recompute import (
@@ -193,7 +193,7 @@ def buffer_bytes(run: Run, pp_rank: int) -> int:
     total = len(stages) * run.seq_len * (run.args.head_dim // 2) * ROTARY_BYTES
     elements = sum(map(prod, run.shapes_of(pp_rank).values()))
     if run.shard > 1 or precision.compute != precision.parameter:
-        total += gathered_bytes(units.values(), units.get("head"), run.reshards, precision)
+        total += gathered_unit_bytes(units.values(), units.get("head"), run.reshards, precision)
     if run.shard > 1 and run.pp > 1 and run.microbatches > 1:
         total += precision.summed * elements  # whole gradients of the micro-batches so far
     if run.compresses:

@@ -39,16 +39,16 @@ ADAMW_PASSES = 10
 """Passes over a rank's parameters in a step of fused AdamW: clipping reads the gradients twice and
 writes them once; Adam reads weight, gradient and both moments and writes all but the gradient."""
 
-SPECTRAL_PASSES = {"Muon": 14, "Spectron": 16, "LoRAMuon": 15}
-"""Passes over a rank's matrices in a step of a spectral rule: to read the gradient and write it
-without a rejected step's; to read it and the momentum, write that, and read or write Nesterov's
-form of it three times; to read that for its Gram matrix; and two kernels of the update, which read
-the weight and write it, with that form in one of them. Spectron reads the weight twice more, for
-its norm, and LoRA-Muon once, for its Gram matrix."""
+SPECTRAL_PASSES = {"Muon": 15, "Spectron": 17, "LoRAMuon": 16}
+"""Passes over a rank's matrices in a step of a spectral rule: to read the gradient and the momentum
+and write one of them, by the verdict on the step; to read that and the momentum, write the
+momentum, and read or write Nesterov's form of it three times; to read that for its Gram matrix; and
+two kernels of the update, which read the weight and write it, with that form in one of them.
+Spectron reads the weight twice more, for its norm, and LoRA-Muon once, for its Gram matrix."""
 
-SPECTRAL_KERNELS = {"Muon": 11, "Spectron": 17, "LoRAMuon": 12, DECAY: 16}
+SPECTRAL_KERNELS = {"Muon": 3, "Spectron": 6, "LoRAMuon": 4, DECAY: 3}
 """Kernels per matrix in such a step, or in a decay of products; those of (r, r) matrices work on
-batches."""
+batches, and those of momenta and decays on lists."""
 
 TSR_PASSES = 5
 """Passes over a compressed matrix in a step of TSR-Adam without a refresh: the projection reads the

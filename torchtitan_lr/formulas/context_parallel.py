@@ -79,7 +79,7 @@ def latent_flops(
     return others * one, 2 * others * one + cp_degree * tokens * one
 
 
-def gathered_bytes(width: int, cp_degree: int, tokens: int, itemsize: int) -> int:
+def gathered_kv_bytes(width: int, cp_degree: int, tokens: int, itemsize: int) -> int:
     """Return the bytes of a block's k and v of all C·n tokens, which its attention needs at once.
 
     Args:

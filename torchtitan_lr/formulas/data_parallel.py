@@ -122,7 +122,7 @@ def named_parameters(
             (f"{name}.A.weight", (rank, d_in), a),
             (f"{name}.B.weight", (d_out, rank), b),
         ]
-        if shape.family == "full":
+        if not shape.low_rank:
             closes_pair = name in ("attention.wo", "feed_forward.w2")
             weights = [(f"{name}.weight", (d_out, d_in), b if closes_pair else a)]
         else:
@@ -135,8 +135,8 @@ def named_parameters(
                 part[dim] //= t
             block[key] = tuple(part)
     block |= {"attention_norm.weight": norm, "ffn_norm.weight": norm}
-    gated = shape.family == "lax" and shape.lax_gate == "scalar"
-    gates = dict.fromkeys((f"{name}.gate" for name in linears), (1,)) if gated else {}
+    names = [f"{name}.gate" for name in linears] if shape.learns_gates else []
+    gates = dict.fromkeys(names, (1,))
     units: dict[str, dict[str, tuple[int, ...]]] = {
         "embedding": {"tok_embeddings.weight": (vocabulary, d // t)}
     }

@@ -110,7 +110,7 @@ def sharded(shape: Shape, ranks: int, rank: int = 0, dim: int = 0) -> Shape:
     return tuple(piece)
 
 
-def gathered_bytes(
+def gathered_unit_bytes(
     units: Iterable[NamedShapes], head: NamedShapes | None, reshards: bool, precision: Precision
 ) -> int:
     """Return the peak bytes of FSDP2's gathered weights and of the gradients in reduction.

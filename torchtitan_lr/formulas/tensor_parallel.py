@@ -221,7 +221,7 @@ def part_traffic(shape: LlamaArgs, settings: TPSettings, tokens: int, ranks: int
     """
     formula = FORMULAS[settings.plan]
     parts = formula.traffic(shape, settings, tokens, ranks) | {"gates": []}
-    if shape.family == "lax" and shape.lax_gate == "scalar":
+    if shape.learns_gates:
         # A learned gate on latent shards: its gradient is summed over the ranks, once per group.
         by_tokens, payloads = settings.comm == "sequence", []
         if by_tokens or formula.attention[0] == 0:

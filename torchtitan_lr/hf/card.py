@@ -2,7 +2,6 @@
 """The README.md of an export: what the model is, what it was trained on, and how well it does."""
 
 import html
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -271,7 +270,7 @@ def _plain(value: Any) -> str:
 
 def _ranks(dump: Path) -> int | None:
     """Return a run's number of ranks: its speed, all ranks together, over the speed of one."""
-    whole, one = "throughput/tokens_per_s", "throughput/tokens_per_s_per_device"
+    whole, one = history.TOKENS_PER_S, history.TOKENS_PER_S_PER_DEVICE
     records = history.read_history(dump / history.HISTORY_FILE)
     ratios = [record[whole] / record[one] for record in records if record.get(one)]
     return round(ratios[-1]) if ratios else None
@@ -342,14 +341,15 @@ def _run_rows(
         found = [(loss, at) for loss, at in pairs if loss is not None]
         if found:
             loss, at = found[-1]
-            text = f"{loss:.4f} nats per token, perplexity {math.exp(min(loss, 700)):.2f}"
+            text = f"{loss:.4f} nats per token, perplexity {history.perplexity(loss):.2f}"
             rows.append((f"{what} loss at step {at}", text))
     return rows
 
 
 def _tokens(training: Any, past: list[dict[str, Any]], step: int) -> int | None:
     """Tokens seen up to a step: the history's number, else batch times length where known."""
-    seen = [r["n_tokens_seen"] for r in past if r["step"] == step and "n_tokens_seen" in r]
+    key = history.TOKENS_SEEN
+    seen = [r[key] for r in past if r["step"] == step and key in r]
     if seen:
         return int(seen[-1])
     batch = getattr(training, "global_batch_size", -1)

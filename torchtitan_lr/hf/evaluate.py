@@ -35,10 +35,10 @@ from torchtitan_lr.hf.ranks import (
 )
 from torchtitan_lr.hf.text import Document, EvaluationSet, encoded, prepared
 from torchtitan_lr.launch.environment import launched_ranks
-from torchtitan_lr.models.ends import perplexity
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.titan.device import bind_device
+from torchtitan_lr.training.history import perplexity
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:

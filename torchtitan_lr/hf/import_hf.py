@@ -17,6 +17,7 @@ from torchtitan_lr.data.sources import Source
 from torchtitan_lr.data.tokenizer import build_tokenizer, resolve_assets_path, vocabulary
 from torchtitan_lr.errors import ConfigError, one_of
 from torchtitan_lr.hf.exported import open_source
+from torchtitan_lr.hf.loading import find_device
 from torchtitan_lr.hf.origin import find_model, write_origin
 from torchtitan_lr.hf.shards import WeightSource
 from torchtitan_lr.hf.step_zero import (
@@ -66,7 +67,7 @@ def import_folder(
         source = replace(source, dtype=getattr(torch, options.dtype))
     family = _wanted_family(options, source.args)
     args = source.args if family is None else factorised_args(source.args, family, options.rank)
-    device = _device(options.device)
+    device = find_device(options.device)
     if tied:
         notice("the embedding is also the head there; here both are trained on their own")
     try:
@@ -109,16 +110,6 @@ def _wanted_family(options: argparse.Namespace, args: LlamaArgs) -> Any:
     if options.rank is None:
         raise ConfigError("--rank", "nothing", "a rank such as a quarter of the model's width")
     return family
-
-
-def _device(name: str) -> str:
-    """Return the device to compute on; raise for one that is not there."""
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError("--device", name, "a device of this machine, such as cpu") from error
-    return name
 
 
 def _copy_tokenizer(

@@ -20,7 +20,7 @@ from torchtitan_lr.checkpoints.manifest import (
     newest_whole_before,
     read_manifest,
 )
-from torchtitan_lr.checkpoints.safe_metadata import read_metadata
+from torchtitan_lr.checkpoints.safe_metadata import DamagedError, read_metadata
 from torchtitan_lr.config.build import build_job_config, check_record
 from torchtitan_lr.config.files import files_kept, parse_json, read_regular
 from torchtitan_lr.config.parse import in_folder
@@ -92,6 +92,7 @@ def read_record(step_dir: Path) -> dict[str, Any]:
     try:
         record = parse_json(in_folder(read_regular(path).decode(), path.parent))
     except FileNotFoundError:
+        require(step_dir.exists(), "CHECKPOINT", str(step_dir), "a folder that exists")
         want = f"a step's folder two levels below the run's {RUN_CONFIG}, or --config with its TOML"
         raise ConfigError("CHECKPOINT", str(step_dir), want) from None
     except (OSError, ValueError) as error:
@@ -200,14 +201,19 @@ def open_weights(
     """
     if (damage := damage_of(step_dir, allow_unverified=allow_unverified)) is not None:
         raise no_checkpoint(step_dir, damage, newest_whole_before(step_dir))
-    metadata = read_metadata(step_dir)
+    manifest = None
+    try:
+        metadata = read_metadata(step_dir)
+        manifest = read_manifest(step_dir)
+    except DamagedError as error:
+        # It was whole just now: its run has deleted it, or there is no manifest, as allowed.
+        if not (allow_unverified and isinstance(error, UnverifiedError)):
+            raise no_checkpoint(step_dir, str(error)) from error
     stored = metadata.state_dict_metadata
     check_depth(args, len(stored), "CHECKPOINT", step_dir)
     shapes = model_shapes(args)
     dtype = _check_stored(step_dir, stored, args, shapes)
-    try:
-        manifest = read_manifest(step_dir)
-    except UnverifiedError:  # as allowed
+    if manifest is None:
         if not dist.is_initialized() or dist.get_rank() == 0:
             logger.warning("%s has no manifest: loading it without a check", step_dir)
     else:
@@ -266,17 +272,28 @@ def load_for_inference(
     config, args, tokenizer = read_for_inference(step_dir, config_file)
     if check is not None:
         check(args)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = find_device(device)
     if device == "cpu":
         keep_freed_memory()
     if is_export(step_dir):
         model = load_export(step_dir)
     else:
         model = load_model(step_dir, args, config.model.hf_assets_path, allow_unverified)
+    return model.to(device), tokenizer
+
+
+def find_device(name: str) -> str:
+    """Return the name of the device to compute on: by default cuda if there is one, else cpu.
+
+    Raises:
+        ConfigError: The device is not there, or has no numbers (``meta``).
+    """
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return model.to(device), tokenizer
+        torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError("--device", device, "a device of this machine, such as cpu") from error
+        raise ConfigError("--device", name, "a device of this machine, such as cpu") from error
+    return name
 
 
 def read_for_inference(

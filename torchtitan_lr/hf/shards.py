@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -147,5 +148,8 @@ def _convert(
 def _save(tensors: Tensors, path: Path) -> None:
     path.touch()
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # an error of the system, such as a full disk
+        raise OSError(str(error)) from error
     path.chmod(mode)  # safetensors creates a file that only its owner may read

@@ -63,6 +63,8 @@ class StoredWeights:
 
 def no_checkpoint(step_dir: Path, why: str, older: str | None = None) -> ConfigError:
     """Return the error of a folder that is no whole checkpoint."""
+    if not step_dir.is_dir():
+        why = "no such folder; a run that trains keeps its newest checkpoint.keep_latest_k steps"
     example = older or "outputs/checkpoint/step-100"
     return ConfigError(
         "CHECKPOINT", str(step_dir), f"a complete checkpoint such as {example} (found: {why})"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from torchtitan_lr.data.tokenizer import ids_without_token
 from torchtitan_lr.inference.decode import Choice, Decoder, Sampling, max_new_tokens
 from torchtitan_lr.inference.text import TextStream
 from torchtitan_lr.models.llama import LlamaModel
@@ -110,6 +111,7 @@ def complete_batch(
         stop_ids,
         settings.compiled,
         settings.choice,
+        ids_without_token(tokenizer, model.model_args.vocab_size),
     )
     streams = [TextStream(tokenizer, row, settings.stops) for row in ids]
     done = [Completion(prompt, prompt) for prompt in prompts]

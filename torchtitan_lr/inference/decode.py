@@ -135,6 +135,7 @@ class Decoder:
         compiled: Whether the model went through `compile_blocks`. The prompts are read without
             compilation: every length would be compiled anew.
         choice: Draws from the model's logits, if ranks hold parts of them.
+        unknown: Tokens that are never drawn: rows of the model that the tokenizer has no token for.
 
     Attributes:
         cache: The cache.
@@ -155,6 +156,7 @@ class Decoder:
         stop_ids: Collection[int] = (),
         compiled: bool = False,
         choice: Choice | None = None,
+        unknown: Sequence[int] = (),
     ) -> None:
         args = model.model_args
         lengths = [len(prompt) for prompt in prompts]
@@ -173,6 +175,7 @@ class Decoder:
         columns = width + most - 1
         self.cache = KeyValueCache(lengths, columns, args.n_layers, device, compiled)
         self._compiled, self._choice = compiled, choice
+        self._unknown = torch.tensor(unknown, dtype=torch.int64, device=device)
         self.running = [True] * len(prompts)
         self.new_tokens = [0] * len(prompts)
         self._steps = 0
@@ -187,6 +190,8 @@ class Decoder:
         eager = self._compiled and self._steps == 0
         with torch.compiler.set_stance("force_eager") if eager else nullcontext():
             logits = self._model(self._next, cache=self.cache)
+        if len(self._unknown) > 0:
+            self._rule_out_unknown(logits)
         uniform = self._draws[:, self._steps] if self._draws.shape[1] else self._draws
         if self._choice is None:
             chosen = self._sampling.choose(logits[:, -1], uniform)
@@ -203,6 +208,16 @@ class Decoder:
             ends = token in self._stop_ids or self.new_tokens[row] >= self._limits[row]
             self.running[row] = not ends
         return tokens
+
+    def _rule_out_unknown(self, logits: Tensor) -> None:
+        """Set the scores of `unknown` tokens to -inf, in logits (b, 1, V) or a rank's part."""
+        own, first = logits, 0  # the scores here, and the token of the first one
+        if isinstance(logits, DTensor):
+            own = logits.to_local()
+            first = logits.device_mesh.get_local_rank() * own.shape[-1]
+        columns = self._unknown - first
+        columns = columns[(columns >= 0) & (columns < own.shape[-1])]
+        own.index_fill_(-1, columns, -torch.inf)
 
 
 def compile_blocks(model: LlamaModel, backend: str | Callable[..., Any] = "inductor") -> None:

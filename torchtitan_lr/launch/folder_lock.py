@@ -62,7 +62,7 @@ class FolderLock:
         except OSError:  # a file server that does not answer proves nothing
             return
         if found not in (self.signature.encode(), b""):  # a start that signs has emptied it before
-            raise _taken(self.dump_folder, path)
+            raise taken(self.dump_folder)
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def locked(dump_folder: str) -> Iterator[FolderLock]:
             file.truncate(0)
             file.write(signature.encode())
         except BlockingIOError:
-            raise _taken(dump_folder, path) from None
+            raise taken(dump_folder) from None
         except OSError as error:
             want = f"a folder in which {path} can be written ({error.strerror})"
             raise ConfigError("job.dump_folder", dump_folder, want) from error
@@ -145,9 +145,10 @@ def lock_file(file: IO[Any], path: Path) -> None:
         )
 
 
-def _taken(dump_folder: str, path: Path) -> ConfigError:
+def taken(dump_folder: str) -> ConfigError:
+    """Return the error of a folder that another job uses, with its holder."""
     try:
-        who = read_json(path)
+        who = read_json(Path(dump_folder) / LOCK_FILE)
         holder = f"process {who['pid']} on {who['host']} has used it since {who['since']}"
     except (OSError, ValueError, KeyError):
         holder = "its holder is not recorded yet"  # between locking and signing

@@ -44,7 +44,14 @@ from torchtitan_lr.launch.report import (
     recorded_by_rank_0,
     summary_lines,
 )
-from torchtitan_lr.launch.run_state import FAILED, FINISHED, is_held, read_state, write_state
+from torchtitan_lr.launch.run_state import (
+    FAILED,
+    FINISHED,
+    holder_named,
+    is_held,
+    read_state,
+    write_state,
+)
 
 
 def train_arguments(argv: list[str], environment: Environment) -> list[str]:
@@ -246,8 +253,11 @@ def main(argv: list[str] | None = None) -> int:
             # A folder of its own: do not overwrite the real run's curve.
             arguments.append(f"--job.dump_folder={Path(config.job.dump_folder) / 'dry_run'}")
             config = build_job_config(arguments)
-        check_machines(config, environment, placed.device)
-        if environment.nodes == 1 and (line := nothing_to_train(config)):
+        # The launchers of several machines share the folder; then rank 0 locks it.
+        one_machine = environment.nodes == 1
+        with holder_named(config.job.dump_folder) if one_machine else nullcontext():
+            check_machines(config, environment, placed.device)
+        if one_machine and (line := nothing_to_train(config)):
             results = Path(config.job.dump_folder)
             state = read_state(results)
             summary = read_summary(results, newer_than=0)
@@ -257,9 +267,8 @@ def main(argv: list[str] | None = None) -> int:
                 return 0
         if placed.note:
             print(placed.note, flush=True)
-        # The launchers of several machines share the folder; then rank 0 locks it.
         folder = config.job.dump_folder
-        with locked(folder) if environment.nodes == 1 else nullcontext() as lock:
+        with locked(folder) if one_machine else nullcontext() as lock:
             log_folder = Path(folder, "logs", f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
             try:
                 log_folder.mkdir(parents=True)

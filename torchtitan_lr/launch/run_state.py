@@ -11,12 +11,14 @@ import contextlib
 import fcntl
 import json
 import os
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.config.files import open_regular, read_json
-from torchtitan_lr.launch.folder_lock import LOCK_FILE
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.launch.folder_lock import LOCK_FILE, taken
 
 STATE_FILE = "run_state.json"
 
@@ -52,6 +54,23 @@ def read_state(dump_folder: str | Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return record if isinstance(record.get("state"), str) else None
+
+
+@contextlib.contextmanager
+def holder_named(dump_folder: str) -> Iterator[None]:
+    """Name the job that uses a folder where a start in it is refused.
+
+    What a check finds there changes while that job trains.
+
+    Raises:
+        ConfigError: The start is refused.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if is_held(dump_folder):
+            raise taken(dump_folder) from error
+        raise
 
 
 def is_held(dump_folder: str | Path) -> bool:

@@ -104,6 +104,11 @@ class LlamaArgs(BaseModelArgs):
         """The family, which says what a linear becomes."""
         return FAMILIES[self.family]
 
+    @property
+    def learns_gates(self) -> bool:
+        """Whether the linears of all blocks but the first have a learned factor g."""
+        return self.model_family.gated and self.lax_gate == "scalar"
+
     def latent_silu(self, projection: str) -> bool:
         """Whether σ acts in the bottleneck of ``projection`` (one of q k v o gate up down)."""
         if self.activation == "reduced":

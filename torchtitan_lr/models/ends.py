@@ -17,7 +17,6 @@ rounds an fp32 gradient to 1.3e-6 of its largest entry where this one has 1e-7, 
 vocabulary, and can run backward only once, where a zero-bubble pipeline needs it twice.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -304,11 +303,6 @@ def summed_loss(output: Tensor, labels: Tensor) -> Tensor:
         labels: (b, s).
     """
     return output if output.ndim == 0 else cross_entropy_sum(output, labels)
-
-
-def perplexity(loss: float) -> float:
-    """Return e to the loss (nats a token); infinity where that overflows."""
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 def build_loss(job_config: JobConfig, **kwargs: Any) -> LossFunction:

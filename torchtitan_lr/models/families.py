@@ -128,8 +128,7 @@ class ModelFamily:
         """
         if not self.low_rank:
             return nn.Linear(d_in, d_out, bias=False)
-        gated = self.gated and args.lax_gate == "scalar" and not first_block
-        linear = LowRankLinear(d_in, d_out, rank, gated)
+        linear = LowRankLinear(d_in, d_out, rank, args.learns_gates and not first_block)
         for name, own in self.own_parameters(args, rank).items():
             linear.register_parameter(name, nn.Parameter(torch.empty(own.shape)))
         return linear

@@ -13,6 +13,7 @@ from collections import UserDict
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.errors import ConfigError
@@ -77,8 +78,10 @@ def read_model_args(path: Path) -> LlamaArgs:
 
 
 def write_model_args(args: LlamaArgs, path: Path) -> None:
-    """Write a model's arguments as JSON."""
-    path.write_text(json.dumps(drop_marker(dataclasses.asdict(args)), indent=2) + "\n")
+    """Write a model's arguments as JSON, unless the file has them: a run may be reading it."""
+    text = json.dumps(drop_marker(dataclasses.asdict(args)), indent=2) + "\n"
+    if not path.is_file() or path.read_bytes() != text.encode():
+        write_whole(path, text)
 
 
 class FlavorTable(UserDict[str, LlamaArgs]):

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchtitan_lr.compat.dtensor import local_part, own_part
-from torchtitan_lr.numerics import exact_products
-from torchtitan_lr.optim.spectral.algebra import packed, unpacked
-from torchtitan_lr.optim.spectral.layout import Groups, View
+from torchtitan_lr.numerics import exact_products, rounded_once
+from torchtitan_lr.optim.spectral.algebra import gram, packed, unpacked
+from torchtitan_lr.optim.spectral.layout import GramGroups, View, batches
 from torchtitan_lr.optim.spectral.selection import factor_pairs
 from torchtitan_lr.titan import logger
 
@@ -44,22 +44,17 @@ class Factor(View):
         super().__init__(parameter, row_dim)
         self.group, self.decay = group, decay
 
-    def shrink(self, other_gram: Tensor, columns: Tensor, rejected: Tensor | None) -> None:
+    def shrink(self, other_gram: Tensor, columns: Tensor) -> None:
         """Update this rank's part, W ← W − ηλ · G W.
 
         Args:
-            other_gram: G (r, r), the other factor's Gram matrix.
+            other_gram: G (r, r), the other factor's Gram matrix, or 0 to change nothing.
             columns: This rank's columns of W (r, n).
-            rejected: Whether to change nothing, a scalar on the device.
         """
         G = own_part(self.parameter, other_gram, {self.row_dim: 0})  # all, unless ranks split r
-        if rejected is not None:
-            G = G.masked_fill(rejected, 0.0)
         change = G @ columns  # before the weights change, which the columns may be
-        part, exact = local_part(self.parameter), self.exact_part()  # bf16 is rounded once
-        self.oriented(exact).sub_(change, alpha=float(self.group["lr"]) * self.decay)
-        if exact is not part:
-            part.copy_(exact)
+        with rounded_once([local_part(self.parameter)], self.dtype) as (weight,):
+            self.oriented(weight).sub_(change, alpha=float(self.group["lr"]) * self.decay)
 
 
 class ProductDecay(Optimizer):
@@ -80,7 +75,7 @@ class ProductDecay(Optimizer):
         self.pairs = list(pairs)
         self.factors = list(chain.from_iterable(self.pairs))
         super().__init__([factor.parameter for factor in self.factors], {})
-        self.groups = Groups(factor.layout for factor in self.factors)
+        self.groups = GramGroups(factor.layout for factor in self.factors)
         if gathered := sum(bool(factor.layout.rows) for factor in self.factors):
             logger.info("weight_decay_on = 'products' gathers %d factors per step", gathered)
 
@@ -122,9 +117,17 @@ class ProductDecay(Optimizer):
             parts = {f: (f.layout, f.exact_part(), f.r) for f in self.factors}
             whole = self.groups.gather_rows(parts)
             columns = {f: f.oriented(part) for f, part in whole.items()}  # (r, n)
-            terms = {f: (f.layout, packed(W @ W.mT)) for f, W in columns.items()}
-            sums = self.groups.sum_terms(terms)
+            triangle_of: dict[Factor, Tensor] = {}
+            for alike in batches(self.factors):
+                triangles = packed(torch.stack([gram(columns[f]) for f in alike]))  # (b, ...)
+                triangle_of |= zip(alike, triangles, strict=True)
+            sums = self.groups.sum_terms({f: (f.layout, triangle_of[f]) for f in self.factors})
+            gram_of: dict[Factor, Tensor] = {}
+            for alike in batches(self.factors):
+                G = unpacked(torch.stack([sums[f] for f in alike]), alike[0].r)  # (b, r, r)
+                if rejected is not None:
+                    G = G.masked_fill(rejected, 0.0)
+                gram_of |= zip(alike, G, strict=True)
             for A, B in self.pairs:
-                gram_A, gram_B = (unpacked(sums[factor][None], factor.r)[0] for factor in (A, B))
-                A.shrink(gram_B, columns[A], rejected)
-                B.shrink(gram_A, columns[B], rejected)
+                A.shrink(gram_of[B], columns[A])
+                B.shrink(gram_of[A], columns[B])

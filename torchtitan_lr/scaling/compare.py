@@ -12,10 +12,11 @@ from torchtitan_lr.config.paths import find_config
 from torchtitan_lr.console.figures import TEXT, finish, new_figure
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.scaling.experiments import SECONDS, step_records
+from torchtitan_lr.scaling.experiments import step_records
 from torchtitan_lr.scaling.pictures import colors_of
 from torchtitan_lr.scaling.sweep import FINISHED, Point
 from torchtitan_lr.scaling.variants import derive, read_plans, shared_mode
+from torchtitan_lr.training.history import COMM_BYTES, MFU, STEP_SECONDS, TOKENS_PER_S
 
 COUNTED = "-bytes"
 """Suffix of the point whose collectives are counted: a counted step is slower, so it is not timed.
@@ -78,19 +79,23 @@ def rows_of(work: Path, points: Sequence[Point], warmup: int) -> list[dict[str, 
         if timed.row["status"] != FINISHED:
             continue
         records = [r for r in step_records(work / timed.name) if r["step"] > warmup]
-        seconds = [record[SECONDS] for record in records]
-        mfu = [record["mfu(%)"] for record in records if record.get("mfu(%)") is not None]
+        seconds = [record[STEP_SECONDS] for record in records]
+        mfu = [record[MFU] for record in records if record.get(MFU) is not None]
         sent = None
         if counted.row["status"] == FINISHED:
-            last, prefix = step_records(work / counted.name)[-1], "comm_bytes/"
-            sent = {k.removeprefix(prefix): v for k, v in last.items() if k.startswith(prefix)}
+            last = step_records(work / counted.name)[-1]
+            sent = {
+                key.removeprefix(COMM_BYTES): size
+                for key, size in last.items()
+                if key.startswith(COMM_BYTES)
+            }
         rows.append(
             {
                 **timed.settings,
                 "seconds": median(seconds),
                 "seconds_min": min(seconds),
                 "seconds_max": max(seconds),
-                "tokens_per_s": median(record["throughput/tokens_per_s"] for record in records),
+                "tokens_per_s": median(record[TOKENS_PER_S] for record in records),
                 "mfu": median(mfu) if mfu else None,
                 "comm_bytes": None if sent is None else sum(sent.values()),
                 "comm_bytes_by_mesh_dim": sent,

@@ -163,22 +163,40 @@ def _check(given: Experiment) -> None:
         ("reference", given.reference, given.reference in given.families, "one of the families"),
         ("margin", given.margin, 0 <= given.margin < math.inf, "nats per token, 0 or more"),
         ("search", given.search, {*given.search} <= {*given.sizes}, "some of the sizes"),
+        ("ranks", given.ranks, given.ranks > 0, "1 or more"),
+        ("learning_rates", given.learning_rates, *_grid(given.learning_rates)),
+        ("seeds", given.seeds, *_different(given.seeds)),
+        (
+            "tokens_per_parameter",
+            given.tokens_per_parameter,
+            *_different(given.tokens_per_parameter),
+        ),
     ]
     for name, size in given.sizes.items():
         sides = (size.dim, size.ffn_dim, size.n_layers, size.n_heads)
         shape = not any(sides) if size.flavor else min(sides) > 0
         want = "either flavor, or positive dim, ffn_dim, n_layers and n_heads"
         checks.append((f"sizes.{name}", size.flavor or sides, shape, want))
-        for key, numbers in (("seeds", size.seeds), ("budgets", size.budgets)):
-            right = numbers and len({*numbers}) == len(numbers)
-            right = right and all(0 <= number < math.inf for number in numbers)
-            want = "at least one, different numbers of 0 or more"
-            checks.append((f"sizes.{name}.{key}", numbers, bool(right), want))
+        checks.append((f"sizes.{name}.seeds", size.seeds, *_different(size.seeds)))
+        checks.append((f"sizes.{name}.budgets", size.budgets, *_different(size.budgets)))
     for name, family in given.families.items():
-        grid, want = family.learning_rates, "one value, or at least three in ascending order"
-        right = grid == sorted({*grid}) and len(grid) not in (0, 2) and 0 < grid[0] < math.inf
-        checks.append((f"families.{name}.learning_rates", grid, right, want))
+        grid = family.learning_rates
+        checks.append((f"families.{name}.learning_rates", grid, *_grid(grid)))
         checks.append((f"families.{name}.ranks", family.ranks, family.ranks > 0, "1 or more"))
     for key, got, right, want in checks:
         if not right:
             raise ConfigError(key, got, want)
+
+
+def _different(numbers: Sequence[float]) -> tuple[bool, str]:
+    """Return whether these can be seeds or budgets, and what would be."""
+    right = 0 < len(numbers) == len({*numbers})
+    right = right and all(0 <= number < math.inf for number in numbers)
+    return right, "at least one, different numbers of 0 or more"
+
+
+def _grid(rates: list[float]) -> tuple[bool, str]:
+    """Return whether these can be a grid of learning rates, and what would be."""
+    right = rates == sorted({*rates}) and len(rates) not in (0, 2)
+    right = right and rates[0] > 0 and rates[-1] < math.inf
+    return right, "one value, or at least three in ascending order"

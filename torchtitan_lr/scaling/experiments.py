@@ -24,9 +24,6 @@ from torchtitan_lr.launch.placement import Placement, find_device, place
 from torchtitan_lr.launch.processes import end_with, exit_without_teardown
 from torchtitan_lr.training.history import HISTORY_FILE, TRAIN_LOSS, read_history
 
-SECONDS = "time_metrics/end_to_end(s)"
-"""Key in ``metrics.jsonl``: seconds per step, averaged since the last record."""
-
 _ERROR = re.compile(
     r"^(?:\[rank\d+\]: *)?(?:error: (.*)|([\w.]*(?:Error|Exception)\b:.*))", re.MULTILINE
 )
@@ -78,7 +75,7 @@ def start(
     environment = dict(os.environ) | {"CONFIG_FILE": config} | dict(variables or {})
     if ranks is not None:
         environment["NGPU"] = str(ranks)
-    stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the run's record)
+    stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed when `Started` is freed)
     # In its own session: only this process receives Ctrl-C and passes it on once.
     process = subprocess.Popen(
         command,

@@ -18,9 +18,9 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.console.figures import SMOOTHED_POINTS
 from torchtitan_lr.errors import ConfigError, require
-from torchtitan_lr.scaling.experiments import SECONDS, step_records
+from torchtitan_lr.scaling.experiments import step_records
 from torchtitan_lr.scaling.sweep import FINISHED, Point
-from torchtitan_lr.training.history import train_loss
+from torchtitan_lr.training.history import COMM_BYTES, STEP_SECONDS, train_loss
 
 SECONDS_FILE = "seconds.json"
 """In the folder of an experiment: seconds per step by family, under ``compute`` and under the rate
@@ -33,8 +33,6 @@ STEP_ERROR, STEP_FREEDOM = 0.07, 22
 The logs of the seconds of 23 methods, one call each, at 200 Mbit/s and without a limit, differ by
 -0.01 in the mean, with a standard deviation of 0.096, which is √2 errors
 (``scripts/research/experiments/seconds/race.json``)."""
-
-_SENT = "comm_bytes/"
 
 _SAID = {"to do": "not run", "cut off": "cut off or running"}
 """What the status of a sweep's point means here, where it is not the status itself."""
@@ -184,24 +182,26 @@ def read_course(point: Point, folder: Path) -> Course:
     config = build_job_config(arguments)
     replicas = config.parallelism.data_parallel_replicate_degree
     shards = data_ranks(config, point.ranks or 1) // replicas
+    want = "2 or more in every family: one rank sends nothing, so no link is compared"
+    require((point.ranks or 1) > 1, "ranks", point.ranks, want)
     losses, sent, total = [], [], 0.0
     want = "metrics.comm_ledger and metrics.log_freq = 1, so that every step is counted"
     records = step_records(folder)
     for step, record in enumerate(records, start=1):
-        counted = {key: size for key, size in record.items() if key.startswith(_SENT)}
+        counted = {key: size for key, size in record.items() if key.startswith(COMM_BYTES)}
         loss = train_loss(record)
-        timed = record.get(SECONDS) is not None
+        timed = record.get(STEP_SECONDS) is not None
         if record["step"] != step or loss is None or not (counted and timed):
             raise ConfigError("overrides", f"{folder.name}, step {step}", want)
         for key, size in counted.items():
-            total += size * wire_share(key.removeprefix(_SENT), replicas, shards)
+            total += size * wire_share(key.removeprefix(COMM_BYTES), replicas, shards)
         losses.append(loss)
         sent.append(total)
     if len(losses) < point.row.get("steps", 1):
         raise ConfigError("overrides", f"{folder.name}, step {len(losses) + 1}", want)
     window = max(1, len(losses) // SMOOTHED_POINTS)
     means = [fmean(losses[max(0, end - window) : end]) for end in range(1, len(losses) + 1)]
-    seconds = median(record[SECONDS] for record in records)
+    seconds = median(record[STEP_SECONDS] for record in records)
     return Course(means, sent, seconds, point.row["val_loss"])
 
 

@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.console.figures import finish, finish_axes, new_figure, series, tokens_per_step
+from torchtitan_lr.console.figures import finish, new_figure, series
 from torchtitan_lr.errors import escaped
-from torchtitan_lr.training.history import TRAIN_LOSS, draw_losses
+from torchtitan_lr.training.history import (
+    TRAIN_LOSS,
+    draw_losses,
+    finish_axes,
+    tokens_per_step,
+)
 
 # The runs with which the others are compared.
 _BASES = ("full", "AdamW", "dense", "p1", "one process")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchtitan_lr.config.paths import find_config
-from torchtitan_lr.errors import ConfigError, one_of
+from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.formulas.spectral import SpectralMatrix, small_flops, wide_flops
 from torchtitan_lr.scaling.experiment import Experiment
 from torchtitan_lr.scaling.experiments import place_run
@@ -24,7 +24,7 @@ from torchtitan_lr.scaling.sweep import Point, refuse_keys
 if TYPE_CHECKING:
     from torchtitan_lr.estimate.run import Run
 
-OWN_KEYS = dict.fromkeys(
+EXPERIMENT_KEYS = dict.fromkeys(
     [
         *("job.dump_folder", "job.config_file", "model.name", "model.flavor", "training.steps"),
         *("lr_scheduler.warmup_steps", "optimizer.lr", "debug.seed", "validation.freq"),
@@ -89,9 +89,9 @@ class Plan:
     def __init__(self, experiment: Experiment, work: Path) -> None:
         self.experiment, self.work = experiment, work
         self._config = find_config(experiment.config)
-        refuse_keys(experiment.overrides, OWN_KEYS, "overrides: ")
+        refuse_keys(experiment.overrides, EXPERIMENT_KEYS, "overrides: ")
         for name, family in experiment.families.items():
-            refuse_keys(family.overrides, OWN_KEYS, f"families.{name}.overrides: ")
+            refuse_keys(family.overrides, EXPERIMENT_KEYS, f"families.{name}.overrides: ")
         pairs = list(product(experiment.families, experiment.sizes))
         self._overrides = {pair: self._model(*pair) for pair in pairs}
         self.costs = {pair: self._cost(*pair) for pair in pairs}
@@ -185,7 +185,10 @@ class Plan:
             wanted = budget * cost.counted
         if equal == "flops":
             wanted *= reference.flops_per_token / cost.flops_per_token
-        return max(1, round(wanted / cost.tokens_per_step))
+        steps = max(1, round(wanted / cost.tokens_per_step))
+        want = f"fewer tokens per parameter: a run of {family} has {float(steps):.3g} steps"
+        require(steps < 2**63, f"sizes.{size}", budget, want)
+        return steps
 
     def searches(self, losses: Mapping[str, float]) -> Searches:
         """Return the points of every search, in the order of the grid.

@@ -18,6 +18,7 @@ from statistics import fmean
 import numpy as np
 from scipy import stats
 
+from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.console.figures import WIDTH, finish, new_figure
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.errors import ConfigError
@@ -299,5 +300,5 @@ def write_report(
         parts += [f"## {race.name}", race.table()]
         race.draw(plan.work / "links")
     text = "\n\n".join(part for part in [*parts, *edges] if part)
-    (plan.work / "links.md").write_text(text + "\n")
+    write_whole(plan.work / "links.md", text + "\n")
     return text

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.console.figures import DOTS, THICK, finish, new_figure
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.scaling.fit import Fit, fit_points, student
@@ -159,10 +160,10 @@ def write(plan: Plan, edges: Sequence[str], rows: Sequence[Row], fits: Mapping[s
     if fits:
         parts.append(law_table(rows, fits))
     text = "\n\n".join(part for part in [*parts, *edges] if part)
-    (plan.work / "scaling.md").write_text(text + "\n")
+    write_whole(plan.work / "scaling.md", text + "\n")
     data = {"experiment": asdict(experiment), "points": rows}
     data["laws"] = {name: asdict(fit.law) for name, fit in fits.items()}
-    (plan.work / "scaling.json").write_text(json.dumps(data, indent=1) + "\n")
+    write_whole(plan.work / "scaling.json", json.dumps(data, indent=1) + "\n")
     draw(experiment.description or experiment.name, rows, fits, plan.work / "scaling.png")
     return text
 

@@ -2,6 +2,7 @@
 """A sweep: training runs that are checked together, run once each, and end in one table."""
 
 import csv
+import io
 import itertools
 import json
 import math
@@ -11,14 +12,16 @@ import signal
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
 from torchtitan_lr.checkpoints.folders import RUN_CONFIG, write_whole
+from torchtitan_lr.config.build import config_class
 from torchtitan_lr.config.files import read_json
+from torchtitan_lr.config.parse import Override, apply_overrides
 from torchtitan_lr.console.log import duration
 from torchtitan_lr.console.progress import QUIET_SECONDS
 from torchtitan_lr.console.tables import markdown_table
@@ -43,7 +46,7 @@ STOPPED = 130
 
 RESULTS = ("val_loss", "val_ppl", "train_loss", "tokens_per_s", "mfu", "peak_memory_gib")
 
-OWN_KEYS = {
+SWEEP_KEYS = {
     "job.dump_folder": "each point has a folder of its own in --out",
     "job.config_file": "the TOML file is the first argument",
     "metrics.wandb_run_name": "each point has a name of its own",
@@ -94,10 +97,17 @@ def parse_grid(items: list[str]) -> dict[str, list[str]]:
             raise ConfigError("--set", item, "section.key=value,value")
         if key in grid:
             raise ConfigError("--set", item, f"each key once, {key} occurs twice")
-        if len(set(values)) < len(values):
+        if len({_typed(key, value) for value in values}) < len(values):
             raise ConfigError("--set", item, "each value once")
         grid[key] = values
     return grid
+
+
+def _typed(key: str, text: str) -> str:
+    """Return the same for texts of one value, such as 1e-3 and 0.001."""
+    with suppress(ConfigError):  # the check of the points says what is wrong
+        return repr(apply_overrides({}, [Override(key, text)], config_class()))
+    return text
 
 
 def refuse_keys(items: Sequence[str], own: Mapping[str, str], where: str = "") -> None:
@@ -195,10 +205,11 @@ class Sweep:
             skip_refused: Note what refuses a point in its status, instead of raising.
 
         Raises:
-            ConfigError: A point cannot run.
+            ConfigError: A point cannot run; with ``skip_refused``, none can.
         """
         from torchtitan_lr.models.configured import llama_args, model_shapes
 
+        refused: list[ConfigError] = []
         for point in self.points:
             folder = f"--job.dump_folder={self.work / point.name}"
             arguments = [f"--job.config_file={point.config}", *point.arguments, folder]
@@ -208,6 +219,7 @@ class Sweep:
                 if not skip_refused:
                     raise
                 point.row = {"status": f"{REFUSED}: {error}"}
+                refused.append(error)
                 continue
             args = llama_args(placed.config)  # None for another package's model
             point.row["parameters"] = args and sum(map(math.prod, model_shapes(args).values()))
@@ -215,6 +227,8 @@ class Sweep:
                 raise ConfigError("--jobs", self.jobs, f"1 on a machine with {placed.device}")
             if self.jobs > 1 and placed.device == "cuda":
                 self._gpus[point.name] = placed.environment.ranks
+        if len(refused) == len(self.points):
+            raise refused[0]
 
     def run(self, lock: IO[str], without: Collection[str] = ()) -> int:
         """Run the points that are not done; a signal to stop saves the active ones and ends.
@@ -323,12 +337,13 @@ class Sweep:
     def write(self) -> None:
         """Write the table in three formats: sweep.json, sweep.csv and sweep.md."""
         rows = self.rows()
-        (self.work / "sweep.json").write_text(json.dumps(rows, indent=1) + "\n")
-        with (self.work / "sweep.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-        (self.work / "sweep.md").write_text(as_markdown(rows) + "\n")
+        table = io.StringIO(newline="")
+        writer = csv.DictWriter(table, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+        write_whole(self.work / "sweep.json", json.dumps(rows, indent=1) + "\n")
+        write_whole(self.work / "sweep.csv", table.getvalue())
+        write_whole(self.work / "sweep.md", as_markdown(rows) + "\n")
 
 
 class _Shown:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -56,7 +57,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _LONG = 0.1  # seconds of waiting that the console shows
-_MODEL_ALONE = "it holds only the model, in Hugging Face's format"
+_MODEL_ALONE = "it holds only the model"
 
 
 def _tells_why(save: Callable[P, R]) -> Callable[P, R]:
@@ -298,6 +299,9 @@ class CheckpointManager(TitanCheckpointHooks):
         folder = self.checkpoint_folder(step)
         is_dcp = from_first_rank(folders.is_dcp(folder))
         damage = self._damage_of(folder) if is_dcp else _MODEL_ALONE
+        if not damage and step and folders.TRAIN_STATE in self.states:
+            whole = self._first and folders.holds_training(safe_metadata.read_metadata(folder))
+            damage = None if from_first_rank(whole) else _MODEL_ALONE
         if not damage:
             return step
         older = newest_whole_before(folder, self._unverified)
@@ -344,17 +348,20 @@ class CheckpointManager(TitanCheckpointHooks):
     def newest(self, finite: bool = False) -> str | None:
         """Wait for a background save, and return the newest complete checkpoint's folder, if any.
 
-        With ``finite``, its weights must be: a step with a finite loss and gradient may still make
-        them non-finite.
+        Call it on every rank; the first one reads. With ``finite``, its weights must be: a step
+        with a finite loss and gradient may still make them non-finite.
         """
         if not self.enable:
             return None
         self.wait_for_save()
-        for step in reversed(folders.complete_steps(self.folder)):
-            folder = self.checkpoint_folder(step)
+        return read_once(partial(self._newest_in, finite=finite), self.folder)
+
+    def _newest_in(self, folder: str | Path, finite: bool) -> str | None:
+        for step in reversed(folders.complete_steps(folder)):
+            found = folders.step_folder(folder, step)
             with suppress(safe_metadata.DamagedError):
-                if not finite or (manifest := self._manifest_of(folder)) is None or manifest.finite:
-                    return folder
+                if not finite or (manifest := self._manifest_of(found)) is None or manifest.finite:
+                    return found
         return None
 
     def _purge_stale_checkpoints(self) -> None:

@@ -16,7 +16,6 @@ from torchtitan_lr.console.figures import (
     THICK,
     THIN,
     finish,
-    finish_axes,
     new_figure,
     series,
     smoothed,
@@ -37,14 +36,38 @@ VALIDATION_LOSS = "validation_metrics/loss"
 UNIGRAM_ENTROPY = "validation_metrics/unigram_entropy"
 """Key of a validation: the entropy of its tokens, nats per token."""
 
+VALIDATION_SECONDS = "validation_metrics/seconds"
+"""Key of a validation: its seconds."""
+
+TOKENS_SEEN = "n_tokens_seen"
+"""Key of a logged step: tokens of all ranks since the run's first step."""
+
+RATE = "lr"
+"""Key of a logged step: its learning rate."""
+
+STEP_SECONDS = "time_metrics/end_to_end(s)"
+"""Key of a logged step: mean seconds per step since the one before it."""
+
+TOKENS_PER_S = "throughput/tokens_per_s"
+"""Key of a logged step: tokens per second of all ranks together."""
+
+TOKENS_PER_S_PER_DEVICE = f"{TOKENS_PER_S}_per_device"
+"""Key of a logged step: tokens per second of one rank."""
+
+MFU = "mfu(%)"
+"""Key of a logged step: percent of the device's peak; missing where that is unknown."""
+
+COMM_BYTES = "comm_bytes/"
+"""Before a mesh dimension, the key of a logged step: bytes of rank 0's collectives."""
+
 SUMMARY_FILE = "summary.json"
 CURVE_FILE = "curve.png"
 
 _TRAIN, _VALIDATION, _RATE = "tab:blue", "tab:orange", "tab:green"
 
 _NUMBERS = (
-    *(TRAIN_LOSS, INTERVAL_LOSS, VALIDATION_LOSS, UNIGRAM_ENTROPY, "n_tokens_seen", "lr", "mfu(%)"),
-    *("throughput/tokens_per_s", "throughput/tokens_per_s_per_device"),
+    *(TRAIN_LOSS, INTERVAL_LOSS, VALIDATION_LOSS, UNIGRAM_ENTROPY, TOKENS_SEEN, RATE, MFU),
+    *(STEP_SECONDS, TOKENS_PER_S, TOKENS_PER_S_PER_DEVICE),
 )
 """Keys that are read as numbers."""
 
@@ -96,6 +119,11 @@ def train_loss(record: dict[str, Any]) -> float | None:
     return loss
 
 
+def perplexity(loss: float) -> float:
+    """Return e to the loss (nats per token); infinity where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
 def build_summary(
     history: list[dict[str, Any]], steps: int, peak_memory_gib: float, checkpoint: str | None
 ) -> dict[str, Any]:
@@ -109,9 +137,6 @@ def build_summary(
         rank), ``checkpoint`` (the newest one's folder) and ``curve`` (filled in by the trainer); of
         a mixture also ``data_share/<name>``, the share of each corpus in what was read.
     """
-    # Imported late: the launcher reads a summary without torch.
-    from torchtitan_lr.models.ends import perplexity
-
     train = [record for record in history if TRAIN_LOSS in record]
     val = [record for record in history if VALIDATION_LOSS in record]
     windows = train[1:] or train  # the first window includes warm-up and compilation
@@ -129,13 +154,34 @@ def build_summary(
         "val_loss": val_loss,
         "val_ppl": ppl if math.isfinite(ppl) else None,  # JSON has no infinity
         "unigram_entropy": val[-1].get(UNIGRAM_ENTROPY) if val else None,
-        "tokens_per_s": median_of("throughput/tokens_per_s"),
-        "mfu": median_of("mfu(%)"),
+        "tokens_per_s": median_of(TOKENS_PER_S),
+        "mfu": median_of(MFU),
         "peak_memory_gib": peak_memory_gib,
         "checkpoint": checkpoint,
         "curve": None,
         **{name: share for name, share in last.items() if "data_share/" in name},
     }
+
+
+def tokens_per_step(history: list[dict[str, Any]]) -> float:
+    """Return the mean tokens per step of all ranks, 0 if they are not in the history."""
+    steps, tokens = series(history, TOKENS_SEEN)
+    return tokens[-1] / steps[-1] if steps and steps[-1] else 0.0
+
+
+def finish_axes(axes: Any, history: list[dict[str, Any]]) -> None:
+    """Label the axis of steps, and add one of tokens above if their number is known."""
+    axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+    rate = tokens_per_step(history)
+    if not rate:
+        return
+    from matplotlib.ticker import EngFormatter
+
+    above = axes.secondary_xaxis("top", functions=(lambda x: x * rate, lambda x: x / rate))
+    above.xaxis.set_major_formatter(EngFormatter(sep=""))
+    above.set_xlabel("tokens")
 
 
 def draw_losses(
@@ -170,7 +216,7 @@ def draw_curve(history: list[dict[str, Any]], path: Path, title: str = "") -> An
         label = f"unigram entropy {entropies[-1]:.2f} nats"
         axes.axhline(entropies[-1], color="grey", linestyle="--", label=label)
     finish_axes(axes, history)
-    rates = series(history, "lr")
+    rates = series(history, RATE)
     if rates[0]:
         right = axes.twinx()
         right.plot(*rates, color=_RATE, linewidth=0.8, alpha=0.7, label="learning rate")

@@ -29,7 +29,6 @@ from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.checkpoints.run_record import global_batch_size
 from torchtitan_lr.console.log import Pace, console, step_line, validation_line
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.ends import perplexity
 from torchtitan_lr.parallel.plans import tp_settings
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import BaseModelArgs, JobConfig, ParallelDims, drop_marker
@@ -41,7 +40,7 @@ from torchtitan_lr.titan.components import (
     WandBLogger,
     without_loggers,
 )
-from torchtitan_lr.training.history import HISTORY_FILE, SUMMARY_FILE, read_history
+from torchtitan_lr.training import history
 
 WANDB_ID_FILE = "wandb_run_id"
 """In the dump folder: the id of the run's wandb run."""
@@ -58,8 +57,13 @@ class HistoryLogger(BaseLogger):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = {k: v for k, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
         record = {"step": step} | dict.fromkeys(metrics) | kept
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        with self.path.open("ab+") as file:
+            # A kill or a full disk may have cut off the line before it.
+            if (size := file.seek(0, os.SEEK_END)) > 0:
+                file.seek(size - 1)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+            file.write(f"{json.dumps(record)}\n".encode())
 
 
 class RunTensorBoard(TensorBoardLogger):
@@ -145,7 +149,7 @@ class RunWandb(WandBLogger):
         """Upload the summary's values and file, and the curve."""
         self._run.summary.update(summary)
         self._run.log({"curve": self.wandb.Image(str(curve))})
-        for path in (curve, curve.with_name(SUMMARY_FILE)):
+        for path in (curve, curve.with_name(history.SUMMARY_FILE)):
             self._run.save(str(path), base_path=str(path.parent), policy="now")
 
     def close(self) -> None:
@@ -213,7 +217,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
         self.history: HistoryLogger | None = None
         self.logger = LoggerContainer()
         if dist.get_rank() == 0:
-            self.history = HistoryLogger(Path(job_config.job.dump_folder) / HISTORY_FILE)
+            self.history = HistoryLogger(Path(job_config.job.dump_folder) / history.HISTORY_FILE)
             self.logger.add_logger(self.history)
         self._paused_at: float | None = None
         self._last_logged_step = 0
@@ -244,7 +248,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
         for opened in self.opened:
             self.logger.add_logger(opened)
         # A file that cannot be read has no records here, and is left as it is.
-        if self.history is not None and (records := read_history(self.history.path)):
+        if self.history is not None and (records := history.read_history(self.history.path)):
             # Later records are dropped: a run resumed from ``step`` writes them again.
             kept = [record for record in records if record["step"] <= step]
             write_whole(self.history.path, "".join(json.dumps(record) + "\n" for record in kept))
@@ -288,19 +292,19 @@ class LowRankMetricsProcessor(MetricsProcessor):
         mfu = 100 * self.num_flops_per_token * tps / self.gpu_peak_flops
         memory = self.device_memory_monitor.get_peak_stats()
         metrics = {
-            "loss_metrics/global_avg_loss": global_avg_loss,
+            history.TRAIN_LOSS: global_avg_loss,
             "loss_metrics/global_max_loss": global_max_loss,
             "grad_norm": grad_norm,
-            "throughput/tokens_per_s": tps * self.parallel_dims.world_size,
-            "throughput/tokens_per_s_per_device": tps,
+            history.TOKENS_PER_S: tps * self.parallel_dims.world_size,
+            history.TOKENS_PER_S_PER_DEVICE: tps,
             "tflops": self.num_flops_per_token * tps / 1e12,
-            "time_metrics/end_to_end(s)": seconds / max(steps, 1),
+            history.STEP_SECONDS: seconds / max(steps, 1),
             "time_metrics/data_loading(%)": 100 * sum(self.data_loading_times) / seconds,
             "memory/max_active(GiB)": memory.max_active_gib,
             "memory/max_reserved(GiB)": memory.max_reserved_gib,
             "memory/num_alloc_retries": memory.num_alloc_retries,
             "memory/num_ooms": memory.num_ooms,
-            **({} if math.isnan(mfu) else {"mfu(%)": mfu}),
+            **({} if math.isnan(mfu) else {history.MFU: mfu}),
             **(extra_metrics or {}),
         }
         self.logger.log(metrics, step)
@@ -311,10 +315,10 @@ class LowRankMetricsProcessor(MetricsProcessor):
                 self._pace.left(step, time.perf_counter()),
                 loss=global_avg_loss,
                 grad_norm=grad_norm,
-                lr=metrics.get("lr"),
-                tokens=metrics.get("n_tokens_seen"),
-                tokens_per_s=metrics["throughput/tokens_per_s"],
-                mfu=metrics.get("mfu(%)"),
+                lr=metrics.get(history.RATE),
+                tokens=metrics.get(history.TOKENS_SEEN),
+                tokens_per_s=metrics[history.TOKENS_PER_S],
+                mfu=metrics.get(history.MFU),
                 memory_gib=memory.max_reserved_gib,
             )
         )
@@ -331,10 +335,10 @@ class LowRankMetricsProcessor(MetricsProcessor):
         self.before_writing()
         memory = self.device_memory_monitor.get_peak_stats()
         metrics = {
-            "validation_metrics/loss": loss,
+            history.VALIDATION_LOSS: loss,
             "validation_metrics/memory/max_reserved(GiB)": memory.max_reserved_gib,
             **(extra_metrics or {}),
         }
         self.logger.log(metrics, step)
-        seconds = metrics.get("validation_metrics/seconds")
-        console.info(validation_line(step, loss, perplexity(loss), seconds))
+        seconds = metrics.get(history.VALIDATION_SECONDS)
+        console.info(validation_line(step, loss, history.perplexity(loss), seconds))

@@ -19,7 +19,7 @@ from torchtitan_lr.console.log import console
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.data.corpus import ValidationSet, moved
 from torchtitan_lr.data.prepare import open_rows
-from torchtitan_lr.models.ends import perplexity
+from torchtitan_lr.errors import require
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.parallel.context import context_ranks, own_tokens
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
@@ -35,6 +35,7 @@ from torchtitan_lr.titan.base import (
 from torchtitan_lr.titan.components import MetricsProcessor
 from torchtitan_lr.titan.device import device_type
 from torchtitan_lr.titan.specs import BaseValidator, ValidationContext
+from torchtitan_lr.training.history import UNIGRAM_ENTROPY, VALIDATION_SECONDS, perplexity
 
 
 @torch.no_grad()
@@ -147,6 +148,9 @@ class Validator(BaseValidator):
             loss_sum, total = sum_over_ranks(
                 model_parts, batches, self.loss_fn, self.pipeline, self.parallel_dims
             )
+        section = self.job_config.validation
+        want = "a corpus with labels in its first batches: every one here is ignored"
+        require(total, "validation.dataset", section.dataset, want)
         self.last_loss = loss_sum / total
         if self._entropy is None:
             # Each rank counts its own rows, once. Context-parallel ranks count the same ones, which
@@ -167,7 +171,7 @@ class Validator(BaseValidator):
             extra_metrics={
                 "validation_metrics/perplexity": perplexity(self.last_loss),
                 "validation_metrics/tokens": total,
-                "validation_metrics/unigram_entropy": self._entropy,
-                "validation_metrics/seconds": time.perf_counter() - started,
+                UNIGRAM_ENTROPY: self._entropy,
+                VALIDATION_SECONDS: time.perf_counter() - started,
             },
         )

@@ -27,9 +27,9 @@ from torchtitan_lr.commands.parser import OneLineParser, check_at_least, in_one_
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.experiment import read_experiment
-from torchtitan_lr.scaling.experiments import SECONDS
 from torchtitan_lr.scaling.links import SECONDS_FILE
 from torchtitan_lr.scaling.plan import Plan
+from torchtitan_lr.training.history import STEP_SECONDS
 
 EXPERIMENT = Path(__file__).parents[1] / "experiments" / "race.toml"
 
@@ -62,7 +62,7 @@ def measure(plan: Plan, path: Path, steps: int, mbit: float, overrides: list[str
                 run += [f"--metrics.wandb_tags={family},{size}", *overrides]
                 folder = path.parent / "seconds" / name / family
                 records = train_between(ends, run, TIMEOUT, folder)
-                seconds[family] = fmean(record[SECONDS] for record in records)
+                seconds[family] = fmean(record[STEP_SECONDS] for record in records)
                 write_whole(path, json.dumps(found, indent=1) + "\n")
                 print(f"{family}, {name}: {seconds[family]:.3f} s per step", flush=True)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests.unit.tiny import tiny_args
@@ -28,6 +29,7 @@ from torchtitan_lr.checkpoints.manifest import (
     share_of,
 )
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.training.checkpoint import CheckpointManager
 from torchtitan_lr.training.fingerprint import check_fingerprint, model_fingerprint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -195,3 +197,44 @@ def test_the_newest_older_step_that_is_whole(step: Path, tmp_path: Path) -> None
     assert newest_whole_before(step) == str(tmp_path / "step-2")
     assert newest_whole_before(tmp_path / "step-10") == str(step)
     assert newest_whole_before(tmp_path / "step-1") is None
+
+
+class OfSaved(CheckpointManager):
+    """What looks for saved checkpoints of a manager that saves none."""
+
+    def __init__(self, folder: Path) -> None:
+        self.enable, self.folder = True, str(folder)
+
+    def __del__(self) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("what", ["newest", "newest_whole_before"])
+def test_the_first_rank_alone_lists_a_folder(
+    what: str, step: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand would list it at the same moment; the second one here receives its answer."""
+
+    def search() -> object:
+        if what == "newest_whole_before":
+            return newest_whole_before(step)
+        return OfSaved(step.parent).newest()
+
+    listed: list[str] = []
+    listing = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: listed.append(str(path)) or listing(path))
+    search()
+    assert listed == [str(step.parent)]  # the control: alone, this process does
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    answer = "an answer" if what == "newest" else []
+
+    def receive(box: list[object], src: int) -> None:
+        box[0] = [answer, None]
+
+    monkeypatch.setattr(dist, "broadcast_object_list", receive)
+    assert search() == (answer or None)
+    assert len(listed) == 1

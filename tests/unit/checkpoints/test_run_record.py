@@ -8,6 +8,7 @@ import pytest
 from torchtitan_lr.checkpoints.run_record import left_out, read_record, write_record
 from torchtitan_lr.checks.stored import check_record
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.errors import ConfigError
 
 
 def config(folder, *arguments):
@@ -49,6 +50,34 @@ def test_both_values_stay_in_the_record(tmp_path):
     assert steps == [10, 15]
     write_record(config(tmp_path), 0)
     assert "changes" not in read_record(config(tmp_path))
+
+
+def test_a_start_that_resumes_nothing_leaves_a_run_alone(tmp_path):
+    """A trial without checkpoints, or with others, would replace the run's record and metrics."""
+    write_record(config(tmp_path, "--checkpoint.folder=kept"), 0)
+    step = tmp_path / "kept/step-6"
+    step.mkdir(parents=True)
+    (step / ".metadata").touch()
+    trials = ["--checkpoint.folder=kept", "--checkpoint.no_enable"], ["--checkpoint.folder=other"]
+    for trial in trials:
+        with pytest.raises(ConfigError) as error:
+            check_record(config(tmp_path, *trial), 1)
+        assert str(error.value).startswith(f"job.dump_folder: got '{tmp_path}', expected a folder ")
+        assert str(error.value).endswith(f" as in --job.dump_folder={tmp_path}-2")
+    check_record(config(tmp_path, "--checkpoint.folder=kept"), 1)
+    (tmp_path / "job_config.json").unlink()
+    with pytest.raises(ConfigError, match=r"^job\.dump_folder: "):
+        check_record(config(tmp_path, *trials[0]), 1)
+    step.rename(tmp_path / "kept/step-0")  # the start of a run, which has trained nothing
+    check_record(config(tmp_path, *trials[0]), 1)
+
+
+def test_a_rank_of_0_is_compared_by_the_checkpoint(tmp_path):
+    write_record(config(tmp_path), 0)
+    for key in ("rank", "rank_attention"):
+        assert write_record(config(tmp_path, f"--low_rank.{key}=32"), 5) == {}
+    ranks = {"low_rank.rank_attention": [32, 16]}
+    assert write_record(config(tmp_path, "--low_rank.rank_attention=16"), 5) == ranks
 
 
 def test_a_state_is_left_out_until_the_run_has_saved_without_it(tmp_path):

@@ -132,6 +132,16 @@ def test_what_is_refused_of_tsr_adam_is_refused_of_its_variants(outside, tmp_pat
         check("--optimizer.name=Own", f"--optimizer.{option}", tmp_path=tmp_path)
 
 
+@pytest.mark.parametrize("option", ["tsr_overlap_buckets=0", "tsr_rank=-3"])
+def test_the_keys_of_tsr_adam_have_their_ranges_in_its_variants(option, outside):
+    key, _, value = option.partition("=")
+    for name in ("Variant", "TSRAdam"):
+        with pytest.raises(ConfigError, match=rf"optimizer.{key}: got {value}, expected"):
+            build_job_config([f"--optimizer.name={name}", f"--optimizer.{option}"])
+    for name in ("Own", "AdamW"):  # which do not read them
+        build_job_config([f"--optimizer.name={name}", f"--optimizer.{option}"])
+
+
 @pytest.mark.parametrize("base", ["TSRAdam", "Spectron"])
 def test_the_estimate_counts_the_state_of_the_base(base, outside, monkeypatch):
     def state(name):

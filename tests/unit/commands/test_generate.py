@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import io
 import json
+import os
 import shutil
 
 import pytest
@@ -55,6 +56,8 @@ def test_a_run_stands_for_its_newest_whole_step(tmp_path, capsys):
     shutil.rmtree(step.parent)
     status, _, err = command(capsys, tmp_path, *usual)
     assert status == 2 and "a run with a whole checkpoint" in err and err.count("\n") == 1
+    status, _, err = command(capsys, tmp_path / "none", *usual)
+    assert status == 2 and "none', expected a folder that exists" in err
 
 
 TEMPLATE = (
@@ -160,6 +163,21 @@ def test_texts_end_at_stop_tokens_and_strings(tmp_path, capsys):
     assert cut["text"] == "import os" + tokenizer.decode(ids[:first])
 
 
+def test_prompts_are_not_overwritten_and_pipes_not_waited_for(tmp_path, capsys):
+    step, _ = write_run(tmp_path, "cola")
+    prompts, pipe = tmp_path / "p.txt", tmp_path / "pipe"
+    prompts.write_text("import os\n")
+    (tmp_path / "link").symlink_to(prompts)
+    os.mkfifo(pipe)
+    for options, line in (
+        (("--prompts", prompts, "--out", tmp_path / "link"), "--out: got "),
+        (("--prompts", pipe), f"--prompts: got '{pipe}', expected a file in UTF-8 or -"),
+    ):
+        status, _, err = command(capsys, step, *options)
+        assert status == 2 and err.startswith(f"error: {line}") and err.count("\n") == 1
+    assert prompts.read_text() == "import os\n"
+
+
 @pytest.mark.parametrize(
     ("text", "part"),
     [
@@ -190,6 +208,9 @@ def test_prompts_that_cannot_be_continued_are_refused(tmp_path, capsys, text, pa
         (["--seed", "9" * 30], "--seed"),
         (["--prompt", "bytes \udcff that are no UTF-8"], "--prompt"),
         (["--device", "abacus"], "--device"),
+        (["--device", "meta"], "--device"),
+        (["--stop_token", "4096"], "--stop_token: got 4096, expected the id of a token, from 0"),
+        (["--stop_token", "-1"], "--stop_token"),
         (["nowhere/a/b"], "got 'nowhere/a/b'"),
         (["--parallelism.pipeline_parallel_degree=2"], "parallelism.pipeline_parallel_degree"),
         (["--parallelism.tensor_parallel_degree=4"], "torchrun --nproc_per_node=4"),

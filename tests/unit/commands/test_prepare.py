@@ -49,7 +49,8 @@ def test_files_are_prepared_and_verified(tmp_path, capsys):
     with (out / "train-00000.bin").open("r+b") as file:
         file.write(b"\xff")
     status, _, err = command(capsys, "--out", out, "--verify")
-    assert status == 2 and "were changed" in err
+    assert status == 2 and "were changed" in err and err.startswith("error: --out: ")
+    assert f"delete {out}, and `torchtitan-lr prepare ... --out {out}`" in err
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,8 @@ def test_files_are_prepared_and_verified(tmp_path, capsys):
         (["cpython", "--tokenizer", SHIPPED, "--tokens", "inf"], "--tokens: got inf"),
         (["cpython", "--tokenizer", SHIPPED, "--workers", "0"], "--workers: got 0"),
         (["--verify"], "--out: got "),
+        (["hf:", "--tokenizer", SHIPPED], "SOURCE: got 'hf:', expected the name of a dataset"),
+        (["cpython", "--tokenizer", SHIPPED, "--max_bad_records", "-1"], "--max_bad_records: got"),
     ],
 )
 def test_refusals(tmp_path, capsys, options, line):

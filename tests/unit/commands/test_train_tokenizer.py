@@ -4,6 +4,7 @@
 import base64
 import hashlib
 import json
+import os
 
 import pytest
 import tiktoken
@@ -107,6 +108,29 @@ def test_what_is_no_rank_file(tmp_path, capsys, content):
     assert "expected a tiktoken rank file" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="tokenizer --ranks converts"):
         load(tmp_path)
+
+
+@pytest.mark.timeout(60)
+def test_what_never_ends_is_no_rank_file(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    for source in (tmp_path / "pipe", "/dev/zero"):
+        options = ["--ranks", str(source), "--out", str(tmp_path / "out")]
+        assert Command("tokenizer").main(options) == 2
+        assert "expected a tiktoken rank file" in capsys.readouterr().err
+
+
+def test_files_of_another_tokenizer_are_not_mixed_with_its_own(text, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    other = tmp_path / "out" / "special_tokens_map.json"
+    other.write_text('{"bos_token": "[CLS]"}')
+    assert train(text, tmp_path / "out", "--vocab_size", "300") == 2
+    message = capsys.readouterr().err
+    assert "--out: got " in message and "expected a folder that is empty" in message
+    assert [*(tmp_path / "out").iterdir()] == [other]
+    other.unlink()
+    assert train(text, tmp_path / "out", "--vocab_size", "300") == 0
+    names = {"tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
 
 
 def test_it_ends_with_documents_and_bytes_per_token(tmp_path, capsys):

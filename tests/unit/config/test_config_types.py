@@ -5,6 +5,7 @@ from typing import Literal
 
 import pytest
 
+from torchtitan_lr.config.build import config_class
 from torchtitan_lr.config.parse import (
     apply_overrides,
     check_toml,
@@ -110,6 +111,11 @@ def test_unknown_keys_name_the_closest(values, key, want):
     text = message(check_toml, values, Config)
     assert text.startswith(f"{key}: got ")
     assert want in text
+
+
+def test_a_section_is_preferred_to_a_key_of_it():
+    text = message(check_toml, {"optimizers": {"lr": 1.0}}, config_class())
+    assert "did you mean [optimizer]?" in text
 
 
 GOOD_CLI = [

@@ -4,6 +4,7 @@
 Rows are compared with slow references that know lists alone.
 """
 
+import re
 import struct
 
 import numpy as np
@@ -137,9 +138,19 @@ def test_what_is_no_corpus(tmp_path):
     build(tmp_path)
     path = tmp_path / "corpus.json"
     whole = path.read_text()
+    path.write_text(
+        whole.replace('"kind": "text"', '"kind": "next"')
+    )  # a bit of what no digest has
+    with pytest.raises(DataError, match=r"another checksum.*; delete .* prepare \.\.\. --out"):
+        Corpus.open(tmp_path)
+    whole = re.sub(r',\s*"checksum": \d+', "", whole)  # as earlier versions wrote it
+    path.write_text(whole)
+    assert len(Corpus.open(tmp_path).train) == 2
     for content, why in [
-        (whole.replace('s": 25', 's": 24'), "it was changed; delete its folder"),
-        (whole.replace('s": 25', 's": "x"'), "it was changed; delete its folder"),
+        (whole.replace('s": 25', 's": 24'), f"not those of its identity.*delete {tmp_path}"),
+        (whole.replace('s": 25', 's": "x"'), "tokens and documents of a shard"),
+        (whole.replace('"train-00000"', "7"), "checksum and name of a shard: .*7"),
+        (whole.replace('"bos": null', '"vocabulary": "3"'), "vocabulary '3'"),
         (whole.replace('"sha256": "",', ""), "KeyError: 'sha256'"),
         (whole.replace("train-00000", "../../etc/passwd"), f"{tmp_path}/passwd.idx"),  # inside
         ("{", "a record of format"),

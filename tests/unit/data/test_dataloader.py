@@ -1,7 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The order of rows; the same global batches for any split; exact resume from one integer."""
 
+import time
+import weakref
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
@@ -130,6 +133,28 @@ def test_what_is_read_ahead_is_no_position(corpora, options):
             assert torch.equal(labels, micro_batch[:, 1])
         assert loader.state_dict()["rows"] == 4 * start
     loader.close()
+
+
+class SlowRows(TrainingRows):
+    """Reads that take long enough for a close or a seek to come in between."""
+
+    def __getitems__(self, rows):
+        time.sleep(0.2)
+        return super().__getitems__(rows)
+
+
+def test_closing_ends_a_read_ahead_and_its_thread(corpora):
+    loader = build(SlowRows([Rows(corpora[0], S)], 0), 1, 4)[0]
+    reader = iter(loader)
+    first = next(reader)[1]
+    for leave in (partial(loader.seek, 0), loader.close):
+        iterator = weakref.ref(loader._batches)
+        assert not loader._next_batch.done()  # the control: it reads
+        leave()
+        if leave != loader.close:
+            assert torch.equal(next(reader)[1], first)
+        assert iterator() is None
+    assert not any(thread.is_alive() for thread in loader._thread._threads)
 
 
 OLD = {"sample_index": 48, "global_batch_size": 24, "corpus": "local blocks=1", "lane_0": "{}"}

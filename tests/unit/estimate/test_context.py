@@ -14,7 +14,7 @@ from torchtitan_lr.estimate.hardware import load_hardware
 from torchtitan_lr.estimate.rehearsal import Workload, rehearse
 from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.estimate.work import rehearse_work
-from torchtitan_lr.formulas.context_parallel import gathered_bytes, latent_flops
+from torchtitan_lr.formulas.context_parallel import gathered_kv_bytes, latent_flops
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.placement import TPSettings
 
@@ -71,7 +71,7 @@ def test_memory_falls_with_the_ranks():
     assert kv.block == alone.block / 4 + side_by_side
     own_keys = 2 * 2 * 128 * 128 * 2  # k and v of 2 · 512 / 4 tokens, d_kv 128
     assert latents.block == kv.block - own_keys
-    whole = gathered_bytes(128, 4, 256, 2)
+    whole = gathered_kv_bytes(128, 4, 256, 2)
     for found in (kv, latents):
         assert whole / 2 < found.working - alone.working / 4 < 4 * whole
 

@@ -262,6 +262,10 @@ GOOD = (MACHINES / "h100.toml").read_text()
         (GOOD.replace("node = 8", "node = 8.5"), "machine.toml: devices_per_node: got 8.5"),
         (GOOD.replace("0.65", "1.5"), "machine.toml: matmul_efficiency: got 1.5"),
         ("name = ", "--hardware: got"),
+        (GOOD.replace("= 80.0", f"= {'9' * 5000}"), "expected shorter numbers"),
+        (GOOD.replace("= 80.0", f"= {'9' * 400}"), "machine.toml: memory_gib: got 999"),
+        (GOOD.replace("= 80.0", "= " + "[" * 2000), "expected TOML that is nested less deeply"),
+        (GOOD.replace("= 80.0", "= true"), "machine.toml: memory_gib: got True"),
     ],
 )
 def test_wrong_hardware(text, message, tmp_path, script, capsys):
@@ -270,6 +274,12 @@ def test_wrong_hardware(text, message, tmp_path, script, capsys):
     assert script.main([DEBUG, f"--hardware={path}"]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_hardware_with_the_mark_of_windows_editors(tmp_path):
+    path = tmp_path / "machine.toml"
+    path.write_text(GOOD, encoding="utf-8-sig")
+    assert load_hardware(str(path)) == load_hardware("h100")
 
 
 @pytest.mark.parametrize(

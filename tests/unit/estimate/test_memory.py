@@ -6,7 +6,7 @@ import torch
 
 from tests.unit.tiny import FAMILIES, build_tiny, tiny_args
 from torchtitan_lr.formulas.data_parallel import named_parameters
-from torchtitan_lr.formulas.memory import Precision, gathered_bytes, static_memory
+from torchtitan_lr.formulas.memory import Precision, gathered_unit_bytes, static_memory
 from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
@@ -68,7 +68,7 @@ def test_gathered():
     units = [{"e": (100,)}, {"b0": (10,)}, {"b1": (10,)}, {"h": (200,)}]
     precision = Precision(4, 2, 4)
     # In the head: it and a block whole, its gradients in both dtypes.
-    assert gathered_bytes(units, units[3], True, precision) == 2 * 210 + 6 * 200
-    assert gathered_bytes(units, units[3], False, precision) == 2 * 320 + 6 * 200
-    assert gathered_bytes(units[1:3], None, True, precision) == 2 * 20 + 6 * 10
-    assert gathered_bytes([], None, True, precision) == 0
+    assert gathered_unit_bytes(units, units[3], True, precision) == 2 * 210 + 6 * 200
+    assert gathered_unit_bytes(units, units[3], False, precision) == 2 * 320 + 6 * 200
+    assert gathered_unit_bytes(units[1:3], None, True, precision) == 2 * 20 + 6 * 10
+    assert gathered_unit_bytes([], None, True, precision) == 0

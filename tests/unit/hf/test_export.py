@@ -1,5 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import json
+import resource
+import shutil
 
 import pytest
 import torch
@@ -7,7 +9,8 @@ from safetensors.torch import load_file
 
 from tests.support.run_folders import export, write_run
 from tests.unit.tiny import MARGIN, fp32_noise, max_error, tokens
-from torchtitan_lr.hf.loading import named_step
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.hf.loading import named_step, open_weights
 from torchtitan_lr.models.flavors import read_model_args
 from torchtitan_lr.models.llama import LlamaModel
 
@@ -50,6 +53,27 @@ def test_factored_goes_round(tmp_path, family, low_rank):
     assert torch.equal(again(ids), model(ids))
 
 
+def test_a_step_that_its_run_deletes_meanwhile_is_one_line(tmp_path):
+    step, model = write_run(tmp_path / "run", "cola")
+
+    def verified(*_, **__):
+        shutil.rmtree(step)
+
+    def open_step(damage_of, **options):
+        return open_weights(step, model.model_args, damage_of=damage_of, **options)
+
+    stored = open_step(lambda *_, **__: None)
+    with pytest.raises(ConfigError, match="no such folder; a run that trains keeps its newest"):
+        open_step(verified)
+    with pytest.raises(ConfigError, match="no such folder"):
+        stored.read(["norm.weight"])
+    step, model = write_run(tmp_path / "run", "cola")
+    (step / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match=r"manifest\.json is missing"):
+        open_step(lambda *_, **__: None)
+    assert open_step(lambda *_, **__: None, allow_unverified=True).args == model.model_args
+
+
 @pytest.mark.parametrize("family", ["full", "svd"])
 def test_transformers_loads_the_hf_export(tmp_path, family):
     step, model = write_run(tmp_path / "run", family)
@@ -66,6 +90,36 @@ def test_transformers_loads_the_hf_export(tmp_path, family):
     with torch.no_grad():
         other = LlamaForCausalLM(theirs.config)(ids).logits
     assert max_error(other, expected) > 1e-2
+
+
+def test_transformers_draws_no_token_that_the_tokenizer_lacks(tmp_path):
+    step, _ = write_run(tmp_path / "run", "svd", vocab_size=8192)  # the tokenizer has 4096
+    from transformers import LlamaForCausalLM
+
+    assert export.main([str(step), str(tmp_path / "out"), "--format", "hf"]) == 0
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
+    prompt = torch.tensor([[0, 5, 6]])
+
+    def drawn():
+        torch.manual_seed(0)
+        usual = {"do_sample": True, "top_k": 0, "max_new_tokens": 20, "eos_token_id": None}
+        return theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **usual).max()
+
+    assert drawn() < 4096
+    theirs.generation_config.suppress_tokens = None  # negative control
+    assert drawn() >= 4096
+
+
+def test_a_full_disk_is_said_in_one_line(tmp_path, capsys):
+    step, _ = write_run(tmp_path / "run", "svd")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))  # of each file, in bytes
+    try:
+        message = refusal(capsys, step, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert message.startswith(f"error: OUT: got '{tmp_path / 'out'}', expected a writable folder")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -36,11 +36,12 @@ def prompts_of(model, lengths=(3, 9, 6)):
 
 
 @torch.no_grad()
-def uncached(model, prompt, new):
+def uncached(model, prompt, new, unknown=()):
     """The most likely continuation, one sequence at a time, without a cache."""
     row = list(prompt)
     for _ in range(new):
-        row.append(int(model(torch.tensor([row]))[0, -1].argmax()))
+        best_first = model(torch.tensor([row]))[0, -1].argsort(descending=True).tolist()
+        row.append(next(token for token in best_first if token not in unknown))
     return row[len(prompt) :]
 
 
@@ -64,6 +65,18 @@ def test_tokens_are_those_without_a_cache(name):
     assert rows == expected
     assert len({token for row in rows for token in row}) > 5  # no model that repeats one token
     assert decoder.new_tokens == limits
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0), Sampling(1.0, top_k=2)])
+def test_tokens_that_the_tokenizer_lacks_are_never_drawn(sampling):
+    model = build("cola")
+    prompts = prompts_of(model)
+    free = decode(Decoder(model, prompts, [12] * 3, sampling, [0, 1, 2]))
+    unknown = sorted({token for row in free for token in row})
+    rows = decode(Decoder(model, prompts, [12] * 3, sampling, [0, 1, 2], unknown=unknown))
+    assert not {token for row in rows for token in row} & {*unknown}
+    if sampling == GREEDY:
+        assert rows == [uncached(model, prompt, 12, unknown) for prompt in prompts]
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from tests.commands import ROOT
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch import launcher as launch
 from torchtitan_lr.launch.environment import forget_other_ranks
+from torchtitan_lr.launch.folder_lock import locked
 
 
 @pytest.fixture
@@ -51,6 +52,19 @@ def test_refused_variables(variables, capsys, values, expected):
     assert captured.out == ""
     assert captured.err.startswith(f"error: {expected}")
     assert len(captured.err.splitlines()) == 1
+
+
+def test_a_start_that_is_refused_names_the_job_in_its_folder(variables, capsys, tmp_path):
+    step = tmp_path / "checkpoint/step-9"
+    step.mkdir(parents=True)
+    (step / ".metadata").touch()
+    arguments = [f"{ROOT}/train_configs/debug_cola.toml", f"--job.dump_folder={tmp_path}"]
+    arguments += ["--training.steps=6"]
+    assert launch.main(arguments) == 2
+    assert "already at step 9 of 6: nothing to train" in capsys.readouterr().err
+    with locked(str(tmp_path)):
+        assert launch.main(arguments) == 2
+    assert f"process {os.getpid()} on " in capsys.readouterr().err
 
 
 def test_refused_arguments(variables, capsys, tmp_path):

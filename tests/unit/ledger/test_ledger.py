@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_lr.compat.collectives import OPERATIONS
+from torchtitan_lr.compat.fake import fake_process_group
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.ledger.comparison import compare, differences
 from torchtitan_lr.ledger.ledger import CommLedger, identify
@@ -21,9 +21,8 @@ functional = torch.ops._c10d_functional
 
 @pytest.fixture(scope="module", autouse=True)
 def four_fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    yield
-    dist.destroy_process_group()
+    with fake_process_group(4):
+        yield
 
 
 def world() -> str:

@@ -1,4 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import json
+
 import pytest
 
 from tests.unit.tiny import tiny_args
@@ -40,3 +42,16 @@ def test_a_file_is_a_flavor_of_its_family(tmp_path):
         assert str(path) in FLAVORS["cola"]
     with pytest.raises(ConfigError, match=r"model.flavor: got 'nowhere.json', expected a size"):
         FLAVORS["svd"]["nowhere.json"]
+
+
+def test_who_reads_a_flavor_while_it_is_written_again_reads_a_whole_one(tmp_path):
+    path = tmp_path / "small.json"
+    write_model_args(tiny_args("svd"), path)
+    before = path.stat()
+    write_model_args(tiny_args("svd"), path)  # every command of an experiment does
+    assert path.stat() == before
+    with path.open() as opened:
+        write_model_args(tiny_args("svd", n_layers=2), path)
+        assert json.loads(opened.read())["n_layers"] == 3
+    assert FLAVORS["svd"][str(path)].n_layers == 2
+    assert [file.name for file in tmp_path.iterdir()] == ["small.json"]

@@ -1,10 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import math
-from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -15,21 +13,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.unit.tiny import FAMILIES, build_tiny, tiny_args
 from torchtitan_lr.compat.dtensor import local_slice
+from torchtitan_lr.compat.fake import fake_process_group
 from torchtitan_lr.models.llama import LlamaModel
-
-
-@contextmanager
-def rank_of(rank, world_size):
-    """One rank of a process group whose collectives do nothing, so that none can help."""
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def test_private_rows_start_larger_by_the_root_of_the_lanes():
@@ -105,7 +93,7 @@ UNEVEN = {"lax_gate": "scalar", "n_layers": 2, "rank_attention": 10, "rank_ffn":
 
 def sharded_parameters(rank, mesh_shape, parallelize):
     """Local shards and layouts of a model that a plan has sharded before it was initialized."""
-    with rank_of(rank, math.prod(mesh_shape)):
+    with fake_process_group(math.prod(mesh_shape), rank):
         with torch.device("meta"):
             model = LlamaModel(tiny_args("lax", **UNEVEN))
         # torch caches by mesh, and equal meshes of two ranks are one to it: so name them apart.

@@ -3,6 +3,7 @@
 
 import importlib
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,29 +13,35 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.run import read_run
+from torchtitan_lr.formulas.data_parallel import named_parameters
+from torchtitan_lr.formulas.tensor_parallel import part_traffic
 from torchtitan_lr.hf.export import check_hf_exportable
-from torchtitan_lr.models.families import FAMILIES
+from torchtitan_lr.models.configured import model_shapes
+from torchtitan_lr.models.families import FAMILIES, ModelFamily
 from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.parallel.placement import TPSettings
 from torchtitan_lr.titan.specs import REGISTERED_SPECS
 from torchtitan_lr.training.fingerprint import model_fingerprint
+from torchtitan_lr.training.register import register_model_family
 
 NAMED = "--model.name=llama_tanh"
 MODULE = "--experimental.custom_import=tests.toy_family"
 TP = "--parallelism.tensor_parallel_degree=2"
-NO_CHECKPOINT = "--checkpoint.no_enable"  # whatever runs have left in ./outputs
+NO_RUN = "--job.dump_folder=./outputs/no_run"  # whatever runs have left in ./outputs
 
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind():
     yield
     sys.modules.pop("tests.toy_family", None)
-    for table in (FAMILIES, FLAVORS):
-        table.pop("tanh", None)
-    REGISTERED_SPECS.pop("llama_tanh", None)
+    for name in ("tanh", "dense2", "lax2"):
+        FAMILIES.pop(name, None)
+        FLAVORS.pop(name, None)
+        REGISTERED_SPECS.pop(f"llama_{name}", None)
 
 
 def config_of(*arguments):
-    config = build_job_config([NAMED, MODULE, TP, NO_CHECKPOINT, *arguments])
+    config = build_job_config([NAMED, MODULE, TP, NO_RUN, *arguments])
     check_job_config(config, 4, "cpu")
     return config
 
@@ -60,6 +67,25 @@ def test_a_run_of_it_is_accepted_and_estimated(plan):
     run = read_run(config_of(f"--parallelism.tp_plan={plan}"), 4)
     assert run.args.family == "tanh" and run.args.rank_ffn == FLAVORS["cola"]["debug"].rank_ffn
     assert run.settings.plan == plan.replace("auto", "btp")
+
+
+@pytest.mark.parametrize(
+    ("family", "like"),
+    [
+        (ModelFamily("dense2", low_rank=False), "full"),
+        (ModelFamily("lax2", carries_latents=True, gated=True), "lax"),
+    ],
+    ids=["dense", "gated"],
+)
+def test_formulas_ask_what_holds_for_a_family_and_not_its_name(family, like):
+    register_model_family(family)
+    args = replace(FLAVORS[family.name]["debug"], lax_gate="scalar" if family.gated else "identity")
+    units = named_parameters(args, TPSettings("btp"), 1).values()
+    assert {name: size for unit in units for name, size in unit.items()} == model_shapes(args)
+    settings = TPSettings("btp" if args.low_rank else "megatron", comm="sequence")
+    named_like = part_traffic(replace(args, family=like), settings, 64, 2)
+    assert part_traffic(args, settings, 64, 2) == named_like
+    assert bool(named_like["gates"]) == family.gated
 
 
 def test_its_checkpoints_carry_its_name_and_it_is_no_llama():

@@ -19,7 +19,7 @@ DEBUG = "train_configs/debug_cola.toml"
 NAMED = "--parallelism.tp_plan=gathered"
 MODULE = "--experimental.custom_import=tests.toy_plan"
 TP = "--parallelism.tensor_parallel_degree=2"
-NO_CHECKPOINT = "--checkpoint.no_enable"  # whatever runs have left in ./outputs
+NO_RUN = "--job.dump_folder=./outputs/no_run"  # whatever runs have left in ./outputs
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def _leaves_nothing_behind():
 
 
 def config_of(*arguments):
-    common = [f"--job.config_file={DEBUG}", NAMED, MODULE, TP, NO_CHECKPOINT]
+    common = [f"--job.config_file={DEBUG}", NAMED, MODULE, TP, NO_RUN]
     config = build_job_config([*common, *arguments])
     check_job_config(config, 4, "cpu")
     return config

@@ -17,6 +17,7 @@ from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.spectral.selection import select_matrices
 from torchtitan_lr.scaling.experiment import read_experiment
+from torchtitan_lr.scaling.experiments import place_run
 from torchtitan_lr.scaling.plan import Plan
 from torchtitan_lr.scaling.report import fits_of, judged, law_table, rows_of
 
@@ -78,10 +79,13 @@ def test_what_sizes_and_families_inherit(tmp_path):
         ('name = "x"', 'name = "x"\nnames = 1', "names: got 1"),
         ("seeds = [0, 1]", "seeds = 3", "seeds: got 3, expected"),
         ("seeds = [0, 1]", "seeds = [1, 1]", "different numbers"),
-        ("seeds = [0, 1]", "seeds = []", "sizes.a.seeds: got [], expected at least one"),
+        ("seeds = [0, 1]", "seeds = []", "error: seeds: got [], expected at least one"),
+        ("seeds = [0, 1]", "seeds = [1.5]", "seeds: got [1.5], expected a list of integers"),
+        ("[5e-4, 1e-3, 2e-3]", '["a"]', "learning_rates: got ['a'], expected a list of numbers"),
+        ("seeds = [5]", "budgets = [1e30]", "sizes.b: got 1e+30, expected fewer tokens per param"),
         ("rates = [5e-4, 1e-3, 2e-3]", "rates = []", "learning_rates: got [], expected one value"),
         ("seeds = [5]", "tokens_per_parameter = [nan]\nseeds = [5]", "tokens_per_parameter: got"),
-        ("seeds = [5]", "sedes = [5]", "sizes.b.sedes: got"),
+        ("seeds = [5]", "sedes = [5]", "seeds, budgets (did you mean seeds?)"),
         ("dim = 32", 'flavor = "tiny"\ndim = 32', "sizes.a: got 'tiny', expected either"),
         ("rates = [5e-4, 1e-3, 2e-3]", "rates = [1e-3, 2e-3]", "at least three in ascending order"),
         ('search = ["a"]', 'search = ["z"]', "search: got ['z']"),
@@ -100,6 +104,15 @@ def test_mistakes_are_one_line(tmp_path, capsys, old, new, message):
     assert scaling.main(arguments) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_a_plan_is_made_on_a_small_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr("torchtitan_lr.checks.memory.machine_memory", lambda: 1.0)
+    plan = plan_of(tmp_path)
+    point = plan.point("full", "a", 4.0, 0, 1e-3)
+    arguments = [f"--job.config_file={point.config}", *point.arguments]
+    with pytest.raises(ConfigError, match="the ranks need"):  # its runs would not start
+        place_run([*arguments, f"--job.dump_folder={tmp_path}/run"], point.ranks, data="find")
 
 
 def test_a_plan_reads_no_corpus_and_names_a_damaged_point(tmp_path, capsys):

@@ -10,10 +10,10 @@ import pytest
 from scripts.research import finished_runs, result_tables
 from tests.unit.scaling.test_experiment import plan_of, scaling, write
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.scaling.experiments import SECONDS
 from torchtitan_lr.scaling.links import SECONDS_FILE, Course, Link, read_seconds, wire_share
 from torchtitan_lr.scaling.races import beaten, holm, read_races, rules, verdict
 from torchtitan_lr.scaling.sweep import POINT_FILE, Sweep
+from torchtitan_lr.training.history import STEP_SECONDS
 
 # Both methods are AdamW to the plan; what differs is what their runs have recorded.
 RACE = (
@@ -173,12 +173,19 @@ def test_runs_that_did_not_count_are_refused(tmp_path, capsys):
     path.write_text("".join(whole[::2]))
     status, said = report(tmp_path, capsys)
     assert status == 2 and "metrics.log_freq = 1" in said.err and said.err.count("\n") == 1
-    for text in ("", "".join(whole[:-1]), "".join(whole).replace(SECONDS, "unknown")):
+    for text in ("", "".join(whole[:-1]), "".join(whole).replace(STEP_SECONDS, "unknown")):
         path.write_text(text)  # of a run that is restored without its steps, and of a damaged one
         status, said = report(tmp_path, capsys)
         assert status == 2 and "metrics.log_freq = 1" in said.err and said.err.count("\n") == 1
     for wrong in ("0", "x", "50,50"):
         assert report(tmp_path, capsys, f"--links={wrong}")[0] == 2
+
+
+def test_one_rank_has_no_link(tmp_path, capsys):
+    one = [*RACE, ("ranks = 2", "ranks = 1")]
+    record_runs(plan_of(tmp_path, *one), {"full": 0.0, "terse": 0.0})
+    status, said = report(tmp_path, capsys, changes=one[len(RACE) :])
+    assert status == 2 and said.err.startswith("error: ranks: got 1, expected 2 or more")
 
 
 def test_stored_runs_have_the_same_race(tmp_path, capsys, monkeypatch):

@@ -138,6 +138,8 @@ def test_refused_points(tmp_path, standin, capsys, monkeypatch):
         ([CONFIG], "--set"),
         ([CONFIG, "--set=rank=3"], "--set: got 'rank=3', expected section.key=value,value"),
         ([CONFIG, "--set=a.b=1,1"], "expected each value once"),
+        ([CONFIG, "--set=optimizer.lr=1e-3,0.001"], "expected each value once"),
+        ([CONFIG, "--set=optimizer.lr=nan,inf", "--skip_refused"], "optimizer.lr: got nan"),
         ([CONFIG, "--set=a.b=1", "--set=a.b=2"], "a.b occurs twice"),
         ([CONFIG, "--set=low_rank.rnk=3"], "low_rank.rnk"),
         ([CONFIG, "--set=low_rank.rank=a,b"], "low_rank.rank: got 'a'"),

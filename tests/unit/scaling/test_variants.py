@@ -7,14 +7,14 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.variants import COMPARED_PLANS, derive, shared_mode
 
 TP = "--parallelism.tensor_parallel_degree=2"
-NO_CHECKPOINT = "--checkpoint.no_enable"  # whatever runs have left in ./outputs
+NO_RUN = "--job.dump_folder=./outputs/no_run"  # whatever runs have left in ./outputs
 
 
 @pytest.mark.parametrize("plan", COMPARED_PLANS)
 @pytest.mark.parametrize("family", ["full", "svd", "cola", "lax", "caat"])
 def test_every_plan_from_every_family(family, plan):
     config = f"train_configs/debug_{family}.toml"
-    options = [f"--job.config_file={config}", TP, NO_CHECKPOINT]
+    options = [f"--job.config_file={config}", TP, NO_RUN]
     derived = build_job_config([*options, *derive(config, plan, [TP])])
     check_job_config(derived, 4, "cpu")
     given = "cola" if family in ("full", "caat") else family
@@ -31,7 +31,7 @@ def test_choices_of_the_bottleneck_aware_plan_do_not_reach_the_others():
         *("--parallelism.context_parallel_degree=2", "--parallelism.cp_gather=latents"),
     ]
     for plan in COMPARED_PLANS:
-        arguments = [f"--job.config_file={config}", NO_CHECKPOINT, *choices]
+        arguments = [f"--job.config_file={config}", NO_RUN, *choices]
         mode = shared_mode("low_rank", [plan])
         changes = [*derive(config, plan, choices), f"--activation_checkpoint.mode={mode}"]
         derived = build_job_config([*arguments, *changes])

@@ -370,6 +370,26 @@ def test_a_state_is_left_out_once(tmp_path, monkeypatch):
             trainer_of(run, recipe, **keys).__enter__()
 
 
+def test_a_checkpoint_of_the_model_alone_is_not_resumed(tmp_path):
+    recipe, folder, _ = stopped("adam")
+    run = shutil.copytree(folder, tmp_path / "run")
+    with trainer_of(run, recipe, **{"checkpoint.last_save_model_only": True}) as trainer:
+        trainer.checkpointer.load()
+        two_steps(trainer)
+        trainer.checkpointer.save(4, last_step=True)
+    step, steps = f"{run}/checkpoint/step-4", {"training.steps": 9}
+    with pytest.raises(ConfigError) as error:
+        trainer_of(run, recipe, **steps).__enter__()
+    line = f"checkpoint: got '{step}', expected one to resume (it holds only the model); "
+    assert str(error.value).startswith(f"{line}checkpoint.initial_load_path = '{step}' starts ")
+    assert "checkpoint.load_step = 2 goes back" in str(error.value)
+    # All steps are done, but for a validation.
+    with trainer_of(run, recipe) as trainer, pytest.raises(ConfigError, match="only the model"):
+        trainer.checkpointer.load()
+    with trainer_of(run, recipe, **steps, **{"checkpoint.fall_back": True}) as trainer:
+        assert trainer.checkpointer.load() and trainer.step == 2
+
+
 def test_every_key_is_declared(tmp_path):
     """And the record lists what is applied or refused, and nothing else, among the changes."""
     numbers = {key for table in (APPLIED, REFUSED) for keys in table.values() for key in keys}
@@ -385,9 +405,10 @@ def test_every_key_is_declared(tmp_path):
             for section, keys in config.to_dict().items()
         }
         listed |= set(changed(other, config))
-    # The checkpoint has digests of the tokenizer and of the order of the data.
+    # The checkpoint has the ranks, and digests of the tokenizer and of the order of the data.
     digests = {"model.hf_assets_path", "training.shuffle", "training.shuffle_seed"}
     digests.add("training.local_batch_size")  # it is named as the batch of all ranks
+    digests |= {"low_rank.rank", "low_rank.rank_attention", "low_rank.rank_ffn"}  # 0: the flavor's
     one_value = {"model.converters", "optimizer.early_step_in_backward"}
     assert listed == (numbers - digests) | one_value
 

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.corpora import write_corpus
+from torchtitan_lr.compat.fake import fake_process_group
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.titan.base import BaseTokenizer, ParallelDims
 from torchtitan_lr.titan.device import bind_device
@@ -66,7 +66,7 @@ class Bigrams(nn.Module):
         super().__init__()
         self.modes = []
 
-    def forward(self, tokens):
+    def forward(self, tokens, **_):
         self.modes.append(self.training)
         return TABLE.to(tokens.device)[tokens]
 
@@ -86,9 +86,8 @@ def mean(values):
 
 @pytest.fixture(autouse=True)
 def process_group():
-    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    yield
-    dist.destroy_process_group()
+    with fake_process_group(1):
+        yield
 
 
 @pytest.fixture
@@ -113,6 +112,16 @@ def validator_of(tmp_path):
         )  # fmt: skip
 
     return build
+
+
+def test_a_validation_set_without_a_label_is_refused_in_one_line(validator_of, tmp_path):
+    """Of pairs whose answers lie behind the sequence length, say."""
+    held_out = [[BEGIN, 2, 3, 4]] * 3
+    write_corpus(tmp_path / "corpus", [[[1] * 9]], [held_out], masks=[[[1] * 9], [[0] * 4] * 3])
+    validator = validator_of()
+    with pytest.raises(ConfigError, match=r"^validation.dataset: got .* every one here is ignored"):
+        validator.validate([Bigrams()], step=7)
+    assert validator.last_loss is None
 
 
 def record(validator):

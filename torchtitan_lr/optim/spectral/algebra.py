@@ -82,12 +82,6 @@ def symmetric(Q: Tensor) -> Tensor:
     return (Q + Q.mT) / 2
 
 
-def polar_factor(M: Tensor, coefficients: Coefficients = QUINTIC) -> Tensor:
-    """Return the polar factor of M (r, n), in fp32 or wider; 0 for 0."""
-    Q = inverse_root(gram(M)[None], coefficients)[0]
-    return Q @ M.to(Q.dtype)
-
-
 def spectral_norm(Wu: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
     """Return estimates of spectral norms, from below, and the next left singular vectors.
 

@@ -5,10 +5,11 @@ Nothing here knows the rules: the functions take tensors and layouts.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
+from math import prod
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -18,16 +19,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_lr.compat.collectives import all_gather, joint_group, reduce_scatter
-from torchtitan_lr.compat.dtensor import local_part, local_slice
+from torchtitan_lr.compat.dtensor import local_part, local_slice, split_order
 
 Key = TypeVar("Key")
 
 Split = tuple[DeviceMesh, tuple[int, ...]]
 """A mesh, and those of its dimensions that split a side of a matrix."""
 
+BATCH_ELEMENTS = 2**24
+"""Elements of the (r, r) matrices that are iterated together: five times that is in memory."""
+
 
 @dataclass(frozen=True)
-class Layout:
+class GramLayout:
     """How ranks split a matrix, seen as (r, n).
 
     Args:
@@ -45,7 +49,7 @@ class Layout:
     columns: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, parameter: Tensor, row_dim: int) -> "Layout":
+    def of(cls, parameter: Tensor, row_dim: int) -> "GramLayout":
         """Read the layout of a parameter."""
         if not isinstance(parameter, DTensor):
             return cls(row_dim)
@@ -58,10 +62,35 @@ class Layout:
         return cls(row_dim, mesh, tuple(placements), rows, columns)
 
     @property
-    def sharing(self) -> Split | None:
-        """The mesh dimensions whose ranks share the work on Q: those that split n, or else r."""
+    def split_of_work(self) -> tuple[Split | None, bool]:
+        """Which ranks share the work on Q, and whether each has the Gram matrix without a sum.
+
+        They are those that split n, or else r.
+        """
         dims = self.columns or self.rows
-        return (self.mesh, dims) if self.mesh is not None and dims else None
+        split = (self.mesh, dims) if self.mesh is not None and dims else None
+        return split, not self.columns
+
+    def splits_evenly(self, r: int) -> bool:
+        """Return whether all ranks have equally many of r rows."""
+        assert self.mesh is not None
+        return r % prod(self.mesh.size(mesh_dim) for mesh_dim in self.rows) == 0
+
+    def joined(self, pieces: Tensor, like: Tensor) -> Tensor:
+        """Put this rank's columns together from equal pieces of the ranks that split r: one copy.
+
+        Args:
+            pieces: Flat ones, in the order of the ranks' coordinates in the mesh: (N, ...).
+            like: This rank's own piece.
+        """
+        assert self.mesh is not None
+        sizes = [self.mesh.size(mesh_dim) for mesh_dim in self.rows]
+        by_coordinate = pieces.view(*sizes, *like.shape)
+        order = [self.rows.index(dim) for dim in split_order(self.placements) if dim in self.rows]
+        own_rows, columns = len(sizes) + self.row_dim, len(sizes) + 1 - self.row_dim
+        if self.row_dim == 0:
+            return by_coordinate.permute(*order, own_rows, columns).flatten(0, -2)  # (r, n)
+        return by_coordinate.permute(columns, *order, own_rows).flatten(1)  # (n, r)
 
     def whole_rows(self, pieces: Mapping[int, Tensor], like: Tensor, r: int) -> Tensor:
         """Put this rank's columns together from the pieces of the ranks that split r.
@@ -83,6 +112,8 @@ class Layout:
     def padded(self, part: Tensor, r: int) -> Tensor:
         """Return a rank's part as a flat vector of the length of the largest part."""
         assert self.mesh is not None
+        if self.splits_evenly(r):
+            return part.reshape(-1)
         rows = r
         for mesh_dim in self.rows:
             rows = -(-rows // self.mesh.size(mesh_dim))
@@ -112,7 +143,7 @@ class View:
     def __init__(self, parameter: Tensor, row_dim: int) -> None:
         self.parameter, self.row_dim = parameter, row_dim
         self.r = parameter.shape[row_dim]
-        self.layout = Layout.of(parameter, row_dim)
+        self.layout = GramLayout.of(parameter, row_dim)
         self.dtype = torch.promote_types(parameter.dtype, torch.float32)
 
     def exact_part(self) -> Tensor:
@@ -124,13 +155,27 @@ class View:
         return part if self.row_dim == 0 else part.mT
 
 
+Seen = TypeVar("Seen", bound=View)
+
+
+def batches(views: Iterable[Seen]) -> Iterator[list[Seen]]:
+    """Yield matrices of equal shapes, whose (r, r) matrices are worked on together."""
+    alike: dict[Any, list[Seen]] = defaultdict(list)
+    for view in views:
+        alike[view.r, max(view.parameter.shape), view.dtype].append(view)
+    for (r, *_), same in alike.items():
+        size = max(1, BATCH_ELEMENTS // r**2)
+        for start in range(0, len(same), size):
+            yield same[start : start + size]
+
+
 @cache
 def _coordinate(mesh: DeviceMesh, rank: int) -> list[int]:
     coordinate: list[int] = (mesh.mesh == rank).nonzero()[0].tolist()
     return coordinate
 
 
-class Groups:
+class GramGroups:
     """The process groups of the messages; every rank builds them, in the same order.
 
     Args:
@@ -140,13 +185,19 @@ class Groups:
         by_split: The groups.
     """
 
-    def __init__(self, layouts: Iterable[Layout]) -> None:
+    def __init__(self, layouts: Iterable[GramLayout]) -> None:
         self.by_split: dict[Split, dist.ProcessGroup] = {}
+        self._in_order: dict[Split, bool] = {}
         for layout in layouts:
             for dims in (layout.rows, layout.columns):
                 if dims and (layout.mesh, dims) not in self.by_split:
                     assert layout.mesh is not None
-                    self.by_split[layout.mesh, dims] = joint_group(layout.mesh, dims)
+                    group = joint_group(layout.mesh, dims)
+                    self.by_split[layout.mesh, dims] = group
+                    # Torch sorts a group's ranks; a mesh may have them in any order.
+                    ranks = dist.get_process_group_ranks(group)
+                    places = [_coordinate(layout.mesh, rank) for rank in ranks]
+                    self._in_order[layout.mesh, dims] = places == sorted(places)
 
     def by_name(self) -> dict[str, dist.ProcessGroup]:
         """Return the groups by the names of their mesh dimensions, such as ``fsdp_tp``."""
@@ -157,7 +208,7 @@ class Groups:
         return names
 
     def sum_terms(
-        self, terms: Mapping[Key, tuple[Layout, Tensor]], rows: bool = False
+        self, terms: Mapping[Key, tuple[GramLayout, Tensor]], rows: bool = False
     ) -> dict[Key, Tensor]:
         """Sum vectors over the ranks that hold other columns, or rows, of the same matrix.
 
@@ -181,7 +232,7 @@ class Groups:
             sums |= dict(zip(keys, own, strict=True))
         return sums
 
-    def gather_rows(self, parts: Mapping[Key, tuple[Layout, Tensor, int]]) -> dict[Key, Tensor]:
+    def gather_rows(self, parts: Mapping[Key, tuple[GramLayout, Tensor, int]]) -> dict[Key, Tensor]:
         """Gather all r rows of a rank's columns from the ranks that split r.
 
         All parts of one dtype, and of matrices that the same ranks split, are one all-gather.
@@ -210,9 +261,19 @@ class Groups:
             pieces = everyone.split([piece.numel() for piece in own], dim=1)
             for key, piece in zip(keys, pieces, strict=True):
                 layout, part, r = parts[key]
-                by_rank = dict(zip(ranks, piece, strict=True))
-                whole[key] = layout.whole_rows(by_rank, part, r)
+                if self._in_order[mesh, dims] and layout.splits_evenly(r):
+                    whole[key] = layout.joined(piece, part)
+                else:
+                    by_rank = dict(zip(ranks, piece, strict=True))
+                    whole[key] = layout.whole_rows(by_rank, part, r)
         return whole
+
+
+def evenly(alike: Sequence[Key], ranks: int) -> tuple[list[Sequence[Key]], Sequence[Key]]:
+    """Return equally many of some things for each rank, and those that are left."""
+    each = len(alike) // ranks
+    shared = [alike[rank * each : (rank + 1) * each] for rank in range(ranks)]
+    return shared, alike[ranks * each :]
 
 
 class Share(Generic[Key]):

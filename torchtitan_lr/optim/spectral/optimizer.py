@@ -7,7 +7,7 @@ A step has five parts:
 2. the Gram matrix of each N, from a rank's own columns (`SpectralOptimizer._terms`)
 3. their sum over the ranks that hold other columns
 4. Q of each matrix, by its rule (`rules`): products of (r, r) alone
-5. W ← (1 − ηλ) W − η Q N on a rank's own columns (`Matrix.update`)
+5. W ← (1 − ηλ) W − η Q N on a rank's own columns (`SpectralOptimizer._update`)
 
 N ranks that hold parts of the same matrices share the work of (4): each gets the sums of an equal
 number of linears (reduce-scatter), and all get their Q (all-gather), which are as many bytes as one
@@ -15,7 +15,7 @@ all-reduce of the sums. Fewer than N linears are left over: every rank computes 
 
 A matrix is seen as (r, n): r is the rank of a factor, or the shorter side of another matrix, and a
 factor B (d_out, r) is transposed. Where ranks split r, they gather N before (2), and the weight if
-the rule needs its Gram matrix (`Groups.gather_rows`). If they do not split n, each then has the
+the rule needs its Gram matrix (`GramGroups.gather_rows`). If they do not split n, each then has the
 Gram matrix without a sum.
 """
 
@@ -29,18 +29,27 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchtitan_lr.compat.dtensor import local_part, own_part, wrap_like
-from torchtitan_lr.numerics import exact_products
+from torchtitan_lr.compat.linalg import between
+from torchtitan_lr.numerics import exact_products, rounded_once
 from torchtitan_lr.optim.resume import copy_state
-from torchtitan_lr.optim.spectral import rules
-from torchtitan_lr.optim.spectral.algebra import gram, packed, spectral_norm, unpacked
-from torchtitan_lr.optim.spectral.layout import Groups, Layout, Share, View
+from torchtitan_lr.optim.spectral.algebra import gram, packed, unpacked
+from torchtitan_lr.optim.spectral.layout import (
+    GramGroups,
+    GramLayout,
+    Share,
+    Split,
+    View,
+    batches,
+    evenly,
+)
 from torchtitan_lr.optim.spectral.rules import RULES, Rule
+from torchtitan_lr.optim.tsr.selection import split_buckets
 
-BATCH_ELEMENTS = 2**24
-"""Elements of the (r, r) matrices that are iterated together: five times that is in memory."""
+LAUNCH_ELEMENTS = 2**24
+"""Elements of the momenta, or weights, that one kernel changes: a copy of them is in memory."""
 
 
-class Matrix(View):
+class SpectralWeight(View):
     """One matrix W, seen as (r, n): r is the side on which its Gram matrix is.
 
     Args:
@@ -71,77 +80,50 @@ class Matrix(View):
             state["u"] = wrap_like(self.parameter, self.u, (self.r,), {})
         return state
 
-    def accumulate(self, rejected: Tensor | None) -> Tensor:
-        """Take the gradient into the momentum, and return N.
-
-        A parameter without a gradient counts as one whose gradient is zero.
+    def gradient(self, rejected: Tensor | None) -> Tensor:
+        """Return the gradient, this rank's part, in M's dtype: zero for a parameter that has none.
 
         Args:
-            rejected: Whether to leave M as it is, a scalar on the device; N is then finite.
+            rejected: Whether to return M itself, a scalar on the device: M then stays as it is, and
+                N is finite.
         """
-        beta = float(self.hyper["momentum"])
         gradient = self.parameter.grad
         if gradient is None:
             gradient = torch.zeros_like(self.parameter)
-        G = local_part(gradient).to(self.dtype)
-        if rejected is None:
-            self.momentum.lerp_(G, 1 - beta)
-        else:
-            G = G.masked_fill(rejected, 0.0)
-            weight = torch.full_like(rejected, 1 - beta, dtype=self.dtype)
-            self.momentum.lerp_(G, weight.masked_fill(rejected, 0.0))
-        return G.lerp(self.momentum, beta) if self.hyper["nesterov"] else self.momentum
-
-    def update(self, Q: Tensor, u: Tensor | None, N: Tensor, rejected: Tensor | None) -> None:
-        """Update this rank's part, W ← (1 − ηλ) W − η Q N, and u.
-
-        Args:
-            Q: (r, r).
-            u: The next u (r,), for rules that need it.
-            N: This rank's columns of N, (r, n).
-            rejected: Whether to change no bit, a scalar on the device.
-        """
-        lr = float(self.hyper["lr"])
-        kept, grown = rules.decayed(self.rule, lr, float(self.hyper["weight_decay"]))
-        factor: float | Tensor = kept
-        if rejected is not None:
-            factor = torch.full_like(rejected, kept, dtype=self.dtype).masked_fill(rejected, 1.0)
-            Q = Q.masked_fill(rejected, 0.0)
-        # bf16 is rounded once; others are updated in place.
-        part, weight = local_part(self.parameter), self.exact_part()
-        rows = own_part(self.parameter, Q, {self.row_dim: 0})  # all, unless ranks split r
-        self.oriented(weight).mul_(factor).addmm_(rows, N, alpha=-lr * grown)
-        if weight is not part:
-            part.copy_(weight)
-        if self.u is not None and u is not None:
-            self.u.copy_(u if rejected is None else torch.where(rejected, self.u, u))
+        G = local_part(gradient)
+        return G.to(self.dtype) if rejected is None else torch.where(rejected, self.momentum, G)
 
 
-Linear = tuple[Matrix, ...]
+Linear = tuple[SpectralWeight, ...]
 """(A, B), or one matrix where the rule takes each alone."""
 
 
-class Needs(NamedTuple):
-    """What a rule needs of b matrices of one r, summed over the ranks."""
+class Kind(NamedTuple):
+    """What linears have in common of which ranks can take equal numbers."""
 
-    gram: Tensor
-    """N Nᵀ (b, r, r)."""
-    weight_gram: Tensor
-    """W Wᵀ (b, r, r); empty unless the rule needs it."""
-    Wu: Tensor
-    """W Wᵀu (b, r), likewise."""
-    square: Tensor
-    """|Wᵀu|² (b, 1), likewise."""
+    split: Split | None
+    """Their ranks; None for linears of which every rank computes Q."""
+    equal: bool
+    """Whether each of these ranks has the Gram matrices without a sum."""
+    dtype: torch.dtype
+    r: int
 
     @classmethod
-    def of(cls, matrices: Sequence[Matrix], sums: Sequence[Tensor]) -> "Needs":
-        """Read the sums of the vectors that `SpectralOptimizer._terms` makes of some matrices."""
-        rule, r = matrices[0].rule, matrices[0].r
-        triangle = r * (r + 1) // 2
-        sizes = (triangle, triangle * rule.weight_grams, r * rule.weight_norms, rule.weight_norms)
-        gram, weight_gram, Wu, square = torch.stack(list(sums)).split(sizes, dim=1)
-        weight_gram = unpacked(weight_gram, r) if rule.weight_grams else weight_gram
-        return cls(unpacked(gram, r), weight_gram, Wu, square)
+    def of(cls, linear: Linear) -> "Kind":
+        """Read the kind of a linear. Ranks can share it if they split its matrices alike."""
+        ways = {matrix.layout.split_of_work for matrix in linear}
+        split, equal = ways.pop() if len(ways) == 1 else (None, True)
+        return cls(split, equal, linear[0].dtype, linear[0].r)
+
+
+class Found(NamedTuple):
+    """The directions of matrices of one r and dtype."""
+
+    matrices: Sequence[SpectralWeight]
+    Q: Tensor
+    """(b, r, r)."""
+    u: Tensor | None
+    """Their next u (b, r), of a rule that needs it."""
 
 
 class SpectralOptimizer(Optimizer):
@@ -209,7 +191,7 @@ class SpectralOptimizer(Optimizer):
         self.rule = RULES[rule]
         defaults = {"lr": lr, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"momentum": momentum, "nesterov": nesterov})
-        found: dict[Tensor, Matrix] = {}
+        found: dict[Tensor, SpectralWeight] = {}
         pairs = list(pairs)
         sides: dict[Tensor, int] = {}  # the dimension along r
         for A, B in pairs:
@@ -229,12 +211,12 @@ class SpectralOptimizer(Optimizer):
                 if parameter not in sides and self.rule.pairs_only:
                     raise ValueError(f"{rule} takes pairs of factors only")
                 row_dim = sides.get(parameter, short_side(parameter))
-                found[parameter] = Matrix(parameter, row_dim, group, self.rule)
+                found[parameter] = SpectralWeight(parameter, row_dim, group, self.rule)
         for A, B in pairs:
             if A not in found or B not in found or len(A) != B.shape[1]:
                 raise ValueError("a pair is A (r, d_in) and B (d_out, r), both among the params")
         self.matrices = list(found.values())
-        self.groups = Groups(matrix.layout for matrix in self.matrices)
+        self.groups = GramGroups(matrix.layout for matrix in self.matrices)
         linears: list[Linear] = [(matrix,) for matrix in self.matrices]
         if self.rule.pairs_only:
             linears = [(found[A], found[B]) for A, B in pairs]
@@ -254,26 +236,26 @@ class SpectralOptimizer(Optimizer):
 
     def _share_out(self, linears: Iterable[Linear]) -> None:
         """Share the linears out over the ranks that hold parts of them, alike ones evenly."""
-        kinds: dict[Any, list[Linear]] = defaultdict(list)
+        by_kind: dict[Kind, list[Linear]] = defaultdict(list)
         for linear in linears:
-            splits = {(m.layout.sharing, not m.layout.columns) for m in linear}
-            split, equal = splits.pop() if len(splits) == 1 else (None, True)
-            kinds[split, equal, linear[0].dtype, linear[0].r].append(linear)
+            by_kind[Kind.of(linear)].append(linear)
         self._everywhere: list[Linear] = []  # of these every rank computes Q
-        by_rank: dict[Any, list[list[Linear]]] = {}
-        for (split, equal, dtype, _), alike in kinds.items():
-            ranks = self.groups.by_split[split].size() if split else 1
-            each = len(alike) // ranks if split else 0
-            self._everywhere += alike[ranks * each :]
-            if each:
-                lists = by_rank.setdefault((split, equal, dtype), [[] for _ in range(ranks)])
-                for rank, own in enumerate(lists):
-                    own += alike[rank * each : (rank + 1) * each]
-        self._shares: list[tuple[list[Linear], Share[Matrix]]] = []
-        for (split, equal, _), lists in by_rank.items():
+        by_message: dict[Any, list[list[Linear]]] = {}  # the linears of each rank
+        for kind, alike in by_kind.items():
+            if kind.split is None:
+                self._everywhere += alike
+                continue
+            shared, left = evenly(alike, self.groups.by_split[kind.split].size())
+            self._everywhere += left
+            if shared[0]:
+                by_rank = by_message.setdefault(kind[:3], [[] for _ in shared])
+                for linears_of_rank, more in zip(by_rank, shared, strict=True):
+                    linears_of_rank += more
+        self._shares: list[tuple[list[Linear], Share[SpectralWeight]]] = []
+        for (split, equal, _), by_rank in by_message.items():
             group = self.groups.by_split[split]
-            matrices = [list(chain(*own)) for own in lists]
-            self._shares.append((lists[group.rank()], Share(group, matrices, equal)))
+            matrices = [list(chain(*own)) for own in by_rank]
+            self._shares.append((by_rank[group.rank()], Share(group, matrices, equal)))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -288,92 +270,131 @@ class SpectralOptimizer(Optimizer):
                 loss = closure()
         rejected = None if self.found_inf is None else self.found_inf > 0
         with exact_products():
-            momenta = self._whole_rows({m: m.accumulate(rejected) for m in self.matrices})
+            momenta = self._whole_rows(self._accumulate(rejected))
             terms = self._terms(momenta)
             left = {m: (m.layout, terms[m]) for m in chain(*self._everywhere)}
             sums = self.groups.sum_terms(left)
-            for matrix, Q, u in self._directions(self._everywhere, sums):
-                matrix.update(Q, u, momenta[matrix], rejected)
+            for found in self._directions(self._everywhere, sums):
+                self._update(found, momenta, rejected)
             for own, share in self._shares:
-                found = {}
-                for matrix, Q, u in self._directions(own, share.reduce(terms)):
-                    found[matrix] = packed(Q) if u is None else torch.cat([packed(Q), u])
-                for matrix, Q, u in _unpacked(share.gather(found)):
-                    matrix.update(Q, u, momenta[matrix], rejected)
+                vectors: dict[SpectralWeight, Tensor] = {}
+                for matrices, Q, u in self._directions(own, share.reduce(terms)):
+                    rows = packed(Q) if u is None else torch.cat([packed(Q), u], dim=1)
+                    vectors |= zip(matrices, rows, strict=True)
+                for found in _unpacked(share.gather(vectors)):
+                    self._update(found, momenta, rejected)
         return loss
 
-    def _whole_rows(self, parts: dict[Matrix, Tensor]) -> dict[Matrix, Tensor]:
+    def _accumulate(self, rejected: Tensor | None) -> dict[SpectralWeight, Tensor]:
+        """Take the gradients into the momenta, and return this rank's part of each N.
+
+        Args:
+            rejected: Whether to leave M as it is, a scalar on the device; N is then finite.
+        """
+        found: dict[SpectralWeight, Tensor] = {}
+        for hyper, matrices in _launches(self.matrices):
+            beta = float(hyper["momentum"])
+            M = [matrix.momentum for matrix in matrices]
+            G = [matrix.gradient(rejected) for matrix in matrices]
+            torch._foreach_lerp_(M, G, 1 - beta)
+            N = between(G, M, beta) if hyper["nesterov"] else M
+            found |= zip(matrices, N, strict=True)
+        return found
+
+    def _whole_rows(self, parts: dict[SpectralWeight, Tensor]) -> dict[SpectralWeight, Tensor]:
         """Return all r rows of this rank's columns, as (r, n)."""
         asked = {matrix: (matrix.layout, part, matrix.r) for matrix, part in parts.items()}
         found = self.groups.gather_rows(asked)
         return {matrix: matrix.oriented(whole) for matrix, whole in found.items()}
 
-    def _terms(self, momenta: dict[Matrix, Tensor]) -> dict[Matrix, Tensor]:
+    def _terms(self, momenta: dict[SpectralWeight, Tensor]) -> dict[SpectralWeight, Tensor]:
         """Return this rank's term of what the rule needs, in one vector for each matrix.
 
         Args:
             momenta: N, with all r rows.
         """
-        weights: dict[Matrix, Tensor] = {}
+        weights: dict[SpectralWeight, Tensor] = {}
         if self.rule.weight_grams:
             weights = self._whole_rows({m: m.exact_part() for m in self.matrices})
         steps = self._power_steps() if self.rule.weight_norms else {}
-        terms: dict[Matrix, Tensor] = {}
-        for batch in _batches([(matrix,) for matrix in self.matrices]):
-            matrices = [matrix for (matrix,) in batch]
+        terms: dict[SpectralWeight, Tensor] = {}
+        for matrices in batches(self.matrices):
             vectors = [packed(torch.stack([gram(momenta[m]) for m in matrices]))]  # (b, ...)
             if self.rule.weight_grams:
                 vectors.append(packed(torch.stack([gram(weights[m]) for m in matrices])))
             if self.rule.weight_norms:
-                vectors.append(torch.stack([steps[m] for m in matrices]))
+                Wu, squares = zip(*(steps[m] for m in matrices), strict=True)
+                vectors += [torch.stack(Wu), torch.stack(squares)[:, None]]
             terms |= zip(matrices, torch.cat(vectors, dim=1), strict=True)
         return terms
 
-    def _power_steps(self) -> dict[Matrix, Tensor]:
-        """Return a power iteration's W Wᵀu and then |Wᵀu|² (r + 1,), from a rank's own columns.
+    def _power_steps(self) -> dict[SpectralWeight, tuple[Tensor, Tensor]]:
+        """Return a power iteration's W Wᵀu (r,) and |Wᵀu|², from a rank's own columns.
 
         Ranks that split r send vectors of n and of r numbers, not W.
         """
-        products: dict[Matrix, tuple[Layout, Tensor]] = {}
+        products: dict[SpectralWeight, tuple[GramLayout, Tensor]] = {}
         for m in self.matrices:
             u = own_part(m.parameter, cast(Tensor, m.u), {m.row_dim: 0})
             products[m] = m.layout, m.oriented(m.exact_part()).mT @ u
         v = self.groups.sum_terms(products, rows=True)  # Wᵀu (n,)
-        parts: dict[Matrix, tuple[Layout, Tensor, int]] = {}
+        parts: dict[SpectralWeight, tuple[GramLayout, Tensor, int]] = {}
         for m in self.matrices:
             Wv = m.oriented(m.exact_part()) @ v[m]
             parts[m] = m.layout, Wv.unsqueeze(1 - m.row_dim), m.r
         found = self.groups.gather_rows(parts)
-        return {m: torch.cat([Wv.flatten(), v[m].dot(v[m])[None]]) for m, Wv in found.items()}
+        return {m: (Wv.flatten(), v[m].dot(v[m])) for m, Wv in found.items()}
 
     def _directions(
-        self, linears: Iterable[Linear], sums: dict[Matrix, Tensor]
-    ) -> Iterator[tuple[Matrix, Tensor, Tensor | None]]:
-        """Yield each matrix with its Q (r, r), by the rule, and its next u (r,) if it has one.
+        self, linears: Iterable[Linear], sums: dict[SpectralWeight, Tensor]
+    ) -> Iterator[Found]:
+        """Yield the directions of linears by the rule.
 
         Args:
             linears: The linears.
             sums: What the rule needs of their matrices.
         """
-        for batch in _batches(linears):
-            sides = list(zip(*batch, strict=True))  # all A and all B, or all matrices
+        by_first = {linear[0]: linear for linear in linears}
+        for batch in batches(by_first):
+            sides = list(zip(*(by_first[first] for first in batch), strict=True))  # all A and all B
             needs = []
             for matrices in sides:
-                needs.append(Needs.of(matrices, [sums[matrix] for matrix in matrices]))
-            vectors: list[Sequence[Tensor | None]] = [[None] * len(batch) for _ in sides]
-            if self.rule is rules.MUON:
-                found = [rules.muon(needs[0].gram, max(sides[0][0].parameter.shape))]
-            elif self.rule is rules.SPECTRON:
-                A, B = needs
-                sigma_A, u_A = spectral_norm(A.Wu, A.square[:, 0])
-                sigma_B, u_B = spectral_norm(B.Wu, B.square[:, 0])
-                found = [*rules.spectron(A.gram, B.gram, sigma_A, sigma_B)]
-                vectors = [u_A.unbind(), u_B.unbind()]
-            else:
-                A, B = needs
-                found = [*rules.lora_muon(A.gram, B.gram, A.weight_gram, B.weight_gram)]
-            for matrices, Q, u in zip(sides, found, vectors, strict=True):
-                yield from zip(matrices, Q, u, strict=True)
+                vectors = torch.stack([sums[matrix] for matrix in matrices])
+                needs.append(self.rule.needs(vectors, batch[0].r))
+            directions = self.rule.directions(needs, max(batch[0].parameter.shape))
+            for matrices, (Q, u) in zip(sides, directions, strict=True):
+                yield Found(matrices, Q, u)
+
+    def _update(
+        self, found: Found, momenta: dict[SpectralWeight, Tensor], rejected: Tensor | None
+    ) -> None:
+        """Update this rank's part of matrices, W ← (1 − ηλ) W − η Q N, and their u.
+
+        Args:
+            found: Their directions.
+            momenta: This rank's columns of N, (r, n).
+            rejected: Whether to change no bit, a scalar on the device.
+        """
+        matrices, Q, u = found
+        if rejected is not None:
+            Q = Q.masked_fill(rejected, 0.0)
+        Q_of = dict(zip(matrices, Q, strict=True))
+        for hyper, alike in _launches(matrices):
+            lr, dtype = float(hyper["lr"]), alike[0].dtype
+            kept, grown = self.rule.decayed(lr, float(hyper["weight_decay"]))
+            factor: float | Tensor = kept
+            if rejected is not None:
+                factor = torch.full_like(rejected, kept, dtype=dtype).masked_fill(rejected, 1.0)
+            with rounded_once([local_part(m.parameter) for m in alike], dtype) as weights:
+                torch._foreach_mul_(weights, factor)
+                for m, weight in zip(alike, weights, strict=True):
+                    # All rows, unless ranks split r.
+                    rows = own_part(m.parameter, Q_of[m], {m.row_dim: 0})
+                    m.oriented(weight).addmm_(rows, momenta[m], alpha=-lr * grown)
+        if u is not None:
+            own = [cast(Tensor, matrix.u) for matrix in matrices]
+            next_u = u if rejected is None else torch.where(rejected, torch.stack(own), u)
+            torch._foreach_copy_(own, next_u.unbind())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a state into the existing tensors; the hyperparameters stay the configured ones."""
@@ -385,28 +406,26 @@ def short_side(matrix: Tensor) -> int:
     m, n = matrix.shape
     if m != n:
         return 0 if m < n else 1
-    return 1 if Layout.of(matrix, 0).rows else 0
+    return 1 if GramLayout.of(matrix, 0).rows else 0
 
 
-def _batches(linears: Iterable[Linear]) -> Iterator[list[Linear]]:
-    """Yield linears whose (r, r) matrices are iterated together: those of equal shapes."""
-    alike: dict[Any, list[Linear]] = defaultdict(list)
-    for linear in linears:
-        first = linear[0]
-        alike[first.r, max(first.parameter.shape), first.dtype].append(linear)
-    for (r, *_), same in alike.items():
-        size = max(1, BATCH_ELEMENTS // r**2)
-        for start in range(0, len(same), size):
-            yield same[start : start + size]
+def _launches(
+    matrices: Iterable[SpectralWeight],
+) -> Iterator[tuple[dict[str, Any], list[SpectralWeight]]]:
+    """Yield matrices of one group and dtype, which one kernel changes, with the group."""
+    alike: dict[Any, list[SpectralWeight]] = defaultdict(list)
+    for matrix in matrices:
+        alike[id(matrix.hyper), matrix.dtype].append(matrix)
+    for same in alike.values():
+        sizes = [matrix.momentum.numel() for matrix in same]
+        for indices in split_buckets(sizes, LAUNCH_ELEMENTS):
+            yield same[0].hyper, [same[index] for index in indices]
 
 
-def _unpacked(
-    vectors: dict[Matrix, Tensor],
-) -> Iterator[tuple[Matrix, Tensor, Tensor | None]]:
-    """Yield each matrix with its Q (r, r) and its u (r,), from the upper triangle of Q, and u."""
-    for batch in _batches([(matrix,) for matrix in vectors]):
-        r = batch[0][0].r
-        rows = torch.stack([vectors[matrix] for (matrix,) in batch])  # (b, ...)
+def _unpacked(vectors: dict[SpectralWeight, Tensor]) -> Iterator[Found]:
+    """Yield matrices with their Q and u, from vectors of the upper triangle of Q, and u."""
+    for matrices in batches(vectors):
+        r = matrices[0].r
+        rows = torch.stack([vectors[matrix] for matrix in matrices])  # (b, ...)
         triangles, u = rows.split((r * (r + 1) // 2, rows.shape[1] - r * (r + 1) // 2), dim=1)
-        for (matrix,), Q, vector in zip(batch, unpacked(triangles, r), u, strict=True):
-            yield matrix, Q, vector if len(vector) else None
+        yield Found(matrices, unpacked(triangles, r), u if u.shape[1] else None)

@@ -7,16 +7,23 @@ symmetric matrix,
 
     A ← A − η Q_A N_A        B ← B − η N_B Q_B
 
-and a rule says what Q_A and Q_B (r, r) are. msign(N) is N's polar factor, (N Nᵀ)^(-1/2) N. All
-arguments are batches over linears of one rank.
+and a rule says what Q_A and Q_B (r, r) are. msign(N) is N's polar factor, (N Nᵀ)^(-1/2) N.
 """
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchtitan_lr.optim.spectral.algebra import POLAR_EXPRESS, inverse_root, symmetric
+from torchtitan_lr.optim.spectral.algebra import (
+    POLAR_EXPRESS,
+    inverse_root,
+    spectral_norm,
+    symmetric,
+    unpacked,
+)
 
 _FLOOR = {torch.float32: 100.0, torch.float64: 2.0**26}
 """The least eigenvalue of A Aᵀ that LoRA-Muon resolves, in units of the trace's rounding ε. R then
@@ -25,54 +32,90 @@ have that floor. The two, ε · _FLOOR and 1/_FLOOR, are 1e-5 and 1e-2 in fp32, 
 fp64. Public implementations of the paper's Algorithm 4 add 1e-5 of the Frobenius norm."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A rule's name, and what it needs.
+class Needs(NamedTuple):
+    """What a rule needs of b matrices of one r, summed over the ranks."""
 
-    Args:
-        name: The value of ``optimizer.name``.
-        pairs_only: Whether it is defined for pairs of factors alone.
-        weight_grams: Whether it needs A Aᵀ and Bᵀ B.
-        weight_norms: Whether it needs the spectral norms of A and B.
-    """
+    gram: Tensor
+    """N Nᵀ (b, r, r)."""
+    weight_gram: Tensor
+    """W Wᵀ (b, r, r); empty unless the rule needs it."""
+    Wu: Tensor
+    """W Wᵀu (b, r), likewise; u is W's estimated left singular vector."""
+    square: Tensor
+    """|Wᵀu|² (b,), likewise."""
 
-    name: str
-    pairs_only: bool = True
-    weight_grams: bool = False
-    weight_norms: bool = False
+
+class Directions(NamedTuple):
+    """What a rule makes of them."""
+
+    Q: Tensor
+    """(b, r, r)."""
+    u: Tensor | None = None
+    """The next u (b, r), of a rule that needs it."""
+
+
+class Rule(ABC):
+    """A rule, and what it needs."""
+
+    name: ClassVar[str]
+    """The value of ``optimizer.name``."""
+    pairs_only: ClassVar[bool] = True
+    """Whether it is defined for pairs of factors alone."""
+    weight_grams: ClassVar[bool] = False
+    """Whether it needs A Aᵀ and Bᵀ B."""
+    weight_norms: ClassVar[bool] = False
+    """Whether it needs the spectral norms of A and B."""
 
     @property
     def momentum(self) -> str:
         """Return the momentum's name in a checkpoint, by which its rule is known."""
         return f"{self.name.lower()}_momentum"
 
+    def needs(self, vectors: Tensor, r: int) -> Needs:
+        """Read the vectors (b, ...) of matrices: their `Needs` one after the other.
 
-MUON = Rule("Muon", pairs_only=False)
-SPECTRON = Rule("Spectron", weight_norms=True)
-LORA_MUON = Rule("LoRAMuon", weight_grams=True)
-RULES = {rule.name: rule for rule in (MUON, SPECTRON, LORA_MUON)}
-"""The rules by name."""
+        Of Gram matrices they have the upper triangles.
+        """
+        triangle = r * (r + 1) // 2
+        sizes = (triangle, triangle * self.weight_grams, r * self.weight_norms, self.weight_norms)
+        gram, weight_gram, Wu, square = vectors.split(sizes, dim=1)
+        weight_gram = unpacked(weight_gram, r) if self.weight_grams else weight_gram
+        return Needs(unpacked(gram, r), weight_gram, Wu, square.flatten())
+
+    @abstractmethod
+    def directions(self, needs: Sequence[Needs], longest: int) -> list[Directions]:
+        """Return the directions of b linears of equal shapes.
+
+        Args:
+            needs: Of all A and of all B; of a rule that takes each matrix alone, of the matrices.
+            longest: The longer side of the first one's matrices.
+        """
+
+    def decayed(self, lr: float, weight_decay: float) -> tuple[float, float]:
+        """Return the factors of a weight and of its update in a step with decay λ (`weight_decay`).
+
+        W ← (1 − ηλ) W + ΔW.
+        """
+        return 1 - lr * weight_decay, 1.0
 
 
-def muon(grams: Tensor, longest: int) -> Tensor:
+class Muon(Rule):
     """Muon, on each matrix alone: W ← W − η · 0.2 √max(m, n) · msign(N).
 
     The factor gives an update the size of AdamW's, whose rates and decay then fit (Moonlight, Liu
-    et al., arXiv 2502.16982).
-
-    Args:
-        grams: N Nᵀ of matrices (m, n), on their shorter side or that of r: (b, r, r).
-        longest: max(m, n).
-
-    Returns:
-        Q (b, r, r).
+    et al., arXiv 2502.16982). The Gram matrix is on the shorter side of (m, n), or on that of r.
     """
-    return 0.2 * longest**0.5 * inverse_root(grams)
+
+    name = "Muon"
+    pairs_only = False
+
+    def directions(self, needs: Sequence[Needs], longest: int) -> list[Directions]:
+        """Return Q; see `Rule.directions`."""
+        (each,) = needs
+        return [Directions(0.2 * longest**0.5 * inverse_root(each.gram))]
 
 
-def spectron(
-    gram_A: Tensor, gram_B: Tensor, sigma_A: Tensor, sigma_B: Tensor
-) -> tuple[Tensor, Tensor]:
+class Spectron(Rule):
     """Spectron (Janson et al., arXiv 2602.12429, Algorithm 1, Eq. 16) bounds the change of W = B A.
 
         ρ = 1 / (σ_A + σ_B + 1)        A ← A − η ρ msign(N_A)        B ← B − η ρ msign(N_B)
@@ -80,21 +123,22 @@ def spectron(
     where σ are the spectral norms. For η ≤ 1 the spectral norm of ΔW is then at most η, up to two
     approximations: the iterations stop at singular values up to 1.2, and σ is estimated from below,
     with an error that the first steps have most of.
-
-    Args:
-        gram_A: N_A N_Aᵀ (b, r, r).
-        gram_B: N_Bᵀ N_B (b, r, r).
-        sigma_A: Spectral norms of A (b,).
-        sigma_B: Those of B (b,).
-
-    Returns:
-        Q_A and Q_B (b, r, r).
     """
-    rho = (1 / (sigma_A + sigma_B + 1))[:, None, None]
-    return rho * inverse_root(gram_A), rho * inverse_root(gram_B)
+
+    name = "Spectron"
+    weight_norms = True
+
+    def directions(self, needs: Sequence[Needs], longest: int) -> list[Directions]:
+        """Return Q_A and Q_B, each with the next u; see `Rule.directions`."""
+        A, B = needs
+        sigma_A, u_A = spectral_norm(A.Wu, A.square)
+        sigma_B, u_B = spectral_norm(B.Wu, B.square)
+        rho = (1 / (sigma_A + sigma_B + 1))[:, None, None]
+        Q_A, Q_B = rho * inverse_root(A.gram), rho * inverse_root(B.gram)
+        return [Directions(Q_A, u_A), Directions(Q_B, u_B)]
 
 
-def lora_muon(gram_A: Tensor, gram_B: Tensor, AAt: Tensor, BtB: Tensor) -> tuple[Tensor, Tensor]:
+class LoRAMuon(Rule):
     """LoRA-Muon (Cesista et al., arXiv 2606.12921, Algorithm 1), steepest descent of W = B A.
 
         R_A = (A Aᵀ)^(-1/2)        A ← A − η/2 · R_B msign(R_B N_A)
@@ -105,33 +149,28 @@ def lora_muon(gram_A: Tensor, gram_B: Tensor, AAt: Tensor, BtB: Tensor) -> tuple
     does not depend on how W is split into A and B. In fp32, singular values of R_B N_A far below a
     tenth of their root mean square move less than the others: the rounding of N_A N_Aᵀ may hide
     them. A factor that is 0, as LoRA's B is at first, leaves the other one as it is.
-
-    Args:
-        gram_A: N_A N_Aᵀ (b, r, r).
-        gram_B: N_Bᵀ N_B (b, r, r).
-        AAt: A Aᵀ (b, r, r).
-        BtB: Bᵀ B (b, r, r).
-
-    Returns:
-        Q_A and Q_B (b, r, r).
     """
-    floor = _FLOOR[AAt.dtype]
-    least = floor * torch.finfo(AAt.dtype).eps
-    R_A = inverse_root(AAt, POLAR_EXPRESS, least)
-    R_B = inverse_root(BtB, POLAR_EXPRESS, least)
-    rounding = 1 / (floor * AAt.shape[-1])  # of a whitened Gram matrix, in units of its trace
-    Q_A = R_B @ inverse_root(R_B @ gram_A @ R_B, floor=rounding) @ R_B / 2
-    Q_B = R_A @ inverse_root(R_A @ gram_B @ R_A, floor=rounding) @ R_A / 2
-    return symmetric(Q_A), symmetric(Q_B)
 
+    name = "LoRAMuon"
+    weight_grams = True
 
-def decayed(rule: Rule, lr: float, weight_decay: float) -> tuple[float, float]:
-    """Return the factors of a weight and of its update in a step with decay λ (`weight_decay`).
+    def directions(self, needs: Sequence[Needs], longest: int) -> list[Directions]:
+        """Return Q_A and Q_B; see `Rule.directions`."""
+        A, B = needs
+        floor = _FLOOR[A.gram.dtype]
+        least = floor * torch.finfo(A.gram.dtype).eps
+        R_A = inverse_root(A.weight_gram, POLAR_EXPRESS, least)
+        R_B = inverse_root(B.weight_gram, POLAR_EXPRESS, least)
+        rounding = 1 / (floor * A.gram.shape[-1])  # of a whitened Gram matrix, in its trace's units
+        Q_A = R_B @ inverse_root(R_B @ A.gram @ R_B, floor=rounding) @ R_B / 2
+        Q_B = R_A @ inverse_root(R_A @ B.gram @ R_A, floor=rounding) @ R_A / 2
+        return [Directions(symmetric(Q_A)), Directions(symmetric(Q_B))]
 
-    W ← (1 − ηλ) W + ΔW for a matrix. Under LoRA-Muon, the decay is that of W = B A: with
-    s = √(1 − ηλ), A ← s A + ΔA / s, and B likewise.
-    """
-    kept = 1 - lr * weight_decay
-    if rule is LORA_MUON:
+    def decayed(self, lr: float, weight_decay: float) -> tuple[float, float]:
+        """Decay W = B A: with s = √(1 − ηλ), A ← s A + ΔA / s, and B likewise."""
+        kept = 1 - lr * weight_decay
         return kept**0.5, kept**-0.5
-    return kept, 1.0
+
+
+RULES: dict[str, Rule] = {rule.name: rule for rule in (Muon(), Spectron(), LoRAMuon())}
+"""The rules by name."""

@@ -234,9 +234,14 @@ def test_ill_conditioned_factors_never_explode(cond):
     B = ((U * values) @ torch.linalg.qr(drawn(48, 16))[0].mT).mT
     dW = drawn(48, 64)
     A, B, N_A, N_B = (x.float() for x in (A, B, B.mT @ dW, dW @ A.mT))
-    grams = (algebra.gram(x)[None] for x in (N_A, N_B.mT, A, B.mT))
-    Q_A, Q_B = rules.lora_muon(*grams)
-    change = B @ (Q_A[0] @ N_A) + (N_B @ Q_B[0]) @ A
+    grams = [algebra.gram(x)[None] for x in (N_A, N_B.mT, A, B.mT)]
+    unused = torch.empty(1, 0)
+    needs = [
+        rules.Needs(gram, weight, unused, unused)
+        for gram, weight in zip(grams[:2], grams[2:], strict=True)
+    ]
+    of_A, of_B = rules.LoRAMuon().directions(needs, 64)
+    change = B @ (of_A.Q[0] @ N_A) + (N_B @ of_B.Q[0]) @ A
     assert 0.2 < torch.linalg.matrix_norm(change, 2) < 1.3
 
 
@@ -275,9 +280,9 @@ def test_finite_gradients_never_make_weights_that_are_not(rule, size):
 def test_products_are_exact_whatever_the_run_allows(monkeypatch):
     """On a GPU a run may allow TF32, as `torch.set_float32_matmul_precision` says."""
     seen = []
-    usual = rules.muon
+    usual = rules.inverse_root
     precision = torch.get_float32_matmul_precision
-    monkeypatch.setattr(rules, "muon", lambda *a: seen.append(precision()) or usual(*a))
+    monkeypatch.setattr(rules, "inverse_root", lambda *a: seen.append(precision()) or usual(*a))
     torch.set_float32_matmul_precision("medium")
     try:
         Linear().build("Muon").step()
