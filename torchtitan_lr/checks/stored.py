@@ -73,7 +73,9 @@ def check_record(config: Any, world_size: int) -> None:
     with _cured(config):
         refuse_removed_run(record, resumes=True)
         _check_numbers(config, folder)
-        for name in {"model", TRAIN_STATE}.intersection(left_out(config, step)):
+        for name in left_out(config, step):
+            if name not in ("model", TRAIN_STATE):
+                continue
             want = f"other states: without {name} {folder} is not resumed"
             raise ConfigError("checkpoint.exclude_from_loading", name, want)
     line, steps = nothing_to_train(config), config.training.steps
@@ -99,13 +101,17 @@ def _check_no_other_run(config: Any, record: dict[str, Any]) -> None:
     """Check that a new run does not replace the record and the metrics of one with checkpoints."""
     checkpoint, section = config.checkpoint, record.get("checkpoint")
     recorded = section.get("folder") if isinstance(section, dict) else None
+    resumes = checkpoint.enable and not checkpoint.create_seed_checkpoint
     for name in (recorded, checkpoint.folder):
-        if not isinstance(name, str) or (name == checkpoint.folder and checkpoint.enable):
+        if not isinstance(name, str) or (name == checkpoint.folder and resumes):
             continue
         path = Path(config.job.dump_folder) / name
         if any(complete_steps(path)):  # step 0 is the start of a run
             want = f"a folder without a run: {path} has checkpoints of one, which this start would "
-            want += f"not resume; choose another folder, as in {_another_folder(config)}"
+            want += "not resume; "
+            if not checkpoint.enable:
+                want += "checkpoint.enable = true resumes it; "
+            want += f"for a new run choose another folder, as in {_another_folder(config)}"
             raise ConfigError("job.dump_folder", config.job.dump_folder, want)
 
 
@@ -187,13 +193,12 @@ def check_resumable(config: Any, world_size: int, device_type: str) -> None:
     damaged = metadata is None and is_dcp(folder)  # loading it reports how
     if damaged or (metadata and holds_training(metadata)):
         return
-    want = f"one to resume (it holds only the model); checkpoint.initial_load_path = {folder!r} "
-    want += "starts a run from its weights"
+    want = "one to resume (it holds only the model)"
     steps = complete_steps(Path(folder).parent)
     if older := [number for number in steps if 0 < number < step]:
-        want = f"{want}; checkpoint.load_step = {older[-1]} goes back to the step before"
-    with _cured(config):
-        raise ConfigError("checkpoint", folder, want)
+        want += f"; checkpoint.load_step = {older[-1]} goes back to the step before"
+    want += f"; in another folder, {_another_folder(config)}, checkpoint.initial_load_path = "
+    raise ConfigError("checkpoint", folder, f"{want}{folder!r} starts a run from its weights")
 
 
 def check_stored_optimizer(config: Any, world_size: int, device_type: str) -> None:

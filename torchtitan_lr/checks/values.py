@@ -67,7 +67,9 @@ def check_dump_folder(config: Any, world_size: int, device_type: str) -> None:
     record = config.job.save_config_file
     own = {*folders.RUN_FILES, *(operator.attrgetter(key)(config) for key in written)}
     want = f"a file that the run does not write otherwise, such as {folders.RUN_CONFIG}"
-    fits = not record or os.path.normpath(record) not in map(os.path.normpath, own)
+    fits = not record or os.path.normpath(folder / record) not in {
+        os.path.normpath(folder / name) for name in own
+    }
     require(fits, "job.save_config_file", record, want)
     for name in (HISTORY_FILE, config.job.save_config_file or folders.RUN_CONFIG):
         path = folder / name

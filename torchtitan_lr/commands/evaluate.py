@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         # First, so that a full disk does not cost the result.
         print(json.dumps(result, indent=2) if args.json else as_text(result))
         if args.out is not None:
-            write_whole(args.out, json.dumps(result, indent=2) + "\n")
+            write_whole(args.out.resolve(), json.dumps(result, indent=2) + "\n")
     if "RANK" in os.environ:
         exit_without_teardown(0)
     return 0

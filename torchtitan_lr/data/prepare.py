@@ -478,8 +478,8 @@ def free(store: Path, limit: float) -> int:
     for folder in store.iterdir():  # those of the locks, and those of machines that prepare them
         named = STORED.match(folder.name)
         if named and named[0] in sizes:
-            # Another run has just renamed or deleted its own, or it is a file.
-            with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as files:
+            # Another run has just renamed or deleted its own, it is a file, or another user's.
+            with suppress(OSError), os.scandir(folder) as files:
                 sizes[named[0]] += sum(file.stat().st_size for file in files)
     left = sum(sizes.values())
     for lock in locks:

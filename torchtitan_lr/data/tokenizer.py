@@ -309,9 +309,9 @@ def vocabulary(tokenizer: Tokenizer) -> int:
 
 
 @lru_cache(maxsize=2)
-def ids_without_token(tokenizer: Tokenizer, rows: int) -> list[int]:
+def ids_without_token(tokenizer: Tokenizer, rows: int) -> tuple[int, ...]:
     """Return the ids of a vocabulary of ``rows`` that a tokenizer has no token for."""
-    return sorted(set(range(rows)).difference(tokenizer.get_vocab().values()))
+    return tuple(sorted(set(range(rows)).difference(tokenizer.get_vocab().values())))
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Tokens]:

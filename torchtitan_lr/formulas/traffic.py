@@ -23,7 +23,7 @@ class Traffic:
         op: ``all_reduce``, ``reduce_scatter``, ``all_gather`` or ``all_to_all``.
         role: The kind of tensor, which determines the dtype: ``activation`` (or its gradient),
             ``statistic`` (at least fp32), ``loss`` (at least fp32), ``parameter``, ``gradient``,
-            ``index`` of a codec; TSR-Adam's ``core``, ``sketch``, ``norm`` and ``checksum``; a
+            ``index`` of a codec; TSR-Adam's ``core``, ``sketch`` and ``checksum``; a
             spectral optimizer's ``gram`` and ``momentum``.
         calls: Number of calls.
         elements: Elements of all calls together.

@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A folder that transformers can load: weights, configuration, tokenizer and model card."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,10 +88,10 @@ def export_folder(
     write_card(args, config, source.step_dir, Exported(out_dir, written, kind, licence))
 
 
-def _suppress(unknown: list[int], out_dir: Path) -> None:
+def _suppress(unknown: Sequence[int], out_dir: Path) -> None:
     """Let transformers draw no token that the tokenizer does not have, as ``generate`` does."""
     if unknown:
         settings = read_json(out_dir / GENERATION_CONFIG)
         given = settings.get("suppress_tokens")
         more = given if isinstance(given, list) else []
-        write_json(out_dir / GENERATION_CONFIG, settings | {"suppress_tokens": unknown + more})
+        write_json(out_dir / GENERATION_CONFIG, settings | {"suppress_tokens": [*unknown, *more]})

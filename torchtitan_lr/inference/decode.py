@@ -176,6 +176,7 @@ class Decoder:
         self.cache = KeyValueCache(lengths, columns, args.n_layers, device, compiled)
         self._compiled, self._choice = compiled, choice
         self._unknown = torch.tensor(unknown, dtype=torch.int64, device=device)
+        self._ruled_out: Tensor | None = None  # the columns of a rank's logits that these are
         self.running = [True] * len(prompts)
         self.new_tokens = [0] * len(prompts)
         self._steps = 0
@@ -215,9 +216,10 @@ class Decoder:
         if isinstance(logits, DTensor):
             own = logits.to_local()
             first = logits.device_mesh.get_local_rank() * own.shape[-1]
-        columns = self._unknown - first
-        columns = columns[(columns >= 0) & (columns < own.shape[-1])]
-        own.index_fill_(-1, columns, -torch.inf)
+        if self._ruled_out is None:  # once, since the host waits for it
+            columns = self._unknown - first
+            self._ruled_out = columns[(columns >= 0) & (columns < own.shape[-1])]
+        own.index_fill_(-1, self._ruled_out, -torch.inf)
 
 
 def compile_blocks(model: LlamaModel, backend: str | Callable[..., Any] = "inductor") -> None:

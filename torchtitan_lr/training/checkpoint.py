@@ -308,7 +308,7 @@ class CheckpointManager(TitanCheckpointHooks):
         if older is None or not self._fall_back:
             raise _damaged(folder, damage, older)
         if self._first:
-            logger.warning("%s is damaged (%s): resuming from %s", folder, damage, older)
+            logger.warning("%s is not resumed (%s): resuming from %s", folder, damage, older)
         return int(older.rpartition("-")[2])
 
     def _tidy(self, step: int) -> None:

@@ -69,6 +69,8 @@ def test_a_folder_in_a_files_place_is_refused(tmp_path, name):
 def test_a_record_replaces_no_other_file(tmp_path, name):
     with pytest.raises(ConfigError, match=f"^job.save_config_file: got '{name}', expected a file"):
         judge(tmp_path, f"--job.save_config_file={name}")
+    with pytest.raises(ConfigError, match=r"^job\.save_config_file: got '/"):
+        judge(tmp_path, f"--job.save_config_file={tmp_path / name}")
     judge(tmp_path, "--job.save_config_file=logs/config.json")
     assert {HISTORY_FILE, SUMMARY_FILE, CURVE_FILE, STATE_FILE, LOCK_FILE, WANDB_ID_FILE} <= {
         *RUN_FILES

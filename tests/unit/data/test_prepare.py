@@ -245,6 +245,23 @@ def test_a_store_is_listed_once_however_many_folders_it_has(tmp_path, monkeypatc
     assert len(listed) < 1.5 * (2 * 30)
 
 
+def test_a_folder_of_another_user_counts_nothing(tmp_path, monkeypatch):
+    (tmp_path / "locks").mkdir()
+    for name in (f"local-{index:020x}" for index in range(2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "corpus.json").write_text("{}")
+        (tmp_path / "locks" / name).touch()
+    scandir, secret = os.scandir, tmp_path / f"local-{0:020x}"
+
+    def refusing(path):
+        if path == secret:  # what the superuser never sees
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    assert free(tmp_path, 1e9) == 2
+
+
 @pytest.mark.parametrize("pattern", ["", "/**/*"], ids=["a folder", "a pattern"])
 def test_a_folder_of_others_is_not_written_to(tmp_path, pattern):
     """Nor is what was prepared in a folder read as its text."""

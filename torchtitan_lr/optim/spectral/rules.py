@@ -46,7 +46,7 @@ class Needs(NamedTuple):
 
 
 class Directions(NamedTuple):
-    """What a rule makes of them."""
+    """What a rule makes of the `Needs` of b matrices."""
 
     Q: Tensor
     """(b, r, r)."""

@@ -22,7 +22,8 @@ HEAD = "output.weight"
 """The head, compressed only on request."""
 
 BUCKET_ELEMENTS = 2**26
-"""Elements of a bucket of dense gradients, and of a refresh's sketches in memory at a time."""
+"""Elements of a bucket of dense gradients, and of what a refresh holds at a time: its sketches, and
+what is gathered of them."""
 
 
 @dataclass(frozen=True)
