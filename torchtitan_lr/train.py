@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
+from typing import Any
 
 from torchtitan_lr.compat.interpreter import collector_off
 from torchtitan_lr.launch.processes import end_with_torchrun, exit_without_teardown
@@ -65,11 +66,7 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         config = build_job_config(sys.argv[1:] if argv is None else argv)
         init_console(config.metrics.verbose)
         folder, ranks = config.job.dump_folder, launched_ranks(config.comm.mode)
-
-        def check() -> None:
-            with holder_named(folder):
-                check_job_config(config, ranks, device_type)
-
+        check = partial(_check, config, ranks, device_type)
         checked_once(folder, check, partial(prepare_for_ranks, config))
         still_ours = lock.enter_context(locked_by_rank(folder, os.environ))
         record = partial(_record, folder, still_ours)
@@ -110,6 +107,12 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
     if status == 0:
         torch.distributed.destroy_process_group()
     return status
+
+
+def _check(config: Any, ranks: int, device_type: str) -> None:
+    """Check the configuration; a refusal in the folder of a running job names that job."""
+    with holder_named(config.job.dump_folder):
+        check_job_config(config, ranks, device_type)
 
 
 def _record(dump_folder: str, still_ours: StillOurs, state: str, why: str = "") -> None:

@@ -40,11 +40,11 @@ RESIDUALS = "grad_compression"
 LANES = "caat"
 """Key of the lanes in checkpoints of earlier versions; the manifest has them now."""
 
-TRAINING_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state", RESIDUALS, LANES)
-"""All states of a checkpoint except the model's parameters, which are at its top level."""
-
 TRAIN_STATE = "train_state"
-"""Of `TRAINING_STATES` the counters of a run: a checkpoint without them holds only the model."""
+"""Key of a run's counters: a checkpoint without them holds only the model."""
+
+TRAINING_STATES = ("optimizer", "lr_scheduler", "dataloader", TRAIN_STATE, RESIDUALS, LANES)
+"""All states of a checkpoint except the model's parameters, which are at its top level."""
 
 DISCARDED, ASIDE = "discarded-", "aside-"
 """How `rename_away` names a checkpoint that is being deleted (the next start deletes what a killed

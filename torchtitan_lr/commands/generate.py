@@ -28,11 +28,12 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from torchtitan_lr.commands.parser import OneLineParser, add_allow_unverified, add_extension
 from torchtitan_lr.config.files import parse_json, read_regular
-from torchtitan_lr.errors import ConfigError, DataError, escaped
+from torchtitan_lr.errors import ConfigError, DataError, escaped, require
 from torchtitan_lr.launch.environment import forget_other_ranks
 
 
@@ -202,10 +203,7 @@ def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
         args.overrides,
         args.allow_unverified,
     )
-    ids = set(tokenizer.get_vocab().values())
-    for token in args.stop_token:
-        if token not in ids:
-            raise ConfigError("--stop_token", token, f"the id of a token, from 0 to {max(ids)}")
+    _check_stop_tokens(args.stop_token, set(tokenizer.get_vocab().values()))
     prompts = from_first_rank(prompts) or []  # stdin has one reader
     settings = Settings(
         max_new_tokens=args.max_new_tokens,
@@ -238,6 +236,12 @@ def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
         with to_stdout if args.out is None else args.out.open("w", encoding="utf-8") as file:
             for completion in done:
                 print(json.dumps(dataclasses.asdict(completion)), file=file, flush=True)
+
+
+def _check_stop_tokens(tokens: Iterable[int], ids: Collection[int]) -> None:
+    for token in tokens:
+        want = f"the id of a token, from 0 to {max(ids)}"
+        require(token in ids, "--stop_token", token, want)
 
 
 def _ask() -> str | None:

@@ -16,11 +16,11 @@ from math import ceil, prod
 from typing import Literal
 
 from torchtitan_lr.formulas.traffic import Traffic, merge
+from torchtitan_lr.optim.buckets import split_buckets
 from torchtitan_lr.optim.tsr.selection import (
     BUCKET_ELEMENTS,
     MatrixPlan,
     TSRSettings,
-    split_buckets,
 )
 
 Axis = Literal["rows", "columns"]

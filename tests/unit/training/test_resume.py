@@ -361,7 +361,7 @@ def test_a_state_is_left_out_once(tmp_path, monkeypatch):
     with trainer_of(run, recipe, **keys, **{"checkpoint.load_step": 4}) as trainer:
         trainer.checkpointer.load(4)
         assert not same(two_steps(trainer), expected)
-    # With moments of AdamW loaded, TSR-Adam is refused, and told how to leave them out again.
+    # TSR-Adam is refused where AdamW's moments are loaded; the line says how to leave them out.
     with pytest.raises(ConfigError, match=r"load_step = 4 leaves out optimizer again; for a new"):
         trainer_of(run, recipe, **keys, **{"optimizer.name": "TSRAdam"}).__enter__()
     for name in ("model", "train_state"):

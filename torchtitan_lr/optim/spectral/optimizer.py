@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from torchtitan_lr.compat.dtensor import local_part, own_part, wrap_like
 from torchtitan_lr.compat.linalg import between
 from torchtitan_lr.numerics import exact_products, rounded_once
+from torchtitan_lr.optim.buckets import split_buckets
 from torchtitan_lr.optim.resume import copy_state
 from torchtitan_lr.optim.spectral.algebra import gram, packed, unpacked
 from torchtitan_lr.optim.spectral.layout import (
@@ -43,7 +44,6 @@ from torchtitan_lr.optim.spectral.layout import (
     evenly,
 )
 from torchtitan_lr.optim.spectral.rules import RULES, Rule
-from torchtitan_lr.optim.tsr.selection import split_buckets
 
 LAUNCH_ELEMENTS = 2**24
 """Elements of the momenta, or weights, that one kernel changes: a copy of them is in memory."""

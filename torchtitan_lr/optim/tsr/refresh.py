@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from torchtitan_lr.optim.buckets import split_buckets
 from torchtitan_lr.optim.tsr.drift import Drift, Matrix
-from torchtitan_lr.optim.tsr.selection import BUCKET_ELEMENTS, split_buckets
+from torchtitan_lr.optim.tsr.selection import BUCKET_ELEMENTS
 from torchtitan_lr.optim.tsr.stack import MatrixStack, NewBases, read
 from torchtitan_lr.optim.tsr.sums import Groups, solve_together, summed
 

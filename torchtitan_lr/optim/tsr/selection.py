@@ -241,20 +241,3 @@ def staggered(plans: Mapping[str, MatrixPlan]) -> dict[str, MatrixPlan]:
         load[offset] += costs[name]
         found[name] = replace(plans[name], offset=offset)
     return found
-
-
-def split_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Split entries into consecutive buckets of at most ``limit`` elements, or one larger entry.
-
-    Returns:
-        The indices of each bucket's entries.
-    """
-    result: list[list[int]] = []
-    room = 0
-    for index, size in enumerate(sizes):
-        if not result or size > room:
-            result.append([])
-            room = limit
-        result[-1].append(index)
-        room -= size
-    return result
