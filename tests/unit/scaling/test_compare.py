@@ -19,7 +19,8 @@ def configs_of(*arguments):
     """The configuration of every point by name, checked for 4 ranks."""
     found = {}
     for point in points_of(parser_of("compare").parse_args(list(arguments))):
-        given = [f"--job.config_file={point.config}", *point.arguments]
+        own = f"--job.dump_folder=o/{point.name}"  # as the command gives it
+        given = [f"--job.config_file={point.config}", *point.arguments, own]
         found[point.name] = build_job_config(given)
         check_job_config(found[point.name], 4, "cpu")
         assert point.settings["checkpointing"] == found[point.name].activation_checkpoint.mode
