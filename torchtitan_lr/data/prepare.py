@@ -3,8 +3,8 @@
 
 A run reads prepared tokens only. Those of a raw corpus are prepared once, before any rank starts,
 into ``training.token_folder``, which all runs of a user share. The name of a folder there is a hash
-of all that determines its content: the files with their sizes and times, the tokenizer, the rule
-of the held-out part. A run locks the folders that it reads, and shares these locks with other runs:
+of all that determines its content: the files with what is in them, the tokenizer, the rule of the
+held-out part. A run locks the folders that it reads, and shares these locks with other runs:
 no folder is deleted while it is read. Who prepares one has a second lock alone. Locks are the
 kernel's (``flock``), so none outlives its process. On a file system without locks the second lock
 is a name of a socket, which one process of a machine can have, and several machines may prepare the

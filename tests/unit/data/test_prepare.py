@@ -8,11 +8,13 @@ import os
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import torchtitan_lr.training.register  # noqa: F401  (registers the models)
-from tests.support.corpora import write_jsonl
+from tests.support.corpora import write_jsonl, write_shard
 from torchtitan_lr.checks.values import check_corpora, check_data
+from torchtitan_lr.config import files
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data import prepare
 from torchtitan_lr.data.corpus import Corpus
@@ -67,9 +69,28 @@ def test_the_folder_follows_the_file_and_not_how_it_was_named(tmp_path, config, 
     with pytest.raises(ConfigError, match="an existing file"):
         ensure_prepared(config(path="a.jsonl"))
     os.utime(tmp_path / "a.jsonl", ns=(1, 1))
-    second = ensure_prepared(config())[0].folder
-    assert first != second
-    assert Corpus.open(first).identity == Corpus.open(second).identity  # the text is the same
+    assert ensure_prepared(config())[0].folder == first
+
+
+@pytest.mark.parametrize("sampled", [1 << 26, 0], ids=["read whole", "sampled"])
+def test_another_text_of_the_same_size_and_time(tmp_path, config, monkeypatch, sampled):
+    """As `rsync -t`, `cp -p` and archives leave it."""
+    monkeypatch.setattr(files, "SAMPLED_BYTES", sampled)
+    path, found = tmp_path / "a.jsonl", set()
+    for last in ("ends", "stop"):
+        write_jsonl(path, [*TEXTS * 20, last])
+        os.utime(path, ns=(1, 1))
+        corpus = Corpus.open(ensure_prepared(config())[0].folder)
+        found |= {str(corpus.folder), corpus.identity}
+    assert len(found) == 4
+
+
+def test_another_folder_of_megatron_of_the_same_counts(tmp_path):
+    found = set()
+    for last in (5, 6, 6):
+        write_shard(tmp_path / "a", np.uint16, [[1, 2, 3], [4, last]])
+        found.add(Corpus.open(tmp_path).identity)
+    assert len(found) == 2
 
 
 def test_records_that_another_run_was_allowed_to_lose(tmp_path, config):
