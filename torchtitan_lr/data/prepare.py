@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import IO, Any, Literal, Protocol
 
 from torchtitan_lr.compat.interpreter import cores
 from torchtitan_lr.console.log import duration, say
@@ -450,8 +450,11 @@ def _locked(path: Path, kind: int, key: str) -> _Lock:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("ab")
-        os.utime(path)
+        own = kind == fcntl.LOCK_EX or not path.is_file() or os.access(path, os.W_OK)
+        # Another user's lock can be shared, as the tokens can be read.
+        file: IO[bytes] = path.open("ab" if own else "rb")
+        if own:
+            os.utime(path)
     except OSError as error:
         want = f"a folder that can be written ({error.strerror})"
         raise ConfigError(key, str(path.parent), want) from error

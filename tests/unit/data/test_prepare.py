@@ -380,3 +380,20 @@ def test_a_place_too_long_for_sockets_of_workers(tmp_path, config, monkeypatch):
     check_corpora(config(), 1, "cpu")
     with pytest.raises(ConfigError, match=r"TMPDIR: got '/tmp/xx.*, expected a path of at most 75"):
         check_corpora(config("--training.dataloader.num_workers=1"), 1, "cpu")
+
+
+def test_tokens_of_another_user_are_read(config, monkeypatch):
+    folder = Path(ensure_prepared(config())[0].folder)
+    lock = folder.parent / "locks" / folder.name
+    monkeypatch.setattr(prepare, "_held", {})
+    # The control for a user who may write everything, as root does.
+    allowed, opened = os.access, Path.open
+    monkeypatch.setattr(os, "access", lambda path, mode: path != lock and allowed(path, mode))
+
+    def refusing(path, mode="r", *rest, **options):
+        if path == lock and mode != "rb":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, mode, *rest, **options)
+
+    monkeypatch.setattr(Path, "open", refusing)
+    assert ensure_prepared(config())[0].folder == str(folder)
