@@ -67,9 +67,6 @@ def read_llama_args(path: Path) -> tuple[LlamaArgs, bool]:
     return build_args(read, theta, scaling, "full", {}), bool(values.get("tie_word_embeddings"))
 
 
-_MOST = 1 << 24
-
-
 class _Reader:
     """Numbers of a configuration, checked one by one."""
 
@@ -81,9 +78,8 @@ class _Reader:
         value = self.values.get(key)
         value = default if value is None else value
         kinds = (int,) if kind is int else (int, float)
-        most = _MOST if kind is int else 2**63  # products of two sizes count bytes in 64 bits
-        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value <= most:
-            raise ConfigError(key, value, f"a positive number of at most {most:,} in {self.path}")
+        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < 2**63:
+            raise ConfigError(key, value, f"a positive number in {self.path}")
         return kind(value)
 
 
