@@ -39,7 +39,9 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     with_one = "with one CONFIG: these, and plans of your own"
     parser.add_argument("--plans", default=",".join(ALTERNATIVES), help=with_one)
-    parser.add_argument("--out", default="outputs/compare", help="folder of runs and results")
+    parser.add_argument(
+        "--out", type=Path, default="outputs/compare", help="folder of runs and results"
+    )
     parser.add_argument("--group", default="", help="wandb group (by default the folder's name)")
     parser.add_argument("--json", action="store_true", help="print a list of rows instead")
 
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from torchtitan_lr.scaling.compare import as_text, draw, points_of, rows_of
     from torchtitan_lr.scaling.sweep import POINT_FILE, Sweep, locked_folder
 
-    points, work = points_of(args), Path(args.out)
+    points, work = points_of(args), args.out
     with locked_folder(work) as lock:
         for point in points:
             (work / point.name / POINT_FILE).unlink(missing_ok=True)

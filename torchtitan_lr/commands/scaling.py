@@ -51,7 +51,7 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.takes_overrides = True
     parser.add_argument("command", choices=("plan", "run", "fit", "report"), help="what to do")
     parser.add_argument("experiment", metavar="EXPERIMENT", help="a TOML file or a shipped name")
-    parser.add_argument("--out", default="", help="folder of all runs (default: outputs/NAME)")
+    parser.add_argument("--out", type=Path, help="folder of all runs (default: outputs/NAME)")
     parser.add_argument("--jobs", type=int, default=1, help="run: runs at once")
     rates = "report: rates of links, Mbit/s"
     parser.add_argument("--links", default=LINKS, metavar="B1,B2", help=rates)
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     from torchtitan_lr.scaling.experiment import read_experiment
 
     experiment = read_experiment(args.experiment, args.overrides)
-    work = Path(args.out or f"outputs/{experiment.name}")
+    work = args.out or Path(f"outputs/{experiment.name}")
     # Late: a wrong experiment is reported without torch.
     from torchtitan_lr.scaling.plan import Plan
     from torchtitan_lr.scaling.sweep import locked_folder

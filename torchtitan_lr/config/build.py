@@ -20,7 +20,7 @@ from torchtitan_lr.config.parse import (
     split_arguments,
     toml_files,
 )
-from torchtitan_lr.config.paths import find_config, user_path
+from torchtitan_lr.config.paths import expanded, find_config
 from torchtitan_lr.config.ranges import check_ranges
 from torchtitan_lr.config.removed import by_key, refuse_removed, refuse_removed_run
 from torchtitan_lr.config.schema import (
@@ -38,6 +38,7 @@ from torchtitan_lr.config.schema import (
 )
 from torchtitan_lr.errors import ConfigError, require
 
+_PATHS = ("folder", "path", "_file", "_csv", "flavor")  # how names of keys of paths end
 _IMPORT_KEY = "experimental.custom_import"
 _SCHEDULE = {"training.steps", "lr_scheduler.total_steps", "lr_scheduler.warmup_steps"}
 
@@ -100,7 +101,10 @@ def _fill(layers: list[dict[str, Any]], overrides: list[Override], of_record: bo
     _set_defaults(values, base)
     check_ranges(values, config_cls, tsr=base == TSR)
     _set_warmup(values, layers, overrides)
-    _expand_folder(values.get("job", {}))
+    folder = values.get("job", {}).get("dump_folder", ".")
+    require(folder.strip(), "job.dump_folder", folder, "a folder such as ./outputs")
+    if not of_record:  # which has the expanded ones
+        _expand_paths(values)
     return fill_job_config(config_cls, values)
 
 
@@ -125,12 +129,16 @@ def _set_warmup(
         values["lr_scheduler"] = schedule | {"warmup_steps": warmup}
 
 
-def _expand_folder(job: dict[str, Any]) -> None:
-    """Replace the ~ of ``job.dump_folder``, which shells do not expand after "="."""
-    folder = job.get("dump_folder", ".")
-    require(folder.strip(), "job.dump_folder", folder, "a folder such as ./outputs")
-    if folder.startswith("~"):
-        job["dump_folder"] = str(user_path(folder, "job.dump_folder"))
+def _expand_paths(values: dict[str, Any], prefix: str = "") -> None:
+    """Expand every path of a configuration here: what is checked later is what is used."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _expand_paths(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            for table in (each for each in value if isinstance(each, dict)):
+                _expand_paths(table, f"{prefix}{name}.")
+        elif isinstance(value, str) and name.endswith(_PATHS):
+            values[name] = expanded(value, prefix + name)
 
 
 def warmup_steps(layers: Sequence[dict[str, Any]]) -> int:

@@ -36,6 +36,7 @@ _UNREACHABLE = "the machine of RDZV_ENDPOINT cannot be reached, or the run ended
 _OTHER_RANK = "another rank ended before, or cannot be reached"
 _UNKNOWN_CAUSE = "the ranks ended with status"
 _TAIL_BYTES = 1 << 16
+_SHARED_MEMORY = "/dev/shm"
 _LITTLE_SPACE = 1 << 20  # bytes; a disk with less free space counts as full
 
 
@@ -176,9 +177,14 @@ def disk_trouble(folder: Path, failure: str) -> str:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             return f"; {folder} cannot be written ({error.strerror})"
     free = shutil.disk_usage(folder).free
-    reported = (os.strerror(number) in failure for number in (errno.ENOSPC, errno.EDQUOT))
-    if free >= _LITTLE_SPACE and not any(reported):
+    reported = any(os.strerror(number) in failure for number in (errno.ENOSPC, errno.EDQUOT))
+    if free >= _LITTLE_SPACE and not reported:
         return ""
+    # torch names a file of shared memory so.
+    if free >= _LITTLE_SPACE and any(name in failure for name in (_SHARED_MEMORY, "</torch_")):
+        return (
+            f"; no space left in {_SHARED_MEMORY}: fewer training.dataloader.num_workers, or more"
+        )
     return f"; no space left in {folder} ({free / 2**20:.1f} MiB free)"
 
 

@@ -49,7 +49,7 @@ def points_of(args: argparse.Namespace) -> list[Point]:
     points = []
     for name, (config, derived, mode) in runs.items():
         common = [*args.overrides, *derived, f"--activation_checkpoint.mode={mode}", *_QUIET]
-        common.append(f"--metrics.wandb_group={args.group or Path(args.out).name}")
+        common.append(f"--metrics.wandb_group={args.group or args.out.name}")
         for suffix, steps in {"": args.warmup + args.steps, COUNTED: 2}.items():
             own = [f"--training.steps={steps}", f"--lr_scheduler.warmup_steps={steps // 2}"]
             own.append(f"--metrics.{'' if suffix else 'no_'}comm_ledger")

@@ -137,6 +137,8 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     assert (
         disk_trouble(Path("/proc"), "") == "; /proc cannot be written (No such file or directory)"
     )
+    shared = "RuntimeError: unable to write to file </torch_7_1>: No space left on device (28)"
+    assert disk_trouble(tmp_path, shared).startswith("; no space left in /dev/shm: fewer training.")
     full = disk_trouble(tmp_path, "OSError: No space left on device")
     assert full.startswith(f"; no space left in {tmp_path} (")
 
