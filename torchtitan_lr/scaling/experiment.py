@@ -73,8 +73,6 @@ class Experiment:
             N), ``tokens`` or ``flops`` of the ``reference``, or ``both`` of these, one run each.
             Searches are at equal tokens then.
         reference: The family with which the others are compared; the first by default.
-        margin: Nats per token above the reference's last loss, at which a method has arrived in
-            ``scaling report``: to dip to that loss itself is partly luck.
         learning_rates: Values to try, ascending; one value is used without a search.
         search: Sizes at which they are tried; empty for all. The first tries all values, a later
             one those beside the best. Beyond three sizes or more the rate is on a line through
@@ -92,7 +90,6 @@ class Experiment:
     tokens_per_parameter: list[float] = field(default_factory=lambda: [20.0])
     equal: Literal["tokens_per_parameter", "tokens", "flops", "both"] = "tokens_per_parameter"
     reference: str = ""
-    margin: float = 0.02
     learning_rates: list[float] = field(default_factory=lambda: [1e-3])
     search: list[str] = field(default_factory=list)
     families: dict[str, Family] = field(default_factory=dict)
@@ -161,7 +158,6 @@ def _check(given: Experiment) -> None:
         ("name", given.name, bool(given.name) and "/" not in given.name, "a name without /"),
         ("config", given.config, config, "a TOML file, or a shipped one such as debug_full"),
         ("reference", given.reference, given.reference in given.families, "one of the families"),
-        ("margin", given.margin, 0 <= given.margin < math.inf, "nats per token, 0 or more"),
         ("search", given.search, {*given.search} <= {*given.sizes}, "some of the sizes"),
         ("ranks", given.ranks, given.ranks > 0, "1 or more"),
         ("learning_rates", given.learning_rates, *_grid(given.learning_rates)),
