@@ -28,7 +28,8 @@ from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.paths import find_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.experiment import read_experiment
-from torchtitan_lr.scaling.sweep import DIVERGED, FINISHED, POINT_FILE
+from torchtitan_lr.scaling.plan import Plan
+from torchtitan_lr.scaling.sweep import DIVERGED, FINISHED, POINT_FILE, Point, settings_of
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 from torchtitan_lr.training.update_norm import UPDATE_NORM
 
@@ -108,16 +109,22 @@ def store(name: str, work: Path) -> int:
     return count
 
 
-def restore(name: str, work: Path) -> int:
-    """Write the stored runs into a folder, except those that it has; return their number."""
-    config = find_config(read_experiment(str(FOLDER / f"{name}.toml")).config)
+def plan_of(name: str, work: Path) -> Plan:
+    """Return the plan of an experiment, whose models are written to the folder of its runs."""
+    return Plan(read_experiment(str(FOLDER / f"{name}.toml")), work)
+
+
+def restore(name: str, plan: Plan) -> int:
+    """Write the stored runs into a plan's folder, except those that it has; return their number."""
+    work, config = plan.work, find_config(plan.experiment.config)
     work.mkdir(parents=True, exist_ok=True)
     missing = {n: run for n, run in stored_runs(name).items() if not (work / n).exists()}
     for run_name, run in missing.items():
         _, *overrides = run["arguments"]
-        arguments = [config, *(text.replace(f"={WORK}/", f"={work}/") for text in overrides)]
+        arguments = [text.replace(f"={WORK}/", f"={work}/") for text in overrides]
+        settings = settings_of(Point(run_name, config, arguments))
         (work / run_name).mkdir(parents=True)
-        record = {"arguments": arguments, "row": run["row"]}
+        record = {"settings": settings, "arguments": [config, *arguments], "row": run["row"]}
         (work / run_name / POINT_FILE).write_text(json.dumps(record, indent=1) + "\n")
     return len(missing)
 
@@ -129,7 +136,7 @@ def begin(name: str, work: Path) -> int:
     """
     if (work / VERSIONS_FILE).is_file():
         store(name, work)
-    count = restore(name, work)
+    count = restore(name, plan_of(name, work))
     (work / VERSIONS_FILE).write_text(json.dumps(versions()) + "\n")
     return count
 

@@ -16,14 +16,12 @@ from pathlib import Path
 from statistics import stdev
 
 from scripts.research import finished_runs
-from scripts.research.finished_runs import restore, stored_runs, versions_text
+from scripts.research.finished_runs import plan_of, restore, stored_runs, versions_text
 from scripts.research.spectral_pictures import best_loss
 from scripts.support_table import insert
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.commands.scaling import losses_of
 from torchtitan_lr.console.tables import markdown_table
-from torchtitan_lr.scaling.experiment import read_experiment
-from torchtitan_lr.scaling.plan import Plan
 from torchtitan_lr.scaling.report import Row, rows_of, with_interval
 from torchtitan_lr.scaling.sweep import Sweep
 
@@ -63,16 +61,16 @@ def read_results(name: str) -> Results:
     Raises:
         ConfigError: They have other settings than the experiment's file.
     """
-    experiment = read_experiment(str(finished_runs.FOLDER / f"{name}.toml"))
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        restore(name, work)
-        plan = Plan(experiment, work)
+        plan = plan_of(name, work)
+        restore(name, plan)
         losses = losses_of(work)
         searches = plan.searches(losses)
         rates, _ = plan.rates(searches, losses)
         points = plan.main_points(rates)
         Sweep(work, points)  # reads the results, and refuses those of other settings
+    experiment = plan.experiment
     rows = [row for row in rows_of(points, experiment.reference) if row["losses"]]
     found = {}
     for pair, tried in searches.items():

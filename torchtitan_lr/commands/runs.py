@@ -25,6 +25,7 @@ from typing import Any
 from torchtitan_lr.checkpoints.folders import RUN_CONFIG
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.config.files import read_json
+from torchtitan_lr.config.schema import NO_EFFECT
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError, escaped
 from torchtitan_lr.launch.folder_lock import LOCK_FILE
@@ -45,9 +46,6 @@ from torchtitan_lr.training.history import (
     read_history,
     train_loss,
 )
-
-_NOT_COMPARED = {"job", "metrics", "profiling", "comm", "experimental"}
-"""Sections of a record that no loss depends on."""
 
 _NOT_SEARCHED = {"checkpoint", "logs", "tb", "wandb", "comm_traces"}
 
@@ -179,7 +177,7 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a record by their dotted keys, without those of places and logs."""
     found: dict[str, Any] = {}
     for section, table in config.items():
-        if isinstance(table, dict) and section not in _NOT_COMPARED:
+        if isinstance(table, dict) and section not in NO_EFFECT:
             found |= {f"{section}.{key}": value for key, value in table.items()}
     return found
 

@@ -26,6 +26,9 @@ from torchtitan_lr.config.ranges import (
 CONFIG_MODULE = "torchtitan_lr.config.schema"
 """This module."""
 
+NO_EFFECT = frozenset({"job", "metrics", "profiling", "comm", "experimental"})
+"""Sections that no loss depends on."""
+
 BUILT_IN_PLANS = ("btp", "vanilla", "vanilla_replicated", "megatron", "caat")
 """The plans of this package, of ``parallel.plans``."""
 

@@ -21,7 +21,8 @@ class Family:
 
     Args:
         model: ``model.name``; by default ``llama_NAME``.
-        overrides: Overrides of its runs, ``section.key=value``.
+        overrides: Overrides of its runs, ``section.key=value``: once read, also those of all runs,
+            and the command line's, which win.
         learning_rates: The family's grid; empty for the experiment's.
         ranks: Ranks of the family's runs; 0 for the experiment's.
     """
@@ -75,7 +76,7 @@ class Experiment:
         reference: The family with which the others are compared; the first by default.
         learning_rates: Values to try, ascending; one value is used without a search.
         search: Sizes at which they are tried; empty for all. The first tries all values, a later
-            one those beside the best. Beyond three sizes or more the rate is on a line through
+            one those beside the best; a grid whose best is at its end goes on. Beyond three sizes or more the rate is on a line through
             log(learning rate) over log(N), beyond fewer it is that of the largest one.
         families: The families by name.
         sizes: The sizes by name, ascending.
@@ -118,10 +119,12 @@ def read_experiment(text: str, overrides: Sequence[str] = ()) -> Experiment:
     families = _tables("families", values.pop("families", {}), Family)
     sizes = _tables("sizes", values.pop("sizes", {}), Size)
     given = Experiment(**check_toml(values, Experiment))
+    last = [item.removeprefix("--") for item in overrides]
     for name, family in families.items():
         families[name] = replace(
             family,
             model=family.model or f"llama_{name}",
+            overrides=[*given.overrides, *family.overrides, *last],
             learning_rates=family.learning_rates or given.learning_rates,
             ranks=family.ranks or given.ranks,
         )
@@ -130,7 +133,7 @@ def read_experiment(text: str, overrides: Sequence[str] = ()) -> Experiment:
         sizes[name] = replace(size, seeds=size.seeds or given.seeds, budgets=budgets)
     given = replace(
         given,
-        overrides=[*given.overrides, *(item.removeprefix("--") for item in overrides)],
+        overrides=[*given.overrides, *last],
         reference=given.reference or next(iter(families)),
         search=given.search or list(sizes),
         families=families,
