@@ -94,13 +94,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_paper_run(path: str, world: int | None, overrides: Sequence[str]) -> "Run":
-    """Read a run and check it for ``world`` ranks; by default the product of its degrees."""
+    """Read a run and check it for ``world`` ranks, to which a debug file is fitted as in training.
+
+    By default they are the product of its degrees.
+    """
     import torchtitan_lr.training.register  # noqa: F401
     from torchtitan_lr.checks.job import check_job_config
     from torchtitan_lr.config.build import build_job_config
     from torchtitan_lr.estimate.run import read_run
+    from torchtitan_lr.launch.placement import fit
 
-    config = build_job_config([f"--job.config_file={path}", *overrides])
+    arguments = [f"--job.config_file={path}", *overrides]
+    config = build_job_config(arguments)
     world = least_ranks(vars(config.parallelism)) if world is None else world
+    if fitted := fit(config, arguments, world):
+        config = build_job_config([*arguments, *fitted])
     check_job_config(config, world, "cuda", on_paper=True)
     return read_run(config, world)

@@ -11,7 +11,8 @@ arguments, --section.key=value, apply to all runs, and are given to each of the 
 plan prints families, sizes and budgets with their parameters, tokens and FLOPs, and starts no run.
 run executes what is missing, the cheapest first, as a sweep does: it may be stopped and goes on.
 Learning rates are searched first: all at the first size, then at each later one those beside the
-best. A grid whose best rate is at its end goes on by the ratio of its last two. A run that fails holds up only the runs that need it, and is named at the end.
+best. A grid whose best rate is at its end goes on by the ratio of its last two. A run that fails
+holds up only the runs that need it, and is named at the end.
 In wandb (--metrics.enable_wandb) all runs are one group.
 
 fit prints the table with the losses, and fits L = E + A C^(-alpha) to four points or more by the

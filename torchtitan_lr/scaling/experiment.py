@@ -76,8 +76,9 @@ class Experiment:
         reference: The family with which the others are compared; the first by default.
         learning_rates: Values to try, ascending; one value is used without a search.
         search: Sizes at which they are tried; empty for all. The first tries all values, a later
-            one those beside the best; a grid whose best is at its end goes on. Beyond three sizes or more the rate is on a line through
-            log(learning rate) over log(N), beyond fewer it is that of the largest one.
+            one those beside the best; a grid whose best is at its end goes on. Beyond three
+            sizes or more the rate is on a line through log(learning rate) over log(N), beyond fewer
+            it is that of the largest one.
         families: The families by name.
         sizes: The sizes by name, ascending.
     """

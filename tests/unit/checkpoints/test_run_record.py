@@ -13,6 +13,7 @@ from torchtitan_lr.errors import ConfigError
 
 def config(folder, *arguments):
     base = ["--job.config_file=debug_cola", f"--job.dump_folder={folder}"]
+    base.append("--training.global_batch_size=-1")
     return build_job_config([*base, *arguments])
 
 

@@ -97,7 +97,6 @@ def test_what_the_launcher_changes_is_its_own(monkeypatch):
     monkeypatch.setenv("NGPU", "1")
     found = shown("debug_cola")
     assert found["parallelism.tensor_parallel_degree"] == (1, "launcher")
-    assert found["training.global_batch_size"] == (16, "launcher")
     degree = shown("debug_cola", "--parallelism.tensor_parallel_degree=1")
     assert degree["parallelism.tensor_parallel_degree"] == (1, LINE)
 
