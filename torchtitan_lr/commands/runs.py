@@ -209,7 +209,7 @@ def ordered(runs: list[RunInfo], key: str) -> list[RunInfo]:
 
     def place(run: RunInfo) -> tuple[int, float, str]:
         value = getattr(run, columns[key]) if key in columns else run.settings.get(key)
-        if is_number(value):
+        if isinstance(value, (int, float)) and is_number(value):
             return 0, float(value), ""
         return (2, 0.0, "") if value is None else (1, 0.0, str(value))
 
