@@ -26,6 +26,9 @@ from torchtitan_lr.config.ranges import (
 CONFIG_MODULE = "torchtitan_lr.config.schema"
 """This module."""
 
+NO_EFFECT = frozenset({"job", "metrics", "profiling", "comm", "experimental"})
+"""Sections that no loss depends on."""
+
 BUILT_IN_PLANS = ("btp", "vanilla", "vanilla_replicated", "megatron", "caat")
 """The plans of this package, of ``parallel.plans``."""
 
@@ -614,6 +617,19 @@ class Debug:
     """Seed of the weights and of every random choice: runs are reproducible by default."""
 
 
+_RATIO = Range(lambda x: x == -1 or 0 <= x <= 1, "a number from 0 to 1, or -1 for warmup_steps")
+
+
+@dataclass
+class LRScheduler:
+    """Additions to torchtitan's ``[lr_scheduler]``."""
+
+    warmup_ratio: Annotated[float, _RATIO] = 0.02
+    """Share of the steps, or of ``total_steps``, in which the learning rate grows: it sets
+    ``warmup_steps`` (by default torchtitan's 200 of its 10,000). A file or a command line that sets
+    ``warmup_steps`` turns the ratios of the files before it off, which is -1."""
+
+
 @dataclass
 class JobConfig:
     """The sections merged into torchtitan's ``JobConfig``."""
@@ -622,6 +638,7 @@ class JobConfig:
     model: Model = field(default_factory=Model)
     low_rank: LowRank = field(default_factory=LowRank)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
     parallelism: Parallelism = field(default_factory=Parallelism)
     caat: Caat = field(default_factory=Caat)

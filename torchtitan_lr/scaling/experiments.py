@@ -22,7 +22,6 @@ from torchtitan_lr.launch.environment import (
 )
 from torchtitan_lr.launch.placement import Placement, find_device, place
 from torchtitan_lr.launch.processes import end_with, exit_without_teardown
-from torchtitan_lr.training.history import HISTORY_FILE, TRAIN_LOSS, read_history
 
 _ERROR = re.compile(
     r"^(?:\[rank\d+\]: *)?(?:error: (.*)|([\w.]*(?:Error|Exception)\b:.*))", re.MULTILINE
@@ -171,17 +170,6 @@ def report_from_rank(measure: Callable[[list[str]], Any], arguments: list[str]) 
     if os.environ["RANK"] == "0":
         Path(os.environ[RANKS_RESULT]).write_text(json.dumps(found))
     exit_without_teardown(0)
-
-
-def step_records(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of training steps in a dump folder, one per step, in order.
-
-    Args:
-        folder: The run's dump folder. For a step that a resumed run repeated, only the later record
-            is returned.
-    """
-    steps = {r["step"]: r for r in read_history(folder / HISTORY_FILE) if TRAIN_LOSS in r}
-    return [steps[step] for step in sorted(steps)]
 
 
 def last_error(output: str, status: int) -> str:

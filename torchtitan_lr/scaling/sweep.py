@@ -13,20 +13,22 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
 from torchtitan_lr.checkpoints.folders import RUN_CONFIG, write_whole
-from torchtitan_lr.config.build import config_class
+from torchtitan_lr.config.build import build_job_config, config_class
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.parse import Override, apply_overrides
+from torchtitan_lr.config.schema import NO_EFFECT
 from torchtitan_lr.console.log import duration
 from torchtitan_lr.console.progress import QUIET_SECONDS
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.errors import ConfigError, RunFailedError, escaped
 from torchtitan_lr.launch.folder_lock import lock_file
+from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.scaling.experiments import Started, place_run, start
 from torchtitan_lr.training.history import (
     HISTORY_FILE,
@@ -36,7 +38,7 @@ from torchtitan_lr.training.history import (
 )
 
 POINT_FILE = "point.json"
-"""In a point's folder: its arguments, and its row of the table."""
+"""In a point's folder: its `settings_of`, its arguments, and its row of the table."""
 
 FINISHED, DIVERGED, REFUSED = "finished", "diverged", "refused"
 """Statuses of points that do not run again."""
@@ -97,16 +99,19 @@ def parse_grid(items: list[str]) -> dict[str, list[str]]:
             raise ConfigError("--set", item, "section.key=value,value")
         if key in grid:
             raise ConfigError("--set", item, f"each key once, {key} occurs twice")
-        if len({_typed(key, value) for value in values}) < len(values):
+        grid[key] = [_one_spelling(key, value) for value in values]
+        if len({*grid[key]}) < len(values):
             raise ConfigError("--set", item, "each value once")
-        grid[key] = values
     return grid
 
 
-def _typed(key: str, text: str) -> str:
-    """Return the same for texts of one value, such as 1e-3 and 0.001."""
+def _one_spelling(key: str, text: str) -> str:
+    """Return the same for texts of one number, such as 1e-3 and 0.001."""
     with suppress(ConfigError):  # the check of the points says what is wrong
-        return repr(apply_overrides({}, [Override(key, text)], config_class()))
+        section, _, option = key.partition(".")
+        value = apply_overrides({}, [Override(key, text)], config_class())[section][option]
+        if isinstance(value, (int, float)):
+            return str(value)
     return text
 
 
@@ -193,8 +198,8 @@ class Sweep:
             point.row = {"status": "to do"}
             if path.is_file():
                 known = _read_point(path)
-                if _decisive(known["arguments"]) != _decisive([point.config, *point.arguments]):
-                    want = f"a folder without a point {point.name} of other settings"
+                if other := _difference(known["settings"], settings_of(point)):
+                    want = f"a folder without a point {point.name} of other settings: {other}"
                     raise ConfigError("--out", str(work), want)
                 point.row = known["row"]
 
@@ -207,8 +212,6 @@ class Sweep:
         Raises:
             ConfigError: A point cannot run; with ``skip_refused``, none can.
         """
-        from torchtitan_lr.models.configured import llama_args, model_shapes
-
         refused: list[ConfigError] = []
         for point in self.points:
             folder = f"--job.dump_folder={self.work / point.name}"
@@ -217,7 +220,8 @@ class Sweep:
                 placed = place_run(arguments, point.ranks)
             except ConfigError as error:
                 if not skip_refused:
-                    raise
+                    key = f"{point.name}: {error.key}"
+                    raise ConfigError(key, error.got, error.want) from error
                 point.row = {"status": f"{REFUSED}: {error}"}
                 refused.append(error)
                 continue
@@ -321,7 +325,8 @@ class Sweep:
         point.row["status"] = status
         path = self.work / point.name / POINT_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        record = {"arguments": [point.config, *point.arguments], "row": point.row}
+        arguments = [point.config, *point.arguments]
+        record = {"settings": settings_of(point), "arguments": arguments, "row": point.row}
         write_whole(path, json.dumps(record, indent=1) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
@@ -357,7 +362,8 @@ class _Shown:
 
     def __init__(self, work: Path, points: Sequence[Point], to_do: int) -> None:
         self._work = work
-        self._names = [point.name for point in points]
+        self._done = len(points) - to_do  # they have the first numbers
+        self._numbers: dict[str, int] = {}
         self._to_do = to_do
         self._ended = 0
         self._began = time.monotonic()
@@ -406,13 +412,39 @@ class _Shown:
         return steps if type(steps) is int and steps > 0 else None
 
     def _say(self, point: Point, what: str) -> None:
-        place = f"{1 + self._names.index(point.name)}/{len(self._names)}"
+        number = self._numbers.setdefault(point.name, 1 + self._done + len(self._numbers))
+        place = f"{number}/{self._done + self._to_do}"
         print(escaped(f"{place} {point.name}: {what}"), file=sys.stderr, flush=True)
 
 
-def _decisive(arguments: list[str]) -> list[str]:
-    """Return the arguments that a result depends on: logging may change between starts."""
-    return [argument for argument in arguments if not argument.startswith("--metrics.")]
+def settings_of(point: Point) -> dict[str, Any]:
+    """Return what a point's result depends on, as JSON: not its paths, logs or spelling.
+
+    Returns:
+        Its configuration by section, without those of `NO_EFFECT`; our models as their arguments.
+    """
+    config = build_job_config([f"--job.config_file={point.config}", *point.arguments])
+    sections = config.to_dict()
+    found = {name: table for name, table in sections.items() if name not in NO_EFFECT}
+    if (args := llama_args(config)) is not None:
+        for section in ("low_rank", "caat", "model"):  # they make the arguments
+            del found[section]
+        found["model"] = {"hf_assets_path": config.model.hf_assets_path} | asdict(args)
+    kept: dict[str, Any] = json.loads(json.dumps(found))
+    return kept
+
+
+def _difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Return the first key in which two `settings_of` differ, with both values; "" for none.
+
+    A key that one of them lacks, such as that of another version, is not compared.
+    """
+    for section, table in there.items():
+        for key, old in table.items():
+            new = here.get(section, {}).get(key, old)
+            if old != new:
+                return f"{section}.{key} is {old!r} there and {new!r} here"
+    return ""
 
 
 def recorded(work: Path) -> dict[str, dict[str, Any]]:
@@ -429,7 +461,7 @@ def _read_point(path: Path) -> dict[str, Any]:
     """
     try:
         known = read_json(path)
-        if isinstance(known["arguments"], list) and isinstance(known["row"]["status"], str):
+        if isinstance(known["settings"], dict) and isinstance(known["row"]["status"], str):
             return known
     except (OSError, ValueError, LookupError, TypeError):
         pass
