@@ -31,10 +31,11 @@ from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.paths import find_config
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.launch.run_state import DIVERGED, FINISHED
 from torchtitan_lr.scaling.experiment import read_experiment
 from torchtitan_lr.scaling.experiments import step_records
 from torchtitan_lr.scaling.links import SECONDS_FILE
-from torchtitan_lr.scaling.sweep import DIVERGED, FINISHED, POINT_FILE
+from torchtitan_lr.scaling.sweep import POINT_FILE
 from torchtitan_lr.training.history import (
     COMM_BYTES,
     HISTORY_FILE,

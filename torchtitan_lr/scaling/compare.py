@@ -12,9 +12,10 @@ from torchtitan_lr.config.paths import find_config
 from torchtitan_lr.console.figures import TEXT, finish, new_figure
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.launch.run_state import FINISHED
 from torchtitan_lr.scaling.experiments import step_records
 from torchtitan_lr.scaling.pictures import colors_of
-from torchtitan_lr.scaling.sweep import FINISHED, Point
+from torchtitan_lr.scaling.sweep import Point
 from torchtitan_lr.scaling.variants import derive, read_plans, shared_mode
 from torchtitan_lr.training.history import COMM_BYTES, MFU, STEP_SECONDS, TOKENS_PER_S
 

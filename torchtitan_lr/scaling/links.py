@@ -18,8 +18,9 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.console.figures import SMOOTHED_POINTS
 from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.launch.run_state import FINISHED
 from torchtitan_lr.scaling.experiments import step_records
-from torchtitan_lr.scaling.sweep import FINISHED, Point
+from torchtitan_lr.scaling.sweep import Point
 from torchtitan_lr.training.history import COMM_BYTES, STEP_SECONDS, train_loss
 
 SECONDS_FILE = "seconds.json"
@@ -209,7 +210,7 @@ def read_method(points: Sequence[Point], work: Path) -> Method:
     """Read the runs of a family at one size and budget; errors as for `read_course`."""
     courses, others = {}, []
     for point in points:
-        status = str(point.row["status"]).partition(":")[0]  # without the reason
+        status = str(point.row["status"])
         if status == FINISHED:
             courses[point.settings["seed"]] = read_course(point, work / point.name)
         else:

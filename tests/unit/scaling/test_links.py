@@ -110,8 +110,8 @@ def test_who_wins_which_link(tmp_path, capsys):
     ("finished", "status", "state", "says"),
     [
         (1, "diverged", "1/3, 2 diverged", "full alone reaches the loss with all seeds"),
-        (0, "refused: a key", "0/3, 3 refused", "full alone reaches the loss with all seeds"),
-        (1, "failed: no memory", "1/3, 2 failed", "no verdict: terse has not ended"),
+        (0, "refused", "0/3, 3 refused", "full alone reaches the loss with all seeds"),
+        (1, "failed", "1/3, 2 failed", "no verdict: terse has not ended"),
         (2, "cut off", "2/3, 1 cut off or running", "no verdict: terse has not ended"),
         (0, "to do", "0/3, 3 not run", "no verdict: terse has not ended"),
     ],
