@@ -255,7 +255,7 @@ def _state_of(folder: Path, step: int, steps: int | None) -> tuple[str, str]:
         return STOPPED, f"after step {step}; why is not recorded"
     if record["state"] == RUNNING:
         return FAILED, "killed, or its machine was: it could not record why"
-    return record["state"], str(record.get("why") or "")
+    return record["state"], str(record.get("error") or "")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

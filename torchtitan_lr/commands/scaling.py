@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 def execute(plan: "Plan", jobs: int, lock: IO[str]) -> int:
     """Run what is missing, several runs at once; return the exit status."""
-    from torchtitan_lr.scaling.sweep import STOPPED, Sweep
+    from torchtitan_lr.scaling.sweep import INTERRUPTED, Sweep
 
     failed: dict[str, str] = {}  # how, by name: the next command repeats them
     while True:  # a finished search determines further runs
@@ -75,11 +75,11 @@ def execute(plan: "Plan", jobs: int, lock: IO[str]) -> int:
         if all(point.is_done or point.name in failed for point in sweep.points):
             break
         sweep.check()
-        if sweep.run(lock, without=failed) == STOPPED:
-            return STOPPED
+        if sweep.run(lock, without=failed) == INTERRUPTED:
+            return INTERRUPTED
         for point in sweep.points:
             if not point.is_done:
-                failed[point.name] = f"{point.name}: {point.row['status']}"
+                failed[point.name] = f"{point.name}: {point.outcome}"
     for line in [*failed.values(), *edges]:
         print(escaped(line), file=sys.stderr)
     return int(bool(failed or edges))
@@ -87,7 +87,8 @@ def execute(plan: "Plan", jobs: int, lock: IO[str]) -> int:
 
 def losses_of(work: Path) -> dict[str, float]:
     """Return the validation losses of the runs with a result; infinite where one diverged."""
-    from torchtitan_lr.scaling.sweep import DIVERGED, FINISHED, recorded
+    from torchtitan_lr.launch.run_state import DIVERGED, FINISHED
+    from torchtitan_lr.scaling.sweep import recorded
 
     losses = {}
     for name, row in recorded(work).items():

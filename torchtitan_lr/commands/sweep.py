@@ -68,6 +68,6 @@ def run(args: argparse.Namespace) -> int:
         sweep.check(args.skip_refused)
         status = sweep.run(lock)
     rows = sweep.rows()
-    if status != sweeps.STOPPED:
+    if status != sweeps.INTERRUPTED:
         print(json.dumps(rows, indent=1) if args.json else sweeps.as_markdown(rows))
     return status

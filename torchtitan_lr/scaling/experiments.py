@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +38,8 @@ class Started:
 
     process: subprocess.Popen[bytes]
     stderr: IO[str]
+    began: float
+    """Seconds since the epoch."""
 
     def finish(self) -> None:
         """Wait for the run's end.
@@ -76,6 +79,7 @@ def start(
         environment["NGPU"] = str(ranks)
     stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed when `Started` is freed)
     # In its own session: only this process receives Ctrl-C and passes it on once.
+    began = time.time()
     process = subprocess.Popen(
         command,
         env=environment,
@@ -84,7 +88,7 @@ def start(
         pass_fds=tuple(keep_open),
         start_new_session=True,
     )
-    return Started(process, stderr)
+    return Started(process, stderr, began)
 
 
 def place_run(

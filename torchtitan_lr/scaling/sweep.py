@@ -28,6 +28,16 @@ from torchtitan_lr.console.progress import QUIET_SECONDS
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.errors import ConfigError, RunFailedError, escaped
 from torchtitan_lr.launch.folder_lock import lock_file
+from torchtitan_lr.launch.run_state import (
+    DIVERGED,
+    FAILED,
+    FAILURES,
+    FINISHED,
+    REFUSED,
+    STOPPED,
+    has_ended,
+    read_state,
+)
 from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.scaling.experiments import Started, place_run, start
 from torchtitan_lr.training.history import (
@@ -40,10 +50,7 @@ from torchtitan_lr.training.history import (
 POINT_FILE = "point.json"
 """In a point's folder: its `settings_of`, its arguments, and its row of the table."""
 
-FINISHED, DIVERGED, REFUSED = "finished", "diverged", "refused"
-"""Statuses of points that do not run again."""
-
-STOPPED = 130
+INTERRUPTED = 130
 """Exit status after a signal to stop."""
 
 RESULTS = ("val_loss", "val_ppl", "train_loss", "tokens_per_s", "mfu", "peak_memory_gib")
@@ -82,7 +89,12 @@ class Point:
     @property
     def is_done(self) -> bool:
         """Whether the run has finished or diverged, or cannot run."""
-        return str(self.row["status"]).partition(":")[0] in (FINISHED, DIVERGED, REFUSED)
+        return self.row["status"] in (FINISHED, DIVERGED, REFUSED)
+
+    @property
+    def outcome(self) -> str:
+        """How the run ended, and why, as a line."""
+        return _outcome(self.row)
 
 
 def parse_grid(items: list[str]) -> dict[str, list[str]]:
@@ -222,7 +234,7 @@ class Sweep:
                 if not skip_refused:
                     key = f"{point.name}: {error.key}"
                     raise ConfigError(key, error.got, error.want) from error
-                point.row = {"status": f"{REFUSED}: {error}"}
+                point.row = {"status": REFUSED, "why": str(error)}
                 refused.append(error)
                 continue
             args = llama_args(placed.config)  # None for another package's model
@@ -261,7 +273,7 @@ class Sweep:
                 signal.signal(number, handler)
         if signals:
             print(f"stopped by {signals[0]}: run the same command to continue", file=sys.stderr)
-            return STOPPED
+            return INTERRUPTED
         return int(any(not point.is_done for point in self.points))
 
     def _run(self, lock: IO[str], signals: list[str], without: Collection[str]) -> None:
@@ -306,23 +318,30 @@ class Sweep:
         return start(point.config, folder, point.arguments, point.ranks, variables, keep)
 
     def _finish(self, point: Point, started: Started) -> None:
-        path = self.work / point.name / SUMMARY_FILE
+        folder = self.work / point.name
+        path = folder / SUMMARY_FILE
         try:
             started.finish()
         except RunFailedError as error:
-            diverged = re.search(r"\b(is|are) not finite", str(error))
-            self._save(point, DIVERGED if diverged else f"failed: {error}")
+            status, why = FAILED, str(error)
+            record = read_state(folder)
+            # A refusal before any rank starts leaves no record.
+            if record and record["state"] in FAILURES and has_ended(record, started.began):
+                why = str(record["error"])
+                # What refuses a run that the check has accepted may pass: it is repeated.
+                status = DIVERGED if record["state"] == DIVERGED else FAILED
+            self._save(point, status, why)
             return
         if not path.is_file():
-            self._save(point, "stopped before its last step")
+            self._save(point, STOPPED, "before its last step")
             return
         summary = read_json(path)
         point.row |= {"steps": summary["steps"]} | {key: summary[key] for key in RESULTS}
         losses = [summary[key] for key in ("val_loss", "train_loss") if summary[key] is not None]
         self._save(point, FINISHED if all(map(math.isfinite, losses)) else DIVERGED)
 
-    def _save(self, point: Point, status: str) -> None:
-        point.row["status"] = status
+    def _save(self, point: Point, status: str, why: str = "") -> None:
+        point.row |= {"status": status, "why": why}
         path = self.work / point.name / POINT_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         arguments = [point.config, *point.arguments]
@@ -330,12 +349,13 @@ class Sweep:
         write_whole(path, json.dumps(record, indent=1) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the table: ``status``, the settings, ``parameters``, ``steps`` and `RESULTS`."""
+        """Return the table: ``status``, ``why``, settings, ``parameters``, ``steps``, `RESULTS`."""
         keys = ("parameters", "steps", *RESULTS)
         rows = []
         for point in self.points:
             results = {key: point.row.get(key) for key in keys}
             named = {"point": point.name, "status": point.row["status"]}
+            named["why"] = point.row.get("why", "")
             rows.append({**named, **point.settings, **results})
         return rows
 
@@ -376,7 +396,7 @@ class _Shown:
     def end(self, point: Point) -> None:
         """Say how a point ended."""
         self._ended += 1
-        how = str(point.row["status"])
+        how = point.outcome
         losses = {"validation loss": "val_loss", "training loss": "train_loss"}
         for what, key in losses.items():
             if point.row.get(key) is not None:
@@ -470,8 +490,13 @@ def _read_point(path: Path) -> dict[str, Any]:
 
 def as_markdown(rows: list[dict[str, Any]]) -> str:
     """Format the rows as a Markdown table, without the points' names."""
-    header = [key for key in rows[0] if key != "point"]
-    return markdown_table(header, [[_cell(row[key]) for key in header] for row in rows])
+    header = [key for key in rows[0] if key not in ("point", "why")]
+    told = [row | {"status": _outcome(row)} for row in rows]
+    return markdown_table(header, [[_cell(row[key]) for key in header] for row in told])
+
+
+def _outcome(row: Mapping[str, Any]) -> str:
+    return f"{row['status']}: {row['why']}" if row.get("why") else str(row["status"])
 
 
 def _cell(value: Any) -> str:

@@ -221,17 +221,20 @@ class Step:
         self.gradients.settle(findings.rejected)
         return findings
 
-    def fault(self, findings: Findings) -> str:
-        """Say why a step was rejected; call it on every rank, before the next step."""
+    def fault(self, findings: Findings) -> tuple[str, int | None]:
+        """Return why a step was rejected, and the rank; call it on every rank, before the next."""
         if not self.data.global_tokens:  # 0/0: the weights are not the cause
-            return "the global batch has no valid label (all are ignored)"
+            return "the global batch has no valid label (all are ignored)", None
         if findings.bad_ranks:
             rank = first_rank_where(not findings.loss_is_finite)
-            return f"loss of rank {rank} is not finite"
-        return f"gradient norm is {findings.norm} ({self._where_not_finite()})"
+            return f"loss of rank {rank} is not finite", rank
+        where, rank = self._where_not_finite()
+        return f"gradient norm is {findings.norm} ({where})", rank
 
-    def _where_not_finite(self) -> str:
-        """Say which rank's backward made a gradient that is not finite; call it on every rank.
+    def _where_not_finite(self) -> tuple[str, int | None]:
+        """Return whose backward made a gradient that is not finite, in words and as a rank.
+
+        Call it on every rank.
 
         A NaN spreads against the order of the layers: the last parameter that has one is nearest to
         its origin. Tensor-parallel ranks share sums in backward, so the first of them is named.
@@ -249,8 +252,9 @@ class Step:
             for stage in reversed(range(stages)):
                 names = nonfinite(parts[stage]) if stage in parts else []
                 if at := first_rank_with(names[-1] if names else None):
-                    return kind + at
-        return "every entry is finite, but the squares overflow"
+                    rank, name = at
+                    return f"{kind}rank {rank}: {name}", rank
+        return "every entry is finite, but the squares overflow", None
 
 
 def shapes_of(microbatches: Iterable[Batch]) -> tuple[Any, ...]:

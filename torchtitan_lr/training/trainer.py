@@ -291,12 +291,11 @@ class Trainer(TitanTrainer):
                 self.validator.suspended = True
         if not findings.rejected:
             return
-        what = self.running_step.fault(findings)
+        what, rank = self.running_step.fault(findings)
         if self.skipped_steps >= self.job_config.training.max_skipped_steps:
-            raise NonFiniteError(
-                f"step {self.step}: {what}; last good checkpoint: "
-                f"{self.checkpointer.newest(finite=True) or 'none'}"
-            )
+            good = self.checkpointer.newest(finite=True) or "none"
+            line = f"step {self.step}: {what}; last good checkpoint: {good}"
+            raise NonFiniteError(line, rank, self.step)
         self.skipped_steps += 1
         logger.warning("step %d: %s; optimizer step skipped", self.step, what)
 
@@ -398,7 +397,7 @@ class Trainer(TitanTrainer):
             saved = self.checkpointer.save_interrupted(self.step)
         how = f"saved as {saved}" if saved else "nothing was saved"
         how += ": repair it and run the same command again"
-        return BadDataError(f"step {failed}: {error}; {how}")
+        return BadDataError(f"step {failed}: {error}; {how}", error.rank, failed)
 
     def _log_step(self, rates: dict[str, float]) -> None:
         """Log the step that has ended; call it on every rank."""

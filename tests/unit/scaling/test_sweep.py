@@ -50,8 +50,8 @@ def test_failed_points_run_again_and_those_with_a_result_do_not(tmp_path, standi
     assert sweep.main(command(tmp_path, "16,32")) == 1
     assert len(standin) == 4
     rows = json.loads((work / "sweep.json").read_text())
-    statuses = ["finished"] * 2 + ["failed: error: rank 1 failed"] * 2
-    assert [row["status"] for row in rows] == statuses
+    ends = [("finished", "")] * 2 + [("failed", "error: rank 1 failed")] * 2
+    assert [(row["status"], row["why"]) for row in rows] == ends
     assert rows[0]["parameters"] < rows[2]["parameters"]
     table = (work / "sweep.md").read_text()
     assert table.startswith("| status | low_rank.rank | optimizer.lr | parameters |")
@@ -87,7 +87,7 @@ def test_a_divergence_is_a_result(tmp_path, standin):
     assert sweep.main(grid) == 0
     rows = json.loads((tmp_path / "w/sweep.json").read_text())
     assert [row["status"] for row in rows] == ["finished", "diverged"]
-    assert rows[1]["val_loss"] is None
+    assert rows[1]["val_loss"] is None and rows[1]["why"] == "step 2: its own words"
     standin.clear()
     assert sweep.main(grid) == 0 and not standin
 
@@ -105,7 +105,8 @@ def test_a_stop_signal_is_passed_on_and_nothing_more_starts(tmp_path, standin, c
     assert folders(standin) == ["rank-64_lr-0.001"]
     assert "stopped by SIGTERM: run the same command to continue" in capsys.readouterr().err
     rows = json.loads((tmp_path / "ranks/sweep.json").read_text())
-    assert rows[0]["status"] == "stopped before its last step" and rows[3]["status"] == "to do"
+    assert (rows[0]["status"], rows[0]["why"]) == ("stopped", "before its last step")
+    assert rows[3]["status"] == "to do"
 
 
 def test_as_many_points_at_once_as_jobs_on_gpus_of_their_own(tmp_path, standin, monkeypatch):
@@ -136,7 +137,7 @@ def test_refused_points(tmp_path, standin, capsys, monkeypatch):
     assert "parallelism.tp_plan: got 'megatron'" in capsys.readouterr().err and not standin
     assert sweep.main([*grid, "--skip_refused", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert rows[1]["status"].startswith("refused: parallelism.tp_plan")
+    assert rows[1]["status"] == "refused" and rows[1]["why"].startswith("parallelism.tp_plan")
     assert folders(standin) == ["tp_plan-btp"]
 
 
