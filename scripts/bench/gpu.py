@@ -32,7 +32,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -44,6 +44,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import DeviceType
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchtitan_lr.training.register  # noqa: F401
@@ -201,15 +202,25 @@ def _kernels(call: Callable[[], object], device: str, longest: int = 25) -> Iter
     activity = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profiler:
         call()
-    kernels = []
-    for event in profiler.key_averages():
-        spent = event.self_device_time_total if cuda else event.self_cpu_time_total
-        kernels.append({"kernel": event.key[:90], "calls": event.count, "ms": spent / 1e3})
+    kernels = [*_on_device(profiler.key_averages(), cuda)]
     kernels.sort(key=lambda kernel: -kernel["ms"])
     calls, busy_ms = (sum(kernel[key] for kernel in kernels) for key in ("calls", "ms"))
     yield {"kernel": "all kernels", "calls": calls, "ms": busy_ms, "share": 1.0}
     for kernel in kernels[:longest]:
         yield {**kernel, "share": kernel["ms"] / busy_ms}
+
+
+def _on_device(events: Iterable[Any], cuda: bool) -> Iterator[Row]:
+    """Yield the events that took time on the device.
+
+    A profile of CUDA alone holds the host's calls of CUDA too, which are no kernels, and the marks
+    of `record_function`, which contain kernels.
+    """
+    kind = DeviceType.CUDA if cuda else DeviceType.CPU
+    for event in events:
+        if event.device_type == kind and not event.is_user_annotation:
+            spent = event.self_device_time_total if cuda else event.self_cpu_time_total
+            yield {"kernel": event.key[:90], "calls": event.count, "ms": spent / 1e3}
 
 
 def optimizer(device: str, small: bool) -> Iterator[Row]:

@@ -5,6 +5,8 @@ import json
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEventAvg
 
 from scripts.bench import gpu
 from torchtitan_lr.models.families import FAMILIES
@@ -25,6 +27,24 @@ def test_parts_of_one_rank(part, key, tmp_path):
     rows = json.loads(out.read_text())["parts"][part]
     found = [row for row in rows if "kernel" not in row or key in row]
     assert found and all(row[key] > 0 for row in found)
+
+
+def test_only_kernels_count_as_kernels():
+    def event(key, device_type, is_user_annotation=False):
+        found = FunctionEventAvg()
+        found.key, found.device_type, found.count = key, device_type, 2
+        found.is_user_annotation = is_user_annotation
+        found.self_device_time_total, found.self_cpu_time_total = 500.0, 300.0
+        return found
+
+    events = [
+        event("gemm", DeviceType.CUDA),
+        event("cudaLaunchKernel", DeviceType.CPU),
+        event("Optimizer.step", DeviceType.CUDA, is_user_annotation=True),
+    ]
+    assert [*gpu._on_device(events, cuda=True)] == [{"kernel": "gemm", "calls": 2, "ms": 0.5}]
+    (on_cpu,) = gpu._on_device(events, cuda=False)
+    assert on_cpu["kernel"] == "cudaLaunchKernel" and on_cpu["ms"] == 0.3
 
 
 def test_a_rehearsal_of_the_spectral_part(tmp_path):
