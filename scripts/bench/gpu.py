@@ -21,6 +21,8 @@ Nothing is fetched. The parts:
     context   attention at 8B of one of the ranks that share a row of 32k or 128k tokens, beside a
               C-th of a whole row's on one device; nothing is sent
     profile   the kernels of one compiled step of CoLA, the longest first
+    padded    a compiled step of CoLA and full rank at 1B, whose feed-forward width is odd: padded
+              where products use it, and not
     products  products of Gram matrices, Muon's direction, Cholesky's factors and TSR-Adam's four
               products: fp32, TF32, three bf16 products, and what each gets wrong
     eigenvectors   those of a refresh's matrices, one by one, batched, and by cuSOLVER itself
@@ -67,6 +69,7 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.inference.decode import Decoder, Sampling
+from torchtitan_lr.models import linears
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.families import FAMILIES
@@ -189,6 +192,47 @@ def _workload(device: str, small: bool, flavor: str) -> Workload:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     shape = ("debug", 2, 32) if small else (flavor, 8, 1024)
     return Workload(*shape, dtype=dtype, device=device)
+
+
+PADDED = (("cola", 8), ("full", 8), ("cola", 24), ("full", 24))
+"""Family and rows of 1,024 tokens of each group of `padded`."""
+
+
+def padded(device: str, small: bool) -> Iterator[Row]:
+    """Yield compiled training steps whose odd feed-forward width is padded at use, or not.
+
+    One model takes turns with itself. ``speed_up`` is over the first, which is not padded;
+    ``loss_difference`` is relative, between two passes with the same weights.
+    """
+    for family, batch in PADDED[:2] if small else PADDED:
+        _reset(device)
+        workload = _workload(device, small, "1B")
+        workload = replace(workload, ffn_dim=341) if small else replace(workload, batch=batch)
+        runner = Runner(family, workload)
+        runner.compile()
+        plain, other = (_padding(on, runner.forward).item() for on in (False, True))
+        calls = {f"padded {on}": partial(_padding, on, runner.step) for on in (False, True)}
+        timed = in_turns(calls, 2 if small else 5, warmup=2)
+        flops = flops_per_token(workload.args(family), workload.seq_len)
+        tokens = runner.tokens.numel()
+        for name, found in timed.items():
+            row: Row = {"family": family, "f": workload.args(family).ffn_dim, "tokens": tokens}
+            row |= {"how": name, **found.as_dict(), "loss_difference": abs(other / plain - 1)}
+            row["tokens_per_s"] = 1e3 * tokens / row["ms"]
+            if device == "cuda":
+                row["mfu"] = row["tokens_per_s"] * flops / peak_flops(torch.cuda.get_device_name())
+                row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            yield row
+        del runner, calls
+
+
+def _padding(on: bool, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Call what pads odd widths, or not, and leave the setting as it was."""
+    before, linears.pads_odd_widths = linears.pads_odd_widths, on
+    try:
+        return call()
+    finally:
+        linears.pads_odd_widths = before
 
 
 def profile(device: str, small: bool) -> Iterator[Row]:
@@ -458,7 +502,7 @@ PARTS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
     part.__name__: part
     for part in (
         *(parity, training, optimizer, spectral, decoding, codec, block, graphs, context, profile),
-        *(products, eigenvectors),
+        *(products, eigenvectors, padded),
     )
 }
 
