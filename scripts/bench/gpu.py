@@ -21,6 +21,11 @@ Nothing is fetched. The parts:
     context   attention at 8B of one of the ranks that share a row of 32k or 128k tokens, beside a
               C-th of a whole row's on one device; nothing is sent
     profile   the kernels of one compiled step of CoLA, the longest first
+    padded    a compiled step of CoLA and full rank at 1B, whose feed-forward width is odd: padded
+              where products use it, and not
+    products  products of Gram matrices, Muon's direction, Cholesky's factors and TSR-Adam's four
+              products: fp32, TF32, three bf16 products, and what each gets wrong
+    eigenvectors   those of a refresh's matrices, one by one, batched, and by cuSOLVER itself
 
 Every row is printed, and written to --out, as it ends: a time limit costs the rows after it.
 
@@ -32,7 +37,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -44,12 +49,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import DeviceType
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchtitan_lr.training.register  # noqa: F401
 from scripts.bench import block as bench_block
 from scripts.bench.harness import in_turns, machine, median_ms
 from scripts.bench.peers import Runner, Workload
+from scripts.bench.products import eigenvectors, products
 from scripts.bench.spectral import USUAL, UsualMuon, factors_of, our_optimizer
 from tests.oracle.flops import flops_per_token
 from torchtitan_lr.collectives import Ranks
@@ -62,6 +69,7 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.inference.decode import Decoder, Sampling
+from torchtitan_lr.models import linears
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.families import FAMILIES
@@ -186,6 +194,47 @@ def _workload(device: str, small: bool, flavor: str) -> Workload:
     return Workload(*shape, dtype=dtype, device=device)
 
 
+PADDED = (("cola", 8), ("full", 8), ("cola", 24), ("full", 24))
+"""Family and rows of 1,024 tokens of each group of `padded`."""
+
+
+def padded(device: str, small: bool) -> Iterator[Row]:
+    """Yield compiled training steps whose odd feed-forward width is padded at use, or not.
+
+    One model takes turns with itself. ``speed_up`` is over the first, which is not padded;
+    ``loss_difference`` is relative, between two passes with the same weights.
+    """
+    for family, batch in PADDED[:2] if small else PADDED:
+        _reset(device)
+        workload = _workload(device, small, "1B")
+        workload = replace(workload, ffn_dim=341) if small else replace(workload, batch=batch)
+        runner = Runner(family, workload)
+        runner.compile()
+        plain, other = (_padding(on, runner.forward).item() for on in (False, True))
+        calls = {f"padded {on}": partial(_padding, on, runner.step) for on in (False, True)}
+        timed = in_turns(calls, 2 if small else 5, warmup=2)
+        flops = flops_per_token(workload.args(family), workload.seq_len)
+        tokens = runner.tokens.numel()
+        for name, found in timed.items():
+            row: Row = {"family": family, "f": workload.args(family).ffn_dim, "tokens": tokens}
+            row |= {"how": name, **found.as_dict(), "loss_difference": abs(other / plain - 1)}
+            row["tokens_per_s"] = 1e3 * tokens / row["ms"]
+            if device == "cuda":
+                row["mfu"] = row["tokens_per_s"] * flops / peak_flops(torch.cuda.get_device_name())
+                row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            yield row
+        del runner, calls
+
+
+def _padding(on: bool, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Call what pads odd widths, or not, and leave the setting as it was."""
+    before, linears.pads_odd_widths = linears.pads_odd_widths, on
+    try:
+        return call()
+    finally:
+        linears.pads_odd_widths = before
+
+
 def profile(device: str, small: bool) -> Iterator[Row]:
     """Yield the 25 longest kernels of one compiled step of CoLA, and their sum over all."""
     _reset(device)
@@ -201,15 +250,25 @@ def _kernels(call: Callable[[], object], device: str, longest: int = 25) -> Iter
     activity = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profiler:
         call()
-    kernels = []
-    for event in profiler.key_averages():
-        spent = event.self_device_time_total if cuda else event.self_cpu_time_total
-        kernels.append({"kernel": event.key[:90], "calls": event.count, "ms": spent / 1e3})
+    kernels = [*_on_device(profiler.key_averages(), cuda)]
     kernels.sort(key=lambda kernel: -kernel["ms"])
     calls, busy_ms = (sum(kernel[key] for kernel in kernels) for key in ("calls", "ms"))
     yield {"kernel": "all kernels", "calls": calls, "ms": busy_ms, "share": 1.0}
     for kernel in kernels[:longest]:
         yield {**kernel, "share": kernel["ms"] / busy_ms}
+
+
+def _on_device(events: Iterable[Any], cuda: bool) -> Iterator[Row]:
+    """Yield the events that took time on the device.
+
+    A profile of CUDA alone holds the host's calls of CUDA too, which are no kernels, and the marks
+    of `record_function`, which contain kernels.
+    """
+    kind = DeviceType.CUDA if cuda else DeviceType.CPU
+    for event in events:
+        if event.device_type == kind and not event.is_user_annotation:
+            spent = event.self_device_time_total if cuda else event.self_cpu_time_total
+            yield {"kernel": event.key[:90], "calls": event.count, "ms": spent / 1e3}
 
 
 def optimizer(device: str, small: bool) -> Iterator[Row]:
@@ -443,6 +502,7 @@ PARTS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
     part.__name__: part
     for part in (
         *(parity, training, optimizer, spectral, decoding, codec, block, graphs, context, profile),
+        *(products, eigenvectors, padded),
     )
 }
 
