@@ -17,6 +17,7 @@ Nothing is fetched. The parts:
     codec     TAGC: one exchange of a gradient with this process alone, by codec
     block     a decoder block of one rank of four, compiled: BTP's forward and backward beside full
               rank's at two batches, and its longest kernels; nothing is sent
+    captured  the same of full rank and BTP at one and four rows, plain and as one CUDA graph
     graphs    a compiled step of CoLA and full rank with CUDA graphs of the blocks, and without
     context   attention at 8B of one of the ranks that share a row of 32k or 128k tokens, beside a
               C-th of a whole row's on one device; nothing is sent
@@ -56,7 +57,7 @@ import torchtitan_lr.training.register  # noqa: F401
 from scripts.bench import block as bench_block
 from scripts.bench.harness import in_turns, machine, median_ms
 from scripts.bench.peers import Runner, Workload
-from scripts.bench.products import eigenvectors, products
+from scripts.bench.products import eigenvectors, products, timed_rows
 from scripts.bench.spectral import USUAL, UsualMuon, factors_of, our_optimizer
 from tests.oracle.flops import flops_per_token
 from torchtitan_lr.collectives import Ranks
@@ -422,6 +423,59 @@ def _waited(call: Callable[[], object], device: str) -> None:
         torch.cuda.synchronize()
 
 
+def captured(device: str, small: bool) -> Iterator[Row]:
+    """Yield the milliseconds of a block of one rank of four, plain and as one CUDA graph.
+
+    All of one batch take turns; ``speed_up`` is over full rank, plain. ``equal`` says whether the
+    graph leaves the input's gradient of the plain pass, bit by bit.
+    """
+    shape = ["--flavor=debug", "--seq_len=32", "--dtype=float32"]
+    if not small:
+        shape = ["--flavor=7B", "--seq_len=4096", "--compile"]
+    for batch in (1, 4):
+        _reset(device)
+        options = bench_block.parse([f"--device={device}", f"--batch={batch}", *shape])
+        calls: dict[str, Callable[[], object]] = {}
+        equal: dict[str, bool] = {}
+        with bench_block.joined(options) as mesh:
+            # Both are built before one is compiled: building drops what is compiled.
+            blocks = {
+                name: bench_block.calls_of(bench_block.VARIANTS[name], mesh, options)
+                for name in ("full", "btp")
+            }
+            for name, built in blocks.items():
+                calls[f"{name}, plain"] = built.both
+                built.both()  # compiles
+                replay = _captured(built.both, device)
+                _waited(replay, device)
+                kept = built.x.grad  # the graph's own memory
+                _waited(built.both, device)
+                assert kept is not None and built.x.grad is not None
+                how = "captured" if device == "cuda" else "plain again: no graph on a CPU"
+                calls[f"{name}, {how}"] = replay
+                equal[f"{name}, {how}"] = torch.equal(kept, built.x.grad)
+            for row in timed_rows(calls, 2 if small else 10):
+                yield {"batch": batch, **row, "equal": equal.get(row["how"])}
+        del calls, blocks, built, replay, kept
+
+
+def _captured(call: Callable[[], object], device: str) -> Callable[[], object]:
+    """Return what replays a call as one CUDA graph with memory of its own; the call on a CPU."""
+    if device == "cpu":
+        return call
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        call()
+    replay: Callable[[], object] = graph.replay
+    return replay
+
+
 def graphs(device: str, small: bool) -> Iterator[Row]:
     """Yield the milliseconds of compiled training steps whose blocks are CUDA graphs, or not."""
     for batch, family, mode in product((2, 8), ("cola", "full"), (None, "reduce-overhead")):
@@ -502,7 +556,7 @@ PARTS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
     part.__name__: part
     for part in (
         *(parity, training, optimizer, spectral, decoding, codec, block, graphs, context, profile),
-        *(products, eigenvectors, padded),
+        *(products, eigenvectors, padded, captured),
     )
 }
 
