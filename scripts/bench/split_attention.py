@@ -107,6 +107,26 @@ FLASH = Kernel(_flash, _flash_backward)
 CUDNN = Kernel(_cudnn, _cudnn_backward)
 
 
+def with_repeated_heads(kernel: Kernel) -> Kernel:
+    """Return a kernel for grouped queries from one that knows no groups: it copies k and v."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Any, ...]:
+        times = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
+        return kernel.forward(q, k, v, causal)
+
+    def backward(
+        gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads, times = k.shape[1], q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
+        dq, dk, dv = kernel.backward(gradient, q, k, v, *others)
+        dk, dv = (x.unflatten(1, (heads, times)).sum(2) for x in (dk, dv))
+        return dq, dk, dv
+
+    return Kernel(forward, backward)
+
+
 def merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge two calls' outputs (b, h, n, head_dim) and log-sum-exps (b, h, n) over other keys.
 

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from scripts.bench.split_attention import CPU, split_attention
+from scripts.bench.split_attention import CPU, split_attention, with_repeated_heads
 from torchtitan_lr.parallel.context import attend_to_prefix
 
 
@@ -23,6 +23,10 @@ def split(q, k, v):
     return split_attention(q, k, v, CPU)
 
 
+def repeated(q, k, v):
+    return split_attention(q, k, v, with_repeated_heads(CPU))
+
+
 def unmerged(q, k, v):
     """The control: the mean of both outputs."""
     n = q.shape[-2]
@@ -33,11 +37,12 @@ def unmerged(q, k, v):
     return (own + before[0]) / 2
 
 
+@pytest.mark.parametrize("attention", [split, repeated])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 3e-15), (torch.float32, 1e-6)])
 @pytest.mark.parametrize(("queries", "keys"), [(8, 8), (8, 40), (5, 6), (33, 100)])
-def test_it_is_attention_with_a_mask(dtype, limit, queries, keys):
+def test_it_is_attention_with_a_mask(attention, dtype, limit, queries, keys):
     exact = results(attend_to_prefix, torch.float64, queries, keys)
-    found = results(split, dtype, queries, keys)
+    found = results(attention, dtype, queries, keys)
     for a, b in zip(found, exact, strict=True):
         assert a.dtype == dtype
         # fp32 rounds the inputs of neither: the same numbers, exact in both.
