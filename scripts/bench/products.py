@@ -137,7 +137,7 @@ class ProductsBy(TorchFunctionMode):
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
     """Return |found - exact| / |exact|, by Frobenius norms in fp64."""
-    return float((found.double() - exact).norm() / exact.norm())
+    return float((found.detach().double() - exact.detach()).norm() / exact.detach().norm())
 
 
 def products(device: str, small: bool) -> Iterator[Row]:

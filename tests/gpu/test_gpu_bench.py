@@ -65,6 +65,13 @@ def test_a_rehearsal_of_products(device):
     assert narrow > 1e-3  # the control
 
 
+def test_a_rehearsal_of_split_attention(device):
+    rows = [*gpu.split("cpu", small=True)]
+    assert [row for row in rows if "failed" in row] == []
+    errors = [row["errors"] for row in rows if row["errors"] is not None]
+    assert len(errors) == 2 and max(map(max, errors)) < 1e-6
+
+
 def test_eigenvectors_by_cusolver(device):
     if device.type != "cuda":
         pytest.skip("there is no cuSOLVER here")
