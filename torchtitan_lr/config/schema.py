@@ -95,19 +95,6 @@ def base_of(name: str) -> str:
     return BASES.get(name, name)
 
 
-PRODUCTS = "products"
-"""The value of ``optimizer.weight_decay_on`` that shrinks B A in the place of A and B."""
-
-
-def sums_grams(optimizer: Any) -> bool:
-    """Return whether a run sums Gram matrices (r, r) of factors, for which no rank may split r.
-
-    Args:
-        optimizer: ``[optimizer]``.
-    """
-    return base_of(optimizer.name) in SPECTRAL or optimizer.weight_decay_on == PRODUCTS
-
-
 DEFAULTS_OF: dict[str, dict[str, Any]] = {
     # torch.optim.Muon's rate and decay, and Jordan et al.'s momentum. Updates have AdamW's size.
     "Muon": {"optimizer.lr": 1e-3, "optimizer.weight_decay": 0.1, "optimizer.nesterov": True},
@@ -353,14 +340,9 @@ class Optimizer:
     """Weight decay: decoupled, but with Adam a term of the gradient. LoRAMuon splits it between A
     and B, so that B A decays by it."""
 
-    weight_decay_on: Literal["all", "matrices", "products"] = "all"
-    """What `weight_decay` λ shrinks:
-    - 'all': every parameter
-    - 'matrices': all but norms and gates
-    - 'products': as 'matrices', but in the place of the factors A and B of a linear their product,
-      by the penalty λ/2·|BA|² (Frobenius): A ← A - ηλ·BᵀB A, B ← B - ηλ·B AAᵀ, before the
-      optimizer's own update, with every optimizer. An activation between A and B does not count.
-      Ranks sum r×r Gram matrices for it, and gather factors whose r they split."""
+    weight_decay_on: Literal["all", "matrices"] = "all"
+    """What `weight_decay` shrinks: every parameter ('all'), or all but norms and gates
+    ('matrices')."""
 
     groups: list[dict[str, str | float]] = field(default_factory=list)
     """Other rates for some parameters: a table ``[[optimizer.groups]]`` for each group, with the

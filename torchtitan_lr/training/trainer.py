@@ -38,7 +38,6 @@ from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.container import trained_parameters
 from torchtitan_lr.optim.gradients import Gradients, StoredGradients
 from torchtitan_lr.optim.groups import LoggedRates, ParameterGroups
-from torchtitan_lr.optim.product_decay import ProductDecay
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.parallel.context import context_ranks
@@ -302,12 +301,7 @@ class Trainer(TitanTrainer):
         replicas = ("dp_replicate",) if owned else ()
         meshes = self.parallel_dims.get_all_one_dimensional_meshes()
         groups = {name: mesh.get_group() for name, mesh in meshes.items()}
-        decay = getattr(self.optimizers, "product_decay", None)
-        summing = [
-            optimizer
-            for optimizer in (decay, *self.optimizers)
-            if isinstance(optimizer, SpectralOptimizer | ProductDecay)
-        ]
+        summing = [each for each in self.optimizers if isinstance(each, SpectralOptimizer)]
         for optimizer in summing:
             groups |= optimizer.groups.by_name()
         return CommLedger(self.model_parts, groups, replicas, summing)
