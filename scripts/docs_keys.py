@@ -23,8 +23,8 @@ INTRODUCTION = """# Keys
 Every key of a run's TOML, with its default. The same key on the command line is
 `--section.key=value`. `torchtitan-lr config show NAME` prints the values of a configuration and
 where each comes from. `include = "base.toml"` at the top of a file, relative to it, starts from
-another file's keys. `python -m scripts.docs_keys` writes this page from the fields and their
-docstrings.
+another file's keys. In a path, `~` and `${NAME}` of the environment are replaced.
+`python -m scripts.docs_keys` writes this page from the fields and their docstrings.
 """
 
 

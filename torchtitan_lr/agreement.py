@@ -58,13 +58,13 @@ def first_rank_where(condition: bool) -> int | None:
     return None if rank == ranks else rank
 
 
-def first_rank_with(found: str | None) -> str | None:
-    """Return ``rank R: FOUND`` of the first rank with a ``found``; None if no rank has one.
+def first_rank_with(found: str | None) -> tuple[int, str] | None:
+    """Return the first rank with a ``found``, and that; None if no rank has one.
 
     The result is the same on all ranks.
     """
     rank = first_rank_where(found is not None)
-    return None if rank is None else f"rank {rank}: {from_first_rank(found, rank)}"
+    return None if rank is None else (rank, str(from_first_rank(found, rank)))
 
 
 def done_by_first(store: Any, key: str, first: bool, ranks: int, work: Callable[[], T]) -> T:

@@ -87,7 +87,17 @@ class DataError(ConfigError):
 
 
 class RunFailedError(RuntimeError):
-    """A run ended with an error; the message is one line."""
+    """A run ended with an error; the message is one line.
+
+    Args:
+        message: The line.
+        rank: The rank at fault; None for the one that raises it.
+        step: The step at fault, if it is known.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, step: int | None = None) -> None:
+        super().__init__(message)
+        self.rank, self.step = rank, step
 
 
 def describe_error(error: BaseException) -> str | None:

@@ -8,6 +8,7 @@ Start it with ``torchtitan-lr train`` or with ``torchrun -m torchtitan_lr.train
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
@@ -35,14 +36,19 @@ from torchtitan_lr.launch.check_once import checked_once
 from torchtitan_lr.launch.environment import launched_ranks
 from torchtitan_lr.launch.folder_lock import StillOurs, locked_by_rank
 from torchtitan_lr.launch.run_state import (
+    DIVERGED,
+    EXIT_STATUS,
     FAILED,
+    FAILURES,
     FINISHED,
+    REFUSED,
     RUNNING,
     STOPPED,
     holder_named,
     write_state,
 )
 from torchtitan_lr.titan.device import bind_device
+from torchtitan_lr.training.verdict import NonFiniteError
 
 
 def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) -> int:
@@ -53,14 +59,13 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         trainer_class: The trainer to build.
 
     Returns:
-        The exit status: 0 if training finished or was stopped and saved, 1 for a non-finite loss
-        or bad data, 2 for an invalid configuration.
+        The exit status: `EXIT_STATUS` of how the run ended.
     """
     init_console()
     device_type = bind_device()
     trainer: Trainer | None = None
     lock = ExitStack()
-    status = 1
+    status, began = EXIT_STATUS[FAILED], time.time()
     record: Callable[..., None] = _no_record
     try:
         config = build_job_config(sys.argv[1:] if argv is None else argv)
@@ -69,7 +74,7 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         check = partial(_check, config, ranks, device_type)
         checked_once(folder, check, partial(prepare_for_ranks, config))
         still_ours = lock.enter_context(locked_by_rank(folder, os.environ))
-        record = partial(_record, folder, still_ours)
+        record = partial(_record, folder, still_ours, began)
         trainer = trainer_class(config)
         trainer.checkpointer.before_save = still_ours
         trainer.metrics_processor.before_writing = still_ours
@@ -81,18 +86,21 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
             trainer.train()
         status = 0
         if trainer.stopped_by:
-            record(STOPPED, f"{trainer.stopped_by} after step {trainer.step}")
+            why = f"{trainer.stopped_by} after step {trainer.step}"
+            record(STOPPED, why, step=trainer.step)
         else:
-            record(FINISHED)
+            record(FINISHED, step=trainer.step)
     except (ConfigError, RunFailedError) as error:
-        record(FAILED, str(error))
+        state = REFUSED if isinstance(error, ConfigError) else FAILED
+        state = DIVERGED if isinstance(error, NonFiniteError) else state
+        record(state, str(error), getattr(error, "rank", None), getattr(error, "step", None))
         # Print on every rank: torchrun kills the other ranks as soon as any rank fails.
         print(escaped(f"error: {error}"), file=sys.stderr, flush=True)
-        status = 2 if isinstance(error, ConfigError) else 1
+        status = EXIT_STATUS[state]
     except Exception as error:
         line = describe_error(error)
         why = line or f"{type(error).__name__}: {error}".partition("\n")[0]
-        record(FAILED, why.removeprefix("error: "))
+        record(FAILED, why.removeprefix("error: "), step=getattr(trainer, "step", None))
         if line is None:
             raise
         logging.getLogger(__name__).info(line, exc_info=True)  # its place is in details.log
@@ -115,15 +123,30 @@ def _check(config: Any, ranks: int, device_type: str) -> None:
         check_job_config(config, ranks, device_type)
 
 
-def _record(dump_folder: str, still_ours: StillOurs, state: str, why: str = "") -> None:
-    """Record the run's state, on rank 0, unless the folder is another run's by now."""
+def _record(
+    dump_folder: str,
+    still_ours: StillOurs,
+    began: float,
+    state: str,
+    error: str = "",
+    rank: int | None = None,
+    step: int | None = None,
+) -> None:
+    """Record the run's state, unless the folder is another run's by now.
+
+    Rank 0 does it; a failure is recorded by whichever rank has it first.
+    """
+    here = int(os.environ.get("RANK", "0"))
+    if here and state not in FAILURES:
+        return
+    if state == FAILED and rank is None:
+        rank = here
     with suppress(ConfigError):
         still_ours()
-        if os.environ.get("RANK", "0") == "0":
-            write_state(dump_folder, state, why)
+        write_state(dump_folder, state, error, rank, step, began)
 
 
-def _no_record(*_: str) -> None:
+def _no_record(*_: Any, **__: Any) -> None:
     """Record nothing: the folder belongs to another job, or is unknown."""
 
 

@@ -7,8 +7,7 @@ r"""Keep the finished runs of an experiment in one small file, and go on from it
 scripts/research/results.sh does both around `torchtitan-lr scaling run`.
 
 store reads the runs of a folder that `torchtitan-lr scaling run` has written, and adds those that
-are new to scripts/research/experiments/NAME.json, with the commit and the torch that ran them. The
-folder's seconds.json, of scripts.research.race.seconds, goes to experiments/seconds/NAME.json.
+are new to scripts/research/experiments/NAME.json, with the commit and the torch that ran them.
 begin writes what the sweep needs of them into a folder: they do not run again, and `scaling fit`
 reads their losses. It notes there which commit and torch the next runs have.
 
@@ -17,32 +16,22 @@ Exit status: 0; 2 invalid arguments.
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib import metadata
-from itertools import groupby
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.paths import find_config
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.launch.run_state import DIVERGED, FINISHED
 from torchtitan_lr.scaling.experiment import read_experiment
-from torchtitan_lr.scaling.experiments import step_records
-from torchtitan_lr.scaling.links import SECONDS_FILE
-from torchtitan_lr.scaling.sweep import DIVERGED, FINISHED, POINT_FILE
-from torchtitan_lr.training.history import (
-    COMM_BYTES,
-    HISTORY_FILE,
-    STEP_SECONDS,
-    TRAIN_LOSS,
-    read_history,
-    train_loss,
-)
+from torchtitan_lr.scaling.plan import Plan
+from torchtitan_lr.scaling.sweep import POINT_FILE, Point, settings_of
+from torchtitan_lr.training.history import HISTORY_FILE, read_history
 from torchtitan_lr.training.update_norm import UPDATE_NORM
 
 FOLDER = Path(__file__).parent / "experiments"
@@ -54,8 +43,7 @@ CONFIG, WORK = "CONFIG", "WORK"
 """Stand for the paths of the configuration and of the folder, which differ between machines."""
 
 Run = dict[str, Any]
-"""``arguments``; ``row``, the results; ``update_norms`` of the logged steps; ``course``
-(`course_of`) of a finished run whose every step is counted; `versions`."""
+"""``arguments``; ``row``, the results; ``update_norms`` of the logged steps; `versions`."""
 
 
 def versions() -> dict[str, str]:
@@ -87,11 +75,6 @@ def stored_runs(name: str) -> dict[str, Run]:
     return read_json(path) if path.is_file() else {}
 
 
-def seconds_of(name: str) -> Path:
-    """Return the file with the seconds of an experiment's methods on links."""
-    return FOLDER / "seconds" / f"{name}.json"
-
-
 def run_of(folder: Path, work: Path) -> Run | None:
     """Return what is stored of a run; None if it has not finished.
 
@@ -106,49 +89,7 @@ def run_of(folder: Path, work: Path) -> Run | None:
     arguments = [CONFIG, *(text.replace(f"={work}/", f"={WORK}/") for text in overrides)]
     history = read_history(folder / HISTORY_FILE)
     norms = [record[UPDATE_NORM] for record in history if UPDATE_NORM in record]
-    run = {"arguments": arguments, "row": point["row"], "update_norms": norms}
-    records = step_records(folder)
-    if point["row"]["status"] == FINISHED and is_counted(records):
-        run["course"] = course_of(records)
-    return run
-
-
-def is_counted(records: Sequence[Run]) -> bool:
-    """Return whether all steps of a run are there, each with its bytes."""
-    complete = [record["step"] for record in records] == [*range(1, len(records) + 1)]
-    counted = [any(key.startswith(COMM_BYTES) for key in record) for record in records]
-    return bool(records) and complete and all(counted)
-
-
-def course_of(records: Sequence[Run]) -> Run:
-    """Return what `scaling report` reads of the steps of a run, whose bytes the ledger has counted.
-
-    Returns:
-        ``losses`` of all steps, ``seconds`` (the median), and the bytes of all steps by their key:
-        pairs of a size and of how many steps in a row have it.
-    """
-    keys = sorted({key for record in records for key in record if key.startswith(COMM_BYTES)})
-    course: Run = {
-        "losses": [float(f"{train_loss(record):.5g}") for record in records],
-        "seconds": float(f"{median(record[STEP_SECONDS] for record in records):.4g}"),
-    }
-    for key in keys:
-        sizes = groupby(record.get(key, 0) for record in records)
-        course[key] = [[size, len([*same])] for size, same in sizes]
-    return course
-
-
-def records_of(course: Run) -> list[Run]:
-    """Return the records of a run's steps that `course_of` has shortened."""
-    records = [
-        {"step": step, TRAIN_LOSS: loss, STEP_SECONDS: course["seconds"]}
-        for step, loss in enumerate(course["losses"], start=1)
-    ]
-    for key in course.keys() - {"losses", "seconds"}:
-        sizes = [size for size, count in course[key] for _ in range(count)]
-        for record, size in zip(records, sizes, strict=True):
-            record[key] = size
-    return records
+    return {"arguments": arguments, "row": point["row"], "update_norms": norms}
 
 
 def store(name: str, work: Path) -> int:
@@ -166,28 +107,26 @@ def store(name: str, work: Path) -> int:
             runs[path.parent.name] = run | ran_with
     lines = [f"{json.dumps(key)}: {json.dumps(runs[key])}" for key in sorted(runs)]
     (FOLDER / f"{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    if (work / SECONDS_FILE).is_file():
-        seconds_of(name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(work / SECONDS_FILE, seconds_of(name))
     return count
 
 
-def restore(name: str, work: Path) -> int:
-    """Write the stored runs into a folder, except those that it has; return their number."""
-    config = find_config(read_experiment(str(FOLDER / f"{name}.toml")).config)
+def plan_of(name: str, work: Path) -> Plan:
+    """Return the plan of an experiment, whose models are written to the folder of its runs."""
+    return Plan(read_experiment(str(FOLDER / f"{name}.toml")), work)
+
+
+def restore(name: str, plan: Plan) -> int:
+    """Write the stored runs into a plan's folder, except those that it has; return their number."""
+    work, config = plan.work, find_config(plan.experiment.config)
     work.mkdir(parents=True, exist_ok=True)
     missing = {n: run for n, run in stored_runs(name).items() if not (work / n).exists()}
     for run_name, run in missing.items():
         _, *overrides = run["arguments"]
-        arguments = [config, *(text.replace(f"={WORK}/", f"={work}/") for text in overrides)]
+        arguments = [text.replace(f"={WORK}/", f"={work}/") for text in overrides]
+        settings = settings_of(Point(run_name, config, arguments))
         (work / run_name).mkdir(parents=True)
-        record = {"arguments": arguments, "row": run["row"]}
+        record = {"settings": settings, "arguments": [config, *arguments], "row": run["row"]}
         (work / run_name / POINT_FILE).write_text(json.dumps(record, indent=1) + "\n")
-        if "course" in run:
-            lines = [json.dumps(step) + "\n" for step in records_of(run["course"])]
-            (work / run_name / HISTORY_FILE).write_text("".join(lines))
-    if seconds_of(name).is_file() and not (work / SECONDS_FILE).exists():
-        shutil.copyfile(seconds_of(name), work / SECONDS_FILE)
     return len(missing)
 
 
@@ -198,7 +137,7 @@ def begin(name: str, work: Path) -> int:
     """
     if (work / VERSIONS_FILE).is_file():
         store(name, work)
-    count = restore(name, work)
+    count = restore(name, plan_of(name, work))
     (work / VERSIONS_FILE).write_text(json.dumps(versions()) + "\n")
     return count
 

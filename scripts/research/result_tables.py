@@ -2,11 +2,10 @@
 """Write the tables of docs/results.md from stored runs.
 
     python -m scripts.research.result_tables
-    python -m scripts.research.result_tables race
+    python -m scripts.research.result_tables spectral
 
 What scripts/research/experiments/NAME.json says stands between the lines `<!-- table: NAME -->` and
-`<!-- end of table: NAME -->` of the page. Of a race, whose runs have counted their bytes, the
-pictures in docs/images are drawn too.
+`<!-- end of table: NAME -->` of the page.
 """
 
 import sys
@@ -17,15 +16,12 @@ from pathlib import Path
 from statistics import stdev
 
 from scripts.research import finished_runs
-from scripts.research.finished_runs import restore, stored_runs, versions_text
-from scripts.research.spectral_pictures import IMAGES, best_loss
+from scripts.research.finished_runs import plan_of, restore, stored_runs, versions_text
+from scripts.research.spectral_pictures import best_loss
 from scripts.support_table import insert
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
-from torchtitan_lr.commands.scaling import LINKS, losses_of, read_links
+from torchtitan_lr.commands.scaling import losses_of
 from torchtitan_lr.console.tables import markdown_table
-from torchtitan_lr.scaling.experiment import read_experiment
-from torchtitan_lr.scaling.plan import Plan
-from torchtitan_lr.scaling.races import Race, read_races, rules
 from torchtitan_lr.scaling.report import Row, rows_of, with_interval
 from torchtitan_lr.scaling.sweep import Sweep
 
@@ -52,15 +48,11 @@ class Results:
         reference: The family with which the others are compared.
         rows: Those of `torchtitan-lr scaling fit` that have a finished run.
         searches: Losses by learning rate, by family and size.
-        races: Those of runs that have counted their bytes.
-        rules: What their tables mean.
     """
 
     reference: str
     rows: Sequence[Row]
     searches: Mapping[tuple[str, str], dict[float, float]]
-    races: Sequence[Race]
-    rules: str
 
 
 def read_results(name: str) -> Results:
@@ -69,34 +61,26 @@ def read_results(name: str) -> Results:
     Raises:
         ConfigError: They have other settings than the experiment's file.
     """
-    experiment = read_experiment(str(finished_runs.FOLDER / f"{name}.toml"))
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        restore(name, work)
-        plan = Plan(experiment, work)
+        plan = plan_of(name, work)
+        restore(name, plan)
         losses = losses_of(work)
         searches = plan.searches(losses)
         rates, _ = plan.rates(searches, losses)
         points = plan.main_points(rates)
         Sweep(work, points)  # reads the results, and refuses those of other settings
-        races: list[Race] = []
-        if any("course" in run for run in stored_runs(name).values()):
-            races = read_races(plan, points, read_links(LINKS))
+    experiment = plan.experiment
     rows = [row for row in rows_of(points, experiment.reference) if row["losses"]]
     found = {}
     for pair, tried in searches.items():
         known = [point for point in tried if point.name in losses]
         found[pair] = {p.settings["learning_rate"]: losses[p.name] for p in known}
-    return Results(experiment.reference, rows, found, races, rules(plan, races))
+    return Results(experiment.reference, rows, found)
 
 
-def section(name: str, images: Path | None = None) -> str:
-    """Return what stands between the markers of an experiment: its tables and their origin.
-
-    Args:
-        name: The experiment's.
-        images: Where to draw the pictures of a race; None for nowhere.
-    """
+def section(name: str) -> str:
+    """Return what stands between the markers of an experiment: its tables and their origin."""
     results = read_results(name)
     parts = []
     if any(len(losses) > 1 for losses in results.searches.values()):
@@ -108,15 +92,6 @@ def section(name: str, images: Path | None = None) -> str:
         groups.setdefault(title, []).append(row)
     for title, group in groups.items():
         parts += [f"{title}:", table(group, results.reference)]
-    if results.races:
-        parts.append(results.rules)
-    for race in results.races:
-        parts += [f"### {race.name}", race.table()]
-        for over in ("bytes", "seconds"):
-            picture = f"images/{name}_{over}_{race.name}.png"
-            parts.append(f"![losses of {race.name} over {over}]({picture})")
-        if images:
-            race.draw(images / name)
     seeds = sorted({seed for row in results.rows for seed in row["losses"]})
     return "\n\n".join([*parts, origin(name, seeds)])
 
@@ -172,19 +147,18 @@ def names() -> list[str]:
     return sorted(path.stem for path in finished_runs.FOLDER.glob("*.json"))
 
 
-def with_tables(page: str, name: str, images: Path | None = None) -> str:
+def with_tables(page: str, name: str) -> str:
     """Return a page with the tables of an experiment.
 
     Args:
         page: Its text.
         name: The experiment's.
-        images: As for `section`.
 
     Raises:
         ConfigError: The page has no place for them.
     """
     begin, end = f"<!-- table: {name} -->", f"<!-- end of table: {name} -->"
-    return insert(PAGE, page, f"\n{section(name, images)}\n", begin, end)
+    return insert(PAGE, page, f"\n{section(name)}\n", begin, end)
 
 
 @in_one_line
@@ -195,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     page = PAGE.read_text()
     for name in [options.name] if options.name else names():
-        page = with_tables(page, name, IMAGES)
+        page = with_tables(page, name)
     PAGE.write_text(page)
     return 0
 

@@ -21,7 +21,7 @@ from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.console.figures import TITLE, finish, new_figure
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.scaling.sweep import FINISHED
+from torchtitan_lr.launch.run_state import FINISHED
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 

@@ -26,8 +26,8 @@ def answers(texts: list[str | None]) -> list[object]:
 
 def test_all_ranks_have_one_answer(four_ranks: RankPool) -> None:
     texts = [None, "NaN", "x" * 1000, None]
-    expected = [None, "x" * 1000, texts, 1, "rank 1: NaN"]
+    expected = [None, "x" * 1000, texts, 1, (1, "NaN")]
     assert four_ranks.run(answers, texts) == [expected] * 4
     # An empty text is one.
-    assert four_ranks.run(answers, [None, None, None, ""])[0][3:] == [3, "rank 3: "]
+    assert four_ranks.run(answers, [None, None, None, ""])[0][3:] == [3, (3, "")]
     assert four_ranks.run(answers, [None] * 4)[0] == [None, None, [None] * 4, None, None]

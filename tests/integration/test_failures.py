@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tests.integration import runs
+from torchtitan_lr.launch.run_state import read_state
 
 REFUSED = {
     "unknown_key": (["--training.stpes=5"], "training.stpes: got '5', expected "),
@@ -57,19 +58,27 @@ def test_a_rehearsal_of_eight_ranks(started):
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     config = runs.write_config(tmp_path / "dump", interval=1)
-    process = runs.launch(config, "--optimizer.lr=1e30", "--lr_scheduler.warmup_steps=0")
-    done = process.finish()
-    assert done.status not in (0, 2), done.everything
-    assert done.status < 128
+    command = [*runs.LAUNCH, "--optimizer.lr=1e30", "--lr_scheduler.warmup_steps=0"]
+    variables = {"CONFIG_FILE": str(config), "NGPU": "2"}
+    # The same end would come again: it is not restarted.
+    done = runs.Process(command, MAX_RESTARTS="3", **variables).finish()
+    assert done.status == 3, done.everything
+    assert "restart (" not in done.everything
     # With that learning rate the first step ruins the weights and the second one shows it: what
     # the first one saved is complete, and nothing to go on from.
     checkpoint = tmp_path / "dump" / "checkpoint" / "step-1"
     (line,) = done.own_lines()
     # Both ranks agree on it; either may fail first.
     assert re.match(r"error: rank [01] failed: NonFiniteError: step 2: ", line)
-    assert "gradient norm is nan" in line or "is not finite" in line
     assert "; last good checkpoint: none;" in line
     assert (checkpoint / ".metadata").is_file()
+    state = read_state(tmp_path / "dump")
+    assert (state["state"], state["step"]) == ("diverged", 2) and state["rank"] in (0, 1)
+    # The next start agrees with the line that this step is none to go on from.
+    again = runs.Process(command, **variables).finish()
+    assert again.status == 2, again.everything
+    want = f"error: checkpoint: got '{checkpoint}', expected one to resume (its weights are not fin"
+    assert again.err.startswith(want)
     assert "Traceback" not in done.out + done.err
     assert not (tmp_path / "dump" / "summary.json").exists()
 

@@ -126,7 +126,7 @@ def test_a_signal_saves_that_very_step(life, name, step):
     assert stage.last == step  # that the signal met
     signal_name = name.upper()
     why = f"{signal_name} after step {step}"
-    assert (stage.state["state"], stage.state["why"]) == ("stopped", why)
+    assert (stage.state["state"], stage.state["error"]) == ("stopped", why)
     assert stage.folders[step]  # complete
     checkpoint = life.folder / "checkpoint" / f"step-{step}"
     stops = [line for line in (stage.done.out + stage.done.err).splitlines() if "resume" in line]
@@ -153,7 +153,7 @@ def test_a_second_signal_kills(life):
     assert stage.done.status == 128 + signal.SIGTERM, stage.done.everything
     (line,) = stage.done.own_lines()
     assert line.startswith("error: killed by SIGTERM; logs: ")
-    assert (stage.state["state"], stage.state["why"]) == ("failed", "killed by SIGTERM")
+    assert (stage.state["state"], stage.state["error"]) == ("failed", "killed by SIGTERM")
     assert "Traceback" not in stage.done.out + stage.done.err
     runs.wait_until_gone(stage.pids)
     assert stage.folders.keys() == {3, 4, 6, 8} and stage.last == 8  # nothing of step 9

@@ -43,7 +43,7 @@ def test_the_others_end_with_one_clear_line(story):
     assert story.killed.status not in (0, 2), story.killed.everything
     assert (story.last, story.steps) == (5, {4})
     assert story.state["state"] == "failed"
-    assert story.state["why"].startswith("rank 1 was ended by SIGKILL")
+    assert story.state["error"].startswith("rank 1 was ended by SIGKILL")
     runs.wait_until_gone(story.ranks)
     (line,) = story.killed.own_lines()
     assert line.startswith("error: rank 1 was ended by SIGKILL")

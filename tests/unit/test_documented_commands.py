@@ -55,8 +55,9 @@ def test_a_documented_command_is_accepted(page, variables, name, arguments):
     arguments = [a for a in arguments if a not in ("…", "...")]
     parsed = parser_of(name).parse_args(arguments)
     if name == "estimate":
-        config = build_job_config([f"--job.config_file={parsed.config}", *parsed.overrides])
-        check_job_config(config, parsed.world or 8, "cuda", on_paper=True)
+        for path in parsed.configs:
+            config = build_job_config([f"--job.config_file={path}", *parsed.overrides])
+            check_job_config(config, parsed.world or 8, "cuda", on_paper=True)
 
 
 def test_the_pages_have_commands():

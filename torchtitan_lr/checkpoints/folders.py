@@ -83,6 +83,24 @@ def complete_steps(folder: str | Path) -> list[int]:
     return [step for step in all_steps(folder) if is_complete(step_folder(folder, step))]
 
 
+def newest_step(folder: str | Path) -> int:
+    """Return the step that a run resumes: the newest complete one with finite weights.
+
+    If none has finite weights it is the newest complete one, which no run resumes; -1 for none.
+    """
+    steps = complete_steps(folder)
+    good = (step for step in reversed(steps) if is_finite(step_folder(folder, step)))
+    return next(good, max(steps, default=-1))
+
+
+def is_finite(folder: str | Path) -> bool:
+    """Return whether a checkpoint's weights are finite, as far as its manifest tells."""
+    try:
+        return read_json(Path(folder) / MANIFEST).get("finite") is not False
+    except (OSError, ValueError):  # damaged: the load says so
+        return True
+
+
 def step_folder(folder: str | Path, step: int) -> str:
     """Return the path of a step's checkpoint."""
     return os.path.join(folder, f"step-{step}")

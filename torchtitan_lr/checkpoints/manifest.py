@@ -43,6 +43,7 @@ from torchtitan_lr.checkpoints.folders import (
     METADATA,
     complete_steps,
     is_dcp,
+    is_finite,
     step_folder,
     write_whole,
 )
@@ -321,12 +322,12 @@ def newest_whole_before(step_dir: str | Path, allow_unverified: bool = False) ->
 
 
 def _steps_before(step_dir: str | Path) -> list[str]:
-    """Return the folders of the complete steps before one that DCP has written, newest first."""
+    """Return the folders of the steps before one that could be resumed, newest first."""
     folder, name = os.path.split(os.path.normpath(step_dir))
     number = name.removeprefix("step-")
     steps = complete_steps(folder or ".") if number.isdecimal() else []
     older = [step_folder(folder, step) for step in reversed(steps) if step < int(number)]
-    return [path for path in older if is_dcp(path)]
+    return [path for path in older if is_dcp(path) and is_finite(path)]
 
 
 def _sum_of(path: Path) -> Sum:

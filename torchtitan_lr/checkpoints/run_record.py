@@ -6,8 +6,12 @@ values: the record's key ``changes`` lists them with the step after which the ne
 """
 
 import json
+import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,9 @@ CHANGES = "changes"
 BATCH = "global_batch_size"
 """Key of the record: sequences per step of all ranks, also where the run's setting is -1."""
 
+ENVIRONMENT = "environment"
+"""Key of the record: `environment_of` the last start."""
+
 _RANKS = ("low_rank.rank", "low_rank.rank_attention", "low_rank.rank_ffn")
 _EXCLUDED = "checkpoint.exclude_from_loading"
 
@@ -32,12 +39,13 @@ _SECTIONS = (
 
 # Keys that change no number of a resumed run. The tokenizer and the reading order are compared
 # with those of the checkpoint.
-_WITHOUT_EFFECT = frozenset(
+WITHOUT_EFFECT = frozenset(
     {
         *("model.hf_assets_path", "model.tokenizer_path", "model.print_after_conversion"),
         "training.dataloader",
         *("training.shuffle", "training.shuffle_seed", "training.enable_cpu_offload"),
         *("training.token_folder", "training.token_folder_gb", "training.check_memory"),
+        "training.step_graph",
         *("training.gc_freq", "training.gc_debug", "training.allow_changed_corpus"),
         *("training.max_bad_records", "training.max_skipped_steps", "optimizer.implementation"),
         *("optimizer.tsr_refresh", "optimizer.tsr_overlap_buckets"),
@@ -73,6 +81,27 @@ def global_batch_size(config: Any, ranks: int) -> int:
     return int(training.global_batch_size if training.global_batch_size > 0 else whole)
 
 
+def environment_of(config: Any, ranks: int) -> dict[str, Any]:
+    """Return what else a comparison of runs depends on: ranks, tokens per step, torch, our code."""
+    tokens = global_batch_size(config, ranks) * config.training.seq_len
+    torch = metadata.version("torch").partition("+")[0]
+    return {"ranks": ranks, "tokens_per_step": tokens, "torch": torch, "commit": commit()}
+
+
+@cache
+def commit() -> str:
+    """Return the commit of the package's clone, marked if it was changed, else its version."""
+    root = Path(__file__).parents[2]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+    if (root / ".git").exists():
+        with suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
+            return done.stdout.strip()
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version("torchtitan_lr")
+    return "unknown"
+
+
 def changed(record: dict[str, Any], config: Any, ranks: int = 1) -> dict[str, list[Any]]:
     """Return the keys that change what a resumed run computes.
 
@@ -102,7 +131,7 @@ def changed(record: dict[str, Any], config: Any, ranks: int = 1) -> dict[str, li
     return {
         key: [was, is_now]
         for key, (was, is_now) in pairs.items()
-        if not _is_same(key, was, is_now) and key not in _WITHOUT_EFFECT and key not in unused
+        if not _is_same(key, was, is_now) and key not in WITHOUT_EFFECT and key not in unused
     }
 
 
@@ -196,6 +225,7 @@ def write_record(
     new = {"after_step": step, **changes}
     history += [new] if changes and new not in history else []
     record = config.to_dict() | {BATCH: global_batch_size(config, ranks)}
+    record[ENVIRONMENT] = environment_of(config, ranks)
     record |= {CHANGES: history} if history else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(record, indent=2))

@@ -24,6 +24,7 @@ from torchtitan_lr.checks.support import (
     check_cpu,
     check_parallelism,
     check_plans,
+    check_step_graph,
 )
 from torchtitan_lr.checks.values import (
     check_checkpoint,
@@ -39,7 +40,8 @@ from torchtitan_lr.errors import require
 
 # Checks that build models come late. The last ones prepare data, which may take hours.
 _CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
-    *(check_parallelism, check_compile, check_cpu, check_training, check_dump_folder),
+    *(check_parallelism, check_compile, check_cpu, check_step_graph, check_training),
+    *(check_dump_folder,),
     *(check_checkpoint, check_model, check_groups, check_rates, check_outside),
     *(check_vocabulary, check_corpora),
     *(check_stored_model, check_resumable, check_stored_optimizer),

@@ -20,6 +20,8 @@ from torchtitan_lr.checkpoints.folders import (
     complete_steps,
     holds_training,
     is_dcp,
+    is_finite,
+    newest_step,
     step_folder,
 )
 from torchtitan_lr.checkpoints.run_record import (
@@ -47,7 +49,7 @@ def resumed(config: Any) -> tuple[int, str]:
     steps = complete_steps(folder)
     if not checkpoint.enable or checkpoint.create_seed_checkpoint or not steps:
         return -1, ""
-    step = steps[-1] if checkpoint.load_step == -1 else int(checkpoint.load_step)
+    step = newest_step(folder) if checkpoint.load_step == -1 else int(checkpoint.load_step)
     # `check_checkpoint` refuses a missing checkpoint.
     return (step, step_folder(folder, step)) if step in steps else (-1, "")
 
@@ -182,23 +184,29 @@ def check_stored_model(config: Any, world_size: int, device_type: str) -> None:
 
 
 def check_resumable(config: Any, world_size: int, device_type: str) -> None:
-    """Check that the run's own checkpoint holds more than the model; reads its table of contents.
+    """Check that the run's own checkpoint has finite weights and holds more than the model.
 
-    With ``checkpoint.fall_back`` the ranks go back to one that does.
+    This reads its manifest and its table of contents. With ``checkpoint.fall_back`` the ranks go
+    back to one that does.
     """
     step, folder = resumed(config)
     if step <= 0 or config.checkpoint.fall_back or nothing_to_train(config):
         return
-    metadata = _stored_states(config)[1]
-    damaged = metadata is None and is_dcp(folder)  # loading it reports how
-    if damaged or (metadata and holds_training(metadata)):
-        return
-    want = "one to resume (it holds only the model)"
-    steps = complete_steps(Path(folder).parent)
+    another, parent = _another_folder(config), Path(folder).parent
+    if is_finite(folder):
+        metadata = _stored_states(config)[1]
+        damaged = metadata is None and is_dcp(folder)  # loading it reports how
+        if damaged or (metadata and holds_training(metadata)):
+            return
+        want, steps = "it holds only the model", complete_steps(parent)
+        instead = f"; in another folder, {another}, checkpoint.initial_load_path = {folder!r} "
+        instead += "starts a run from its weights"
+    else:
+        want, steps = "its weights are not finite", [newest_step(parent)]
+        instead = f"; for a new run choose another folder, as in {another}"
     if older := [number for number in steps if 0 < number < step]:
-        want += f"; checkpoint.load_step = {older[-1]} goes back to the step before"
-    want += f"; in another folder, {_another_folder(config)}, checkpoint.initial_load_path = "
-    raise ConfigError("checkpoint", folder, f"{want}{folder!r} starts a run from its weights")
+        instead = f"; checkpoint.load_step = {older[-1]} goes back to the step before{instead}"
+    raise ConfigError("checkpoint", folder, f"one to resume ({want}){instead}")
 
 
 def check_stored_optimizer(config: Any, world_size: int, device_type: str) -> None:

@@ -138,3 +138,12 @@ def check_cpu(config: Any, world_size: int, device_type: str) -> None:
     ):
         found = operator.attrgetter(key)(config)
         require(found != refused, key, refused, f"{want} on a CPU")
+
+
+def check_step_graph(config: Any, world_size: int, device_type: str) -> None:
+    """Refuse to capture what cannot be captured, where that is asked for."""
+    from torchtitan_lr.training.step_graph import why_eager
+
+    if config.training.step_graph == "on":
+        reason = why_eager(config, device_type)
+        require(not reason, "training.step_graph", "on", f"'auto': {reason}")

@@ -8,6 +8,7 @@ Every check takes the configuration, the number of ranks of the whole run and th
 import math
 import operator
 import os
+import tempfile
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.models.configured import configured_args
 from torchtitan_lr.titan import logger
 from torchtitan_lr.training.history import HISTORY_FILE
+
+_TEMPORARY_BYTES = 107 - len("/pymp-12345678/listener-12345678")
+"""Of the longest TMPDIR in which `multiprocessing` can make a socket."""
 
 
 def check_training(config: Any, world_size: int, device_type: str) -> None:
@@ -162,6 +166,9 @@ def check_corpora(config: Any, world_size: int, device_type: str) -> None:
 
     workers, key = config.training.dataloader.num_workers, "training.dataloader.num_workers"
     require(workers >= 0, key, workers, "0 or the worker processes of each rank")
+    place = tempfile.gettempdir()
+    want = f"a path of at most {_TEMPORARY_BYTES} bytes, or {key} = 0: workers have sockets there"
+    require(not workers or len(os.fsencode(place)) <= _TEMPORARY_BYTES, "TMPDIR", place, want)
     validation = config.validation
     files: dict[str, set[Path]] = {"training": set(), "validation": set()}
     for section in used_sections(config):
@@ -190,6 +197,7 @@ def check_data(config: Any, world_size: int, device_type: str) -> None:
     validation, used = config.validation, used_sections(config)
     ensure_prepared(config, *used)  # all that is missing is found before the first is prepared
     rows_of_model = configured_args(config).vocab_size
+    _tell_empty_rows(config, rows_of_model)
     for section in used:
         opened = open_rows(config, section)
         for part in opened:
@@ -209,6 +217,20 @@ def check_data(config: Any, world_size: int, device_type: str) -> None:
                 "of %d",
                 *(rows, validation.seq_len, batch),
             )
+
+
+def _tell_empty_rows(config: Any, rows: int) -> None:
+    """Warn of rows of the flavor's vocabulary that a smaller tokenizer has no tokens for."""
+    from torchtitan_lr.data.tokenizer import build_tokenizer, vocabulary
+
+    tokens = vocabulary(build_tokenizer(config))
+    fitting = -(-tokens // 64) * 64  # as many as products on a GPU like
+    if rows > fitting and not config.model.vocab_size:
+        logger.warning(
+            "%d of the vocabulary's %d rows have no token of %s, but count in parameters and "
+            "FLOPs; --model.vocab_size=%d leaves them out",
+            *(rows - tokens, rows, config.model.hf_assets_path, fitting),
+        )
 
 
 def _check_hub_tokens(config: Any, world_size: int) -> None:

@@ -12,7 +12,7 @@ The output of `show` is a TOML file. Behind each key is its origin:
     flavor          of the model's size: model.flavor
     a TOML file     the one that sets it: CONFIG, or a file that it includes
     command line    an override
-    share of the steps    warm-up, where a file or an override leaves fewer steps than it had
+    warmup_ratio    warm-up, a share of the steps
     launcher        changed to fit the ranks: NGPU, or the GPUs of this machine
 
 Values of the flavor that no key can change are comments. A configuration that cannot run here is

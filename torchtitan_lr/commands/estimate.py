@@ -5,16 +5,16 @@
     torchtitan-lr estimate CONFIG --world 1024 --training.global_batch_size=-1
     torchtitan-lr estimate CONFIG --hardware h200 --json [--section.key=value ...]
     torchtitan-lr estimate CONFIG --plans full,vanilla_replicated,btp
+    torchtitan-lr estimate cola_1b full_1b tsr_1b --world 8
 
 Prints parameters, FLOPs per token, the memory of the rank that needs most by part, the bytes that a
-rank passes to its collectives per step by mesh dimension and operation, and a modelled step time:
-for the given configuration and, on the same ranks with the same batches and with AdamW, for
---plans, by default full rank, vanilla tensor parallelism and BTP. Further arguments override the
-TOML, as in a run.
+rank passes to its collectives per step by mesh dimension and operation, and a modelled step time.
+One CONFIG stands beside its model on the same ranks with the same batches and with AdamW under
+--plans, by default full rank, vanilla tensor parallelism and BTP. Several CONFIGs stand beside each
+other. Further arguments override the TOMLs, as in a run.
 
 The plans use the same mode of activation checkpointing: the configured one, or "full" if that is
 "low_rank" and full rank is compared, which does not support it.
---checkpointing btp=low_rank sets a column's mode.
 
 Weights, gradients, optimizer state and bytes are exact. Activations are counted by running blocks
 on tensors without data ("working" is the additional memory of backward); "buffers" include FSDP's
@@ -29,32 +29,31 @@ Exit status: 0, or 2 for an invalid configuration, number of ranks or hardware.
 
 import argparse
 import json
+from collections.abc import Sequence
 from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torchtitan_lr.commands.parser import OneLineParser, check_at_least
+from torchtitan_lr.commands.parser import OneLineParser, check_at_least, check_toml
 from torchtitan_lr.config.schema import least_ranks
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.scaling.variants import ALTERNATIVES, COMPARED_PLANS, read_plans
+from torchtitan_lr.errors import ConfigError, require
+
+if TYPE_CHECKING:
+    from torchtitan_lr.estimate.run import Run
 
 
 def add_arguments(parser: OneLineParser) -> None:
     """Add CONFIG and the options."""
     parser.takes_overrides = True
-    parser.add_argument("config", metavar="CONFIG", help="a TOML file, or a shipped name")
+    parser.add_argument("configs", metavar="CONFIG", nargs="+", help="TOML files or shipped names")
     parser.add_argument(
         "--world", type=int, help="ranks; by default the product of the TOML's degrees"
     )
     parser.add_argument("--hardware", default="h100", help="a shipped machine, or a TOML file")
     parser.add_argument(
         "--plans",
-        default=",".join(ALTERNATIVES),
-        help=f"some of {','.join(COMPARED_PLANS)}, or of your own",
-    )
-    parser.add_argument(
-        "--checkpointing",
-        default="",
-        metavar="COLUMN=MODE,...",
-        help="modes of activation checkpointing of single --plans (default: one for all)",
+        default="full,vanilla,btp",
+        help="of one CONFIG: some of full, vanilla, vanilla_replicated, btp, or of your own",
     )
     parser.add_argument(
         "--storage",
@@ -72,19 +71,43 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--storage", args.storage, "GB/s such as 2.5")
     if args.world is not None:
         check_at_least(args, world=1)
-    plans = read_plans(args.plans, args.config, args.overrides)
-    from torchtitan_lr.config.build import build_job_config
+    for path in args.configs:
+        check_toml(path)
     from torchtitan_lr.estimate.hardware import load_hardware
 
     hardware = load_hardware(args.hardware)
-    config = build_job_config([f"--job.config_file={args.config}", *args.overrides])
-    world = least_ranks(vars(config.parallelism)) if args.world is None else args.world
-    import torchtitan_lr.training.register  # noqa: F401
-    from torchtitan_lr.checks.job import check_job_config
+    # Late: wrong paths and numbers are reported without torch.
+    from torchtitan_lr.commands.estimate_plans import alternatives, read_plans
     from torchtitan_lr.commands.estimate_report import as_text, estimate
-    from torchtitan_lr.estimate.run import read_run
 
-    check_job_config(config, world, "cuda", on_paper=True)
-    report = estimate(read_run(config, world), hardware, args.checkpointing, plans)
+    names = [Path(path).stem for path in args.configs]
+    want = "files of different names"
+    require(len({*names}) == len(names), "CONFIG", " ".join(args.configs), want)
+    first, *others = (read_paper_run(path, args.world, args.overrides) for path in args.configs)
+    runs: dict[str, Run | ConfigError] = dict(zip(names, [first, *others], strict=True))
+    if not others:
+        plans = read_plans(args.plans)
+        runs = {"as configured": first, **dict(alternatives(first, plans))}
+    report = estimate(runs, hardware)
     print(json.dumps(report, indent=2) if args.json else as_text(report, hardware, args.storage))
     return 0
+
+
+def read_paper_run(path: str, world: int | None, overrides: Sequence[str]) -> "Run":
+    """Read a run and check it for ``world`` ranks, to which a debug file is fitted as in training.
+
+    By default they are the product of its degrees.
+    """
+    import torchtitan_lr.training.register  # noqa: F401
+    from torchtitan_lr.checks.job import check_job_config
+    from torchtitan_lr.config.build import build_job_config
+    from torchtitan_lr.estimate.run import read_run
+    from torchtitan_lr.launch.placement import fit
+
+    arguments = [f"--job.config_file={path}", *overrides]
+    config = build_job_config(arguments)
+    world = least_ranks(vars(config.parallelism)) if world is None else world
+    if fitted := fit(config, arguments, world):
+        config = build_job_config([*arguments, *fitted])
+    check_job_config(config, world, "cuda", on_paper=True)
+    return read_run(config, world)

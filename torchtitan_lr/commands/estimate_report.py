@@ -2,12 +2,12 @@
 """The estimate of a run as a dictionary and as a text table."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
-from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.config.schema import BUILT_IN_OPTIMIZERS
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.context import GIB, gather_lines, gather_report
 from torchtitan_lr.estimate.hardware import Hardware
@@ -18,7 +18,7 @@ from torchtitan_lr.estimate.memory import (
     rehearse_run,
 )
 from torchtitan_lr.estimate.rehearsal import Rehearsal
-from torchtitan_lr.estimate.run import Run, with_checkpointing, with_wire
+from torchtitan_lr.estimate.run import Run, with_wire
 from torchtitan_lr.estimate.step_time import fp32_seconds, step_time
 from torchtitan_lr.estimate.traffic import (
     WIRES,
@@ -35,25 +35,18 @@ from torchtitan_lr.estimate.work import work_of_run
 from torchtitan_lr.formulas.spectral import rank_small_flops, small_flops
 from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.models.configured import empty_model
-from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.placement import TPSettings
-from torchtitan_lr.parallel.plans import check_gather, resolve_settings
 from torchtitan_lr.parallel.recompute import EAGER_MODES
-from torchtitan_lr.scaling.variants import ALTERNATIVES, FULL_RANK, read_modes, shared_mode
+
+OWN = "counts as AdamW does, without what it sends itself"
+"""What an estimate says of an optimizer from outside the package."""
 
 
-def estimate(
-    run: Run, hardware: Hardware, checkpointing: str = "", plans: Sequence[str] = ALTERNATIVES
-) -> dict[str, Any]:
-    """Estimate a run, and its alternatives on the same ranks.
-
-    The alternatives share one mode of activation checkpointing, so that they are comparable.
+def estimate(runs: Mapping[str, Run | ConfigError], hardware: Hardware) -> dict[str, Any]:
+    """Estimate runs that are compared.
 
     Args:
-        run: The run.
+        runs: By the name of their column, the run of the report first; or why one is left out.
         hardware: The machine.
-        checkpointing: Other modes of single alternatives, ``NAME=MODE,...``.
-        plans: The alternatives, as `scaling.variants.read_plans` returns them.
 
     Returns:
         ``checkpointing`` (the mode), ``parameters``, ``flops_per_token``, ``memory_bytes`` (of the
@@ -65,22 +58,20 @@ def estimate(
         ``spectral`` (the numbers that it sends, and its products of (r, r)); with TSR-Adam also
         ``tsr_comm_bytes``, by kind of step and dtype of gradients (then ``comm_bytes`` are for a
         step without refresh, ``gradient_bytes`` and the time for an average step); and the same
-        keys for every plan in ``alternatives``.
+        keys for every other run in ``alternatives``.
         ``tokens_per_s`` in ``step_time`` counts all ranks together.
-
-    Raises:
-        ConfigError: ``checkpointing`` has an unknown or unsupported entry.
     """
-    modes = alternative_modes(run.config, run.world, checkpointing, plans)
+    (name, first), *others = runs.items()
+    assert isinstance(first, Run)
+    columns: dict[str, Any] = {}
     with _quiet():
-        report = _estimate(run, hardware, every_mode=True)
-        others: dict[str, Any] = {}
-        for name, other in alternatives(run, modes):
-            if isinstance(other, ConfigError):
-                others[name] = {"refused": str(other)}
+        report = _estimate(first, hardware, every_mode=True)
+        for other, run in others:
+            if isinstance(run, ConfigError):
+                columns[other] = {"refused": str(run)}
             else:
-                others[name] = _estimate(other, hardware, every_mode=False)
-    return {"world": run.world, "hardware": hardware.name, **report, "alternatives": others}
+                columns[other] = _estimate(run, hardware, every_mode=False)
+    return {"name": name, "hardware": hardware.name, **report, "alternatives": columns}
 
 
 def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
@@ -100,6 +91,7 @@ def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
     tokens_per_s = run.tokens_per_step / time.total
     parameters, flops = run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len)
     report = {
+        "world": run.world,
         "checkpointing": run.checkpointing,
         "parameters": parameters,
         "flops_per_token": flops,
@@ -113,6 +105,9 @@ def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
         report["tsr_comm_bytes"] = _tsr_bytes(run, busiest["rank"], average)
     if run.spectral:
         report["spectral"] = _spectral(run, busiest["rank"], hardware)
+    name = run.config.optimizer.name
+    if not run.baseline and name not in BUILT_IN_OPTIMIZERS:
+        report["own_optimizer"] = name
     if run.cp > 1:
         report["context"] = gather_report(run, busiest["rank"], hardware)
     if run.pp > 1:
@@ -207,66 +202,6 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def alternative_modes(
-    config: Any, world: int, named: str = "", plans: Sequence[str] = ALTERNATIVES
-) -> dict[str, str]:
-    """Return the mode of activation checkpointing of every alternative of a run.
-
-    Args:
-        config: The run's.
-        world: Its ranks.
-        named: Modes of single alternatives, as `read_modes` reads them; the others have the one
-            that all models have.
-        plans: The alternatives, as `scaling.variants.read_plans` returns them.
-
-    Raises:
-        ConfigError: The alternative or mode does not exist, or the mode is not supported.
-    """
-    shared = shared_mode(config.activation_checkpoint.mode, plans)
-    modes = dict.fromkeys(plans, shared) | read_modes(named, plans)
-    if FULL_RANK in modes and modes[FULL_RANK] == "low_rank":
-        want = "full=MODE with another mode: full rank has no low-rank activations"
-        raise ConfigError("--checkpointing", f"{FULL_RANK}={modes[FULL_RANK]}", want)
-    for mode in set(modes.values()):
-        if mode != "low_rank":
-            check_job_config(with_checkpointing(config, mode), world, "cuda", on_paper=True)
-    return modes
-
-
-def alternatives(run: Run, modes: Mapping[str, str]) -> Iterator[tuple[str, Run | ConfigError]]:
-    """Yield the alternatives with the same shape, ranks, batches, and AdamW.
-
-    Full rank has the plan that ``auto`` gives it. A full-rank model is compared with the CoLA model
-    of its flavor. Instead of a plan that cannot be carried out comes the reason.
-
-    Args:
-        run: The run.
-        modes: Mode of activation checkpointing by alternative, see `alternative_modes`.
-    """
-    low = replace(run.args, lanes=1, sync_fraction=1.0)  # these plans have no lanes
-    if not low.low_rank:
-        cola = FLAVORS["cola"]
-        flavor = run.config.model.flavor
-        if flavor in tuple(cola):  # the file of a shape belongs to one family
-            low = replace(cola[flavor], max_seq_len=run.args.max_seq_len)
-    dense = replace(low, family="full", rank_attention=0, rank_ffn=0, activation="fullrank")
-    for name, mode in modes.items():
-        if name != FULL_RANK and not low.low_rank:
-            continue
-        plan, args = ("auto", dense) if name == FULL_RANK else (name, low)
-        config = with_checkpointing(run.config, mode)
-        try:
-            settings = resolve_settings(TPSettings(plan), args, run.tp, run.seq_len)
-        except ConfigError as error:
-            yield name, error
-            continue
-        try:
-            check_gather(run.gather, args, settings, run.tp)
-        except ConfigError:  # this plan has no whole latents to gather
-            config = replace(config, parallelism=replace(config.parallelism, cp_gather="kv"))
-        yield name, Run(config, run.world, args, settings, baseline=True)
-
-
 def as_text(report: dict[str, Any], hardware: Hardware, storage: float = 0.0) -> str:
     """Format the report as a table with one column per plan.
 
@@ -276,11 +211,10 @@ def as_text(report: dict[str, Any], hardware: Hardware, storage: float = 0.0) ->
         storage: Bandwidth of the storage for all ranks together, GB/s; 0 if unknown.
     """
     refused = {n: c["refused"] for n, c in report["alternatives"].items() if "refused" in c}
-    columns = {"as configured": report}
+    columns = {report["name"]: report}
     columns |= {n: c for n, c in report["alternatives"].items() if n not in refused}
-    head = f"{report['world']} ranks, {report['hardware']}"
     width = max(16, 2 + max(map(len, columns)))
-    lines = [f"{head:44}" + "".join(f"{name:>{width}}" for name in columns)]
+    lines = [f"{report['hardware']:44}" + "".join(f"{name:>{width}}" for name in columns)]
     for name, cells in _rows(list(columns.values()), storage):
         lines.append(f"{name:44}" + "".join(f"{cell:>{width}}" for cell in cells))
     lines += ["", "activations by checkpointing mode: kept + at work in backward (GiB)"]
@@ -296,8 +230,11 @@ def as_text(report: dict[str, Any], hardware: Hardware, storage: float = 0.0) ->
     if "spectral" in report:
         lines.append(_spectral_line(report["spectral"]))
     lines += [f"{name}: {reason}" for name, reason in refused.items()]
-    if report["memory_bytes"]["peak"] > hardware.memory_gib * GIB:
-        lines.append(f"the configured run does not fit into {hardware.memory_gib:g} GiB")
+    for name, column in columns.items():
+        if "own_optimizer" in column:
+            lines.append(f"{name}: {column['own_optimizer']} {OWN}")
+        if column["memory_bytes"]["peak"] > hardware.memory_gib * GIB:
+            lines.append(f"{name}: does not fit into {hardware.memory_gib:g} GiB")
     return "\n".join(lines)
 
 
@@ -312,6 +249,7 @@ def _spectral_line(cost: dict[str, Any]) -> str:
 
 
 def _rows(columns: list[dict[str, Any]], storage: float) -> Iterator[tuple[str, list[str]]]:
+    yield "ranks", [f"{c['world']:,}" for c in columns]
     yield "activation checkpointing", [c["checkpointing"] for c in columns]
     yield "parameters (M)", [f"{c['parameters'] / 1e6:,.1f}" for c in columns]
     yield "GFLOP per token", [f"{c['flops_per_token'] / 1e9:,.3f}" for c in columns]

@@ -11,6 +11,7 @@ This module imports nothing slow: a signal during a command's own imports finds 
 """
 
 import contextlib
+import locale
 import os
 import signal
 import sys
@@ -36,6 +37,9 @@ def own_process() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # the shell has closed it
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    _read_in_utf8()
+    # A terminal of another encoding shows what it lacks as an escape, as stderr always does.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return
     sys.excepthook = report_bug
@@ -49,6 +53,18 @@ def own_process() -> None:
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     threading.Thread(target=_watch, args=(read,), daemon=True).start()
+
+
+def _read_in_utf8() -> None:
+    """Start this process again in Python's UTF-8 mode if its locale has another encoding.
+
+    Files and their names are UTF-8, those of torch's own source too. The terminal's encoding stays.
+    """
+    if sys.flags.ignore_environment or locale.getpreferredencoding(False).lower() == "utf-8":
+        return
+    os.environ.setdefault("PYTHONIOENCODING", f"{sys.stdout.encoding}:backslashreplace")
+    os.environ["PYTHONUTF8"] = "1"
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def was_stopped() -> bool:
@@ -85,7 +101,7 @@ def report_bug(
         place = "nowhere"
         with contextlib.suppress(OSError):
             descriptor, place = tempfile.mkstemp(".txt", "torchtitan_lr-traceback-")
-            with open(descriptor, "w") as file:
+            with open(descriptor, "w", encoding="utf-8") as file:
                 traceback.print_exception(kind, error, trace, file=file)
         line = f"error: {kind.__name__}: {error}".partition("\n")[0]
         print(f"{escaped(line)} (a bug: its traceback is in {place})", file=sys.stderr)

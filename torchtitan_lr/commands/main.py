@@ -28,7 +28,6 @@ CONFIG is a TOML file or the name of a shipped one; `torchtitan-lr config list` 
 COMMANDS = {
     "train": "train",
     "estimate": "estimate",
-    "compare": "compare",
     "sweep": "sweep",
     "scaling": "scaling",
     "export": "export",

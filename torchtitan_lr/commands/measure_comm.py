@@ -25,6 +25,7 @@ import argparse
 import json
 import sys
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.commands.parser import OneLineParser
@@ -119,7 +120,8 @@ def run_ranks(arguments: list[str]) -> tuple[list[dict[str, Any]], Run]:
     from torchtitan_lr.estimate.traffic import step_traffic
     from torchtitan_lr.ledger.comparison import compare
 
-    placed = place_run(arguments)
+    with TemporaryDirectory() as folder:  # the configuration's own may have a run
+        placed = place_run([*arguments, f"--job.dump_folder={folder}"])
     config, ranks = placed.config, placed.environment.ranks
     if config.parallelism.pipeline_parallel_degree > 1:
         key = "parallelism.pipeline_parallel_degree"
@@ -148,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(rows, indent=1))
     else:
-        print(as_text(rows), gradients_as_text(paper), sep="\n\n")
+        print(as_text(rows), total_as_text(table), gradients_as_text(paper), sep="\n\n")
     return 1 if any(differences(table)) else 0
 
 
@@ -166,6 +168,15 @@ def as_text(rows: list[dict[str, Any]]) -> str:
         lines.append([*(str(row[key]) for key in KEYS), *wanted, megaflops])
     header = (*KEYS, "expected calls", "expected elements", "overlapped MFLOP")
     return text_table(header, lines, left=5)
+
+
+def total_as_text(table: list[dict[str, Any]]) -> str:
+    """Say how many bytes rank 0 passes to collectives in the step: those of blocks, and others."""
+    blocks = {row["scope"] for row in table if row["scope"].startswith("block ")}
+    whole = sum(row["bytes"] for row in table)
+    inside = sum(row["bytes"] for row in table if row["scope"] in blocks)
+    parts = f"{len(blocks)} blocks {inside / 1e6:.2f} MB, the rest {(whole - inside) / 1e6:.2f} MB"
+    return f"total per step of rank 0: {whole / 1e6:.2f} MB ({parts})"
 
 
 def gradients_as_text(run: Run) -> str:

@@ -23,7 +23,7 @@ from torchtitan_lr.launch.placement import place
 from torchtitan_lr.models.configured import llama_args
 from torchtitan_lr.titan.base import drop_marker
 
-DEFAULT, FLAVOR, SHARE = "default", "flavor", "share of the steps"
+DEFAULT, FLAVOR, SHARE = "default", "flavor", "warmup_ratio"
 COMMAND_LINE, LAUNCHER = "command line", "launcher"
 
 _SHAPE = "model."
@@ -70,13 +70,13 @@ def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], 
     arguments = [f"--{CONFIG_FILE_KEY}={config}", *overrides]
     built = build_job_config(arguments)
     origins: dict[str, str] = {}
-    warmup = config_class()().lr_scheduler.warmup_steps
     for file, values in toml_files(built.job.config_file).items():
         origins |= dict.fromkeys(_leaves(values), shown_config(file))
-        warmup = values.get("lr_scheduler", {}).get("warmup_steps", warmup)
-    if built.lr_scheduler.warmup_steps != warmup:
-        origins["lr_scheduler.warmup_steps"] = SHARE
     origins |= dict.fromkeys(_set_by(arguments), COMMAND_LINE)
+    if built.lr_scheduler.warmup_ratio >= 0:
+        origins["lr_scheduler.warmup_steps"] = SHARE
+    else:  # the file's, if it has one, gave way
+        origins.pop("lr_scheduler.warmup_ratio", None)
     try:
         placed = place(read_environment(), arguments)
         built, note = placed.config, placed.note and f"note: {placed.note}"
@@ -92,7 +92,7 @@ def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], 
 def as_toml(settings: Sequence[Setting]) -> str:
     """Format settings as a TOML file; behind each key is its origin.
 
-    A value that TOML cannot express (None), and a value that is no key, is a comment.
+    A value that TOML cannot express (None), that is no key, or that follows `SHARE`, is a comment.
 
     Args:
         settings: Settings, sorted by section.
@@ -104,7 +104,8 @@ def as_toml(settings: Sequence[Setting]) -> str:
         if table != section:
             lines += ["", f"[{table}]"] if lines else [f"[{table}]"]
             section = table
-        comment = "" if setting.is_key and setting.value is not None else "# "
+        said = setting.is_key and setting.value is not None and setting.origin != SHARE
+        comment = "" if said else "# "
         lines.append(f"{f'{comment}{name} = {_text(setting.value)}':<55} # {setting.origin}")
     return "\n".join(lines)
 

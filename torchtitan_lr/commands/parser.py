@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torchtitan_lr.commands.interrupts import end_stopped, was_stopped
-from torchtitan_lr.config.paths import find_config, near_configs
+from torchtitan_lr.config.paths import find_config, near_configs, user_path
 from torchtitan_lr.config.removed import refuse_removed
 from torchtitan_lr.errors import ConfigError, describe_error, escaped
 
@@ -86,6 +86,14 @@ def _wait_for_first_rank() -> None:
         time.sleep(FIRST_RANK_SECONDS)
 
 
+def _path(text: str) -> Path:
+    """Return the path of an argument, expanded as those of a configuration are."""
+    try:
+        return user_path(text, "")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"got {error.got!r}, expected {error.want}") from error
+
+
 _ALLOW = "--checkpoint.allow_unverified"
 
 
@@ -116,6 +124,8 @@ class OneLineParser(argparse.ArgumentParser):
         Returns:
             The action that `argparse` created.
         """
+        if options.get("type") is Path:
+            options["type"] = _path
         default, text = options.get("default"), options.get("help") or ""
         empty = default is None or default is False or default in ("", [], argparse.SUPPRESS)
         if not empty and text is not argparse.SUPPRESS and "default" not in text:

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     """Prepare or verify a folder, and print its size; return the exit status."""
     from torchtitan_lr.console.progress import progress
     from torchtitan_lr.data.corpus import Corpus
-    from torchtitan_lr.data.prepare import losses
+    from torchtitan_lr.data.prepare import described_held_out, losses
 
     if args.verify:
         corpus = Corpus.open(args.out, "--out")
@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
         for line in losses(corpus, len(corpus.record["bad_records"])):
             print(escaped(line))
     train, held_out = corpus.tokens(), corpus.tokens(held_out=True)
+    print(escaped(described_held_out(args.out.name, corpus)))
     print(f"{train:,} tokens to train on, {held_out:,} held out -> {args.out}")
     return 0
 

@@ -3,12 +3,15 @@
 
     torchtitan-lr runs outputs
     torchtitan-lr runs outputs/a outputs/b --plot curves.png
+    torchtitan-lr runs outputs/ranks --sort validation --columns optimizer.lr,low_rank.rank
 
 A run is a dump folder, with metrics.jsonl, or with job_config.json and run.lock. Its state is
 "running" (a process holds its run.lock), "finished", "stopped" (by a signal, after a checkpoint) or
 "failed", and why. The losses are those of a summary: the last validation's, and the mean of the
 steps since the last logged step but one, in nats per token. The keys in which the runs differ are
-listed below the table. What is damaged in a run's files is shown as unknown.
+listed below the table, with what all share: ranks, tokens per step, torch and commit. --columns
+lists other keys, and --sort orders the runs by a column or a key. What is damaged in a run's files
+is shown as unknown.
 
 Exit status: 0 success, 1 there is no run, 2 invalid arguments.
 """
@@ -25,8 +28,9 @@ from typing import Any
 from torchtitan_lr.checkpoints.folders import RUN_CONFIG
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.config.files import read_json
+from torchtitan_lr.config.schema import NO_EFFECT
 from torchtitan_lr.console.tables import text_table
-from torchtitan_lr.errors import ConfigError, escaped
+from torchtitan_lr.errors import ConfigError, escaped, one_of
 from torchtitan_lr.launch.folder_lock import LOCK_FILE
 from torchtitan_lr.launch.run_state import (
     FAILED,
@@ -46,9 +50,6 @@ from torchtitan_lr.training.history import (
     train_loss,
 )
 
-_NOT_COMPARED = {"job", "metrics", "profiling", "comm", "experimental"}
-"""Sections of a record that no loss depends on."""
-
 _NOT_SEARCHED = {"checkpoint", "logs", "tb", "wandb", "comm_traces"}
 
 
@@ -65,7 +66,8 @@ class RunInfo:
         why: Why it stopped or failed; empty if it did not.
         loss: The last training loss, as in a summary, nats per token.
         val_loss: The last validation loss, nats per token.
-        settings: Its values of the keys in which the listed runs differ.
+        settings: Its values of the keys in which the listed runs differ, or of chosen ones.
+        shared: Ranks, tokens per step, torch and commit, where they are those of all listed runs.
     """
 
     folder: str
@@ -77,12 +79,16 @@ class RunInfo:
     loss: float | None
     val_loss: float | None
     settings: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
 
 
 def add_arguments(parser: OneLineParser) -> None:
     """Add the folders and the options."""
     parser.add_argument("paths", metavar="PATH", nargs="*", type=Path, default=[Path("outputs")])
     parser.add_argument("--plot", metavar="OUT.png", type=Path, help="losses of all listed runs")
+    parser.add_argument("--sort", default="run", metavar="KEY", help="a column or a key; - is last")
+    keys = "keys to list (default: those in which the runs differ)"
+    parser.add_argument("--columns", default="", metavar="KEY,KEY", help=keys)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -90,7 +96,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the list and draw the picture; return the exit status."""
     if args.plot is not None and args.plot.suffix != ".png":
         raise ConfigError("--plot", str(args.plot), "a name that ends in .png")
-    runs = with_differences([describe(folder) for folder in find_runs(args.paths)])
+    runs = [describe(folder) for folder in find_runs(args.paths)]
+    runs = with_settings(runs, [*filter(None, args.columns.split(","))])
+    runs = ordered(runs, args.sort)
     if not runs:
         below = escaped(", ".join(map(str, args.paths)))
         print(f"error: there is no run below {below}", file=sys.stderr)
@@ -149,27 +157,75 @@ def describe(folder: Path) -> RunInfo:
     )
 
 
-def with_differences(runs: list[RunInfo]) -> list[RunInfo]:
-    """Return the runs with their values of the keys in which they differ.
+_DERIVED = {
+    *("checkpoint.enable", "checkpoint.interval", "checkpoint.keep_latest_k"),
+    *("validation.freq", "validation.local_batch_size", "training.local_batch_size"),
+    *("training.global_batch_size", "lr_scheduler.warmup_steps"),
+}
+"""Keys that no loss depends on, or only through others that are shown."""
+
+
+def with_settings(runs: list[RunInfo], columns: list[str]) -> list[RunInfo]:
+    """Return the runs with their values of some keys; by default of those in which they differ.
 
     A key that some record lacks, such as that of another version, is not compared.
+
+    Raises:
+        ConfigError: No record has such a key.
     """
     records = [_settings(_read_json(Path(run.folder) / RUN_CONFIG)) for run in runs]
-    keys = _keys_that_differ([record for record in records if record])
+    known = [record for record in records if record]
+    for key in columns:
+        if not any(key in record for record in known):
+            every = chain.from_iterable(known)
+            raise ConfigError("--columns", key, f"keys of the runs, {one_of(every, key)}")
+    keys = columns or _keys_that_differ(known)
+    shared = [key for key in _ENVIRONMENT if len({repr(record.get(key)) for record in known}) == 1]
     found = []
     for run, record in zip(runs, records, strict=True):
-        found.append(replace(run, settings={key: record[key] for key in keys if key in record}))
+        settings = {key: record[key] for key in keys if key in record}
+        same = {key: record[key] for key in shared if key in record}
+        found.append(replace(run, settings=settings, shared=same))
     return found
 
 
+_ENVIRONMENT = tuple(
+    f"environment.{key}" for key in ("ranks", "tokens_per_step", "torch", "commit")
+)
+"""Keys that `run_record.environment_of` fills."""
+
+
+def ordered(runs: list[RunInfo], key: str) -> list[RunInfo]:
+    """Return the runs in the ascending order of a column of the table, or of a listed key.
+
+    Raises:
+        ConfigError: There is no such column.
+    """
+    columns = {"run": "folder", "config": "config", "step": "step", "state": "state"}
+    columns |= {"loss": "loss", "validation": "val_loss"}
+    keys = dict.fromkeys(chain.from_iterable(run.settings for run in runs))
+    if key not in (*columns, *keys):
+        raise ConfigError("--sort", key, one_of((*columns, *keys), key))
+
+    def place(run: RunInfo) -> tuple[int, float, str]:
+        value = getattr(run, columns[key]) if key in columns else run.settings.get(key)
+        if isinstance(value, (int, float)) and is_number(value):
+            return 0, float(value), ""
+        return (2, 0.0, "") if value is None else (1, 0.0, str(value))
+
+    return sorted(runs, key=place)
+
+
 def _keys_that_differ(records: list[dict[str, Any]]) -> list[str]:
-    """Return the keys that all records have, and not all with one value."""
+    """Return the keys that all records have, and not all with one value, but derived ones."""
+    from torchtitan_lr.checkpoints.run_record import WITHOUT_EFFECT
+
     if not records:
         return []
     first, *others = records
     keys = []
     for key, value in first.items():
-        shared = all(key in other for other in others)
+        shared = key not in _DERIVED | WITHOUT_EFFECT and all(key in other for other in others)
         if shared and any(other[key] != value for other in others):
             keys.append(key)
     return keys
@@ -179,8 +235,11 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a record by their dotted keys, without those of places and logs."""
     found: dict[str, Any] = {}
     for section, table in config.items():
-        if isinstance(table, dict) and section not in _NOT_COMPARED:
+        if isinstance(table, dict) and section not in NO_EFFECT:
             found |= {f"{section}.{key}": value for key, value in table.items()}
+    flavor = found.get("model.flavor")
+    if isinstance(flavor, str) and flavor.endswith(".json"):  # of an experiment: its folder is said
+        found["model.flavor"] = Path(flavor).stem
     return found
 
 
@@ -196,7 +255,7 @@ def _state_of(folder: Path, step: int, steps: int | None) -> tuple[str, str]:
         return STOPPED, f"after step {step}; why is not recorded"
     if record["state"] == RUNNING:
         return FAILED, "killed, or its machine was: it could not record why"
-    return record["state"], str(record.get("why") or "")
+    return record["state"], str(record.get("error") or "")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -235,8 +294,13 @@ def as_text(runs: list[RunInfo]) -> str:
         values = []
         for run in runs:
             values.append([run.folder, *(str(run.settings.get(key, "-")) for key in keys)])
-        table = text_table(["run", *keys], values, left=1 + len(keys))
+        last = [key.rpartition(".")[2] for key in keys]
+        names = [s if last.count(s) == 1 else k for k, s in zip(keys, last, strict=True)]
+        table = text_table(["run", *names], values, left=1 + len(keys))
         text += ["", "they differ in", *(line.rstrip() for line in table.splitlines())]
+    if shared := next((run.shared for run in runs if run.shared), None):
+        parts = [f"{key.rpartition('.')[2]} {value}" for key, value in shared.items()]
+        text += ["", escaped(f"all have {', '.join(parts)}")]
     return "\n".join(text)
 
 

@@ -11,21 +11,15 @@ arguments, --section.key=value, apply to all runs, and are given to each of the 
 plan prints families, sizes and budgets with their parameters, tokens and FLOPs, and starts no run.
 run executes what is missing, the cheapest first, as a sweep does: it may be stopped and goes on.
 Learning rates are searched first: all at the first size, then at each later one those beside the
-best. Where the best value is an edge of its grid, the runs that need it do not start: widen the
-grid and run again. A run that fails holds up only the runs that need it, and is named at the end.
+best. A grid whose best rate is at its end goes on by the ratio of its last two. A run that fails
+holds up only the runs that need it, and is named at the end.
 In wandb (--metrics.enable_wandb) all runs are one group.
 
 fit prints the table with the losses, and fits L = E + A C^(-alpha) to four points or more by the
 Huber loss of log L, with bootstrap intervals. It writes scaling.md, scaling.json and scaling.png to
 --out.
 
-report compares the families of each model as methods that send less. Of runs with
-metrics.comm_ledger and metrics.log_freq = 1 it draws the loss over the bytes that a rank sends, and
-over the seconds on links of --links Mbit/s. It prints the seconds to the loss with which the first
-family ends, plus the experiment's margin, and names the fastest one of each link, if one is shown
-to be. It writes links.md and the pictures to --out.
-
-Exit status: 0; 1 a run failed or a learning rate is an edge of its grid; 2 an invalid experiment;
+Exit status: 0; 1 a run failed or a search found no best rate; 2 an invalid experiment;
 130 stopped.
 """
 
@@ -36,25 +30,19 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least
-from torchtitan_lr.errors import ConfigError, escaped, require
+from torchtitan_lr.errors import ConfigError, escaped
 
 if TYPE_CHECKING:
     from torchtitan_lr.scaling.plan import Plan
 
 
-LINKS = "50,200,1000"
-"""Rates of the links of a report, Mbit/s."""
-
-
 def add_arguments(parser: OneLineParser) -> None:
     """Add the command, EXPERIMENT and the options."""
     parser.takes_overrides = True
-    parser.add_argument("command", choices=("plan", "run", "fit", "report"), help="what to do")
+    parser.add_argument("command", choices=("plan", "run", "fit"), help="what to do")
     parser.add_argument("experiment", metavar="EXPERIMENT", help="a TOML file or a shipped name")
-    parser.add_argument("--out", default="", help="folder of all runs (default: outputs/NAME)")
+    parser.add_argument("--out", type=Path, help="folder of all runs (default: outputs/NAME)")
     parser.add_argument("--jobs", type=int, default=1, help="run: runs at once")
-    rates = "report: rates of links, Mbit/s"
-    parser.add_argument("--links", default=LINKS, metavar="B1,B2", help=rates)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,46 +51,20 @@ def run(args: argparse.Namespace) -> int:
     from torchtitan_lr.scaling.experiment import read_experiment
 
     experiment = read_experiment(args.experiment, args.overrides)
-    work = Path(args.out or f"outputs/{experiment.name}")
+    work = args.out or Path(f"outputs/{experiment.name}")
     # Late: a wrong experiment is reported without torch.
     from torchtitan_lr.scaling.plan import Plan
     from torchtitan_lr.scaling.sweep import locked_folder
 
-    if args.command == "report":
-        return report(Plan(experiment, work), read_links(args.links))
     if args.command != "run":
         return show(Plan(experiment, work), args.command == "fit")
     with locked_folder(work) as lock:
         return execute(Plan(experiment, work), args.jobs, lock)
 
 
-def read_links(text: str) -> list[float]:
-    """Return the rates of links, Mbit/s, of a text such as ``50,200``."""
-    try:
-        links = [float(item) for item in text.split(",")]
-    except ValueError:
-        links = []
-    fits = links and all(0 < rate < math.inf for rate in links) and len({*links}) == len(links)
-    require(fits, "--links", text, "different positive rates such as 50,200")
-    return links
-
-
-def report(plan: "Plan", links: list[float]) -> int:
-    """Print the race of an experiment's methods and draw it; return the exit status."""
-    from torchtitan_lr.scaling.races import write_report
-    from torchtitan_lr.scaling.sweep import Sweep
-
-    losses = losses_of(plan.work)
-    rates, edges = plan.rates(plan.searches(losses), losses)
-    main = plan.main_points(rates)
-    Sweep(plan.work, main)  # reads results, and refuses those of other settings
-    print(write_report(plan, main, links, edges))
-    return int(bool(edges))
-
-
 def execute(plan: "Plan", jobs: int, lock: IO[str]) -> int:
     """Run what is missing, several runs at once; return the exit status."""
-    from torchtitan_lr.scaling.sweep import STOPPED, Sweep
+    from torchtitan_lr.scaling.sweep import INTERRUPTED, Sweep
 
     failed: dict[str, str] = {}  # how, by name: the next command repeats them
     while True:  # a finished search determines further runs
@@ -113,11 +75,11 @@ def execute(plan: "Plan", jobs: int, lock: IO[str]) -> int:
         if all(point.is_done or point.name in failed for point in sweep.points):
             break
         sweep.check()
-        if sweep.run(lock, without=failed) == STOPPED:
-            return STOPPED
+        if sweep.run(lock, without=failed) == INTERRUPTED:
+            return INTERRUPTED
         for point in sweep.points:
             if not point.is_done:
-                failed[point.name] = f"{point.name}: {point.row['status']}"
+                failed[point.name] = f"{point.name}: {point.outcome}"
     for line in [*failed.values(), *edges]:
         print(escaped(line), file=sys.stderr)
     return int(bool(failed or edges))
@@ -125,7 +87,8 @@ def execute(plan: "Plan", jobs: int, lock: IO[str]) -> int:
 
 def losses_of(work: Path) -> dict[str, float]:
     """Return the validation losses of the runs with a result; infinite where one diverged."""
-    from torchtitan_lr.scaling.sweep import DIVERGED, FINISHED, recorded
+    from torchtitan_lr.launch.run_state import DIVERGED, FINISHED
+    from torchtitan_lr.scaling.sweep import recorded
 
     losses = {}
     for name, row in recorded(work).items():

@@ -37,7 +37,9 @@ def add_arguments(parser: OneLineParser) -> None:
         required=True,
         help="a key and its values; may be repeated",
     )
-    parser.add_argument("--out", default="outputs/sweep", help="folder of runs and results")
+    parser.add_argument(
+        "--out", type=Path, default="outputs/sweep", help="folder of runs and results"
+    )
     parser.add_argument("--group", default="", help="wandb group (by default the folder's name)")
     parser.add_argument("--jobs", type=int, default=1, help="points at once")
     parser.add_argument(
@@ -56,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from torchtitan_lr.scaling import sweep as sweeps
 
     sweeps.refuse_keys([*args.set, *args.overrides], sweeps.SWEEP_KEYS)
-    grid, work, config = sweeps.parse_grid(args.set), Path(args.out), find_config(args.config)
+    grid, work, config = sweeps.parse_grid(args.set), args.out, find_config(args.config)
     steps = build_job_config([f"--job.config_file={config}", *args.overrides]).training.steps
     saving = ["--checkpoint.enable", f"--checkpoint.interval={max(1, steps // 10)}"]
     common = [*saving, "--checkpoint.keep_latest_k=2", *args.overrides]
@@ -66,6 +68,6 @@ def run(args: argparse.Namespace) -> int:
         sweep.check(args.skip_refused)
         status = sweep.run(lock)
     rows = sweep.rows()
-    if status != sweeps.STOPPED:
+    if status != sweeps.INTERRUPTED:
         print(json.dumps(rows, indent=1) if args.json else sweeps.as_markdown(rows))
     return status

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     """Train or convert and write the tokenizer, and print its size; return the exit status."""
     from torchtitan_lr.data.pairs import text_of
     from torchtitan_lr.data.sources import Reader, Source
-    from torchtitan_lr.data.tokenizer import HF_FILE, RANKS_DIGEST, TOKENIZER_CONFIG
+    from torchtitan_lr.data.tokenizer import HF_FILE, TOKENIZER_CONFIG
 
     _check_out(args.out)  # training may take minutes
     for name in ("corpus", "path", "vocab_size"):
@@ -85,8 +85,7 @@ def run(args: argparse.Namespace) -> int:
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if args.ranks is not None:
         tokenizer = read_ranks(args.ranks)
-        digest = hashlib.sha256(read_regular(args.ranks)).hexdigest()
-        config |= {RANKS_DIGEST: digest, "split_special_tokens": True}
+        config["split_special_tokens"] = True
     else:
         reader = Reader(
             Source(corpus, (args.path,) if args.path else (), "--path", column=args.text_column)

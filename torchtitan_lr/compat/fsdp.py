@@ -50,6 +50,12 @@ def param_groups(module: object) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def ranks_of(module: FSDPModule) -> int:
+    """Return the number of ranks over which a unit's gradients are summed; 1 without parameters."""
+    # If upstream renames ``mesh_info``, this raises before the first step.
+    return max((group.mesh_info.mesh.size() for group in param_groups(module)), default=1)
+
+
 Norms = list[tuple[tuple[Tensor, ...], Tensor]]
 """Sharded parameters and the norms (n,) of their gradients."""
 

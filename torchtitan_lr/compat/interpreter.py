@@ -1,14 +1,16 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Python's interpreter: garbage collection during imports, exit functions, the parent's end."""
+"""Python's interpreter: garbage collection during imports, exit functions, ends of processes."""
 
 import atexit
 import ctypes
 import gc
+import multiprocessing.queues
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -65,3 +67,19 @@ _PR_SET_PDEATHSIG = 1
 
 # Loaded before any fork: a child must not load libraries between fork and exec.
 _LIBC = ctypes.CDLL(None)
+
+
+def end_if_unheard(worker: int) -> None:
+    """Let this worker process end if it cannot send what it has made.
+
+    Python prints such an error (a socket, descriptors or /dev/shm fail) and drops the message: who
+    waits for it would wait for ever, but does notice that a process has ended.
+    """
+
+    def end(error: Exception, message: object) -> None:
+        print(f"error: worker {worker} cannot send: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    # What the queue's thread calls, for subclasses to replace (seen in Python 3.10 to 3.13).
+    queue: Any = multiprocessing.queues.Queue
+    queue._on_queue_feeder_error = staticmethod(end)

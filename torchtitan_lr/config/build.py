@@ -3,10 +3,10 @@
 
 # This needs no process group: the launcher does it before any rank starts, and every rank again.
 import importlib
+import math
 import os
 import sys
 import traceback
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -20,7 +20,7 @@ from torchtitan_lr.config.parse import (
     split_arguments,
     toml_files,
 )
-from torchtitan_lr.config.paths import find_config, user_path
+from torchtitan_lr.config.paths import expanded, find_config
 from torchtitan_lr.config.ranges import check_ranges
 from torchtitan_lr.config.removed import by_key, refuse_removed, refuse_removed_run
 from torchtitan_lr.config.schema import (
@@ -38,8 +38,10 @@ from torchtitan_lr.config.schema import (
 )
 from torchtitan_lr.errors import ConfigError, require
 
+_PATHS = ("folder", "path", "_file", "_csv", "flavor")  # how names of keys of paths end
 _IMPORT_KEY = "experimental.custom_import"
-_SCHEDULE = {"training.steps", "lr_scheduler.total_steps", "lr_scheduler.warmup_steps"}
+_RATIO = "warmup_ratio"
+_WARMUP = {f"lr_scheduler.{_RATIO}", "lr_scheduler.warmup_steps"}
 
 REGISTERED = {
     "model.name": MODELS,
@@ -99,8 +101,11 @@ def _fill(layers: list[dict[str, Any]], overrides: list[Override], of_record: bo
     base = base_of(values.get("optimizer", {}).get("name", ""))
     _set_defaults(values, base)
     check_ranges(values, config_cls, tsr=base == TSR)
-    _set_warmup(values, layers, overrides)
-    _expand_folder(values.get("job", {}))
+    _set_warmup(values, [] if of_record else layers, overrides)
+    folder = values.get("job", {}).get("dump_folder", ".")
+    require(folder.strip(), "job.dump_folder", folder, "a folder such as ./outputs")
+    if not of_record:  # which has the expanded ones
+        _expand_paths(values)
     return fill_job_config(config_cls, values)
 
 
@@ -114,55 +119,37 @@ def _set_defaults(values: dict[str, Any], base: str) -> None:
 def _set_warmup(
     values: dict[str, Any], layers: list[dict[str, Any]], overrides: list[Override]
 ) -> None:
-    """Shorten the warm-up with the steps, see `warmup_steps`."""
-    command_line: dict[str, Any] = {}
-    for key in _SCHEDULE & dict(overrides).keys():
-        section, _, option = key.partition(".")
-        command_line.setdefault(section, {})[option] = values[section][option]
-    warmup = warmup_steps([*layers, command_line])
-    schedule = values.get("lr_scheduler", {})
-    if warmup != schedule.get("warmup_steps", config_class()().lr_scheduler.warmup_steps):
-        values["lr_scheduler"] = schedule | {"warmup_steps": warmup}
+    """Set ``warmup_steps`` by ``warmup_ratio``, unless a later table or the command line sets it.
 
-
-def _expand_folder(job: dict[str, Any]) -> None:
-    """Replace the ~ of ``job.dump_folder``, which shells do not expand after "="."""
-    folder = job.get("dump_folder", ".")
-    require(folder.strip(), "job.dump_folder", folder, "a folder such as ./outputs")
-    if folder.startswith("~"):
-        job["dump_folder"] = str(user_path(folder, "job.dump_folder"))
-
-
-def warmup_steps(layers: Sequence[dict[str, Any]]) -> int:
-    """Return the warm-up of tables, each of which replaces values of those before it.
-
-    A table that sets the steps alone, and leaves no more of them than the warm-up has, keeps the
-    share of warm-up from before. Otherwise all steps of ``cola_60m --training.steps=100``, or of
-    a file that includes ``cola_60m``, would be warm-up.
-
-    Args:
-        layers: The defaults of torchtitan go before these tables.
+    Raises:
+        ConfigError: One of them sets both. (A record has both, and its steps follow its ratio.)
     """
-    default = config_class()()
-    whole, warmup = default.training.steps, default.lr_scheduler.warmup_steps
-    steps, total = whole, None
-    for layer in layers:
-        share = warmup / max(1, whole)
-        steps = _integer(layer, "training", "steps") or steps
-        total = _integer(layer, "lr_scheduler", "total_steps") or total
-        whole, own = total or steps, _integer(layer, "lr_scheduler", "warmup_steps")
-        if own is not None:
-            warmup = own
-        elif warmup >= whole:
-            warmup = round(share * whole)
-    return int(warmup)
+    command_line = {key.rpartition(".")[2]: value for key, value in overrides if key in _WARMUP}
+    setting = _RATIO
+    for table in [*(layer.get("lr_scheduler", {}) for layer in layers), command_line]:
+        found = [name for name in (_RATIO, "warmup_steps") if table.get(name, -1) != -1]
+        want = "either it or warmup_steps"
+        require(len(found) < 2, f"lr_scheduler.{_RATIO}", table.get(_RATIO), want)
+        setting = found[0] if found else setting
+    schedule, default = values.setdefault("lr_scheduler", {}), config_class()()
+    if setting != _RATIO:
+        schedule[_RATIO] = -1.0
+    elif (ratio := schedule.get(_RATIO, default.lr_scheduler.warmup_ratio)) >= 0:
+        steps = values.get("training", {}).get("steps", default.training.steps)
+        whole = schedule.get("total_steps") or steps
+        schedule["warmup_steps"] = math.floor(ratio * whole + 1e-9)
 
 
-def _integer(table: dict[str, Any], section: str, option: str) -> int | None:
-    """Return a value; None where a table that others replace has another type."""
-    found = table.get(section)
-    value = found.get(option) if isinstance(found, dict) else None
-    return value if isinstance(value, int) else None
+def _expand_paths(values: dict[str, Any], prefix: str = "") -> None:
+    """Expand every path of a configuration here: what is checked later is what is used."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _expand_paths(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            for table in (each for each in value if isinstance(each, dict)):
+                _expand_paths(table, f"{prefix}{name}.")
+        elif isinstance(value, str) and name.endswith(_PATHS):
+            values[name] = expanded(value, prefix + name)
 
 
 def without_code(record: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import tomli
 
 from torchtitan_lr.config.files import read_regular
-from torchtitan_lr.config.paths import near_configs, shipped_config
+from torchtitan_lr.config.paths import expanded, near_configs, shipped_config
 from torchtitan_lr.errors import ConfigError, one_of, require
 
 CONFIG_FILE_KEY = "job.config_file"
@@ -104,7 +104,7 @@ def _included(file: str, base: Any, above: Iterable[str]) -> str:
     where, folder = f"include of {file}", Path(file).parent
     named = isinstance(base, str) and base
     require(named, where, base, 'one file, such as include = "base.toml"')
-    beside = str(folder / base)
+    beside = str(folder / expanded(base, where))
     found = beside if os.path.isfile(beside) else shipped_config(base)
     near = near_configs(base)
     want = f"a TOML file, relative to {folder}, or a shipped one"

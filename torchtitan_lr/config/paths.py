@@ -3,6 +3,7 @@
 
 import difflib
 import os
+import re
 from pathlib import Path, PurePath
 
 from torchtitan_lr.config.removed import refuse_removed
@@ -14,16 +15,26 @@ SHIPPED = (Path(__file__).resolve().parents[1] / FOLDER).resolve()
 """The shipped configurations: the repository's folder, through the link in a checkout, copied in an
 installed package."""
 
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+
 
 def user_path(path: str, key: str) -> Path:
-    """Expand ``~`` and check that the file system accepts the path; it may not exist.
+    """Expand ``~`` and ``${NAME}``, and check that the file system accepts the path.
+
+    Shells expand neither in a file, nor ``~`` behind "=". The path may not exist.
 
     Raises:
-        ConfigError: The home of an unknown user, a name that is too long, or a folder without
-            access permission.
+        ConfigError: A variable that is not set, the home of an unknown user, a name that is too
+            long, or a folder without access permission.
     """
+    filled = path
+    for name in _VARIABLE.findall(path):
+        value = os.environ.get(name, "")
+        if not value:
+            raise ConfigError(key, path, f"a path whose variable {name} is set in the environment")
+        filled = filled.replace(f"${{{name}}}", value)
     try:
-        expanded = Path(path).expanduser()
+        expanded = Path(filled).expanduser()
         expanded.stat()
     except (FileNotFoundError, NotADirectoryError):
         pass
@@ -32,6 +43,11 @@ def user_path(path: str, key: str) -> Path:
         short = path if len(path) <= 200 else f"{path[:100]}...{path[-20:]}"
         raise ConfigError(key, short, f"a path to use here ({why})") from error
     return expanded
+
+
+def expanded(path: str, key: str) -> str:
+    """Return a path as `user_path` does, and as it is written if nothing in it is expanded."""
+    return str(user_path(path, key)) if path.startswith("~") or _VARIABLE.search(path) else path
 
 
 def leads_out(path: Path, folder: Path) -> bool:
@@ -57,6 +73,7 @@ def find_config(text: str) -> str:
     A shipped file's name is ``debug_cola``, ``debug_cola.toml`` or
     ``train_configs/debug_cola.toml``.
     """
+    text = expanded(text, "CONFIG")
     return text if os.path.isfile(text) else shipped_config(text) or text
 
 

@@ -26,6 +26,9 @@ from torchtitan_lr.config.ranges import (
 CONFIG_MODULE = "torchtitan_lr.config.schema"
 """This module."""
 
+NO_EFFECT = frozenset({"job", "metrics", "profiling", "comm", "experimental"})
+"""Sections that no loss depends on."""
+
 BUILT_IN_PLANS = ("btp", "vanilla", "vanilla_replicated", "megatron", "caat")
 """The plans of this package, of ``parallel.plans``."""
 
@@ -225,6 +228,11 @@ class Training:
     mask_documents: bool = False
     """Keep the documents of a sequence apart: a token attends to its own document only, positions
     restart, and the token after a document's last is not predicted. Also in validation."""
+
+    step_graph: Literal["auto", "on", "off"] = "auto"
+    """Forward, loss and backward of a micro-batch as one CUDA graph, which is faster where the host
+    launches kernels more slowly than the GPU runs them. 'auto' captures on a GPU what can be
+    captured, and says in a line why not; 'on' refuses the rest. Numbers are those without it."""
 
     check_memory: bool = True
     """Refuse ranks on the CPU that need more memory than their machine has, by the estimate of
@@ -591,6 +599,19 @@ class Debug:
     """Seed of the weights and of every random choice: runs are reproducible by default."""
 
 
+_RATIO = Range(lambda x: x == -1 or 0 <= x <= 1, "a number from 0 to 1, or -1 for warmup_steps")
+
+
+@dataclass
+class LRScheduler:
+    """Additions to torchtitan's ``[lr_scheduler]``."""
+
+    warmup_ratio: Annotated[float, _RATIO] = 0.02
+    """Share of the steps, or of ``total_steps``, in which the learning rate grows: it sets
+    ``warmup_steps`` (by default torchtitan's 200 of its 10,000). A file or a command line that sets
+    ``warmup_steps`` turns the ratios of the files before it off, which is -1."""
+
+
 @dataclass
 class JobConfig:
     """The sections merged into torchtitan's ``JobConfig``."""
@@ -599,6 +620,7 @@ class JobConfig:
     model: Model = field(default_factory=Model)
     low_rank: LowRank = field(default_factory=LowRank)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
     parallelism: Parallelism = field(default_factory=Parallelism)
     caat: Caat = field(default_factory=Caat)

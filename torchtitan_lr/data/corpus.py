@@ -5,8 +5,9 @@ r"""A prepared corpus: a folder of shards in Megatron's format, ``corpus.json``,
 second pair of files, ``train-00000.loss``: uint8 of the same lengths, 1 where the token is a
 target. A folder without ``corpus.json``, as Megatron-LM and NeMo Curator write it, is all training.
 
-Opening reads ``corpus.json`` alone, so it costs the same for a gigabyte and for a terabyte. Shards
-are opened when a row needs them, and a few stay open: a mapped file holds a descriptor.
+Opening reads ``corpus.json`` alone, and without it a sample of the tokens, so it costs the same for
+a gigabyte and for a terabyte. Shards are opened when a row needs them, and a few stay open: a
+mapped file holds a descriptor.
 
 Megatron's indexed format holds the tokens of many documents in two files. ``X.bin`` has the tokens
 alone. ``X.idx`` has, little endian: the magic ``MMIDIDX\0\0``, version 1 (u64), a code of the
@@ -47,7 +48,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_lr.checkpoints.folders import write_whole
-from torchtitan_lr.config.files import open_regular, read_json, sealed, unsealed
+from torchtitan_lr.config.files import open_regular, read_json, sample_of, sealed, unsealed
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.errors import ConfigError, DataError, require
 from torchtitan_lr.titan import IGNORE_INDEX
@@ -145,7 +146,11 @@ class Corpus:
             shard = IndexedDataset(path.with_suffix(""), key)
             train.append(ShardInfo(shard.num_tokens, shard.num_documents, "", path.stem))
         require(train, key, str(place), f"a folder with {RECORD}, or with .bin and .idx files")
-        return Corpus(place, train, [], "text", identity_of("text", "", [train, []]), {}, key)
+        # Nobody has written checksums there, and two texts can have equal counts.
+        files = [Path(f"{place / info.name}.{end}") for info in train for end in ("bin", "idx")]
+        samples, _ = sample_of(files)
+        identity = identity_of("text", ",".join(samples), [train, []])
+        return Corpus(place, train, [], "text", identity, {}, key)
 
     def tokens(self, held_out: bool = False) -> int:
         """Return the number of tokens of a part."""

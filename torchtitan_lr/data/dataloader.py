@@ -36,6 +36,7 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_lr.checkpoints.safe_metadata import load
+from torchtitan_lr.compat.interpreter import end_if_unheard
 from torchtitan_lr.data.corpus import Batch, Indices, Rows, read_parts
 from torchtitan_lr.data.prepare import open_rows
 from torchtitan_lr.errors import ConfigError, require
@@ -213,8 +214,8 @@ class TokenDataLoader(BaseDataLoader):
             # torchdata 0.11 calls a function that torch 2.13 has deprecated.
             warnings.filterwarnings("ignore", "'set_vital'")
             # The rows of a batch are read together: there is nothing to collate.
-            sampled = {"batch_sampler": numbers(), "collate_fn": tuple}
-            return iter(StatefulDataLoader(self.dataset, **sampled, **self._options))
+            given = {"batch_sampler": numbers(), "collate_fn": tuple} | self._options
+            return iter(StatefulDataLoader(self.dataset, worker_init_fn=end_if_unheard, **given))
 
     def close(self) -> None:
         """End the thread and the worker processes."""

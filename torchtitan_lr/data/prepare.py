@@ -3,8 +3,8 @@
 
 A run reads prepared tokens only. Those of a raw corpus are prepared once, before any rank starts,
 into ``training.token_folder``, which all runs of a user share. The name of a folder there is a hash
-of all that determines its content: the files with their sizes and times, the tokenizer, the rule
-of the held-out part. A run locks the folders that it reads, and shares these locks with other runs:
+of all that determines its content: the files with what is in them, the tokenizer, the rule of the
+held-out part. A run locks the folders that it reads, and shares these locks with other runs:
 no folder is deleted while it is read. Who prepares one has a second lock alone. Locks are the
 kernel's (``flock``), so none outlives its process. On a file system without locks the second lock
 is a name of a socket, which one process of a machine can have, and several machines may prepare the
@@ -30,13 +30,13 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import IO, Any, Literal, Protocol
 
 from torchtitan_lr.compat.interpreter import cores
 from torchtitan_lr.console.log import duration, say
 from torchtitan_lr.console.progress import Preparing
 from torchtitan_lr.data.corpus import JOURNAL, RECORD, Corpus, Rows, is_ours
-from torchtitan_lr.data.sources import LIBRARIES, Reader, Source, data_path
+from torchtitan_lr.data.sources import LIBRARIES, ONE_IN, Reader, Source, data_path
 from torchtitan_lr.data.template import ChatTemplate
 from torchtitan_lr.data.tokenize import signature_of, tokenize
 from torchtitan_lr.data.tokenizer import Tokenizer, build_tokenizer
@@ -208,6 +208,20 @@ def described_pairs(name: str, corpus: Corpus, tokenizer: Tokenizer) -> str:
     )
 
 
+def described_held_out(name: str, corpus: Corpus) -> str:
+    """Say how many documents of a corpus are held out, and why so many of a small one."""
+    held = sum(shard.documents for shard in corpus.held_out)
+    documents = held + sum(shard.documents for shard in corpus.train)
+    line = f"{name}: {held:,} of {documents:,} documents are held out for validation"
+    line += f" ({corpus.tokens(True):,} of {corpus.tokens(True) + corpus.tokens():,} tokens)"
+    return line + "; 1 in 200 of a corpus above 8 MiB" * holds_out_more(corpus)
+
+
+def holds_out_more(corpus: Corpus) -> bool:
+    """Return whether a corpus was so small that more than the usual share is held out."""
+    return any(share > 1 / ONE_IN for share in corpus.record.get("held_out_share", ()))
+
+
 StoredPart = tuple[Part, Corpus | None]
 """A corpus of a run, and its prepared tokens if they are on this machine."""
 
@@ -261,6 +275,8 @@ def prepare_for_ranks(config: Any) -> dict[str, str]:
         corpus = Corpus.open(folder)
         if corpus.kind == "pairs":
             say(described_pairs(name, corpus, build_tokenizer(config)))
+        if holds_out_more(corpus):
+            say(described_held_out(name, corpus))
     return {PREPARED: json.dumps(known)}
 
 
@@ -353,8 +369,10 @@ def _prepared(config: Any, part: Part, readers: Sequence[Reader]) -> str:
             say(f"warning: {line}")
         limit = training.token_folder_gb
         kept = free(store, limit * 1e9) / 1e9
-        counts = f"{corpus.tokens():,} tokens to train on and {corpus.tokens(True):,} held out"
-        say(f"prepared {counts}; {store} has {kept:,.2f} GB of at most {limit:g} GB")
+        say(
+            f"prepared {corpus.tokens():,} tokens to train on and {corpus.tokens(True):,} held out;"
+            f" {store} has {kept:,.2f} GB of at most {limit:g} GB"
+        )
     return str(folder)
 
 
@@ -432,8 +450,11 @@ def _locked(path: Path, kind: int, key: str) -> _Lock:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("ab")
-        os.utime(path)
+        own = kind == fcntl.LOCK_EX or not path.is_file() or os.access(path, os.W_OK)
+        # Another user's lock can be shared, as the tokens can be read.
+        file: IO[bytes] = path.open("ab" if own else "rb")
+        if own:
+            os.utime(path)
     except OSError as error:
         want = f"a folder that can be written ({error.strerror})"
         raise ConfigError(key, str(path.parent), want) from error

@@ -37,6 +37,7 @@ from itertools import accumulate, count, groupby, islice
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
+from torchtitan_lr.config.files import sample_of
 from torchtitan_lr.config.paths import leads_out, user_path
 from torchtitan_lr.data.corpus import is_ours
 from torchtitan_lr.data.pairs import MESSAGES, PROMPT, parse_pair, question_of
@@ -160,10 +161,16 @@ class Reader:
             raise ConfigError(self.source.key, str(other[0]), "only .jsonl files of pairs")
         return True
 
+    @cached_property
     def stamp(self) -> dict[str, Any]:
-        """Return what identifies the text without reading it: place, size and time of files."""
-        stats = ((os.path.abspath(file), file.stat()) for file in self.files)
-        files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        """What identifies the text: places and contents of files; the times too of large ones."""
+        try:
+            samples, is_whole = sample_of(self.files)
+            times = [0 if is_whole else file.stat().st_mtime_ns for file in self.files]
+        except OSError as error:
+            want = f"a file that can be read ({error.strerror})"
+            raise DataError(self.source.key, str(error.filename or self.source), want) from error
+        files = list(zip(map(os.path.abspath, self.files), samples, times, strict=True))
         named = asdict(replace(self.source, key="", paths=() if files else self.source.paths))
         return named | {"files": files}
 

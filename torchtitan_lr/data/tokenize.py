@@ -118,11 +118,12 @@ def _digest(record: dict[str, Any]) -> str:
 
 def signature_of(readers: Sequence[Reader], tokenizer: Tokenizer) -> str:
     """Return a hash of all that determines a prepared folder."""
-    sources = [reader.stamp() for reader in readers]
+    sources = [reader.stamp for reader in readers]
     template = PairEncoder(tokenizer).digest if readers[0].pairs else ""
     # 2: names of special tokens in a document are text; labels of chats are transformers'; bytes
     # that are no UTF-8 are not replaced, and the mark at the beginning of .txt is no text.
-    text = json.dumps([2, ONE_IN, sources, tokenizer_identity(tokenizer), template])
+    # 3: a sample of the text itself, and no version of a library.
+    text = json.dumps([3, ONE_IN, sources, tokenizer_identity(tokenizer), template])
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from torchtitan_lr.config.files import read_json, read_regular
+from torchtitan_lr.config.files import read_json, read_regular, sample_of
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.errors import ConfigError, require
 
@@ -27,7 +28,6 @@ HF_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 GENERATION_CONFIG = "generation_config.json"
-RANKS_DIGEST = "ranks_sha256"  # key of tokenizer_config.json: of the rank file it was made from
 ASSETS = "torchtitan_lr/data/assets/"  # in the package
 SHIPPED = ASSETS + "bpe32k"  # of the papers' sizes, in the package
 HUB = "hf://"  # begins the name of a tokenizer on the Hugging Face hub
@@ -36,7 +36,18 @@ _HUB_FILES = [
     *("tokenizer*", SPECIAL_TOKENS_MAP, "added_tokens.json", GENERATION_CONFIG),
     *("chat_template*", "additional_chat_templates/*"),
 ]
+_FILES = (  # that determine a tokenizer
+    *(HF_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "added_tokens.json"),
+    *(GENERATION_CONFIG, "config.json"),
+)
 _KEY = "model.hf_assets_path"
+_PROBE = (
+    "def f(x):\r\n\treturn x**2 + 0.125e-3  # caf\u00e9, cafe\u0301\n\n\n   We'll DON'T 1234567 "
+    "\u00bd\u00a0\u2009\u200b\u4f60\u597d\u3002 \u0434\u043e\u043c \u05e9\u05dc\u05d5\u05dd "
+    "\u0645\u0631\u062d\u0628\u0627 \u0928\u092e\u0938\u094d\u0924\u0947 \ud55c\uae00 \ufb01 "
+    "\uff21\u0130\u00df \U0001f469\u200d\U0001f4bb _a_b <s> [UNK] \x00\x07\ufffd\ufeff a.b/c?d=e  "
+) + "x" * 60
+"""A text in which many rules of a tokenizer show."""
 
 
 def resolve_assets_path(path: str) -> Path:
@@ -112,15 +123,15 @@ def build_tokenizer(job_config: Any) -> Tokenizer:
         want += "; torchtitan-lr tokenizer --ranks converts llama-3's tokenizer.model"
     require(file.is_file(), _KEY, path, want)
     try:
-        stats = ((each.name, each.stat()) for each in sorted(file.parent.iterdir()))
-        versions = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
-        return _read(str(file.parent), versions)
+        there = [name for name in _FILES if (file.parent / name).is_file()]
+        samples, _ = sample_of([file.parent / name for name in there])
+        return _read(str(file.parent), (*there, *samples))
     except Exception as error:  # the tokenizers library raises bare Exception
         raise ConfigError(_KEY, str(file), f"a readable {file.name} ({error})") from error
 
 
 @lru_cache(maxsize=2)
-def _read(folder: str, versions: tuple[Any, ...]) -> Tokenizer:
+def _read(folder: str, content: tuple[str, ...]) -> Tokenizer:
     tokenizer = Tokenizer(folder)
     if not vocabulary(tokenizer):
         raise ValueError("it has no tokens")
@@ -140,6 +151,7 @@ class Tokenizer:
     Attributes:
         tokenizer: The library's tokenizer.
         tokenizer_path: The folder.
+        file_digest: Of the content of ``tokenizer.json``.
         config: Contents of ``tokenizer_config.json``; empty where there is none.
         special_tokens: Text by name, such as ``bos_token``.
         more_special_tokens: Special tokens without a name, as the files have them.
@@ -155,7 +167,9 @@ class Tokenizer:
 
     def __init__(self, folder: str) -> None:
         self.tokenizer_path, place = folder, Path(folder)
-        self.tokenizer = tokenizers.Tokenizer.from_buffer(read_regular(place / HF_FILE))
+        content = read_regular(place / HF_FILE)
+        self.file_digest = hashlib.sha256(content).hexdigest()
+        self.tokenizer = tokenizers.Tokenizer.from_buffer(content)
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.config = _read_if_there(place / TOKENIZER_CONFIG)
@@ -328,11 +342,14 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Tokens]
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> str:
-    """Return a digest of all that determines a tokenizer's ids, its library's version included."""
-    bos, eos = tokenizer.bos_id, tokenizer.eos_id
-    # Earlier versions had this list: corpora that they prepared keep their identity.
-    ends = [bos, eos, bos in tokenizer.added[0], eos in tokenizer.added[1]]
-    if tokenizer.config.get("split_special_tokens", False):
-        ends.append(True)
-    parts = [version("tokenizers"), repr(ends), tokenizer.tokenizer.to_str()]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    """Return a digest of a tokenizer's file, of its tokens, and of what it makes of a fixed text.
+
+    So it is the same after an update of the library that changes no id.
+    """
+    ends = [tokenizer.begin, tokenizer.end, tokenizer.bos_id, tokenizer.eos_id]
+    rules = [*ends, tokenizer.config.get("split_special_tokens", False)]
+    ids = list[list[int]]()
+    with suppress(Exception):  # some vocabularies of words alone refuse a word that they lack
+        ids = [tokenizer.encode_text(_PROBE, special).ids for special in (False, True)]
+    parts = [tokenizer.file_digest, rules, ids, sorted(tokenizer.get_vocab().items())]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -6,6 +6,7 @@ from math import inf
 from pathlib import Path
 
 from torchtitan_lr.config.parse import check_toml, read_toml
+from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.errors import ConfigError, one_of, require
 
 
@@ -72,7 +73,7 @@ def load_hardware(name: str) -> Hardware:
         ConfigError: The file does not exist, or its keys are not the fields of `Hardware`; those
             with defaults may be left out.
     """
-    path = Path(name) if name.endswith(".toml") else MACHINES / f"{name}.toml"
+    path = user_path(name, "--hardware") if name.endswith(".toml") else MACHINES / f"{name}.toml"
     if not path.is_file():
         shipped = one_of(sorted(file.stem for file in MACHINES.glob("*.toml")), name)
         raise ConfigError("--hardware", name, f"a TOML file, or {shipped}")

@@ -9,7 +9,7 @@ from torchtitan_lr.compression.settings import (
     CompressionSettings,
     compression_settings,
 )
-from torchtitan_lr.config.schema import SPECTRAL, TSR, base_of
+from torchtitan_lr.config.schema import SPECTRAL, SUMS_REPLICAS, TSR, base_of
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.hardware import MeshDim
 from torchtitan_lr.formulas.data_parallel import named_parameters, split_by_columns
@@ -198,6 +198,11 @@ class Run:
     def tsr_plans(self) -> dict[str, MatrixPlan]:
         """TSR-Adam's compressed matrices."""
         return {} if self.tsr is None else plan_matrices(self.global_shapes, self.tsr)
+
+    @property
+    def sums_replicas(self) -> bool:
+        """Whether the optimizer itself sums gradients over the replicas."""
+        return not self.baseline and self.config.optimizer.name in SUMS_REPLICAS
 
     @property
     def spectral(self) -> str:

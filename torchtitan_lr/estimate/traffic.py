@@ -15,8 +15,6 @@ import torch
 
 from torchtitan_lr.compression.settings import is_compressed
 from torchtitan_lr.compression.sizes import FORMULAS, Unit, exchange_traffic, exchange_unit
-from torchtitan_lr.config.schema import BUILT_IN_OPTIMIZERS
-from torchtitan_lr.errors import one_of, require
 from torchtitan_lr.estimate.rehearsal import Rehearsal
 from torchtitan_lr.estimate.run import Run, blocks_of, with_wire
 from torchtitan_lr.estimate.tsr_traffic import TSRMatrix, TSRMesh, tsr_traffic
@@ -36,13 +34,7 @@ def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> 
         run: The run.
         pp_rank: Pipeline rank.
         rehearsal: Contains the collectives that activation checkpointing repeats; None for none.
-
-    Raises:
-        ConfigError: With ``optimizer.name``, for one from outside the package.
     """
-    name = run.config.optimizer.name
-    want = one_of(BUILT_IN_OPTIMIZERS, name) + ": no formula states what another one sends"
-    require(run.baseline or name in BUILT_IN_OPTIMIZERS, "optimizer.name", name, want)
     model = _here(run, pp_rank, model_traffic(run.args, run.settings, run.tp, run.tokens))
     model += run_context_traffic(run, pp_rank, run.gather)
     rows = _times(model, run.microbatches * run.accumulation)
@@ -151,7 +143,7 @@ def boundaries_of(run: Run) -> list[int]:
 
 
 def _data(run: Run, pp_rank: int) -> list[Traffic]:
-    replicas = 1 if run.tsr is not None else run.replicas
+    replicas = 1 if run.sums_replicas else run.replicas
     uncompressed = data_parallel_traffic(
         run.args,
         run.settings,

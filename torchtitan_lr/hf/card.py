@@ -228,11 +228,14 @@ def run_toml(step_dir: Path, published: bool = False) -> str:
     record = without_code(build_job_config([], read_record(step_dir)).to_dict())
     changed = _changed(record, defaults)
     changed.get("job", {}).pop("config_file", None)
-    # Values that defaults of a later version, or a share of the steps, must not replace.
+    # Values that defaults of a later version must not replace.
     model, schedule = changed.setdefault("model", {}), changed.setdefault("lr_scheduler", {})
     for key in ("name", "flavor", "hf_assets_path"):
         model[key] = record["model"][key]
-    schedule["warmup_steps"] = record["lr_scheduler"]["warmup_steps"]
+    for key in ("warmup_ratio", "warmup_steps"):
+        schedule[key] = record["lr_scheduler"][key]
+    if schedule["warmup_ratio"] >= 0:
+        del schedule["warmup_steps"]  # it follows the steps
     if published:
         changed.get("job", {}).pop("dump_folder", None)
         changed.get("checkpoint", {}).pop("initial_load_path", None)  # weights of another place

@@ -10,6 +10,7 @@ import torch
 
 from torchtitan_lr import hf
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.hf.read_llama import CODED, CODED_ACT, CODED_KEYS
 from torchtitan_lr.hf.shards import (
     DEFAULT_SHARD,
     Piece,
@@ -23,12 +24,9 @@ from torchtitan_lr.models.flavors import MODEL_ARGS, write_model_args
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 
 HF_CONFIG = "config.json"
-CODED_TYPE = "torchtitan_lr"
-"""The ``model_type`` of an export that brings its code."""
-HF_CODE = ("configuration_torchtitan_lr", "layers_torchtitan_lr", "modeling_torchtitan_lr")
-"""Modules that an export of a model that is no LLaMA holds."""
+HF_CODE = "modeling_torchtitan_lr"
+"""The module that an export of a model that is no LLaMA holds."""
 
-_PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 _CODED_FAMILIES = ("full", "svd", "cola", "lax")
 """Families for which the exported model code has linears."""
 
@@ -65,7 +63,7 @@ def export_hf(
     """Write weights, ``config.json`` and, for what is no LLaMA, the code of the model.
 
     What equals a full-rank LLaMA becomes transformers' own; factors are multiplied in fp32 or
-    better and rounded once. All others keep their tensors, by our names.
+    better and rounded once. All others keep their tensors, by LLaMA's names.
 
     Args:
         source: The weights.
@@ -83,14 +81,12 @@ def export_hf(
     args = source.args
     check_hf_exportable(args, keep_factors)
     dtype = dtype or source.dtype
-    if is_hf_llama(args, keep_factors):
-        written = write_shards(source, _as_llama(source), out_dir, dtype, max_size)
-        write_json(out_dir / HF_CONFIG, build_hf_config(args, dtype))
-        return written
-    written = write_shards(source, _as_they_are(source), out_dir, dtype, max_size)
-    write_json(out_dir / HF_CONFIG, build_coded_config(args, dtype))
-    for name in HF_CODE:
-        shutil.copyfile(Path(hf.__path__[0]) / f"{name}.py", out_dir / f"{name}.py")
+    coded = not is_hf_llama(args, keep_factors)
+    written = write_shards(source, _as_llama(source, coded), out_dir, dtype, max_size)
+    build = build_coded_config if coded else build_hf_config
+    write_json(out_dir / HF_CONFIG, build(args, dtype))
+    if coded:
+        shutil.copyfile(Path(hf.__path__[0]) / f"{HF_CODE}.py", out_dir / f"{HF_CODE}.py")
     return written
 
 
@@ -127,7 +123,14 @@ def build_hf_config(args: LlamaArgs, dtype: torch.dtype) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        **_shape(args),
+        "hidden_size": args.dim,
+        "intermediate_size": args.ffn_dim,
+        "num_hidden_layers": args.n_layers,
+        "num_attention_heads": args.n_heads,
+        "num_key_value_heads": args.kv_heads,
+        "vocab_size": args.vocab_size,
+        "rms_norm_eps": args.norm_eps,
+        "max_position_embeddings": args.max_seq_len,
         "rope_theta": args.rope_theta,
         "rope_scaling": None,
         "hidden_act": "silu",
@@ -139,66 +142,26 @@ def build_hf_config(args: LlamaArgs, dtype: torch.dtype) -> dict[str, Any]:
         "eos_token_id": None,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    if args.rope_scaling is not None:
-        config["rope_scaling"] = {"rope_type": "llama3", **_scaling(args)}
+    scaling = args.rope_scaling
+    if scaling is not None:
+        config["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": scaling.scaling_factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position_embeddings,
+        }
     return config
 
 
 def build_coded_config(args: LlamaArgs, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the configuration of a model whose code is exported with it.
-
-    Returns:
-        The contents of ``config.json``; `torchtitan_lr.hf.configuration_torchtitan_lr` says
-        what they mean.
-    """
-    configuration, _, modeling = HF_CODE
-    return {
-        "architectures": ["TorchtitanLRForCausalLM"],
-        "auto_map": {
-            "AutoConfig": f"{configuration}.TorchtitanLRConfig",
-            "AutoModelForCausalLM": f"{modeling}.TorchtitanLRForCausalLM",
-        },
-        "model_type": CODED_TYPE,
-        "family": args.family,
-        **_shape(args),
-        # Names of their own: transformers gives "rope_theta" and "rope_scaling" other meanings
-        # from version to version.
-        "rotary_base": args.rope_theta,
-        "rotary_scaling": _scaling(args) or None,
-        "rank_attention": args.rank_attention,
-        "rank_ffn": args.rank_ffn,
-        "latent_silu": [p for p in _PROJECTIONS if args.low_rank and args.latent_silu(p)],
-        "outer_silu": args.outer_silu,
-        "lax_gate": args.lax_gate,
-        "lanes": args.lanes,
-        "sync_fraction": args.sync_fraction,
-        "tie_word_embeddings": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
-
-
-def _shape(args: LlamaArgs) -> dict[str, Any]:
-    return {
-        "hidden_size": args.dim,
-        "intermediate_size": args.ffn_dim,
-        "num_hidden_layers": args.n_layers,
-        "num_attention_heads": args.n_heads,
-        "num_key_value_heads": args.kv_heads,
-        "vocab_size": args.vocab_size,
-        "rms_norm_eps": args.norm_eps,
-        "max_position_embeddings": args.max_seq_len,
-    }
-
-
-def _scaling(args: LlamaArgs) -> dict[str, Any]:
-    scaling = args.rope_scaling
-    if scaling is None:
-        return {}
-    return {
-        "factor": scaling.scaling_factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_position_embeddings,
+    """Return the configuration of a model whose code is exported with it: LLaMA's, and more."""
+    name = "TorchtitanLRForCausalLM"
+    return build_hf_config(args, dtype) | {
+        "architectures": [name],
+        "auto_map": {"AutoModelForCausalLM": f"{HF_CODE}.{name}"},
+        "hidden_act": CODED_ACT,
+        CODED: {key: getattr(args, key) for key in CODED_KEYS},
     }
 
 
@@ -207,9 +170,9 @@ def _as_they_are(source: WeightSource) -> Iterator[Piece]:
         yield Piece((name,), lambda tensors: tensors)
 
 
-def _as_llama(source: WeightSource) -> Iterator[Piece]:
-    """Yield one piece per weight of Hugging Face's LLaMA, of one stored tensor or two factors."""
-    adapter = LlamaStateDictAdapter(source.args, hf_assets_path=None)
+def _as_llama(source: WeightSource, coded: bool) -> Iterator[Piece]:
+    """Yield one piece per tensor of the export, of one stored tensor or of two factors."""
+    adapter = LlamaStateDictAdapter(source.args, hf_assets_path=None, coded=coded)
 
     def convert(tensors: Tensors) -> Tensors:
         dtype = torch.promote_types(source.dtype, torch.float32)
@@ -217,7 +180,9 @@ def _as_llama(source: WeightSource) -> Iterator[Piece]:
         return weights
 
     for name in source.shapes:
-        if name.endswith(".B.weight"):
+        if coded:
+            yield Piece((name,), adapter.to_hf)
+        elif name.endswith(".B.weight"):
             yield Piece((name, name.removesuffix("B.weight") + "A.weight"), convert)
         elif not name.endswith(".A.weight"):
             yield Piece((name,), convert)

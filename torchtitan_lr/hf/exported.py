@@ -8,12 +8,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from torchtitan_lr.config.files import read_json
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.hf.export import CODED_TYPE, HF_CONFIG, build_coded_config
+from torchtitan_lr.hf.export import HF_CONFIG
 from torchtitan_lr.hf.folder_weights import FolderWeights, open_folder
-from torchtitan_lr.hf.read_llama import build_args, read_llama_args
-from torchtitan_lr.models.args import ACTIVATIONS, LlamaArgs
+from torchtitan_lr.hf.read_llama import read_llama_args
+from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.flavors import MODEL_ARGS, read_model_args
 from torchtitan_lr.models.llama import LlamaModel
@@ -24,6 +23,11 @@ from torchtitan_lr.titan.components import ModelWrapper
 def is_export(folder: Path) -> bool:
     """Return whether a folder holds an export rather than a checkpoint."""
     return any((folder / name).is_file() for name in (MODEL_ARGS, HF_CONFIG))
+
+
+def has_our_names(folder: Path) -> bool:
+    """Return whether an export's weights have this package's names, not those of LLaMA."""
+    return (folder / MODEL_ARGS).is_file()
 
 
 def open_source(folder: Path, key: str = "DIR") -> tuple[FolderWeights, bool]:
@@ -42,10 +46,10 @@ def open_source(folder: Path, key: str = "DIR") -> tuple[FolderWeights, bool]:
     if not folder.is_dir() or not is_export(folder):
         want = f"a folder with {HF_CONFIG} (a Hugging Face LLaMA) or {MODEL_ARGS} (an export)"
         raise ConfigError(key, str(folder), want)
-    args = read_export_args(folder)
-    llama = is_llama(folder)
-    tied = llama and read_llama_args(folder / HF_CONFIG)[1]
-    return open_folder(folder, args, llama, tied, key), tied
+    if has_our_names(folder):
+        return open_folder(folder, read_model_args(folder / MODEL_ARGS), False, False, key), False
+    args, tied = read_llama_args(folder / HF_CONFIG)
+    return open_folder(folder, args, True, tied, key), tied
 
 
 def load_export(folder: Path) -> LlamaModel:
@@ -80,8 +84,8 @@ def fill_from_export(folder: Path, model: ModelWrapper) -> None:
     Raises:
         ConfigError: A file is missing or damaged, or holds another model.
     """
-    adapter = LlamaStateDictAdapter(read_export_args(folder), None)
-    renamed = is_llama(folder)
+    adapter = LlamaStateDictAdapter(read_export_args(folder), None, coded=True)
+    renamed = not has_our_names(folder)
     if renamed and read_llama_args(folder / HF_CONFIG)[1]:
         want = "a model with a head of its own under torchrun; `torchtitan-lr import` makes it one"
         raise ConfigError("CHECKPOINT", str(folder), want)
@@ -99,47 +103,9 @@ def fill_from_export(folder: Path, model: ModelWrapper) -> None:
 def read_export_args(folder: Path) -> LlamaArgs:
     """Read what an export says about its model.
 
-    Returns:
-        The model's arguments; what does not change its function has its default.
-
     Raises:
         ConfigError: The file is missing, or describes a model that this package cannot compute.
     """
-    if (folder / MODEL_ARGS).is_file():
+    if has_our_names(folder):
         return read_model_args(folder / MODEL_ARGS)
-    path = folder / HF_CONFIG
-    try:
-        values = read_json(path)
-        if values["model_type"] != CODED_TYPE:
-            return read_llama_args(path)[0]
-        own = {name: values[name] for name in ("lax_gate", "lanes", "sync_fraction")}
-        own |= {name: values[name] for name in ("rank_attention", "rank_ffn")}
-        rotary = values["rotary_base"], values["rotary_scaling"]
-        for activation in ACTIVATIONS:
-            kind = own | {"activation": activation}
-            try:
-                args = build_args(values, *rotary, values["family"], kind)
-            except ConfigError as error:
-                if error.key != "low_rank.activation":
-                    raise
-                continue  # the family does not have this one
-            coded = build_coded_config(args, torch.float32)
-            if all(coded[name] == values[name] for name in ("latent_silu", "outer_silu")):
-                return args
-        raise ValueError("unknown places of the nonlinearities")
-    except ConfigError:
-        raise
-    except (OSError, ValueError, ArithmeticError, TypeError, KeyError, AttributeError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ConfigError(str(path), why, "what `export` wrote") from error
-
-
-def is_llama(folder: Path) -> bool:
-    """Return whether the weights have the names and the layout of transformers' LLaMA."""
-    path = folder / HF_CONFIG
-    if (folder / MODEL_ARGS).is_file() or not path.is_file():
-        return False
-    try:
-        return read_json(path).get("model_type") == "llama"
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(path), str(error), "the configuration of a model") from error
+    return read_llama_args(folder / HF_CONFIG)[0]

@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A folder that transformers can load: weights, configuration, tokenizer and model card."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,10 +8,8 @@ import torch
 
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.data.tokenizer import (
-    GENERATION_CONFIG,
     HF_FILE,
     build_tokenizer,
-    ids_without_token,
     resolve_assets_path,
     vocabulary,
 )
@@ -83,15 +80,5 @@ def export_folder(
         ids = add_tokenizer(config, out_dir, args.max_seq_len)
         model = read_json(out_dir / HF_CONFIG)
         write_json(out_dir / HF_CONFIG, model | {k: ids[k] for k in _MODEL_IDS if k in ids})
-        _suppress(ids_without_token(build_tokenizer(config), args.vocab_size), out_dir)
     kind: Literal["hf", "coded"] = "hf" if is_hf_llama(args, keep_factors) else "coded"
     write_card(args, config, source.step_dir, Exported(out_dir, written, kind, licence))
-
-
-def _suppress(unknown: Sequence[int], out_dir: Path) -> None:
-    """Let transformers draw no token that the tokenizer does not have, as ``generate`` does."""
-    if unknown:
-        settings = read_json(out_dir / GENERATION_CONFIG)
-        given = settings.get("suppress_tokens")
-        more = given if isinstance(given, list) else []
-        write_json(out_dir / GENERATION_CONFIG, settings | {"suppress_tokens": [*unknown, *more]})

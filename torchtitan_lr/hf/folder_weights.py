@@ -91,7 +91,7 @@ class FolderWeights:
             if self.llama:
                 # A tied head is the embedding, to the adapter too.
                 theirs = HEAD if name == "output.weight" else place.name
-                adapter = LlamaStateDictAdapter(self.args, None)
+                adapter = LlamaStateDictAdapter(self.args, None, coded=True)
                 (tensor,) = adapter.from_hf({theirs: tensor}).values()
             found[name] = tensor.contiguous()
         return found
@@ -123,7 +123,7 @@ def open_folder(
         theirs = name
         if llama:
             meta = {name: torch.empty(shape, device="meta")}
-            (theirs,) = LlamaStateDictAdapter(args, None).to_hf(meta)
+            (theirs,) = LlamaStateDictAdapter(args, None, coded=True).to_hf(meta)
         if tied and theirs == HEAD:
             embedding = places["tok_embeddings.weight"]
             _check_tied(embedding, stored.pop(HEAD, embedding))

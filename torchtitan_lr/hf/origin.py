@@ -9,6 +9,7 @@ from typing import Any
 from huggingface_hub import ModelCard, snapshot_download
 
 from torchtitan_lr.config.files import read_json, read_regular
+from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.loading import named_step, read_record
 from torchtitan_lr.hf.shards import write_json
@@ -44,7 +45,7 @@ def find_model(name: str) -> tuple[Path, str]:
     Raises:
         ConfigError: The Hub has no such model, or cannot be reached.
     """
-    folder = Path(name)
+    folder = user_path(name, "DIR")
     parts = name.split("/")
     if folder.exists() or len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
         return folder, ""

@@ -1,5 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Read the ``config.json`` of a Hugging Face LLaMA: what ``llama_full`` computes, and no more."""
+"""Read the ``config.json`` of a Hugging Face LLaMA, or of an export with code.
+
+What ``llama_full`` computes, and no more; an export with code has LLaMA's keys, and a table.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +11,16 @@ from torchtitan_lr.config.files import read_json
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.titan.specs import RoPEScalingArgs
+
+CODED = "torchtitan_lr"
+"""The table that an export has if it brings its code."""
+CODED_ACT = "torchtitan_lr: load with trust_remote_code=True"
+"""Its ``hidden_act``: LLaMA's own class fails with it, where it would draw the linears anew."""
+CODED_KEYS = (
+    *("family", "activation", "rank_attention", "rank_ffn"),
+    *("lax_gate", "lanes", "sync_fraction"),
+)
+"""What the table says, by the names of `LlamaArgs`."""
 
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu", "swish"), "'silu', SwiGLU's"),
@@ -33,8 +46,8 @@ def read_llama_args(path: Path) -> tuple[LlamaArgs, bool]:
     """Read a configuration of transformers' LLaMA, of version 4 or 5.
 
     Returns:
-        The arguments of the same ``llama_full``, and whether embedding and head are tied over
-        there.
+        The model's arguments, ``llama_full``'s for a LLaMA without a table of ours; what does not
+        change its function has its default. And whether embedding and head are tied over there.
 
     Raises:
         ConfigError: It is no LLaMA, or has a setting that ``llama_full`` does not have; the error
@@ -48,6 +61,11 @@ def read_llama_args(path: Path) -> tuple[LlamaArgs, bool]:
         raise ConfigError(str(path), f"{type(error).__name__}: {error}", want) from error
     if kind != "llama":
         raise ConfigError("model_type", kind, f"'llama' in {path}")
+    table = values.get(CODED)
+    if table is not None:
+        if not isinstance(table, dict) or set(table) != set(CODED_KEYS):
+            raise ConfigError(CODED, table, f"a table of {', '.join(CODED_KEYS)}, in {path}")
+        values |= {"hidden_act": "silu"} if values.get("hidden_act") == CODED_ACT else {}
     for key, (allowed, want) in _ONLY.items():
         if values.get(key) not in allowed:
             raise ConfigError(key, values[key], f"{want}, in {path}")
@@ -59,12 +77,22 @@ def read_llama_args(path: Path) -> tuple[LlamaArgs, bool]:
     if head_dim is not None and head_dim * heads != dim:
         want = f"hidden_size / num_attention_heads = {dim / heads:g}, in {path}"
         raise ConfigError("head_dim", head_dim, want)
-    read = {key: reader.number(key) for key in _NUMBERS} | {
-        "num_key_value_heads": reader.number("num_key_value_heads", heads),
-        "rms_norm_eps": reader.number("rms_norm_eps", 1e-6, float),
-        "max_position_embeddings": reader.number("max_position_embeddings", 2048),
-    }
-    return build_args(read, theta, scaling, "full", {}), bool(values.get("tie_word_embeddings"))
+    numbers = {key: reader.number(key) for key in _NUMBERS}
+    dense = {"family": "full", "rank_attention": 0, "rank_ffn": 0, "activation": "fullrank"}
+    args = LlamaArgs(
+        dim=dim,
+        n_layers=numbers["num_hidden_layers"],
+        n_heads=heads,
+        n_kv_heads=reader.number("num_key_value_heads", heads),
+        ffn_dim=numbers["intermediate_size"],
+        vocab_size=numbers["vocab_size"],
+        norm_eps=reader.number("rms_norm_eps", 1e-6, float),
+        max_seq_len=reader.number("max_position_embeddings", 2048),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        **(dense if table is None else table),
+    )
+    return args, bool(values.get("tie_word_embeddings"))
 
 
 class _Reader:
@@ -83,7 +111,7 @@ class _Reader:
         return kind(value)
 
 
-def _rotary(reader: _Reader) -> tuple[float, dict[str, Any] | None]:
+def _rotary(reader: _Reader) -> tuple[float, RoPEScalingArgs | None]:
     """Read base and scaling: ``rope_parameters`` of version 5, two keys of version 4."""
     key = "rope_parameters" if reader.values.get("rope_parameters") else "rope_scaling"
     given = reader.values.get(key) or {}
@@ -100,43 +128,9 @@ def _rotary(reader: _Reader) -> tuple[float, dict[str, Any] | None]:
     if kind != _SCALED:
         want = f"'default' or '{_SCALED}' as {key}'s rope_type in {reader.path}"
         raise ConfigError(key, kind, want)
-    keys = ("factor", "low_freq_factor", "high_freq_factor")
-    length = "original_max_position_embeddings"
-    return theta, {key: inner.number(key, kind=float) for key in keys} | {
-        length: inner.number(length)
-    }
-
-
-def build_args(
-    values: dict[str, Any], base: float, scaling: Any, family: str, kind: dict[str, Any]
-) -> LlamaArgs:
-    """Build a model's arguments from the keys of a ``config.json``.
-
-    Args:
-        values: Sizes of the model.
-        base: The rotary base.
-        scaling: The four numbers of scaled frequencies, by transformers' keys; none without them.
-        family: The model's family.
-        kind: Further arguments, of a low-rank model.
-    """
-    ranks: dict[str, Any] = {"rank_attention": 0, "rank_ffn": 0, "activation": "fullrank"}
-    return LlamaArgs(
-        family=family,
-        dim=values["hidden_size"],
-        n_layers=values["num_hidden_layers"],
-        n_heads=values["num_attention_heads"],
-        n_kv_heads=values["num_key_value_heads"],
-        ffn_dim=values["intermediate_size"],
-        vocab_size=values["vocab_size"],
-        norm_eps=values["rms_norm_eps"],
-        max_seq_len=values["max_position_embeddings"],
-        rope_theta=base,
-        rope_scaling=scaling
-        and RoPEScalingArgs(
-            scaling_factor=scaling["factor"],
-            low_freq_factor=scaling["low_freq_factor"],
-            high_freq_factor=scaling["high_freq_factor"],
-            original_max_position_embeddings=scaling["original_max_position_embeddings"],
-        ),
-        **(ranks | kind),
+    return theta, RoPEScalingArgs(
+        scaling_factor=inner.number("factor", kind=float),
+        low_freq_factor=inner.number("low_freq_factor", kind=float),
+        high_freq_factor=inner.number("high_freq_factor", kind=float),
+        original_max_position_embeddings=inner.number("original_max_position_embeddings"),
     )

@@ -120,7 +120,7 @@ def build_toml(args: LlamaArgs, out_dir: Path) -> str:
             "steps": 1000,
         },
         "optimizer": {"lr": 1e-4},
-        "lr_scheduler": {"warmup_steps": 100, "decay_type": "cosine", "min_lr_factor": 0.1},
+        "lr_scheduler": {"warmup_ratio": 0.1, "decay_type": "cosine", "min_lr_factor": 0.1},
         "checkpoint": {
             "enable": True,
             "initial_load_path": f"{CONFIG_DIR}/checkpoint/step-0",

@@ -5,7 +5,8 @@ It differs from plain torchrun in five ways. ``--rdzv-backend=loopback`` is a re
 ranks of one machine that other machines cannot reach; ``--standalone`` listens on all interfaces
 and unpickles the data it receives. The kernel kills the ranks if this process is killed. When a
 rank has failed, the others are killed after :data:`GRACE_SECONDS`, not after half a minute. Each
-restart of the ranks is one line on the console; it does not follow a refused configuration.
+restart of the ranks is one line on the console; it follows no end to which it would come again
+(a refused configuration, a loss that is not finite), whose exit status is this process's too.
 Signals that a scheduler sends to all processes are left to the launcher: torchrun would fail.
 """
 
@@ -36,14 +37,12 @@ from torchtitan_lr.compat.elastic import (
 )
 from torchtitan_lr.launch.processes import RANK_STARTED, end_with
 from torchtitan_lr.launch.report import DID_NOT_END
+from torchtitan_lr.launch.run_state import AGAIN_THE_SAME
 
 LOOPBACK = "127.0.0.1"
 
 GRACE_SECONDS = 2
 """Time for the other ranks to end after one has failed; without that rank none can save."""
-
-REFUSED = 2
-"""Exit status of a rank for an invalid configuration: a restart would fail in the same way."""
 
 LEFT_TO_THE_LAUNCHER = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
 
@@ -115,12 +114,10 @@ class Ranks:
 
     Attributes:
         cause: Why they were last ended, for the line of the next start.
-        restarts_left: Restarts left at the last start.
     """
 
     def __init__(self) -> None:
         self.cause = ""
-        self.restarts_left = 0
         self._parent = os.getpid()
         self._first = 0  # the first rank of this machine
 
@@ -128,7 +125,6 @@ class Ranks:
         """Start a rank that the kernel kills if this process ends; arguments as for Popen."""
         done = int(env["TORCHELASTIC_RESTART_COUNT"])
         most = int(env["TORCHELASTIC_MAX_RESTARTS"])
-        self.restarts_left = most - done
         self._first = int(env["RANK"]) - int(env["LOCAL_RANK"])
         if self.cause and env["LOCAL_RANK"] == "0":
             machines, world = int(env["GROUP_WORLD_SIZE"]), int(env["WORLD_SIZE"])
@@ -161,7 +157,8 @@ class Ranks:
         `torchtitan_lr.launch.report`).
 
         Raises:
-            SystemExit: A rank refused the configuration, and torchrun would restart it.
+            SystemExit: A rank has ended as it would again; torchrun would restart it, and has one
+                exit status for all failures.
         """
         processes = {rank: h.proc for rank, h in context.subprocess_handlers.items()}
         codes = {rank: process.poll() for rank, process in processes.items()}
@@ -175,9 +172,9 @@ class Ranks:
         for process in left:
             if process.poll() == -signal.SIGKILL:
                 _say(f"rank process {process.pid} {DID_NOT_END}")
-        if REFUSED in failed.values() and self.restarts_left:
+        if final := [code for code in AGAIN_THE_SAME if code in failed.values()]:
             stop_copying(context)
-            raise SystemExit(1)
+            raise SystemExit(final[0])
 
 
 def why_ended(codes: Mapping[int, int]) -> str:

@@ -6,6 +6,7 @@ invalid configuration is reported before any rank starts, in one line, with exit
 """
 
 import getpass
+import math
 import os
 import sys
 import time
@@ -15,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.checkpoints.folders import complete_steps, step_folder
+from torchtitan_lr.checkpoints.folders import is_finite, newest_step, step_folder
 from torchtitan_lr.checks.stored import nothing_to_train
 from torchtitan_lr.compat.interpreter import cores
 from torchtitan_lr.config.build import build_job_config
@@ -41,12 +42,13 @@ from torchtitan_lr.launch.report import (
     hidden_errors,
     killed_rank,
     read_summary,
-    recorded_by_rank_0,
     summary_lines,
 )
 from torchtitan_lr.launch.run_state import (
+    EXIT_STATUS,
     FAILED,
     FINISHED,
+    REFUSED,
     holder_named,
     is_held,
     read_state,
@@ -176,7 +178,7 @@ def run(
     if group.killed:
         what = "killed" if group.was_ready else "stopped before training began"
         print(f"error: {what} by {group.signal_name}; logs: {log_folder}", file=sys.stderr)
-        _record_failure(lock, dump_folder, f"{what} by {group.signal_name}")
+        _record_failure(lock, dump_folder, f"{what} by {group.signal_name}", FAILED)
         return 128 + group.signal_number
     if expected:
         for line in hidden_errors(log_folder, shown_here):
@@ -184,11 +186,14 @@ def run(
     if status != 0:
         if expected:
             failure = describe_failure(log_folder, status)
-            advice = _advice(failure, environment, variables, log_folder, config)
+            advice = _advice(str(failure), environment, variables, log_folder, config)
             print(escaped(f"error: {failure}{advice}"), file=sys.stderr)
-            elsewhere = environment.nodes > 1 and is_held(dump_folder)
-            if not elsewhere and not recorded_by_rank_0(failure, read_state(dump_folder)):
-                _record_failure(lock, dump_folder, failure)
+            if environment.nodes == 1 or not is_held(dump_folder):
+                # What a rank has recorded since stays, unless it only saw a killed one's end.
+                since = math.inf if failure.by_signal else begin
+                states = {number: state for state, number in EXIT_STATUS.items()}
+                state = states.get(status, FAILED)
+                _record_failure(lock, dump_folder, str(failure), state, failure.rank, since)
         return status if 0 < status < 126 else 1
     if not expected:
         print(f"dry run passed: one step as rank 0 of {environment.world_size}")
@@ -217,21 +222,28 @@ def _advice(
     return advice
 
 
-def _record_failure(lock: FolderLock | None, dump_folder: Path, why: str) -> None:
+def _record_failure(
+    lock: FolderLock | None,
+    dump_folder: Path,
+    error: str,
+    state: str,
+    rank: int | None = None,
+    began: float = math.inf,
+) -> None:
     """Record why a run failed, unless its folder is another run's by now."""
     with suppress(ConfigError):
         if lock is not None:
             lock()
-        write_state(dump_folder, FAILED, why)
+        write_state(dump_folder, state, error, rank, began=began)
 
 
 def how_to_resume(config: Any) -> str:
     """Return the checkpoint that a killed run can resume from, as the end of a sentence."""
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
-    steps = complete_steps(folder) if config.checkpoint.enable else []
-    if not steps:
+    step = newest_step(folder) if config.checkpoint.enable else -1
+    if step < 0 or not is_finite(step_folder(folder, step)):
         return "; there is no checkpoint to resume from"
-    return f"; run the same command again to resume from {step_folder(folder, steps[-1])}"
+    return f"; run the same command again to resume from {step_folder(folder, step)}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -241,7 +253,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: Arguments without the program's name; ``sys.argv[1:]`` by default.
 
     Returns:
-        The exit status: 0 for success, 2 for an invalid configuration, else the run failed.
+        The exit status: `EXIT_STATUS` of how the run ended, or 128 and the number of the signal
+        that killed it.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -278,4 +291,4 @@ def main(argv: list[str] | None = None) -> int:
             return run(environment, arguments, log_folder, config, lock)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return EXIT_STATUS[REFUSED]

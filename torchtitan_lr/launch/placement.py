@@ -2,27 +2,34 @@
 """Where a run's ranks compute, how many there are, and whether its degrees fit them.
 
 ``NGPU`` sets the number of ranks. Without it, a machine with GPUs gets one rank per GPU, at most
-:data:`DEFAULT_RANKS`, and a machine without GPUs gets that many CPU processes. The main job trains
-the same batches on all of them: its tensor-parallel degree is lowered where it does not divide the
-ranks. Other configurations are never changed.
+:data:`DEFAULT_RANKS`, and a machine without GPUs gets that many CPU processes. The shipped debug
+files train the same batches on all of them: `fit` lowers what does not divide the ranks. Other
+configurations are never changed.
 """
 
 import math
-import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import split_arguments
-from torchtitan_lr.config.paths import find_config
+from torchtitan_lr.config.paths import shipped_configs
 from torchtitan_lr.config.schema import least_ranks
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.launch.environment import DEFAULT_RANKS, Environment, check_log_ranks
+from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.launch.environment import Environment, check_log_ranks
 
 DEFAULT_CONFIG_FILE = "./train_configs/debug_cola.toml"
 """The main job: what the launcher runs without ``CONFIG_FILE``."""
 
-_TP, _BATCH = "parallelism.tensor_parallel_degree", "training.global_batch_size"
+_TP = "parallelism.tensor_parallel_degree"
+_BATCH, _LOCAL = "training.global_batch_size", "training.local_batch_size"
+
+_LOWERED = ("tensor_parallel_degree", "data_parallel_replicate_degree")
+"""Degrees of a debug file that follow the ranks."""
+
+_DATA = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class Placement:
 
     Args:
         environment: The launch's environment with the final number of ranks.
-        arguments: The command line, with the overrides that fit the main job to the ranks.
+        arguments: The command line, with the overrides that fit a debug file to the ranks.
         config: Result of :func:`build_job_config` for ``arguments``.
         device: ``cuda``, ``xpu`` or ``cpu``.
         note: One line on what was chosen; empty if nothing was.
@@ -45,12 +52,11 @@ class Placement:
 
 
 def place(environment: Environment, arguments: list[str]) -> Placement:
-    """Choose the device and the number of a run's ranks, and fit the main job to them.
+    """Choose the device and the number of a run's ranks, and fit a debug file to them.
 
     Raises:
         ConfigError: The configuration cannot be read, there are fewer GPUs than requested ranks,
-            or the tensor-parallel degree does not divide the ranks. The message names the override
-            that works.
+            or the degrees or batches do not fit the ranks. The message says what does.
     """
     config = build_job_config(arguments)
     count = _accelerator()[1]
@@ -58,21 +64,26 @@ def place(environment: Environment, arguments: list[str]) -> Placement:
     # With several machines nothing is chosen: all of them must start alike.
     free = not (environment.ranks_given or environment.comm_mode or environment.nodes > 1)
     if free and 0 < count < wanted:
-        fits = (n for n in range(count, 0, -1) if _fitting_degree(config, arguments, n) is not None)
+        fits = (n for n in range(count, 0, -1) if fit(config, arguments, n) is not None)
         ranks = next(fits, count)
         check_log_ranks(environment.log_ranks, ranks)
         environment = replace(environment, ranks=ranks)
     device = find_device(environment)
-    overrides = []
+    overrides = None
     if environment.nodes == 1:
-        overrides = _fit(config, arguments, environment.ranks, environment.ranks < wanted)
+        overrides = fit(config, arguments, environment.ranks)
+        if overrides is None and _is_debug(config):
+            _refuse_ranks(config, arguments, environment.ranks)
     if overrides:
         arguments = [*arguments, *overrides]
         config = build_job_config(arguments)
     _refuse_tensor_parallel(config, environment.world_size)
-    note = _note(environment, count, environment.ranks < wanted, overrides) if free else ""
+    note = _note(environment, count, environment.ranks < wanted, overrides or []) if free else ""
     if overrides and not note:
         note = f"{_count(environment.ranks, 'rank')}: training with {' '.join(overrides)}"
+    if config.grad_compression.codec != "none" and environment.world_size > 1:
+        note += f"{'; ' if note else ''}each rank compresses its own gradients: losses depend on"
+        note += " the number of ranks"
     return Placement(environment, arguments, config, device, note)
 
 
@@ -104,50 +115,38 @@ def _accelerator() -> tuple[str, int]:
     return "cpu", 0
 
 
-def _fit(config: Any, arguments: list[str], ranks: int, chosen: bool) -> list[str]:
-    """Return the overrides with which the main job trains its batches on any number of ranks."""
-    degree = _fitting_degree(config, arguments, ranks)
-    lowered = degree != _degree(config)
-    if degree is None or not (lowered or chosen) or not _is_main_job(config):
-        return []
-    overrides = [f"--{_TP}={degree}"] if lowered else []
-    if config.training.global_batch_size == -1:
-        overrides.append(f"--{_BATCH}={_default_batch(config)}")
-    return overrides
+def fit(config: Any, arguments: Sequence[str], ranks: int) -> list[str] | None:
+    """Return the overrides with which a configuration fits the ranks; None if none do.
 
-
-def _fitting_degree(config: Any, arguments: list[str], ranks: int) -> int | None:
-    """Return the tensor-parallel degree with which a configuration fits the ranks; None if none.
-
-    That of the main job is the largest divisor that divides the ranks, unless the command line sets
-    it, and its batches must be those of the default number of ranks.
+    Only a debug file gets some, for keys that the command line does not set: its degrees of tensor
+    parallelism and of replicas are lowered to divisors of the ranks, and then the local batch, so
+    that the ranks share the sequences of a step.
     """
-    degree, others = _degree(config), _others(config)
-    if ranks % others:
+    layout, training = dict(vars(config.parallelism)), config.training
+    given = {override.key for override in split_arguments(list(arguments))}
+    overrides: dict[str, int] = {}
+    for name in _LOWERED if _is_debug(config) else ():
+        key, others = f"parallelism.{name}", least_ranks(layout | {name: 1})
+        if key not in given and layout[name] > 1 and ranks % others == 0:
+            lowered = math.gcd(layout[name], ranks // others)
+            if lowered != layout[name]:
+                overrides[key] = layout[name] = lowered
+    if ranks % least_ranks(layout):
         return None
-    given = any(override.key == _TP for override in split_arguments(arguments))
-    lowered = degree if given or degree < 1 else math.gcd(degree, ranks // others)
-    fits = lowered == degree
-    if _is_main_job(config):
-        fits = _keeps_batches(config, lowered, ranks)
-    return lowered if fits else None
+    batch, local = training.global_batch_size, training.local_batch_size
+    apart = least_ranks(layout | dict.fromkeys(_DATA, 1))  # ranks that share their rows
+    if _is_debug(config) and batch > 0 and batch % max(1, local * (ranks // apart)):
+        if batch % (ranks // apart) or _LOCAL in given:
+            return None
+        overrides[_LOCAL] = math.gcd(local, batch // (ranks // apart))
+    return [f"--{key}={value}" for key, value in overrides.items()]
 
 
-def _keeps_batches(config: Any, degree: int, ranks: int) -> bool:
-    """Whether the ranks, with a tensor-parallel degree, can share the batches of the main job."""
-    layout, section = config.parallelism, config.training
-    split = degree * layout.pipeline_parallel_degree * layout.context_parallel_degree
-    if split < 1 or ranks % split:
-        return False
-    batch, unit = section.global_batch_size, section.local_batch_size * (ranks // split)
-    if batch == -1:
-        batch = _default_batch(config)
-    return unit > 0 and batch % unit == 0
-
-
-def _is_main_job(config: Any) -> bool:
-    main = (DEFAULT_CONFIG_FILE, find_config(DEFAULT_CONFIG_FILE))
-    return os.path.realpath(config.job.config_file or "") in map(os.path.realpath, main)
+def _is_debug(config: Any) -> bool:
+    """Whether a configuration is one of the shipped debug files, of which the main job is one."""
+    path = Path(config.job.config_file or "")
+    shipped = shipped_configs().get(path.stem) if path.stem.startswith("debug_") else None
+    return shipped is not None and shipped.resolve() == path.resolve()
 
 
 def _degree(config: Any) -> int:
@@ -159,12 +158,15 @@ def _others(config: Any) -> int:
     return least_ranks(vars(config.parallelism) | {"tensor_parallel_degree": 1})
 
 
-def _default_batch(config: Any) -> int:
-    """Return the sequences per step on the default number of ranks."""
-    section = config.parallelism
-    split = section.tensor_parallel_degree, section.pipeline_parallel_degree
-    copies = math.prod(max(1, degree) for degree in (*split, section.context_parallel_degree))
-    return int(config.training.local_batch_size) * max(1, DEFAULT_RANKS // copies)
+def _refuse_ranks(config: Any, arguments: Sequence[str], ranks: int) -> None:
+    """Refuse a number of ranks that a debug file does not fit, with those near it that it does."""
+    given = {override.key for override in split_arguments(list(arguments))}
+    if _BATCH in given:
+        return  # the check of the batch says what fits
+    near = [str(n) for n in range(1, 2 * ranks) if fit(config, arguments, n) is not None]
+    batch = config.training.global_batch_size
+    want = f"{' or '.join(near)}, which can share the {batch} sequences of a step"
+    require(not near, "NGPU", ranks, want)
 
 
 def _refuse_tensor_parallel(config: Any, ranks: int) -> None:

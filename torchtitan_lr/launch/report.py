@@ -8,13 +8,13 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.errors import OUT_OF_MEMORY, escaped
 from torchtitan_lr.launch.processes import RANK_STARTED
-from torchtitan_lr.launch.run_state import RUNNING
 from torchtitan_lr.training.history import SUMMARY_FILE, is_number
 
 # Lines that must reach the console: error messages, and how to resume (printed by rank 0 only).
@@ -34,8 +34,8 @@ _NAMES = {number.value: number.name for number in signal.Signals}
 _LESS_MEMORY = "a smaller training.local_batch_size or training.seq_len needs less"
 _UNREACHABLE = "the machine of RDZV_ENDPOINT cannot be reached, or the run ended there"
 _OTHER_RANK = "another rank ended before, or cannot be reached"
-_UNKNOWN_CAUSE = "the ranks ended with status"
 _TAIL_BYTES = 1 << 16
+_SHARED_MEMORY = "/dev/shm"
 _LITTLE_SPACE = 1 << 20  # bytes; a disk with less free space counts as full
 
 
@@ -89,8 +89,29 @@ def summary_lines(summary: dict[str, Any], dump_folder: Path, log_folder: Path) 
     return [f"{name:<{width}}  {escaped(str(value))}" for name, value in rows]
 
 
-def describe_failure(log_folder: Path, status: int) -> str:
-    """Describe in one line which rank failed first, why, and where the logs are.
+@dataclass(frozen=True)
+class Failure:
+    """Why the ranks of this machine failed.
+
+    Attributes:
+        what: The cause in one line, with the rank.
+        output: Where its output is.
+        rank: The rank that failed first, None if that is unknown.
+        by_signal: Whether a signal ended it, which no rank could record.
+    """
+
+    what: str
+    output: Path
+    rank: int | None = None
+    by_signal: bool = False
+
+    def __str__(self) -> str:
+        of = "its" if self.rank is not None else "their"
+        return f"{self.what}; {of} output: {self.output}"
+
+
+def describe_failure(log_folder: Path, status: int) -> Failure:
+    """Find which rank failed first, why, and where the logs are.
 
     A rank that was ended by a signal writes no error; the other ranks then fail with network errors
     that hide the cause. Therefore this looks for such a rank first. torchrun's folders have the
@@ -98,31 +119,32 @@ def describe_failure(log_folder: Path, status: int) -> str:
     """
     lost = _LOST_RENDEZVOUS.search(_launcher_log(log_folder)) is not None
     found = _ended_by_signal(log_folder) or _failed_with_error(log_folder, lost)
-    if found:
+    if found is not None:
         return found
+    what = f"the ranks ended with status {status}"
     if lost:
-        return f"{_UNREACHABLE}; the ranks' output: {log_folder}"
-    if status < 0:
-        name = signal.Signals(-status).name
-        return f"torchrun was ended by {name}, and its ranks with it; their output: {log_folder}"
-    return f"{_UNKNOWN_CAUSE} {status}; their output: {log_folder}"
+        what = _UNREACHABLE
+    elif status < 0:
+        what = f"torchrun was ended by {signal.Signals(-status).name}, and its ranks with it"
+    return Failure(what, log_folder, by_signal=status < 0)
 
 
-def _ended_by_signal(log_folder: Path) -> str:
-    """Return the line about a rank that a signal ended; empty if there is none."""
+def _ended_by_signal(log_folder: Path) -> Failure | None:
+    """Return the first rank that a signal ended; None if there is none."""
     killed = killed_rank(log_folder)
     if killed is None:
-        return ""
-    rank, name = killed
-    (folder, *_) = [*_of_last_start(log_folder, f"{rank}"), log_folder]
+        return None
+    here, name = killed
+    rank = _first_rank(log_folder) + here
+    (folder, *_) = [*_of_last_start(log_folder, f"{here}"), log_folder]
     hint = ""
     if name == "SIGKILL":
         hint = f" (the kernel also sends it when memory runs out: {_LESS_MEMORY})"
-    return f"rank {_first_rank(log_folder) + rank} was ended by {name}{hint}; its output: {folder}"
+    return Failure(f"rank {rank} was ended by {name}{hint}", folder, rank, by_signal=True)
 
 
-def _failed_with_error(log_folder: Path, lost: bool) -> str:
-    """Return the line about the first rank that wrote an error; empty if none did."""
+def _failed_with_error(log_folder: Path, lost: bool) -> Failure | None:
+    """Return the first rank that wrote an error; None if none did."""
     failures = []
     for path in _of_last_start(log_folder, "*/error.json"):
         try:
@@ -133,7 +155,7 @@ def _failed_with_error(log_folder: Path, lost: bool) -> str:
         except (OSError, ValueError, KeyError, TypeError):
             continue  # a rank that was killed while writing leaves an incomplete file
     if not failures:
-        return ""
+        return None
     _, folder, reason, stack = min(failures)
     what = reason.strip().partition("\n")[0]
     if _TIMED_OUT.search(what):
@@ -146,19 +168,8 @@ def _failed_with_error(log_folder: Path, lost: bool) -> str:
     stuck = [f"rank {first_rank + rank}" for rank, _, did_not_end in signalled if did_not_end]
     if stuck:
         what += f"; {', '.join(stuck)} did not end on SIGTERM: stopped, or stuck"
-    return f"rank {first_rank + int(folder.name)} failed: {what}; its output: {folder}"
-
-
-def recorded_by_rank_0(failure: str, record: dict[str, Any] | None) -> bool:
-    """Return whether rank 0 failed first and has recorded why, more briefly than the launcher can.
-
-    Args:
-        failure: Result of `describe_failure`.
-        record: Result of `read_state`: of this run, or of an earlier one if this one was refused.
-    """
-    if record is None or record["state"] == RUNNING:
-        return False
-    return failure.startswith((_UNKNOWN_CAUSE, "rank 0 failed: "))
+    rank = first_rank + int(folder.name)
+    return Failure(f"rank {rank} failed: {what}", folder, rank)
 
 
 def disk_trouble(folder: Path, failure: str) -> str:
@@ -176,9 +187,14 @@ def disk_trouble(folder: Path, failure: str) -> str:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             return f"; {folder} cannot be written ({error.strerror})"
     free = shutil.disk_usage(folder).free
-    reported = (os.strerror(number) in failure for number in (errno.ENOSPC, errno.EDQUOT))
-    if free >= _LITTLE_SPACE and not any(reported):
+    reported = any(os.strerror(number) in failure for number in (errno.ENOSPC, errno.EDQUOT))
+    if free >= _LITTLE_SPACE and not reported:
         return ""
+    # torch names a file of shared memory so.
+    if free >= _LITTLE_SPACE and any(name in failure for name in (_SHARED_MEMORY, "</torch_")):
+        return (
+            f"; no space left in {_SHARED_MEMORY}: fewer training.dataloader.num_workers, or more"
+        )
     return f"; no space left in {folder} ({free / 2**20:.1f} MiB free)"
 
 

@@ -1,18 +1,19 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``run_state.json`` in the dump folder: how a run ended, and why. Needs no torch.
+"""``run_state.json`` in the dump folder: how a run ended, where and why. Needs no torch.
 
-Rank 0 writes it when training starts and ends; the launcher writes it where a rank could not, with
-the cause that it found. A start that is refused, or ends before training, leaves the record of the
-run in the folder. A run whose file says ``running`` while nothing holds its folder was killed
-without any chance to write.
+Rank 0 writes it when training starts and ends, and the rank that fails first when it fails; the
+launcher writes it where no rank could. A start that is refused, or ends before training, leaves
+the record of the run in the folder. A run whose file says ``running`` while nothing holds its
+folder was killed without any chance to write.
 """
 
 import contextlib
 import fcntl
 import json
+import math
 import os
-from collections.abc import Iterator
-from datetime import datetime
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +23,55 @@ from torchtitan_lr.launch.folder_lock import LOCK_FILE, taken
 
 STATE_FILE = "run_state.json"
 
-RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
+RUNNING = "running"
+FINISHED, STOPPED = ENDS = ("finished", "stopped")
+FAILED, REFUSED, DIVERGED = FAILURES = ("failed", "refused", "diverged")
+
+EXIT_STATUS = {FINISHED: 0, STOPPED: 0, FAILED: 1, REFUSED: 2, DIVERGED: 3}
+"""Exit status of a rank, and of the launcher, by the run's end."""
+
+AGAIN_THE_SAME = (EXIT_STATUS[REFUSED], EXIT_STATUS[DIVERGED])
+"""Exit statuses of ends to which a restart would come again."""
 
 
-def write_state(dump_folder: str | Path, state: str, why: str = "") -> None:
+def write_state(
+    dump_folder: str | Path,
+    state: str,
+    error: str = "",
+    rank: int | None = None,
+    step: int | None = None,
+    began: float = math.inf,
+) -> None:
     """Record a run's state; a disk without space or the right to write leaves the old record.
 
     A failure replaces neither of the ends "finished" and "stopped": training that began after them
-    has recorded "running".
+    has recorded "running". Nor does it replace a failure of the same start, which was the first.
 
     Args:
         dump_folder: ``job.dump_folder``; nothing is written if it does not exist.
         state: One of the states above.
-        why: The cause, in one line.
+        error: The cause, in one line.
+        rank: The rank at fault.
+        step: The step that it ended in.
+        began: When this start began, in seconds since the epoch.
     """
     path = Path(dump_folder) / STATE_FILE
     before = read_state(dump_folder)
-    if state == FAILED and before is not None and before["state"] in (FINISHED, STOPPED):
+    if state in FAILURES and before is not None and has_ended(before, began):
         return
-    record = {"state": state, "why": why, "since": f"{datetime.now().astimezone():%F %T %z}"}
+    record = {"state": state, "rank": rank, "step": step, "error": error, "time": time.time()}
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
     with contextlib.suppress(OSError):
         scratch.write_text(json.dumps(record) + "\n")
         scratch.replace(path)
+
+
+def has_ended(record: Mapping[str, Any], began: float) -> bool:
+    """Return whether a record tells the end of a run for a start that began at a time."""
+    if record["state"] in ENDS:
+        return True
+    when = record.get("time")
+    return record["state"] in FAILURES and isinstance(when, int | float) and when >= began
 
 
 def read_state(dump_folder: str | Path) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ Activation = Literal["both", "lowrank", "reduced", "fullrank", "none"]
 LaxGate = Literal["identity", "scalar"]
 BackwardSum = Literal["float32", "activation"]
 
+_LARGEST = 1 << 24  # of any size of a model
 _LONGEST = 1 << 24  # positions
 
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
@@ -177,7 +178,9 @@ class LlamaArgs(BaseModelArgs):
                 require(type(value) is int, f"model.{name}", value, "an integer")
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
             value = getattr(self, name)
-            require(value is None or value > 0, f"model.{name}", value, "a positive integer")
+            # Bytes of a product of two fit in 64 bits.
+            want = f"a positive integer of at most {_LARGEST:,}"
+            require(value is None or 0 < value <= _LARGEST, f"model.{name}", value, want)
         require(self.max_seq_len > 0, "training.seq_len", self.max_seq_len, "a positive integer")
         scaling = {} if self.rope_scaling is None else vars(self.rope_scaling)
         numbers = {"model.norm_eps": self.norm_eps, "model.rope_theta": self.rope_theta}

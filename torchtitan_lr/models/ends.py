@@ -17,6 +17,7 @@ rounds an fp32 gradient to 1.3e-6 of its largest entry where this one has 1e-7, 
 vocabulary, and can run backward only once, where a zero-bubble pipeline needs it twice.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,8 +51,19 @@ class Embed(nn.Module):
         return F.embedding(tokens, embedding.weight)
 
 
+Errors = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Arguments and result of `errors_in_place`."""
+
+
 class Head(nn.Module):
-    """The final norm, then the logits or the loss."""
+    """The final norm, then the logits or the loss.
+
+    Attributes:
+        errors: `errors_in_place` compiled, for a loss in half precision; None computes the same in
+            passes of their own.
+    """
+
+    errors: Errors | None = None
 
     def forward(
         self, x: Tensor, norm: nn.Module, output: nn.Linear, targets: Tensor | None = None
@@ -71,7 +83,7 @@ class Head(nn.Module):
         """
         x = norm(x)
         if targets is not None:
-            return linear_loss(x, output.weight, targets)
+            return linear_loss(x, output.weight, targets, errors=self.errors)
         return lane_linear(x, output.weight) if x.ndim == 4 else F.linear(x, output.weight)
 
 
@@ -109,7 +121,13 @@ def chunk_tokens(tokens: int, dim: int) -> int:
     return min(LARGEST_CHUNK, max(SMALLEST_CHUNK, -(-tokens // CHUNKS)))
 
 
-def linear_loss(x: Tensor, weight: Tensor, targets: Tensor, ranks: Ranks | None = None) -> Tensor:
+def linear_loss(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ranks: Ranks | None = None,
+    errors: Errors | None = None,
+) -> Tensor:
     """Sum -log p(target) over the valid tokens, in nats, where p is the softmax of x Wᵀ.
 
     The result and its gradients are those of `cross_entropy_sum` of the whole logits.
@@ -120,6 +138,7 @@ def linear_loss(x: Tensor, weight: Tensor, targets: Tensor, ranks: Ranks | None 
         weight: (V/T, d), Shard(0).
         targets: Token ids (b, s); `IGNORE_INDEX` does not count.
         ranks: The ranks that share the vocabulary; None if the weight has all of it.
+        errors: See `Head`; used if the weight has the whole vocabulary.
 
     Returns:
         A scalar in at least fp32, replicated. The gradient of x is this rank's term of a sum.
@@ -127,7 +146,7 @@ def linear_loss(x: Tensor, weight: Tensor, targets: Tensor, ranks: Ranks | None 
     rows = x.flatten(0, 1)
     rows = rows.unsqueeze(1) if rows.ndim == 2 else rows
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    loss: Tensor = _LinearLoss.apply(rows, weight, targets.flatten(), ranks, wanted)
+    loss: Tensor = _LinearLoss.apply(rows, weight, targets.flatten(), ranks, wanted, errors)
     return loss
 
 
@@ -142,6 +161,7 @@ class _LinearLoss(torch.autograd.Function):
         targets: Tensor,  # (n,)
         ranks: Ranks | None,
         wanted: bool,
+        compiled: Errors | None,
     ) -> Tensor:
         tokens = x.shape[0]
         size = chunk_tokens(tokens, x.shape[-1])
@@ -165,7 +185,7 @@ class _LinearLoss(torch.autograd.Function):
             counted = torch.where(valid, x[part], 0)
             memory = logits[: counted.shape[0]], p[: counted.shape[0]]
             own, errors = _chunk_loss(
-                counted, weight, targets[part], counts, *memory, ranks, wanted
+                counted, weight, targets[part], counts, *memory, ranks, wanted, compiled
             )
             loss += own
             if dx is not None and dweight is not None:
@@ -186,14 +206,14 @@ class _LinearLoss(torch.autograd.Function):
             if backward_may_repeat():
                 dx, dweight = dx.clone(), dweight.clone()
             scale_([dx, dweight], gradient)
-            return dx, dweight, None, None, None
+            return dx, dweight, None, None, None, None
         # The one chunk kept its errors, which are smaller than the weight's gradient.
         errors, counted, weight, valid = ctx.saved_tensors
         dx, dweight = torch.empty_like(counted), torch.empty_like(weight)
         _add_gradients(errors, counted, weight, dx, dweight, first=True)
         dx *= valid
         scale_([dx, dweight], gradient)
-        return dx, dweight, None, None, None
+        return dx, dweight, None, None, None, None
 
 
 def _chunk_loss(
@@ -205,6 +225,7 @@ def _chunk_loss(
     p: Tensor,
     ranks: Ranks | None,
     wanted: bool,
+    errors: Errors | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the loss of n tokens, of the targets in this rank's part of the vocabulary.
 
@@ -219,6 +240,7 @@ def _chunk_loss(
         p: The same in at least fp32; the same tensor if x is.
         ranks: The ranks that share the vocabulary; None if the weight has all of it.
         wanted: Whether the errors are.
+        errors: See `Head`.
 
     Returns:
         The sum of -log p(target), and p less the targets' one-hot rows, in the memory of the
@@ -235,6 +257,8 @@ def _chunk_loss(
     place = torch.where(here, place, 0)[:, None]
     of_target = logits.gather(1, place)[:, 0].to(p.dtype)
     largest = logits.amax(1).to(p.dtype)
+    if errors is not None and ranks is None and p.dtype != logits.dtype:
+        return -torch.where(here, errors(logits, place, here), 0).sum(), logits
     if p.dtype != logits.dtype:
         p.copy_(logits)  # softmax with a dtype would cast into memory of its own
     torch.softmax(p, 1, out=p)
@@ -252,6 +276,25 @@ def _chunk_loss(
         if p.dtype != logits.dtype:
             logits.copy_(p)
     return loss, logits
+
+
+def errors_in_place(logits: Tensor, place: Tensor, here: Tensor) -> Tensor:
+    """Turn logits (n, V) into p less the targets' one-hot rows; return log p (n,) in fp32.
+
+    Args:
+        logits: Of half precision.
+        place: The targets (n, 1).
+        here: Whether each counts (n,).
+    """
+    wide = logits.float()
+    of_target = wide.gather(1, place)[:, 0]
+    largest = wide.amax(1, keepdim=True)
+    exponentials = (wide - largest).exp()
+    total = exponentials.sum(1, keepdim=True)
+    column = torch.arange(logits.shape[1], device=logits.device)
+    hit = (column == place) & here[:, None]
+    logits.copy_(exponentials / total - hit.to(wide.dtype))
+    return of_target - largest[:, 0] - total[:, 0].log()
 
 
 def _add_gradients(

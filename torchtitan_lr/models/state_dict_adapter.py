@@ -10,22 +10,37 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.titan.specs import Llama3StateDictAdapter
 
+_FACTORS = ("A.weight", "B.weight", "gate")
+"""What a low-rank linear has in the place of ``weight``."""
+
 
 class LlamaStateDictAdapter(Llama3StateDictAdapter):
     """Converts state dicts between our names and Hugging Face's.
 
     Full rank goes both ways, with the permutation between the two conventions of RoPE (torchtitan's
-    own). svd merges into full-rank weights, one way. cola and lax, and models whose lanes keep
-    channels to themselves, have no counterpart over there: their names stay ours.
+    own). svd merges into full-rank weights, one way. Others keep their tensors, which the code of
+    an export (`hf.modeling_torchtitan_lr`) has by LLaMA's names, both ways.
+
+    Args:
+        model_args: The model's arguments.
+        hf_assets_path: A folder of weights, if any.
+        coded: Whether svd is not merged either.
     """
 
-    def __init__(self, model_args: LlamaArgs, hf_assets_path: str | None) -> None:
+    def __init__(
+        self, model_args: LlamaArgs, hf_assets_path: str | None, coded: bool = False
+    ) -> None:
         # Upstream warns when the folder has no index of weights, which is the normal case here.
         index = Path(hf_assets_path or "") / "model.safetensors.index.json"
         has_index = bool(hf_assets_path) and index.is_file()
         super().__init__(model_args, hf_assets_path if has_index else None)
         self.hf_assets_path = hf_assets_path
-        self.llama_args = model_args
+        self.llama_args, self.coded = model_args, coded
+        for theirs, ours in list(self.from_hf_map.items()):
+            if theirs.endswith("_proj.weight"):
+                for name in _FACTORS:
+                    stem = theirs.removesuffix("weight")
+                    self.from_hf_map[stem + name] = ours.removesuffix("weight") + name
 
     @property
     def is_llama(self) -> bool:
@@ -36,14 +51,12 @@ class LlamaStateDictAdapter(Llama3StateDictAdapter):
         return not private_channels and (merges or not args.low_rank)
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Convert our weights.
-
-        Returns:
-            Full-rank weights by Hugging Face's names for full and svd, else our own.
-        """
-        if not self.is_llama:
-            return dict(state_dict)
-        converted: dict[str, Any] = super().to_hf(merge_factors(state_dict))
+        """Convert our weights."""
+        if self.is_llama and not self.coded:
+            state_dict = merge_factors(state_dict)
+        converted: dict[str, Any] = super().to_hf(state_dict)
+        for name, heads in self._rotated(converted):
+            converted[name] = self._permute(converted[name], heads)
         return converted
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -51,19 +64,27 @@ class LlamaStateDictAdapter(Llama3StateDictAdapter):
 
         Raises:
             ConfigError: For svd, whose factors a full matrix does not determine, and for lanes with
-                channels of their own.
+                channels of their own; but not if ``coded``.
         """
-        family = self.llama_args.model_family
-        if family.factorises:
+        args, family = self.llama_args, self.llama_args.model_family
+        if not self.coded and family.factorises:
             want = "llama_full: a full-rank matrix does not determine the factors of "
             raise ConfigError("model.name", family.model_name, want + family.model_name)
-        if not self.is_llama and not self.llama_args.low_rank:
+        if not self.coded and not self.is_llama and not args.low_rank:
             want = "1 to load a LLaMA's weights, whose streams are one"
-            raise ConfigError("caat.sync_fraction", self.llama_args.sync_fraction, want)
-        if not self.is_llama:
-            return dict(hf_state_dict)
-        converted: dict[str, Any] = super().from_hf(hf_state_dict)
+            raise ConfigError("caat.sync_fraction", args.sync_fraction, want)
+        theirs = dict(hf_state_dict)
+        for name, heads in self._rotated(theirs):
+            theirs[name] = self._reverse_permute(theirs[name], heads)
+        converted: dict[str, Any] = super().from_hf(theirs)
         return converted
+
+    def _rotated(self, state_dict: dict[str, Any]) -> list[tuple[str, int]]:
+        """List the factors whose rows are rotated, with their numbers of heads."""
+        args = self.llama_args
+        queries = [(name, args.n_heads) for name in state_dict if name.endswith("q_proj.B.weight")]
+        keys = [(name, args.kv_heads) for name in state_dict if name.endswith("k_proj.B.weight")]
+        return queries + keys
 
 
 def merge_factors(state_dict: dict[str, Any]) -> dict[str, Any]:

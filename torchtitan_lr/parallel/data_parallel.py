@@ -14,6 +14,7 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -21,7 +22,14 @@ from torch.distributed.tensor import Shard
 
 from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part
-from torchtitan_lr.compat.fsdp import ReplicateModule, replicate, send_in, watch_gradients
+from torchtitan_lr.compat.fsdp import (
+    Norms,
+    ReplicateModule,
+    ranks_of,
+    replicate,
+    send_in,
+    watch_gradients,
+)
 from torchtitan_lr.compression.fsdp import COMPRESSORS, apply_gradient_compression
 from torchtitan_lr.compression.settings import compression_settings, merged
 from torchtitan_lr.config.schema import SPECTRAL, SUMS_REPLICAS, base_of
@@ -206,7 +214,8 @@ def sum_gradients(model: nn.Module) -> None:
     """Set every FSDP2 or replicated module to reduce gradients by a plain sum."""
     for module in fsdp_modules([model]):
         # No division, and no ``AVG`` or ``PREMUL_SUM``, which gloo computes incorrectly or lacks.
-        module.set_gradient_divide_factor(1.0)
+        if ranks_of(module) > 1:  # a single one would pass over all gradients to divide by 1.0
+            module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
@@ -241,21 +250,28 @@ class OwnGradients:
 
     Args:
         model_parts: Wrapped by `apply_data_parallel`; parts that it left unwrapped are not watched.
+
+    Attributes:
+        norms: Those of the running step.
+        watching: Whether any gradient is watched.
     """
 
     def __init__(self, model_parts: Sequence[nn.Module]) -> None:
-        self._norms: list[tuple[tuple[Tensor, ...], Tensor]] = []
-        for module in fsdp_modules(model_parts):
-            watch_gradients(module, self._norms)
+        self.norms: Norms = []
+        # A single rank's sum is its own gradient.
+        watched = fsdp_modules(model_parts) if dist.get_world_size() > 1 else []
+        for module in watched:
+            watch_gradients(module, self.norms)
+        self.watching = bool(watched)
 
     def clear(self) -> None:
         """Forget the norms of the last step."""
-        self._norms.clear()
+        self.norms.clear()
 
     def nonfinite(self, part: nn.Module) -> list[str]:
         """Return the names of a part's parameters whose own gradient was not finite."""
         spoilt: set[Tensor] = set()
-        for parameters, norms in self._norms:
+        for parameters, norms in self.norms:
             finite = norms.isfinite().tolist()
             spoilt.update(p for p, fine in zip(parameters, finite, strict=True) if not fine)
         return [clean_name(name) for name, p in part.named_parameters() if p in spoilt]

@@ -21,7 +21,8 @@ class Family:
 
     Args:
         model: ``model.name``; by default ``llama_NAME``.
-        overrides: Overrides of its runs, ``section.key=value``.
+        overrides: Overrides of its runs, ``section.key=value``: once read, also those of all runs,
+            and the command line's, which win.
         learning_rates: The family's grid; empty for the experiment's.
         ranks: Ranks of the family's runs; 0 for the experiment's.
     """
@@ -73,12 +74,11 @@ class Experiment:
             N), ``tokens`` or ``flops`` of the ``reference``, or ``both`` of these, one run each.
             Searches are at equal tokens then.
         reference: The family with which the others are compared; the first by default.
-        margin: Nats per token above the reference's last loss, at which a method has arrived in
-            ``scaling report``: to dip to that loss itself is partly luck.
         learning_rates: Values to try, ascending; one value is used without a search.
         search: Sizes at which they are tried; empty for all. The first tries all values, a later
-            one those beside the best. Beyond three sizes or more the rate is on a line through
-            log(learning rate) over log(N), beyond fewer it is that of the largest one.
+            one those beside the best; a grid whose best is at its end goes on. Beyond three
+            sizes or more the rate is on a line through log(learning rate) over log(N), beyond fewer
+            it is that of the largest one.
         families: The families by name.
         sizes: The sizes by name, ascending.
     """
@@ -92,7 +92,6 @@ class Experiment:
     tokens_per_parameter: list[float] = field(default_factory=lambda: [20.0])
     equal: Literal["tokens_per_parameter", "tokens", "flops", "both"] = "tokens_per_parameter"
     reference: str = ""
-    margin: float = 0.02
     learning_rates: list[float] = field(default_factory=lambda: [1e-3])
     search: list[str] = field(default_factory=list)
     families: dict[str, Family] = field(default_factory=dict)
@@ -121,10 +120,12 @@ def read_experiment(text: str, overrides: Sequence[str] = ()) -> Experiment:
     families = _tables("families", values.pop("families", {}), Family)
     sizes = _tables("sizes", values.pop("sizes", {}), Size)
     given = Experiment(**check_toml(values, Experiment))
+    last = [item.removeprefix("--") for item in overrides]
     for name, family in families.items():
         families[name] = replace(
             family,
             model=family.model or f"llama_{name}",
+            overrides=[*given.overrides, *family.overrides, *last],
             learning_rates=family.learning_rates or given.learning_rates,
             ranks=family.ranks or given.ranks,
         )
@@ -133,7 +134,7 @@ def read_experiment(text: str, overrides: Sequence[str] = ()) -> Experiment:
         sizes[name] = replace(size, seeds=size.seeds or given.seeds, budgets=budgets)
     given = replace(
         given,
-        overrides=[*given.overrides, *(item.removeprefix("--") for item in overrides)],
+        overrides=[*given.overrides, *last],
         reference=given.reference or next(iter(families)),
         search=given.search or list(sizes),
         families=families,
@@ -161,7 +162,6 @@ def _check(given: Experiment) -> None:
         ("name", given.name, bool(given.name) and "/" not in given.name, "a name without /"),
         ("config", given.config, config, "a TOML file, or a shipped one such as debug_full"),
         ("reference", given.reference, given.reference in given.families, "one of the families"),
-        ("margin", given.margin, 0 <= given.margin < math.inf, "nats per token, 0 or more"),
         ("search", given.search, {*given.search} <= {*given.sizes}, "some of the sizes"),
         ("ranks", given.ranks, given.ranks > 0, "1 or more"),
         ("learning_rates", given.learning_rates, *_grid(given.learning_rates)),

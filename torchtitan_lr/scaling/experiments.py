@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,6 @@ from torchtitan_lr.launch.environment import (
 )
 from torchtitan_lr.launch.placement import Placement, find_device, place
 from torchtitan_lr.launch.processes import end_with, exit_without_teardown
-from torchtitan_lr.training.history import HISTORY_FILE, TRAIN_LOSS, read_history
 
 _ERROR = re.compile(
     r"^(?:\[rank\d+\]: *)?(?:error: (.*)|([\w.]*(?:Error|Exception)\b:.*))", re.MULTILINE
@@ -38,6 +38,8 @@ class Started:
 
     process: subprocess.Popen[bytes]
     stderr: IO[str]
+    began: float
+    """Seconds since the epoch."""
 
     def finish(self) -> None:
         """Wait for the run's end.
@@ -77,6 +79,7 @@ def start(
         environment["NGPU"] = str(ranks)
     stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed when `Started` is freed)
     # In its own session: only this process receives Ctrl-C and passes it on once.
+    began = time.time()
     process = subprocess.Popen(
         command,
         env=environment,
@@ -85,7 +88,7 @@ def start(
         pass_fds=tuple(keep_open),
         start_new_session=True,
     )
-    return Started(process, stderr)
+    return Started(process, stderr, began)
 
 
 def place_run(
@@ -171,17 +174,6 @@ def report_from_rank(measure: Callable[[list[str]], Any], arguments: list[str]) 
     if os.environ["RANK"] == "0":
         Path(os.environ[RANKS_RESULT]).write_text(json.dumps(found))
     exit_without_teardown(0)
-
-
-def step_records(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of training steps in a dump folder, one per step, in order.
-
-    Args:
-        folder: The run's dump folder. For a step that a resumed run repeated, only the later record
-            is returned.
-    """
-    steps = {r["step"]: r for r in read_history(folder / HISTORY_FILE) if TRAIN_LOSS in r}
-    return [steps[step] for step in sorted(steps)]
 
 
 def last_error(output: str, status: int) -> str:

@@ -6,7 +6,7 @@ search determines can be planned then, so the points follow from the losses that
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.paths import find_config
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.formulas.spectral import SpectralMatrix, small_flops, wide_flops
@@ -37,8 +38,11 @@ EXPERIMENT_KEYS = dict.fromkeys(
 WARMUP = 0.1
 """Share of the steps in which the learning rate grows."""
 
+WIDENED = 8
+"""Rates by which a search goes beyond either end of its grid, before it is given up."""
+
 Rates = Mapping[tuple[str, str], float | None]
-"""Learning rate by family and size; None while it is unknown, or if an edge of the grid is best."""
+"""Learning rate by family and size; None while it is unknown, or if a search is given up."""
 
 
 Searches = Mapping[tuple[str, str], list[Point]]
@@ -71,6 +75,16 @@ def optimizer_flops(run: "Run") -> int:
     return flops
 
 
+def rate_at(grid: Sequence[float], place: int) -> float:
+    """Return a rate of a grid; places beyond its ends go on with the ratio of its last two."""
+    if 0 <= place < len(grid):
+        return grid[place]
+    if len(grid) == 1:
+        return grid[0]
+    end, beside, far = (0, 1, -place) if place < 0 else (-1, -2, place - len(grid) + 1)
+    return float(f"{grid[end] * (grid[end] / grid[beside]) ** far:.3g}")
+
+
 class Plan:
     """An experiment with the cost of every family at every size.
 
@@ -92,9 +106,17 @@ class Plan:
         refuse_keys(experiment.overrides, EXPERIMENT_KEYS, "overrides: ")
         for name, family in experiment.families.items():
             refuse_keys(family.overrides, EXPERIMENT_KEYS, f"families.{name}.overrides: ")
-        pairs = list(product(experiment.families, experiment.sizes))
-        self._overrides = {pair: self._model(*pair) for pair in pairs}
-        self.costs = {pair: self._cost(*pair) for pair in pairs}
+        self._overrides: dict[tuple[str, str], list[str]] = {}
+        self.costs: dict[tuple[str, str], Cost] = {}
+        for pair in product(experiment.families, experiment.sizes):
+            try:
+                self._overrides[pair] = self._model(*pair)
+                self.costs[pair] = self._cost(*pair)
+            except ConfigError as error:
+                if error.key.startswith(("families.", "sizes.")):
+                    raise
+                key = f"families.{pair[0]}: {error.key}"
+                raise ConfigError(key, error.got, error.want) from error
         equal = experiment.equal
         self.measures = ["tokens", "flops"] if equal == "both" else [equal]
 
@@ -105,6 +127,8 @@ class Plan:
         from torchtitan_lr.models.flavors import write_model_args
 
         arm, shape = self.experiment.families[family], self.experiment.sizes[size]
+        overrides = [f"--{item}" for item in arm.overrides]
+        build_job_config([f"--job.config_file={self._config}", *overrides])  # imports its module
         found, flavor = find_family(arm.model), shape.flavor
         if found is None:
             want = one_of((known.model_name for known in FAMILIES.values()), arm.model)
@@ -119,7 +143,6 @@ class Plan:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_model_args(LlamaArgs(family=found.name, **settings), path)
             flavor = str(path)
-        overrides = [f"--{item}" for item in (*self.experiment.overrides, *arm.overrides)]
         return [*overrides, f"--model.name={arm.model}", f"--model.flavor={flavor}"]
 
     def _cost(self, family: str, size: str) -> Cost:
@@ -193,8 +216,9 @@ class Plan:
     def searches(self, losses: Mapping[str, float]) -> Searches:
         """Return the points of every search, in the order of the grid.
 
-        A family's first size tries all its rates. A later size tries the best rate of the size
-        before it and the two rates beside, and goes on until its own best rate has both neighbours.
+        A family's first size tries all its rates, a later size the best rate of the size before
+        it and the two rates beside. Each goes on, also beyond the ends of its grid, until its own
+        best rate has both neighbours.
 
         Args:
             losses: Validation loss by run.
@@ -205,19 +229,20 @@ class Plan:
         found: dict[tuple[str, str], list[Point]] = {}
         for family, arm in self.experiment.families.items():
             grid = arm.learning_rates
+            places = range(-WIDENED, len(grid) + WIDENED)
             tried = set(range(len(grid)))
             for size in self.experiment.search:
                 shape = self.experiment.sizes[size]
                 first = shape.budgets[0], shape.seeds[0]
-                points = [self.point(family, size, *first, rate) for rate in grid]
-                known = {i: losses[p.name] for i, p in enumerate(points) if p.name in losses}
+                points = {k: self.point(family, size, *first, rate_at(grid, k)) for k in places}
+                known = {k: losses[p.name] for k, p in points.items() if p.name in losses}
                 beside: set[int] = set()
                 if tried and tried <= known.keys():
                     best = min(known, key=lambda place: known[place])
-                    beside = {best - 1, best, best + 1} & set(range(len(grid)))
-                    tried = beside | known.keys()
+                    beside = {best - 1, best, best + 1} & {*places}
+                    tried = tried | beside
                 found[family, size] = [points[place] for place in sorted(tried)]
-                tried = beside if tried <= known.keys() else set()
+                tried = beside if beside <= known.keys() else set()
         return found
 
     def rates(self, searches: Searches, losses: Mapping[str, float]) -> tuple[Rates, list[str]]:
@@ -228,7 +253,7 @@ class Plan:
             losses: Validation loss by run; infinite for a run that diverged.
 
         Returns:
-            The rates, and one line for each search whose best value is an edge of its grid.
+            The rates, and one line for each search that is given up.
         """
         found: dict[tuple[str, str], float | None] = {}
         edges = []
@@ -238,9 +263,10 @@ class Plan:
             if points and all(point.name in losses for point in points):
                 lowest = min(points, key=lambda point: losses[point.name])
                 best = lowest.settings["learning_rate"]
-            if len(grid) > 1 and best in (grid[0], grid[-1]):
-                text = f"{family} {size}: learning rate {best:g} is an edge of its grid "
-                edges.append(text + f"({grid[0]:g} to {grid[-1]:g}): widen learning_rates")
+            ends = [rate_at(grid, place) for place in (-WIDENED, len(grid) - 1 + WIDENED)]
+            if len(grid) > 1 and best in ends:
+                text = f"{family} {size}: the best learning rate is {best:g} or beyond it: "
+                edges.append(text + f"give families.{family}.learning_rates around it")
                 best = None
             found[family, size] = grid[0] if len(grid) == 1 else best
         for family, size in self.costs:

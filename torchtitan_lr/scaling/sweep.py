@@ -13,20 +13,32 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
 from torchtitan_lr.checkpoints.folders import RUN_CONFIG, write_whole
-from torchtitan_lr.config.build import config_class
+from torchtitan_lr.config.build import build_job_config, config_class
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.parse import Override, apply_overrides
+from torchtitan_lr.config.schema import NO_EFFECT
 from torchtitan_lr.console.log import duration
 from torchtitan_lr.console.progress import QUIET_SECONDS
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.errors import ConfigError, RunFailedError, escaped
 from torchtitan_lr.launch.folder_lock import lock_file
+from torchtitan_lr.launch.run_state import (
+    DIVERGED,
+    FAILED,
+    FAILURES,
+    FINISHED,
+    REFUSED,
+    STOPPED,
+    has_ended,
+    read_state,
+)
+from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.scaling.experiments import Started, place_run, start
 from torchtitan_lr.training.history import (
     HISTORY_FILE,
@@ -36,12 +48,9 @@ from torchtitan_lr.training.history import (
 )
 
 POINT_FILE = "point.json"
-"""In a point's folder: its arguments, and its row of the table."""
+"""In a point's folder: its `settings_of`, its arguments, and its row of the table."""
 
-FINISHED, DIVERGED, REFUSED = "finished", "diverged", "refused"
-"""Statuses of points that do not run again."""
-
-STOPPED = 130
+INTERRUPTED = 130
 """Exit status after a signal to stop."""
 
 RESULTS = ("val_loss", "val_ppl", "train_loss", "tokens_per_s", "mfu", "peak_memory_gib")
@@ -80,7 +89,12 @@ class Point:
     @property
     def is_done(self) -> bool:
         """Whether the run has finished or diverged, or cannot run."""
-        return str(self.row["status"]).partition(":")[0] in (FINISHED, DIVERGED, REFUSED)
+        return self.row["status"] in (FINISHED, DIVERGED, REFUSED)
+
+    @property
+    def outcome(self) -> str:
+        """How the run ended, and why, as a line."""
+        return _outcome(self.row)
 
 
 def parse_grid(items: list[str]) -> dict[str, list[str]]:
@@ -97,16 +111,19 @@ def parse_grid(items: list[str]) -> dict[str, list[str]]:
             raise ConfigError("--set", item, "section.key=value,value")
         if key in grid:
             raise ConfigError("--set", item, f"each key once, {key} occurs twice")
-        if len({_typed(key, value) for value in values}) < len(values):
+        grid[key] = [_one_spelling(key, value) for value in values]
+        if len({*grid[key]}) < len(values):
             raise ConfigError("--set", item, "each value once")
-        grid[key] = values
     return grid
 
 
-def _typed(key: str, text: str) -> str:
-    """Return the same for texts of one value, such as 1e-3 and 0.001."""
+def _one_spelling(key: str, text: str) -> str:
+    """Return the same for texts of one number, such as 1e-3 and 0.001."""
     with suppress(ConfigError):  # the check of the points says what is wrong
-        return repr(apply_overrides({}, [Override(key, text)], config_class()))
+        section, _, option = key.partition(".")
+        value = apply_overrides({}, [Override(key, text)], config_class())[section][option]
+        if isinstance(value, (int, float)):
+            return str(value)
     return text
 
 
@@ -193,8 +210,8 @@ class Sweep:
             point.row = {"status": "to do"}
             if path.is_file():
                 known = _read_point(path)
-                if _decisive(known["arguments"]) != _decisive([point.config, *point.arguments]):
-                    want = f"a folder without a point {point.name} of other settings"
+                if other := _difference(known["settings"], settings_of(point)):
+                    want = f"a folder without a point {point.name} of other settings: {other}"
                     raise ConfigError("--out", str(work), want)
                 point.row = known["row"]
 
@@ -207,8 +224,6 @@ class Sweep:
         Raises:
             ConfigError: A point cannot run; with ``skip_refused``, none can.
         """
-        from torchtitan_lr.models.configured import llama_args, model_shapes
-
         refused: list[ConfigError] = []
         for point in self.points:
             folder = f"--job.dump_folder={self.work / point.name}"
@@ -217,8 +232,9 @@ class Sweep:
                 placed = place_run(arguments, point.ranks)
             except ConfigError as error:
                 if not skip_refused:
-                    raise
-                point.row = {"status": f"{REFUSED}: {error}"}
+                    key = f"{point.name}: {error.key}"
+                    raise ConfigError(key, error.got, error.want) from error
+                point.row = {"status": REFUSED, "why": str(error)}
                 refused.append(error)
                 continue
             args = llama_args(placed.config)  # None for another package's model
@@ -257,7 +273,7 @@ class Sweep:
                 signal.signal(number, handler)
         if signals:
             print(f"stopped by {signals[0]}: run the same command to continue", file=sys.stderr)
-            return STOPPED
+            return INTERRUPTED
         return int(any(not point.is_done for point in self.points))
 
     def _run(self, lock: IO[str], signals: list[str], without: Collection[str]) -> None:
@@ -302,35 +318,44 @@ class Sweep:
         return start(point.config, folder, point.arguments, point.ranks, variables, keep)
 
     def _finish(self, point: Point, started: Started) -> None:
-        path = self.work / point.name / SUMMARY_FILE
+        folder = self.work / point.name
+        path = folder / SUMMARY_FILE
         try:
             started.finish()
         except RunFailedError as error:
-            diverged = re.search(r"\b(is|are) not finite", str(error))
-            self._save(point, DIVERGED if diverged else f"failed: {error}")
+            status, why = FAILED, str(error)
+            record = read_state(folder)
+            # A refusal before any rank starts leaves no record.
+            if record and record["state"] in FAILURES and has_ended(record, started.began):
+                why = str(record["error"])
+                # What refuses a run that the check has accepted may pass: it is repeated.
+                status = DIVERGED if record["state"] == DIVERGED else FAILED
+            self._save(point, status, why)
             return
         if not path.is_file():
-            self._save(point, "stopped before its last step")
+            self._save(point, STOPPED, "before its last step")
             return
         summary = read_json(path)
         point.row |= {"steps": summary["steps"]} | {key: summary[key] for key in RESULTS}
         losses = [summary[key] for key in ("val_loss", "train_loss") if summary[key] is not None]
         self._save(point, FINISHED if all(map(math.isfinite, losses)) else DIVERGED)
 
-    def _save(self, point: Point, status: str) -> None:
-        point.row["status"] = status
+    def _save(self, point: Point, status: str, why: str = "") -> None:
+        point.row |= {"status": status, "why": why}
         path = self.work / point.name / POINT_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        record = {"arguments": [point.config, *point.arguments], "row": point.row}
+        arguments = [point.config, *point.arguments]
+        record = {"settings": settings_of(point), "arguments": arguments, "row": point.row}
         write_whole(path, json.dumps(record, indent=1) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the table: ``status``, the settings, ``parameters``, ``steps`` and `RESULTS`."""
+        """Return the table: ``status``, ``why``, settings, ``parameters``, ``steps``, `RESULTS`."""
         keys = ("parameters", "steps", *RESULTS)
         rows = []
         for point in self.points:
             results = {key: point.row.get(key) for key in keys}
             named = {"point": point.name, "status": point.row["status"]}
+            named["why"] = point.row.get("why", "")
             rows.append({**named, **point.settings, **results})
         return rows
 
@@ -357,7 +382,8 @@ class _Shown:
 
     def __init__(self, work: Path, points: Sequence[Point], to_do: int) -> None:
         self._work = work
-        self._names = [point.name for point in points]
+        self._done = len(points) - to_do  # they have the first numbers
+        self._numbers: dict[str, int] = {}
         self._to_do = to_do
         self._ended = 0
         self._began = time.monotonic()
@@ -370,7 +396,7 @@ class _Shown:
     def end(self, point: Point) -> None:
         """Say how a point ended."""
         self._ended += 1
-        how = str(point.row["status"])
+        how = point.outcome
         losses = {"validation loss": "val_loss", "training loss": "train_loss"}
         for what, key in losses.items():
             if point.row.get(key) is not None:
@@ -406,13 +432,39 @@ class _Shown:
         return steps if type(steps) is int and steps > 0 else None
 
     def _say(self, point: Point, what: str) -> None:
-        place = f"{1 + self._names.index(point.name)}/{len(self._names)}"
+        number = self._numbers.setdefault(point.name, 1 + self._done + len(self._numbers))
+        place = f"{number}/{self._done + self._to_do}"
         print(escaped(f"{place} {point.name}: {what}"), file=sys.stderr, flush=True)
 
 
-def _decisive(arguments: list[str]) -> list[str]:
-    """Return the arguments that a result depends on: logging may change between starts."""
-    return [argument for argument in arguments if not argument.startswith("--metrics.")]
+def settings_of(point: Point) -> dict[str, Any]:
+    """Return what a point's result depends on, as JSON: not its paths, logs or spelling.
+
+    Returns:
+        Its configuration by section, without those of `NO_EFFECT`; our models as their arguments.
+    """
+    config = build_job_config([f"--job.config_file={point.config}", *point.arguments])
+    sections = config.to_dict()
+    found = {name: table for name, table in sections.items() if name not in NO_EFFECT}
+    if (args := llama_args(config)) is not None:
+        for section in ("low_rank", "caat", "model"):  # they make the arguments
+            del found[section]
+        found["model"] = {"hf_assets_path": config.model.hf_assets_path} | asdict(args)
+    kept: dict[str, Any] = json.loads(json.dumps(found))
+    return kept
+
+
+def _difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Return the first key in which two `settings_of` differ, with both values; "" for none.
+
+    A key that one of them lacks, such as that of another version, is not compared.
+    """
+    for section, table in there.items():
+        for key, old in table.items():
+            new = here.get(section, {}).get(key, old)
+            if old != new:
+                return f"{section}.{key} is {old!r} there and {new!r} here"
+    return ""
 
 
 def recorded(work: Path) -> dict[str, dict[str, Any]]:
@@ -429,7 +481,7 @@ def _read_point(path: Path) -> dict[str, Any]:
     """
     try:
         known = read_json(path)
-        if isinstance(known["arguments"], list) and isinstance(known["row"]["status"], str):
+        if isinstance(known["settings"], dict) and isinstance(known["row"]["status"], str):
             return known
     except (OSError, ValueError, LookupError, TypeError):
         pass
@@ -438,8 +490,13 @@ def _read_point(path: Path) -> dict[str, Any]:
 
 def as_markdown(rows: list[dict[str, Any]]) -> str:
     """Format the rows as a Markdown table, without the points' names."""
-    header = [key for key in rows[0] if key != "point"]
-    return markdown_table(header, [[_cell(row[key]) for key in header] for row in rows])
+    header = [key for key in rows[0] if key not in ("point", "why")]
+    told = [row | {"status": _outcome(row)} for row in rows]
+    return markdown_table(header, [[_cell(row[key]) for key in header] for row in told])
+
+
+def _outcome(row: Mapping[str, Any]) -> str:
+    return f"{row['status']}: {row['why']}" if row.get("why") else str(row["status"])
 
 
 def _cell(value: Any) -> str:

@@ -16,7 +16,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -57,7 +56,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _LONG = 0.1  # seconds of waiting that the console shows
-_MODEL_ALONE = "it holds only the model"
+_MODEL_ALONE, _NOT_FINITE = "it holds only the model", "its weights are not finite"
 
 
 def _tells_why(save: Callable[P, R]) -> Callable[P, R]:
@@ -261,7 +260,7 @@ class CheckpointManager(TitanCheckpointHooks):
         if not self.enable:
             return False
         if step == -1 and self._first:  # a thousand ranks would list the folder at the same moment
-            step = max(folders.complete_steps(self.folder), default=-1)
+            step = folders.newest_step(self.folder)
         step = from_first_rank(step)
         if step != -1:
             step = self._whole_step(step)
@@ -302,6 +301,8 @@ class CheckpointManager(TitanCheckpointHooks):
         if not damage and step and folders.TRAIN_STATE in self.states:
             whole = self._first and folders.holds_training(safe_metadata.read_metadata(folder))
             damage = None if from_first_rank(whole) else _MODEL_ALONE
+        if not damage and not from_first_rank(self._first and folders.is_finite(folder)):
+            damage = _NOT_FINITE
         if not damage:
             return step
         older = newest_whole_before(folder, self._unverified)
@@ -359,9 +360,8 @@ class CheckpointManager(TitanCheckpointHooks):
     def _newest_in(self, folder: str | Path, finite: bool) -> str | None:
         for step in reversed(folders.complete_steps(folder)):
             found = folders.step_folder(folder, step)
-            with suppress(safe_metadata.DamagedError):
-                if not finite or (manifest := self._manifest_of(found)) is None or manifest.finite:
-                    return found
+            if not finite or folders.is_finite(found):
+                return found
         return None
 
     def _purge_stale_checkpoints(self) -> None:
@@ -388,7 +388,7 @@ def _damaged(folder: str, damage: str, older: str | None) -> ConfigError:
             f"the newest older whole one is {older}: set checkpoint.fall_back = true or "
             f"checkpoint.load_step = {older.rpartition('-')[2]} to resume from it"
         )
-    want = "one to resume" if damage == _MODEL_ALONE else "a whole one"
+    want = "one to resume" if damage in (_MODEL_ALONE, _NOT_FINITE) else "a whole one"
     return ConfigError("checkpoint", folder, f"{want} ({damage}); {instead}")
 
 

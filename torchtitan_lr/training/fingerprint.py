@@ -8,12 +8,11 @@ settings and the tokenizer, under the TOML keys that set them.
 
 import dataclasses
 import hashlib
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lr.config.files import read_json, read_regular
-from torchtitan_lr.data.tokenizer import HF_FILE, RANKS_DIGEST, resolve_assets_path
+from torchtitan_lr.config.files import read_regular
+from torchtitan_lr.data.tokenizer import HF_FILE, resolve_assets_path
 from torchtitan_lr.errors import ConfigError
 
 if TYPE_CHECKING:  # checks use this before torch is loaded
@@ -45,18 +44,11 @@ def model_fingerprint(args: "LlamaArgs") -> dict[str, Any]:
 def tokenizer_digest(assets_path: str) -> str:
     """Return a digest of the contents of the tokenizer's file.
 
-    A converted rank file has its own digest: checkpoints of runs that trained from it hold that.
-
     Returns:
         ``sha256:`` and the first 16 hexadecimal digits; "" if there is no tokenizer file.
     """
-    folder = resolve_assets_path(assets_path)
-    file, config = folder / HF_FILE, folder / "tokenizer_config.json"
+    file = resolve_assets_path(assets_path) / HF_FILE
     digest = hashlib.sha256(read_regular(file)).hexdigest() if file.is_file() else ""
-    if digest:
-        # No such file is usual; building the tokenizer reports one that cannot be read.
-        with suppress(OSError, ValueError):
-            digest = str(read_json(config).get(RANKS_DIGEST, digest))
     return digest and f"sha256:{digest[:16]}"
 
 

@@ -26,7 +26,7 @@ from torchtitan_lr.agreement import first_rank_with, from_first_rank
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader
-from torchtitan_lr.errors import ConfigError, RunFailedError, require
+from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.parallel.context import own_tokens
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.titan.components import DataloaderExhaustedError
@@ -114,7 +114,9 @@ class StepReader:
         if sums.ended:
             raise DataloaderExhaustedError
         if sums.failed:
-            raise BadDataError(first_rank_with(data.problem))
+            found = first_rank_with(data.problem)
+            assert found is not None  # one of them has counted its own
+            raise BadDataError(f"rank {found[0]}: {found[1]}", found[0])
         self._loader.position += self._loader.stride * self._loader.microbatches
         # Sums of integers below 2^53 are exact.
         data.global_tokens = sums.tokens / self._copies
@@ -165,4 +167,5 @@ def check_same_data(identity: str) -> None:
     first = from_first_rank(identity)
     other = first_rank_with(None if identity == first else identity)
     want = f"the same tokens on all machines; rank 0 has {first}"
-    require(other is None, "training.dataset", other, want)
+    if other is not None:
+        raise ConfigError("training.dataset", f"rank {other[0]}: {other[1]}", want)

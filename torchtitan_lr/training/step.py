@@ -15,7 +15,7 @@ read the verdict there (`step_unless`). A part that is skipped, or called in ano
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -27,15 +27,12 @@ from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.compression.compressor import Compressor
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.optim.gradients import Gradients
-from torchtitan_lr.parallel.data_parallel import (
-    OwnGradients,
-    fsdp_modules,
-    synchronize_gradients,
-)
+from torchtitan_lr.parallel.data_parallel import OwnGradients, synchronize_gradients
 from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan.base import JobConfig
 from torchtitan_lr.titan.components import OptimizersContainer
 from torchtitan_lr.training.reader import Counts, StepData, StepReader
+from torchtitan_lr.training.step_graph import Capture, StepGraph
 from torchtitan_lr.training.verdict import Findings, Verdict
 
 P = ParamSpec("P")
@@ -85,6 +82,7 @@ class Step:
         reader: Reads this rank's data.
         compressors: Those of ``[grad_compression]``; a step keeps or discards their residuals.
         before_change: Called before weights, moments and residuals change.
+        capture: Records the passes of micro-batches; None runs them eagerly.
         data: This step's data.
         loss: This rank's share of the step's loss, an fp64 scalar on the device.
         share: This rank's share of the squared gradient norm, likewise.
@@ -102,6 +100,7 @@ class Step:
     reader: StepReader
     compressors: Sequence[Compressor]
     before_change: Callable[[], None]
+    capture: Capture | None = None
     data: StepData = field(init=False)
     loss: Tensor = field(init=False)
     share: Tensor = field(init=False)
@@ -111,6 +110,9 @@ class Step:
 
     def __post_init__(self) -> None:
         self._own_gradients = OwnGradients(self.model_parts)
+        self.graph: StepGraph | None = None
+        if self.capture is not None:
+            self.graph = StepGraph(self.model_parts, self._own_gradients, self.capture)
 
     @_part
     def take(self, data_iterator: Iterator[Batch]) -> StepData:
@@ -128,7 +130,7 @@ class Step:
         return self.data
 
     @_part
-    def backward(self, forward_backward: Callable[..., Tensor]) -> None:
+    def backward(self, forward_backward: Callable[..., Tensor], eager: bool = False) -> None:
         """Run forward and backward of each micro-batch, and accumulate the gradients.
 
         The loss of a micro-batch is its summed token loss divided by the valid tokens of the global
@@ -137,8 +139,17 @@ class Step:
         Args:
             forward_backward: Runs one micro-batch: ``input_dict``, ``labels`` and
                 ``global_valid_tokens``, all on the device. Returns this rank's share of the loss.
+            eager: Whether the passes run eagerly although there is a graph of them.
         """
+
+        def one_pass(labels: Tensor, tokens: Tensor, **inputs: Tensor) -> Tensor:
+            return forward_backward(
+                input_dict=inputs, labels=labels, global_valid_tokens=tokens
+            ).detach()
+
         self.gradients.begin()
+        if self.graph is not None:
+            self.graph.begin(shapes_of(self.data.microbatches), eager)
         self._own_gradients.clear()
         # Filled on the device: `torch.tensor` would stop the host until its copy has arrived.
         tokens = torch.full((), self.data.global_tokens, device=self.device)
@@ -148,13 +159,13 @@ class Step:
             synchronize_gradients(self.model_parts, last)
             if self.pipeline is not None:  # which synchronizes itself, at the end of its batch
                 self.pipeline.is_last_round = last
+            inputs = {name: self._moved(tensor) for name, tensor in input_dict.items()}
+            inputs |= {"labels": self._moved(labels), "tokens": tokens}
             with self.gradients.micro_batch(last):
-                loss = forward_backward(
-                    input_dict={k: self._moved(v) for k, v in input_dict.items()},
-                    labels=self._moved(labels),
-                    global_valid_tokens=tokens,
-                )
-            losses.append(loss.detach())
+                if self.graph is None:
+                    losses.append(one_pass(**inputs))
+                else:
+                    losses.append(self.graph.run(one_pass, inputs, index == 0, last))
         # Sum in float64 on every rank: stages without the loss return a zero of another dtype.
         self.loss = torch.stack(losses).sum(dtype=torch.float64)
 
@@ -210,17 +221,20 @@ class Step:
         self.gradients.settle(findings.rejected)
         return findings
 
-    def fault(self, findings: Findings) -> str:
-        """Say why a step was rejected; call it on every rank, before the next step."""
+    def fault(self, findings: Findings) -> tuple[str, int | None]:
+        """Return why a step was rejected, and the rank; call it on every rank, before the next."""
         if not self.data.global_tokens:  # 0/0: the weights are not the cause
-            return "the global batch has no valid label (all are ignored)"
+            return "the global batch has no valid label (all are ignored)", None
         if findings.bad_ranks:
             rank = first_rank_where(not findings.loss_is_finite)
-            return f"loss of rank {rank} is not finite"
-        return f"gradient norm is {findings.norm} ({self._where_not_finite()})"
+            return f"loss of rank {rank} is not finite", rank
+        where, rank = self._where_not_finite()
+        return f"gradient norm is {findings.norm} ({where})", rank
 
-    def _where_not_finite(self) -> str:
-        """Say which rank's backward made a gradient that is not finite; call it on every rank.
+    def _where_not_finite(self) -> tuple[str, int | None]:
+        """Return whose backward made a gradient that is not finite, in words and as a rank.
+
+        Call it on every rank.
 
         A NaN spreads against the order of the layers: the last parameter that has one is nearest to
         its origin. Tensor-parallel ranks share sums in backward, so the first of them is named.
@@ -229,7 +243,7 @@ class Step:
         if self.pipeline is not None:
             parts, stages = self.pipeline.parts, self.pipeline.stages
         sources = [("", self.gradients.nonfinite)]
-        if fsdp_modules(self.model_parts):  # they leave sums over the ranks: a rank's own first
+        if self._own_gradients.watching:  # what is left are sums over the ranks: a rank's own first
             sources = [
                 ("", self._own_gradients.nonfinite),
                 ("only in the sum over the ranks, ", self.gradients.nonfinite),
@@ -238,8 +252,17 @@ class Step:
             for stage in reversed(range(stages)):
                 names = nonfinite(parts[stage]) if stage in parts else []
                 if at := first_rank_with(names[-1] if names else None):
-                    return kind + at
-        return "every entry is finite, but the squares overflow"
+                    rank, name = at
+                    return f"{kind}rank {rank}: {name}", rank
+        return "every entry is finite, but the squares overflow", None
+
+
+def shapes_of(microbatches: Iterable[Batch]) -> tuple[Any, ...]:
+    """Return the shapes of a step's tensors on this rank."""
+    return tuple(
+        (*((name, tensor.shape) for name, tensor in inputs.items()), labels.shape)
+        for inputs, labels in microbatches
+    )
 
 
 def step_unless(rejected: Tensor, optimizers: OptimizersContainer) -> None:

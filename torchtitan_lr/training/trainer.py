@@ -54,6 +54,7 @@ from torchtitan_lr.training.metrics import LowRankMetricsProcessor
 from torchtitan_lr.training.reader import BadDataError, StepReader, check_same_data
 from torchtitan_lr.training.signals import MACHINES_CHANGED, StopSignal
 from torchtitan_lr.training.step import Step
+from torchtitan_lr.training.step_graph import Capture, CudaCapture, why_eager
 from torchtitan_lr.training.update_norm import UpdateNorm
 from torchtitan_lr.training.validate import Validator
 from torchtitan_lr.training.verdict import NonFiniteError
@@ -152,7 +153,16 @@ class Trainer(TitanTrainer):
             ),
             compressors=self._residuals.compressors,
             before_change=self.checkpointer.maybe_wait_for_staging,
+            capture=self._capture(),
         )
+
+    def _capture(self) -> Capture | None:
+        """Return what records the passes of steps, or None where they run eagerly."""
+        reason = why_eager(self.job_config, self.device.type)
+        if self.device.type == "cuda" and self.job_config.training.step_graph != "off":
+            how = "eager" if reason else "captured after the first steps"
+            logger.info("Passes of a step: %s", f"{how}: {reason}" if reason else how)
+        return None if reason else CudaCapture()
 
     @record
     def train(self) -> None:
@@ -204,6 +214,8 @@ class Trainer(TitanTrainer):
 
     def close(self) -> None:
         """End what runs beside training: worker processes, saving, logging."""
+        if self.running_step.graph is not None:
+            self.running_step.graph.free()
         self.dataloader.close()
         super().close()
 
@@ -247,7 +259,9 @@ class Trainer(TitanTrainer):
 
         logs = self.metrics_processor.should_log(self.step)
         with self._measured(logs):
-            step.backward(self.forward_backward_step)
+            # A replay calls no collective that the ledger could count.
+            counted = self._ledger is not None and logs and self.parallel_dims.world_size > 1
+            step.backward(self.forward_backward_step, eager=counted)
             step.finish_sums()
             step.read_ahead(data_iterator if another_follows else None)
             step.decide(self._stop.name is not None)
@@ -276,12 +290,11 @@ class Trainer(TitanTrainer):
                 self.validator.suspended = True
         if not findings.rejected:
             return
-        what = self.running_step.fault(findings)
+        what, rank = self.running_step.fault(findings)
         if self.skipped_steps >= self.job_config.training.max_skipped_steps:
-            raise NonFiniteError(
-                f"step {self.step}: {what}; last good checkpoint: "
-                f"{self.checkpointer.newest(finite=True) or 'none'}"
-            )
+            good = self.checkpointer.newest(finite=True) or "none"
+            line = f"step {self.step}: {what}; last good checkpoint: {good}"
+            raise NonFiniteError(line, rank, self.step)
         self.skipped_steps += 1
         logger.warning("step %d: %s; optimizer step skipped", self.step, what)
 
@@ -378,7 +391,7 @@ class Trainer(TitanTrainer):
             saved = self.checkpointer.save_interrupted(self.step)
         how = f"saved as {saved}" if saved else "nothing was saved"
         how += ": repair it and run the same command again"
-        return BadDataError(f"step {failed}: {error}; {how}")
+        return BadDataError(f"step {failed}: {error}; {how}", error.rank, failed)
 
     def _log_step(self, rates: dict[str, float]) -> None:
         """Log the step that has ended; call it on every rank."""

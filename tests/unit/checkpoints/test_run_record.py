@@ -13,6 +13,7 @@ from torchtitan_lr.errors import ConfigError
 
 def config(folder, *arguments):
     base = ["--job.config_file=debug_cola", f"--job.dump_folder={folder}"]
+    base.append("--training.global_batch_size=-1")
     return build_job_config([*base, *arguments])
 
 
@@ -39,6 +40,7 @@ def test_both_values_stay_in_the_record(tmp_path):
     first = {"optimizer.lr": [0.006, 0.001]}
     assert write_record(config(tmp_path, "--optimizer.lr=1e-3"), 10) == first
     second = {"training.steps": [150, 300], "lr_scheduler.decay_type": ["cosine", "linear"]}
+    second["lr_scheduler.warmup_steps"] = [15, 30]  # a share of them
     later = ("--optimizer.lr=1e-3", "--training.steps=300", "--lr_scheduler.decay_type=linear")
     assert write_record(config(tmp_path, *later), 20) == second
     record = json.loads((tmp_path / "job_config.json").read_text())

@@ -1,5 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from tests.commands import ROOT
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.checks.optimizer import check_groups
+from torchtitan_lr.commands.main import main
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.schema import BASES, OPTIMIZERS, READS_GROUPS, SUMS_REPLICAS
 from torchtitan_lr.errors import ConfigError
@@ -113,6 +115,21 @@ def test_an_optimizer_from_outside_refuses_by_its_own_check(outside, monkeypatch
         check("--optimizer.name=Own", tmp_path=tmp_path)
     check("--optimizer.name=Reader", tmp_path=tmp_path)
     assert calls == [("Own", 4, "cpu")]
+
+
+def test_an_estimate_counts_an_optimizer_from_outside_as_adamw(outside, capsys):
+    """All of it, but for the sums over replicas that are the optimizer's own."""
+    report = {}
+    for name in ("AdamW", "Reader", "Own"):
+        arguments = [str(CONFIG), "--world=4", "--json", f"--optimizer.name={name}"]
+        assert main(["estimate", *arguments, "--plans=full"]) == 0
+        report[name] = json.loads(capsys.readouterr().out)
+    own, reader, adamw = report["Own"], report["Reader"], report["AdamW"]
+    assert reader.pop("own_optimizer") == "Reader" and reader == adamw
+    assert own["memory_bytes"] == adamw["memory_bytes"]
+    assert own["comm_bytes"].keys() == {"fsdp"} < adamw["comm_bytes"].keys()
+    assert main(["estimate", str(CONFIG), "--world=4", "--optimizer.name=Own", "--plans=full"]) == 0
+    assert "as configured: Own counts as AdamW does" in capsys.readouterr().out
 
 
 def test_a_dtype_of_sums_that_an_optimizer_from_outside_makes_itself(outside, tmp_path):

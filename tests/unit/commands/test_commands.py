@@ -59,10 +59,10 @@ def test_the_version():
     ("arguments", "message"),
     [
         (["estimat"], "error: COMMAND: got 'estimat', expected one of train, "),
-        (["estimate", "debug_cola", "steps=3"], "error: got 'steps=3', expected --section.key"),
+        (["estimate", "debug_cola", "steps=3"], "error: CONFIG: got 'steps=3', expected a TOML"),
         (["estimate", "--no-such-option"], "error: the following arguments are required: CONFIG"),
         (["tokenizer", "--out=x", "--beams=4"], "error: got '--beams=4', expected an option of"),
-        (["estimate", "no_such.toml"], "error: job.config_file: got 'no_such.toml'"),
+        (["estimate", "no_such.toml"], "error: CONFIG: got 'no_such.toml'"),
         (["config", "show"], "error: CONFIG: got 'nothing', expected a TOML file"),
         (["config", "list", "debug_cola"], "error: list: got 'debug_cola', expected nothing"),
         (["train", "no_such.toml"], "error: "),

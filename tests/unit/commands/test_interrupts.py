@@ -1,6 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Signals and bugs end a command in one line, whatever it is doing."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -112,3 +113,17 @@ def test_streams_that_are_closed_or_full(words, status, error):
     command = f"'{sys.executable}' -m torchtitan_lr {words}"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (status, error)
+
+
+def test_files_are_utf8_and_a_terminal_without_a_letter_shows_its_escape(tmp_path):
+    (tmp_path / "gäbe.txt").write_text("caf\u6f22", encoding="utf-8")
+    program = "from torchtitan_lr.commands.interrupts import own_process; own_process()\n"
+    program += "import os, sys; print(sys.argv[1], open(sys.argv[1]).read())"
+    found = subprocess.run(
+        [sys.executable, "-c", program, "gäbe.txt"],
+        env=dict(os.environ, PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", LC_ALL="C"),
+        cwd=tmp_path,
+        capture_output=True,
+        check=True,
+    )
+    assert found.stdout == b"g\\xe4be.txt caf\\u6f22\n"

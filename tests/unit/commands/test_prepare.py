@@ -42,8 +42,12 @@ def test_files_are_prepared_and_verified(tmp_path, capsys):
     assert len(corpus.record["sources"]) == 1
     train, held_out = corpus.tokens(), corpus.tokens(held_out=True)
     last = f"{train:,} tokens to train on, {held_out:,} held out -> {out}\n"
-    assert (status, said) == (0, last)
-    assert command(capsys, "--out", out, "--verify")[:2] == (0, last)
+    held = sum(info.documents for info in corpus.held_out)
+    documents = held + sum(info.documents for info in corpus.train)
+    first, rest = said.split("\n", 1)
+    assert first.startswith(f"out: {held} of {documents} documents are held out for validation (")
+    assert (status, rest) == (0, last)
+    assert command(capsys, "--out", out, "--verify")[:2] == (0, said)
     status, _, err = command(capsys, paths[0], "--tokenizer", SHIPPED, "--out", out)
     assert status == 2 and "another folder: it was prepared from other sources" in err
     with (out / "train-00000.bin").open("r+b") as file:

@@ -184,6 +184,8 @@ def test_the_loss_is_the_summarys_and_differing_keys_are_listed(tmp_path, capsys
         leave(tmp_path / name, 2, state=FINISHED)
         record = json.loads((tmp_path / name / "job_config.json").read_text())
         record |= {"optimizer": {"lr": rate, "eps": 1e-8}, "metrics": {"wandb_run_name": name}}
+        record["checkpoint"] = {"interval": round(1e4 * rate)}  # derived, as an experiment's
+        record["environment"] = {"ranks": round(1e3 * rate), "torch": "2.13.0"}
         (tmp_path / name / "job_config.json").write_text(json.dumps(record))
         row = {"step": 3, "loss_metrics/global_avg_loss": 6.0, "interval_loss": 6.5}
         with (tmp_path / name / "metrics.jsonl").open("a") as file:
@@ -191,7 +193,9 @@ def test_the_loss_is_the_summarys_and_differing_keys_are_listed(tmp_path, capsys
     assert runs.main([str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [run["loss"] for run in found] == [6.5, 6.5]
-    assert [run["settings"] for run in found] == [{"optimizer.lr": 1e-3}, {"optimizer.lr": 2e-3}]
+    assert [run["settings"] for run in found] == [
+        {"optimizer.lr": rate, "environment.ranks": ranks} for rate, ranks in ((1e-3, 1), (2e-3, 2))
+    ]
     assert (
         build_summary(read_history(tmp_path / "a" / "metrics.jsonl"), 3, 0.0, None)["train_loss"]
         == found[0]["loss"]
@@ -199,4 +203,22 @@ def test_the_loss_is_the_summarys_and_differing_keys_are_listed(tmp_path, capsys
     assert runs.main([str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "they differ in" in said and "eps" not in said and "wandb" not in said
-    assert said.splitlines()[-1].split() == [f"{tmp_path}/b", "0.002"]
+    assert "interval" not in said
+    *_, row, _, shared = said.splitlines()
+    assert row.split() == [f"{tmp_path}/b", "0.002", "2"] and shared == "all have torch 2.13.0"
+    order = ["--sort=optimizer.eps", "--columns=optimizer.eps,optimizer.lr", str(tmp_path)]
+    assert runs.main(order) == 0
+    assert capsys.readouterr().out.splitlines()[-5].split() == ["run", "eps", "lr"]
+    assert runs.main(["--sort=lrr", str(tmp_path)]) == runs.main(["--columns=lrr", str(tmp_path)])
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("error: --sort: got 'lrr', expected one of run, config, step")
+    assert told[1].startswith("error: --columns: got 'lrr', expected keys of the runs")
+
+
+def test_runs_are_sorted_by_a_number_and_those_without_it_come_last(tmp_path, capsys):
+    for name, step in (("a", 3), ("b", 1), ("c", 2)):
+        leave(tmp_path / name, step)
+    leave(tmp_path / "d", 0)
+    assert runs.main([str(tmp_path), "--sort=loss", "--json"]) == 0
+    found = [run["folder"][-1] for run in json.loads(capsys.readouterr().out)]
+    assert found == ["a", "c", "b", "d"]

@@ -2,7 +2,6 @@
 """The tokenizer script: the size asked for, rank files against tiktoken, what is refused."""
 
 import base64
-import hashlib
 import json
 import os
 
@@ -15,7 +14,6 @@ from torchtitan_lr.commands.tokenizer import LLAMA3_SPLIT
 from torchtitan_lr.data.tokenizer import build_tokenizer, encode_documents
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan.base import JobConfig
-from torchtitan_lr.training.fingerprint import tokenizer_digest
 
 WORDS = "the low rank model reads what it is given, and writes what it has read; "
 
@@ -92,10 +90,6 @@ def test_a_rank_file_has_the_ids_of_tiktoken(text, tmp_path):
         (ids,) = encode_documents(tokenizer, [line])
         assert ids.tolist() == [600, *theirs.encode(line, disallowed_special=()), 601]
         assert tokenizer.decode(ids.tolist()[1:-1]) == line
-    # Checkpoints of runs that trained from the rank file hold its digest.
-    digest = hashlib.sha256((tmp_path / "tokenizer.model").read_bytes()).hexdigest()
-    assert tokenizer_digest(str(tmp_path / "out")) == f"sha256:{digest[:16]}"
-    assert tokenizer_digest(str(tmp_path / "trained")) != f"sha256:{digest[:16]}"
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,8 @@ def test_an_export_with_lanes_in_its_bottlenecks_is_refused(form, file, tmp_path
     step, _ = write_run(tmp_path / "run", "cola")
     assert export.main(["--format", form, str(step), str(tmp_path / form)]) == 0
     path = tmp_path / form / file
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"lanes": 4}))
+    values = json.loads(path.read_text())
+    values.get("torchtitan_lr", values)["lanes"] = 4
+    path.write_text(json.dumps(values))
     with pytest.raises(ConfigError, match=r"^caat\.lanes: got 4, .* until 8020035a\)$"):
         read_export_args(path.parent)

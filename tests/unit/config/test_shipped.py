@@ -59,10 +59,11 @@ def test_a_wrong_name_is_refused_with_near_ones(elsewhere):
     [
         ([], 839),  # of 8,393 steps
         (["--training.steps=100"], 10),
-        (["--training.steps=840"], 839),
+        (["--training.steps=840"], 84),
         (["--training.steps=1"], 0),
         (["--training.steps=100", "--lr_scheduler.warmup_steps=50"], 50),
-        (["--training.steps=100", "--lr_scheduler.total_steps=9000"], 839),
+        (["--training.steps=100", "--lr_scheduler.total_steps=9000"], 900),
+        (["--training.steps=100", "--lr_scheduler.warmup_ratio=0.29"], 29),
     ],
 )
 def test_a_trial_of_a_few_steps_is_not_all_warm_up(overrides, warmup):
@@ -74,11 +75,14 @@ def test_a_trial_of_a_few_steps_is_not_all_warm_up(overrides, warmup):
     ("text", "overrides", "warmup"),
     [
         ('include = "cola_60m"\n[training]\nsteps = 100', [], 10),
-        ('include = "cola_60m"\n[training]\nsteps = 100', ["--training.steps=90"], 10),
+        ('include = "cola_60m"\n[training]\nsteps = 100', ["--training.steps=90"], 9),
         ('include = "cola_60m"\n[training]\nsteps = 100', ["--training.steps=5"], 0),
         ('include = "cola_60m"\n[lr_scheduler]\nwarmup_steps = 9000', [], 9000),  # as it says
         ("[training]\nsteps = 100", [], 2),  # torchtitan's 200 of 10,000
-        ("[training]\nsteps = 300", [], 200),
+        ("[training]\nsteps = 300", [], 6),
+        ("[lr_scheduler]\nwarmup_steps = 7", ["--training.steps=3"], 7),
+        ("[lr_scheduler]\nwarmup_steps = 7", ["--lr_scheduler.warmup_ratio=0.5"], 5000),
+        ("[lr_scheduler]\nwarmup_ratio = 0.5", ["--lr_scheduler.warmup_steps=9"], 9),
         ("[model]", ["--training.steps=100"], 2),
     ],
 )
@@ -86,3 +90,10 @@ def test_nor_is_a_file_that_sets_the_steps(tmp_path, text, overrides, warmup):
     (tmp_path / "mine.toml").write_text(text + "\n")
     config = build_job_config([f"--job.config_file={tmp_path}/mine.toml", *overrides])
     assert config.lr_scheduler.warmup_steps == warmup
+
+
+def test_warm_up_is_said_once(tmp_path):
+    (tmp_path / "mine.toml").write_text("[lr_scheduler]\nwarmup_steps = 3\nwarmup_ratio = 0.5\n")
+    message = r"^lr_scheduler\.warmup_ratio: got 0\.5, expected either it or warmup_steps$"
+    with pytest.raises(ConfigError, match=message):
+        build_job_config([f"--job.config_file={tmp_path}/mine.toml"])

@@ -1,6 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The order of rows; the same global batches for any split; exact resume from one integer."""
 
+import multiprocessing
+import tempfile
 import time
 import weakref
 from fractions import Fraction
@@ -133,6 +135,19 @@ def test_what_is_read_ahead_is_no_position(corpora, options):
             assert torch.equal(labels, micro_batch[:, 1])
         assert loader.state_dict()["rows"] == 4 * start
     loader.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_that_cannot_send_ends_the_wait(corpora, tmp_path, monkeypatch, capfd):
+    """Its sockets are in TMPDIR, whose path is too long for one."""
+    (place := tmp_path / ("x" * 100)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)
+    loader = build(rows_of(corpora), 1, 4, num_workers=1)[0]
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        next(iter(loader))
+    loader.close()
+    assert "error: worker 0 cannot send: AF_UNIX path too long" in capfd.readouterr().err
 
 
 class SlowRows(TrainingRows):

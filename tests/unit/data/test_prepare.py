@@ -5,14 +5,17 @@ import fcntl
 import json
 import multiprocessing
 import os
+import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import torchtitan_lr.training.register  # noqa: F401  (registers the models)
-from tests.support.corpora import write_jsonl
+from tests.support.corpora import write_jsonl, write_shard
 from torchtitan_lr.checks.values import check_corpora, check_data
+from torchtitan_lr.config import files
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data import prepare
 from torchtitan_lr.data.corpus import Corpus
@@ -26,6 +29,7 @@ from torchtitan_lr.data.prepare import (
 from torchtitan_lr.data.sources import Reader, Source
 from torchtitan_lr.data.tokenizer import Tokenizer
 from torchtitan_lr.errors import ConfigError, DataError
+from torchtitan_lr.titan import logger
 
 TEXTS = [f"Line {i} of {i * i} words. " * 3 for i in range(200)]
 
@@ -67,9 +71,28 @@ def test_the_folder_follows_the_file_and_not_how_it_was_named(tmp_path, config, 
     with pytest.raises(ConfigError, match="an existing file"):
         ensure_prepared(config(path="a.jsonl"))
     os.utime(tmp_path / "a.jsonl", ns=(1, 1))
-    second = ensure_prepared(config())[0].folder
-    assert first != second
-    assert Corpus.open(first).identity == Corpus.open(second).identity  # the text is the same
+    assert ensure_prepared(config())[0].folder == first
+
+
+@pytest.mark.parametrize("sampled", [1 << 26, 0], ids=["read whole", "sampled"])
+def test_another_text_of_the_same_size_and_time(tmp_path, config, monkeypatch, sampled):
+    """As `rsync -t`, `cp -p` and archives leave it."""
+    monkeypatch.setattr(files, "SAMPLED_BYTES", sampled)
+    path, found = tmp_path / "a.jsonl", set()
+    for last in ("ends", "stop"):
+        write_jsonl(path, [*TEXTS * 20, last])
+        os.utime(path, ns=(1, 1))
+        corpus = Corpus.open(ensure_prepared(config())[0].folder)
+        found |= {str(corpus.folder), corpus.identity}
+    assert len(found) == 4
+
+
+def test_another_folder_of_megatron_of_the_same_counts(tmp_path):
+    found = set()
+    for last in (5, 6, 6):
+        write_shard(tmp_path / "a", np.uint16, [[1, 2, 3], [4, last]])
+        found.add(Corpus.open(tmp_path).identity)
+    assert len(found) == 2
 
 
 def test_records_that_another_run_was_allowed_to_lose(tmp_path, config):
@@ -320,3 +343,57 @@ def test_a_tune_says_what_it_trains_on(tmp_path, config, capsys):
         told := capsys.readouterr().err
     )
     assert f"of which {share} are answers" in told and 250 < documents < 300
+
+
+def test_what_a_small_corpus_holds_out_is_said(tmp_path, config, capsys):
+    variables = prepare_for_ranks(config())
+    corpus = Corpus.open(json.loads(variables[prepare.PREPARED]).popitem()[1])
+    held = sum(info.documents for info in corpus.held_out)
+    assert 10 < held < 40  # the control: not 1 in 200
+    line = f"local: {held} of 200 documents are held out for validation ("
+    assert line in (told := capsys.readouterr().err)
+    assert "; 1 in 200 of a corpus above 8 MiB" in told
+    prepare_for_ranks(config())  # it is prepared, but a run's own numbers need the line
+    assert line in capsys.readouterr().err
+
+
+def test_rows_of_the_vocabulary_without_tokens_are_said(tmp_path, config, caplog):
+    logger.addHandler(caplog.handler)
+    try:
+        for option, expected in [
+            ("--model.hf_assets_path=torchtitan_lr/data/assets/bpe1k", ["3072 of the vocabulary"]),
+            ("--model.hf_assets_path=torchtitan_lr/data/assets/bpe4k", []),
+            ("--model.vocab_size=8192", []),  # the user's own choice
+        ]:
+            caplog.clear()
+            check_data(config(option), 1, "cpu")
+            said = [line for line in caplog.messages if "of the vocabulary" in line]
+            assert [line[:22] for line in said] == expected
+            assert not said or "--model.vocab_size=1024 leaves them out" in said[0]
+    finally:
+        logger.removeHandler(caplog.handler)
+
+
+def test_a_place_too_long_for_sockets_of_workers(tmp_path, config, monkeypatch):
+    check_corpora(config("--training.dataloader.num_workers=1"), 1, "cpu")  # the control
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 71)
+    check_corpora(config(), 1, "cpu")
+    with pytest.raises(ConfigError, match=r"TMPDIR: got '/tmp/xx.*, expected a path of at most 75"):
+        check_corpora(config("--training.dataloader.num_workers=1"), 1, "cpu")
+
+
+def test_tokens_of_another_user_are_read(config, monkeypatch):
+    folder = Path(ensure_prepared(config())[0].folder)
+    lock = folder.parent / "locks" / folder.name
+    monkeypatch.setattr(prepare, "_held", {})
+    # The control for a user who may write everything, as root does.
+    allowed, opened = os.access, Path.open
+    monkeypatch.setattr(os, "access", lambda path, mode: path != lock and allowed(path, mode))
+
+    def refusing(path, mode="r", *rest, **options):
+        if path == lock and mode != "rb":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, mode, *rest, **options)
+
+    monkeypatch.setattr(Path, "open", refusing)
+    assert ensure_prepared(config())[0].folder == str(folder)

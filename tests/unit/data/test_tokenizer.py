@@ -1,6 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Tokenizers: the shipped ones, the ids of documents, the hub's cache, what is refused."""
 
+import importlib.metadata
+import json
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -58,6 +61,29 @@ def test_identity_follows_all_that_determines_the_ids():
     changed[2].tokenizer.add_tokens(["return x"])
     changed[3].config["split_special_tokens"] = True
     assert len({*map(tokenizer_identity, changed)}) == 4
+
+
+def test_identity_is_what_a_tokenizer_does_and_not_how_its_library_writes_it(tmp_path, monkeypatch):
+    """A new version may write a tokenizer otherwise, or treat its text otherwise."""
+    here = tokenizer_identity(Tokenizer(SHIPPED))
+    shutil.copytree(resolve_assets_path(SHIPPED), tmp_path / "copy")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.9")
+    assert tokenizer_identity(Tokenizer(str(tmp_path / "copy"))) == here
+    other = Tokenizer(SHIPPED)
+    other.tokenizer.normalizer = tokenizers.normalizers.NFKC()
+    assert tokenizer_identity(other) != here
+
+
+def test_a_tokenizer_is_read_again_when_its_content_changes(tmp_path):
+    file, found = tmp_path / "tokenizer.json", []
+    content = json.loads((resolve_assets_path(SHIPPED) / file.name).read_text())
+    ids = content["model"]["vocab"]
+    for _ in range(2):
+        file.write_text(json.dumps(content))
+        os.utime(file, ns=(1, 1))
+        found.append(build_tokenizer(config(tmp_path)).encode("return"))
+        ids["return"], ids["import"] = ids["import"], ids["return"]
+    assert found[0] != found[1]
 
 
 EMPTY = tokenizers.Tokenizer(tokenizers.models.BPE()).to_str()

@@ -9,7 +9,7 @@ import pytest
 
 from tests.commands import ROOT, Command
 from torchtitan_lr.checks.job import check_job_config
-from torchtitan_lr.commands.estimate_report import alternative_modes, alternatives
+from torchtitan_lr.commands.estimate_plans import alternatives
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.schema import least_ranks
 from torchtitan_lr.estimate.hardware import MACHINES, load_hardware
@@ -34,6 +34,7 @@ ONE = "--parallelism.tensor_parallel_degree=1"
 # The same blocks in two tests, so that they are rehearsed once; none of two kinds in turns.
 BLOCKS = ["--world=4", "--parallelism.tensor_parallel_degree=2"]
 BLOCKS += ["--activation_checkpoint.selective_ac_option=1"]
+PLANS = ["full", "vanilla", "btp"]
 KEYS = {"checkpointing", "parameters", "flops_per_token", "memory_bytes", "comm_bytes", "step_time"}
 
 
@@ -194,7 +195,7 @@ def test_thousands_of_ranks():
     assert 4 * parameters / 1024 < held["weights"] < 1.01 * 4 * parameters / 1024 + 4 * 36 * 8192
     machine = load_hardware("h100")
     times = {}
-    for name, other in alternatives(run, alternative_modes(run.config, run.world)):
+    for name, other in alternatives(run, PLANS):
         work = work_of_run(other)
         times[name] = step_time(other, [step_traffic(other, 0)], machine, work).total
     assert times["btp"] < min(times["full"], times["vanilla"])
@@ -203,21 +204,28 @@ def test_thousands_of_ranks():
 LOW_RANK = "--activation_checkpoint.mode=low_rank"
 
 
-@pytest.mark.parametrize(
-    ("named", "modes"),
-    [
-        ("", {"full": "full", "vanilla": "full", "btp": "full"}),
-        ("btp=low_rank", {"full": "full", "vanilla": "full", "btp": "low_rank"}),
-        ("full=none,vanilla=none", {"full": "none", "vanilla": "none", "btp": "full"}),
-    ],
-)
-def test_alternatives_share_a_mode_of_checkpointing(named, modes):
-    """Every plan repeats the same part of its blocks, but for those that are named."""
+def test_alternatives_share_a_mode_of_checkpointing():
+    """Every plan repeats the same part of its blocks."""
     run = paper_run(DEBUG, 4, "--parallelism.tensor_parallel_degree=4", LOW_RANK)
-    found = dict(alternatives(run, alternative_modes(run.config, run.world, named)))
-    assert {name: other.checkpointing for name, other in found.items()} == modes
+    for plans, mode in ((PLANS, "full"), (["vanilla", "btp"], "low_rank")):
+        found = dict(alternatives(run, plans))
+        assert {name: other.checkpointing for name, other in found.items()} == dict.fromkeys(
+            plans, mode
+        )
     # What is configured stays the run's own.
     assert run.checkpointing == "low_rank"
+
+
+def test_several_configurations_stand_beside_each_other(script, capsys):
+    tagc = str(ROOT / "train_configs" / "debug_tagc.toml")
+    options = ["--training.local_batch_size=1", "--training.global_batch_size=-1"]
+    assert script.main([DEBUG, tagc, "--world=4", "--json", *options]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (column,) = report["alternatives"].values()
+    assert report["name"] == "debug_cola" and [*report["alternatives"]] == ["debug_tagc"]
+    # Each as configured: the second one without tensor parallelism, and with its codec.
+    assert "tp" in report["comm_bytes"] and "tp" not in column["comm_bytes"]
+    assert column["comm_bytes"]["fsdp"]["all_to_all"] > 0
 
 
 SHARES = re.findall(
@@ -230,7 +238,7 @@ SHARES = re.findall(
 def test_the_shares_of_readme(parameters, flops, size):
     """README divides what ``estimate`` prints for CoLA by what it prints for full rank."""
     cola = paper_run(ROOT / f"train_configs/cola_{size.lower()}.toml")
-    full = dict(alternatives(cola, alternative_modes(cola.config, cola.world)))["full"]
+    full = dict(alternatives(cola, PLANS))["full"]
     one, other = (
         run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len) for run in (cola, full)
     )
@@ -289,8 +297,8 @@ def test_hardware_with_the_mark_of_windows_editors(tmp_path):
         ([DEBUG, "--world=3", "--parallelism.tensor_parallel_degree=2"], "a divisor of the 3"),
         ([DEBUG, "--world=0"], "--world: got 0, expected at least 1"),
         ([DEBUG, "--training.sequence=3"], "training.sequence"),
-        ([DEBUG, "--checkpointing=btp"], "--checkpointing: got 'btp', expected COLUMN=MODE"),
-        ([DEBUG, "--checkpointing=full=low_rank"], "--checkpointing: got 'full=low_rank'"),
+        ([DEBUG, "--plans=full,btq"], "--plans: got 'btq', expected some of full, btp, vanilla"),
+        ([DEBUG, DEBUG], "CONFIG: got"),
     ],
 )
 def test_refusals(arguments, message, script, capsys):

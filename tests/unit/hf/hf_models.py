@@ -1,7 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Models in fp64 that exports and imports carry."""
 
+from types import MethodType
+
 import torch
+import torch.nn.functional as F
 
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.models.llama import LlamaModel
@@ -30,3 +33,22 @@ def model_of(case):
             noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.data = 0.5 + noise
     return model
+
+
+def exact(theirs, ours):
+    """Let transformers' LLaMA compute angles and norms in fp64, which it does in fp32."""
+
+    def rotations(x, position_ids):
+        table = ours.freqs_cis[position_ids]
+        return tuple(torch.cat((half, half), -1).to(x.dtype) for half in (table.real, table.imag))
+
+    def normalize(norm, x):
+        x = x.unflatten(-1, (-1, len(norm.weight)))  # one lane, or several
+        eps = norm.variance_epsilon
+        return F.rms_norm(x, norm.weight.shape, norm.weight, eps).flatten(2)
+
+    theirs.model.rotary_emb.forward = rotations
+    for module in theirs.modules():
+        if type(module).__name__ in ("LlamaRMSNorm", "LaneRMSNorm"):
+            module.forward = MethodType(normalize, module)
+    return theirs

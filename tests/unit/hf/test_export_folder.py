@@ -126,7 +126,7 @@ def test_the_card_says_what_the_run_recorded(tmp_path):
     toml = tomli.loads((out / "train.toml").read_text())
     # Also where they are today's defaults.
     assert {"name", "flavor", "hf_assets_path"} <= toml["model"].keys()
-    assert "warmup_steps" in toml["lr_scheduler"]
+    assert toml["lr_scheduler"].keys() & {"warmup_steps", "warmup_ratio"}
     # The control: the configuration that the run was started from, without its overrides.
     assert build_job_config(["--job.config_file=debug_cola"]).to_dict()["training"]["steps"] == 150
     values = json.loads((out / "config.json").read_text())

@@ -306,6 +306,8 @@ CHANGES = [
     {"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}},
     {"num_hidden_layers": 10**30},
     {"vocab_size": 10**15},
+    {"vocab_size": 2**62},
+    {"hidden_size": 2**40},
     {"hidden_size": [64]},
     {"rope_scaling": {"rope_type": "llama3", "factor": math.inf}},
     {"torch_dtype": 5, "architectures": 5, "eos_token_id": "x" * 9, "num_hidden_layers": 0},

@@ -12,8 +12,8 @@ from torchtitan_lr.launch.environment import Environment, read_environment
 from torchtitan_lr.launch.placement import find_device, place
 
 MAIN = f"--job.config_file={ROOT}/train_configs/debug_cola.toml"
-CAAT = f"--job.config_file={ROOT}/train_configs/debug_caat.toml"  # tensor_parallel_degree = 2
 TP, BATCH = "--parallelism.tensor_parallel_degree", "--training.global_batch_size"
+LOCAL = "--training.local_batch_size"
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_the_main_job_on_ranks_that_share_rows(count, ranks, degree, gpus):
     found = placed(MAIN, half, "--parallelism.context_parallel_degree=2")
     assert found.environment.ranks == ranks
     assert found.config.parallelism.tensor_parallel_degree == degree
-    assert batch(found) == 8  # of the two halves of four ranks that share a row
+    assert batch(found) == 16
 
 
 def test_fewer_gpus_than_ranks(gpus):
@@ -72,10 +72,10 @@ def test_fewer_gpus_than_ranks(gpus):
     ("count", "ranks", "degree", "note"),
     [
         (0, 4, 2, "no GPU here: training on 4 CPU processes"),
-        (1, 1, 1, f"1 GPU here: training on 1 rank, with {TP}=1 {BATCH}=16"),
-        (2, 2, 2, f"2 GPUs here: training on 2 ranks, with {BATCH}=16"),
+        (1, 1, 1, f"1 GPU here: training on 1 rank, with {TP}=1"),
+        (2, 2, 2, "2 GPUs here: training on 2 ranks"),
         # Three ranks cannot share 16 sequences.
-        (3, 2, 2, f"3 GPUs here: training on 2 ranks, with {BATCH}=16"),
+        (3, 2, 2, "3 GPUs here: training on 2 ranks"),
         (4, 4, 2, ""),
         (8, 4, 2, ""),
     ],
@@ -94,18 +94,20 @@ def test_the_main_job_on_as_many_ranks_as_requested(gpus):
     patch.setenv("NGPU", "1")
     found = placed(MAIN)
     assert (found.environment.ranks, found.device, batch(found)) == (1, "cpu", 16)
-    assert found.arguments == [MAIN, f"{TP}=1", f"{BATCH}=16"]
-    assert found.note == f"1 rank: training with {TP}=1 {BATCH}=16"
-    # Ranks that fit are not touched, nor is what the command line says.
+    assert found.arguments == [MAIN, f"{TP}=1"]
+    assert found.note == f"1 rank: training with {TP}=1"
+    # What the command line says is not touched.
     patch.setenv("NGPU", "8")
     found = placed(MAIN)
-    assert (found.arguments, found.note, batch(found)) == ([MAIN], "", 32)
+    assert (found.arguments, batch(found)) == ([MAIN, f"{LOCAL}=4"], 16)
+    with pytest.raises(ConfigError, match="NGPU: got 8, expected 1 or 2 or 4, which can share the"):
+        placed(MAIN, f"{LOCAL}=8")
     patch.setenv("NGPU", "1")
     assert placed(MAIN, f"{BATCH}=8").arguments == [MAIN, f"{BATCH}=8", f"{TP}=1"]
     with pytest.raises(ConfigError, match="tensor_parallel_degree: got 2"):
         placed(MAIN, f"{TP}=2")
     patch.setenv("NGPU", "3")  # no 16 sequences
-    with pytest.raises(ConfigError, match="tensor_parallel_degree: got 2"):
+    with pytest.raises(ConfigError, match="NGPU: got 3, expected 1 or 2 or 4, which can share the"):
         placed(MAIN)
     patch.setenv("NGPU", "4")
     gpus(1)
@@ -113,15 +115,30 @@ def test_the_main_job_on_as_many_ranks_as_requested(gpus):
         placed(MAIN)
 
 
-def test_a_degree_that_does_not_fit_is_refused_with_one_that_does(gpus, capsys):
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", ["cola", "full", "svd", "lax", "caat", "finetune", "tsr", "tagc"])
+def test_a_debug_file_trains_the_same_batches_on_any_ranks(gpus, tmp_path, name, ranks):
+    gpus(0).setenv("NGPU", str(ranks))
+    load = f"--checkpoint.initial_load_path={tmp_path}"
+    config = f"--job.config_file={ROOT}/train_configs/debug_{name}.toml"
+    found = place(read_environment(), [config, *[load] * (name == "finetune")])
+    check_job_config(found.config, ranks, "cpu", on_paper=True)
+    assert (found.environment.ranks, batch(found)) == (ranks, 16)
+    assert ("losses depend on the number" in found.note) == (name == "tagc" and ranks > 1)
+
+
+def test_a_degree_that_does_not_fit_is_refused_with_one_that_does(gpus, capsys, tmp_path):
+    own = tmp_path / "own.toml"
+    own.write_text("include = 'debug_caat.toml'\n")  # not a shipped file: it is never changed
+    config = f"--job.config_file={own}"
     gpus(3)
-    assert placed(CAAT).environment.ranks == 2
+    assert placed(config).environment.ranks == 2
     gpus(1)
-    assert launcher.main([CAAT]) == 2
+    assert launcher.main([config]) == 2
     captured = capsys.readouterr()
     assert captured.err == (
         "error: parallelism.tensor_parallel_degree: got 2, expected a divisor of 1 on 1 rank, "
         f"as in {TP}=1\n"
     )
     assert captured.out == ""
-    assert placed(CAAT, f"{TP}=1").environment.ranks == 1
+    assert placed(config, f"{TP}=1").environment.ranks == 1

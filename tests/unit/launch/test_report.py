@@ -13,7 +13,6 @@ from torchtitan_lr.launch.report import (
     disk_trouble,
     hidden_errors,
     killed_rank,
-    recorded_by_rank_0,
     summary_lines,
 )
 
@@ -28,8 +27,11 @@ def test_first_failure_is_the_one_told(tmp_path):
     half.mkdir()
     (half / "error.json").write_text('{"mess')
     told = describe_failure(tmp_path, 1)
-    assert told == f"rank 1 failed: Error: of 1; its output: {tmp_path}/run/attempt_0/1"
-    assert describe_failure(tmp_path / "none", 3).startswith("the ranks ended with status 3")
+    assert str(told) == f"rank 1 failed: Error: of 1; its output: {tmp_path}/run/attempt_0/1"
+    assert (told.rank, told.by_signal) == (1, False)
+    unknown = describe_failure(tmp_path / "none", 3)
+    assert str(unknown) == f"the ranks ended with status 3; their output: {tmp_path / 'none'}"
+    assert (unknown.rank, unknown.by_signal) == (None, False)
 
 
 REPORT = """
@@ -88,10 +90,10 @@ def test_a_rank_that_torchrun_had_to_kill_is_not_the_cause(tmp_path, stuck):
     (tmp_path / "launcher.log").write_text(said + report)
     told = describe_failure(tmp_path, 1)
     if not stuck:
-        assert told.startswith("rank 1 was ended by SIGKILL")
+        assert told.what.startswith("rank 1 was ended by SIGKILL")
         return
     assert killed_rank(tmp_path) is None
-    assert told == (
+    assert str(told) == (
         "rank 0 failed: RuntimeError: [gloo] Timed out waiting 1000ms in all_reduce "
         "(agreement.py: agree); rank 1 did not end on SIGTERM: stopped, or stuck; "
         f"its output: {folder}"
@@ -105,7 +107,9 @@ def test_ranks_have_the_numbers_of_the_run(tmp_path):
         f"process {pid} {RANK_STARTED} {pid} (local_rank: {pid - 2})\n" for pid in (2, 3)
     )
     log.write_text(started + REPORT.format(code="-9 (pid: 3)  (SIGKILL)"))
-    assert describe_failure(tmp_path, 1).startswith("rank 3 was ended by SIGKILL (the kernel")
+    killed = describe_failure(tmp_path, 1)
+    assert killed.what.startswith("rank 3 was ended by SIGKILL (the kernel")
+    assert (killed.rank, killed.by_signal) == (3, True)
     log.write_text(started)
     folder = tmp_path / "run" / "attempt_0" / "1"
     folder.mkdir(parents=True)
@@ -114,14 +118,12 @@ def test_ranks_have_the_numbers_of_the_run(tmp_path):
     (folder / "error.json").write_text(json.dumps({"message": error}))
     (folder / "stderr.log").write_text(f"error: {what}\n")
     told = describe_failure(tmp_path, 1)
-    assert told.startswith(
-        f"rank 3 failed: {what}; another rank ended before, or cannot be reached;"
-    )
+    assert told.what == f"rank 3 failed: {what}; another rank ended before, or cannot be reached"
     assert hidden_errors(tmp_path, {0}) == [f"[rank3]:error: {what}"]
     log.write_text(
         started + "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: x"
     )
-    assert "; the machine of RDZV_ENDPOINT cannot be reached" in describe_failure(tmp_path, 1)
+    assert "; the machine of RDZV_ENDPOINT cannot be reached" in describe_failure(tmp_path, 1).what
 
 
 @pytest.mark.parametrize("value", ["a\x1b[31m", [1], {}, True, float("nan"), None])
@@ -137,22 +139,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     assert (
         disk_trouble(Path("/proc"), "") == "; /proc cannot be written (No such file or directory)"
     )
+    shared = "RuntimeError: unable to write to file </torch_7_1>: No space left on device (28)"
+    assert disk_trouble(tmp_path, shared).startswith("; no space left in /dev/shm: fewer training.")
     full = disk_trouble(tmp_path, "OSError: No space left on device")
     assert full.startswith(f"; no space left in {tmp_path} (")
-
-
-@pytest.mark.parametrize(
-    ("failure", "record", "expected"),
-    [
-        ("rank 0 failed: NonFiniteError: step 2", {"state": "failed"}, True),
-        ("the ranks ended with status 2; their output: x", {"state": "failed"}, True),
-        ("the ranks ended with status 2; their output: x", {"state": "finished"}, True),
-        # Rank 0 could not record anything, or only what another one's end did to it.
-        ("rank 0 failed: NonFiniteError: step 2", {"state": "running"}, False),
-        ("rank 0 failed: NonFiniteError: step 2", None, False),
-        ("rank 1 failed: RuntimeError: out of memory", {"state": "failed"}, False),
-        ("rank 0 was ended by SIGKILL", {"state": "running"}, False),
-    ],
-)
-def test_who_records_a_failure(failure, record, expected):
-    assert recorded_by_rank_0(failure, record) is expected

@@ -1,11 +1,15 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Which records of a run's end replace which."""
 
+import time
+
 import pytest
 
 from torchtitan_lr.launch.run_state import (
+    DIVERGED,
     FAILED,
     FINISHED,
+    REFUSED,
     RUNNING,
     STOPPED,
     read_state,
@@ -14,15 +18,24 @@ from torchtitan_lr.launch.run_state import (
 
 
 @pytest.mark.parametrize("end", [FINISHED, STOPPED])
-def test_a_failure_before_training_leaves_the_end_of_the_run(tmp_path, end):
+@pytest.mark.parametrize("failure", [FAILED, REFUSED, DIVERGED])
+def test_a_failure_before_training_leaves_the_end_of_the_run(tmp_path, end, failure):
     write_state(tmp_path, end, "as it was")
-    write_state(tmp_path, FAILED, "refused")
-    assert (read_state(tmp_path)["state"], read_state(tmp_path)["why"]) == (end, "as it was")
+    write_state(tmp_path, failure, "refused")
+    assert (read_state(tmp_path)["state"], read_state(tmp_path)["error"]) == (end, "as it was")
     write_state(tmp_path, RUNNING)
-    write_state(tmp_path, FAILED, "out of memory")
-    assert read_state(tmp_path)["why"] == "out of memory"
+    write_state(tmp_path, failure, "out of memory", rank=3, step=7)
+    found = read_state(tmp_path)
+    assert isinstance(found.pop("time"), float)
+    assert found == {"state": failure, "rank": 3, "step": 7, "error": "out of memory"}
 
 
-def test_the_failure_of_a_new_run_is_recorded(tmp_path):
-    write_state(tmp_path, FAILED, "refused")
-    assert read_state(tmp_path)["state"] == FAILED
+def test_the_first_failure_of_a_start_stays(tmp_path):
+    write_state(tmp_path, FAILED, "of an earlier start")
+    began = time.time()
+    write_state(tmp_path, DIVERGED, "first", rank=1, began=began)
+    write_state(tmp_path, FAILED, "connection reset", rank=0, began=began)
+    assert (read_state(tmp_path)["error"], read_state(tmp_path)["rank"]) == ("first", 1)
+    # But for a rank that was killed: the others saw only its end.
+    write_state(tmp_path, FAILED, "rank 2 was ended by SIGKILL", rank=2)
+    assert read_state(tmp_path)["rank"] == 2

@@ -12,7 +12,12 @@ from tests.unit.tiny import build_tiny
 from torchtitan_lr.compat.fake import FakeTensorMode
 from torchtitan_lr.estimate.rehearsal import LivingStorages
 from torchtitan_lr.models import ends as head_loss
-from torchtitan_lr.models.ends import cross_entropy_sum, linear_loss, summed_loss
+from torchtitan_lr.models.ends import (
+    cross_entropy_sum,
+    errors_in_place,
+    linear_loss,
+    summed_loss,
+)
 from torchtitan_lr.models.lanes import lane_linear
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.titan import IGNORE_INDEX
@@ -61,6 +66,26 @@ def test_loss_and_gradients_are_those_of_the_whole_logits(size, lanes):
     # The control: an ignored token that counts.
     counted = errors(size, torch.float64, *lanes, change=lambda t: t.clamp(min=0))
     assert min(counted) > 1e-3
+
+
+@pytest.mark.parametrize("lanes", [(), (LANES,)], ids=["stream", "lanes"])
+@pytest.mark.parametrize("size", [27, 9], ids="chunks of {}".format)
+def test_the_function_to_compile_computes_the_loss_and_its_errors(size, lanes):
+    x, weight, targets = inputs(torch.bfloat16, *lanes)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    found = in_chunks(size, x, weight, targets, None, errors_in_place)
+    in_passes = in_chunks(size, x, weight, targets)
+    wanted = whole(*exact, targets)
+    assert abs(found - wanted) <= max(2 * abs(in_passes - wanted), 1e-5 * wanted)
+    for loss in (found, in_passes):
+        ours = torch.autograd.grad(loss, (x, weight))
+        theirs = torch.autograd.grad(wanted, exact, retain_graph=True)
+        pairs = zip(ours, theirs, strict=True)
+        assert max((a - b).abs().max() / b.abs().max() for a, b in pairs) < 2**-6
+    # An unlikely target: p underflows, its logarithm does not.
+    x, weight = torch.ones(1, 1, 1).bfloat16(), torch.tensor([[0.0], [-300.0]]).bfloat16()
+    target = torch.ones(1, 1, dtype=torch.long)
+    assert in_chunks(1, x, weight, target, None, errors_in_place).item() == 300.0
 
 
 ROUNDED_ONCE = 3.4e-3

@@ -65,10 +65,13 @@ def test_merged_bf16_is_rounded_once():
     ("family", "changes"),
     [("cola", {}), ("lax", {"lax_gate": "scalar"}), ("svd", {"activation": "none"})],
 )
-def test_others_keep_their_names(family, changes):
-    model = build_tiny(family, **changes)
-    adapter = LlamaStateDictAdapter(model.model_args, None)
+def test_others_keep_their_tensors_by_llamas_names(family, changes):
+    model = build_tiny(family, n_kv_heads=2, **changes)
+    adapter = LlamaStateDictAdapter(model.model_args, None, coded=True)
     weights = model.state_dict()
     converted = adapter.to_hf(weights)
-    assert converted.keys() == weights.keys()
-    assert all(converted[name] is weights[name] for name in weights)
+    name, ours = "model.layers.1.self_attn.v_proj.A.weight", "layers.1.attention.wv.A.weight"
+    assert converted[name] is weights[ours] and len(converted) == len(weights)
+    again = adapter.from_hf(converted)
+    assert again.keys() == weights.keys()
+    assert all(torch.equal(again[name], weights[name]) for name in weights)

@@ -3,6 +3,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -18,8 +21,9 @@ from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.spectral.selection import select_matrices
 from torchtitan_lr.scaling.experiment import read_experiment
 from torchtitan_lr.scaling.experiments import place_run
-from torchtitan_lr.scaling.plan import Plan
+from torchtitan_lr.scaling.plan import WIDENED, Plan
 from torchtitan_lr.scaling.report import fits_of, judged, law_table, rows_of
+from torchtitan_lr.scaling.sweep import settings_of
 
 scaling = Command("scaling")
 
@@ -120,7 +124,7 @@ def test_a_plan_reads_no_corpus_and_names_a_damaged_point(tmp_path, capsys):
     arguments = ["plan", write(tmp_path), f"--out={tmp_path / 'o'}", *corpus]
     assert scaling.main(arguments) == 0
     capsys.readouterr()
-    for text in ("[]", '{"arguments": ["x"', '{"arguments": [], "row": {}}', "null"):
+    for text in ("[]", '{"settings": ["x"', '{"settings": {}, "row": {}}', "null"):
         (tmp_path / "o" / "point").mkdir(exist_ok=True)
         (tmp_path / "o" / "point" / "point.json").write_text(text)
         assert scaling.main(arguments) == 2
@@ -136,6 +140,42 @@ def test_our_experiments(folder):
     for path in paths:
         name = path.stem if folder == "train_configs" else str(path)
         assert read_experiment(name).name == path.stem
+
+
+FAMILY = """
+from torchtitan_lr.models.families import ModelFamily
+from torchtitan_lr.training.register import register_model_family, register_optimizer
+from torchtitan_lr.titan.components import build_optimizers
+
+register_model_family(ModelFamily("own_family"))
+register_optimizer("OwnAdam", build_optimizers)
+"""
+
+
+@pytest.mark.parametrize("place", ["family", "command line"])
+def test_a_family_and_an_optimizer_from_outside(tmp_path, place):
+    """Named by custom_import, in a process that does not know them yet."""
+    (tmp_path / "own_family.py").write_text(FAMILY)
+    module = "experimental.custom_import=own_family"
+    own = ["optimizer.name=OwnAdam", *[module] * (place == "family")]
+    family = ("[families.cola]", f"[families.own_family]\noverrides = {own}")
+    command = ["scaling", "plan", write(tmp_path, family), f"--out={tmp_path / 'o'}"]
+    command += [f"--{module}"] * (place == "command line")
+    program = [sys.executable, "-m", "torchtitan_lr", *command]
+    variables = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(program, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[:2] for line in done.stdout.splitlines()][3] == ["own_family", "a"]
+
+
+def test_the_command_line_wins(tmp_path):
+    family = '[families.cola]\noverrides = ["training.seq_len=32", "optimizer.beta1=0.5"]'
+    path = write(tmp_path, ("[families.cola]", family))
+    given = ["--training.seq_len=64", "--validation.seq_len=64"]
+    plan = Plan(read_experiment(path, given), tmp_path / "work")
+    settings = {name: settings_of(plan.point(name, "a", 1.0, 0, 1e-3)) for name in ("full", "cola")}
+    assert settings["cola"]["training"]["seq_len"] == settings["full"]["training"]["seq_len"] == 64
+    assert settings["cola"]["optimizer"]["beta1"] == 0.5 != settings["full"]["optimizer"]["beta1"]
 
 
 def test_lengths_by_hand(tmp_path):
@@ -208,24 +248,40 @@ def test_a_plan_judges_the_rates_of_its_runs(tmp_path, caplog, highest, warned):
     lines = [line for line in caplog.messages if "published rates" in line]
     assert [line.partition(" is ")[0] for line in lines] == warned
     with pytest.raises(
-        ConfigError, match=r"^optimizer.weight_decay: got 100.0, expected less than"
+        ConfigError, match=r"^families.cola: optimizer.weight_decay: got 100.0, expected less"
     ):
         plan_of(tmp_path, cola, ("validation.steps=1", "optimizer.weight_decay=100"))
 
 
 def test_a_best_value_is_inside_its_grid(tmp_path):
-    plan = plan_of(tmp_path)
-    names = [point.name for point in plan.searches({})["full", "a"]]
-    for losses, rate, edge in (
-        ((3.0, 2.0, 2.5), 1e-3, False),
-        ((3.0, 2.7, 2.5), None, True),
-        ((3.0, 2.7, math.inf), 1e-3, False),  # a value that diverges bounds the grid
-        ((math.inf, math.inf, math.inf), None, True),
-        ((3.0, 2.0), None, False),  # not known yet
+    """A grid goes on by the ratio of its last two rates, and a rate that diverges bounds it."""
+    plan = plan_of(tmp_path, ("[5e-4, 1e-3, 2e-3]", "[1e-3, 2e-3, 6e-3]"))
+    for losses, new, rate in (
+        ({}, [1e-3, 2e-3, 6e-3], None),
+        ({1e-3: 3.0, 2e-3: 2.0}, [6e-3], None),
+        ({1e-3: 3.0, 2e-3: 2.0, 6e-3: 2.5}, [], 2e-3),
+        ({1e-3: 3.0, 2e-3: 2.7, 6e-3: math.inf}, [], 2e-3),
+        ({1e-3: 3.0, 2e-3: 2.7, 6e-3: 2.5}, [1.8e-2], None),
+        ({1e-3: 3.0, 2e-3: 2.7, 6e-3: 2.5, 1.8e-2: 2.6}, [], 6e-3),
+        ({1e-3: 2.0, 2e-3: 2.7, 6e-3: 2.8}, [5e-4], None),
+        ({1e-3: 2.0, 2e-3: 2.7, 6e-3: 2.8, 5e-4: 1.0}, [2.5e-4], None),
     ):
-        known = dict(zip(names, losses, strict=False))
-        rates, edges = plan.rates(plan.searches(known), known)
-        assert (rates["full", "a"], bool(edges)) == (rate, edge)
+        known = {plan.point("full", "a", 0.05, 0, at).name: loss for at, loss in losses.items()}
+        searches = plan.searches(known)
+        asked = [point.settings["learning_rate"] for point in searches["full", "a"]]
+        rates, edges = plan.rates(searches, known)
+        assert sorted({*asked} - losses.keys()) == new
+        assert rates["full", "a"] == rate and not edges
+
+
+def test_a_search_without_a_best_value_is_given_up(tmp_path):
+    plan = plan_of(tmp_path)
+    known = {}
+    while new := {p.name for p in plan.searches(known)["full", "a"]} - known.keys():
+        known |= dict.fromkeys(new, math.inf)
+    rates, (edge,) = plan.rates(plan.searches(known), known)
+    assert rates["full", "a"] is None and len(known) == 3 + WIDENED
+    assert edge.startswith("full a: the best learning rate is 1.95e-06 or beyond it: give families")
 
 
 def test_a_later_size_searches_beside_the_best_rate_of_the_size_before(tmp_path):
@@ -322,12 +378,16 @@ def test_an_experiment_from_its_search_to_the_table(tmp_path, standin, capsys):
     assert (work / "scaling.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_an_edge_is_reported(tmp_path, standin, capsys):
+def test_a_grid_widens_by_itself(tmp_path, standin, capsys):
     path = write(tmp_path, ("5e-4, 1e-3, 2e-3", "1e-4, 2e-4, 4e-4"))
-    assert scaling.main(["run", path, f"--out={tmp_path / 'work'}"]) == 1
-    error = capsys.readouterr().err
-    assert "full a: learning rate 0.0004 is an edge of its grid (0.0001 to 0.0004)" in error
-    assert all("seed0" in argument[1] for argument in standin)  # no run needs an unknown rate
+    assert scaling.main(["run", path, f"--out={tmp_path / 'work'}"]) == 0
+    numbers = [line.partition(" ")[0] for line in capsys.readouterr().err.splitlines()]
+    assert numbers[::2] == numbers[1::2] and numbers[-1] == "16/16"  # one count over all rounds
+    assert [int(number.partition("/")[0]) for number in numbers[::2]] == [*range(1, 17)]
+    searched = [argv[1].rpartition("lr")[2] for argv in standin if "full_a_0.05_seed0" in argv[1]]
+    assert searched == ["0.0001", "0.0002", "0.0004", "0.0008", "0.0016", "0.0032"]
+    (main,) = (argv[1] for argv in standin if "full_b" in argv[1])
+    assert main.endswith("full_b_0.05_seed5_lr0.0016")
 
 
 def test_a_run_that_fails_holds_up_its_own_family_alone(tmp_path, standin, capsys):

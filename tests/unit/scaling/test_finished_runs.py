@@ -11,7 +11,7 @@ from tests.unit.scaling.test_experiment import TOML
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.experiment import read_experiment
 from torchtitan_lr.scaling.plan import Plan
-from torchtitan_lr.scaling.sweep import POINT_FILE, Point, Sweep
+from torchtitan_lr.scaling.sweep import POINT_FILE, Point, Sweep, settings_of
 from torchtitan_lr.training.update_norm import UPDATE_NORM
 
 COMMIT = "c0ffee12"
@@ -21,7 +21,8 @@ def record(work: Path, point: Point, status: str, config: str) -> None:
     """Write what a sweep on another machine leaves of a run."""
     row = {"status": status, "val_loss": 4.5, "steps": 7}
     (work / point.name).mkdir(parents=True)
-    text = json.dumps({"arguments": [config, *point.arguments], "row": row})
+    record = {"settings": settings_of(point), "arguments": [config, *point.arguments], "row": row}
+    text = json.dumps(record)
     (work / point.name / POINT_FILE).write_text(text)
     history = [{"step": 1, UPDATE_NORM: 0.25}, {"step": 1, "validation_metrics/loss": 4.5}]
     (work / point.name / "metrics.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in history))
@@ -45,7 +46,7 @@ def test_stored_runs_are_done_elsewhere(tmp_path: Path, monkeypatch: pytest.Monk
     Sweep(here, points)  # it refuses runs of other settings
     assert [point.is_done for point in points] == [True, True, False]
     assert points[0].row["val_loss"] == 4.5
-    assert finished_runs.restore("x", here) == 0
+    assert finished_runs.restore("x", finished_runs.plan_of("x", here)) == 0
     # A folder's new runs get the versions of its last start; those that were stored keep their own.
     (here / finished_runs.VERSIONS_FILE).write_text(f'{{"commit": "{COMMIT}", "torch": "2.99"}}')
     record(here, full[2], "finished", "/elsewhere/train_configs/debug_full.toml")

@@ -32,11 +32,11 @@ def folders(started):
 def test_grid():
     grid = parse_grid(["low_rank.rank=16,32", "optimizer.lr=1e-3"])
     points = points_of("c.toml", grid, ["--training.steps=3"], "ranks")
-    assert [p.name for p in points] == ["rank-16_lr-1e-3", "rank-32_lr-1e-3"]
-    assert points[1].settings == {"low_rank.rank": "32", "optimizer.lr": "1e-3"}
+    assert [p.name for p in points] == ["rank-16_lr-0.001", "rank-32_lr-0.001"]
+    assert points[1].settings == {"low_rank.rank": "32", "optimizer.lr": "0.001"}
     assert points[1].arguments == [
-        *("--training.steps=3", "--low_rank.rank=32", "--optimizer.lr=1e-3"),
-        *("--metrics.wandb_group=ranks", "--metrics.wandb_run_name=rank-32_lr-1e-3"),
+        *("--training.steps=3", "--low_rank.rank=32", "--optimizer.lr=0.001"),
+        *("--metrics.wandb_group=ranks", "--metrics.wandb_run_name=rank-32_lr-0.001"),
     ]
     both = parse_grid(["training.seq_len=64", "validation.seq_len=32,64"])
     (first, _) = points_of("c.toml", both, [], "g")
@@ -50,27 +50,36 @@ def test_failed_points_run_again_and_those_with_a_result_do_not(tmp_path, standi
     assert sweep.main(command(tmp_path, "16,32")) == 1
     assert len(standin) == 4
     rows = json.loads((work / "sweep.json").read_text())
-    statuses = ["finished"] * 2 + ["failed: error: rank 1 failed"] * 2
-    assert [row["status"] for row in rows] == statuses
+    ends = [("finished", "")] * 2 + [("failed", "error: rank 1 failed")] * 2
+    assert [(row["status"], row["why"]) for row in rows] == ends
     assert rows[0]["parameters"] < rows[2]["parameters"]
     table = (work / "sweep.md").read_text()
     assert table.startswith("| status | low_rank.rank | optimizer.lr | parameters |")
     said, told = capsys.readouterr()
     assert table.strip() in said
-    assert "2/4 rank-16_lr-2e-3: starts\n2/4 rank-16_lr-2e-3: finished, validation loss 5" in told
-    assert told.rstrip().endswith("4/4 rank-32_lr-2e-3: failed: error: rank 1 failed")
+    assert "2/4 rank-16_lr-0.002: starts\n2/4 rank-16_lr-0.002: finished, validation loss 5" in told
+    assert told.rstrip().endswith("4/4 rank-32_lr-0.002: failed: error: rank 1 failed")
     with (work / "sweep.csv").open() as file:
         losses = [row["val_loss"] for row in csv.DictReader(file)]
     assert losses[1:] == ["5.0", "", ""] and float(losses[0]) == pytest.approx(5.693147)
     standin.clear()
     assert sweep.main(command(tmp_path, "16,32")) == 1
-    assert folders(standin) == ["rank-32_lr-1e-3", "rank-32_lr-2e-3"]
+    assert folders(standin) == ["rank-32_lr-0.001", "rank-32_lr-0.002"]
+    standin.clear()
+    # Another spelling of values and paths is the same point, and a folder may be moved.
+    moved = [CONFIG.replace("train_configs/debug_cola.toml", "./debug_cola.toml"), *SHORT]
+    moved += ["--set=low_rank.rank=16", "--set=optimizer.lr=0.001,0.2e-2"]
+    (tmp_path / "ranks").rename(tmp_path / "moved")
+    assert sweep.main([*moved, f"--out={tmp_path}/./moved", "--training.seq_len=128"]) == 0
+    assert not standin
+    (tmp_path / "moved").rename(tmp_path / "ranks")
     # Logging may change between starts; what a result depends on may not.
     standin.clear()
     assert sweep.main(command(tmp_path, "16", "--metrics.log_freq=5")) == 0 and not standin
     assert sweep.main(command(tmp_path, "16", "--training.seq_len=64")) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: --out: got") and "of other settings" in error
+    assert error.startswith("error: --out: got")
+    assert error.endswith("of other settings: training.seq_len is 128 there and 64 here")
 
 
 def test_a_divergence_is_a_result(tmp_path, standin):
@@ -78,7 +87,7 @@ def test_a_divergence_is_a_result(tmp_path, standin):
     assert sweep.main(grid) == 0
     rows = json.loads((tmp_path / "w/sweep.json").read_text())
     assert [row["status"] for row in rows] == ["finished", "diverged"]
-    assert rows[1]["val_loss"] is None
+    assert rows[1]["val_loss"] is None and rows[1]["why"] == "step 2: its own words"
     standin.clear()
     assert sweep.main(grid) == 0 and not standin
 
@@ -93,10 +102,11 @@ def test_a_stop_signal_is_passed_on_and_nothing_more_starts(tmp_path, standin, c
     threading.Thread(target=interrupt, daemon=True).start()
     assert sweep.main(command(tmp_path, "64,16")) == 130
     assert signal.getsignal(signal.SIGTERM) is before
-    assert folders(standin) == ["rank-64_lr-1e-3"]
+    assert folders(standin) == ["rank-64_lr-0.001"]
     assert "stopped by SIGTERM: run the same command to continue" in capsys.readouterr().err
     rows = json.loads((tmp_path / "ranks/sweep.json").read_text())
-    assert rows[0]["status"] == "stopped before its last step" and rows[3]["status"] == "to do"
+    assert (rows[0]["status"], rows[0]["why"]) == ("stopped", "before its last step")
+    assert rows[3]["status"] == "to do"
 
 
 def test_as_many_points_at_once_as_jobs_on_gpus_of_their_own(tmp_path, standin, monkeypatch):
@@ -127,7 +137,7 @@ def test_refused_points(tmp_path, standin, capsys, monkeypatch):
     assert "parallelism.tp_plan: got 'megatron'" in capsys.readouterr().err and not standin
     assert sweep.main([*grid, "--skip_refused", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert rows[1]["status"].startswith("refused: parallelism.tp_plan")
+    assert rows[1]["status"] == "refused" and rows[1]["why"].startswith("parallelism.tp_plan")
     assert folders(standin) == ["tp_plan-btp"]
 
 

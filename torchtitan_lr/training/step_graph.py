@@ -1,0 +1,161 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""Forward, loss and backward of a micro-batch as one CUDA graph.
+
+Small kernels end sooner than Python can launch them. A captured pass is launched at once: the same
+kernels on the same memory, so every number is that of the eager pass.
+
+A step runs one pass for each micro-batch. The first one writes gradients, later ones add to them,
+and the last one sums them over the ranks, so each kind is captured by itself. All kinds are
+captured in one step, in the order in which they run, since they share a pool of memory.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan_lr.config.schema import SUMS_REPLICAS
+from torchtitan_lr.parallel.data_parallel import OwnGradients
+
+Work = Callable[[], Tensor]
+"""Runs forward and backward of one micro-batch; returns this rank's share of the loss."""
+
+WARM_UP = 2
+"""Eager steps before the capture: they compile, choose kernels and create what is lazy."""
+
+
+def why_eager(config: Any, device_type: str) -> str:
+    """Return why a run's passes cannot be captured, as a remedy needs it; empty if they can."""
+    parallelism, checkpointing = config.parallelism, config.activation_checkpoint
+    draws = checkpointing.preserve_rng_state and checkpointing.mode not in ("none", "low_rank")
+    reasons = {
+        "training.step_graph is 'off'": config.training.step_graph == "off",
+        f"CUDA graphs need a GPU, and this is a run on {device_type}": device_type != "cuda",
+        "the host runs a pipeline's schedule": parallelism.pipeline_parallel_degree > 1,
+        "a gradient codec reads sizes on the host": config.grad_compression.codec != "none",
+        "training.enable_cpu_offload copies through the host": config.training.enable_cpu_offload,
+        "training.mask_documents makes another mask in each step": config.training.mask_documents,
+        f"{config.optimizer.name} uses gradients as backward makes them": (
+            config.optimizer.name in SUMS_REPLICAS
+        ),
+        "activation_checkpoint.preserve_rng_state asks for random numbers' state": draws,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+class Capture(Protocol):
+    """Records what a call launches."""
+
+    def __call__(self, work: Work) -> tuple[Tensor, Callable[[], None]]:
+        """Record ``work`` without running it; return its loss and what runs it."""
+
+
+class CudaCapture:
+    """Records CUDA graphs, which share one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def __call__(self, work: Work) -> tuple[Tensor, Callable[[], None]]:
+        """Record ``work`` without running it; return its loss and what runs it."""
+        graph = torch.cuda.CUDAGraph()
+        # Threads that load data or save checkpoints may use the device meanwhile.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
+            loss = work()
+        return loss, graph.replay
+
+
+@dataclass
+class CapturedPass:
+    """One captured pass, and the memory that it reads and writes."""
+
+    inputs: dict[str, Tensor]
+    loss: Tensor
+    gradients: list[tuple[nn.Parameter, Tensor | None]]
+    own_norms: list[Any]
+    replay: Callable[[], None]
+
+
+class StepGraph:
+    """Runs the passes of steps: eagerly at first, later by replaying what it captured.
+
+    Args:
+        model_parts: Their parameters' gradients belong to the captured memory.
+        own_gradients: What a pass notes of this rank's own gradients.
+        capture: Records a pass.
+
+    Attributes:
+        passes: What was captured, by the step's shapes and the kind of pass.
+    """
+
+    def __init__(
+        self, model_parts: Sequence[nn.Module], own_gradients: OwnGradients, capture: Capture
+    ) -> None:
+        self._parameters = [p for part in model_parts for p in part.parameters()]
+        self._own_gradients = own_gradients
+        self._capture = capture
+        self._eager_steps: dict[Any, int] = {}  # by the shapes of a step's micro-batches
+        self.passes: dict[Any, CapturedPass] = {}
+        self._step: Any = None
+        self._eager = True
+
+    def begin(self, shapes: Any, eager: bool = False) -> None:
+        """Begin a step.
+
+        Args:
+            shapes: Of the tensors of all its micro-batches: another step is another graph.
+            eager: Whether this step runs eagerly in any case.
+        """
+        self._step = shapes
+        done = self._eager_steps.get(shapes, 0)
+        self._eager = eager or done < WARM_UP
+        if self._eager:
+            self._eager_steps[shapes] = done + 1
+
+    def run(
+        self,
+        one_pass: Callable[..., Tensor],
+        inputs: Mapping[str, Tensor],
+        first: bool,
+        last: bool,
+    ) -> Tensor:
+        """Run one pass and return this rank's share of the loss, a scalar.
+
+        Args:
+            one_pass: Runs forward and backward; takes ``inputs`` by name.
+            inputs: The pass's tensors on the device.
+            first: Whether no parameter has a gradient yet.
+            last: Whether gradients are summed over the ranks.
+        """
+        if self._eager:
+            return one_pass(**inputs)
+        key = self._step, first, last
+        if key not in self.passes:
+            self.passes[key] = self._captured(one_pass, inputs)
+        captured = self.passes[key]
+        for name, tensor in inputs.items():
+            captured.inputs[name].copy_(tensor)
+        captured.replay()
+        for parameter, gradient in captured.gradients:
+            parameter.grad = gradient
+        self._own_gradients.norms.extend(captured.own_norms)
+        return captured.loss.clone()  # the next replay writes its memory
+
+    def _captured(
+        self, one_pass: Callable[..., Tensor], inputs: Mapping[str, Tensor]
+    ) -> CapturedPass:
+        fixed = {name: tensor.clone() for name, tensor in inputs.items()}
+        noted = len(self._own_gradients.norms)
+        loss, replay = self._capture(lambda: one_pass(**fixed))
+        own_norms = self._own_gradients.norms[noted:]
+        del self._own_gradients.norms[noted:]
+        gradients = [(p, p.grad) for p in self._parameters]
+        return CapturedPass(fixed, loss, gradients, own_norms, replay)
+
+    def free(self) -> None:
+        """Free the graphs; the process groups that they use must still exist."""
+        self.passes.clear()
