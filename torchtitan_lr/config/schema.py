@@ -384,12 +384,6 @@ class Optimizer:
     tsr_power_iterations: Annotated[int, at_least(0)] = 1
     """TSRAdam: power iterations q per refresh; each costs as much as the sketch."""
 
-    tsr_vocabulary_power_iterations: Annotated[
-        int, at_least(-1, "a number of iterations, or -1 for tsr_power_iterations")
-    ] = -1
-    """TSRAdam: power iterations of the embedding and of a compressed head, whose refreshes are the
-    largest messages; -1 for `tsr_power_iterations`."""
-
     tsr_scale: Annotated[float, positive("a positive number such as 0.75")] = 0.75
     """TSRAdam: factor α on the lifted update of compressed matrices (0.5 at 60M in the paper)."""
 
@@ -399,11 +393,10 @@ class Optimizer:
     tsr_embedding_refresh_interval: Annotated[int, at_least(1)] = 100
     """TSRAdam: steps between refreshes of the embedding's bases."""
 
-    tsr_moments: Literal["keep", "rotate", "reset"] = "rotate"
+    tsr_moments: Literal["keep", "rotate"] = "rotate"
     """TSRAdam: Adam's moments after a change of bases:
     - 'keep': unchanged (the published code); the new bases are given the signs of the old ones
-    - 'rotate': expressed in the new bases (the paper's theory)
-    - 'reset': set to zero, and the bias correction restarts"""
+    - 'rotate': expressed in the new bases (the paper's theory)"""
 
     tsr_refresh: Literal["auto", "sketch", "dense"] = "auto"
     """TSRAdam: data reduced over the replicas for a refresh: sketches, the dense gradient, or the
@@ -576,11 +569,6 @@ class Metrics:
     comm_ledger: bool = False
     """Count the collectives of every logged step and log bytes per step and mesh dimension. A
     counted step is slower."""
-
-    update_norm: bool = False
-    """Log ``spectral/update_norm``: the largest spectral norm of the change of a factor, or of a
-    dense matrix, of the blocks in this step, by power iteration. A logged step then copies the
-    weights' shards and gathers every matrix once."""
 
 
 @dataclass

@@ -55,7 +55,6 @@ from torchtitan_lr.training.reader import BadDataError, StepReader, check_same_d
 from torchtitan_lr.training.signals import MACHINES_CHANGED, StopSignal
 from torchtitan_lr.training.step import Step
 from torchtitan_lr.training.step_graph import Capture, CudaCapture, why_eager
-from torchtitan_lr.training.update_norm import UpdateNorm
 from torchtitan_lr.training.validate import Validator
 from torchtitan_lr.training.verdict import NonFiniteError
 
@@ -115,9 +114,6 @@ class Trainer(TitanTrainer):
             for compressor in self._residuals.compressors:
                 compressor.before_writing = self.checkpointer.maybe_wait_for_staging
         self.rates = self.build_rates()
-        self._updates: UpdateNorm | None = None
-        if job_config.metrics.update_norm:
-            self._updates = UpdateNorm(self.model_parts, self.device)
         self.running_step = self.build_step()
 
     def build_rates(self) -> LoggedRates:
@@ -266,8 +262,6 @@ class Trainer(TitanTrainer):
             step.read_ahead(data_iterator if another_follows else None)
             step.decide(self._stop.name is not None)
             step.clip()
-            if logs and self._updates is not None:
-                self._updates.remember()
             step.apply()
         self.lr_schedulers.step()
         self._losses.append(step.loss)  # on the device: the host does not wait for it
@@ -423,7 +417,6 @@ class Trainer(TitanTrainer):
                 **self.running_step.reader.metrics(),
                 **{f"{history.COMM_BYTES}{dim}": size for dim, size in sorted(counted.items())},
                 **self._residuals.metrics(),
-                **(self._updates.metrics() if self._updates is not None else {}),
             },
         )
 

@@ -86,8 +86,7 @@ APPLIED = {
         "optimizer.tsr_start": "gradient",
         "optimizer.tsr_oversampling": 0,
         "optimizer.tsr_power_iterations": 0,
-        "optimizer.tsr_vocabulary_power_iterations": 0,
-        "optimizer.tsr_moments": "reset",
+        "optimizer.tsr_moments": "keep",
         "optimizer.tsr_stagger": False,
     },
     "muon": {
@@ -164,7 +163,7 @@ WITHOUT_EFFECT = {
         profiler_warmup enable_memory_snapshot save_memory_snapshot_folder""",
     "metrics": """log_freq enable_tensorboard disable_color_printing save_tb_folder
         save_for_all_ranks enable_wandb verbose wandb_project wandb_run_name wandb_group
-        wandb_tags wandb_mode comm_ledger update_norm""",
+        wandb_tags wandb_mode comm_ledger""",
     "comm": """init_timeout_seconds train_timeout_seconds trace_buf_size save_traces_folder
         save_traces_file_prefix mode""",
     "memory_estimation": "enable disable_fake_mode",
