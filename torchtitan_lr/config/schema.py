@@ -475,22 +475,11 @@ class GradCompression:
     auto: bool = False
     """Raise theta to the smallest decodable value, instead of stopping with an error."""
 
-    layers: Literal["all", "non_attention", "patterns"] = "all"
-    """Tensors to compress: all; all except the query, key and value projections; or those whose
-    names match one of ``patterns``."""
-
-    patterns: list[str] = field(default_factory=list)
-    """Shell patterns of parameter names, such as 'layers.*.feed_forward.*'."""
+    layers: Literal["all", "non_attention"] = "all"
+    """Tensors to compress: all, or all except the query, key and value projections."""
 
     min_size: Annotated[int, at_least(1, "a positive integer")] = 16384
     """Tensors with fewer entries are sent dense, in the same call as the sketches."""
-
-    residual_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the residuals; bfloat16 halves their memory and rounds them."""
-
-    save_residuals: bool = True
-    """Whether checkpoints hold the residuals of all ranks, which are larger than the model by the
-    number of ranks. Without, a run resumes with empty ones, and may have other ranks."""
 
 
 @dataclass

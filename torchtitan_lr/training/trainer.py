@@ -109,7 +109,7 @@ class Trainer(TitanTrainer):
             digest = from_first_rank(tokenizer_digest(path) if dist.get_rank() == 0 else "")
             self.checkpointer.fingerprint = model_fingerprint(args) | {TOKENIZER: digest}
         self._residuals = Residuals(compressors_of(self.model_parts))
-        if self._residuals.compressors and job_config.grad_compression.save_residuals:
+        if self._residuals.compressors:
             self.checkpointer.states[RESIDUALS] = self._residuals
             for compressor in self._residuals.compressors:
                 compressor.before_writing = self.checkpointer.maybe_wait_for_staging

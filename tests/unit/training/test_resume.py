@@ -145,7 +145,6 @@ WITHOUT_EFFECT = {
         dataloader.persistent_workers dataloader.pin_memory dataloader.prefetch_factor
         token_folder token_folder_gb max_bad_records max_skipped_steps allow_changed_corpus
         check_memory step_graph""",
-    "grad_compression": "save_residuals",
     # It draws the first weights; the order of the data has training.shuffle_seed's record.
     "debug": "seed deterministic deterministic_warn_only moe_force_load_balance",
     # What is loaded, saved, validated and shown.
@@ -187,7 +186,7 @@ ELSEWHERE = {
     # Between ranks alone: tests/distributed/test_reductions.py.
     " mixed_precision_reduce",
     # They need several ranks: tests/distributed/test_compression_resume.py.
-    "grad_compression": "codec level c theta auto layers patterns min_size residual_dtype",
+    "grad_compression": "codec level c theta auto layers min_size",
     # Families with lanes or a gate: tests/unit/training/test_fingerprint.py; the last is applied.
     "caat": "lanes sync_fraction backward_sum",
     "low_rank": "lax_gate",
