@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.compat.linalg import norms_of
@@ -68,29 +67,6 @@ def joint_norm(tensors: Iterable[Tensor], fp64: bool | None = None) -> Tensor:
             flat.view(block.shape).copy_(block)
             square += flat.dot(flat)
     return square.sqrt()
-
-
-@torch.no_grad()
-def spectral_norm(matrix: Tensor, iterations: int = 20) -> Tensor:
-    """Return the largest singular value of a plain matrix by power iteration, from below.
-
-    The host does not wait. Where the largest values lie close together the vector turns slowly, and
-    the value is near all of them.
-
-    Args:
-        matrix: (m, n), of any floating dtype; the products are in at least fp32.
-        iterations: Products with the matrix and its transpose.
-
-    Returns:
-        A scalar, at most the norm; it lacks 1% for random matrices of 1,000 rows.
-    """
-    matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
-    start = torch.randn(matrix.shape[1], generator=torch.Generator().manual_seed(0))
-    right = normalize(start.to(matrix), dim=0)  # (n,)
-    for _ in range(iterations):
-        left = normalize(matrix @ right, dim=0)  # (m,)
-        right = normalize(left @ matrix, dim=0)
-    return (matrix @ right).norm()
 
 
 def scale_(tensors: Iterable[Tensor], factor: Tensor) -> None:

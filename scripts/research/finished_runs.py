@@ -31,8 +31,6 @@ from torchtitan_lr.launch.run_state import DIVERGED, FINISHED
 from torchtitan_lr.scaling.experiment import read_experiment
 from torchtitan_lr.scaling.plan import Plan
 from torchtitan_lr.scaling.sweep import POINT_FILE, Point, settings_of
-from torchtitan_lr.training.history import HISTORY_FILE, read_history
-from torchtitan_lr.training.update_norm import UPDATE_NORM
 
 FOLDER = Path(__file__).parent / "experiments"
 
@@ -43,7 +41,7 @@ CONFIG, WORK = "CONFIG", "WORK"
 """Stand for the paths of the configuration and of the folder, which differ between machines."""
 
 Run = dict[str, Any]
-"""``arguments``; ``row``, the results; ``update_norms`` of the logged steps; `versions`."""
+"""``arguments``; ``row``, the results; `versions`."""
 
 
 def versions() -> dict[str, str]:
@@ -87,9 +85,7 @@ def run_of(folder: Path, work: Path) -> Run | None:
         return None
     _, *overrides = point["arguments"]
     arguments = [CONFIG, *(text.replace(f"={work}/", f"={WORK}/") for text in overrides)]
-    history = read_history(folder / HISTORY_FILE)
-    norms = [record[UPDATE_NORM] for record in history if UPDATE_NORM in record]
-    return {"arguments": arguments, "row": point["row"], "update_norms": norms}
+    return {"arguments": arguments, "row": point["row"]}
 
 
 def store(name: str, work: Path) -> int:

@@ -35,7 +35,6 @@ class Case:
     microbatches: int = 1
     min_size: int = 60
     layers: str = "all"
-    patterns: tuple[str, ...] = ()
     forced: bool = False
     """Whether units send a sketch that they are too small for."""
 
@@ -49,9 +48,7 @@ class Case:
             requested_theta=self.codec.theta,
             ranks=self.ranks,
             layers=self.layers,
-            patterns=self.patterns,
             min_size=self.min_size,
-            residual_dtype=torch.float32,
         )
 
 

@@ -16,8 +16,6 @@ from tests.distributed.training import small_trainer, train
 from tests.support.nightly import nightly
 from tests.support.parity_runs import EXACT, largest_difference
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.checkpoints.folders import RESIDUALS
-from torchtitan_lr.checkpoints.safe_metadata import read_metadata
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 
@@ -102,20 +100,6 @@ def test_a_stopped_run_resumes_with_its_residuals(
     assert resumed["losses"] == undisturbed["losses"]
     assert resumed["grad_norms"] == undisturbed["grad_norms"]
     assert largest_difference(resumed, undisturbed) == 0.0
-
-
-def test_a_run_that_saves_no_residuals_goes_on_with_empty_ones(
-    four_ranks: RankPool, undisturbed: dict[str, Any], stopped: str, tmp_path: Path
-) -> None:
-    options = [*RESUMABLE, "--grad_compression.no_save_residuals"]
-    run = four_ranks.run(train, options, "sigterm@2")[0]
-    saved = [read_metadata(path) for path in Path(run["dump_folder"]).glob("checkpoint/step-*")]
-    names = {name for found in saved for name in found.state_dict_metadata}
-    assert names and not any(name.startswith(RESIDUALS) for name in names)
-    resumed = four_ranks.run(train, options, "", run["dump_folder"])[0]
-    dropped = [*RESUMABLE, "--checkpoint.exclude_from_loading=grad_compression"]
-    expected = four_ranks.run(train, dropped, "", copy_of(stopped, tmp_path))[0]
-    assert largest_difference(resumed, expected) == 0.0 < largest_difference(resumed, undisturbed)
 
 
 def test_residuals_of_other_ranks_are_refused_in_one_line(

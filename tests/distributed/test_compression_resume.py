@@ -25,15 +25,10 @@ APPLIED = {
     "c": ["c=2"],
     "theta": ["theta=0.95"],
     "auto": ["theta=0.5", "auto"],
-    "residual_dtype": ["residual_dtype=bfloat16"],
 }
 REFUSED = {
     "auto": (["theta=0.5"], "grad_compression.theta: got 0.5, expected a theta of at least "),
     "layers": (["layers=non_attention"], "grad_compression: got 'other residuals'"),
-    "patterns": (
-        ["layers=patterns", "patterns=output.*"],
-        "grad_compression: got 'other residuals'",
-    ),
     "min_size": (["min_size=5000"], "grad_compression: got 'other residuals'"),
 }
 
@@ -117,34 +112,6 @@ def refusals(folder: str) -> dict[str, str]:
             pass
         found[name] = str(error.value)
     return found
-
-
-def tensors_of_equal_sizes(folder: str, names_saved: bool) -> str:
-    """Save residuals of w1, load them again, then those of w3; return the refusal, if any."""
-    w1, w3 = (["layers=patterns", f"patterns=*.{name}.*"] for name in ("w1", "w3"))
-    with small_trainer(arguments(folder, w1)) as trainer:
-        trainer._residuals._loads_names = names_saved  # what an earlier version saved
-        step(trainer, iter(trainer.dataloader))
-        trainer.checkpointer.save(1, last_step=True)
-        saved = [c.residual.clone() for c in compressors_of(trainer.model_parts)]
-    with small_trainer(arguments(folder, w1)) as trainer:
-        assert trainer.checkpointer.load(1)
-        loaded = [c.residual for c in compressors_of(trainer.model_parts)]
-        assert same(loaded, saved) and any(residual.any() for residual in loaded)
-        assert "tensors" in trainer._residuals.state_dict()  # the next checkpoint has them
-    try:
-        with small_trainer(arguments(folder, w3)) as trainer:
-            trainer.checkpointer.load(1)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_residuals_of_other_tensors_of_equal_sizes(two_ranks: RankPool, tmp_path: Any) -> None:
-    for line in two_ranks.run(tensors_of_equal_sizes, str(tmp_path / "run"), True):
-        assert line.startswith("grad_compression.layers: got 'other tensors'")
-        assert "layers.0.feed_forward.w1.weight is compressed" in line and "\n" not in line
-    assert two_ranks.run(tensors_of_equal_sizes, str(tmp_path / "old"), False) == ["", ""]
 
 
 def test_a_changed_key_is_applied_or_refused(two_ranks: RankPool, tmp_path: Any) -> None:

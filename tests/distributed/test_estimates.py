@@ -64,12 +64,6 @@ RUNS: dict[str, list[str]] = {
         *(*model("full"), *degrees(local_batch=1)),
         *("--grad_compression.codec=sketch", "--grad_compression.auto"),
     ],
-    # A block's norms alone are too small for a sketch.
-    "tagc_small_units": [
-        *(*model("full"), *degrees(local_batch=2), "--grad_compression.codec=sketch"),
-        *("--grad_compression.layers=patterns", "--grad_compression.min_size=1"),
-        "--grad_compression.patterns=layers.*.attention_norm.*,output.*",
-    ],
     # Accumulating: sums over replicas run at the end of the last round alone.
     "pp2_replicate2": [*model("lax"), *degrees(pipeline=2, local_batch=2), *REPLICATE2],
     "pp2_hsdp2x2": [
@@ -166,7 +160,7 @@ def measured(four_ranks: RankPool, eight_ranks: RankPool) -> Callable[[str], lis
     )
 
 
-SELDOM = ("fsdp4", "pp2_fsdp2", "pp2_replicate2", "tsr_tp2_fsdp2", "tagc_small_units")
+SELDOM = ("fsdp4", "pp2_fsdp2", "pp2_replicate2", "tsr_tp2_fsdp2")
 SELDOM += ("pp2_hsdp2x2", "fsdp4_accumulating", "tagc_fsdp4")
 SELDOM += ("spectron_vanilla_fsdp2", "lora_muon_pp2_fsdp2", "lora_muon_btp4", "lora_muon_hsdp2x2")
 USUAL = [*(name for name in RUNS if name not in SELDOM), *nightly(*SELDOM)]

@@ -31,12 +31,12 @@ TOLERANCE = 1e-10
 """The twin computes UᵀGV on a refresh; its rounding off the diagonal is divided by Adam's ε."""
 
 MULTI = [name for name in LAYOUTS if name != "alone"]
-MOMENTS = [replace(BASE, moments=moments) for moments in ("keep", "rotate", "reset")]
+MOMENTS = [replace(BASE, moments=moments) for moments in ("keep", "rotate")]
 OPTIONS = [
     replace(BASE, refresh="dense"),
     replace(BASE, refresh="auto", moments="keep"),
     replace(BASE, stagger=True),
-    replace(BASE, stagger=True, start="random", compress_head=True, vocabulary_power_iterations=0),
+    replace(BASE, stagger=True, start="random", compress_head=True),
     replace(BASE, projection="one_sided"),
     replace(BASE, projection="one_sided", moments="keep", refresh="dense"),
     replace(BASE, compress_head=True, overlap_buckets=3),

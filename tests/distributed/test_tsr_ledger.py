@@ -30,12 +30,12 @@ SHAPES: dict[str, tuple[int, ...]] = {
 SETTINGS = {
     "auto": replace(BASE, rank=12, refresh="auto"),
     "sketch": replace(BASE, rank=4, refresh="sketch", moments="keep", power_iterations=2),
-    "dense": replace(BASE, rank=4, refresh="dense", moments="reset"),
+    "dense": replace(BASE, rank=4, refresh="dense"),
     "stagger": replace(BASE, rank=4, refresh="auto", stagger=True, refresh_interval=4),
     "random": replace(
         BASE,
         **{"rank": 4, "stagger": True, "start": "random", "refresh_interval": 3},
-        **{"compress_head": True, "vocabulary_power_iterations": 0},
+        compress_head=True,
     ),
     "buckets": replace(
         BASE, rank=4, refresh="sketch", overlap_buckets=3, stagger=True, refresh_interval=4

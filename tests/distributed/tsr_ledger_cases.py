@@ -79,12 +79,6 @@ def splits(name: str, transposed: bool, mesh: TSRMesh) -> dict[str, tuple[str, .
     return {"rows": tuple(by_dim[rows]), "columns": tuple(by_dim[columns])}
 
 
-def own_iterations(name: str, settings: TSRSettings) -> int:
-    own = settings.vocabulary_power_iterations
-    of_vocabulary = own >= 0 and name in ("tok_embeddings.weight", "output.weight")
-    return own if of_vocabulary else settings.power_iterations
-
-
 def expected(
     settings: TSRSettings, mesh: TSRMesh, shapes: Shapes, half: bool = False
 ) -> list[dict[Any, tuple[int, int]]]:
@@ -92,11 +86,10 @@ def expected(
     plans = {name: chosen[name] for name in reversed(shapes) if name in chosen}
     matrices = {
         name: TSRMatrix(
-            # The test's own width and iterations: the plan's are what is to be checked.
+            # The test's own width: the plan's is what is to be checked.
             replace(
                 p,
                 width=min(p.rank + settings.oversampling, p.rows, p.columns),
-                power_iterations=own_iterations(name, settings),
             ),
             **splits(name, p.transposed, mesh),
         )

@@ -25,7 +25,7 @@ BASE = TSRSettings(rank=4, embedding_rank=4, refresh_interval=2, scale=HYPER.sca
 SETTINGS = {
     "rotate": replace(BASE, compress_head=True),
     "keep, one side": replace(BASE, moments="keep", projection="one_sided"),
-    "reset, staggered": replace(BASE, moments="reset", stagger=True),
+    "staggered": replace(BASE, stagger=True),
 }
 
 

@@ -91,13 +91,10 @@ class ReferenceTSR:
         plan, state = self.plans[name], self.state[name]
         key = (name, state["refreshes"])
         omega = draw_sketches([key], (plan.columns, plan.width), g)[0]
-        q, own = self.settings.power_iterations, self.settings.vocabulary_power_iterations
-        if own >= 0 and name in ("tok_embeddings.weight", "output.weight"):
-            q = own
-        u, _, v = leading_triplets(g, omega, plan.rank, q)
+        u, _, v = leading_triplets(g, omega, plan.rank, self.settings.power_iterations)
         if "u" in state:
             u, v = turned(u, state["u"]), turned(v, state["v"]) if plan.two_sided else v
-        if "u" not in state or self.settings.moments == "reset":
+        if "u" not in state:
             shape = (plan.rank, plan.rank if plan.two_sided else plan.columns)
             state["m"], state["v2"] = g.new_zeros(shape), g.new_zeros(shape)
             state["age"] = 0

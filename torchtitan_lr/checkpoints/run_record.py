@@ -49,7 +49,6 @@ WITHOUT_EFFECT = frozenset(
         *("training.gc_freq", "training.gc_debug", "training.allow_changed_corpus"),
         *("training.max_bad_records", "training.max_skipped_steps", "optimizer.implementation"),
         *("optimizer.tsr_refresh", "optimizer.tsr_overlap_buckets"),
-        "grad_compression.save_residuals",
     }
 )
 

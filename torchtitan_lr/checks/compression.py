@@ -11,14 +11,11 @@ from torchtitan_lr.models.configured import llama_args, model_shapes
 
 
 def check_grad_compression(config: Any, world_size: int, device_type: str) -> None:
-    """Check the patterns, the layout, that the sketch peels, and that some tensor is selected.
+    """Check the layout, that the sketch peels, and that some tensor is selected.
 
     Call this after the checks of the model and of the parallel degrees.
     """
     section = config.grad_compression
-    fits = (section.layers == "patterns") == bool(section.patterns)
-    want = "shell patterns such as ['layers.*.feed_forward.*'] with layers = 'patterns' only"
-    require(fits, "grad_compression.patterns", section.patterns, want)
     if section.codec == "none":
         return
     parallelism = config.parallelism
@@ -39,10 +36,6 @@ def check_grad_compression(config: Any, world_size: int, device_type: str) -> No
         return
     sizes = {name: math.prod(shape) for name, shape in model_shapes(args).items()}
     if not any(is_compressed(name, size, settings) for name, size in sizes.items()):
-        if section.layers == "patterns":
-            least = f"at least min_size ({section.min_size})"
-            want = f"patterns that some tensor of {least} entries fits"
-            raise ConfigError("grad_compression.patterns", section.patterns, want)
         want = "the size of some tensor of this model, or less"
         raise ConfigError("grad_compression.min_size", section.min_size, want)
     if section.codec == "sketch" and ranks > 1:

@@ -7,7 +7,6 @@ from typing import Any
 from torchtitan_lr.config.schema import (
     ADAMS,
     DEFAULTS_OF,
-    PRODUCTS,
     READS_GROUPS,
     SPECTRAL,
     SUMS_REPLICAS,
@@ -73,7 +72,6 @@ def check_groups(config: Any, world_size: int, device_type: str) -> None:
     """Check that the optimizer reads the keys of rates, and that every group has a parameter."""
     from torchtitan_lr.compression.settings import merged
     from torchtitan_lr.optim.groups import ONE_GROUP, ParameterGroups, check_names
-    from torchtitan_lr.optim.spectral.selection import factor_pairs
 
     section, ignoring = config.optimizer, _what_ignores_rates(config)
     if ignoring:
@@ -88,13 +86,6 @@ def check_groups(config: Any, world_size: int, device_type: str) -> None:
         return
     names = list(model_shapes(llama_args(config)))
     check_names(names, groups, merged(names))
-    key, decay_on = "optimizer.weight_decay_on", section.weight_decay_on
-    if decay_on == PRODUCTS:
-        want = f"'matrices' or 'all' with model.name = {config.model.name!r}: it has no factors"
-        require(factor_pairs(names), key, decay_on, want)
-        offload = config.training.enable_cpu_offload
-        want = f"false with {key} = 'products', which needs sums on the device"
-        require(not offload, "training.enable_cpu_offload", offload, want)
 
 
 def check_outside(config: Any, world_size: int, device_type: str) -> None:

@@ -287,7 +287,7 @@ def _stored_states(config: Any) -> tuple[str, Any]:
 def _check_residuals(config: Any, world_size: int, metadata: Any, folder: str) -> None:
     """Compare the residuals of compressed gradients with those of this run's ranks."""
     section = config.grad_compression
-    if section.codec == "none" or not section.save_residuals or llama_args(config) is None:
+    if section.codec == "none" or llama_args(config) is None:
         return
     from torchtitan_lr.compression.residuals import check_residuals
     from torchtitan_lr.compression.settings import is_compressed, residual_name

@@ -64,7 +64,6 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         spans: The parts of a reduce-scatter's row, or of a whole all-reduced shard.
         group: The ranks W.
         device: Device of the gradients.
-        residual_dtype: fp32, or bf16 for half the memory, which loses the rounding errors.
         all_reduce: Whether every rank needs the whole sum.
         revocable: Whether exchanges take effect with `commit`, which needs a second residual.
         overlap: The model's exchanges; None to end each one before the call returns.
@@ -89,7 +88,6 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         spans: Sequence[Span],
         group: dist.ProcessGroup,
         device: torch.device,
-        residual_dtype: torch.dtype = torch.float32,
         all_reduce: bool = False,
         revocable: bool = False,
         overlap: ExchangeOverlap | None = None,
@@ -114,7 +112,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         self.measuring = False
         self.counts: Tensor | None = None
         self.before_writing: Callable[[], None] = lambda: None
-        self.residual = torch.zeros(ranks, owned, dtype=residual_dtype, device=device)
+        self.residual = torch.zeros(ranks, owned, dtype=torch.float32, device=device)
         # Written by an exchange; swapped with the residual by commit.
         self._spare = torch.empty_like(self.residual) if revocable else self.residual
         self._waits = False  # whether the spare one is the residual if the step is accepted

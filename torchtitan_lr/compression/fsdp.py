@@ -86,7 +86,6 @@ def apply_gradient_compression(
             [Span(size, name in chosen, stored[name]) for name, size in parts.items()],
             group,
             device,
-            settings.residual_dtype,
             all_reduce,
             settings.revocable,
             overlap,

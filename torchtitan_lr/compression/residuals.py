@@ -34,7 +34,6 @@ class Residuals:
 
     compressors: Sequence[Compressor]
     _mesh: DeviceMesh | None = None
-    _loads_names: bool = True  # False while a checkpoint without the names is loaded
 
     def state_dict(self) -> dict[str, Any]:
         """Return counters, and residuals that share the compressors' memory."""
@@ -42,7 +41,7 @@ class Residuals:
         if self._mesh is None:
             # The residuals of all ranks: each rank has its own, under HSDP too.
             self._mesh = DeviceMesh(self.compressors[0].device.type, list(range(world)))
-        state: dict[str, Any] = {NAMES: " ".join(self._names())} if self._loads_names else {}
+        state: dict[str, Any] = {NAMES: " ".join(self._names())}
         for compressor in self.compressors:
             local = compressor.residual.unsqueeze(0)
             shape = torch.Size((world, *compressor.residual.shape))
@@ -54,7 +53,6 @@ class Residuals:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the counters; residuals were loaded in place."""
-        self._loads_names = True
         for compressor in self.compressors:
             compressor.exchanges = int(state_dict[f"{compressor.name}.exchanges"])
             saved = state_dict[f"{compressor.name}.residual"]
@@ -94,8 +92,7 @@ class Residuals:
         """Compare a checkpoint's residuals with this rank's (`check_residuals`)."""
         world = dist.get_world_size()
         shapes = [(world, *compressor.residual.shape) for compressor in self.compressors]
-        names = check_residuals(shapes, self._names(), checkpoint_id, metadata)
-        self._loads_names = bool(names)
+        check_residuals(shapes, self._names(), checkpoint_id, metadata)
 
     def _names(self) -> list[str]:
         """Return the names of the compressed tensors."""
@@ -108,7 +105,7 @@ def check_residuals(
     names: Iterable[str],
     checkpoint_id: str,
     metadata: Metadata | None = None,
-) -> set[str]:
+) -> None:
     """Raise for a checkpoint with other residuals, before it is loaded.
 
     Args:
@@ -116,10 +113,6 @@ def check_residuals(
         names: Names of the compressed tensors of this run.
         checkpoint_id: The checkpoint's folder.
         metadata: The checkpoint's table of contents, if it has been read already.
-
-    Returns:
-        The names in the checkpoint; none in one of commit 8020035a or before, which is not compared
-        by names.
 
     Raises:
         ConfigError: The checkpoint has no residuals, or residuals of other ranks or tensors.
@@ -134,8 +127,6 @@ def check_residuals(
     fits = sorted(saved.values()) == sorted(here)
     require(fits, "grad_compression", "other residuals", want)
     metadata = metadata or read_metadata(checkpoint_id)
-    if f"{RESIDUALS}.{NAMES}" not in metadata.state_dict_metadata:
-        return set()
     stored = {RESIDUALS: {NAMES: ""}}
     load(stored, checkpoint_id, no_dist=True, metadata=metadata)
     theirs = set(stored[RESIDUALS][NAMES].split())
@@ -145,7 +136,6 @@ def check_residuals(
             kind = "split along its other dimension"
         want = f"the compressed tensors of {checkpoint_id}, where {others[0]} is {kind}, or {skip}"
         require(False, "grad_compression.layers", "other tensors", want)
-    return theirs
 
 
 def saved_residuals(

@@ -6,8 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchtitan_lr.compression.sizes import (
     FORMULAS,
@@ -18,9 +17,6 @@ from torchtitan_lr.compression.sizes import (
     smallest_theta,
 )
 from torchtitan_lr.errors import ConfigError, require
-
-if TYPE_CHECKING:
-    import torch
 
 _ATTENTION = re.compile(r"\.attention\.w[qkv]\.")
 
@@ -33,10 +29,8 @@ class CompressionSettings:
         codec: The codec, with its final θ.
         requested_theta: The configured θ; smaller if ``auto`` raised it.
         ranks: Ranks that exchange gradients.
-        layers: ``all``, ``non_attention`` or ``patterns``.
-        patterns: Shell patterns of parameter names, for ``patterns``.
+        layers: ``all`` or ``non_attention``.
         min_size: Smaller tensors are sent dense.
-        residual_dtype: Dtype of the residuals.
         revocable: Whether residuals change with the step and not with its exchanges, because the
             step may be skipped or a checkpoint may still read them. Needs a second residual.
     """
@@ -45,9 +39,7 @@ class CompressionSettings:
     requested_theta: float
     ranks: int
     layers: str
-    patterns: tuple[str, ...]
     min_size: int
-    residual_dtype: torch.dtype
     revocable: bool = False
 
 
@@ -58,8 +50,6 @@ def compression_settings(config: Any, ranks: int) -> CompressionSettings:
         ConfigError: The codec does not support these settings. For a sketch that would not peel,
             the message has the smallest θ that works.
     """
-    from torchtitan_lr.titan.base import TORCH_DTYPE_MAP  # late: it imports torch
-
     section = config.grad_compression
     c, requested = LEVELS.get(section.level, (section.c, section.theta))
     if FORMULAS[section.codec].sends_all:
@@ -85,11 +75,9 @@ def compression_settings(config: Any, ranks: int) -> CompressionSettings:
         requested_theta=requested,
         ranks=ranks,
         layers=section.layers,
-        patterns=tuple(section.patterns),
         min_size=section.min_size,
-        residual_dtype=TORCH_DTYPE_MAP[section.residual_dtype],
         revocable=config.training.max_skipped_steps > 0
-        or (section.save_residuals and config.checkpoint.async_mode == "async_with_pinned_mem"),
+        or config.checkpoint.async_mode == "async_with_pinned_mem",
     )
 
 
@@ -103,8 +91,6 @@ def is_compressed(name: str, size: int, settings: CompressionSettings) -> bool:
         return False
     if settings.layers == "non_attention":
         return _ATTENTION.search(name) is None
-    if settings.layers == "patterns":
-        return any(fnmatchcase(name, pattern) for pattern in settings.patterns)
     return True
 
 

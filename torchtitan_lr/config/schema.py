@@ -98,19 +98,6 @@ def base_of(name: str) -> str:
     return BASES.get(name, name)
 
 
-PRODUCTS = "products"
-"""The value of ``optimizer.weight_decay_on`` that shrinks B A in the place of A and B."""
-
-
-def sums_grams(optimizer: Any) -> bool:
-    """Return whether a run sums Gram matrices (r, r) of factors, for which no rank may split r.
-
-    Args:
-        optimizer: ``[optimizer]``.
-    """
-    return base_of(optimizer.name) in SPECTRAL or optimizer.weight_decay_on == PRODUCTS
-
-
 DEFAULTS_OF: dict[str, dict[str, Any]] = {
     # torch.optim.Muon's rate and decay, and Jordan et al.'s momentum. Updates have AdamW's size.
     "Muon": {"optimizer.lr": 1e-3, "optimizer.weight_decay": 0.1, "optimizer.nesterov": True},
@@ -361,14 +348,9 @@ class Optimizer:
     """Weight decay: decoupled, but with Adam a term of the gradient. LoRAMuon splits it between A
     and B, so that B A decays by it."""
 
-    weight_decay_on: Literal["all", "matrices", "products"] = "all"
-    """What `weight_decay` λ shrinks:
-    - 'all': every parameter
-    - 'matrices': all but norms and gates
-    - 'products': as 'matrices', but in the place of the factors A and B of a linear their product,
-      by the penalty λ/2·|BA|² (Frobenius): A ← A - ηλ·BᵀB A, B ← B - ηλ·B AAᵀ, before the
-      optimizer's own update, with every optimizer. An activation between A and B does not count.
-      Ranks sum r×r Gram matrices for it, and gather factors whose r they split."""
+    weight_decay_on: Literal["all", "matrices"] = "all"
+    """What `weight_decay` shrinks: every parameter ('all'), or all but norms and gates
+    ('matrices')."""
 
     groups: list[dict[str, str | float]] = field(default_factory=list)
     """Other rates for some parameters: a table ``[[optimizer.groups]]`` for each group, with the
@@ -402,12 +384,6 @@ class Optimizer:
     tsr_power_iterations: Annotated[int, at_least(0)] = 1
     """TSRAdam: power iterations q per refresh; each costs as much as the sketch."""
 
-    tsr_vocabulary_power_iterations: Annotated[
-        int, at_least(-1, "a number of iterations, or -1 for tsr_power_iterations")
-    ] = -1
-    """TSRAdam: power iterations of the embedding and of a compressed head, whose refreshes are the
-    largest messages; -1 for `tsr_power_iterations`."""
-
     tsr_scale: Annotated[float, positive("a positive number such as 0.75")] = 0.75
     """TSRAdam: factor α on the lifted update of compressed matrices (0.5 at 60M in the paper)."""
 
@@ -417,11 +393,10 @@ class Optimizer:
     tsr_embedding_refresh_interval: Annotated[int, at_least(1)] = 100
     """TSRAdam: steps between refreshes of the embedding's bases."""
 
-    tsr_moments: Literal["keep", "rotate", "reset"] = "rotate"
+    tsr_moments: Literal["keep", "rotate"] = "rotate"
     """TSRAdam: Adam's moments after a change of bases:
     - 'keep': unchanged (the published code); the new bases are given the signs of the old ones
-    - 'rotate': expressed in the new bases (the paper's theory)
-    - 'reset': set to zero, and the bias correction restarts"""
+    - 'rotate': expressed in the new bases (the paper's theory)"""
 
     tsr_refresh: Literal["auto", "sketch", "dense"] = "auto"
     """TSRAdam: data reduced over the replicas for a refresh: sketches, the dense gradient, or the
@@ -500,22 +475,11 @@ class GradCompression:
     auto: bool = False
     """Raise theta to the smallest decodable value, instead of stopping with an error."""
 
-    layers: Literal["all", "non_attention", "patterns"] = "all"
-    """Tensors to compress: all; all except the query, key and value projections; or those whose
-    names match one of ``patterns``."""
-
-    patterns: list[str] = field(default_factory=list)
-    """Shell patterns of parameter names, such as 'layers.*.feed_forward.*'."""
+    layers: Literal["all", "non_attention"] = "all"
+    """Tensors to compress: all, or all except the query, key and value projections."""
 
     min_size: Annotated[int, at_least(1, "a positive integer")] = 16384
     """Tensors with fewer entries are sent dense, in the same call as the sketches."""
-
-    residual_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the residuals; bfloat16 halves their memory and rounds them."""
-
-    save_residuals: bool = True
-    """Whether checkpoints hold the residuals of all ranks, which are larger than the model by the
-    number of ranks. Without, a run resumes with empty ones, and may have other ranks."""
 
 
 @dataclass
@@ -594,11 +558,6 @@ class Metrics:
     comm_ledger: bool = False
     """Count the collectives of every logged step and log bytes per step and mesh dimension. A
     counted step is slower."""
-
-    update_norm: bool = False
-    """Log ``spectral/update_norm``: the largest spectral norm of the change of a factor, or of a
-    dense matrix, of the blocks in this step, by power iteration. A logged step then copies the
-    weights' shards and gathers every matrix once."""
 
 
 @dataclass

@@ -228,7 +228,7 @@ def checkpoint_bytes(run: Run) -> dict[str, int]:
     vectors = run.spectral_vectors
     static = static_memory([run.global_shapes], 1, run.precision, plans, spectral=vectors)
     parts = {part: static[part] for part in ("weights", "optimizer")}
-    if run.compresses and run.config.grad_compression.save_residuals:
+    if run.compresses:
         parts["residuals"] = _residual_bytes(run) * run.world
     return parts
 
@@ -236,4 +236,4 @@ def checkpoint_bytes(run: Run) -> dict[str, int]:
 def _residual_bytes(run: Run) -> int:
     """Return the bytes of one number per compressed entry that a rank contributes to."""
     entries = sum(unit.ranks * unit.compressed for _, unit in exchanged_units(run))
-    return run.compression.residual_dtype.itemsize * entries
+    return 4 * entries

@@ -9,7 +9,7 @@ from torchtitan_lr.compression.settings import (
     CompressionSettings,
     compression_settings,
 )
-from torchtitan_lr.config.schema import PRODUCTS, SPECTRAL, SUMS_REPLICAS, TSR, base_of, sums_grams
+from torchtitan_lr.config.schema import SPECTRAL, SUMS_REPLICAS, TSR, base_of
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.estimate.hardware import MeshDim
 from torchtitan_lr.formulas.data_parallel import named_parameters, split_by_columns
@@ -223,15 +223,10 @@ class Run:
                 vectors[name] = r if self.spectral == "Spectron" else 0
         return vectors
 
-    @property
-    def decays_products(self) -> bool:
-        """Whether weight decay shrinks the products B A."""
-        return not self.baseline and self.config.optimizer.weight_decay_on == PRODUCTS
-
     @cached_property
     def by_columns(self) -> set[str]:
         """Names of the parameters that FSDP2 splits along their columns, and not their rows."""
-        if self.baseline or not sums_grams(self.config.optimizer):
+        if not self.spectral:
             return set()
         return split_by_columns(self.args, self.settings, self.tp, self.shard)
 

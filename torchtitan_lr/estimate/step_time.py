@@ -23,10 +23,10 @@ from torchtitan_lr.estimate.hardware import Hardware, MeshDim
 from torchtitan_lr.estimate.kernels import Work
 from torchtitan_lr.estimate.run import Run, blocks_of
 from torchtitan_lr.estimate.schedule import StageSeconds, makespan, pipeline_order
-from torchtitan_lr.estimate.traffic import element_size, gram_rules
+from torchtitan_lr.estimate.traffic import element_size, spectral_matrices
 from torchtitan_lr.estimate.work import PassWork
 from torchtitan_lr.formulas.memory import Shape
-from torchtitan_lr.formulas.spectral import DECAY, rank_small_flops, wide_flops
+from torchtitan_lr.formulas.spectral import rank_small_flops, wide_flops
 from torchtitan_lr.formulas.traffic import Traffic
 
 _WIRE_SHARE = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
@@ -46,8 +46,8 @@ momentum, and read or write Nesterov's form of it three times; to read that for 
 two kernels of the update, which read the weight and write it, with that form in one of them.
 Spectron reads the weight twice more, for its norm, and LoRA-Muon once, for its Gram matrix."""
 
-SPECTRAL_KERNELS = {"Muon": 3, "Spectron": 6, "LoRAMuon": 4, DECAY: 3}
-"""Kernels per matrix in such a step, or in a decay of products; those of (r, r) matrices work on
+SPECTRAL_KERNELS = {"Muon": 3, "Spectron": 6, "LoRAMuon": 4}
+"""Kernels per matrix in such a step; those of (r, r) matrices work on
 batches, and those of momenta and decays on lists."""
 
 TSR_PASSES = 5
@@ -229,7 +229,8 @@ def optimizer_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
         else:
             passed += ADAMW_PASSES * size * prod(piece)
     seconds += moved_seconds(passed, hardware)
-    for rule, matrices in gram_rules(run, pp_rank).items():
+    if rule := run.spectral:
+        matrices = spectral_matrices(run, pp_rank)
         flops = rank_small_flops(rule, matrices, run.ranks)
         flops += sum(wide_flops(rule, matrix, run.ranks) for matrix in matrices)
         seconds += fp32_seconds(flops, hardware)

@@ -9,7 +9,6 @@ gathers are counted once per pass, although each micro-batch repeats them.
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from itertools import chain
 from math import lcm, prod
 
 import torch
@@ -21,10 +20,9 @@ from torchtitan_lr.estimate.run import Run, blocks_of, with_wire
 from torchtitan_lr.estimate.tsr_traffic import TSRMatrix, TSRMesh, tsr_traffic
 from torchtitan_lr.formulas.context_parallel import context_traffic
 from torchtitan_lr.formulas.data_parallel import data_parallel_traffic
-from torchtitan_lr.formulas.spectral import DECAY, SpectralMatrix, spectral_traffic
+from torchtitan_lr.formulas.spectral import SpectralMatrix, spectral_traffic
 from torchtitan_lr.formulas.tensor_parallel import model_traffic
 from torchtitan_lr.formulas.traffic import Traffic, merge, pipeline_traffic
-from torchtitan_lr.optim.spectral.selection import factor_pairs
 from torchtitan_lr.optim.tsr.selection import MatrixPlan
 from torchtitan_lr.parallel.pipeline import stage_boundaries
 
@@ -52,8 +50,8 @@ def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> 
             rows.append(repeated_row(run, "blocks", op, dtype, *numbers))
     if run.tsr is not None:
         rows += optimizer_traffic(run, pp_rank, ())
-    for rule, matrices in gram_rules(run, pp_rank).items():
-        rows += spectral_traffic(rule, matrices, run.ranks)
+    if run.spectral:
+        rows += spectral_traffic(run.spectral, spectral_matrices(run, pp_rank), run.ranks)
     return rows
 
 
@@ -263,26 +261,14 @@ def _matrix(run: Run, name: str, local: tuple[int, ...]) -> TSRMatrix:
     return TSRMatrix(plan, splits[rows], splits[columns])
 
 
-def gram_rules(run: Run, pp_rank: int) -> dict[str, list[SpectralMatrix]]:
-    """Return the matrices of a rank by what sums their Gram matrices: a rule, `DECAY` or both."""
-    chosen: dict[str, list[str]] = {}
-    if run.spectral:
-        chosen[run.spectral] = list(run.spectral_vectors)
-    if run.decays_products:
-        chosen[DECAY] = list(chain.from_iterable(factor_pairs(run.global_shapes)))
-    shapes = run.shapes_of(pp_rank)
-    matrices: dict[str, list[SpectralMatrix]] = {rule: [] for rule in chosen}
-    for rule, names in chosen.items():
-        for name in names:
-            if name in shapes:  # else another pipeline rank has it
-                splits = _splits(run, name, shapes[name])
-                matrices[rule].append(SpectralMatrix.of(name, run.global_shapes[name], splits))
-    return matrices
-
-
 def spectral_matrices(run: Run, pp_rank: int) -> list[SpectralMatrix]:
     """Return the matrices of a rank that a spectral optimizer updates."""
-    return gram_rules(run, pp_rank).get(run.spectral, [])
+    shapes, matrices = run.shapes_of(pp_rank), []
+    for name in run.spectral_vectors:
+        if name in shapes:  # else another pipeline rank has it
+            splits = _splits(run, name, shapes[name])
+            matrices.append(SpectralMatrix.of(name, run.global_shapes[name], splits))
+    return matrices
 
 
 def _splits(run: Run, name: str, local: tuple[int, ...]) -> list[tuple[str, ...]]:

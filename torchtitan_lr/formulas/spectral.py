@@ -16,8 +16,7 @@ those whose A and B are split by other ranks: every rank gets these sums (all-re
 
 Ranks that split r first gather N, and LoRA-Muon W too; Spectron sums Wᵀu and gathers W Wᵀu, vectors
 of n and r numbers. If these ranks do not split n, they share the products without a sum: each has
-the Gram matrices. Replicas send nothing. The decay of products B A (``weight_decay_on =
-"products"``) sums W Wᵀ of every factor on every rank.
+the Gram matrices. Replicas send nothing.
 """
 
 from __future__ import annotations
@@ -35,10 +34,6 @@ ITERATIONS = 5
 
 ROOT_ITERATIONS = 8
 """Iterations of LoRA-Muon's inverse roots (A Aᵀ)^(-1/2) and (BᵀB)^(-1/2)."""
-
-
-DECAY = "decay"
-"""Stands for the decay of products where a function takes a rule."""
 
 Sharing = tuple[tuple[str, ...], bool]
 """Mesh dimensions whose ranks share products (r, r), and whether each rank already has the sums."""
@@ -112,7 +107,7 @@ def shared_matrices(
     """Tell which matrices the ranks share out among them.
 
     Args:
-        rule: ``Muon``, ``Spectron``, ``LoRAMuon`` or `DECAY`.
+        rule: ``Muon``, ``Spectron`` or ``LoRAMuon``.
         matrices: A rank's, each A followed by its B.
         ranks: Ranks by mesh dimension.
 
@@ -120,8 +115,6 @@ def shared_matrices(
         The shared ones by the mesh dimensions of these ranks and by whether each already has the
         sums, and those of which every rank computes Q.
     """
-    if rule == DECAY:
-        return {}, list(matrices)
     together = 1 if rule == "Muon" else 2  # A and B
     kinds: dict[tuple[Sharing, int], list[Sequence[SpectralMatrix]]] = defaultdict(list)
     for start in range(0, len(matrices), together):
@@ -197,8 +190,6 @@ def rank_small_flops(
     rule: str, matrices: Sequence[SpectralMatrix], ranks: Mapping[str, int]
 ) -> float:
     """Return a rank's share of the products (r, r) by (r, r); arguments as in `shared_matrices`."""
-    if rule == DECAY:  # two products of W
-        return 0.0
     shared, left = shared_matrices(rule, matrices, ranks)
     flops = float(sum(small_flops(rule, matrix.r) for matrix in left))
     for (dims, _), found in shared.items():

@@ -65,10 +65,9 @@ def check_machines(
         want = f"a number with NNODES={environment.nodes_text}: -1 depends on the machines"
         raise ConfigError(_BATCH, -1, want)
     codec = config.grad_compression.codec
-    if codec != "none" and config.grad_compression.save_residuals:
+    if codec != "none":
         # Only the number of ranks that saved residuals can load them.
-        want = f"none with NNODES={environment.nodes_text}, as residuals belong to ranks, "
-        want += "or grad_compression.save_residuals = false"
+        want = f"none with NNODES={environment.nodes_text}, as residuals belong to ranks"
         raise ConfigError("grad_compression.codec", codec, want)
     for nodes in range(environment.nodes - 1, environment.min_nodes - 1, -1):
         try:

@@ -15,16 +15,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchtitan_lr.config.schema import PRODUCTS, SPECTRAL, base_of
+from torchtitan_lr.config.schema import SPECTRAL, base_of
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.optim.spectral.selection import select_matrices
 
 KEY = "optimizer.groups"
 
-FACTORS = (".A.weight", ".B.weight")
-"""Ends of the names of the factors of a linear B A."""
-
-DecayOn = Literal["all", "matrices", "products"]
+DecayOn = Literal["all", "matrices"]
 """Values of ``optimizer.weight_decay_on``."""
 
 
@@ -86,14 +83,8 @@ class ParameterGroups:
         place = self.place(name)
         return GroupRule() if place == -1 else self.rules[place]
 
-    def decay(self, name: str, weight_decay: float) -> float:
-        """Return the weight decay of a parameter that has one."""
-        return weight_decay * self.rule(name).weight_decay_multiplier
-
-    def decays(self, name: str, dims: int) -> bool:
+    def decays(self, dims: int) -> bool:
         """Return whether the optimizer's own step shrinks a parameter of ``dims`` dimensions."""
-        if self.decay_on == PRODUCTS and name.endswith(FACTORS):
-            return False  # `optim.product_decay` shrinks B A instead
         return self.decay_on == "all" or dims > 1
 
     def rates(self, optimizer: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, Rates]:
@@ -111,7 +102,7 @@ class ParameterGroups:
         for name, shape in shapes.items():
             own, rule = of_matrices if name in matrices else of_others(optimizer), self.rule(name)
             metric = f"{own.metric}/{rule.pattern}" if rule.pattern else own.metric
-            decay = self.decay(name, own.weight_decay) if self.decays(name, len(shape)) else 0.0
+            decay = own.weight_decay * rule.weight_decay_multiplier * self.decays(len(shape))
             found[name] = Rates(metric, own.lr * rule.lr_multiplier, decay, self.place(name))
         return found
 

@@ -32,7 +32,7 @@ from torchtitan_lr.compat.fsdp import (
 )
 from torchtitan_lr.compression.fsdp import COMPRESSORS, apply_gradient_compression
 from torchtitan_lr.compression.settings import compression_settings, merged
-from torchtitan_lr.config.schema import SUMS_REPLICAS, sums_grams
+from torchtitan_lr.config.schema import SPECTRAL, SUMS_REPLICAS, base_of
 from torchtitan_lr.models.linears import LowRankLinear
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig, ParallelDims, mesh_of
@@ -135,7 +135,7 @@ def shard_units(
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": mixed_precision_policy(job_config)}
     if job_config.training.enable_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
-    if sums_grams(job_config.optimizer):
+    if base_of(job_config.optimizer.name) in SPECTRAL:
         options["shard_placement_fn"] = split_outside_rank(model, mesh.shape[-1])
     # On a mesh of size 1 nothing is sharded: a second all-gather would only copy.
     reshard = mesh.size() > 1 and reshard_after_forward(job_config, parallel_dims.pp_enabled)
@@ -157,8 +157,8 @@ def shard_units(
 def split_outside_rank(model: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]:
     """Choose the dimensions in which FSDP2 splits weights whose Gram matrices are summed.
 
-    A spectral optimizer and the decay of products sum Gram matrices (r, r) over the ranks, for
-    which no rank may hold a part of r. So A (r, d_in) is split along d_in, where FSDP2's choice is
+    A spectral optimizer sums Gram matrices (r, r) over the ranks, for which no rank may hold a part
+    of r. So A (r, d_in) is split along d_in, where FSDP2's choice is
     always the first dimension. A keeps that where it does not help: if tensor parallelism splits r
     already, or if the ranks do not divide the columns, which FSDP2 refuses. The factor is then
     gathered.

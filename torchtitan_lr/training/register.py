@@ -10,7 +10,6 @@ from torchtitan_lr.config.schema import (
     BASES,
     BUILT_IN_OPTIMIZERS,
     OPTIMIZERS,
-    PRODUCTS,
     READS_GROUPS,
     SPECTRAL,
     SUMS_REPLICAS,
@@ -25,10 +24,8 @@ from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 from torchtitan_lr.optim.adam import ON_SHARDS
 from torchtitan_lr.optim.container import trained_parameters
 from torchtitan_lr.optim.groups import ParameterGroups, regroup, split
-from torchtitan_lr.optim.product_decay import ProductDecay
 from torchtitan_lr.optim.resume import ConfiguredLR, keep_hyperparameters
 from torchtitan_lr.optim.spectral.container import SpectralOptimizers
-from torchtitan_lr.optim.spectral.selection import factor_pairs
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.parallel.data_parallel import REPLICAS_WIRE
@@ -70,26 +67,9 @@ def build_optimizers(
     model_parts: list[nn.Module], optimizer_config: OptimizerConfig, parallel_dims: ParallelDims
 ) -> OptimizersContainer:
     """Build a container of optimizers, one per pipeline stage: torchtitan's, or another."""
-    groups = ParameterGroups.from_config(optimizer_config)
-    optimizers = _grouped_optimizers(model_parts, optimizer_config, parallel_dims, groups)
-    if isinstance(getattr(optimizers, "product_decay", None), ProductDecay):
-        return optimizers  # one from outside, which got them from this function
-    named = trained_parameters(*model_parts)
-    if groups.decay_on == PRODUCTS and factor_pairs(named):  # a pipeline stage may have none
-        decays = {name: groups.decay(name, optimizer_config.weight_decay) for name in named}
-        decay = optimizers.product_decay = ProductDecay.of(optimizers, named, decays)
-        optimizers.register_step_pre_hook(lambda container, *_: decay.before(container))
-    return optimizers
-
-
-def _grouped_optimizers(
-    model_parts: list[nn.Module],
-    optimizer_config: OptimizerConfig,
-    parallel_dims: ParallelDims,
-    groups: ParameterGroups,
-) -> OptimizersContainer:
     if optimizer_config.name in FROM_OUTSIDE:
         return FROM_OUTSIDE[optimizer_config.name](model_parts, optimizer_config, parallel_dims)
+    groups = ParameterGroups.from_config(optimizer_config)
     if optimizer_config.name in SPECTRAL:
         return SpectralOptimizers(model_parts, optimizer_config, groups)
     named = trained_parameters(*model_parts)

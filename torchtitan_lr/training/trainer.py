@@ -38,7 +38,6 @@ from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.container import trained_parameters
 from torchtitan_lr.optim.gradients import Gradients, StoredGradients
 from torchtitan_lr.optim.groups import LoggedRates, ParameterGroups
-from torchtitan_lr.optim.product_decay import ProductDecay
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.parallel.context import context_ranks
@@ -56,7 +55,6 @@ from torchtitan_lr.training.reader import BadDataError, StepReader, check_same_d
 from torchtitan_lr.training.signals import MACHINES_CHANGED, StopSignal
 from torchtitan_lr.training.step import Step
 from torchtitan_lr.training.step_graph import Capture, CudaCapture, why_eager
-from torchtitan_lr.training.update_norm import UpdateNorm
 from torchtitan_lr.training.validate import Validator
 from torchtitan_lr.training.verdict import NonFiniteError
 
@@ -111,14 +109,11 @@ class Trainer(TitanTrainer):
             digest = from_first_rank(tokenizer_digest(path) if dist.get_rank() == 0 else "")
             self.checkpointer.fingerprint = model_fingerprint(args) | {TOKENIZER: digest}
         self._residuals = Residuals(compressors_of(self.model_parts))
-        if self._residuals.compressors and job_config.grad_compression.save_residuals:
+        if self._residuals.compressors:
             self.checkpointer.states[RESIDUALS] = self._residuals
             for compressor in self._residuals.compressors:
                 compressor.before_writing = self.checkpointer.maybe_wait_for_staging
         self.rates = self.build_rates()
-        self._updates: UpdateNorm | None = None
-        if job_config.metrics.update_norm:
-            self._updates = UpdateNorm(self.model_parts, self.device)
         self.running_step = self.build_step()
 
     def build_rates(self) -> LoggedRates:
@@ -267,8 +262,6 @@ class Trainer(TitanTrainer):
             step.read_ahead(data_iterator if another_follows else None)
             step.decide(self._stop.name is not None)
             step.clip()
-            if logs and self._updates is not None:
-                self._updates.remember()
             step.apply()
         self.lr_schedulers.step()
         self._losses.append(step.loss)  # on the device: the host does not wait for it
@@ -315,12 +308,7 @@ class Trainer(TitanTrainer):
         replicas = ("dp_replicate",) if owned else ()
         meshes = self.parallel_dims.get_all_one_dimensional_meshes()
         groups = {name: mesh.get_group() for name, mesh in meshes.items()}
-        decay = getattr(self.optimizers, "product_decay", None)
-        summing = [
-            optimizer
-            for optimizer in (decay, *self.optimizers)
-            if isinstance(optimizer, SpectralOptimizer | ProductDecay)
-        ]
+        summing = [each for each in self.optimizers if isinstance(each, SpectralOptimizer)]
         for optimizer in summing:
             groups |= optimizer.groups.by_name()
         return CommLedger(self.model_parts, groups, replicas, summing)
@@ -429,7 +417,6 @@ class Trainer(TitanTrainer):
                 **self.running_step.reader.metrics(),
                 **{f"{history.COMM_BYTES}{dim}": size for dim, size in sorted(counted.items())},
                 **self._residuals.metrics(),
-                **(self._updates.metrics() if self._updates is not None else {}),
             },
         )
 

@@ -85,11 +85,10 @@ class FeedbackTSRAdam(TSRAdam):
 class OrthogonalStack(MatrixStack):
     """A stack whose direction is the polar factor of the cores' momentum."""
 
-    def direction(self, hyper: Mapping[str, Any], rejected: Tensor) -> Tensor:
+    def direction(self, steps: float, hyper: Mapping[str, Any], rejected: Tensor) -> Tensor:
         """Return √r times the polar factor (b, r, r): the norm of r² entries of 1, Adam's size."""
         average = self.exp_avg.lerp(self.C, 1 - float(hyper["beta1"]))
         torch.where(rejected, self.exp_avg, average, out=self.exp_avg)
-        self.ages += 1
         D = inverse_root(gram(average)) @ average
         return (sqrt(self.plan.rank) * D).masked_fill(rejected, 0.0)
 

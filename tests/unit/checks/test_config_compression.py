@@ -31,18 +31,6 @@ REFUSALS = [
     (["codec=gzip"], "codec: got 'gzip'", "'none', 'sparse', 'sketch'"),
     (["theta=1"], "theta: got 1.0", "[0, 1)"),
     (["min_size=99999999"], "min_size: got 99999999", "the size of some tensor"),
-    (["layers=patterns"], "patterns: got []", "shell patterns"),
-    (["patterns=layers.*"], "patterns: got ['layers.*']", "with layers = 'patterns' only"),
-    (
-        ["layers=patterns", "patterns=layers.*.ffn_norm.*", "min_size=1"],
-        "codec: got 'sketch'",
-        "'sparse' or 'none': every unit of this selection is too small",
-    ),
-    (
-        ["layers=patterns", "patterns=layer.*"],
-        "patterns: got ['layer.*']",
-        "patterns that some tensor of at least min_size (16384) entries fits",
-    ),
 ]
 
 
@@ -79,11 +67,8 @@ def test_a_sketch_that_would_not_peel_names_the_smallest_theta(world, options, l
     [
         (4, ["level=10x"]),
         (4, ["level=custom", "c=0.5", "theta=0"]),
-        (4, ["layers=patterns", "patterns=layers.*.feed_forward.*,output.*"]),
-        # The head is large enough, and the sparse codec needs no size.
-        (4, ["layers=patterns", "patterns=layers.*.ffn_norm.*,output.*", "min_size=1"]),
-        (4, ["codec=sparse", "layers=patterns", "patterns=layers.*.ffn_norm.*", "min_size=1"]),
-        (1, ["layers=patterns", "patterns=layers.*.ffn_norm.*", "min_size=1"]),
+        (4, ["codec=sparse", "layers=non_attention"]),
+        (1, []),
     ],
 )
 def test_no_false_refusals(world, options):

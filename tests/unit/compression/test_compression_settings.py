@@ -1,6 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import pytest
-import torch
 
 from torchtitan_lr.compression.settings import (
     compression_settings,
@@ -44,14 +43,13 @@ def test_all_but_the_small():
 def test_auto_raises_theta_only_where_needed(ranks, auto, theta):
     resolved = settings(ranks, auto=auto)
     assert resolved.codec.theta == theta and resolved.requested_theta == 0.9875
-    assert resolved.codec.c == 10 and resolved.residual_dtype == torch.float32
+    assert resolved.codec.c == 10
 
 
 def test_levels_override_c_and_theta_and_custom_does_not():
     assert settings(2, level="2x", c=7.0, theta=0.5).codec.theta == 0.8
-    custom = settings(2, level="custom", c=1.0, theta=0.5, residual_dtype="bfloat16")
+    custom = settings(2, level="custom", c=1.0, theta=0.5)
     assert (custom.codec.c, custom.codec.theta) == (1.0, 0.5)
-    assert custom.residual_dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from torchtitan_lr.estimate.hardware import Hardware, MeshDim
 from torchtitan_lr.estimate.kernels import KernelRecorder
@@ -19,9 +19,7 @@ from torchtitan_lr.estimate.step_time import (
     exposed_seconds,
     model_step_time,
 )
-from torchtitan_lr.formulas.spectral import DECAY
 from torchtitan_lr.formulas.traffic import Traffic
-from torchtitan_lr.optim.product_decay import ProductDecay
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings
@@ -90,11 +88,7 @@ def optimizer_of(rule: str, linears: int) -> Optimizer:
         parameter.grad = torch.randn_like(parameter)
     factors = list(named.values())
     pairs = list(zip(factors[::2], factors[1::2], strict=True))
-    optimizer: Optimizer
-    if rule == DECAY:
-        optimizer = ProductDecay.of([SGD(factors)], named, dict.fromkeys(named, 0.1))
-    else:
-        optimizer = SpectralOptimizer(factors, rule, pairs, nesterov=True)
+    optimizer = SpectralOptimizer(factors, rule, pairs, nesterov=True)
     optimizer.found_inf = torch.zeros(())
     return optimizer
 
@@ -107,7 +101,7 @@ def kernels_of(step: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("rule", SPECTRAL_KERNELS)
 def test_kernels_per_matrix(rule):
-    """A spectral step and a decay of products have the modelled kernels per matrix."""
+    """A spectral step has the modelled kernels per matrix."""
     two, six = (kernels_of(optimizer_of(rule, linears).step) for linears in (2, 6))
     assert (six - two) / 8 == SPECTRAL_KERNELS[rule]
 

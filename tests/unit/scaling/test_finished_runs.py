@@ -12,7 +12,6 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.experiment import read_experiment
 from torchtitan_lr.scaling.plan import Plan
 from torchtitan_lr.scaling.sweep import POINT_FILE, Point, Sweep, settings_of
-from torchtitan_lr.training.update_norm import UPDATE_NORM
 
 COMMIT = "c0ffee12"
 
@@ -24,8 +23,6 @@ def record(work: Path, point: Point, status: str, config: str) -> None:
     record = {"settings": settings_of(point), "arguments": [config, *point.arguments], "row": row}
     text = json.dumps(record)
     (work / point.name / POINT_FILE).write_text(text)
-    history = [{"step": 1, UPDATE_NORM: 0.25}, {"step": 1, "validation_metrics/loss": 4.5}]
-    (work / point.name / "metrics.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in history))
 
 
 def test_stored_runs_are_done_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +36,6 @@ def test_stored_runs_are_done_elsewhere(tmp_path: Path, monkeypatch: pytest.Monk
     assert finished_runs.main(["store", "x", str(there)]) == 0
     stored = finished_runs.stored_runs("x")
     assert [*stored] == sorted(point.name for point in full[:2])
-    assert all(run["update_norms"] == [0.25] for run in stored.values())
     assert all(len(run["commit"]) >= 8 and run["torch"][0] == "2" for run in stored.values())
     assert finished_runs.main(["begin", "x", str(here)]) == 0
     points = Plan(experiment, here).searches({})["full", "a"]
@@ -94,7 +90,7 @@ def test_tables_follow_from_the_stored_runs(
         loss = 4.0 + 0.5 * (family == "cola") + 0.25 * seed * (1 + (family == "cola"))
         arguments = [text.replace(f"={plan.work}/", "=WORK/") for text in point.arguments]
         row = {"status": "finished", "val_loss": loss}
-        run = {"arguments": ["CONFIG", *arguments], "row": row, "update_norms": []}
+        run = {"arguments": ["CONFIG", *arguments], "row": row}
         if size == "a":
             runs[point.name] = run | {"commit": COMMIT, "torch": "2.99"}
     path = tmp_path / "x.json"

@@ -124,7 +124,7 @@ def test_a_step_reads_nothing_and_sums_once(options, ranks, tmp_path, monkeypatc
         assert sums == (ranks > 1)
 
 
-@pytest.mark.parametrize(("moments", "replicas"), [("rotate", 1), ("reset", 1), ("rotate", 2)])
+@pytest.mark.parametrize(("moments", "replicas"), [("rotate", 1), ("keep", 1), ("rotate", 2)])
 def test_a_refresh_reads_nothing_and_copies_no_list(moments, replicas, tmp_path):
     each = [f"--optimizer.tsr_{name}refresh_interval=1" for name in ("", "embedding_")]
     options = [*TSR[:3], *each, f"--optimizer.tsr_moments={moments}"]

@@ -86,8 +86,7 @@ APPLIED = {
         "optimizer.tsr_start": "gradient",
         "optimizer.tsr_oversampling": 0,
         "optimizer.tsr_power_iterations": 0,
-        "optimizer.tsr_vocabulary_power_iterations": 0,
-        "optimizer.tsr_moments": "reset",
+        "optimizer.tsr_moments": "keep",
         "optimizer.tsr_stagger": False,
     },
     "muon": {
@@ -147,7 +146,6 @@ WITHOUT_EFFECT = {
         dataloader.persistent_workers dataloader.pin_memory dataloader.prefetch_factor
         token_folder token_folder_gb max_bad_records max_skipped_steps allow_changed_corpus
         check_memory step_graph""",
-    "grad_compression": "save_residuals",
     # It draws the first weights; the order of the data has training.shuffle_seed's record.
     "debug": "seed deterministic deterministic_warn_only moe_force_load_balance",
     # What is loaded, saved, validated and shown.
@@ -165,7 +163,7 @@ WITHOUT_EFFECT = {
         profiler_warmup enable_memory_snapshot save_memory_snapshot_folder""",
     "metrics": """log_freq enable_tensorboard disable_color_printing save_tb_folder
         save_for_all_ranks enable_wandb verbose wandb_project wandb_run_name wandb_group
-        wandb_tags wandb_mode comm_ledger update_norm""",
+        wandb_tags wandb_mode comm_ledger""",
     "comm": """init_timeout_seconds train_timeout_seconds trace_buf_size save_traces_folder
         save_traces_file_prefix mode""",
     "memory_estimation": "enable disable_fake_mode",
@@ -189,7 +187,7 @@ ELSEWHERE = {
     # Between ranks alone: tests/distributed/test_reductions.py.
     " mixed_precision_reduce",
     # They need several ranks: tests/distributed/test_compression_resume.py.
-    "grad_compression": "codec level c theta auto layers patterns min_size residual_dtype",
+    "grad_compression": "codec level c theta auto layers min_size",
     # Families with lanes or a gate: tests/unit/training/test_fingerprint.py; the last is applied.
     "caat": "lanes sync_fraction backward_sum",
     "low_rank": "lax_gate",

@@ -220,9 +220,7 @@ class TSRAdam(Optimizer):
 
     def _name_state(self) -> None:
         """Name the tensors that a checkpoint holds; they share the memory of the stacks."""
-        self.counters = [self.steps]
-        for stack in self.stacks:
-            self.counters += [stack.ages, stack.refresh_counts]
+        self.counters = [self.steps, *(stack.refresh_counts for stack in self.stacks)]
         self._counts_before = [count.clone() for count in self.counters]
         for parameter, (stack, index) in self._compressed.items():
             self.state[parameter] = {"step": self.steps, **stack.state(index)}
@@ -413,10 +411,11 @@ class TSRAdam(Optimizer):
         for new in self._running.new_bases or ():
             new.stack.change_bases(new, rejected)
         self.steps += 1
+        steps = float(self.steps)
         for hyper, stacks, dense in self._updates:
             for stack in stacks:
-                stack.lift(stack.direction(hyper, rejected), hyper, rejected)
-            dense.update(float(self.steps), hyper, self.found_inf)
+                stack.lift(stack.direction(steps, hyper, rejected), hyper, rejected)
+            dense.update(steps, hyper, self.found_inf)
         self._running = None
         return loss
 

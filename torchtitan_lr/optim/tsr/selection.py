@@ -34,11 +34,10 @@ class TSRSettings:
     refresh_interval: int = 100
     oversampling: int = 5
     power_iterations: int = 1
-    vocabulary_power_iterations: int = -1
     scale: float = 0.75
     embedding_rank: int = 64
     embedding_refresh_interval: int = 100
-    moments: Literal["keep", "rotate", "reset"] = "rotate"
+    moments: Literal["keep", "rotate"] = "rotate"
     refresh: Literal["auto", "sketch", "dense"] = "auto"
     stagger: bool = False
     start: Literal["gradient", "random"] = "gradient"
@@ -208,14 +207,13 @@ def plan_matrices(
         two_sided = settings.projection == "two_sided"
         transposed = not two_sided and shape[0] >= shape[1]
         rows, columns = reversed(shape) if transposed else shape
-        own = settings.vocabulary_power_iterations
         plans[name] = MatrixPlan(
             name,
             rows,
             columns,
             rank,
             min(rank + settings.oversampling, rows, columns),
-            own if own >= 0 and name in (EMBEDDING, HEAD) else settings.power_iterations,
+            settings.power_iterations,
             getattr(settings, f"{prefix}refresh_interval"),
             offset=0,
             two_sided=two_sided,

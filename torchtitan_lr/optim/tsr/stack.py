@@ -65,7 +65,6 @@ class MatrixStack:
         block: m and n of a rank's largest block: all ranks must send alike.
         held: Elements that a refresh of one matrix holds and gathers at a time.
         sends_dense: Whether a refresh sums dense gradients, not sketches, over the replicas.
-        ages: Number of cores in the moments (b,), on the CPU.
         refresh_counts: Number of refreshes so far (b,), on the CPU.
     """
 
@@ -98,7 +97,6 @@ class MatrixStack:
         self.V = torch.zeros(b, n, r, **kind) if plan.two_sided else None
         self.exp_avg = torch.zeros(b, r, r if plan.two_sided else n, **kind)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
-        self.ages = torch.zeros(b, dtype=torch.int64)
         self.refresh_counts = torch.zeros(b, dtype=torch.int64)
         if plan.waits:
             self._draw_bases()
@@ -154,8 +152,8 @@ class MatrixStack:
         """Replace the bases and carry the moments over according to ``tsr_moments``.
 
         ``keep`` leaves the moments unchanged (the published code; the new bases are sign-aligned
-        with the old ones for this mode), and ``reset`` sets them to zero. ``rotate`` expresses them
-        in the new bases (the paper's theory): with P = U₊ᵀU and Q = V₊ᵀV, m ← P·m·Qᵀ, and v by the
+        with the old ones for this mode). ``rotate`` expresses them in the new bases (the paper's
+        theory): with P = U₊ᵀU and Q = V₊ᵀV, m ← P·m·Qᵀ, and v by the
         squared entries of P and Q. The second moment holds variances of the core's entries; if
         these are independent, the variances of sums add with squared weights.
 
@@ -168,11 +166,7 @@ class MatrixStack:
         changes = [(self.U, new.U)]
         if self.V is not None and new.V is not None:
             changes.append((self.V, new.V))
-        if self.settings.moments == "reset":
-            zeros = torch.zeros_like(new.C)
-            changes += [(self.exp_avg, zeros), (self.exp_avg_sq, zeros)]
-            self.ages[i] = 0
-        elif new.U_overlap is not None:
+        if new.U_overlap is not None:
             P, Q = new.U_overlap, new.V_overlap  # (b, r, r)
             average, square = P @ read(self.exp_avg, i), P.square() @ read(self.exp_avg_sq, i)
             if Q is not None:
@@ -182,10 +176,11 @@ class MatrixStack:
             write(state, i, torch.where(rejected, read(state, i), changed))
         self.refresh_counts[i] += 1
 
-    def direction(self, hyper: Mapping[str, Any], rejected: Tensor) -> Tensor:
+    def direction(self, steps: float, hyper: Mapping[str, Any], rejected: Tensor) -> Tensor:
         """Run Adam on the cores: update their moments, and return D = m̂/(√v̂ + ε).
 
         Args:
+            steps: t, this one included.
             hyper: β₁, β₂ and ε (``eps``).
             rejected: True on the device to leave the moments as they are, a scalar.
 
@@ -198,16 +193,9 @@ class MatrixStack:
         square = (self.exp_avg_sq * beta2).addcmul_(self.C, self.C, value=1 - beta2)
         torch.where(rejected, self.exp_avg, average, out=self.exp_avg)
         torch.where(rejected, self.exp_avg_sq, square, out=self.exp_avg_sq)
-        # m̂ = m / (1 − β₁ᵗ), where t is the number of cores in the moments; v̂ likewise.
-        self.ages += 1
-        first, *others = ages = self.ages.tolist()
-        age: float | Tensor = float(first)
-        if any(other != first for other in others):
-            # A copy from pageable memory would make the host wait for the device.
-            on_host = torch.tensor(ages, dtype=self.dtype, pin_memory=self.U.is_cuda)
-            age = on_host.to(self.U.device, non_blocking=True)[:, None, None]
-        corrected = self.exp_avg / (1 - beta1**age)
-        D = corrected / ((self.exp_avg_sq / (1 - beta2**age)).sqrt() + eps)
+        # m̂ = m / (1 − β₁ᵗ),  v̂ likewise
+        corrected = self.exp_avg / (1 - beta1**steps)
+        D = corrected / ((self.exp_avg_sq / (1 - beta2**steps)).sqrt() + eps)
         return D.masked_fill(rejected, 0.0)
 
     def lift(self, D: Tensor, hyper: Mapping[str, Any], rejected: Tensor) -> None:
@@ -253,7 +241,6 @@ class MatrixStack:
             "left": wrap_like(matrix, self.U[index], (m, r), {self.row_dim: 0}),
             "exp_avg": wrap_like(matrix, self.exp_avg[index], *core),
             "exp_avg_sq": wrap_like(matrix, self.exp_avg_sq[index], *core),
-            "age": self.ages[index],
             "refreshes": self.refresh_counts[index],
         }
         if self.V is not None:

@@ -56,12 +56,3 @@ def test_first_refreshes_take_their_turn_after_a_random_start():
     others = plan_matrices(SHAPES, change(stagger=True))
     assert all(plan.is_due(0, 0) for plan in others.values())
     assert not all(plan.is_due(0, 0) for plan in plans.values())
-
-
-def test_the_embedding_and_the_head_have_iterations_of_their_own():
-    settings = change(vocabulary_power_iterations=0, power_iterations=2, compress_head=True)
-    iterations = {name: p.power_iterations for name, p in plan_matrices(SHAPES, settings).items()}
-    assert {name for name, q in iterations.items() if q == 0} == {EMBEDDING, HEAD}
-    assert {q for name, q in iterations.items() if name not in (EMBEDDING, HEAD)} == {2}
-    same = plan_matrices(SHAPES, change(power_iterations=2)).values()
-    assert all(plan.power_iterations == 2 for plan in same)
