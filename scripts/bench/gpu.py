@@ -21,9 +21,6 @@ Nothing is fetched. The parts:
     context   attention at 8B of one of the ranks that share a row of 32k or 128k tokens, beside a
               C-th of a whole row's on one device; nothing is sent
     profile   the kernels of one compiled step of CoLA, the longest first
-    products  products of Gram matrices, Muon's direction, Cholesky's factors and TSR-Adam's four
-              products: fp32, TF32, three bf16 products, and what each gets wrong
-    eigenvectors   those of a refresh's matrices, one by one, batched, and by cuSOLVER itself
 
 Every row is printed, and written to --out, as it ends: a time limit costs the rows after it.
 
@@ -53,7 +50,6 @@ import torchtitan_lr.training.register  # noqa: F401
 from scripts.bench import block as bench_block
 from scripts.bench.harness import in_turns, machine, median_ms
 from scripts.bench.peers import Runner, Workload
-from scripts.bench.products import eigenvectors, products
 from scripts.bench.spectral import USUAL, UsualMuon, factors_of, our_optimizer
 from tests.oracle.flops import flops_per_token
 from torchtitan_lr.collectives import Ranks
@@ -447,7 +443,6 @@ PARTS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
     part.__name__: part
     for part in (
         *(parity, training, optimizer, spectral, decoding, codec, block, graphs, context, profile),
-        *(products, eigenvectors),
     )
 }
 

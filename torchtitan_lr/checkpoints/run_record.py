@@ -22,6 +22,9 @@ CHANGES = "changes"
 BATCH = "global_batch_size"
 """Key of the record: sequences per step of all ranks, also where the run's setting is -1."""
 
+RANKS, _LAYOUT = "ranks", "parallelism"
+"""Keys of the record: the number of ranks, and the section of their layout."""
+
 _RANKS = ("low_rank.rank", "low_rank.rank_attention", "low_rank.rank_ffn")
 _EXCLUDED = "checkpoint.exclude_from_loading"
 
@@ -104,6 +107,20 @@ def changed(record: dict[str, Any], config: Any, ranks: int = 1) -> dict[str, li
         for key, (was, is_now) in pairs.items()
         if not _is_same(key, was, is_now) and key not in _WITHOUT_EFFECT and key not in unused
     }
+
+
+def _layout_changes(record: dict[str, Any], config: Any, ranks: int) -> dict[str, list[Any]]:
+    """Return what differs in the layout, which changes no more than a result's last digits."""
+    before, now = record.get(_LAYOUT), json.loads(json.dumps(config.to_dict()[_LAYOUT]))
+    pairs = {RANKS: [record.get(RANKS, ranks), ranks]}
+    if isinstance(before, dict):  # a damaged record may hold anything
+        pairs |= {f"{_LAYOUT}.{key}": [before.get(key, here), here] for key, here in now.items()}
+    return {key: [was, here] for key, (was, here) in pairs.items() if was != here}
+
+
+def changes_losses(changes: dict[str, list[Any]]) -> bool:
+    """Return whether one of these changes, of a run's record, changes losses."""
+    return any(key != RANKS and not key.startswith(f"{_LAYOUT}.") for key in changes)
 
 
 def _is_same(key: str, was: object, here: object) -> bool:
@@ -189,13 +206,13 @@ def write_record(
         aside = path.with_name(f"{path.name}.damaged")
         path.replace(aside)
         logger.warning("%s is damaged: it is kept as %s and written anew", path, aside)
-    changes = changed(found, config, ranks) if step else {}
+    changes = changed(found, config, ranks) | _layout_changes(found, config, ranks) if step else {}
     if step and excluded:
         changes[_EXCLUDED] = [[], list(excluded)]
     history = [entry for entry in entries if entry["after_step"] <= step] if step else []
     new = {"after_step": step, **changes}
     history += [new] if changes and new not in history else []
-    record = config.to_dict() | {BATCH: global_batch_size(config, ranks)}
+    record = config.to_dict() | {BATCH: global_batch_size(config, ranks), RANKS: ranks}
     record |= {CHANGES: history} if history else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(record, indent=2))
