@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +120,10 @@ def run_ranks(arguments: list[str]) -> tuple[list[dict[str, Any]], Run]:
     from torchtitan_lr.estimate.traffic import step_traffic
     from torchtitan_lr.ledger.comparison import compare
 
-    placed = place_run(arguments)
+    # In a folder without a run: the step neither resumes what lies in the configuration's, nor
+    # replaces it.
+    with tempfile.TemporaryDirectory() as folder:
+        placed = place_run([*arguments, f"--job.dump_folder={folder}"])
     config, ranks = placed.config, placed.environment.ranks
     if config.parallelism.pipeline_parallel_degree > 1:
         key = "parallelism.pipeline_parallel_degree"
