@@ -26,8 +26,8 @@ from torchtitan_lr.models.kept import end_recomputation, keep
 
 pads_odd_widths: bool | None = None
 """Whether feed-forward widths that 8 does not divide are padded where products use them, while
-gradients are computed; None pads on a GPU. Rows of an odd width begin at addresses that a GPU's fast kernels do not
-take. Parameters, their gradients and what is stored keep their width."""
+gradients are computed; None pads on a GPU. Rows of an odd width begin at addresses that its fast
+kernels do not take. Parameters, their gradients and what is stored keep their width."""
 
 
 class LowRankLinear(nn.Module):
