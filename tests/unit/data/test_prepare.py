@@ -174,6 +174,7 @@ def test_ranks_do_not_change_what_is_prepared_of_the_hub(tmp_path, config):
     options = f"--training.dataset=hf --training.dataset_path={folder} --training.steps=2"
     options += " --parallelism.tensor_parallel_degree=1 --training.seq_len=15"
     options += " --validation.no_enable --training.local_batch_size=4"
+    options += " --training.global_batch_size=-1"
     found = []
     for ranks, more in [
         (1, ""),

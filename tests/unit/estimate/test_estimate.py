@@ -167,7 +167,7 @@ def test_gradients_in_both_dtypes(name):
     sent = {}
     for wire in WIRES:
         half = f"--training.mixed_precision_reduce={wire}"
-        run = paper_run(DEBUG, 4, ONE, *options, half)
+        run = paper_run(DEBUG, 4, ONE, "--training.global_batch_size=-1", *options, half)
         cores = [] if run.tsr is None else optimizer_traffic(run, 0, ())
         roles = ("gradient", "index", "core")
         rows = [row for row in step_traffic(run, 0) if row.role in roles]

@@ -30,7 +30,7 @@ scaling = Command("scaling")
 TOML = """
 name = "x"
 config = "debug_full"
-overrides = ["training.local_batch_size=2", "validation.steps=1"]
+overrides = ["training.local_batch_size=2", "training.global_batch_size=-1", "validation.steps=1"]
 seeds = [0, 1]
 tokens_per_parameter = [0.05]
 learning_rates = [5e-4, 1e-3, 2e-3]
