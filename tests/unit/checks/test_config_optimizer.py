@@ -105,7 +105,7 @@ def test_rates_that_an_optimizer_from_outside_does_not_read(key, value, outside,
 
 def test_a_rate_that_an_optimizer_from_outside_does_not_read(outside, tmp_path):
     """A file's rate belongs to the file's optimizer; that of the command line to the named one."""
-    with pytest.raises(ConfigError, match="optimizer.adamw_lr: got 1.0"):
+    with pytest.raises(ConfigError, match=r"optimizer\.adamw_lr: got 1\.0"):
         check("--optimizer.name=Own", "--optimizer.adamw_lr=1.0", tmp_path=tmp_path)
 
 
