@@ -13,7 +13,7 @@ import torch
 
 from scripts.research.race.tsr_variants import tsr_variant, with_polar_factors
 from tests.unit.tiny_trainer import history, tiny_trainer
-from torchtitan_lr.checkpoints.run_record import changed
+from torchtitan_lr.checkpoints.run_record import BATCH, changed
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.config.build import build_job_config, config_class
 from torchtitan_lr.config.parse import _keys
@@ -404,6 +404,7 @@ def test_every_key_is_declared(tmp_path):
             section: {key: ["another value"] for key in keys}
             for section, keys in config.to_dict().items()
         }
+        other[BATCH] = "another number"
         listed |= set(changed(other, config))
     # The checkpoint has the ranks, and digests of the tokenizer and of the order of the data.
     digests = {"model.hf_assets_path", "training.shuffle", "training.shuffle_seed"}
