@@ -36,7 +36,7 @@ def gpus(monkeypatch, tmp_path):
 def placed(*arguments):
     """What is started, as the checks accept it."""
     found = place(read_environment(), list(arguments))
-    check_job_config(found.config, found.environment.world_size, found.device)
+    check_job_config(found.config, found.environment.world_size, found.device, on_paper=True)
     return found
 
 
