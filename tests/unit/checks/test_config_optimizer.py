@@ -32,7 +32,7 @@ REFUSALS = [
     ("optimizer.tsr_embedding_rank=129", "129", "at most 128, the shorter side of tok_embeddings"),
     ("optimizer.tsr_scale=nan", "nan", "a positive number"),
     ("optimizer.name=Spectron", "'Spectron'", "'Muon' or 'AdamW' for a model without low-rank"),
-    ("optimizer.tsr_moments=forget", "'forget'", "one of 'keep', 'rotate', 'reset'"),
+    ("optimizer.tsr_moments=forget", "'forget'", "one of 'keep', 'rotate'"),
 ]
 
 
