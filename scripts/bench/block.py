@@ -151,11 +151,13 @@ class Calls:
 
     Args:
         args: Its shape.
+        x: The input, whose gradient `both` leaves behind.
         forward: The forward pass.
         both: Forward and backward.
     """
 
     args: LlamaArgs
+    x: torch.Tensor
     forward: Callable[[], torch.Tensor]
     both: Callable[[], None]
 
@@ -175,11 +177,11 @@ def calls_of(variant: Variant, mesh: DeviceMesh, options: argparse.Namespace) ->
         return out
 
     def both() -> None:
-        forward().backward(cotangent)
         block.zero_grad()
         x.grad = None
+        forward().backward(cotangent)
 
-    return Calls(args, forward, both)
+    return Calls(args, x, forward, both)
 
 
 def measure(calls: Calls, options: argparse.Namespace) -> Row:

@@ -17,10 +17,18 @@ Nothing is fetched. The parts:
     codec     TAGC: one exchange of a gradient with this process alone, by codec
     block     a decoder block of one rank of four, compiled: BTP's forward and backward beside full
               rank's at two batches, and its longest kernels; nothing is sent
+    captured  the same of full rank and BTP at one and four rows, plain and as one CUDA graph
+    modes     a block of CoLA, compiled by default, with deferred norms, grouped, and autotuned
     graphs    a compiled step of CoLA and full rank with CUDA graphs of the blocks, and without
     context   attention at 8B of one of the ranks that share a row of 32k or 128k tokens, beside a
               C-th of a whole row's on one device; nothing is sent
+    split     the same as two calls per chunk, merged by their log-sum-exp, by kernel
     profile   the kernels of one compiled step of CoLA, the longest first
+    padded    a compiled step of CoLA and full rank at 1B, whose feed-forward width is odd: padded
+              where products use it, and not
+    products  products of Gram matrices, Muon's direction, Cholesky's factors and TSR-Adam's four
+              products: fp32, TF32, three bf16 products, and what each gets wrong
+    eigenvectors   those of a refresh's matrices, one by one, batched, and by cuSOLVER itself
 
 Every row is printed, and written to --out, as it ends: a time limit costs the rows after it.
 
@@ -32,8 +40,9 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -44,16 +53,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import DeviceType
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchtitan_lr.training.register  # noqa: F401
 from scripts.bench import block as bench_block
+from scripts.bench.deferred import defer_norms, group_products
 from scripts.bench.harness import in_turns, machine, median_ms
 from scripts.bench.peers import Runner, Workload
+from scripts.bench.products import eigenvectors, products, relative_error, timed_rows
 from scripts.bench.spectral import USUAL, UsualMuon, factors_of, our_optimizer
+from scripts.bench.split_attention import CPU, CUDNN, FLASH, split_attention, with_repeated_heads
 from tests.oracle.flops import flops_per_token
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
+from torchtitan_lr.compat.compiler import remake_inputs_of_products
 from torchtitan_lr.compat.fake import fake_process_group
 from torchtitan_lr.compression.codecs import complete
 from torchtitan_lr.compression.compressor import Compressor, Span
@@ -62,6 +76,7 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.inference.decode import Decoder, Sampling
+from torchtitan_lr.models import linears
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.families import FAMILIES
@@ -70,7 +85,7 @@ from torchtitan_lr.models.llama import Attend, LlamaModel, build_freqs_cis
 from torchtitan_lr.optim.spectral.rules import RULES
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings
-from torchtitan_lr.parallel.context import GatheredAttention, own_chunks
+from torchtitan_lr.parallel.context import GatheredAttention, attend_to_prefix, own_chunks
 from torchtitan_lr.parallel.recompute import apply_activation_checkpoint
 from torchtitan_lr.titan.device import peak_flops
 
@@ -186,6 +201,47 @@ def _workload(device: str, small: bool, flavor: str) -> Workload:
     return Workload(*shape, dtype=dtype, device=device)
 
 
+PADDED = (("cola", 8), ("full", 8), ("cola", 24), ("full", 24))
+"""Family and rows of 1,024 tokens of each group of `padded`."""
+
+
+def padded(device: str, small: bool) -> Iterator[Row]:
+    """Yield compiled training steps whose odd feed-forward width is padded at use, or not.
+
+    One model takes turns with itself. ``speed_up`` is over the first, which is not padded;
+    ``loss_difference`` is relative, between two passes with the same weights.
+    """
+    for family, batch in PADDED[:2] if small else PADDED:
+        _reset(device)
+        workload = _workload(device, small, "1B")
+        workload = replace(workload, ffn_dim=341) if small else replace(workload, batch=batch)
+        runner = Runner(family, workload)
+        runner.compile()
+        plain, other = (_padding(on, runner.forward).item() for on in (False, True))
+        calls = {f"padded {on}": partial(_padding, on, runner.step) for on in (False, True)}
+        timed = in_turns(calls, 2 if small else 5, warmup=2)
+        flops = flops_per_token(workload.args(family), workload.seq_len)
+        tokens = runner.tokens.numel()
+        for name, found in timed.items():
+            row: Row = {"family": family, "f": workload.args(family).ffn_dim, "tokens": tokens}
+            row |= {"how": name, **found.as_dict(), "loss_difference": abs(other / plain - 1)}
+            row["tokens_per_s"] = 1e3 * tokens / row["ms"]
+            if device == "cuda":
+                row["mfu"] = row["tokens_per_s"] * flops / peak_flops(torch.cuda.get_device_name())
+                row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            yield row
+        del runner, calls
+
+
+def _padding(on: bool, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Call what pads odd widths, or not, and leave the setting as it was."""
+    before, linears.pads_odd_widths = linears.pads_odd_widths, on
+    try:
+        return call()
+    finally:
+        linears.pads_odd_widths = before
+
+
 def profile(device: str, small: bool) -> Iterator[Row]:
     """Yield the 25 longest kernels of one compiled step of CoLA, and their sum over all."""
     _reset(device)
@@ -201,15 +257,25 @@ def _kernels(call: Callable[[], object], device: str, longest: int = 25) -> Iter
     activity = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profiler:
         call()
-    kernels = []
-    for event in profiler.key_averages():
-        spent = event.self_device_time_total if cuda else event.self_cpu_time_total
-        kernels.append({"kernel": event.key[:90], "calls": event.count, "ms": spent / 1e3})
+    kernels = [*_on_device(profiler.key_averages(), cuda)]
     kernels.sort(key=lambda kernel: -kernel["ms"])
     calls, busy_ms = (sum(kernel[key] for kernel in kernels) for key in ("calls", "ms"))
     yield {"kernel": "all kernels", "calls": calls, "ms": busy_ms, "share": 1.0}
     for kernel in kernels[:longest]:
         yield {**kernel, "share": kernel["ms"] / busy_ms}
+
+
+def _on_device(events: Iterable[Any], cuda: bool) -> Iterator[Row]:
+    """Yield the events that took time on the device.
+
+    A profile of CUDA alone holds the host's calls of CUDA too, which are no kernels, and the marks
+    of `record_function`, which contain kernels.
+    """
+    kind = DeviceType.CUDA if cuda else DeviceType.CPU
+    for event in events:
+        if event.device_type == kind and not getattr(event, "is_user_annotation", False):
+            spent = event.self_device_time_total if cuda else event.self_cpu_time_total
+            yield {"kernel": event.key[:90], "calls": event.count, "ms": spent / 1e3}
 
 
 def optimizer(device: str, small: bool) -> Iterator[Row]:
@@ -363,6 +429,115 @@ def _waited(call: Callable[[], object], device: str) -> None:
         torch.cuda.synchronize()
 
 
+def captured(device: str, small: bool) -> Iterator[Row]:
+    """Yield the milliseconds of a block of one rank of four, plain and as one CUDA graph.
+
+    All of one batch take turns; ``speed_up`` is over full rank, plain. ``equal`` says whether the
+    graph leaves the input's gradient of the plain pass, bit by bit.
+    """
+    shape = ["--flavor=debug", "--seq_len=32", "--dtype=float32"]
+    if not small:
+        shape = ["--flavor=7B", "--seq_len=4096", "--compile"]
+    for batch in (1, 4):
+        _reset(device)
+        options = bench_block.parse([f"--device={device}", f"--batch={batch}", *shape])
+        calls: dict[str, Callable[[], object]] = {}
+        equal: dict[str, bool] = {}
+        with bench_block.joined(options) as mesh:
+            # Both are built before one is compiled: building drops what is compiled.
+            blocks = {
+                name: bench_block.calls_of(bench_block.VARIANTS[name], mesh, options)
+                for name in ("full", "btp")
+            }
+            for name, built in blocks.items():
+                calls[f"{name}, plain"] = built.both
+                built.both()  # compiles
+                replay = _captured(built.both, device)
+                _waited(replay, device)
+                kept = built.x.grad  # the graph's own memory
+                _waited(built.both, device)
+                assert kept is not None and built.x.grad is not None
+                how = "captured" if device == "cuda" else "plain again: no graph on a CPU"
+                calls[f"{name}, {how}"] = replay
+                equal[f"{name}, {how}"] = torch.equal(kept, built.x.grad)
+            for row in timed_rows(calls, 2 if small else 10):
+                yield {"batch": batch, **row, "equal": equal.get(row["how"])}
+        del calls, blocks, built, replay, kept
+
+
+def _captured(call: Callable[[], object], device: str) -> Callable[[], object]:
+    """Return what replays a call as one CUDA graph with memory of its own; the call on a CPU."""
+    if device == "cpu":
+        return call
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        call()
+    replay: Callable[[], object] = graph.replay
+    return replay
+
+
+def modes(device: str, small: bool) -> Iterator[Row]:
+    """Yield forward and backward of one block of CoLA `1B_boost`, compiled in several ways.
+
+    ``errors`` are those of the output and of the input's gradient against fp32; ``kernels`` and
+    ``kernels_ms`` come from a profile. Autotuning takes longest, so that its rows are the last.
+    """
+    _reset(device)
+    workload = _workload(device, small, "1B_boost")
+    model = LlamaModel(replace(workload.args("cola"), n_layers=1, vocab_size=256))
+    model.init_weights()
+    model.to(device)
+    block = model.layers["0"].to(workload.dtype)
+    table = torch.view_as_real(model.freqs_cis)
+    shape = (workload.batch, workload.seq_len, model.model_args.dim)
+    x, upstream = (torch.randn(shape, device=device, dtype=workload.dtype) for _ in range(2))
+    x.requires_grad_()
+    exact = _block_pass(deepcopy(block).float(), table, x.detach().float(), upstream.float())
+    remake_inputs_of_products(True)  # as a run does
+    with fake_process_group(1):
+        alone = Ranks.of(init_device_mesh(device, (1,)))
+        changes: dict[str, tuple[Callable[[nn.Module], None], str | None]] = {
+            "default": (lambda _: None, None),
+            "deferred norm": (defer_norms, None),
+            "deferred norm, grouped B": (partial(group_products, alone=alone), None),
+            "max-autotune without graphs": (lambda _: None, "max-autotune-no-cudagraphs"),
+        }
+        ways: dict[str, Callable[[], object]] = {}
+        for name, (change, mode) in changes.items():
+            changed = deepcopy(block)
+            change(changed)
+            changed.compile(mode=mode)
+            ways[name] = partial(_block_pass, changed, table, x, upstream)
+        *first, last = ways
+        for names in (first, ["default", last]):
+            for row in timed_rows({name: ways[name] for name in names}, 2 if small else 8):
+                if "ms" in row:
+                    found: Any = ways[row["how"]]()
+                    pairs = zip(found, exact, strict=True)
+                    row["errors"] = [relative_error(a, b.double()) for a, b in pairs]
+                    all_kernels = next(_kernels(partial(_waited, ways[row["how"]], device), device))
+                    row |= {"kernels": all_kernels["calls"], "kernels_ms": all_kernels["ms"]}
+                yield row
+
+
+def _block_pass(
+    block: nn.Module, table: torch.Tensor, x: torch.Tensor, upstream: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a block's output and the gradient of its input; those of its weights are computed."""
+    block.zero_grad()
+    x = x.detach().requires_grad_()
+    out, _ = block(x, table)
+    out.backward(upstream)
+    assert x.grad is not None
+    return out.detach(), x.grad
+
+
 def graphs(device: str, small: bool) -> Iterator[Row]:
     """Yield the milliseconds of compiled training steps whose blocks are CUDA graphs, or not."""
     for batch, family, mode in product((2, 8), ("cola", "full"), (None, "reduce-overhead")):
@@ -439,10 +614,97 @@ def _attention_ms(
     return milliseconds, longest["kernel"]
 
 
+def split(device: str, small: bool) -> Iterator[Row]:
+    """Yield a rank's attention of a shared row by kernel, one call per chunk or two merged ones.
+
+    ``over_a_share`` is the time times C over the whole row's on one device; ``errors`` are those of
+    output and gradients of q, k and v of the last chunk, relative, to today's call.
+    """
+    args = FLAVORS["cola"]["debug" if small else "8B"]
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    degree, tokens = (4, 64) if small else CONTEXTS[0]
+    kernels = {"CPU": CPU, "CPU, heads repeated": with_repeated_heads(CPU)}
+    if device == "cuda":
+        kernels = {"flash": FLASH, "cuDNN": CUDNN}
+        kernels["cuDNN, heads repeated"] = with_repeated_heads(CUDNN)
+    _reset(device)
+    table = torch.view_as_real(
+        build_freqs_cis(args.head_dim, tokens, args.rope_theta, args.rope_scaling)
+    ).to(device)
+    with fake_process_group(degree):
+        ranks = Ranks.of(init_device_mesh(device, (degree,)))
+        own_table = own_chunks(table, ranks, 0)
+        inputs = _attention_inputs(args, tokens // degree, device, dtype)
+        calls: dict[str, Callable[[], object]] = {
+            "today": partial(
+                _attend_both, GatheredAttention(ranks, args.head_dim), own_table, *inputs
+            )
+        }
+        errors: dict[str, list[float]] = {}
+        chunk = _chunk_inputs(args, tokens, degree, device, dtype)
+        for name, kernel in kernels.items():
+            attention = GatheredAttention(ranks, args.head_dim)
+            attention.to_prefix = partial(split_attention, kernel=kernel)
+            calls[f"two calls, {name}"] = partial(_attend_both, attention, own_table, *inputs)
+            try:
+                errors[f"two calls, {name}"] = _errors(attention.to_prefix, *chunk)
+            except RuntimeError as error:
+                yield {"how": f"errors of {name}", "failed": str(error)[:160]}
+        row_inputs = _attention_inputs(args, tokens, device, dtype)
+        whole = Attend(args.head_dim)
+        calls["the whole row on one device"] = partial(_attend_both, whole, table, *row_inputs)
+        rows = [*timed_rows(calls, 2 if small else 8)]
+    whole_ms = rows[-1].get("ms", float("nan"))
+    for row in rows:
+        if "ms" in row and row is not rows[-1]:
+            row["over_a_share"] = row["ms"] * degree / whole_ms
+        yield {"tokens": tokens, "ranks": degree, **row, "errors": errors.get(row["how"])}
+
+
+def _attention_inputs(
+    args: LlamaArgs, tokens: int, device: str, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Draw q, k and v before rotation, and the gradient of the output (1, h, s, head_dim)."""
+    draw = partial(torch.randn, device=device, dtype=dtype)
+    leaves = [draw(1, tokens, n, requires_grad=True) for n in (args.dim, *[args.kv_dim] * 2)]
+    # As kernels lay their output out.
+    return [*leaves, draw(1, tokens, args.n_heads, args.head_dim).transpose(1, 2)]
+
+
+def _attend_both(
+    attention: nn.Module, table: torch.Tensor, *inputs: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    q, k, v, upstream = inputs
+    return torch.autograd.grad(attention(q, k, v, table), (q, k, v), upstream)
+
+
+def _chunk_inputs(
+    args: LlamaArgs, tokens: int, degree: int, device: str, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Draw q of a row's last chunk, k and v of the row, and the gradient of the output."""
+    draw = partial(torch.randn, device=device, dtype=dtype)
+    own, heads, width = tokens // (2 * degree), args.n_heads, args.head_dim
+    q = draw(1, heads, own, width, requires_grad=True)
+    k, v = (draw(1, args.kv_heads, tokens, width, requires_grad=True) for _ in range(2))
+    return [q, k, v, draw(1, own, heads, width).transpose(1, 2)]
+
+
+def _errors(to_prefix: Callable[..., torch.Tensor], *chunk: torch.Tensor) -> list[float]:
+    """Return the errors of output and gradients, against `attend_to_prefix`."""
+    q, k, v, upstream = chunk
+    results = []
+    for attention in (to_prefix, attend_to_prefix):
+        out = attention(q, k, v)
+        results.append([out, *torch.autograd.grad(out, (q, k, v), upstream)])
+    pairs = zip(*results, strict=True)
+    return [relative_error(found, expected.double()) for found, expected in pairs]
+
+
 PARTS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
     part.__name__: part
     for part in (
         *(parity, training, optimizer, spectral, decoding, codec, block, graphs, context, profile),
+        *(products, eigenvectors, padded, captured, split, modes),
     )
 }
 

@@ -65,6 +65,7 @@ class Workload:
         vocab_size: Vocabulary; 0 for the flavor's. A small one shows the blocks.
         dtype: Of weights and activations.
         device: Where to run.
+        ffn_dim: Width of the feed-forward; 0 for the flavor's.
     """
 
     flavor: str
@@ -74,12 +75,14 @@ class Workload:
     vocab_size: int = 0
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
+    ffn_dim: int = 0
 
     def args(self, family: str) -> LlamaArgs:
         """Return the model's arguments in one family."""
         args = replace(FLAVORS[family][self.flavor], max_seq_len=self.seq_len)
         layers, vocab_size = self.layers or args.n_layers, self.vocab_size or args.vocab_size
-        return replace(args, n_layers=layers, vocab_size=vocab_size)
+        ffn_dim = self.ffn_dim or args.ffn_dim
+        return replace(args, n_layers=layers, vocab_size=vocab_size, ffn_dim=ffn_dim)
 
 
 class PublishedCoLA(nn.Module):
@@ -263,13 +266,17 @@ class Runner:
         if not isinstance(self.model, LlamaModel):  # else the head computes it
             self.loss = torch.compile(cross_entropy_sum)
 
-    def step(self) -> Tensor:
-        """Train for one step; return the loss (nats per token), which the host does not read."""
+    def forward(self) -> Tensor:
+        """Return the loss (nats per token) with its graph."""
         # For what is compiled in this step, as a training run does; others have torch's default.
         remake_inputs_of_products(self.low_rank)
         torch.compiler.cudagraph_mark_step_begin()  # graphs, if blocks have them, may be used again
         prediction = self.model(self.tokens, **loss_arguments(self.model, self.labels))
-        loss = self.loss(prediction, self.labels) / self.labels.numel()
+        return self.loss(prediction, self.labels) / self.labels.numel()
+
+    def step(self) -> Tensor:
+        """Train for one step; return the loss, which the host does not read."""
+        loss = self.forward()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

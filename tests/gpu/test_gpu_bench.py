@@ -5,8 +5,10 @@ import json
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEventAvg
 
-from scripts.bench import gpu
+from scripts.bench import gpu, products
 from torchtitan_lr.models.families import FAMILIES
 
 
@@ -27,12 +29,55 @@ def test_parts_of_one_rank(part, key, tmp_path):
     assert found and all(row[key] > 0 for row in found)
 
 
+def test_only_kernels_count_as_kernels():
+    def event(key, device_type, is_user_annotation=False):
+        found = FunctionEventAvg()
+        found.key, found.device_type, found.count = key, device_type, 2
+        found.is_user_annotation = is_user_annotation
+        found.self_device_time_total, found.self_cpu_time_total = 500.0, 300.0
+        return found
+
+    events = [
+        event("gemm", DeviceType.CUDA),
+        event("cudaLaunchKernel", DeviceType.CPU),
+        event("Optimizer.step", DeviceType.CUDA, is_user_annotation=True),
+    ]
+    assert [*gpu._on_device(events, cuda=True)] == [{"kernel": "gemm", "calls": 2, "ms": 0.5}]
+    (on_cpu,) = gpu._on_device(events, cuda=False)
+    assert on_cpu["kernel"] == "cudaLaunchKernel" and on_cpu["ms"] == 0.3
+
+
 def test_a_rehearsal_of_the_spectral_part(tmp_path):
     out = tmp_path / "gpu.json"
     assert gpu.main(["--device=cpu", "--small", "--parts=spectral", f"--out={out}"]) == 0
     rows = json.loads(out.read_text())["parts"]["spectral"]
     assert {"AdamW", "Muon", "Spectron", "LoRAMuon"} < {row["optimizer"] for row in rows}
     assert all(row["ms"] > 0 for row in rows)
+
+
+def test_a_rehearsal_of_products(device):
+    rows = [*products.products("cpu", small=True)]
+    assert not [row for row in rows if "failed" in row]
+    errors = {row["how"]: row["error"] for row in rows if row["product"].startswith("Muon")}
+    assert errors["fp32"] < 1e-5 and errors["three bf16"] < 1e-3
+    assert errors["three bf16"] == pytest.approx(errors["three bf16 as one"], rel=0.5)
+    (narrow,) = (row["error"] for row in rows if row["how"] == "one bf16, fp32 sums, no split")
+    assert narrow > 1e-3  # the control
+
+
+def test_a_rehearsal_of_split_attention(device):
+    rows = [*gpu.split("cpu", small=True)]
+    assert [row for row in rows if "failed" in row] == []
+    errors = [row["errors"] for row in rows if row["errors"] is not None]
+    assert len(errors) == 2 and max(map(max, errors)) < 1e-6
+
+
+def test_eigenvectors_by_cusolver(device):
+    if device.type != "cuda":
+        pytest.skip("there is no cuSOLVER here")
+    x = torch.randn(3, 40, 40, device=device, dtype=torch.float64)
+    values, vectors = products.batched_eigh(x + x.mT)
+    torch.testing.assert_close((vectors * values[:, None]) @ vectors.mT, x + x.mT)
 
 
 @pytest.mark.parametrize("part", ["parity", "optimizer"])

@@ -110,8 +110,8 @@ def test_the_export_is_the_model_for_transformers(afternoon):
     assert tokenizer.decode(theirs, skip_special_tokens=True) == ours["text"]
     # The card's command runs as it is written, where the data are.
     card = (folder / "README.md").read_text()
-    assert "`NGPU=2 torchtitan-lr train train.toml`" in card
-    repeated = [str(folder / "train.toml"), "--job.dump_folder=outputs/again"]
+    assert "`NGPU=2 torchtitan-lr train repeat.toml`" in card
+    repeated = [str(folder / "repeat.toml"), "--job.dump_folder=outputs/again"]
     afternoon.do("train", *repeated, NGPU="2")
     there, again = (
         runs.exact(runs.history(afternoon.folder / "outputs" / n)) for n in ("alone", "again")

@@ -56,7 +56,7 @@ def test_extensions_work_in_the_commands(every, command, tmp_path):
         rows = json.loads(command("measure-comm", "run.toml", "--json").out)
         assert "uint8" in {row["dtype"] for row in rows}  # the signs, as the formula says
         assert json.loads(command("evaluate", "run", IMPORT, "--json").out)["loss"] > 1
-        command("train", "exported/train.toml", IMPORT, "--job.dump_folder=again")
+        command("train", "exported/repeat.toml", IMPORT, "--job.dump_folder=again")
         assert runs.exact(runs.history(tmp_path / "again")) == records
     refused = command("generate", "exported", *GREEDY, status=2).everything
     assert "--experimental.custom_import=MODULE" in refused and "Traceback" not in refused

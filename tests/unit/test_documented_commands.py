@@ -16,6 +16,7 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.commands.main import COMMANDS, parser_of
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.paths import find_config
+from torchtitan_lr.launch.placement import fit
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -36,7 +37,13 @@ def training_config(variables, arguments):
         return None
     ranks = int(variables.get("NGPU", 8))
     ranks *= int(variables.get("NNODES", "1").rpartition(":")[2])
-    return build_job_config([f"--job.config_file={find_config(name)}", *arguments]), ranks
+    return fitted([f"--job.config_file={find_config(name)}", *arguments], ranks), ranks
+
+
+def fitted(arguments, ranks):
+    """The configuration, fitted to its ranks as a run's."""
+    overrides = fit(build_job_config(arguments), arguments, ranks)
+    return build_job_config([*arguments, *(overrides or [])])
 
 
 ALL = [(page, *command) for page in PAGES for command in documented(page)]
@@ -56,8 +63,9 @@ def test_a_documented_command_is_accepted(page, variables, name, arguments):
     parsed = parser_of(name).parse_args(arguments)
     if name == "estimate":
         for path in parsed.configs:
-            config = build_job_config([f"--job.config_file={path}", *parsed.overrides])
-            check_job_config(config, parsed.world or 8, "cuda", on_paper=True)
+            world = parsed.world or 8
+            config = fitted([f"--job.config_file={find_config(path)}", *parsed.overrides], world)
+            check_job_config(config, world, "cuda", on_paper=True)
 
 
 def test_the_pages_have_commands():

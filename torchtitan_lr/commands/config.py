@@ -8,7 +8,8 @@
 CONFIG is a TOML file or the name of a shipped one; --section.key=value overrides it, as in a run.
 The output of `show` is a TOML file. Behind each key is its origin:
 
-    default         of this package or of torchtitan
+    default         of this package or of torchtitan; "default of Muon": of that optimizer, also
+                    where a file sets the rate of another one
     flavor          of the model's size: model.flavor
     a TOML file     the one that sets it: CONFIG, or a file that it includes
     command line    an override

@@ -24,6 +24,8 @@ weight and optimizer state once, and TAGC's residuals; --storage 2.5 adds its se
 With context parallelism both values of parallelism.cp_gather are compared. With a pipeline every
 rank is listed; the table shows the ranks with most memory and most bytes.
 
+--hardware h100 has 400 Gbit/s a device between nodes; h100_400gbit has it a node of eight devices.
+
 Exit status: 0, or 2 for an invalid configuration, number of ranks or hardware.
 """
 

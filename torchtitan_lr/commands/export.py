@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Write a training checkpoint as safetensors.
 
-Each export has a model card, and `train.toml` with the run's settings.
+Each export has a model card, and `repeat.toml` with the run's settings.
 
 With this package's factored names, for every model:
 

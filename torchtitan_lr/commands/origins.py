@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchtitan_lr.checks.values import check_model
-from torchtitan_lr.config.build import build_job_config, config_class
+from torchtitan_lr.config.build import build_job_config, config_class, with_own_rates
 from torchtitan_lr.config.parse import (
     CONFIG_FILE_KEY,
     apply_overrides,
@@ -16,6 +16,7 @@ from torchtitan_lr.config.parse import (
     toml_files,
 )
 from torchtitan_lr.config.paths import shown_config
+from torchtitan_lr.config.schema import DEFAULTS_OF, base_of
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import read_environment
 from torchtitan_lr.launch.machines import check_machines
@@ -70,9 +71,15 @@ def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], 
     arguments = [f"--{CONFIG_FILE_KEY}={config}", *overrides]
     built = build_job_config(arguments)
     origins: dict[str, str] = {}
-    for file, values in toml_files(built.job.config_file).items():
-        origins |= dict.fromkeys(_leaves(values), shown_config(file))
-    origins |= dict.fromkeys(_set_by(arguments), COMMAND_LINE)
+    files, given, name = toml_files(built.job.config_file), _set_by(arguments), built.optimizer.name
+    named = name if "optimizer.name" in given else None
+    kept = with_own_rates([*files.values()], named)
+    for (file, values), own in zip(files.items(), kept, strict=True):
+        origins |= dict.fromkeys(set(_leaves(values)) - set(_leaves(own)), f"{DEFAULT} of {name}")
+        origins |= dict.fromkeys(_leaves(own), shown_config(file))
+    for key in DEFAULTS_OF.get(base_of(name), {}):
+        origins.setdefault(key, f"{DEFAULT} of {name}")
+    origins |= dict.fromkeys(given, COMMAND_LINE)
     if built.lr_scheduler.warmup_ratio >= 0:
         origins["lr_scheduler.warmup_steps"] = SHARE
     else:  # the file's, if it has one, gave way

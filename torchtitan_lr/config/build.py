@@ -24,6 +24,7 @@ from torchtitan_lr.config.paths import expanded, find_config
 from torchtitan_lr.config.ranges import check_ranges
 from torchtitan_lr.config.schema import (
     AC_MODES,
+    ADAMS,
     CODEC_NAMES,
     DEFAULTS_OF,
     ITS_MODULE,
@@ -33,12 +34,16 @@ from torchtitan_lr.config.schema import (
     TSR,
     Experimental,
     JobConfig,
+    Optimizer,
     base_of,
 )
 from torchtitan_lr.errors import ConfigError, require
 
 _PATHS = ("folder", "path", "_file", "_csv", "flavor")  # how names of keys of paths end
 _IMPORT_KEY = "experimental.custom_import"
+RATES = ("lr", "adamw_lr")
+"""Keys of ``[optimizer]`` that belong to the optimizer for which a file sets them."""
+
 _RATIO = "warmup_ratio"
 _WARMUP = {f"lr_scheduler.{_RATIO}", "lr_scheduler.warmup_steps"}
 
@@ -95,6 +100,7 @@ def _fill(layers: list[dict[str, Any]], overrides: list[Override], of_record: bo
     module = dict(overrides).get(_IMPORT_KEY, named)
     if isinstance(module, str) and module != Experimental.custom_import:
         import_extension(module)  # its names become known, its faults are told before ranks start
+    raw = merge_tables(with_own_rates(layers, dict(overrides).get("optimizer.name")))
     checked = check_record(raw) if of_record else check_toml(raw, config_cls)
     values = apply_overrides(checked, overrides, config_cls)
     base = base_of(values.get("optimizer", {}).get("name", ""))
@@ -106,6 +112,33 @@ def _fill(layers: list[dict[str, Any]], overrides: list[Override], of_record: bo
     if not of_record:  # which has the expanded ones
         _expand_paths(values)
     return fill_job_config(config_cls, values)
+
+
+def with_own_rates(layers: list[dict[str, Any]], last: Any) -> list[dict[str, Any]]:
+    """Return tables without the learning rates that they set for another optimizer than the run's.
+
+    Args:
+        layers: Each replaces values of those before it.
+        last: The command line's ``optimizer.name``; None if it has none.
+    """
+    rules, name = [], Optimizer.name
+    for layer in layers:
+        table = layer.get("optimizer")
+        name = table.get("name", name) if isinstance(table, dict) else name
+        rules.append(_rule(name))
+    found = []
+    for layer, rule in zip(layers, rules, strict=True):
+        table = layer.get("optimizer")
+        if isinstance(table, dict) and rule != _rule(last or name):
+            kept = {key: value for key, value in table.items() if key not in RATES}
+            layer = layer | {"optimizer": kept}
+        found.append(layer)
+    return found
+
+
+def _rule(name: Any) -> str:
+    """Return one name for optimizers whose learning rates mean the same."""
+    return ADAMS[0] if name in ADAMS else base_of(str(name))
 
 
 def _set_defaults(values: dict[str, Any], base: str) -> None:

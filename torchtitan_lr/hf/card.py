@@ -22,7 +22,6 @@ from torchtitan_lr.data.tokenizer import ASSETS, HUB, TOKENIZER_CONFIG
 from torchtitan_lr.errors import ConfigError, escaped
 from torchtitan_lr.hf.loading import named_step, read_record
 from torchtitan_lr.hf.origin import Origin, origin_of
-from torchtitan_lr.hf.step_zero import TRAIN_TOML
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import SUFFIX, write_model_args
 from torchtitan_lr.training import history
@@ -79,6 +78,10 @@ started from by `--checkpoint.initial_load_path=FOLDER/checkpoint/step-0`; witho
 starts from random ones."""
 
 
+REPEAT_TOML = "repeat.toml"
+"""The run's settings in an export; an import's ``train.toml`` starts from the weights instead."""
+
+
 @dataclass(frozen=True)
 class Exported:
     """What the card says of the export itself.
@@ -125,7 +128,7 @@ def write_card(args: LlamaArgs, config: Any, step_dir: Path, exported: Exported)
     repeat = ""
     if step != "0":
         repeat = _repeat(_ranks(step_dir.parent.parent), module, bool(changes), origin)
-        (out_dir / TRAIN_TOML).write_text(run_toml(step_dir, published=True))
+        (out_dir / REPEAT_TOML).write_text(run_toml(step_dir, published=True))
         if of_file:
             write_model_args(args, out_dir / _ARGS)
     data = ModelCardData(
@@ -150,9 +153,9 @@ def write_card(args: LlamaArgs, config: Any, step_dir: Path, exported: Exported)
 
 def _repeat(ranks: int | None, module: str, changed: bool, origin: Origin | None) -> str:
     """Say how to repeat the training."""
-    command = f"{f'NGPU={ranks} ' if ranks else ''}torchtitan-lr train {TRAIN_TOML}{module}"
+    command = f"{f'NGPU={ranks} ' if ranks else ''}torchtitan-lr train {REPEAT_TOML}{module}"
     repeats = "repeats its training" + (", without the changes" if changed else "")
-    text = _REPEAT.format(command=command, toml=TRAIN_TOML, repeats=repeats)
+    text = _REPEAT.format(command=command, toml=REPEAT_TOML, repeats=repeats)
     return text + (_FROM_START if origin else "")
 
 

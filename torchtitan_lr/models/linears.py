@@ -24,6 +24,11 @@ from torch.autograd.function import once_differentiable
 
 from torchtitan_lr.models.kept import end_recomputation, keep
 
+pads_odd_widths: bool | None = None
+"""Whether feed-forward widths that 8 does not divide are padded where products use them, while
+gradients are computed; None pads on a GPU. Rows of an odd width begin at addresses that its fast
+kernels do not take. Parameters, their gradients and what is stored keep their width."""
+
 
 class LowRankLinear(nn.Module):
     """The factors of one linear map, W ≈ B A; applied by the group, not by a call.
@@ -108,14 +113,26 @@ class DenseGroup(nn.Module):
 
 
 class Dense(nn.Module):
-    """The norm, if any, and W x."""
+    """The norm, if any, and W x.
+
+    Args:
+        widens: Whether the outputs are features of the feed-forward, see `used_width`.
+    """
+
+    def __init__(self, widens: bool = False) -> None:
+        super().__init__()
+        self.widens = widens
 
     def forward(
-        self, x: Tensor, linears: Sequence[nn.Module], norm: nn.Module | None = None
+        self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.Module | None = None
     ) -> list[Tensor]:
         """Return one output (b, s, d_out) per linear of x (b, s, d_in)."""
         x = x if norm is None else norm(x)
-        return [linear(x) for linear in linears]
+        weights = [linear.weight for linear in linears]
+        widths = [used_width(w, self.widens) for w in weights]
+        if widths == [w.shape[0] for w in weights] and x.shape[-1] == weights[0].shape[1]:
+            return [linear(x) for linear in linears]
+        return [padded_linear(x, w, width) for w, width in zip(weights, widths, strict=True)]
 
 
 class Down(nn.Module):
@@ -151,11 +168,12 @@ class Up(nn.Module):
         keeps_input: Whether σ(h) is kept for backward, and not h alone. So does the last group of
             a block: checkpointing stops at the last tensor that a product saves. With σ(h) saved
             in front of it, the product is not repeated.
+        widens: Whether the outputs are features of the feed-forward, see `used_width`.
     """
 
-    def __init__(self, keeps_input: bool = False) -> None:
+    def __init__(self, keeps_input: bool = False, widens: bool = False) -> None:
         super().__init__()
-        self.keeps_input = keeps_input
+        self.keeps_input, self.widens = keeps_input, widens
 
     def forward(
         self,
@@ -176,7 +194,13 @@ class Up(nn.Module):
         outputs = []
         for h, linear, silu in zip(latents, linears, use_silu, strict=True):
             b = linear.B
-            outputs.append(gated_linear(Gated(h, None, True), b.weight) if silu else b(h))
+            width = used_width(b.weight, self.widens)
+            if silu:
+                outputs.append(gated_linear(Gated(h, None, True), b.weight, width))
+            elif width != b.weight.shape[0]:
+                outputs.append(padded_linear(h, b.weight, width))
+            else:
+                outputs.append(b(h))
         return outputs
 
 
@@ -258,6 +282,70 @@ class Gated(NamedTuple):
         return active if self.up is None else active * self.up
 
 
+def used_width(weight: Tensor, widens: bool) -> int:
+    """Return the number of features that products with a weight compute.
+
+    Args:
+        weight: (features, inputs).
+        widens: Whether they belong to the feed-forward, whose next product takes as many as come.
+
+    Returns:
+        The next multiple of 32 for a width that 8 does not divide. The features that are added are
+        0, and so are their gradients.
+    """
+    width = weight.shape[0]
+    pads = weight.is_cuda if pads_odd_widths is None else pads_odd_widths
+    if not (widens and pads and torch.is_grad_enabled()) or width % 8 == 0:
+        return width
+    return -(-width // 32) * 32
+
+
+def padded(weight: Tensor, rows: int, columns: int) -> Tensor:
+    """Return a weight (m, n) with rows and columns of zeros behind its own; itself if it fits."""
+    m, n = weight.shape
+    if (m, n) == (rows, columns):
+        return weight
+    return F.pad(weight, (0, columns - n, 0, rows - m))
+
+
+def unpadded(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient of a weight from that of the padded one."""
+    if gradient.shape == weight.shape:
+        return gradient
+    m, n = weight.shape
+    return gradient[:m, :n].contiguous()
+
+
+class _PaddedLinear(torch.autograd.Function):
+    """Forward W x with a padded W, which is not kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,  # (b, s, d_in), d_in padded or not
+        weight: Tensor,  # (d_out, d_in), not padded
+        width: int,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        end_recomputation(x, weight)
+        ctx.width = width
+        return F.linear(x, padded(weight, width, x.shape[-1]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        dweight = gradient.flatten(0, -2).T @ x.flatten(0, -2)
+        dx = gradient @ padded(weight, ctx.width, x.shape[-1])
+        return dx, unpadded(dweight, weight), None
+
+
+def padded_linear(x: Tensor, weight: Tensor, width: int) -> Tensor:
+    """Apply a linear (d_out, d_in) to x (b, s, d_in or more); returns (b, s, width)."""
+    out: Tensor = _PaddedLinear.apply(x, weight, width)
+    return out
+
+
 class _GatedLinear(torch.autograd.Function):
     """Forward W (σ(gate) · up); backward recomputes the product."""
 
@@ -267,38 +355,48 @@ class _GatedLinear(torch.autograd.Function):
         gate: Tensor,  # (b, s, f), or a latent (b, s, r)
         up: Tensor | None,  # (b, s, f)
         silu: bool,
-        weight: Tensor,  # A (r, f), or B (d_out, r)
+        weight: Tensor,  # A (r, f), or B (d_out, r), not padded
+        width: int,
     ) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
         end_recomputation(gate, up, weight)
-        ctx.silu = silu
-        compute = lambda: (F.linear(Gated(gate, up, silu).product(), weight),)  # noqa: E731
+        ctx.silu, ctx.width = silu, width
+
+        def compute() -> tuple[Tensor]:
+            used = padded(weight, width, gate.shape[-1])
+            return (F.linear(Gated(gate, up, silu).product(), used),)
+
         # Low-rank checkpointing repeats up-projections.
         (out,) = compute() if up is None else keep(compute)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, Tensor, None]:
         gate, up, weight = ctx.saved_tensors
         active = F.silu(gate) if ctx.silu else gate
         dweight = gradient.flatten(0, -2).T @ (active if up is None else active * up).flatten(0, -2)
-        dgate, dup = gradient @ weight, None
+        dgate, dup = gradient @ padded(weight, ctx.width, gate.shape[-1]), None
         if up is not None:
             dup = dgate * active
             dgate = dgate.mul_(up)  # in place: f-wide, and not needed any more
         if ctx.silu:
             dgate = torch.ops.aten.silu_backward(dgate, gate)
-        return dgate, dup, None, dweight
+        return dgate, dup, None, unpadded(dweight, weight), None
 
 
-def gated_linear(hidden: Gated, weight: Tensor) -> Tensor:
+def gated_linear(hidden: Gated, weight: Tensor, width: int | None = None) -> Tensor:
     """Apply A (σ(gate) · up), or B σ(h) to a latent h (CoLA, Eq. 3); keeps the factors alone.
 
+    Args:
+        hidden: The factors; A takes as many features as come, see `used_width`.
+        weight: A (r, f), or B (d_out, r).
+        width: Features of the result; by default r, or d_out.
+
     Returns:
-        Tensor (b, s, r) for the weight A (r, f), or (b, s, d_out) for B (d_out, r).
+        Tensor (b, s, width).
     """
-    out: Tensor = _GatedLinear.apply(*hidden, weight)
+    out: Tensor = _GatedLinear.apply(*hidden, weight, width or weight.shape[0])
     return out
 
 

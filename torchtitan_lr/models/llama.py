@@ -63,10 +63,11 @@ def build_groups(args: LlamaArgs, first: Sequence[str], second: str) -> tuple[nn
     if args.lanes > 1:
         shared, wide_sums = args.shared_channels(args.dim), args.backward_sum == "float32"
         return DenseGroup(LaneRows()), DenseGroup(LaneTerms(args.lanes, shared, wide_sums))
-    if not args.low_rank:
-        return DenseGroup(Dense()), DenseGroup(Dense())
     family, ends_block = args.model_family, second == "down"
-    opening = LowRankGroup(map(args.latent_silu, first), Down(), Up(), family.build_mix())
+    if not args.low_rank:
+        return DenseGroup(Dense(widens=ends_block)), DenseGroup(Dense())
+    up = Up(widens=ends_block)
+    opening = LowRankGroup(map(args.latent_silu, first), Down(), up, family.build_mix())
     down = GatedDown() if ends_block else Down()
     up = Up(keeps_input=ends_block)
     return opening, LowRankGroup([args.latent_silu(second)], down, up, family.build_mix())

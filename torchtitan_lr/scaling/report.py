@@ -165,7 +165,11 @@ def write(plan: Plan, edges: Sequence[str], rows: Sequence[Row], fits: Mapping[s
     data = {"experiment": asdict(experiment), "points": rows}
     data["laws"] = {name: asdict(fit.law) for name, fit in fits.items()}
     write_whole(plan.work / "scaling.json", json.dumps(data, indent=1) + "\n")
-    draw(experiment.description or experiment.name, rows, fits, plan.work / "scaling.png")
+    title, path = experiment.description or experiment.name, plan.work / "scaling.png"
+    if len({(row["size"], row["tokens_per_parameter"]) for row in rows}) == 1:
+        draw_rows(title, rows, experiment.reference, path)
+    else:
+        draw(title, rows, fits, path)
     return text
 
 
@@ -199,5 +203,40 @@ def draw(title: str, rows: Sequence[Row], fits: Mapping[str, Fit], path: Path) -
     what = "mean and range of seeds"
     if fits:
         what += "; lines: fit and 95% band; hollow: missed by it"
+    finish(figure, path, f"{title}\n{what}")
+    return figure
+
+
+def draw_rows(title: str, rows: Sequence[Row], reference: str, path: Path) -> Any:
+    """Draw one size and budget, a line per family: its loss, and its difference from the reference.
+
+    Args:
+        title: First line of the title.
+        rows: Returned by `rows_of`.
+        reference: The family that is subtracted.
+        path: The PNG to write.
+    """
+    rows = [row for row in rows if row["losses"]]
+    several = len({row["equal"] for row in rows}) > 1
+    names = [f"{row['family']}, equal {row['equal']}" if several else row["family"] for row in rows]
+    figure = new_figure(height=1.6 + 0.35 * len(rows))
+    panels = {"loss": "validation loss (nats per token)", "minus_reference": f"minus {reference}"}
+    colors = colors_of([row["family"] for row in rows])
+    for axes, (key, label) in zip(figure.subplots(1, 2, sharey=True), panels.items(), strict=True):
+        for place, row in enumerate(rows):
+            if row[key] is None:
+                continue
+            middle, low, high = row[key]
+            color = colors[row["family"]]
+            if low is not None:
+                axes.hlines(place, low, high, color=color, lw=1.2)
+            axes.plot(middle, place, color=color, **DOTS)
+        axes.set(xlabel=label, ylim=(len(rows) - 0.5, -0.5))
+        axes.set_yticks(range(len(rows)), names)
+        axes.grid(axis="x", alpha=0.3)
+    figure.axes[1].axvline(0, color="grey", lw=0.8)
+    what = "mean and 95% interval over seeds"
+    if max((len(row["losses"]) for row in rows), default=0) == 2:
+        what += "; two seeds: t = 12.7"
     finish(figure, path, f"{title}\n{what}")
     return figure

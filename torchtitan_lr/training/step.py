@@ -14,6 +14,7 @@
 wait for the device, unless an optimizer cannot read the verdict there (`step_unless`).
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_lr.agreement import first_rank_where, first_rank_with
+from torchtitan_lr.compat.collectives import least_of_all
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.compression.compressor import Compressor
 from torchtitan_lr.data.corpus import Batch
@@ -32,7 +34,10 @@ from torchtitan_lr.titan.base import JobConfig
 from torchtitan_lr.titan.components import OptimizersContainer
 from torchtitan_lr.training.reader import Counts, StepData, StepReader
 from torchtitan_lr.training.step_graph import Capture, StepGraph
-from torchtitan_lr.training.verdict import Findings, Verdict
+from torchtitan_lr.training.verdict import Depth, Findings, Verdict
+
+_IN_THE_LOSS, _NEVER = 1 << 40, 1 << 41
+"""Stand for a depth behind every block's, and for that of a rank where all is finite."""
 
 
 @dataclass(kw_only=True)
@@ -78,6 +83,10 @@ class Step:
         self.graph: StepGraph | None = None
         if self.capture is not None:
             self.graph = StepGraph(self.model_parts, self._own_gradients, self.capture)
+        shares_rows = self.job_config.parallelism.context_parallel_degree > 1
+        self._depth: Depth | None = None
+        if shares_rows or self.pipeline is not None:
+            self._depth = Depth(self.model_parts, shares_rows, self.device)
 
     def take(self, data_iterator: Iterator[Batch]) -> StepData:
         """Receive the micro-batches of this step, which were read during the one before.
@@ -114,6 +123,8 @@ class Step:
         if self.graph is not None:
             self.graph.begin(shapes_of(self.data.microbatches), eager)
         self._own_gradients.clear()
+        if self._depth is not None:
+            self._depth.clear()
         # Filled on the device: `torch.tensor` would stop the host until its copy has arrived.
         tokens = torch.full((), self.data.global_tokens, device=self.device)
         losses = []
@@ -157,7 +168,8 @@ class Step:
         Args:
             stop: Whether this rank received a stop signal. The run then ends after this step.
         """
-        self.verdict = Verdict.all_reduced(self.loss, self.share, stop, self.next_counts)
+        depth = None if self._depth is None else self._depth.least
+        self.verdict = Verdict.all_reduced(self.loss, self.share, stop, self.next_counts, depth)
 
     def clip(self) -> None:
         """Scale the gradients down to ``training.max_norm``."""
@@ -183,8 +195,13 @@ class Step:
         if not self.data.global_tokens:  # 0/0: the weights are not the cause
             return "the global batch has no valid label (all are ignored)", None
         if findings.bad_ranks:
-            rank = first_rank_where(not findings.loss_is_finite)
-            return f"loss of rank {rank} is not finite", rank
+            own = findings.depth
+            if math.isinf(own):
+                own = _NEVER if findings.loss_is_finite else _IN_THE_LOSS
+            least = least_of_all(int(own))
+            rank = first_rank_where(own == least)
+            what = "loss" if least == _IN_THE_LOSS else f"output of block {least}"
+            return f"{what} of rank {rank} is not finite", rank
         where, rank = self._where_not_finite()
         return f"gradient norm is {findings.norm} ({where})", rank
 

@@ -72,6 +72,20 @@ def test_a_value_of_an_included_file_has_that_file(tmp_path):
     assert {key: found[key] for key in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "lr", "adamw_lr"), [("Spectron", 1e-2, 3e-3), ("Muon", 1e-3, 0), ("TSRAdam", 8e-4, 0)]
+)
+def test_rates_belong_to_the_named_optimizer(name, lr, adamw_lr):
+    """The file's rate is AdamW's."""
+    found = shown("cola_7b", f"--optimizer.name={name}", "--training.global_batch_size=-1")
+    assert found["optimizer.lr"] == (lr, f"default of {name}")
+    assert found["optimizer.adamw_lr"][0] == adamw_lr
+    given = shown("cola_7b", f"--optimizer.name={name}", "--optimizer.lr=0.5")
+    assert given["optimizer.lr"] == (0.5, "command line")
+    same = shown("cola_7b", "--optimizer.name=Adam")["optimizer.lr"]
+    assert same == (1e-3, "train_configs/cola_7b.toml")
+
+
 def test_a_shortened_warm_up_has_no_file():
     key = "lr_scheduler.warmup_steps"
     assert shown("debug_cola", "--training.steps=10")[key] == (1, "warmup_ratio")

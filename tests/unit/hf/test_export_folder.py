@@ -117,13 +117,13 @@ def test_the_card_says_what_the_run_recorded(tmp_path):
     assert "\n| data | cpython" in card and "pre-trained on cpython with" in card
     assert "A base model" in card
     assert "61,440" not in card and card.count("trust_remote_code=True") == 2
-    assert "`NGPU=4 torchtitan-lr train train.toml` in this folder repeats" in card
-    repeated = build_job_config([f"--job.config_file={out}/train.toml"]).to_dict()
+    assert "`NGPU=4 torchtitan-lr train repeat.toml` in this folder repeats" in card
+    repeated = build_job_config([f"--job.config_file={out}/repeat.toml"]).to_dict()
     ran = json.loads((tmp_path / "run" / "job_config.json").read_text())
     wanted = build_job_config([], ran).to_dict()
     wanted["job"] |= {"config_file": repeated["job"]["config_file"], "dump_folder": "./outputs"}
     assert repeated == wanted and repeated["training"]["steps"] == 30
-    toml = tomli.loads((out / "train.toml").read_text())
+    toml = tomli.loads((out / "repeat.toml").read_text())
     # Also where they are today's defaults.
     assert {"name", "flavor", "hf_assets_path"} <= toml["model"].keys()
     assert toml["lr_scheduler"].keys() & {"warmup_steps", "warmup_ratio"}
@@ -174,7 +174,7 @@ def test_the_card_of_a_chat_tune_names_base_data_changes_and_licence(tmp_path, m
         assert "An instruction model" in card and str(tmp_path) not in card
         assert front_matter(out)["base_model"] == "someone/small"
         assert front_matter(out)["license"] == "mit"
-        build_job_config([f"--job.config_file={out}/train.toml"])
+        build_job_config([f"--job.config_file={out}/repeat.toml"])
     # What a damaged record holds in their places is no reason to fail.
     record |= {"experimental": "x", "checkpoint": ["x"], "changes": [5, {"after_step": "7"}]}
     (tmp_path / "tune" / "job_config.json").write_text(json.dumps(record))

@@ -265,7 +265,7 @@ def test_an_export_publishes_no_place_and_no_html(run, tmp_path):
     change(run, places)
     out = tmp_path / "out"
     assert export.main([str(run), str(out), "--format", "hf"]) == 0
-    card, toml = (out / "README.md").read_text(), (out / "train.toml").read_text()
+    card, toml = (out / "README.md").read_text(), (out / "repeat.toml").read_text()
     for text in (card, toml):
         for secret in ("/home", "me/", "secret", "~", str(tmp_path), ".."):
             assert secret not in text.replace("./", "")
@@ -273,7 +273,7 @@ def test_an_export_publishes_no_place_and_no_html(run, tmp_path):
     assert "custom_import" not in toml and "token_folder" not in toml
     assert "<script" not in card and "![" not in card and " | `" not in card
     assert "fine-tuned from other weights" in card
-    config = build_job_config([f"--job.config_file={out}/train.toml"])
+    config = build_job_config([f"--job.config_file={out}/repeat.toml"])
     assert config.validation.dataset_path == "held_out.txt"
     assert config.checkpoint.initial_load_path is None and config.metrics.save_tb_folder == "tb"
 
@@ -293,7 +293,7 @@ def test_the_card_of_an_imported_model(run, tmp_path):
     assert "the weights of factored, not trained" in card
     (imported / "checkpoint" / "step-0").rename(imported / "checkpoint" / "step-7")
     assert export.main([str(imported), str(tmp_path / "later"), "--format", "hf"]) == 0
-    config = build_job_config([f"--job.config_file={tmp_path}/later/train.toml"])
+    config = build_job_config([f"--job.config_file={tmp_path}/later/repeat.toml"])
     ours, theirs = build_model_args(config), build_model_args(read_run_config(run))
     assert model_fingerprint(ours) == model_fingerprint(theirs)
 

@@ -22,7 +22,7 @@ from torchtitan_lr.optim.spectral.selection import select_matrices
 from torchtitan_lr.scaling.experiment import read_experiment
 from torchtitan_lr.scaling.experiments import place_run
 from torchtitan_lr.scaling.plan import WIDENED, Plan
-from torchtitan_lr.scaling.report import fits_of, judged, law_table, rows_of
+from torchtitan_lr.scaling.report import draw_rows, fits_of, judged, law_table, rows_of
 from torchtitan_lr.scaling.sweep import settings_of
 
 scaling = Command("scaling")
@@ -192,7 +192,8 @@ def test_lengths_by_hand(tmp_path):
             assert two["FLOPs"] == pytest.approx(one["FLOPs"], rel=0.01) and two["D"] > one["D"]
         else:
             wanted = cola.counted if equal == "tokens_per_parameter" else n
-            assert two["D"] == pytest.approx(4.0 * wanted, rel=0.01)
+            whole_steps = cola.tokens_per_step / 2
+            assert two["D"] == pytest.approx(4.0 * wanted, abs=whole_steps)
 
 
 def test_runs_at_equal_tokens_and_at_equal_flops(tmp_path):
@@ -437,3 +438,23 @@ def test_a_law_is_fitted_to_what_no_cheaper_point_beats():
     assert f"9 5 flops ({distance:+.3f}, not fitted)" in law_table([outside, *inside], fits)
     assert all(point["fitted"] and abs(point["minus_law"]) < 0.01 for point in inside)
     assert all(point["missed"] is None for point in judged(rows[:3], {}))
+
+
+def test_one_size_and_budget_are_drawn_as_rows(tmp_path):
+    """Both families are seen, and the picture has the differences with their intervals."""
+    plan = plan_of(tmp_path)
+    rows = []
+    for family, loss, minus in (
+        ("full", (4.0, 3.9, 4.1), None),
+        ("cola", (4.2, 4.1, 4.3), (0.2, 0.1, 0.3)),
+    ):
+        given = row("a", 20, 10**5, 10**6, 0.2) | {"family": family, "loss": loss}
+        rows.append(given | {"minus_reference": minus, "losses": {0: loss[1], 1: loss[2]}})
+    figure = draw_rows("title", rows, "full", plan.work / "rows.png")
+    left, right = figure.axes
+    assert [tick.get_text() for tick in left.get_yticklabels()] == ["full", "cola"]
+    points = [[float(line.get_xdata()[0]) for line in axes.lines] for axes in (left, right)]
+    assert points == [[4.0, 4.2], [0.2, 0.0]]  # the last one is the reference's line
+    (ends,) = right.collections[0].get_segments()
+    assert [float(x) for x, _ in ends] == [0.1, 0.3]
+    assert (plan.work / "rows.png").read_bytes()[:4] == b"\x89PNG"

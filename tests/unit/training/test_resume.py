@@ -140,6 +140,7 @@ WITHOUT_EFFECT = {
         per_op_sac_force_recompute_mm_shapes_by_fqns visualize_memory_budget_pareto
         preserve_rng_state determinism_check debug low_rank_save_attention""",
     "compile": "enable components backend",
+    "lr_scheduler": "warmup_ratio",  # through warmup_steps
     "optimizer": "implementation tsr_refresh tsr_overlap_buckets early_step_in_backward",
     "training": """enable_cpu_offload gc_freq gc_debug dataloader.num_workers
         dataloader.persistent_workers dataloader.pin_memory dataloader.prefetch_factor
