@@ -7,8 +7,9 @@ Each rank sends the signs of its rows and the mean size of every row. A run name
 
 import torch
 
-from torchtitan_lr.compression.codecs import Decoded, Message, pack, register_codec, unpack
-from torchtitan_lr.compression.sizes import CodecFormula
+from torchtitan_lr.compression.codecs import CODECS, Decoded, Message, pack, unpack
+from torchtitan_lr.compression.sizes import FORMULAS, CodecFormula
+from torchtitan_lr.config.schema import CODEC_NAMES
 
 
 class SignCodec:
@@ -29,6 +30,6 @@ def sign_messages(unit, codec):
     return [("all_to_all", "index", w * -(-m // 8)), ("all_to_all", "gradient", w)]
 
 
-register_codec(
-    "sign", lambda ranks, sizes: SignCodec(), CodecFormula(sign_messages, sends_all=True)
-)
+CODECS["sign"] = lambda ranks, sizes: SignCodec()
+FORMULAS["sign"] = CodecFormula(sign_messages, sends_all=True)
+CODEC_NAMES.append("sign")

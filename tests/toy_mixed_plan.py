@@ -5,6 +5,7 @@ Every rank has the whole of attention and repeats it. The feed-forward is split 
 and at full rank as by ``megatron``. A run names this module by ``experimental.custom_import``.
 """
 
+from torchtitan_lr.config.schema import TP_PLANS
 from torchtitan_lr.formulas.tensor_parallel import FORMULAS, PlanFormula
 from torchtitan_lr.formulas.traffic import backward, forward
 from torchtitan_lr.parallel.edge import MixEdge, WholeDense, WholeDown, WholeUp
@@ -19,7 +20,7 @@ from torchtitan_lr.parallel.placement import (
     model_ends,
     on_ranks,
 )
-from torchtitan_lr.parallel.plans import register_plan
+from torchtitan_lr.parallel.plans import PLANS
 
 
 def attention_of(whole, split):
@@ -64,5 +65,6 @@ MIXED = Plan(mixed, WHOLE, COLUMN_ROW, shards_heads=False, choices={"grouping"})
 MIXED_DENSE = Plan(mixed_dense, WHOLE, COLUMN_ROW, shards_heads=False, low_rank=False)
 FORMULA = PlanFormula(block_traffic, (None, None), (0, 1), shards_heads=False)
 for name, plan in (("mixed", MIXED), ("mixed_dense", MIXED_DENSE)):
-    register_plan(name, plan)
+    PLANS[name] = plan
+    TP_PLANS.append(name)
     FORMULAS[name] = FORMULA

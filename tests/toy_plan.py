@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Shard
 
 from torchtitan_lr.collectives import local
+from torchtitan_lr.config.schema import TP_PLANS
 from torchtitan_lr.formulas.data_parallel import named_parameters
 from torchtitan_lr.formulas.tensor_parallel import FORMULAS, PlanFormula
 from torchtitan_lr.formulas.traffic import forward
@@ -18,7 +19,7 @@ from torchtitan_lr.models.linears import activated, down_products
 from torchtitan_lr.parallel.edge import Edge, MixEdge, gather_from_ranks, normalize
 from torchtitan_lr.parallel.ends import EmbedEdge, HeadEdge
 from torchtitan_lr.parallel.placement import Plan, low_rank_blocks, model_ends, on_ranks
-from torchtitan_lr.parallel.plans import register_plan
+from torchtitan_lr.parallel.plans import PLANS
 
 
 class GatheredEdge(Edge):
@@ -54,5 +55,6 @@ def gathered_traffic(shape, settings, n, ranks):
 
 FACTORS = Shard(1), Shard(1)
 GATHERED = Plan(gathered, attention=FACTORS, feed_forward=FACTORS, shards_heads=False)
-register_plan("gathered", GATHERED)
+PLANS["gathered"] = GATHERED
+TP_PLANS.append("gathered")
 FORMULAS["gathered"] = PlanFormula(gathered_traffic, (1, 1), (1, 1), shards_heads=False)

@@ -79,11 +79,7 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         trainer.checkpointer.before_save = still_ours
         trainer.metrics_processor.before_writing = still_ours
         trainer.before_start = partial(record, RUNNING)
-        if config.checkpoint.create_seed_checkpoint:
-            trainer.write_record()
-            trainer.checkpointer.save(curr_step=0, last_step=True)
-        else:
-            trainer.train()
+        trainer.train()
         status = 0
         if trainer.stopped_by:
             why = f"{trainer.stopped_by} after step {trainer.step}"

@@ -48,13 +48,16 @@ from torchtitan_lr.compat.compiler import remake_inputs_of_products
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan.device import peak_flops
-from torchtitan_lr.training.step import PARTS as STEP_PARTS
 from torchtitan_lr.training.trainer import Trainer
 
 Row = dict[str, Any]
 
 WARM_UP = 4
 """Steps before a timed one: the compilation, and the capture in the third."""
+
+
+STEP_PARTS = ("take", "backward", "finish_sums", "read_ahead", "decide", "clip", "apply", "settle")
+"""The methods of `Step` whose time on the host is measured."""
 
 
 class Rank:

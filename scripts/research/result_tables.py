@@ -17,7 +17,6 @@ from statistics import stdev
 
 from scripts.research import finished_runs
 from scripts.research.finished_runs import plan_of, restore, stored_runs, versions_text
-from scripts.research.spectral_pictures import best_loss
 from scripts.support_table import insert
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.commands.scaling import losses_of
@@ -53,6 +52,18 @@ class Results:
     reference: str
     rows: Sequence[Row]
     searches: Mapping[tuple[str, str], dict[float, float]]
+
+
+def best_loss(losses: dict[float, float]) -> str:
+    """Return the text of one cell, from losses by rate."""
+    rates = sorted(losses)
+    place = min(range(len(rates)), key=lambda i: losses[rates[i]])
+    best = losses[rates[place]]
+    rises = []
+    for beside in (place - 1, place + 1):
+        known = 0 <= beside < len(rates)
+        rises.append(f"+{losses[rates[beside]] - best:.2f}" if known else "-")
+    return f"{best:.3f} ({rates[place]:g}; {', '.join(rises)})"
 
 
 def read_results(name: str) -> Results:

@@ -27,7 +27,7 @@ MATRIX = [
     case for case in all_cases() if case.settings.plan == "btp" and case.dtype == torch.float64
 ]
 DOUBLE = torch.float64
-SEQUENCE = TPSettings("btp", False, comm="sequence", head="scatter")
+SEQUENCE = TPSettings("btp", False, comm="sequence")
 
 
 @pytest.fixture(scope="module")

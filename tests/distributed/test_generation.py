@@ -54,7 +54,7 @@ LANES = {"lanes": 4, "sync_fraction": 0.5}
 CASES = [
     Spoken("cola", "btp"),
     Spoken("cola", "btp", 2, TOP, model={"n_kv_heads": 2}, settings={"tp_norm": "sync"}),
-    Spoken("lax", "btp", 2, model={"lax_gate": "scalar"}, settings={"tp_head": "scatter"}),
+    Spoken("lax", "btp", 2, model={"lax_gate": "scalar"}),
     Spoken("svd", "btp", 2, sampling=FREE, settings={"tp_comm": "sequence"}),
     Spoken("svd", "vanilla", sampling=NUCLEUS),
     Spoken("lax", "vanilla", 2, settings={"tp_grouping": False}),

@@ -13,7 +13,7 @@ from torchtitan_lr.parallel.placement import TPSettings
 
 CASES = {
     "features": Case("cola", TPSettings("btp")),
-    "scatter, FSDP": Case("cola", TPSettings("btp", head="scatter"), degree=2),
+    "features, FSDP": Case("cola", TPSettings("btp"), degree=2),
     "tokens": Case("full", TPSettings("megatron", comm="sequence")),
     "two lanes on a rank": Case("full", TPSettings("caat"), degree=2, lanes=4, fraction=0.5),
 }

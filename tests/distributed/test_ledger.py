@@ -23,11 +23,10 @@ from torchtitan_lr.ledger.ledger import COUNTS
 from torchtitan_lr.parallel.placement import TPSettings
 
 BTP = [
-    TPSettings("btp", grouping, norm, comm, head)
+    TPSettings("btp", grouping, norm, comm)
     for grouping in (True, False)
     for norm in ("online", "sync")
     for comm in ("all_reduce", "sequence")
-    for head in ("plain", "scatter")
 ]
 CASES = [
     *covering([Case("cola", settings) for settings in BTP]),

@@ -21,7 +21,7 @@ from tests.support.rank_pool import RankPool
 
 PURE = [*BF16, "--training.dtype=bfloat16"]
 TP2, TP4, PP2 = (LAYOUTS[name][1] for name in ("fsdp2_tp2", "tp4", "fsdp2_pp2"))
-SEQUENCE = ["--parallelism.tp_comm=sequence", "--parallelism.tp_head=scatter"]
+SEQUENCE = ["--parallelism.tp_comm=sequence"]
 # In the fixed order: in the shuffled one, batches are alike and the controls are weaker.
 COLA = [*model("cola"), "--training.no_shuffle"]
 

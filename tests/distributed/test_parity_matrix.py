@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Every tensor-parallel case and every layout of every family, with ``--full`` alone."""
 
-from typing import Any
-
 import pytest
 
 from tests.distributed.training import train
@@ -11,11 +9,10 @@ from tests.support.parity_runs import (
     DEEP,
     EXACT,
     LAYOUTS,
-    TINY,
     largest_difference,
     model,
     schedule,
-    write_seed_checkpoint,
+    trained_weights,
 )
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.models.families import FAMILIES
@@ -45,12 +42,10 @@ def test_every_case_of_a_plan(plan: str, four_ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layout_of_a_family(
-    family: str, tmp_path: Any, request: pytest.FixtureRequest, one_rank: RankPool
+    family: str, request: pytest.FixtureRequest, one_rank: RankPool
 ) -> None:
     pools = {1: "one_rank", 2: "two_ranks", 4: "four_ranks", 8: "eight_ranks"}
-    seed = [*TINY, *model(family), *DEEP, *LAYOUTS["dp1"][1]]
-    seed += ["--debug.seed=7", f"--job.dump_folder={tmp_path}"]
-    weights = one_rank.run(write_seed_checkpoint, seed)[0]
+    weights = trained_weights(one_rank, [*model(family), *DEEP, *LAYOUTS["dp1"][1]])
     start = [*DEEP, "--checkpoint.enable", f"--checkpoint.initial_load_path={weights}"]
     expected = one_rank.run(train, [*model(family), *LAYOUTS["dp1"][1], *start])[0]
     for ranks, options in (LAYOUTS | SCHEDULES).values():

@@ -16,13 +16,12 @@ from tests.support.parity_runs import (
     DEEP,
     EXACT,
     LAYOUTS,
-    TINY,
     degrees,
     flavor,
     largest_difference,
     model,
     schedule,
-    write_seed_checkpoint,
+    trained_weights,
 )
 from tests.support.rank_pool import RankPool
 
@@ -42,22 +41,16 @@ ZBV, INTERLEAVED = schedule("ZBVZeroBubble"), schedule("Interleaved1F1B")
 
 
 @pytest.fixture(scope="module")
-def seed_checkpoint(tmp_path_factory: pytest.TempPathFactory, one_rank: RankPool) -> str:
-    """The weights of LaX at step 0, written by the script's own function."""
-    folder = tmp_path_factory.mktemp("seed")
-    # Another seed than the runs', so that weights which are not loaded are noticed.
-    options = [*TINY, *model("lax"), *DEEP, "--debug.seed=7", f"--job.dump_folder={folder}"]
-    options += ["--parallelism.pipeline_parallel_degree=4", "--training.local_batch_size=8"]
-    path: str = one_rank.run(write_seed_checkpoint, options)[0]
-    assert path == str(folder / "checkpoint/step-0")
-    return path
+def weights(one_rank: RankPool) -> str:
+    """A checkpoint of LaX; weights of another seed, so that those not loaded are noticed."""
+    return trained_weights(one_rank, [*model("lax"), *DEEP, *LAYOUTS["dp1"][1]])
 
 
 @pytest.mark.parametrize("layout", ["pp4", *nightly("pp2_tp2"), "fsdp2_pp2"])
-def test_layouts_from_a_seed_checkpoint(
-    layout: str, seed_checkpoint: str, four_ranks: RankPool, reference: Any
+def test_layouts_from_the_weights_of_one_process(
+    layout: str, weights: str, four_ranks: RankPool, reference: Any
 ) -> None:
-    seed = ["--checkpoint.enable", f"--checkpoint.initial_load_path={seed_checkpoint}"]
+    seed = ["--checkpoint.enable", f"--checkpoint.initial_load_path={weights}"]
     ranks, options = LAYOUTS[layout]
     assert ranks == 4
     run = four_ranks.run(train, [*model("lax"), *options, *DEEP, *seed])[0]
@@ -80,7 +73,7 @@ def test_layouts_from_a_seed_checkpoint(
             ("lax", [*PP2_TP2, "--parallelism.tp_plan=vanilla_replicated", *INTERLEAVED]),
         ),
         *nightly(("lax", [*PP2_TP2, "--parallelism.no_tp_grouping", "--parallelism.tp_norm=sync"])),
-        ("cola", [*PP2_TP2, "--parallelism.tp_head=scatter", "--parallelism.tp_comm=sequence"]),
+        ("cola", [*PP2_TP2, "--parallelism.tp_comm=sequence"]),
         *nightly(("lax", [*PP2_TP2, *LOW_RANK])),
         *nightly(("cola", [*PP2_FSDP2, *FULL, *INTERLEAVED])),
         *nightly(("cola", [*PP2_TP2, *COMPILE, *LOW_RANK, *INTERLEAVED])),

@@ -62,7 +62,7 @@ def test_sequence_form_falls_back_for_an_odd_validation_length(
         *nightly(("cola", TP4)),
         ("lax", [*TP2_FSDP2, "--parallelism.tp_comm=sequence"]),
         ("svd", [*TP2_REPLICATE2_ACCUMULATE2, "--parallelism.tp_norm=sync"]),
-        ("cola", [*TP2_FSDP2, "--parallelism.tp_head=scatter", "--parallelism.no_tp_grouping"]),
+        ("cola", [*TP2_FSDP2, "--parallelism.no_tp_grouping"]),
         ("cola", [*TP2_FSDP2, "--parallelism.tp_plan=vanilla"]),
         *nightly(("lax", [*TP4, "--parallelism.tp_plan=vanilla_replicated"])),
         *nightly(("full", TP2_FSDP2)),

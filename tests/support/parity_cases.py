@@ -64,7 +64,7 @@ class Case:
         grouping = "grouped" if s.grouping else "ungrouped"
         loss = "lossparallel" if s.loss_parallel else "gatheredlogits"
         parts = [s.plan, self.family + ("-gated" if self.gate == "scalar" else "")]
-        parts += ["gqa" if self.gqa else "mha", grouping, s.norm, s.comm, s.head, loss]
+        parts += ["gqa" if self.gqa else "mha", grouping, s.norm, s.comm, loss]
         if self.lanes > 1:
             parts.append(f"G{self.lanes}-p{self.fraction}" + "-wide" * s.wide_sums)
         return "-".join([*parts, f"T{self.degree}", str(self.dtype).removeprefix("torch.")])
@@ -282,14 +282,13 @@ LOW_RANK: tuple[str, ...] = ("svd", "cola", "lax")
 def strategies() -> list[tuple[str, LaxGate, dict[str, Any]]]:
     """Every family, kind of LaX gate and choice of settings."""
     found: list[tuple[str, LaxGate, dict[str, Any]]] = []
-    for family, grouping, norm, comm, head in itertools.product(
+    for family, grouping, norm, comm in itertools.product(
         LOW_RANK,
         (True, False),
         ("online", "sync"),
         ("all_reduce", "sequence"),
-        ("plain", "scatter"),
     ):
-        settings = {"plan": "btp", "grouping": grouping, "norm": norm, "comm": comm, "head": head}
+        settings = {"plan": "btp", "grouping": grouping, "norm": norm, "comm": comm}
         found.append((family, "identity", settings))
     for plan, family, grouping in itertools.product(
         ("vanilla", "vanilla_replicated"), LOW_RANK, (True, False)

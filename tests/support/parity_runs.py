@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.rank_pool import RankPool, new_folder
 from torchtitan_lr.checks.job import check_job_config
-from torchtitan_lr.commands.train import make_seed_checkpoint
 from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data.prepare import prepare_for_ranks
@@ -365,14 +364,13 @@ def _part_of(parameter: torch.Tensor) -> _Part:
     return tuple(parameter.shape), offset, local
 
 
-def write_seed_checkpoint(options: list[str]) -> str:
-    """Write a job's initial weights from a pool's rank, and keep its process group.
+def trained_weights(pool: RankPool, options: list[str]) -> str:
+    """Train one step on one rank, with another seed than other runs; return its checkpoint.
 
     Args:
-        options: Command-line arguments without a TOML file.
-
-    Returns:
-        The checkpoint's folder.
+        pool: A pool of one rank.
+        options: Command-line arguments.
     """
-    with patch.object(dist, "destroy_process_group"):  # it is the pool's
-        return str(make_seed_checkpoint(options))
+    once = ["--debug.seed=7", "--training.steps=1", "--checkpoint.enable"]
+    run = pool.run(train, [*options, *once])[0]
+    return f"{run['dump_folder']}/checkpoint/step-1"

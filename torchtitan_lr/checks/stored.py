@@ -46,7 +46,7 @@ def resumed(config: Any) -> tuple[int, str]:
     checkpoint = config.checkpoint
     folder = Path(config.job.dump_folder) / checkpoint.folder
     steps = complete_steps(folder)
-    if not checkpoint.enable or checkpoint.create_seed_checkpoint or not steps:
+    if not checkpoint.enable or not steps:
         return -1, ""
     step = newest_step(folder) if checkpoint.load_step == -1 else int(checkpoint.load_step)
     # `check_checkpoint` refuses a missing checkpoint.
@@ -68,7 +68,7 @@ def check_record(config: Any, world_size: int) -> None:
     """Compare with the run that would be resumed and its record; needs neither torch nor data."""
     step, folder = resumed(config)
     record = read_record(config)
-    if step <= 0:  # a seed checkpoint, of step 0, has trained nothing
+    if step <= 0:  # imported weights, of step 0, have trained nothing
         _check_no_other_run(config, record)
         return
     with _cured(config):
@@ -101,9 +101,8 @@ def _check_no_other_run(config: Any, record: dict[str, Any]) -> None:
     """Check that a new run does not replace the record and the metrics of one with checkpoints."""
     checkpoint, section = config.checkpoint, record.get("checkpoint")
     recorded = section.get("folder") if isinstance(section, dict) else None
-    resumes = checkpoint.enable and not checkpoint.create_seed_checkpoint
     for name in (recorded, checkpoint.folder):
-        if not isinstance(name, str) or (name == checkpoint.folder and resumes):
+        if not isinstance(name, str) or (name == checkpoint.folder and checkpoint.enable):
             continue
         path = Path(config.job.dump_folder) / name
         if any(complete_steps(path)):  # step 0 is the start of a run
@@ -273,8 +272,7 @@ def _stored_states(config: Any) -> tuple[str, Any]:
     checkpoint, (step, folder) = config.checkpoint, resumed(config)
     if step == -1 and checkpoint.enable and not checkpoint.initial_load_model_only:
         folder = checkpoint.initial_load_path or ""
-    # Of a seed checkpoint, of step 0, only the model is loaded.
-    if not folder or step == 0 or checkpoint.create_seed_checkpoint:
+    if not folder or step == 0:  # of imported weights, of step 0, only the model is loaded
         return "", None
     try:
         return folder, read_metadata(folder)

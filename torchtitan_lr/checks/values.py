@@ -101,10 +101,6 @@ def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
     for name in checkpoint.exclude_from_loading:
         want = "some of " + ", ".join(parts)
         require(name in parts, "checkpoint.exclude_from_loading", name, want)
-    if checkpoint.create_seed_checkpoint:
-        key = "checkpoint.create_seed_checkpoint"
-        require(checkpoint.enable, key, True, "checkpoint.enable = true with it")
-        require(world_size == 1, key, True, f"one rank (NGPU=1), not {world_size}")
     if not checkpoint.enable:
         return
     folder = Path(config.job.dump_folder) / checkpoint.folder

@@ -35,16 +35,13 @@ from torch.nn.functional import pad
 
 from torchtitan_lr.compat.collectives import all_gather, reduce_scatter
 from torchtitan_lr.compression.sizes import (
-    FORMULAS,
     HASH_ROWS,
-    CodecFormula,
     CodecSizes,
     candidates,
     failure_block,
     kept_entries,
     sketch_row,
 )
-from torchtitan_lr.config.schema import CODEC_NAMES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -521,23 +518,3 @@ CODECS: dict[str, Callable[[int, CodecSizes], Codec]] = {
     "sketch": lambda ranks, sizes: SketchCodec(ranks, sizes.c, sizes.theta, half=sizes.half),
 }
 """Builds a codec by its name, given the ranks W and the configured sizes."""
-
-
-def register_codec(
-    name: str, build: Callable[[int, CodecSizes], Codec], formula: CodecFormula
-) -> None:
-    """Register a codec from outside the package, also as a value of ``grad_compression.codec``.
-
-    Args:
-        name: Its name.
-        build: As in `CODECS`.
-        formula: States what it sends, independently of the codec; the ledger compares.
-
-    Raises:
-        ValueError: Another codec has the name.
-    """
-    if name == "none" or name in CODECS:
-        raise ValueError(f"the name {name!r} of a codec is taken")
-    CODECS[name], FORMULAS[name] = build, formula
-    if name not in CODEC_NAMES:
-        CODEC_NAMES.append(name)

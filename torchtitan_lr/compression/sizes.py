@@ -122,7 +122,7 @@ FORMULAS = {
     "sparse": CodecFormula(sparse_messages, rounds=True),
     "sketch": CodecFormula(sketch_messages, rounds=True),
 }
-"""Of every codec, by name; `codecs.register_codec` adds others."""
+"""Of every codec, by name."""
 
 
 def exchange_unit(

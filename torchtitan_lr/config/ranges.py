@@ -69,6 +69,7 @@ OF_TORCHTITAN: dict[str, Range] = {
     "checkpoint.load_step": at_least(-1, "a step, or -1 for the newest"),
     # A key that is not supported allows one value.
     "checkpoint.initial_load_in_hf_quantized": Range(not_, "false: not supported"),
+    "checkpoint.create_seed_checkpoint": Range(not_, "false: all layouts draw the same weights"),
     "comm.mode": Range(lambda mode: mode != "local_tensor", "'default' or 'fake_backend'"),
     "experimental.custom_args_module": Range(not_, "nothing: leave it out"),
     "memory_estimation.enable": Range(not_, "false: not supported"),

@@ -281,10 +281,6 @@ class Parallelism:
     """btp and megatron: after a reduction every rank has all tokens ('all_reduce'), or a shard of
     them ('sequence': reduce-scatter, then all-gather before the next product)."""
 
-    tp_head: Literal["plain", "scatter"] = "plain"
-    """btp: the head's backward as an all-reduce of d-wide gradients, or as the cheaper
-    reduce-scatter, with the final norm applied to the logits."""
-
     cp_gather: Literal["kv", "latents"] = "kv"
     """What attention gathers from the ranks of ``context_parallel_degree``: keys and values ('kv'),
     or in a low-rank model the r-wide latents of both, from which every rank computes the keys and

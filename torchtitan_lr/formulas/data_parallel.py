@@ -108,7 +108,6 @@ def named_parameters(
     # A single rank splits nothing, whatever the plan: ``auto`` may not be resolved there.
     formula = FORMULAS[settings.plan if t > 1 else "megatron"]
     norm = (d // t if formula.shards_stream else d,)
-    final_norm = norm if settings.head == "scatter" else (d,)
     linears = [f"attention.w{name}" for name in "qkvo"]
     linears += [f"feed_forward.w{name}" for name in "132"]
     d_kv, f = shape.kv_dim, shape.ffn_dim
@@ -125,10 +124,6 @@ def named_parameters(
         if not shape.low_rank:
             closes_pair = name in ("attention.wo", "feed_forward.w2")
             weights = [(f"{name}.weight", (d_out, d_in), b if closes_pair else a)]
-        else:
-            for own_name, own in shape.model_family.own_parameters(shape, rank).items():
-                # Split as the latents are: along r if A is.
-                weights.append((f"{name}.{own_name}", own.shape, own.rank_dim if a == 0 else None))
         for key, size, dim in weights:
             part = list(size)
             if dim is not None:
@@ -145,4 +140,4 @@ def named_parameters(
         mine = block | (gates if i else {})
         units[f"block {i}"] = {f"layers.{i}.{name}": size for name, size in mine.items()}
     units["head"] = {"output.weight": (vocabulary // t, d)}
-    return units | {"root": {"norm.weight": final_norm}}
+    return units | {"root": {"norm.weight": norm}}

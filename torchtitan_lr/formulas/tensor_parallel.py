@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import TYPE_CHECKING
 
 from torchtitan_lr.formulas.traffic import Traffic, backward, forward, merge
@@ -63,9 +62,8 @@ def chunk_groups(shape: LlamaArgs) -> list[tuple[list[int], bool]]:
 def btp(shape: LlamaArgs, settings: TPSettings, n: int, ranks: int) -> Parts:
     """Bottleneck-aware, r-wide payloads: 7bsr per pass, two norms' statistics (BOOST, Eq. 3).
 
-    The embedding sends nothing: the stream is sharded as it is. The head ``plain`` gathers the
-    stream, and all-reduces its gradient: bsd each way. An all-reduce is worth two. ``scatter``
-    gathers γ ⊙ x and scales the logits, so a reduce-scatter is enough.
+    The embedding sends nothing: the stream is sharded as it is. The head gathers γ ⊙ x, and
+    reduce-scatters its gradient: bsd each way.
     """
     sequence, online = settings.comm == "sequence", settings.norm == "online"
     reduce = "reduce_scatter" if sequence else "all_reduce"
@@ -86,13 +84,8 @@ def btp(shape: LlamaArgs, settings: TPSettings, n: int, ranks: int) -> Parts:
             if sequence:  # each rank knows dS of its own tokens only
                 rows.append(backward("all_gather", [n], "statistic"))
     stream = [n * shape.dim]
-    head = [forward("all_gather", stream)]
-    if settings.head == "scatter":
-        head.append(forward("all_reduce", [n], "statistic"))
-        head.append(backward("reduce_scatter", stream))
-        head.append(backward("all_reduce", [n], "statistic"))
-    else:
-        head.append(backward("all_reduce", stream))
+    head = [forward("all_gather", stream), forward("all_reduce", [n], "statistic")]
+    head += [backward("reduce_scatter", stream), backward("all_reduce", [n], "statistic")]
     return {"embedding": [], "block": rows, "head": head}
 
 
@@ -230,28 +223,6 @@ def part_traffic(shape: LlamaArgs, settings: TPSettings, tokens: int, ranks: int
             payloads += [2, 1]  # gate, up; down
         if payloads:
             parts["gates"].append(backward("all_reduce", payloads))
-    parts["block"] = parts["block"] + _own_sums(shape, settings, formula)
     if not settings.loss_parallel:
         parts["head"].append(forward("all_gather", [tokens * shape.vocab_size]))
     return {part: merge(rows) for part, rows in parts.items()}
-
-
-def _own_sums(shape: LlamaArgs, settings: TPSettings, formula: PlanFormula) -> list[Traffic]:
-    """Return the sums of gradients of a family's own parameters: of those that stay whole.
-
-    They are whole beside latent shards: along the tokens, or along r where the parameter has no
-    such dimension. Once per group.
-    """
-    payloads = []
-    groups = (
-        (shape.rank_attention, formula.attention, (3, 1)),  # q, k, v; o
-        (shape.rank_ffn, formula.feed_forward, (2, 1)),  # gate, up; down
-    )
-    for rank, (split_of_a, _), linears in groups:
-        elements = 0
-        for own in shape.model_family.own_parameters(shape, rank).values():
-            by_rank = split_of_a == 0 and own.rank_dim is None
-            if settings.comm == "sequence" or by_rank:
-                elements += prod(own.shape)
-        payloads += [count * elements for count in linears if elements]
-    return [backward("all_reduce", payloads)] if payloads else []

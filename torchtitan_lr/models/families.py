@@ -14,12 +14,10 @@ here depends on ranks or on training: `parallel.plans` splits the families, and 
 their parameters, products and messages independently.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.linears import LowRankLinear, Mix
@@ -48,22 +46,6 @@ RANKS = {
 KEEPS_OUTER_SILU = ("debug", "tiny", "60M", "130M")
 """Sizes at which SwiGLU keeps its own SiLU: it helps up to 130M and no longer at 350M (CoLA,
 Appendix on Table 10)."""
-
-
-@dataclass(frozen=True)
-class OwnParameter:
-    """A parameter of every low-rank linear of a family, beside A, B and the gate.
-
-    Attributes:
-        shape: Its shape, of one dimension at least: FSDP2 shards no scalars.
-        init: Fills the whole parameter in fp32, in place; the generator is the parameter's own.
-        rank_dim: The dimension that goes along the latent's r, which a rank has a part of where a
-            plan gives it a part of the latents; None for a parameter that stays whole.
-    """
-
-    shape: tuple[int, ...]
-    init: Callable[[Tensor, torch.Generator], object]
-    rank_dim: int | None = None
 
 
 @dataclass(frozen=True)
@@ -128,21 +110,7 @@ class ModelFamily:
         """
         if not self.low_rank:
             return nn.Linear(d_in, d_out, bias=False)
-        linear = LowRankLinear(d_in, d_out, rank, args.learns_gates and not first_block)
-        for name, own in self.own_parameters(args, rank).items():
-            if hasattr(linear, name) or not name.isidentifier():
-                want = f"a family whose own parameters are not named {name!r}"
-                raise ConfigError("model.name", self.model_name, f"{want}: a linear has A, B, gate")
-            linear.register_parameter(name, nn.Parameter(torch.empty(own.shape)))
-        return linear
-
-    def own_parameters(self, args: "LlamaArgs", rank: int) -> dict[str, OwnParameter]:
-        """Return what a linear of rank r has beside A, B and the gate, by name.
-
-        The module of `build_mix` reads them from the linears that it is given. On several ranks
-        these have this rank's part of each parameter, as plain tensors, and nothing else.
-        """
-        return {}
+        return LowRankLinear(d_in, d_out, rank, args.learns_gates and not first_block)
 
     def build_mix(self) -> nn.Module | None:
         """Build the module between A and σ, see `models.linears.LowRankGroup`; None without one.

@@ -35,8 +35,6 @@ def init_parameters(model: nn.Module, args: LlamaArgs) -> None:
     whatever the rank. CAAT-Net's private channels, to which no other lane adds, start √G times as
     large: a shared one is the sum of G terms, and all have the same variance (section 3.2).
 
-    A family from outside the package says how its own parameters start (`OwnParameter`).
-
     Raises:
         ConfigError: A parameter belongs to no known kind of module.
     """
@@ -48,8 +46,6 @@ def init_parameters(model: nn.Module, args: LlamaArgs) -> None:
             factor = partial(_draw, std=float(rank**-0.25 * (d_in + d_out) ** -0.25))
             fills |= {f"{prefix}A.weight": factor, f"{prefix}B.weight": factor}
             fills[f"{prefix}gate"] = _ones
-            for own_name, own in args.model_family.own_parameters(args, rank).items():
-                fills[f"{prefix}{own_name}"] = own.init
         elif isinstance(module, nn.RMSNorm):
             fills[f"{prefix}weight"] = _ones
         elif isinstance(module, nn.Linear | nn.Embedding):
@@ -58,7 +54,7 @@ def init_parameters(model: nn.Module, args: LlamaArgs) -> None:
     for fqn, parameter in model.named_parameters():
         name, part = clean_name(fqn), local_part(parameter)
         if fqn not in fills:
-            want = f"a family whose `own_parameters` say how {name} starts"
+            want = f"a family of linears with A, B and a gate: nothing says how {name} starts"
             raise ConfigError("model.name", args.model_family.model_name, want)
         # No draw of a shard: on a CPU mesh torch gives every shard the same values.
         digest = hashlib.sha256(f"{args.init_seed}:{name}".encode()).digest()

@@ -60,8 +60,6 @@ from torchtitan_lr.parallel.edge import (
     MixEdge,
     copy_to_ranks,
     gather_and_copy_to_ranks,
-    gather_from_ranks,
-    normalize,
     summed_products,
 )
 from torchtitan_lr.parallel.ends import HeadEdge
@@ -187,16 +185,7 @@ class ShardedEmbed(Edge):
 
 
 class FeaturesHead(HeadEdge):
-    """The head of a stream that is sharded along its features: it is gathered, then normalized."""
-
-    def normalized(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
-        """Gather and normalize x (b, s, d/T), Shard(-1)."""
-        x = gather_from_ranks(x, self.ranks)
-        return copy_to_ranks(normalize(x, norm), self.ranks)
-
-
-class ScatterHead(HeadEdge):
-    """The same with a cheaper backward (``head = "scatter"``).
+    """The head of a stream that is sharded along its features.
 
     γ ⊙ x is gathered and then scaled by rstd, so that the gathered tensor's gradient is
     reduce-scattered at once instead of all-reduced and sliced.
@@ -217,16 +206,11 @@ def btp(args: LlamaArgs, settings: TPSettings) -> Styles:
     up = on_ranks(UpEdge, grouping=grouping, comm=comm)
     mix = on_ranks(MixEdge, sharded=comm == "sequence")
     blocks = low_rank_blocks(args, BTP, down, up, mix)
-    embed = on_ranks(ShardedEmbed)
-    if settings.head == "scatter":
-        head = on_ranks(ScatterHead, loss_parallel=settings.loss_parallel)
-        return blocks | model_ends(embed, head, Shard(0))
-    return blocks | model_ends(embed, on_ranks(FeaturesHead, loss_parallel=settings.loss_parallel))
+    head = on_ranks(FeaturesHead, loss_parallel=settings.loss_parallel)
+    return blocks | model_ends(on_ranks(ShardedEmbed), head, Shard(0))
 
 
-BTP = Plan(
-    btp, ROW_COLUMN, ROW_COLUMN, shards_stream=True, choices={"grouping", "norm", "comm", "head"}
-)
+BTP = Plan(btp, ROW_COLUMN, ROW_COLUMN, shards_stream=True, choices={"grouping", "norm", "comm"})
 
 
 @dataclass(frozen=True)

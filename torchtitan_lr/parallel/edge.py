@@ -20,8 +20,7 @@ A wrong partner gives wrong gradients and no error: the docstrings say what each
 autograd the collectives are in `torchtitan_lr.collectives`.
 """
 
-from collections.abc import Collection, Sequence
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -119,50 +118,6 @@ class MixEdge(Edge):
             copies = copy_to_ranks(torch.cat(list(gates.values())), self.ranks).split(1)
             gates = dict(zip(gates, copies, strict=True))
         return mix(latents, carried, [gates.get(i) for i in range(len(linears))])
-
-
-class OwnMixEdge(Edge):
-    """The mix of a family from outside, which gets its linears' parameters as plain tensors.
-
-    Args:
-        mix: The family's module.
-        names: Its own parameters.
-        edge: The plan's edge for LaX, which knows the ranks and whether latents are sharded. Then
-            the gradient of a whole parameter is a sum over the ranks.
-    """
-
-    def __init__(self, mix: nn.Module, names: Collection[str], edge: MixEdge) -> None:
-        super().__init__(edge.ranks)
-        self.mix, self.names, self.sharded = mix, list(names), edge.sharded
-
-    def forward(
-        self,
-        latents: Sequence[Tensor],
-        carried: Sequence[Tensor] | None,
-        linears: Sequence[LowRankLinear],
-    ) -> list[Tensor]:
-        """Return the family's latents, of the same layout as the arguments."""
-        own = [{name: local(getattr(linear, name)) for name in self.names} for linear in linears]
-        if self.sharded:
-            self._sum_gradients(linears, own)
-        return self.mix(latents, carried, [SimpleNamespace(**part) for part in own])
-
-    def _sum_gradients(
-        self, linears: Sequence[LowRankLinear], own: Sequence[dict[str, Tensor]]
-    ) -> None:
-        """Sum the gradients of the parameters that are whole on every rank: a call per group."""
-        whole = []
-        for linear, part in zip(linears, own, strict=True):
-            for name in self.names:
-                placements = getattr(linear, name).placements
-                if all(placement.is_replicate() for placement in placements):
-                    whole.append((part, name))
-        if not whole:
-            return
-        flat = torch.cat([part[name].flatten() for part, name in whole])
-        pieces = copy_to_ranks(flat, self.ranks).split([part[name].numel() for part, name in whole])
-        for (part, name), piece in zip(whole, pieces, strict=True):
-            part[name] = piece.view_as(part[name])
 
 
 def normalize(x: Tensor, norm: nn.RMSNorm, ranks: Ranks | None = None) -> Tensor:

@@ -22,7 +22,6 @@ from torch.distributed.tensor.placement_types import Placement
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.linears import Swiglu
-from torchtitan_lr.parallel.edge import MixEdge, OwnMixEdge
 
 EdgeFactory = Callable[[DeviceMesh], nn.Module]
 """Builds the edge of a plan, given the tensor-parallel mesh."""
@@ -52,7 +51,6 @@ class TPSettings:
     grouping: bool = True
     norm: Literal["online", "sync"] = "online"
     comm: Literal["all_reduce", "sequence"] = "all_reduce"
-    head: Literal["plain", "scatter"] = "plain"
     loss_parallel: bool = True
     wide_sums: bool = False
 
@@ -163,17 +161,11 @@ def low_rank_blocks(
         plan: Says how A, B and the stream are placed.
         down: The edge that applies A of a group.
         up: The edge that applies σ and B of a group.
-        mix: The edge of families with carried latents, which also says how the latents of a family
-            from outside are split; None for whole ones.
+        mix: The edge of families with carried latents; None for whole ones.
     """
     group = {"down": down, "up": up}
-    family = args.model_family
-    own_names = family.own_parameters(args, args.rank_attention).keys()
-    if mix is not None and family.carries_latents:
+    if mix is not None and args.model_family.carries_latents:
         group["mix"] = mix
-    elif own_names and (own_mix := family.build_mix()) is not None:
-        latents: Any = mix or on_ranks(MixEdge, sharded=False)
-        group["mix"] = lambda mesh: OwnMixEdge(own_mix, own_names, latents(mesh))
     norm = {"weight": Shard(0) if plan.shards_stream else Replicate()}
     styles: Styles = {
         "layers.*.attention_norm": EdgeParallel(norm),
@@ -185,15 +177,8 @@ def low_rank_blocks(
         "layers.*.feed_forward": EdgeParallel(edges={"swiglu": lambda _: Swiglu(args.outer_silu)}),
         "layers.*.feed_forward.out": EdgeParallel(edges=group),
     }
-    groups = (
-        (ATTENTION, plan.attention, args.rank_attention),
-        (FEED_FORWARD, plan.feed_forward, args.rank_ffn),
-    )
-    for names, (a, b), rank in groups:
+    for names, (a, b) in ((ATTENTION, plan.attention), (FEED_FORWARD, plan.feed_forward)):
         factors: dict[str, Placement] = {"A.weight": a, "B.weight": b, "gate": Replicate()}
-        for own_name, own in family.own_parameters(args, rank).items():
-            split = own.rank_dim if a == Shard(0) else None
-            factors[own_name] = Replicate() if split is None else Shard(split)
         for name in names:
             styles[f"layers.*.{name}"] = EdgeParallel(factors)
     return styles

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from torchtitan_lr.config.schema import TP_PLANS
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.btp import BTP
@@ -28,21 +27,7 @@ PLANS: dict[str, Plan] = {
     "megatron": MEGATRON,
     "caat": CAAT,
 }
-"""Plans by name: `config.schema.BUILT_IN_PLANS`, and what `register_plan` adds."""
-
-
-def register_plan(name: str, plan: Plan) -> None:
-    """Register a plan from outside the package, also as a value of ``parallelism.tp_plan``.
-
-    Raises:
-        ValueError: Another plan has the name.
-    """
-    if name == "auto" or name in PLANS:
-        raise ValueError(f"the name {name!r} of a tensor-parallel plan is taken")
-    PLANS[name] = plan
-    # The command line knows plans by this list, which is there before torch is.
-    if name not in TP_PLANS:
-        TP_PLANS.append(name)
+"""Plans by name: `config.schema.BUILT_IN_PLANS`, and what modules from outside add."""
 
 
 def build_tp_plan(model: nn.Module, settings: TPSettings) -> dict[str, ParallelStyle]:
@@ -184,7 +169,7 @@ def _check_plan(settings: TPSettings, args: LlamaArgs) -> None:
         elif PLANS[name].lanes:
             want = f"another plan, or caat.lanes of more than {args.lanes}"
         raise ConfigError("parallelism.tp_plan", name, want)
-    for key in ("norm", "head", "comm", "grouping"):
+    for key in ("norm", "comm", "grouping"):
         value, default = getattr(settings, key), getattr(TPSettings(), key)
         if key not in fitting[name].choices and value != default:
             others = " or ".join(other for other, plan in PLANS.items() if key in plan.choices)

@@ -10,15 +10,14 @@
 7. ``apply`` steps the optimizer. A rejected step changes no weight.
 8. ``settle`` reads the verdict on the host.
 
-Between ``take`` and ``settle`` the host does not wait for the device, unless an optimizer cannot
-read the verdict there (`step_unless`). A part that is skipped, or called in another order, raises.
+`Trainer.train_step` calls them in this order. Between ``take`` and ``settle`` the host does not
+wait for the device, unless an optimizer cannot read the verdict there (`step_unless`).
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,45 +36,13 @@ from torchtitan_lr.training.reader import Counts, StepData, StepReader
 from torchtitan_lr.training.step_graph import Capture, StepGraph
 from torchtitan_lr.training.verdict import Depth, Findings, Verdict
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 _IN_THE_LOSS, _NEVER = 1 << 40, 1 << 41
 """Stand for a depth behind every block's, and for that of a rank where all is finite."""
-
-PARTS = (
-    "take",
-    "backward",
-    "finish_sums",
-    "read_ahead",
-    "decide",
-    "clip",
-    "apply",
-    "settle",
-)
-"""The parts of a step, in order; the first follows the last part of the step before."""
-
-
-def _part(method: Callable[Concatenate["Step", P], R]) -> Callable[Concatenate["Step", P], R]:
-    """Let a part of a step raise a RuntimeError unless the part before it has just ended."""
-    name = method.__name__
-    before = PARTS[PARTS.index(name) - 1]
-
-    @functools.wraps(method)
-    def in_order(step: "Step", *args: P.args, **kwargs: P.kwargs) -> R:
-        if step.ended != before:
-            raise RuntimeError(f"Step.{name}() was called after {step.ended}(), not {before}()")
-        step.ended = f"a failed {name}"
-        result = method(step, *args, **kwargs)
-        step.ended = name
-        return result
-
-    return in_order
 
 
 @dataclass(kw_only=True)
 class Step:
-    """The running step of a rank; call the methods on every rank, in the order of `PARTS`.
+    """The running step of a rank; its methods are called on every rank.
 
     Attributes:
         job_config: The run's configuration; a step reads ``[training]``.
@@ -93,7 +60,6 @@ class Step:
         share: This rank's share of the squared gradient norm, likewise.
         next_counts: This rank's counts of the next step's data; empty if none were read.
         verdict: The ranks' common decision on the step, on the device.
-        ended: The last part that has ended.
     """
 
     job_config: JobConfig
@@ -111,7 +77,6 @@ class Step:
     share: Tensor = field(init=False)
     next_counts: tuple[float, ...] = field(init=False)
     verdict: Verdict = field(init=False)
-    ended: str = field(init=False, default="settle")
 
     def __post_init__(self) -> None:
         self._own_gradients = OwnGradients(self.model_parts)
@@ -123,7 +88,6 @@ class Step:
         if shares_rows or self.pipeline is not None:
             self._depth = Depth(self.model_parts, shares_rows, self.device)
 
-    @_part
     def take(self, data_iterator: Iterator[Batch]) -> StepData:
         """Receive the micro-batches of this step, which were read during the one before.
 
@@ -138,7 +102,6 @@ class Step:
         self.data = self.reader.take(data_iterator)
         return self.data
 
-    @_part
     def backward(self, forward_backward: Callable[..., Tensor], eager: bool = False) -> None:
         """Run forward and backward of each micro-batch, and accumulate the gradients.
 
@@ -183,12 +146,10 @@ class Step:
     def _moved(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
 
-    @_part
     def finish_sums(self) -> None:
         """Wait for sums of gradients that still run; compute this rank's share of the norm."""
         self.share = self.gradients.finish_sums()
 
-    @_part
     def read_ahead(self, data_iterator: Iterator[Batch] | None) -> None:
         """Collect the next step's micro-batches, while the device computes.
 
@@ -199,7 +160,6 @@ class Step:
         if data_iterator is not None:
             self.next_counts = self.reader.read_next(data_iterator).counts
 
-    @_part
     def decide(self, stop: bool) -> None:
         """Let all ranks accept or reject the step; see `Verdict`.
 
@@ -211,12 +171,10 @@ class Step:
         depth = None if self._depth is None else self._depth.least
         self.verdict = Verdict.all_reduced(self.loss, self.share, stop, self.next_counts, depth)
 
-    @_part
     def clip(self) -> None:
         """Scale the gradients down to ``training.max_norm``."""
         self.gradients.clip(self.job_config.training.max_norm, self.verdict.norm)
 
-    @_part
     def apply(self) -> None:
         """Let the optimizer change the weights, unless the verdict rejects the step."""
         self.before_change()
@@ -225,7 +183,6 @@ class Step:
         for compressor in self.compressors:
             compressor.commit(self.verdict.rejected if may_skip else None)
 
-    @_part
     def settle(self) -> Findings:
         """Read the verdict on the host, which waits for it but not for the optimizer."""
         findings = self.verdict.read()

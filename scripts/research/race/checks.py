@@ -1,13 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What the race's methods refuse, before a rank starts.
 
-They are written for the race: replicas of a whole model, without checkpoints. TSR-Muon alone has
-the layouts of TSR-Adam.
+They are written for the race: replicas of a whole model, without checkpoints.
 """
 
 from typing import Any
 
-from torchtitan_lr.checkpoints.run_record import global_batch_size
 from torchtitan_lr.errors import require
 from torchtitan_lr.models.configured import configured_args
 
@@ -30,23 +28,6 @@ def check_diloco(config: Any, world_size: int, device_type: str, fragments: int 
     want = f"a model of at least {fragments} blocks with {_name(config)}, a fragment each"
     want += f": this one has {blocks}"
     require(blocks >= fragments, "model.flavor", config.model.flavor, want)
-
-
-def check_feedback(config: Any, world_size: int, device_type: str) -> None:
-    """Require what `FeedbackStack` computes with: one gradient of a whole matrix per step."""
-    _check_replicas(config, world_size, least=1)
-    check_two_sided(config, world_size, device_type)
-    _check_rejections(config)
-    key, batch = "training.global_batch_size", global_batch_size(config, world_size)
-    rows = config.training.local_batch_size * world_size
-    want = f"{rows}: training.local_batch_size * {world_size} ranks, one micro-batch per step, "
-    require(batch == rows, key, batch, f"{want}with {_name(config)}")
-
-
-def check_two_sided(config: Any, world_size: int, device_type: str) -> None:
-    """Require cores of (r, r): each rank has the whole of them, and so their polar factors."""
-    key, projection = "optimizer.tsr_projection", config.optimizer.tsr_projection
-    require(projection == "two_sided", key, projection, f"'two_sided' with {_name(config)}")
 
 
 def _check_replicas(config: Any, world_size: int, least: int) -> None:

@@ -7,24 +7,14 @@ A run names this module by ``experimental.custom_import``. A run with DiLoCo nee
 
 from functools import partial
 
-from scripts.research.race.checks import (
-    check_diloco,
-    check_feedback,
-    check_powersgd,
-    check_two_sided,
-)
+from scripts.research.race.checks import check_diloco, check_powersgd
 from scripts.research.race.diloco import diloco
 from scripts.research.race.powersgd import powersgd
-from scripts.research.race.tsr_variants import tsr_variant, with_feedback, with_polar_factors
 from torchtitan_lr.training.register import register_optimizer
 
 for rank in (2, 4):
     name, build = f"PowerSGD-{rank}", powersgd(rank)
     register_optimizer(name, build, sums_replicas=True, base="AdamW", check=check_powersgd)
-
-feedback, polar = tsr_variant(with_feedback), tsr_variant(with_polar_factors)
-register_optimizer("TSR-feedback", feedback, base="TSRAdam", check=check_feedback)
-register_optimizer("TSR-Muon", polar, base="TSRAdam", check=check_two_sided)
 
 for every in (16, 64):
     for method, fragments in {"DiLoCo": 1, "StreamingDiLoCo": 4}.items():

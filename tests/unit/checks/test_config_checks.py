@@ -36,7 +36,6 @@ REFUSALS = [
     ("checkpoint.initial_load_path=/no", "'/no'", "the folder of one complete checkpoint"),
     ("checkpoint.last_save_in_hf", "True", "checkpoint.last_save_model_only = true"),
     ("checkpoint.exclude_from_loading=optimiser", "'optimiser'", "optimizer, lr_scheduler"),
-    ("checkpoint.create_seed_checkpoint", "True", "one rank (NGPU=1), not 4"),
     ("parallelism.tensor_parallel_degree=3", "3", "a divisor of the 4 ranks: 1, 2, 4"),
     ("parallelism.data_parallel_shard_degree=4", "4", "-1 or 2"),
     ("activation_checkpoint.mode=memory_budget", "'memory_budget'", "unless compile.enable"),
@@ -65,6 +64,7 @@ NOT_READ = (
         "model.tokenizer_path=x",
     ),
     *("memory_estimation.enable", "checkpoint.initial_load_in_hf_quantized"),
+    "checkpoint.create_seed_checkpoint",
     *("experimental.custom_args_module=other", "low_rank.lax_gate=scalar"),
 )
 
@@ -261,14 +261,6 @@ def test_cpu_offload_needs_shards(tmp_path):
     argv.append("--parallelism.data_parallel_replicate_degree=2")
     text = refusal(*argv, device="cuda")
     assert text.startswith("training.enable_cpu_offload: got True, expected false unless")
-
-
-def test_seed_checkpoint(tmp_path):
-    argv = ["--checkpoint.create_seed_checkpoint", f"--job.dump_folder={tmp_path}"]
-    argv.append("--parallelism.tensor_parallel_degree=1")
-    check(*argv, world=1)
-    text = refusal(*argv, "--checkpoint.no_enable", world=1)
-    assert "checkpoint.enable = true" in text
 
 
 def test_memory_budget_with_compile(tmp_path):

@@ -7,12 +7,9 @@ import subprocess
 import sys
 
 import pytest
-import torch.distributed as dist
 
 from tests.commands import HEAVY, ROOT
-from tests.support.sockets import listening
 from torchtitan_lr.commands.main import COMMANDS, main
-from torchtitan_lr.commands.train import make_seed_checkpoint
 from torchtitan_lr.config.paths import shipped_configs
 
 HELP = f"""
@@ -81,33 +78,6 @@ def test_shipped_configurations_are_listed(capsys):
     assert [row["name"] for row in rows] == list(shipped_configs())
     debug = next(row for row in rows if row["name"] == "debug_cola")
     assert (debug["model"], debug["ranks"], debug["steps"]) == ("llama_cola", 2, 150)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net/tcp")
-def test_a_seed_checkpoint_listens_on_the_loopback_alone(tmp_path, monkeypatch):
-    from torchtitan_lr import train
-
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    found = []
-
-    def meet(arguments):
-        dist.init_process_group("gloo", init_method="env://")
-        found.extend(listening(os.getpid()))
-        dist.destroy_process_group()
-        return 0
-
-    monkeypatch.setattr(train, "main", meet)
-    arguments = ["--job.config_file=debug_lax", f"--job.dump_folder={tmp_path}"]
-    assert make_seed_checkpoint(arguments) == tmp_path / "checkpoint" / "step-0"
-    assert found and all(address.is_loopback for address in found)
-
-
-def test_a_seed_checkpoint_is_not_added_to_a_run(tmp_path, capsys):
-    (tmp_path / "checkpoint/step-20").mkdir(parents=True)
-    seed = ["--checkpoint.create_seed_checkpoint", f"--job.dump_folder={tmp_path}"]
-    assert main(["train", "debug_lax", *seed]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: job.dump_folder: got") and "has some" in line
 
 
 def test_a_reader_that_ends_early_causes_no_traceback():

@@ -53,8 +53,6 @@ LANES = {"lanes": 4, "sync_fraction": 0.5}
         (TPSettings("btp"), "full", {}, "tp_plan"),
         (TPSettings("vanilla"), "full", {}, "tp_plan"),
         (TPSettings("vanilla", norm="sync"), "cola", {}, "tp_norm"),
-        (TPSettings("vanilla_replicated", head="scatter"), "cola", {}, "tp_head"),
-        (TPSettings("megatron", head="scatter"), "full", {}, "tp_head"),
         (TPSettings("vanilla", comm="sequence"), "cola", {}, "tp_comm"),
         (TPSettings("vanilla_replicated", comm="sequence"), "cola", {}, "tp_comm"),
         (TPSettings("megatron", grouping=False), "full", {}, "tp_grouping"),
@@ -62,7 +60,6 @@ LANES = {"lanes": 4, "sync_fraction": 0.5}
         (TPSettings("megatron"), "full", LANES, "tp_plan"),
         (TPSettings("caat", comm="sequence"), "full", LANES, "tp_comm"),
         (TPSettings("caat", grouping=False), "full", LANES, "tp_grouping"),
-        (TPSettings("caat", head="scatter"), "full", LANES, "tp_head"),
     ],
 )
 @pytest.mark.parametrize("degree", [1, 2])

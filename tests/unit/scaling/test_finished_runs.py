@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.research import finished_runs, result_tables, spectral_pictures
+from scripts.research import finished_runs, result_tables
 from tests.unit.scaling.test_experiment import TOML
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.experiment import read_experiment
@@ -54,28 +54,6 @@ def test_stored_runs_are_done_elsewhere(tmp_path: Path, monkeypatch: pytest.Monk
     other = Plan(read_experiment(str(tmp_path / "x.toml"), ["--optimizer.beta1=0.8"]), here)
     with pytest.raises(ValueError, match="of other settings"):
         Sweep(here, other.searches({})["full", "a"])
-
-
-def test_the_pictures_show_what_is_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    losses = {"svd-Muon": (5.0, 4.5, 4.75), "full-AdamW": (5.5, 5.25)}
-    runs = {}
-    for family, values in losses.items():
-        for rate, loss in zip((1e-3, 1e-2, 1e-1), values, strict=False):
-            run = {"row": {"status": "finished", "val_loss": loss}, "update_norms": [0.1, 0.2]}
-            runs[f"{family}_w48_2.5_seed0_lr{rate:g}"] = run
-            runs[f"{family}_w48_2.5_seed1_lr{rate:g}"] = run | {"row": {"status": "finished"}}
-    (tmp_path / "spectral.json").write_text(json.dumps(runs))
-    monkeypatch.setattr(finished_runs, "FOLDER", tmp_path)
-    monkeypatch.setattr(spectral_pictures, "IMAGES", tmp_path)
-    assert spectral_pictures.main([]) == 0
-    table = capsys.readouterr().out
-    assert "| svd | - | 4.500 (0.01; +0.50, +0.25) | - | - |" in table
-    assert "| full | 5.250 (0.01; +0.25, -) | - | - | - |" in table
-    for name in ("spectral_rates.png", "spectral_norms.png"):
-        assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
-    assert spectral_pictures.main(["--size=w96"]) == 2
 
 
 def test_tables_follow_from_the_stored_runs(

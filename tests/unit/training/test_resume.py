@@ -5,13 +5,13 @@ import copy
 import json
 import shutil
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from scripts.research.race.tsr_variants import tsr_variant, with_polar_factors
 from tests.unit.tiny_trainer import history, tiny_trainer
 from torchtitan_lr.checkpoints.run_record import BATCH, changed
 from torchtitan_lr.compat.dtensor import local_part
@@ -21,7 +21,7 @@ from torchtitan_lr.config.schema import BASES, OPTIMIZERS, READS_GROUPS, SUMS_RE
 from torchtitan_lr.console.log import console
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan.components import OptimizersContainer
-from torchtitan_lr.training.register import FROM_OUTSIDE, register_optimizer
+from torchtitan_lr.training.register import FROM_OUTSIDE, build_optimizers, register_optimizer
 
 BASE = {
     "training.dataset": "local",
@@ -135,7 +135,7 @@ WITHOUT_EFFECT = {
         pipeline_parallel_expert_parallel_overlap context_parallel_degree
         context_parallel_load_balancer context_parallel_rotate_method expert_parallel_degree
         expert_tensor_parallel_degree expert_parallel_comm_backend tp_plan tp_grouping tp_norm
-        tp_comm tp_head cp_gather""",
+        tp_comm cp_gather""",
     "activation_checkpoint": """mode selective_ac_option early_stop memory_budget
         per_op_sac_force_recompute_mm_shapes_by_fqns visualize_memory_budget_pareto
         preserve_rng_state determinism_check debug low_rank_save_attention""",
@@ -305,23 +305,29 @@ def momentum_sgd(model_parts, optimizer, parallel_dims):
     return OptimizersContainer(model_parts, torch.optim.SGD, settings)
 
 
+def turned_tsr(model_parts, optimizer, parallel_dims):
+    """TSR-Adam that climbs: its scale is negative."""
+    config = replace(optimizer, name="TSRAdam", tsr_scale=-optimizer.tsr_scale)
+    return build_optimizers(model_parts, config, parallel_dims)
+
+
 @pytest.fixture
 def outside(monkeypatch):
     """Optimizers from outside the package: one with a state of its own, and a changed TSR-Adam."""
-    names = {"MomentumSGD", "TSR-polar"}
+    names = {"MomentumSGD", "TSR-turned"}
     for name in names:
         monkeypatch.setitem(RECIPES, name, BASE | TSR | {"optimizer.name": name})
     register_optimizer("MomentumSGD", momentum_sgd)
-    register_optimizer("TSR-polar", tsr_variant(with_polar_factors), base="TSRAdam")
+    register_optimizer("TSR-turned", turned_tsr, base="TSRAdam")
     yield
     for table in (OPTIMIZERS, SUMS_REPLICAS, READS_GROUPS):
         table[:] = [name for name in table if name not in names]
     for name in names:
         del FROM_OUTSIDE[name]
-    del BASES["TSR-polar"]
+    del BASES["TSR-turned"]
 
 
-@pytest.mark.parametrize(("name", "other"), [("MomentumSGD", "TSRAdam"), ("TSR-polar", "AdamW")])
+@pytest.mark.parametrize(("name", "other"), [("MomentumSGD", "TSRAdam"), ("TSR-turned", "AdamW")])
 def test_an_optimizer_from_outside_goes_on(name, other, outside):
     lr = ("optimizer.lr", BASE["optimizer.lr"])
     assert same(resumed(name), own_training(name, *lr))

@@ -3,9 +3,57 @@
 
 import pytest
 import torch
+from torch import Tensor
 
-from scripts.bench.spectral import UsualMuon, factors_of, our_optimizer
-from scripts.research.polar_errors import errors
+from scripts.bench.spectral import (
+    UsualMuon,
+    factors_of,
+    our_optimizer,
+    polar_factor,
+    usual_polar_factor,
+)
+from torchtitan_lr.optim.spectral.algebra import QUINTIC, inverse_root
+
+SHAPE = (128, 1376)
+
+
+def matrix(condition: float, dtype: torch.dtype) -> Tensor:
+    """Return M (r, n) with random singular vectors, rounded to a dtype."""
+    r, n = SHAPE
+    generator = torch.Generator().manual_seed(0)
+    left, _ = torch.linalg.qr(torch.randn(r, r, generator=generator, dtype=torch.float64))
+    right, _ = torch.linalg.qr(torch.randn(n, r, generator=generator, dtype=torch.float64))
+    values = torch.logspace(0, -torch.tensor(condition).log10().item(), r, dtype=torch.float64)
+    return (left * values @ right.mT).to(dtype)
+
+
+def all_in(dtype: torch.dtype, M: Tensor) -> Tensor:
+    """Return the Gram form's result with G and Q in a dtype."""
+    G = (M.to(dtype) @ M.to(dtype).mT)[None]
+    return inverse_root(G)[0] @ M.to(dtype)
+
+
+def errors(condition: float, dtype: torch.dtype) -> dict[str, float]:
+    """Return the errors of one row of the table, by their names."""
+    M = matrix(condition, dtype)
+    U, values, Vh = torch.linalg.svd(M.double(), full_matrices=False)
+    expected = values / values.norm()
+    for a, b, c in QUINTIC:
+        expected = a * expected + b * expected**3 + c * expected**5
+    polynomial, exact = U * expected @ Vh, U @ Vh
+    ours, usual = polar_factor(M), usual_polar_factor(M.float())
+    control = all_in(torch.bfloat16, M)
+
+    def error(found: Tensor, wanted: Tensor) -> float:
+        return torch.linalg.matrix_norm(found.double() - wanted, 2).item()
+
+    return {
+        "to the polynomial": error(ours, polynomial),
+        "usual": error(usual, polynomial),
+        "all bf16": error(control, polynomial),
+        "to U Vᵀ": error(ours, exact),
+        "usual, to U Vᵀ": error(usual, exact),
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
