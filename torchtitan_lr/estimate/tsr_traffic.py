@@ -5,25 +5,28 @@ A step without refresh sums cores over each mesh dimension that splits a matrix 
 replicas, in one call per bucket, and dense gradients over the replicas likewise. A refresh adds the
 sketches Y, Z and B (`optim.tsr.svd`), what their QR factorizations gather, and checksums, in rounds
 shared by the refreshing matrices with equal q. Elements are counted like in the ledger.
-What is selected, and what a refresh sends, stands in `optim.tsr.selection`, which the optimizer
-reads too; ``tests/oracle/tsr.py`` states it once more.
+
+Of a matrix's plan only the numbers are read: what is sent of them is stated here, from the paper,
+and not asked of the optimizer.
 """
+
+from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torchtitan_lr.formulas.traffic import Traffic, merge
-from torchtitan_lr.optim.buckets import split_buckets
-from torchtitan_lr.optim.tsr.selection import (
-    BUCKET_ELEMENTS,
-    MatrixPlan,
-    TSRSettings,
-)
+
+if TYPE_CHECKING:
+    from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings
 
 Axis = Literal["rows", "columns"]
+
+BUCKET = 2**26
+"""Elements of a bucket of dense gradients, and of what a refresh holds at a time."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,40 @@ class TSRMesh:
 
     sharding: Mapping[str, int]
     replicas: int = 1
+
+    def refresh_elements(self, matrix: TSRMatrix) -> tuple[int, int]:
+        """Return what a refresh sums over the replicas: as dense gradients, and as sketches.
+
+        A sketch of width k costs (1 + q)(m + n)k: Y (m, k) and B (k, n), and for each power
+        iteration Z (n, k) and Y again. ``auto`` sends the gradient if that is not more.
+        """
+        plan, block = matrix.plan, self.block(matrix)
+        sketches = (1 + plan.power_iterations) * sum(block) * plan.width
+        cheaper = plan.refresh == "auto" and prod(block) <= sketches
+        dense = plan.refresh == "dense" or cheaper
+        return (prod(block), 0) if dense else (0, sketches)
+
+    def gathered(self, matrix: TSRMatrix, axis: Axis) -> dict[str, int]:
+        """Return what the QR factorization of a sketch gathers, by the dimensions that split it.
+
+        Each rank sends its rows of the sketch, or its triangle (k, k), whichever is less.
+        """
+        k = matrix.plan.width
+        length = self.block(matrix)[0 if axis == "rows" else 1]
+        elements = {}
+        for dim, size in self.sharding.items():
+            if dim in getattr(matrix, axis):
+                length = size * min(length, k)
+                elements[dim] = length * k
+        return elements
+
+    def held(self, matrix: TSRMatrix) -> int:
+        """Return the elements of a refresh's sketches, (m, k) and (n, k), and its gather."""
+        gathers = (
+            *self.gathered(matrix, "rows").values(),
+            *self.gathered(matrix, "columns").values(),
+        )
+        return sum(self.block(matrix)) * matrix.plan.width + max(gathers, default=0)
 
     def block(self, matrix: TSRMatrix) -> tuple[int, int]:
         """Return the rows and columns of a matrix's largest block, each rounded up."""
@@ -101,20 +138,20 @@ def tsr_traffic(
     fresh = [matrices[i] for i in sorted(refreshing, reverse=True)]
     fresh.sort(key=lambda m: kinds.index(m.kind))
     # Cores, r×r or r×n, are summed over every dimension that a projection contracts.
-    sizes = [m.plan.core_elements(mesh.block(m)[1]) for m in plain]
+    sizes = [m.plan.rank * (m.plan.rank if m.plan.two_sided else mesh.block(m)[1]) for m in plain]
     contracted = [m.rows + (m.columns if m.plan.two_sided else ()) for m in plain]
     rows: list[Traffic] = []
-    for bucket in split_buckets(sizes, ceil(sum(sizes) / settings.overlap_buckets)):
+    for bucket in _buckets(sizes, ceil(sum(sizes) / settings.overlap_buckets)):
         for dim in mesh.sharding:
             if summed := [i for i in bucket if dim in contracted[i]]:
                 rows.append(_row("all_reduce", "core", sum(sizes[i] for i in summed), dim))
         rows += mesh.over_replicas("core", sum(sizes[i] for i in bucket))
-    whole = [*dense, *(prod(mesh.block(m)) for m in fresh if m.plan.sends(*mesh.block(m))[0])]
-    most = min(BUCKET_ELEMENTS, ceil(sum(whole) / settings.overlap_buckets))
-    for bucket in split_buckets(whole, most):
+    whole = [*dense, *filter(None, (mesh.refresh_elements(m)[0] for m in fresh))]
+    most = min(BUCKET, ceil(sum(whole) / settings.overlap_buckets))
+    for bucket in _buckets(whole, most):
         rows += mesh.over_replicas("gradient", sum(whole[i] for i in bucket))
-    sizes = [m.plan.held(mesh.block(m), (mesh.ranks(m.rows), mesh.ranks(m.columns))) for m in fresh]
-    for bucket in split_buckets(sizes, BUCKET_ELEMENTS):
+    sizes = [mesh.held(m) for m in fresh]
+    for bucket in _buckets(sizes, BUCKET):
         for q in {fresh[i].plan.power_iterations for i in bucket}:
             alike = [fresh[i] for i in bucket if fresh[i].plan.power_iterations == q]
             rows += _refresh(alike, q, mesh, settings.moments == "rotate")
@@ -130,17 +167,16 @@ def _refresh(fresh: Sequence[TSRMatrix], q: int, mesh: TSRMesh, rotates: bool) -
     axes: list[Axis] = ["columns", *(("rows", "columns") * q), "rows"]
     for axis in axes:
         # Y and Z are summed over one axis and have the length of the other axis.
-        side, other = (0, "rows") if axis == "columns" else (1, "columns")
+        side = 0 if axis == "columns" else 1
+        other: Axis = "rows" if axis == "columns" else "columns"
         sketches = [mesh.block(m)[side] * m.plan.width for m in fresh]
         rows += _sum(fresh, axis, sketches, mesh)
         pairs = zip(fresh, sketches, strict=True)
-        sent = sum(size for m, size in pairs if not m.plan.sends(*mesh.block(m))[0])
+        sent = sum(size for m, size in pairs if mesh.refresh_elements(m)[1])
         rows += mesh.over_replicas("sketch", sent)
         gathered: Counter[str] = Counter()
         for m in fresh:
-            dims = [dim for dim in mesh.sharding if dim in getattr(m, other)]
-            elements = m.plan.gathered(mesh.block(m)[side], mesh.ranks(dims))
-            gathered.update(dict(zip(dims, elements, strict=True)))
+            gathered.update(mesh.gathered(m, other))
         rows += [_row("all_gather", "sketch", n, dim) for dim, n in gathered.items()]
     both = [m for m in fresh if m.plan.two_sided]
     sums: list[tuple[Sequence[TSRMatrix], Axis, int]] = [
@@ -161,6 +197,19 @@ def _sum(
         if sizes := [n for m, n in pairs if dim in getattr(m, axis)]:
             rows.append(_row("all_reduce", "sketch", sum(sizes), dim))
     return rows
+
+
+def _buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Return the indices of consecutive sizes of at most ``limit`` together, or of a larger one."""
+    result: list[list[int]] = []
+    filled = 0
+    for index, size in enumerate(sizes):
+        if not result or filled + size > limit:
+            result.append([])
+            filled = 0
+        result[-1].append(index)
+        filled += size
+    return result
 
 
 def _row(op: str, role: str, elements: int, dim: str) -> Traffic:
