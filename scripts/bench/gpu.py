@@ -273,7 +273,7 @@ def _on_device(events: Iterable[Any], cuda: bool) -> Iterator[Row]:
     """
     kind = DeviceType.CUDA if cuda else DeviceType.CPU
     for event in events:
-        if event.device_type == kind and not event.is_user_annotation:
+        if event.device_type == kind and not getattr(event, "is_user_annotation", False):
             spent = event.self_device_time_total if cuda else event.self_cpu_time_total
             yield {"kernel": event.key[:90], "calls": event.count, "ms": spent / 1e3}
 

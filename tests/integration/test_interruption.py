@@ -136,7 +136,8 @@ def test_a_signal_saves_that_very_step(life, name, step):
         "run the same command again to resume"
     )
     assert "Traceback" not in stage.done.out + stage.done.err
-    assert stage.done.own_lines() == []
+    (line,) = stage.done.own_lines()
+    assert ": the run ends its step, saves and stops" in line
     # An unfinished run has no summary to be taken for a finished one's.
     assert not stage.summary
 
@@ -151,7 +152,8 @@ def test_the_next_start_goes_on_from_there(life):
 def test_a_second_signal_kills(life):
     stage = life.stage("twice")
     assert stage.done.status == 128 + signal.SIGTERM, stage.done.everything
-    (line,) = stage.done.own_lines()
+    (said, line) = stage.done.own_lines()
+    assert said.startswith("SIGTERM: the run ends its step")
     assert line.startswith("error: killed by SIGTERM; logs: ")
     assert (stage.state["state"], stage.state["error"]) == ("failed", "killed by SIGTERM")
     assert "Traceback" not in stage.done.out + stage.done.err

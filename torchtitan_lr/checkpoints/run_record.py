@@ -28,6 +28,8 @@ BATCH = "global_batch_size"
 
 ENVIRONMENT = "environment"
 """Key of the record: `environment_of` the last start."""
+RANKS, _LAYOUT = "ranks", "parallelism"
+"""What a change of the layout is listed under: the number of ranks, and the section's keys."""
 
 _RANKS = ("low_rank.rank", "low_rank.rank_attention", "low_rank.rank_ffn")
 _EXCLUDED = "checkpoint.exclude_from_loading"
@@ -84,7 +86,7 @@ def environment_of(config: Any, ranks: int) -> dict[str, Any]:
     """Return what else a comparison of runs depends on: ranks, tokens per step, torch, our code."""
     tokens = global_batch_size(config, ranks) * config.training.seq_len
     torch = metadata.version("torch").partition("+")[0]
-    return {"ranks": ranks, "tokens_per_step": tokens, "torch": torch, "commit": commit()}
+    return {RANKS: ranks, "tokens_per_step": tokens, "torch": torch, "commit": commit()}
 
 
 @cache
@@ -132,6 +134,21 @@ def changed(record: dict[str, Any], config: Any, ranks: int = 1) -> dict[str, li
         for key, (was, is_now) in pairs.items()
         if not _is_same(key, was, is_now) and key not in WITHOUT_EFFECT and key not in unused
     }
+
+
+def _layout_changes(record: dict[str, Any], config: Any, ranks: int) -> dict[str, list[Any]]:
+    """Return what differs in the layout, which changes no more than a result's last digits."""
+    before, now = record.get(_LAYOUT), json.loads(json.dumps(config.to_dict()[_LAYOUT]))
+    found = record.get(ENVIRONMENT)
+    pairs = {RANKS: [found.get(RANKS, ranks) if isinstance(found, dict) else ranks, ranks]}
+    if isinstance(before, dict):  # a damaged record may hold anything
+        pairs |= {f"{_LAYOUT}.{key}": [before.get(key, here), here] for key, here in now.items()}
+    return {key: [was, here] for key, (was, here) in pairs.items() if was != here}
+
+
+def changes_losses(changes: dict[str, list[Any]]) -> bool:
+    """Return whether one of these changes, of a run's record, changes losses."""
+    return any(key != RANKS and not key.startswith(f"{_LAYOUT}.") for key in changes)
 
 
 def _is_same(key: str, was: object, here: object) -> bool:
@@ -217,7 +234,7 @@ def write_record(
         aside = path.with_name(f"{path.name}.damaged")
         path.replace(aside)
         logger.warning("%s is damaged: it is kept as %s and written anew", path, aside)
-    changes = changed(found, config, ranks) if step else {}
+    changes = changed(found, config, ranks) | _layout_changes(found, config, ranks) if step else {}
     if step and excluded:
         changes[_EXCLUDED] = [[], list(excluded)]
     history = [entry for entry in entries if entry["after_step"] <= step] if step else []

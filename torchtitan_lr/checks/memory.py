@@ -18,6 +18,10 @@ COMPILED = 1.5
 """Share that a compiled block may save; the estimate counts blocks as uncompiled."""
 
 _GIB = 2**30
+
+BARE = 0.3 * _GIB
+"""Bytes of a rank before it builds its model: the interpreter and torch."""
+
 _CGROUPS, _OLD_LIMIT = Path("/sys/fs/cgroup"), "memory.limit_in_bytes"
 
 
@@ -29,7 +33,7 @@ def check_memory(config: Any, world_size: int, device_type: str) -> None:
     ranks = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE") or world_size))
     if config.comm.mode == "fake_backend":  # one process
         ranks = 1
-    memory = machine_memory() * (COMPILED if config.compile.enable else 1)
+    memory = machine_memory() * (COMPILED if config.compile.enable else 1) - ranks * BARE
     training, section = config.training, config.parallelism
     # Far more than any rank needs, for the many runs that need not be rehearsed, which takes
     # seconds: in fp32, weights four times, and of each token 60 activations as wide as the stream
@@ -47,7 +51,7 @@ def check_memory(config: Any, world_size: int, device_type: str) -> None:
     if needed <= memory:
         return
     fits = int(training.local_batch_size * (memory - fixed) / (needed - fixed))
-    have = f"the ranks need {needed / _GIB:,.1f} GiB, this machine has "
+    have = f"the ranks need {(needed + ranks * BARE) / _GIB:,.1f} GiB, this machine has "
     have += f"{machine_memory() / _GIB:,.1f}"
     anyway = "training.check_memory = false starts anyway"
     if fits < 1:

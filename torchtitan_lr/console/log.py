@@ -180,7 +180,7 @@ def step_line(
         step: The step, from 1.
         steps: The run's last step.
         left: Seconds left, None if unknown.
-        loss: Mean over all tokens of the step, nats per token.
+        loss: Mean of the steps since the logged one before, nats per token.
         grad_norm: Norm of the full gradient before clipping.
         lr: Learning rate of the step.
         tokens: Tokens of all ranks since the first step.

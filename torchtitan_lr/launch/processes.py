@@ -178,6 +178,11 @@ class RankGroup:
                 os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)
         if not ranks:
             self._deadline = time.monotonic() + _END_SECONDS
+            return
+        # Not by `print`, into which the signal may have come. A step may take minutes.
+        line = f"{self.signal_name}: the run ends its step, saves and stops; again, it is killed\n"
+        with contextlib.suppress(OSError):
+            os.write(2, line.encode())
 
     def _with_handler(self) -> list[int]:
         """Return the living ranks that handle SIGTERM."""

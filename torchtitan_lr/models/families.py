@@ -130,6 +130,9 @@ class ModelFamily:
             return nn.Linear(d_in, d_out, bias=False)
         linear = LowRankLinear(d_in, d_out, rank, args.learns_gates and not first_block)
         for name, own in self.own_parameters(args, rank).items():
+            if hasattr(linear, name) or not name.isidentifier():
+                want = f"a family whose own parameters are not named {name!r}"
+                raise ConfigError("model.name", self.model_name, f"{want}: a linear has A, B, gate")
             linear.register_parameter(name, nn.Parameter(torch.empty(own.shape)))
         return linear
 

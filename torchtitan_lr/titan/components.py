@@ -16,7 +16,6 @@ from torchtitan.components.dataloader import DataloaderExhaustedError as Dataloa
 from torchtitan.components.lr_scheduler import LRSchedulersContainer as LRSchedulersContainer
 from torchtitan.components.lr_scheduler import build_lr_schedulers as build_lr_schedulers
 from torchtitan.components.metrics import BaseLogger as BaseLogger
-from torchtitan.components.metrics import LoggerContainer as LoggerContainer
 from torchtitan.components.metrics import MetricsProcessor as MetricsProcessor
 from torchtitan.components.metrics import TensorBoardLogger as TensorBoardLogger
 from torchtitan.components.metrics import WandBLogger as WandBLogger

@@ -187,7 +187,7 @@ def finish_axes(axes: Any, history: list[dict[str, Any]]) -> None:
 def draw_losses(
     axes: Any, history: list[dict[str, Any]], color: str, dots: str, name: str, dots_name: str
 ) -> None:
-    """Draw a run's training loss, as logged and smoothed, and its validation losses as dots.
+    """Draw a run's training loss, each logged mean and smoothed, and its validation losses as dots.
 
     Args:
         axes: The axes.
@@ -197,7 +197,8 @@ def draw_losses(
         name: Label of the smoothed training loss.
         dots_name: Label of the validation losses; empty for none.
     """
-    steps, losses = series(history, TRAIN_LOSS)
+    known = [record for record in history if train_loss(record) is not None]
+    steps, losses = series([r | {TRAIN_LOSS: train_loss(r)} for r in known], TRAIN_LOSS)
     axes.plot(steps, losses, color=color, **THIN)
     axes.plot(steps, smoothed(losses), color=color, label=name, **THICK)
     validation = series(history, VALIDATION_LOSS)
@@ -210,7 +211,7 @@ def draw_curve(history: list[dict[str, Any]], path: Path, title: str = "") -> An
     """Draw losses, unigram entropy and learning rate over steps and tokens into a PNG."""
     figure = new_figure()
     axes = figure.add_subplot()
-    names = "training loss (thin: as logged)", "validation loss"
+    names = "training loss (thin: means of logged intervals)", "validation loss"
     draw_losses(axes, history, _TRAIN, _VALIDATION, *names)
     if entropies := series(history, UNIGRAM_ENTROPY)[1]:
         label = f"unigram entropy {entropies[-1]:.2f} nats"

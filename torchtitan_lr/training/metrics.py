@@ -15,26 +15,27 @@ import platform
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from importlib.metadata import distributions
 from pathlib import Path
 from textwrap import indent
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.checkpoints.run_record import global_batch_size
 from torchtitan_lr.console.log import Pace, console, step_line, validation_line
+from torchtitan_lr.errors import escaped
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.plans import tp_settings
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import BaseModelArgs, JobConfig, ParallelDims, drop_marker
 from torchtitan_lr.titan.components import (
     BaseLogger,
-    LoggerContainer,
     MetricsProcessor,
     TensorBoardLogger,
     WandBLogger,
@@ -43,7 +44,11 @@ from torchtitan_lr.titan.components import (
 from torchtitan_lr.training import history
 
 WANDB_ID_FILE = "wandb_run_id"
-"""In the dump folder: the id of the run's wandb run."""
+"""In the dump folder: the id of the run's wandb run, and in a second line the folder's path."""
+
+_LONGEST_UPLOAD = 60  # seconds at the end of a run
+
+L = TypeVar("L", "RunTensorBoard", "RunWandb")
 
 
 @dataclass
@@ -73,6 +78,7 @@ class RunTensorBoard(TensorBoardLogger):
     drops the later steps there. A new run gets a new one.
     """
 
+    known_as = "TensorBoard"
     exit_status = 0
 
     def __init__(self, folder: Path, after: int, config: dict[str, Any]) -> None:
@@ -96,21 +102,37 @@ class RunTensorBoard(TensorBoardLogger):
         self.writer.add_text("summary", indent(json.dumps(summary, indent=1), " " * 4), step)
         self.writer.add_image("curve", imread(curve)[..., :3], step, dataformats="HWC")
 
+    @staticmethod
+    def abandon() -> None:
+        """Do nothing: its thread has ended with the error."""
+
 
 class RunWandb(WandBLogger):
     """torchtitan's wandb, online or into files, as ``[metrics] wandb_*`` says.
 
     wandb's environment variables take precedence over these keys. Mode ``auto`` is offline if no
     credentials are found, so that a run never waits for a log-in. A run that starts ``after`` step
-    0 continues its wandb run, whose id is in the dump folder.
+    0 continues its wandb run, whose id is in the dump folder. One that ``repeats`` steps with other
+    losses does not, since wandb keeps the first losses of a step; nor does one in a copy of its
+    folder.
     """
 
+    known_as = "wandb"
     exit_status = 0
 
-    def __init__(self, dump_folder: Path, after: int, config: dict[str, Any], metrics: Any) -> None:
+    def __init__(
+        self,
+        dump_folder: Path,
+        after: int,
+        config: dict[str, Any],
+        metrics: Any,
+        repeats: bool = False,
+    ) -> None:
         given = os.environ.get
         # Its own lines and warnings; the run's address is on the console.
         os.environ.setdefault("WANDB_SILENT", "true")
+        # A server that does not answer would hold a finished run; `wandb sync` uploads the rest.
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", f"{_LONGEST_UPLOAD}")
         import wandb  # imported late: few runs use it
 
         # Not upstream's constructor: it cannot resume a run.
@@ -121,16 +143,21 @@ class RunWandb(WandBLogger):
             known = netrc.is_file() and b"wandb" in netrc.read_bytes()
             mode = "online" if known or given("WANDB_API_KEY") else "offline"
         kept = dump_folder / WANDB_ID_FILE
-        stored = kept.read_text(errors="ignore") if after > 0 and kept.is_file() else ""
-        stored = re.sub(r"[^\w.-]", "", stored)  # a damaged file must not end the run
-        run_id = given("WANDB_RUN_ID") or stored or secrets.token_hex(4)
+        lines = kept.read_text(errors="ignore") if after > 0 and kept.is_file() else ""
+        earlier, _, place = lines.partition("\n")
+        earlier = re.sub(r"[^\w.-]", "", earlier)  # a damaged file must not end the run
+        here = os.path.realpath(kept)
+        # A folder that was moved is none any more in its old place.
+        copied = place.strip() not in ("", here) and os.path.isfile(place.strip())
+        origin = f"from {earlier} at step {after}" if earlier and (repeats or copied) else ""
+        run_id = given("WANDB_RUN_ID") or (not origin and earlier) or secrets.token_hex(4)
         self._run = wandb.init(
             entity=given("WANDB_TEAM"),
             project=given("WANDB_PROJECT") or metrics.wandb_project,
             name=given("WANDB_RUN_NAME") or metrics.wandb_run_name or None,
             group=given("WANDB_RUN_GROUP") or metrics.wandb_group or None,
             tags=tags.split(",") if (tags := given("WANDB_TAGS")) else metrics.wandb_tags,
-            notes=given("WANDB_RUN_NOTES"),
+            notes=given("WANDB_RUN_NOTES") or origin or None,
             job_type=given("WANDB_RUN_JOB_TYPE"),
             id=run_id,
             mode=mode,
@@ -141,9 +168,13 @@ class RunWandb(WandBLogger):
         )
         # A resumed run may have another configuration, such as more steps.
         self._run.config.update(config, allow_val_change=True)
-        kept.write_text(run_id + "\n")
-        offline = f"offline; `wandb sync {Path(self._run.dir).parent}` uploads it"
-        console.info("wandb run %s: %s", run_id, offline if self._run.offline else self._run.url)
+        kept.write_text(f"{run_id}\n{here}\n")
+        where = self._run.url
+        if self._run.offline:
+            where = f"offline; `wandb sync {Path(self._run.dir).parent}` uploads it"
+        if run_id == earlier and origin:  # WANDB_RUN_ID says so
+            logger.warning("wandb keeps the losses that run %s has of later steps", run_id)
+        console.info("wandb run %s%s: %s", run_id, origin and f", {origin}", where)
 
     def publish(self, summary: dict[str, Any], curve: Path) -> None:
         """Upload the summary's values and file, and the curve."""
@@ -155,6 +186,68 @@ class RunWandb(WandBLogger):
     def close(self) -> None:
         """End the wandb run, as failed if the run's exit status is not 0."""
         self._run.finish(exit_code=self.exit_status)
+
+    @staticmethod
+    def abandon() -> None:
+        """End what wandb would end, with a traceback, at the interpreter's exit."""
+        import wandb
+
+        wandb.teardown()
+
+
+class Loggers(BaseLogger):
+    """TensorBoard and wandb. One that fails is dropped with a warning, and the run goes on.
+
+    Both depend on what a run does not: another process, a server, a disk.
+    """
+
+    def __init__(self) -> None:
+        self.opened: list[RunTensorBoard | RunWandb] = []
+        self._dropped: list[type[RunTensorBoard | RunWandb]] = []
+
+    def open(self, kind: type[L], *arguments: Any) -> None:
+        """Open a logger and add it."""
+        with self._tolerated(kind):
+            self.opened.append(kind(*arguments))
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Log to each."""
+        self._each(lambda opened: opened.log(metrics, step))
+
+    def publish(self, summary: dict[str, Any], curve: Path) -> None:
+        """Give each the summary and the curve of a finished run."""
+        self._each(lambda opened: opened.publish(summary, curve))
+
+    def close(self, exit_status: int = 0) -> None:
+        """End each, with the run's exit status."""
+
+        def end(opened: RunTensorBoard | RunWandb) -> None:
+            opened.exit_status = exit_status
+            opened.close()
+
+        self._each(end)
+        self.opened = []
+        for kind in self._dropped:
+            with suppress(Exception):
+                kind.abandon()
+
+    def _each(self, use: Callable[[RunTensorBoard | RunWandb], None]) -> None:
+        for opened in tuple(self.opened):
+            with self._tolerated(type(opened)):
+                self.opened.remove(opened)
+                use(opened)
+                self.opened.append(opened)
+
+    @contextmanager
+    def _tolerated(self, kind: type[RunTensorBoard | RunWandb]) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            what = escaped(f"{type(error).__name__}: {error}")
+            logger.warning(
+                "%s cannot be used, training goes on without it: %s", kind.known_as, what
+            )
+            self._dropped.append(kind)
 
 
 def resolved_config(
@@ -191,12 +284,12 @@ class LowRankMetricsProcessor(MetricsProcessor):
 
     Attributes:
         exit_status: The run's; wandb shows a run with another status than 0 as failed.
-        opened: TensorBoard and wandb, once the run has started; they take the summary.
+        logger: TensorBoard and wandb, once the run has started.
         history: ``metrics.jsonl``, on rank 0.
         before_writing: Called before each record; an exception prevents it.
     """
 
-    logger: LoggerContainer
+    logger: Loggers
     time_last_log: float
     ntokens_since_last_log: int
 
@@ -213,12 +306,10 @@ class LowRankMetricsProcessor(MetricsProcessor):
         self.exit_status = 0
         self.before_writing: Callable[[], None] = lambda: None
         self._pace = Pace(job_config.training.steps)
-        self.opened: list[RunTensorBoard | RunWandb] = []
         self.history: HistoryLogger | None = None
-        self.logger = LoggerContainer()
+        self.logger = Loggers()
         if dist.get_rank() == 0:
             self.history = HistoryLogger(Path(job_config.job.dump_folder) / history.HISTORY_FILE)
-            self.logger.add_logger(self.history)
         self._paused_at: float | None = None
         self._last_logged_step = 0
 
@@ -226,39 +317,37 @@ class LowRankMetricsProcessor(MetricsProcessor):
         """Log the first step, every ``metrics.log_freq`` steps and the last one."""
         return super().should_log(step) or step == self.job_config.training.steps
 
-    def start_after(self, step: int) -> None:
+    def start_after(self, step: int, differs: bool = False) -> None:
         """Open the loggers for a run that starts after ``step``, the loaded checkpoint's step.
 
         Rank 0 writes wandb. The others write TensorBoard too if ``metrics.save_for_all_ranks``.
+
+        Args:
+            step: The step.
+            differs: Whether the steps that follow may have other losses than before.
         """
         self._last_logged_step = step
         config = resolved_config(self.job_config, self.parallel_dims, self._model_args)
         metrics, dump_folder = self.job_config.metrics, Path(self.job_config.job.dump_folder)
         rank = dist.get_rank()
+        records = [] if self.history is None else history.read_history(self.history.path)
+        # Later records are dropped: a run resumed from ``step`` writes them again.
+        kept = [record for record in records if record["step"] <= step]
+        repeats = differs and len(kept) < len(records)
         if metrics.enable_wandb and rank == 0:
-            try:
-                self.opened.append(RunWandb(dump_folder, step, config, metrics))
-            except Exception as error:  # of the network, the account or the disk
-                logger.warning("wandb cannot be used, training goes on without it: %s", error)
+            self.logger.open(RunWandb, dump_folder, step, config, metrics, repeats)
         if metrics.enable_tensorboard and (rank == 0 or metrics.save_for_all_ranks):
             folder = dump_folder / metrics.save_tb_folder
             if metrics.save_for_all_ranks:
                 folder /= f"rank_{rank}"
-            self.opened.append(RunTensorBoard(folder, step, config))
-        for opened in self.opened:
-            self.logger.add_logger(opened)
+            self.logger.open(RunTensorBoard, folder, step, config)
         # A file that cannot be read has no records here, and is left as it is.
-        if self.history is not None and (records := history.read_history(self.history.path)):
-            # Later records are dropped: a run resumed from ``step`` writes them again.
-            kept = [record for record in records if record["step"] <= step]
+        if self.history is not None and records:
             write_whole(self.history.path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def close(self) -> None:
         """Close the loggers; loggers that record failed runs get ``exit_status``."""
-        for opened in self.opened:
-            opened.exit_status = self.exit_status
-            opened.close()
-        self.opened = []
+        self.logger.close(self.exit_status)
 
     def pause(self) -> None:
         """Pause the throughput clock during validation and saves."""
@@ -307,13 +396,13 @@ class LowRankMetricsProcessor(MetricsProcessor):
             **({} if math.isnan(mfu) else {history.MFU: mfu}),
             **(extra_metrics or {}),
         }
-        self.logger.log(metrics, step)
+        self._write(metrics, step)
         console.info(
             step_line(
                 step,
                 self.job_config.training.steps,
                 self._pace.left(step, time.perf_counter()),
-                loss=global_avg_loss,
+                loss=history.train_loss(metrics) or global_avg_loss,
                 grad_norm=grad_norm,
                 lr=metrics.get(history.RATE),
                 tokens=metrics.get(history.TOKENS_SEEN),
@@ -328,6 +417,11 @@ class LowRankMetricsProcessor(MetricsProcessor):
         self.data_loading_times.clear()
         self.time_last_log = time.perf_counter()
 
+    def _write(self, metrics: dict[str, Any], step: int) -> None:
+        if self.history is not None:
+            self.history.log(metrics, step)
+        self.logger.log(metrics, step)
+
     def log_validation(
         self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
     ) -> None:
@@ -339,6 +433,6 @@ class LowRankMetricsProcessor(MetricsProcessor):
             "validation_metrics/memory/max_reserved(GiB)": memory.max_reserved_gib,
             **(extra_metrics or {}),
         }
-        self.logger.log(metrics, step)
+        self._write(metrics, step)
         seconds = metrics.get(history.VALIDATION_SECONDS)
         console.info(validation_line(step, loss, history.perplexity(loss), seconds))

@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan_lr.agreement import first_rank_where, from_all_ranks, from_first_rank
 from torchtitan_lr.checkpoints.folders import RESIDUALS, RUN_CONFIG, write_whole
 from torchtitan_lr.checkpoints.run_record import (
+    changes_losses,
     described,
     global_batch_size,
     left_out,
@@ -187,9 +188,10 @@ class Trainer(TitanTrainer):
     def _start(self) -> None:
         """Write and print what is known of the run once its checkpoint is loaded."""
         self.before_start()
-        self.write_record()
+        changed = self.write_record()
         self._first_step = self.step
-        self.metrics_processor.start_after(self.step)
+        goes_back = self.job_config.checkpoint.load_step != -1
+        self.metrics_processor.start_after(self.step, differs=changed or goes_back)
         self._report_start()
         self._make_up_for_validation()
 
@@ -220,13 +222,19 @@ class Trainer(TitanTrainer):
         # groups. Saves keep theirs: ranks wait for one another's storage.
         set_timeouts(timedelta(seconds=seconds), getattr(self.checkpointer, "pg", None))
 
-    def write_record(self) -> None:
-        """Write the run's configuration into the dump folder, after all checks have passed."""
-        if dist.get_rank() == 0:
-            ranks, excluded = self.parallel_dims.world_size, self.checkpointer.excluded
-            changes = write_record(self.job_config, self.step, ranks, excluded)
-            if changes:
-                console.info("After step %d: %s", self.step, described(changes))
+    def write_record(self) -> bool:
+        """Write the run's configuration into the dump folder, after all checks have passed.
+
+        Returns:
+            Whether the losses differ from those of the record before; on rank 0.
+        """
+        if dist.get_rank() != 0:
+            return False
+        ranks, excluded = self.parallel_dims.world_size, self.checkpointer.excluded
+        changes = write_record(self.job_config, self.step, ranks, excluded)
+        if changes:
+            console.info("After step %d: %s", self.step, described(changes))
+        return changes_losses(changes)
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """Run one optimizer step over all micro-batches of this rank; see `Step`.
@@ -449,8 +457,7 @@ class Trainer(TitanTrainer):
         summary = history.build_summary(records, self.step, peak.item(), checkpoint)
         write_whole(file, json.dumps(summary | {"curve": str(curve)}, indent=2) + "\n")
         logger.info("Summary written to %s", file)
-        for opened in processor.opened:
-            opened.publish(summary, curve)
+        processor.logger.publish(summary, curve)
 
 
 def described_layout(dims: ParallelDims) -> str:

@@ -5,7 +5,12 @@ import json
 
 import pytest
 
-from torchtitan_lr.checkpoints.run_record import left_out, read_record, write_record
+from torchtitan_lr.checkpoints.run_record import (
+    changes_losses,
+    left_out,
+    read_record,
+    write_record,
+)
 from torchtitan_lr.checks.stored import check_record
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
@@ -27,13 +32,16 @@ def test_both_values_stay_in_the_record(tmp_path):
     assert write_record(config(tmp_path, "--training.local_batch_size=4"), 5) == batch
     # debug_cola on 4 ranks has 2 of 8 sequences; only the way to write it is another.
     write_record(config(tmp_path), 0, ranks=4)
-    assert write_record(config(tmp_path, "--training.global_batch_size=16"), 5, ranks=2) == {}
+    fewer = write_record(config(tmp_path, "--training.global_batch_size=16"), 5, ranks=2)
+    assert fewer == {"ranks": [4, 2]} and not changes_losses(fewer)
     assert write_record(config(tmp_path, "--training.global_batch_size=32"), 5, ranks=2)
     # The same settings on fewer ranks are another batch; a record of an earlier version has -1.
     write_record(config(tmp_path), 0, ranks=4)
-    assert write_record(config(tmp_path), 5, ranks=2) == {"training.global_batch_size": [16, 8]}
+    fewer = write_record(config(tmp_path), 5, ranks=2)
+    assert fewer == {"ranks": [4, 2], "training.global_batch_size": [16, 8]}
+    assert changes_losses(fewer)
     earlier = json.loads((tmp_path / "job_config.json").read_text())
-    del earlier["global_batch_size"], earlier["changes"]
+    del earlier["global_batch_size"], earlier["changes"], earlier["environment"]
     (tmp_path / "job_config.json").write_text(json.dumps(earlier))
     assert write_record(config(tmp_path), 5, ranks=4) == {}
     write_record(config(tmp_path), 0)
@@ -46,6 +54,9 @@ def test_both_values_stay_in_the_record(tmp_path):
     record = json.loads((tmp_path / "job_config.json").read_text())
     assert record["changes"] == [{"after_step": 10, **first}, {"after_step": 20, **second}]
     assert (record["optimizer"]["lr"], record["training"]["steps"]) == (0.001, 300)
+    other = {"parallelism.pipeline_parallel_degree": [1, 2]}
+    layout = "--parallelism.pipeline_parallel_degree=2"
+    assert other.items() <= write_record(config(tmp_path, *later, layout), 20).items()
     # A return to an earlier step forgets what came after it; a new run has no past.
     assert write_record(config(tmp_path, *later, "--training.seq_len=64"), 15)
     steps = [entry["after_step"] for entry in read_record(config(tmp_path))["changes"]]

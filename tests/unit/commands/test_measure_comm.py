@@ -1,7 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """``measure-comm``: blocks that differ in nothing but their overlap are one."""
 
+import pytest
+
 from torchtitan_lr.commands import measure_comm as script
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.scaling.experiments import place_run
 
 
 def row(scope, overlapped, calls=1):
@@ -9,6 +13,22 @@ def row(scope, overlapped, calls=1):
     counts = {"calls": calls, "elements": 8, "bytes": 32, "overlapped_flops": overlapped}
     expected = {"expected_calls": 1, "expected_elements": 8}
     return {**names, "dtype": "float32", **counts, **expected}
+
+
+def test_a_folder_with_a_run_is_neither_refused_nor_used(tmp_path, monkeypatch):
+    step = tmp_path / "checkpoint" / "step-3"
+    step.mkdir(parents=True)
+    (step / ".metadata").touch()
+    arguments = ["--job.config_file=debug_cola", f"--job.dump_folder={tmp_path}", *script.QUIET]
+    monkeypatch.setenv("NGPU", "1")
+    with pytest.raises(ConfigError, match=r"job\.dump_folder: .* has checkpoints of one"):
+        place_run(arguments)  # the control
+    placed = []
+    monkeypatch.setattr(script, "run_on_ranks", lambda *found: placed.append(found) or [])
+    script.run_ranks(arguments)
+    ((_, given, ranks),) = placed
+    folders = [argument for argument in given if argument.startswith("--job.dump_folder=")]
+    assert folders[0] == arguments[1] != folders[-1] and ranks == 1
 
 
 def test_blocks_that_overlap_differently_are_one():

@@ -69,7 +69,7 @@ def saved(family):
 def test_an_eager_cola_block_saves_less_than_a_full_one(monkeypatch):
     cola = saved("cola")
     assert cola < saved("full")
-    plain = lambda x, weight: F.linear(x.product(), weight)  # noqa: E731
+    plain = lambda x, weight, width=0: F.linear(x.product(), weight)  # noqa: E731
     monkeypatch.setattr("torchtitan_lr.models.linears.gated_linear", plain)
     # Six r-wide activations (a block's last is kept) and two f-wide products, in fp32.
     assert saved("cola") - cola == 4 * 64 * (6 * 64 + 2 * 688)

@@ -2,6 +2,7 @@
 """A family from outside the package is built, accepted, refused and counted like the others."""
 
 import importlib
+import re
 import sys
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from torchtitan_lr.formulas.data_parallel import named_parameters
 from torchtitan_lr.formulas.tensor_parallel import part_traffic
 from torchtitan_lr.hf.export import check_hf_exportable
 from torchtitan_lr.models.configured import model_shapes
-from torchtitan_lr.models.families import FAMILIES, ModelFamily
+from torchtitan_lr.models.families import FAMILIES, ModelFamily, OwnParameter
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.placement import TPSettings
 from torchtitan_lr.titan.specs import REGISTERED_SPECS
@@ -60,6 +61,16 @@ def test_a_linear_is_b_tanh_a_with_its_own_parameters():
     for linear, out in zip(linears, outputs, strict=True):
         latent = torch.tanh(linear.temperature * linear.A(norm(x)))
         torch.testing.assert_close(out, linear.B(linear.gain * latent))
+
+
+@pytest.mark.parametrize("name", ["gate", "A", "weight.scale", "training"])
+def test_a_name_that_a_linear_has_already_is_refused(name, monkeypatch):
+    importlib.import_module("tests.toy_family")
+    family = FAMILIES["tanh"]
+    own = OwnParameter((1,), lambda parameter, generator: parameter)
+    monkeypatch.setattr(type(family), "own_parameters", lambda *_: {name: own})
+    with pytest.raises(ConfigError, match=f"own parameters are not named '{re.escape(name)}'"):
+        tiny_toy()
 
 
 @pytest.mark.parametrize("plan", ["auto", "vanilla"])

@@ -1,8 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-import resource
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
 
+from tests.support.full_disk import files_of_at_most
 from torchtitan_lr.checkpoints.folders import complete_steps
 from torchtitan_lr.config.build import config_class
 from torchtitan_lr.console.log import console
@@ -63,17 +62,6 @@ def save_and_die_before_metadata(checkpoints: Any, step: int, monkeypatch: Any) 
     with monkeypatch.context() as patch, failed:
         patch.setattr(FileSystemWriter, "finish", die)
         checkpoints.save(step)
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """What a full disk does: a write fails where a file would be larger."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.usefixtures("process_group")

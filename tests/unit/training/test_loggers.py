@@ -3,18 +3,26 @@
 
 import json
 import os
+import shutil
+import signal
 import time
+from pathlib import Path
 
 import pytest
+import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.support.full_disk import files_of_at_most
+from tests.support.kills import child_pids
 from tests.unit.tiny import tiny_args
 from tests.wandb_file import parts, values_of
+from tests.wandb_server import wandb_server
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.figures import new_figure
 from torchtitan_lr.titan.base import ParallelDims
 from torchtitan_lr.training.metrics import (
     WANDB_ID_FILE,
+    Loggers,
     RunTensorBoard,
     RunWandb,
     resolved_config,
@@ -93,7 +101,7 @@ def test_wandb_continues_its_run_and_ends_as_failed(tmp_path, metrics, curve):
     first.publish(SUMMARY, curve)
     first.close()
     found = written(tmp_path)
-    kept = (tmp_path / WANDB_ID_FILE).read_text().strip()
+    kept, _ = (tmp_path / WANDB_ID_FILE).read_text().split()
     assert [(run.run_id, run.resume) for run in found["run"]] == [(kept, True)]
     assert kept != "of-before"  # the control: this run starts anew
     assert [end.exit_code for end in found["exit"]] == [0]
@@ -117,6 +125,101 @@ def test_wandb_continues_its_run_and_ends_as_failed(tmp_path, metrics, curve):
     for change in [found["run"][0].config, *found.get("config", [])]:
         config |= values_of(change.update)
     assert config["training"] == {"steps": 9}
+
+
+@pytest.mark.parametrize(
+    ("differs", "goes_on"), [("no", True), ("repeats", False), ("copied", False), ("moved", True)]
+)
+def test_which_wandb_run_a_resumption_continues(differs, goes_on, tmp_path, metrics):
+    """wandb keeps the first losses of a step, so that others need a run of their own."""
+    first, then = tmp_path / "a", tmp_path / "a"
+    first.mkdir()
+    RunWandb(first, 0, {}, metrics).close()
+    (kept, _) = (first / WANDB_ID_FILE).read_text().split()
+    if differs in ("copied", "moved"):
+        then = tmp_path / "b"
+        shutil.copytree(first, then)
+    if differs == "moved":
+        shutil.rmtree(first)
+    shutil.rmtree(then / "wandb")
+    RunWandb(then, 4, {}, metrics, differs == "repeats").close()
+    (run,) = written(then)["run"]
+    assert (run.run_id == kept) == goes_on
+    assert (then / WANDB_ID_FILE).read_text().split() == [run.run_id, f"{then / WANDB_ID_FILE}"]
+    said = f"from {kept} at step 4"
+    assert (run.notes, run.run_group) == ("" if goes_on else said, "ranks")
+
+
+def opened_wandb(tmp_path, metrics):
+    loggers = Loggers()
+    loggers.open(RunWandb, tmp_path, 0, {}, metrics)
+    assert len(loggers.opened) == 1
+    return loggers
+
+
+def log_until(loggers, done):
+    for step in range(2, 200):
+        loggers.log({"loss": 1.0}, step)
+        if done():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it did not come to that")
+
+
+@pytest.mark.parametrize("point", ["log", "publish", "close"])
+def test_no_end_of_wandbs_process_ends_a_run(point, tmp_path, metrics, curve, caplog):
+    loggers = opened_wandb(tmp_path, metrics)
+    uses = {
+        "log": lambda: log_until(loggers, lambda: not loggers.opened),
+        "publish": lambda: loggers.publish(SUMMARY, curve),
+        "close": loggers.close,
+    }
+    loggers.log({"loss": 1.0}, 1)
+    for pid in child_pids(os.getpid()):
+        if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+    uses[point]()
+    assert loggers.opened == []
+    loggers.close()
+    assert caplog.text.count("wandb cannot be used, training goes on without it: ") == 1
+    # Nothing is left of it: another run in this process has another one.
+    opened_wandb(tmp_path, metrics).close()
+
+
+@pytest.mark.parametrize("broken", [(500, "no"), (200, "<html>no</html>"), (200, "[]")])
+def test_no_answer_of_wandbs_server_ends_a_run(broken, tmp_path, metrics, curve, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "1")  # of a minute
+    wandb.teardown()  # which has read the variables of another run
+    with wandb_server() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        loggers = opened_wandb(tmp_path, metrics)
+        assert not loggers.opened[0]._run.offline and server.asked
+        server.broken = broken
+        answered = len(server.asked)
+        log_until(loggers, lambda: len(server.asked) > answered)
+        loggers.publish(SUMMARY, curve)
+        began = time.monotonic()
+        loggers.close()
+        assert time.monotonic() - began < 30
+        wandb.teardown()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("room", [0, 4096])
+def test_a_full_disk_costs_tensorboard_alone(room, tmp_path, caplog):
+    """At the start, or later: it is its thread that writes."""
+    loggers = Loggers()
+    with files_of_at_most(room):
+        loggers.open(RunTensorBoard, tmp_path / "tb", 0, {})
+        assert len(loggers.opened) == (room > 0)
+        if room:
+            texts = {"loss": 1.0, "x" * 500: 2.0}
+            for step in range(1, 50):
+                loggers.log(texts, step)
+        loggers.close()
+    assert loggers.opened == []
+    assert caplog.text.count("TensorBoard cannot be used, training goes on without it: ") == 1
 
 
 def board_of(folder):

@@ -6,6 +6,7 @@ the tokens of its data-parallel share, so a rank's tokens are four times in the 
 """
 
 import json
+import math
 import os
 import time
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan_lr.config.files import MOST_BYTES
 from torchtitan_lr.titan.base import JobConfig, ParallelDims
 from torchtitan_lr.titan.device import bind_device
+from torchtitan_lr.training import metrics
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
 
 GIB = 2**30
@@ -114,6 +116,17 @@ def test_speed_by_hand(processor_of, clock):
     assert (record["step"], record["lr"]) == (1, 0.125)
 
 
+@pytest.mark.parametrize(("mean", "shown"), [(2.25, "loss 2.25000"), (math.nan, "loss 2.50000")])
+def test_the_console_shows_the_mean_of_the_interval(mean, shown, processor_of, clock, monkeypatch):
+    lines = []
+    monkeypatch.setattr(metrics.console, "info", lines.append)
+    processor = processor_of()
+    clock.now += 1
+    processor.ntokens_since_last_log += 600
+    log(processor, 4, interval_loss=mean)
+    assert f"  {shown}  " in lines[0]
+
+
 def test_pauses_do_not_count(processor_of, clock):
     processor = processor_of()
     clock.now += 2
@@ -166,7 +179,7 @@ def test_training_goes_on_without_wandb(rank, processor_of, monkeypatch, caplog)
     processor = processor_of(rank)
     processor.job_config.metrics.enable_wandb = True
     processor.start_after(0)
-    assert processor.opened == []
+    assert processor.logger.opened == []
     assert ("training goes on without it" in caplog.text) == (rank == 0)
 
 
