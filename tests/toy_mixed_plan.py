@@ -5,8 +5,8 @@ Every rank has the whole of attention and repeats it. The feed-forward is split 
 and at full rank as by ``megatron``. A run names this module by ``experimental.custom_import``.
 """
 
-from torchtitan_lr.formulas.tensor_parallel import FORMULAS, PlanFormula
-from torchtitan_lr.formulas.traffic import backward, forward
+from torchtitan_lr.costs.messages import backward, forward
+from torchtitan_lr.costs.tp_messages import FORMULAS, PlanFormula
 from torchtitan_lr.parallel.edge import MixEdge, WholeDense, WholeDown, WholeUp
 from torchtitan_lr.parallel.ends import EmbedEdge, HeadEdge
 from torchtitan_lr.parallel.megatron import ColumnEdge, RowEdge, VanillaDown, VanillaUp

@@ -26,7 +26,7 @@ STEP_BYTES = 4
 """A step counter, an fp32 scalar: AdamW has one per tensor, TSR-Adam one per model part."""
 
 COUNTER_BYTES = 8
-"""Bytes of an int64 counter; TSR-Adam has two per matrix, age and refreshes."""
+"""Bytes of an int64 counter; TSR-Adam counts the refreshes of each matrix."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def static_memory(
             if plan is not None:
                 m, n = reversed(shape) if plan.transposed else shape
                 moments = plan.core_elements(n)
-                optimizer += 2 * COUNTER_BYTES + size * plan.rank * (m + n * plan.two_sided)
+                optimizer += COUNTER_BYTES + size * plan.rank * (m + n * plan.two_sided)
             optimizer += ADAM_MOMENTS * size * moments
     weights = precision.parameter * elements
     return {"weights": weights, "gradients": weights, "optimizer": optimizer}
