@@ -90,6 +90,25 @@ def test_the_rank_whose_backward_made_a_nan_is_named(layout: str, four_ranks: Ra
     assert all(message in error for error in errors)
 
 
+@pytest.mark.parametrize(
+    ("layout", "block"),
+    [
+        # Rank 1 has the first stage's last block, and its neighbour in the pipeline the loss.
+        ([*degrees(pipeline=2, local_batch=2), "--parallelism.data_parallel_shard_degree=2"], 0),
+        # The other rank of its row attends to what it has made in the block behind.
+        ([*degrees(local_batch=2), "--parallelism.context_parallel_degree=2"], 0),
+    ],
+    ids=["pipeline", "context"],
+)
+def test_the_rank_whose_forward_made_a_nan_is_named(
+    layout: list[str], block: int, four_ranks: RankPool
+) -> None:
+    options = [*model("cola"), *layout, "--training.steps=2"]
+    message = f"NonFiniteError: step 2: output of block {block} of rank 1 is not finite; last good"
+    errors = four_ranks.errors(train, options, "nan_block@2")
+    assert all(message in error for error in errors), errors
+
+
 def test_a_sum_of_finite_gradients_is_no_ranks_fault(four_ranks: RankPool) -> None:
     where = "only in the sum over the ranks, rank 1: layers.1.ffn_norm.weight"
     errors = four_ranks.errors(train, [*LAYOUTS["fsdp"], "--training.steps=2"], "nan_sum@2")

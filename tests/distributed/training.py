@@ -34,9 +34,9 @@ def train(
     Args:
         arguments: As on the command line.
         fault: What happens to the run: ``sigterm@3`` sends rank 1 a signal in step 3; ``nan@2``
-            makes rank 1's loss NaN in step 2, ``nan_gradient@2`` one entry of the gradient of its
-            last block's output in backward, and ``nan_sum@2`` a gradient after it, as a sum over
-            the ranks that overflows.
+            makes rank 1's loss NaN in step 2, ``nan_block@2`` one entry of its first block's
+            output, ``nan_gradient@2`` one entry of the gradient of its last block's output in
+            backward, and ``nan_sum@2`` a gradient after it, as a sum over the ranks that overflows.
         dump_folder: Where to write; a new folder by default.
         exact: Whether everything that is float32 in the configuration is computed in float64.
         everywhere: Whether every rank returns the parameters, and not rank 0 alone.
@@ -143,11 +143,14 @@ def _trainer_with(fault: str, config: Any) -> Any:
             if kind == "sigterm":
                 os.kill(os.getpid(), signal.SIGTERM)
                 return super().forward_backward_step(**kwargs)
-            *_, block = self.model_parts[-1].get_submodule("layers").children()
+            blocks = list(self.model_parts[-1].get_submodule("layers").children())
+            first, block, handle = blocks[0], blocks[-1], None
+            if kind == "nan_block":
+                handle = first.register_forward_hook(_spoil, prepend=True)
             if kind == "nan_gradient":
                 handle = block.register_forward_hook(_spoil_gradient)
             loss = super().forward_backward_step(**kwargs)
-            if kind == "nan_gradient":
+            if handle is not None:
                 handle.remove()
             if kind == "nan_sum":
                 gradient = block.get_parameter("ffn_norm.weight").grad
@@ -155,6 +158,14 @@ def _trainer_with(fault: str, config: Any) -> Any:
             return loss * float("nan") if kind == "nan" else loss
 
     return FaultyTrainer(config)
+
+
+def _spoil(block: Any, args: Any, output: Any) -> Any:
+    """Make one entry of a block's output NaN."""
+    x, *latents = output if isinstance(output, tuple) else (output,)
+    x = x.clone()
+    x.view(-1)[0] = float("nan")
+    return (x, *latents) if isinstance(output, tuple) else x
 
 
 def _spoil_gradient(block: Any, args: Any, output: Any) -> None:

@@ -37,13 +37,10 @@ HF_INDEX = "model.safetensors.index.json"
 RESIDUALS = "grad_compression"
 """Key of the residuals of compressed gradients."""
 
-LANES = "caat"
-"""Key of the lanes in checkpoints of earlier versions; the manifest has them now."""
-
 TRAIN_STATE = "train_state"
 """Key of a run's counters: a checkpoint without them holds only the model."""
 
-TRAINING_STATES = ("optimizer", "lr_scheduler", "dataloader", TRAIN_STATE, RESIDUALS, LANES)
+TRAINING_STATES = ("optimizer", "lr_scheduler", "dataloader", TRAIN_STATE, RESIDUALS)
 """All states of a checkpoint except the model's parameters, which are at its top level."""
 
 DISCARDED, ASIDE = "discarded-", "aside-"

@@ -110,8 +110,8 @@ def changed(record: dict[str, Any], config: Any, ranks: int = 1) -> dict[str, li
     (``tests/unit/training/test_resume.py`` goes through all keys).
 
     Returns:
-        ``[recorded value, value now]`` by dotted key; for a key that an earlier version's record
-        lacks, the default is the recorded value.
+        ``[recorded value, value now]`` by dotted key; for a key that the record lacks, the default
+        is the recorded value.
     """
     now = json.loads(json.dumps(config.to_dict()))  # tuples become lists, as in the record
     pairs: dict[str, list[Any]] = {}
@@ -121,11 +121,8 @@ def changed(record: dict[str, Any], config: Any, ranks: int = 1) -> dict[str, li
             defaults = json.loads(json.dumps(asdict(type(getattr(config, section))())))
             for key, here in now.get(section, {}).items():
                 pairs[f"{section}.{key}"] = [before.get(key, defaults[key]), here]
-    # The sequences of all ranks count; the local batch only splits them. The record of an earlier
-    # version has the setting alone: for how many sequences a setting of -1 stood is unknown.
-    setting = pairs.pop("training.global_batch_size", [-1])[0]
-    batch = record.get(BATCH, setting)
-    if batch != -1:
+    # The sequences of all ranks count; the local batch only splits them.
+    if (batch := record.get(BATCH)) is not None:
         pairs.pop("training.local_batch_size", None)
         pairs["training.global_batch_size"] = [batch, global_batch_size(config, ranks)]
     unused = [key for key in pairs if _is_unused(key, config)]

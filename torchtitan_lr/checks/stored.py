@@ -32,7 +32,6 @@ from torchtitan_lr.checkpoints.run_record import (
     record_path,
 )
 from torchtitan_lr.config.files import read_json
-from torchtitan_lr.config.removed import refuse_removed_run
 from torchtitan_lr.config.schema import ADAMS, SPECTRAL, TSR, base_of, vocabulary_rows
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import llama_args
@@ -73,7 +72,6 @@ def check_record(config: Any, world_size: int) -> None:
         _check_no_other_run(config, record)
         return
     with _cured(config):
-        refuse_removed_run(record, resumes=True)
         _check_numbers(config, folder)
         for name in left_out(config, step):
             if name not in ("model", TRAIN_STATE):

@@ -97,7 +97,7 @@ def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
     fits = not checkpoint.last_save_in_hf or checkpoint.last_save_model_only
     want = "false, or checkpoint.last_save_model_only = true: safetensors hold only tensors"
     require(fits, "checkpoint.last_save_in_hf", True, want)
-    parts = ("model", *(name for name in folders.TRAINING_STATES if name != folders.LANES))
+    parts = ("model", *folders.TRAINING_STATES)
     for name in checkpoint.exclude_from_loading:
         want = "some of " + ", ".join(parts)
         require(name in parts, "checkpoint.exclude_from_loading", name, want)

@@ -16,9 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchtitan_lr.commands.interrupts import end_stopped, was_stopped
 from torchtitan_lr.config.paths import find_config, near_configs, user_path
-from torchtitan_lr.config.removed import refuse_removed
 from torchtitan_lr.errors import ConfigError, describe_error, escaped
 
 
@@ -29,9 +27,8 @@ def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
         main: Takes the arguments, or None for the process's own.
 
     Returns:
-        A function that returns 2 for a `ConfigError`, 128 and the number of a signal that stopped
-        it, and 1 for a `RunFailedError`, a closed output, or an error of the system such as a full
-        disk.
+        A function that returns 2 for a `ConfigError`, and 1 for a `RunFailedError`, a closed
+        output, or an error of the system such as a full disk.
     """
 
     @functools.wraps(main)
@@ -40,13 +37,7 @@ def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
             status = main(argv)
             sys.stdout.flush()
             return status
-        except (KeyboardInterrupt, Exception) as error:
-            if was_stopped():  # a library may have turned the exception into its own
-                from torchtitan_lr.launch.processes import exit_without_teardown
-
-                exit_without_teardown(end_stopped())
-            if isinstance(error, KeyboardInterrupt):  # Python's own handler
-                return end_stopped()
+        except Exception as error:
             _flush_output()
             if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has what it wants
                 return 1
@@ -148,8 +139,6 @@ class OneLineParser(argparse.ArgumentParser):
         given = sys.argv[1:] if args is None else list(args)
         if self.takes_all and not {"-h", "--help"} & {*given}:
             return argparse.Namespace(arguments=given)
-        for argument in given:
-            refuse_removed({self.prog: argument.partition("=")[0]})
         # `train` takes the option in this form, and the refusal of such a checkpoint names it so.
         given = [_ALLOW if argument == f"{_ALLOW}=true" else argument for argument in given]
         options, rest = super().parse_known_args(given, namespace)

@@ -34,7 +34,6 @@ from torchtitan_lr.errors import ConfigError, escaped, one_of
 from torchtitan_lr.launch.folder_lock import LOCK_FILE
 from torchtitan_lr.launch.run_state import (
     FAILED,
-    FINISHED,
     RUNNING,
     STOPPED,
     is_held,
@@ -42,7 +41,6 @@ from torchtitan_lr.launch.run_state import (
 )
 from torchtitan_lr.training.history import (
     HISTORY_FILE,
-    SUMMARY_FILE,
     TRAIN_LOSS,
     VALIDATION_LOSS,
     is_number,
@@ -144,7 +142,7 @@ def describe(folder: Path) -> RunInfo:
     steps = training.get("steps")
     steps = steps if type(steps) is int and is_number(steps) else None
     step = max((record["step"] for record in history), default=0)
-    state, why = _state_of(folder, step, steps)
+    state, why = _state_of(folder, step)
     return RunInfo(
         folder=str(folder),
         config=name or "-",
@@ -243,15 +241,12 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _state_of(folder: Path, step: int, steps: int | None) -> tuple[str, str]:
+def _state_of(folder: Path, step: int) -> tuple[str, str]:
     """Return a run's state, and why it stopped or failed."""
     if is_held(folder):
         return RUNNING, ""
     record = read_state(folder)
-    if not record:  # of a version without this record
-        summary = _read_json(folder / SUMMARY_FILE)
-        if steps is not None and summary.get("steps") == steps:
-            return FINISHED, ""
+    if not record:  # lost, or copied without it
         return STOPPED, f"after step {step}; why is not recorded"
     if record["state"] == RUNNING:
         return FAILED, "killed, or its machine was: it could not record why"

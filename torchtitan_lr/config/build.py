@@ -22,7 +22,6 @@ from torchtitan_lr.config.parse import (
 )
 from torchtitan_lr.config.paths import expanded, find_config
 from torchtitan_lr.config.ranges import check_ranges
-from torchtitan_lr.config.removed import by_key, refuse_removed, refuse_removed_run
 from torchtitan_lr.config.schema import (
     AC_MODES,
     ADAMS,
@@ -93,12 +92,12 @@ def build_job_config(argv: list[str], record: dict[str, Any] | None = None) -> A
 def _fill(layers: list[dict[str, Any]], overrides: list[Override], of_record: bool) -> Any:
     """Check tables, of a record only its known keys, and overrides; return the configuration."""
     raw = merge_tables(layers)
-    given = by_key(raw) | dict(overrides)
-    refuse_removed(dict(overrides) if of_record else given)
     config_cls = config_class()
     from torchtitan_lr.titan.configuration import fill_job_config
 
-    module = given.get(_IMPORT_KEY)
+    experimental = raw.get("experimental")
+    named = experimental.get("custom_import") if isinstance(experimental, dict) else None
+    module = dict(overrides).get(_IMPORT_KEY, named)
     if isinstance(module, str) and module != Experimental.custom_import:
         import_extension(module)  # its names become known, its faults are told before ranks start
     raw = merge_tables(with_own_rates(layers, dict(overrides).get("optimizer.name")))
@@ -200,7 +199,6 @@ def check_record(record: dict[str, Any]) -> dict[str, Any]:
         ConfigError: A value has a wrong type, a plan is unknown, or weights of such a run are no
             longer read.
     """
-    refuse_removed_run(record, resumes=False)
     try:
         return check_toml(record, config_class(), skip_unknown=True)
     except ConfigError as error:

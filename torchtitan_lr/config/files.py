@@ -124,7 +124,7 @@ def sealed(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record without its checksum; one of an earlier version may have none.
+    """Return a record without its checksum.
 
     Raises:
         ValueError: It is not what was written.

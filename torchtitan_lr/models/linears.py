@@ -24,10 +24,10 @@ from torch.autograd.function import once_differentiable
 
 from torchtitan_lr.models.kept import end_recomputation, keep
 
-pads_odd_widths = False
+pads_odd_widths: bool | None = None
 """Whether feed-forward widths that 8 does not divide are padded where products use them, while
-gradients are computed. Rows of an odd width begin at addresses that a GPU's fast kernels do not
-take. Parameters, their gradients and what is stored keep their width."""
+gradients are computed; None pads on a GPU. Rows of an odd width begin at addresses that its fast
+kernels do not take. Parameters, their gradients and what is stored keep their width."""
 
 
 class LowRankLinear(nn.Module):
@@ -129,7 +129,7 @@ class Dense(nn.Module):
         """Return one output (b, s, d_out) per linear of x (b, s, d_in)."""
         x = x if norm is None else norm(x)
         weights = [linear.weight for linear in linears]
-        widths = [used_width(w.shape[0], self.widens) for w in weights]
+        widths = [used_width(w, self.widens) for w in weights]
         if widths == [w.shape[0] for w in weights] and x.shape[-1] == weights[0].shape[1]:
             return [linear(x) for linear in linears]
         return [padded_linear(x, w, width) for w, width in zip(weights, widths, strict=True)]
@@ -194,7 +194,7 @@ class Up(nn.Module):
         outputs = []
         for h, linear, silu in zip(latents, linears, use_silu, strict=True):
             b = linear.B
-            width = used_width(b.weight.shape[0], self.widens)
+            width = used_width(b.weight, self.widens)
             if silu:
                 outputs.append(gated_linear(Gated(h, None, True), b.weight, width))
             elif width != b.weight.shape[0]:
@@ -282,18 +282,20 @@ class Gated(NamedTuple):
         return active if self.up is None else active * self.up
 
 
-def used_width(width: int, widens: bool) -> int:
-    """Return the number of features that products compute for a width.
+def used_width(weight: Tensor, widens: bool) -> int:
+    """Return the number of features that products with a weight compute.
 
     Args:
-        width: Features of a weight.
+        weight: (features, inputs).
         widens: Whether they belong to the feed-forward, whose next product takes as many as come.
 
     Returns:
         The next multiple of 32 for a width that 8 does not divide. The features that are added are
         0, and so are their gradients.
     """
-    if not (widens and pads_odd_widths and torch.is_grad_enabled()) or width % 8 == 0:
+    width = weight.shape[0]
+    pads = weight.is_cuda if pads_odd_widths is None else pads_odd_widths
+    if not (widens and pads and torch.is_grad_enabled()) or width % 8 == 0:
         return width
     return -(-width // 32) * 32
 

@@ -62,7 +62,7 @@ def check_fingerprint(
     """Raise for a checkpoint of another model; call this before loading its weights.
 
     Args:
-        stored: The checkpoint's fingerprint. An earlier version's lacks some keys.
+        stored: The checkpoint's fingerprint.
         here: The current model's; empty for another package's model.
         step_dir: The checkpoint's folder.
         other_model: Whether the checkpoint may hold another model; its lanes are compared anyway.

@@ -15,6 +15,7 @@ read the verdict there (`step_unless`). A part that is skipped, or called in ano
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_lr.agreement import first_rank_where, first_rank_with
+from torchtitan_lr.compat.collectives import least_of_all
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.compression.compressor import Compressor
 from torchtitan_lr.data.corpus import Batch
@@ -33,10 +35,13 @@ from torchtitan_lr.titan.base import JobConfig
 from torchtitan_lr.titan.components import OptimizersContainer
 from torchtitan_lr.training.reader import Counts, StepData, StepReader
 from torchtitan_lr.training.step_graph import Capture, StepGraph
-from torchtitan_lr.training.verdict import Findings, Verdict
+from torchtitan_lr.training.verdict import Depth, Findings, Verdict
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_IN_THE_LOSS, _NEVER = 1 << 40, 1 << 41
+"""Stand for a depth behind every block's, and for that of a rank where all is finite."""
 
 PARTS = (
     "take",
@@ -113,6 +118,10 @@ class Step:
         self.graph: StepGraph | None = None
         if self.capture is not None:
             self.graph = StepGraph(self.model_parts, self._own_gradients, self.capture)
+        shares_rows = self.job_config.parallelism.context_parallel_degree > 1
+        self._depth: Depth | None = None
+        if shares_rows or self.pipeline is not None:
+            self._depth = Depth(self.model_parts, shares_rows, self.device)
 
     @_part
     def take(self, data_iterator: Iterator[Batch]) -> StepData:
@@ -151,6 +160,8 @@ class Step:
         if self.graph is not None:
             self.graph.begin(shapes_of(self.data.microbatches), eager)
         self._own_gradients.clear()
+        if self._depth is not None:
+            self._depth.clear()
         # Filled on the device: `torch.tensor` would stop the host until its copy has arrived.
         tokens = torch.full((), self.data.global_tokens, device=self.device)
         losses = []
@@ -197,7 +208,8 @@ class Step:
         Args:
             stop: Whether this rank received a stop signal. The run then ends after this step.
         """
-        self.verdict = Verdict.all_reduced(self.loss, self.share, stop, self.next_counts)
+        depth = None if self._depth is None else self._depth.least
+        self.verdict = Verdict.all_reduced(self.loss, self.share, stop, self.next_counts, depth)
 
     @_part
     def clip(self) -> None:
@@ -226,8 +238,13 @@ class Step:
         if not self.data.global_tokens:  # 0/0: the weights are not the cause
             return "the global batch has no valid label (all are ignored)", None
         if findings.bad_ranks:
-            rank = first_rank_where(not findings.loss_is_finite)
-            return f"loss of rank {rank} is not finite", rank
+            own = findings.depth
+            if math.isinf(own):
+                own = _NEVER if findings.loss_is_finite else _IN_THE_LOSS
+            least = least_of_all(int(own))
+            rank = first_rank_where(own == least)
+            what = "loss" if least == _IN_THE_LOSS else f"output of block {least}"
+            return f"{what} of rank {rank} is not finite", rank
         where, rank = self._where_not_finite()
         return f"gradient norm is {findings.norm} ({where})", rank
 

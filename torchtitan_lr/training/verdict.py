@@ -9,11 +9,14 @@ queued the step.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.errors import RunFailedError
 from torchtitan_lr.numerics import HostCopy
 
@@ -38,6 +41,40 @@ class Findings:
     """Whether this rank's own loss is finite."""
     next_counts: tuple[float, ...] = ()
     """The sums of ``next_counts`` over the ranks."""
+    depth: float = math.inf
+    """The first block of this rank whose output is not finite, of those that are looked at."""
+
+
+class Depth:
+    """The first block whose output is not finite in a step, on the device.
+
+    Where ranks send each other activations, a NaN reaches the loss of a rank that has not made it.
+    The rank that has made it sees it in an earlier block than the others: of a pipeline's stage the
+    last one is looked at, and where ranks share rows every one.
+
+    Args:
+        parts: This rank's parts of the model, whose blocks have the numbers of the whole one's.
+        every_block: Whether to look at every block.
+        device: This rank's device.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], every_block: bool, device: torch.device) -> None:
+        self.least = torch.full((), math.inf, device=device)
+        for part in parts:
+            blocks = list(part.get_submodule("layers").named_children())
+            for name, block in blocks if every_block else blocks[-1:]:
+                block.register_forward_hook(partial(self._note, int(name)))
+
+    def clear(self) -> None:
+        """Begin a step."""
+        self.least.fill_(math.inf)
+
+    def _note(self, depth: int, block: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():  # a validation
+            return
+        x = local_part(output[0] if isinstance(output, tuple) else output).detach()
+        total = x.sum(dtype=torch.promote_types(x.dtype, torch.float32))
+        self.least.copy_(torch.where(total.isfinite(), self.least, self.least.clamp(max=depth)))
 
 
 class Verdict:
@@ -47,6 +84,7 @@ class Verdict:
         sums: Over all ranks (3 + counts,), fp64: the squared gradient norm, the number of ranks
             whose loss is not finite, the number of stop signals, and the counts of the next data.
         bad: 1 if this rank's own loss is not finite, else 0; an fp64 scalar.
+        depth: This rank's `Depth`, a scalar; None where it is not looked at.
 
     Attributes:
         norm: The norm of the full gradient, an fp64 scalar, equal on all ranks.
@@ -54,19 +92,25 @@ class Verdict:
             scalar.
     """
 
-    def __init__(self, sums: Tensor, bad: Tensor) -> None:
+    def __init__(self, sums: Tensor, bad: Tensor, depth: Tensor | None = None) -> None:
         square, bad_ranks = sums[:2].unbind()
         self.norm = square.sqrt()
         # A NaN of one rank is in the sums of all: every rank rejects the step. Second moments and
         # Gram matrices are in fp32, whose largest number is 3.4e38.
         overflows = ~self.norm.float().square().isfinite()
         self.rejected = ((bad_ranks > 0) | overflows).float()
-        own = torch.stack([bad, self.rejected.double()])
+        deep = torch.full_like(bad, math.inf) if depth is None else depth.double()
+        own = torch.stack([bad, self.rejected.double(), deep])
         self._numbers = HostCopy(torch.cat([sums, own]))
 
     @classmethod
     def all_reduced(
-        cls, loss: Tensor, share: Tensor, stop: bool, next_counts: Sequence[float] = ()
+        cls,
+        loss: Tensor,
+        share: Tensor,
+        stop: bool,
+        next_counts: Sequence[float] = (),
+        depth: Tensor | None = None,
     ) -> "Verdict":
         """Decide with all ranks, in one all-reduce.
 
@@ -75,6 +119,7 @@ class Verdict:
             share: This rank's share of the squared gradient norm, a scalar.
             stop: Whether this rank received a stop signal.
             next_counts: This rank's counts of the next step's data, summed as well.
+            depth: This rank's own, as for the constructor.
         """
         bad = (~loss.isfinite()).double()
         # Fills of the device's memory, not copies from the host's.
@@ -82,10 +127,12 @@ class Verdict:
         sums = torch.stack([share.to(loss.device, torch.float64), bad, *known])
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(sums)
-        return cls(sums, bad)
+        return cls(sums, bad, depth)
 
     def read(self) -> Findings:
         """Return the verdict on the host; waits for the all-reduce, not for the optimizer."""
-        square, bad_ranks, stops, *counts, bad, rejected = self._numbers.read()
+        square, bad_ranks, stops, *counts, bad, rejected, depth = self._numbers.read()
         norm = math.sqrt(square) if square >= 0 else math.nan
-        return Findings(rejected > 0, norm, int(bad_ranks), stops > 0, not bad, tuple(counts))
+        return Findings(
+            rejected > 0, norm, int(bad_ranks), stops > 0, not bad, tuple(counts), depth
+        )

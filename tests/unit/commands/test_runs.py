@@ -45,8 +45,6 @@ def outputs(tmp_path):
     leave(tmp_path / "killed", 2, state=RUNNING)
     leave(tmp_path / "busy", 1, state=RUNNING, config=None)
     leave(tmp_path / "old", 6)
-    leave(tmp_path / "older", 10)
-    (tmp_path / "older" / "summary.json").write_text('{"steps": 10}')
     (tmp_path / "done" / "logs" / "x").mkdir(parents=True)
     (tmp_path / "done" / "logs" / "x" / "metrics.jsonl").write_text("")  # is no run
     return tmp_path
@@ -64,7 +62,6 @@ def test_states_and_losses(outputs, capsys):
         "done": FINISHED,
         "killed": FAILED,
         "old": STOPPED,
-        "older": FINISHED,
         "paused": STOPPED,
         "sweep/bad": FAILED,
     }

@@ -74,7 +74,11 @@ def test_padding_changes_nothing(family, mode, monkeypatch):
 
 def test_an_even_width_and_an_evaluation_stay(monkeypatch):
     monkeypatch.setattr(linears, "pads_odd_widths", True)
-    assert [linears.used_width(width, widens=True) for width in (5472, 344)] == [5472, 344]
-    assert [linears.used_width(5461, widens) for widens in (True, False)] == [5472, 5461]
+    odd = torch.empty(5461, 1)
+    even = [linears.used_width(torch.empty(width, 1), widens=True) for width in (5472, 344)]
+    assert even == [5472, 344]
+    assert [linears.used_width(odd, widens) for widens in (True, False)] == [5472, 5461]
     with torch.no_grad():
-        assert linears.used_width(5461, widens=True) == 5461
+        assert linears.used_width(odd, widens=True) == 5461
+    monkeypatch.undo()
+    assert linears.used_width(odd, widens=True) == 5461  # on a CPU
