@@ -12,9 +12,9 @@ from torch.distributed.tensor import Shard
 
 from torchtitan_lr.collectives import local
 from torchtitan_lr.config.schema import TP_PLANS
-from torchtitan_lr.formulas.data_parallel import named_parameters
-from torchtitan_lr.formulas.tensor_parallel import FORMULAS, PlanFormula
-from torchtitan_lr.formulas.traffic import forward
+from torchtitan_lr.costs.fsdp_messages import named_parameters
+from torchtitan_lr.costs.messages import forward
+from torchtitan_lr.costs.tp_messages import FORMULAS, PlanFormula
 from torchtitan_lr.models.linears import activated, down_products
 from torchtitan_lr.parallel.edge import Edge, MixEdge, gather_from_ranks, normalize
 from torchtitan_lr.parallel.ends import EmbedEdge, HeadEdge

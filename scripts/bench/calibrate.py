@@ -33,10 +33,10 @@ from torch import Tensor
 
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least, in_one_line
 from torchtitan_lr.console.tables import text_table
+from torchtitan_lr.costs.hardware import Hardware
+from torchtitan_lr.costs.kernels import Product, Work
+from torchtitan_lr.costs.step_time import product_seconds
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.estimate.hardware import Hardware
-from torchtitan_lr.estimate.kernels import Product, Work
-from torchtitan_lr.estimate.step_time import product_seconds
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from tests.support.parity_cases import (
     shard_model,
     tp_mesh,
 )
-from torchtitan_lr.formulas.tensor_parallel import model_traffic
-from torchtitan_lr.formulas.traffic import Traffic
-from torchtitan_lr.ledger.comparison import compare, differences
+from torchtitan_lr.costs.comparison import compare, differences
+from torchtitan_lr.costs.messages import Traffic
+from torchtitan_lr.costs.tp_messages import model_traffic
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.parallel.data_parallel import sum_gradients

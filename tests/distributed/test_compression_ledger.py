@@ -14,8 +14,8 @@ from tests.oracle import compression as oracle
 from tests.support.rank_pool import RankPool
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.compression.fsdp import COMPRESSORS, apply_gradient_compression
-from torchtitan_lr.formulas.traffic import Traffic
-from torchtitan_lr.ledger.comparison import compare, differences
+from torchtitan_lr.costs.comparison import compare, differences
+from torchtitan_lr.costs.messages import Traffic
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.parallel.data_parallel import (

@@ -20,9 +20,9 @@ from tests.support.parity_runs import (
 )
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.estimate.run import read_run
-from torchtitan_lr.estimate.traffic import step_traffic
-from torchtitan_lr.ledger.comparison import compare, differences
+from torchtitan_lr.costs.comparison import compare, differences
+from torchtitan_lr.costs.described_run import read_run
+from torchtitan_lr.costs.step_traffic import step_traffic
 
 EXACT = 1e-12
 GATES = ["--low_rank.lax_gate=scalar"]

@@ -17,12 +17,12 @@ from tests.support.rank_pool import RankPool
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.schema import SPECTRAL
-from torchtitan_lr.estimate.memory import rehearse_run, repeated_by_block
-from torchtitan_lr.estimate.rehearsal import Workload, rehearse
-from torchtitan_lr.estimate.run import Run, read_run
-from torchtitan_lr.estimate.traffic import bytes_by_dim, step_traffic
-from torchtitan_lr.formulas.memory import static_memory
-from torchtitan_lr.ledger.comparison import compare, differences
+from torchtitan_lr.costs.comparison import compare, differences
+from torchtitan_lr.costs.described_run import Run, read_run
+from torchtitan_lr.costs.held_memory import static_memory
+from torchtitan_lr.costs.rank_memory import rehearse_run, repeated_by_block
+from torchtitan_lr.costs.rehearsal import Workload, rehearse
+from torchtitan_lr.costs.step_traffic import bytes_by_dim, step_traffic
 from torchtitan_lr.parallel.placement import TPSettings
 from torchtitan_lr.parallel.plans import resolve_settings
 
@@ -249,7 +249,7 @@ def saved_on_rank(case: Case) -> dict[str, int]:
     from torch.distributed.tensor import DTensor
 
     from tests.support.parity_cases import BATCH, TOKENS
-    from torchtitan_lr.estimate.rehearsal import LivingStorages
+    from torchtitan_lr.costs.rehearsal import LivingStorages
 
     tp_mesh(case.degree)
     found = {}

@@ -18,7 +18,7 @@ from tests.support.parity_cases import (
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.commands import measure_comm
 from torchtitan_lr.commands.main import main
-from torchtitan_lr.formulas.data_parallel import data_parallel_traffic
+from torchtitan_lr.costs.fsdp_messages import data_parallel_traffic
 from torchtitan_lr.ledger.ledger import COUNTS
 from torchtitan_lr.parallel.placement import TPSettings
 

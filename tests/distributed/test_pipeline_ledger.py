@@ -9,8 +9,8 @@ from tests.support.nightly import nightly
 from tests.support.parity_runs import BF16, LAYOUTS, TINY, degrees, model, schedule
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.formulas.traffic import pipeline_traffic
-from torchtitan_lr.ledger.comparison import compare, differences
+from torchtitan_lr.costs.comparison import compare, differences
+from torchtitan_lr.costs.messages import pipeline_traffic
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.plans import tp_settings
 from torchtitan_lr.parallel.stage_split import layers_before_boundaries

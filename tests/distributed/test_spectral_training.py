@@ -16,7 +16,7 @@ from tests.support.nightly import nightly
 from tests.support.parity_runs import BF16, CAAT, degrees, flavor, largest_difference, schedule
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.compat.dtensor import StridedShard, local_slice
-from torchtitan_lr.estimate.kernels import KernelRecorder
+from torchtitan_lr.costs.kernels import KernelRecorder
 from torchtitan_lr.optim.spectral.layout import GramGroups, GramLayout
 
 BF16_UNIT = 2**-7

@@ -13,7 +13,7 @@ from tests.distributed.tsr_cases import BASE
 from tests.distributed.tsr_ledger_cases import MESHES, expected, measure
 from tests.support.nightly import nightly
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.estimate import tsr_traffic
+from torchtitan_lr.costs import tsr_messages
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "tok_embeddings.weight": (64, 48),
@@ -75,7 +75,7 @@ def test_ledger_equals_formula(layout: str, name: str, measured: Any) -> None:
 def test_small_buckets_hold_what_the_formula_says(bucket: int, four_ranks: RankPool) -> None:
     """Which matrices share a bucket depends on their order, which is that of the stacks."""
     layout, settings = "fsdp2xtp2", SETTINGS["auto"]
-    with patch.object(tsr_traffic, "BUCKET", bucket):
+    with patch.object(tsr_messages, "BUCKET", bucket):
         steps = expected(settings, MESHES[layout], SHAPES)
     assert steps != expected(settings, MESHES[layout], SHAPES)
     for rank in four_ranks.run(measure, layout, settings, SHAPES, False, bucket):

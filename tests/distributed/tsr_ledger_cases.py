@@ -9,7 +9,7 @@ import torch
 
 from tests.distributed import tsr_cases
 from tests.distributed.tsr_cases import COLUMN, DEFAULTS, Case, build_model, place, take_step
-from torchtitan_lr.estimate.tsr_traffic import TSRMatrix, TSRMesh, tsr_traffic
+from torchtitan_lr.costs.tsr_messages import TSRMatrix, TSRMesh, tsr_traffic
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.optim.tsr import algorithm, refresh
 from torchtitan_lr.optim.tsr.container import TSROptimizers

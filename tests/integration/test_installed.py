@@ -40,7 +40,7 @@ def test_the_wheel_has_all_files_and_the_sdist_builds_the_same(built):
     configs = {path.name for path in ROOT.glob("train_configs/**/*.toml")}
     assert package <= set(files)
     assert configs == {name.rpartition("/")[2] for name in files if "/train_configs/" in name}
-    assert "torchtitan_lr/estimate/machines/h100.toml" in files
+    assert "torchtitan_lr/costs/machines/h100.toml" in files
     shipped = {f"data/assets/{n}" for n in ("bpe32k/tokenizer.json", "cpython/docs.jsonl.zst")}
     assert {f"torchtitan_lr/{name}" for name in shipped} <= set(files)
     # Nothing else: no tests and no scripts.

@@ -10,7 +10,7 @@ from fractions import Fraction
 from math import ceil, floor
 from typing import Any
 
-from torchtitan_lr.formulas.traffic import Traffic
+from torchtitan_lr.costs.messages import Traffic
 
 
 def sent_entries(m: int, theta: float) -> int:

@@ -8,8 +8,8 @@ parts of the vocabulary, a score and an id each.
 
 from dataclasses import replace
 
-from torchtitan_lr.formulas.tensor_parallel import part_traffic
-from torchtitan_lr.formulas.traffic import Traffic, merge
+from torchtitan_lr.costs.messages import Traffic, merge
+from torchtitan_lr.costs.tp_messages import part_traffic
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.placement import TPSettings
 

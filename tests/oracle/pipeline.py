@@ -6,7 +6,7 @@ holds and sends d/T elements of the residual stream. LaX also sends the seven la
 block mixes in.
 """
 
-from torchtitan_lr.formulas.tensor_parallel import FORMULAS
+from torchtitan_lr.costs.tp_messages import FORMULAS
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.placement import TPSettings
 

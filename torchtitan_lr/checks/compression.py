@@ -40,8 +40,8 @@ def check_grad_compression(config: Any, world_size: int, device_type: str) -> No
         raise ConfigError("grad_compression.min_size", section.min_size, want)
     if section.codec == "sketch" and ranks > 1:
         # Imported late because they import torch, models and plans.
-        from torchtitan_lr.estimate.run import read_run
-        from torchtitan_lr.estimate.traffic import exchanged_units
+        from torchtitan_lr.costs.described_run import read_run
+        from torchtitan_lr.costs.step_traffic import exchanged_units
 
         units = exchanged_units(read_run(config, world_size))
         want = "'sparse' or 'none': every unit of this selection is too small for a sketch to peel"

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The check that CPU ranks fit in their machine's memory, by the estimate of `estimate.memory`.
+"""The check that CPU ranks fit in their machine's memory, by the estimate of `costs.rank_memory`.
 
 A GPU that has too little memory raises an error. A machine first slows down, and then its kernel
 kills a process, which may be any.
@@ -64,8 +64,8 @@ def check_memory(config: Any, world_size: int, device_type: str) -> None:
 def _needed(config: Any, world_size: int, ranks: int) -> tuple[float, float]:
     """Return the bytes that a machine's ranks need at their peak, and those without a batch."""
     # Late: few runs need it.
-    from torchtitan_lr.estimate.memory import rank_memory, rehearse_run
-    from torchtitan_lr.estimate.run import read_run
+    from torchtitan_lr.costs.described_run import read_run
+    from torchtitan_lr.costs.rank_memory import rank_memory, rehearse_run
 
     run = read_run(config, world_size)
     rehearsal = rehearse_run(run, fused_norm=False)

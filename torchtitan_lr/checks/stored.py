@@ -287,8 +287,8 @@ def _check_residuals(config: Any, world_size: int, metadata: Any, folder: str) -
         return
     from torchtitan_lr.compression.residuals import check_residuals
     from torchtitan_lr.compression.settings import is_compressed, residual_name
-    from torchtitan_lr.estimate.run import read_run
-    from torchtitan_lr.estimate.traffic import exchanged_units
+    from torchtitan_lr.costs.described_run import read_run
+    from torchtitan_lr.costs.step_traffic import exchanged_units
 
     run = read_run(config, world_size)
     shapes, names = [], []

@@ -41,7 +41,7 @@ from torchtitan_lr.config.schema import least_ranks
 from torchtitan_lr.errors import ConfigError, require
 
 if TYPE_CHECKING:
-    from torchtitan_lr.estimate.run import Run
+    from torchtitan_lr.costs.described_run import Run
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         check_at_least(args, world=1)
     for path in args.configs:
         check_toml(path)
-    from torchtitan_lr.estimate.hardware import load_hardware
+    from torchtitan_lr.costs.hardware import load_hardware
 
     hardware = load_hardware(args.hardware)
     # Late: wrong paths and numbers are reported without torch.
@@ -103,7 +103,7 @@ def read_paper_run(path: str, world: int | None, overrides: Sequence[str]) -> "R
     import torchtitan_lr.training.register  # noqa: F401
     from torchtitan_lr.checks.job import check_job_config
     from torchtitan_lr.config.build import build_job_config
-    from torchtitan_lr.estimate.run import read_run
+    from torchtitan_lr.costs.described_run import read_run
     from torchtitan_lr.launch.placement import fit
 
     arguments = [f"--job.config_file={path}", *overrides]

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torchtitan_lr.checks.job import check_job_config
+from torchtitan_lr.costs.described_run import Run, with_checkpointing
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.estimate.run import Run, with_checkpointing
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.placement import TPSettings

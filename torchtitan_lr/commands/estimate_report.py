@@ -8,19 +8,20 @@ from dataclasses import asdict
 from typing import Any
 
 from torchtitan_lr.config.schema import BUILT_IN_OPTIMIZERS
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.estimate.context import GIB, gather_lines, gather_report
-from torchtitan_lr.estimate.hardware import Hardware
-from torchtitan_lr.estimate.memory import (
+from torchtitan_lr.costs.described_run import Run, with_wire
+from torchtitan_lr.costs.gather_choice import GIB, gather_lines, gather_report
+from torchtitan_lr.costs.gram_messages import rank_small_flops, small_flops
+from torchtitan_lr.costs.hardware import Hardware
+from torchtitan_lr.costs.messages import Traffic
+from torchtitan_lr.costs.rank_memory import (
     checkpoint_bytes,
     in_flight,
     rank_memory,
     rehearse_run,
 )
-from torchtitan_lr.estimate.rehearsal import Rehearsal
-from torchtitan_lr.estimate.run import Run, with_wire
-from torchtitan_lr.estimate.step_time import fp32_seconds, step_time
-from torchtitan_lr.estimate.traffic import (
+from torchtitan_lr.costs.rehearsal import Rehearsal
+from torchtitan_lr.costs.step_time import fp32_seconds, step_time
+from torchtitan_lr.costs.step_traffic import (
     WIRES,
     average_optimizer_traffic,
     bytes_by_dim,
@@ -31,9 +32,8 @@ from torchtitan_lr.estimate.traffic import (
     step_traffic,
     tsr_names,
 )
-from torchtitan_lr.estimate.work import work_of_run
-from torchtitan_lr.formulas.spectral import rank_small_flops, small_flops
-from torchtitan_lr.formulas.traffic import Traffic
+from torchtitan_lr.costs.work import work_of_run
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.parallel.recompute import EAGER_MODES
 

@@ -34,7 +34,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.experiments import place_run, report_from_rank, run_on_ranks
 
 if TYPE_CHECKING:
-    from torchtitan_lr.estimate.run import Run
+    from torchtitan_lr.costs.described_run import Run
 
 QUIET = [
     "--training.steps=1",
@@ -115,10 +115,10 @@ def run_ranks(arguments: list[str]) -> tuple[list[dict[str, Any]], Run]:
         ConfigError: The configuration is invalid.
         RunFailedError: A rank failed.
     """
-    from torchtitan_lr.estimate.memory import repeated_by_block
-    from torchtitan_lr.estimate.run import read_run
-    from torchtitan_lr.estimate.traffic import step_traffic
-    from torchtitan_lr.ledger.comparison import compare
+    from torchtitan_lr.costs.comparison import compare
+    from torchtitan_lr.costs.described_run import read_run
+    from torchtitan_lr.costs.rank_memory import repeated_by_block
+    from torchtitan_lr.costs.step_traffic import step_traffic
 
     with TemporaryDirectory() as folder:  # the configuration's own may have a run
         placed = place_run([*arguments, f"--job.dump_folder={folder}"])
@@ -144,7 +144,7 @@ def add_arguments(parser: OneLineParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the step and print the comparison; return the exit status."""
     table, paper = run_ranks([f"--job.config_file={args.config}", *args.overrides, *QUIET])
-    from torchtitan_lr.ledger.comparison import differences
+    from torchtitan_lr.costs.comparison import differences
 
     rows = one_block(table)
     if args.json:
@@ -181,7 +181,7 @@ def total_as_text(table: list[dict[str, Any]]) -> str:
 
 def gradients_as_text(run: Run) -> str:
     """Format the bytes of a run's gradients in an average step, and AdamW's, by wire dtype."""
-    from torchtitan_lr.estimate.traffic import WIRES, average_optimizer_traffic, gradient_bytes
+    from torchtitan_lr.costs.step_traffic import WIRES, average_optimizer_traffic, gradient_bytes
 
     cores = [] if run.tsr is None else average_optimizer_traffic(run, 0)
     adamw = replace(run, baseline=True)

@@ -10,7 +10,7 @@ A is (r, d_in), B is (d_out, r). `models.linears` applies them. Where σ acts is
 ``low_rank.activation`` (CoLA, Table 10), read from `LlamaArgs.latent_silu` and
 `LlamaArgs.outer_silu`. svd's product is a matrix, so that a trained model merges into a full-rank
 LLaMA; the way back is not unique. No linear map equals cola or lax, so none is exported. Nothing
-here depends on ranks or on training: `parallel.plans` splits the families, and `formulas` states
+here depends on ranks or on training: `parallel.plans` splits the families, and `costs` states
 their parameters, products and messages independently.
 """
 

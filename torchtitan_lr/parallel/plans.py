@@ -2,7 +2,7 @@
 """The tensor-parallel plans by name, the settings that a run has, and how a plan is applied.
 
 A plan is in the file of its paper: `parallel.btp`, `parallel.megatron`, `parallel.caat`. The
-formula of the same name in `formulas.tensor_parallel` states its traffic independently.
+formula of the same name in `costs.tp_messages` states its traffic independently.
 """
 
 from dataclasses import dataclass, replace

@@ -16,14 +16,14 @@ import numpy as np
 
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.paths import find_config
+from torchtitan_lr.costs.gram_messages import SpectralMatrix, small_flops, wide_flops
 from torchtitan_lr.errors import ConfigError, one_of, require
-from torchtitan_lr.formulas.spectral import SpectralMatrix, small_flops, wide_flops
 from torchtitan_lr.scaling.experiment import Experiment
 from torchtitan_lr.scaling.experiments import place_run
 from torchtitan_lr.scaling.sweep import Point, refuse_keys
 
 if TYPE_CHECKING:
-    from torchtitan_lr.estimate.run import Run
+    from torchtitan_lr.costs.described_run import Run
 
 EXPERIMENT_KEYS = dict.fromkeys(
     [
@@ -146,7 +146,7 @@ class Plan:
         return [*overrides, f"--model.name={arm.model}", f"--model.flavor={flavor}"]
 
     def _cost(self, family: str, size: str) -> Cost:
-        from torchtitan_lr.estimate.run import read_run
+        from torchtitan_lr.costs.described_run import read_run
         from torchtitan_lr.models.configured import empty_model
 
         own = [f"--job.config_file={self._config}", f"--job.dump_folder={self.work / 'none'}"]

@@ -11,9 +11,9 @@ from torchtitan_lr.checks.optimizer import check_groups
 from torchtitan_lr.commands.main import main
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.schema import BASES, OPTIMIZERS, READS_GROUPS, SUMS_REPLICAS
+from torchtitan_lr.costs.described_run import read_run
+from torchtitan_lr.costs.rank_memory import checkpoint_bytes
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.estimate.memory import checkpoint_bytes
-from torchtitan_lr.estimate.run import read_run
 from torchtitan_lr.titan.specs import REGISTERED_SPECS, get_train_spec
 from torchtitan_lr.training.register import FROM_OUTSIDE, OUTSIDE_CHECKS, register_optimizer
 

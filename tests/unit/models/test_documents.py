@@ -20,7 +20,7 @@ from torchtitan_lr.compat.dispatch import (
     FLEX_ATTENTION,
     FLEX_ATTENTION_CALL,
 )
-from torchtitan_lr.estimate.memory import mask_bytes
+from torchtitan_lr.costs.rank_memory import mask_bytes
 from torchtitan_lr.models.llama import separate
 from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tests.support.allocations import peak_bytes
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.compat.fake import FakeTensorMode
-from torchtitan_lr.estimate.rehearsal import LivingStorages
+from torchtitan_lr.costs.rehearsal import LivingStorages
 from torchtitan_lr.models import ends as head_loss
 from torchtitan_lr.models.ends import (
     cross_entropy_sum,

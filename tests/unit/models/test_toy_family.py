@@ -11,10 +11,10 @@ import torch
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.costs.described_run import read_run
+from torchtitan_lr.costs.fsdp_messages import named_parameters
+from torchtitan_lr.costs.tp_messages import part_traffic
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.estimate.run import read_run
-from torchtitan_lr.formulas.data_parallel import named_parameters
-from torchtitan_lr.formulas.tensor_parallel import part_traffic
 from torchtitan_lr.hf.export import check_hf_exportable
 from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.families import FAMILIES, ModelFamily

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.reference import rms_norm
 from torchtitan_lr.collectives import Ranks
-from torchtitan_lr.estimate.rehearsal import LivingStorages, fake_ranks
+from torchtitan_lr.costs.rehearsal import LivingStorages, fake_ranks
 from torchtitan_lr.parallel.btp import (
     Reduction,
     down_projections,

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.oracle.activations import kept_bytes, recompute_flops
 from tests.support.allocations import Allocations
 from tests.support.nightly import nightly
-from torchtitan_lr.estimate.rehearsal import fake_ranks
+from torchtitan_lr.costs.rehearsal import fake_ranks
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel

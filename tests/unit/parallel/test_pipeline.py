@@ -10,7 +10,7 @@ import torch
 from tests.oracle.pipeline import boundary_elements
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.formulas.tensor_parallel import FORMULAS, PlanFormula
+from torchtitan_lr.costs.tp_messages import FORMULAS, PlanFormula
 from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.parallel.pipeline import Pipeline, stage_boundaries
 from torchtitan_lr.parallel.placement import COLUMN_ROW, WHOLE, Plan, TPSettings

@@ -9,10 +9,10 @@ import pytest
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.schema import TP_PLANS
+from torchtitan_lr.costs.described_run import read_run
+from torchtitan_lr.costs.step_traffic import step_traffic
+from torchtitan_lr.costs.tp_messages import FORMULAS, model_traffic
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.estimate.run import read_run
-from torchtitan_lr.estimate.traffic import step_traffic
-from torchtitan_lr.formulas.tensor_parallel import FORMULAS, model_traffic
 from torchtitan_lr.parallel.plans import PLANS
 
 DEBUG = "train_configs/debug_cola.toml"

@@ -12,7 +12,7 @@ from torchtitan_lr.errors import ConfigError, one_of, require
 
 @dataclass(frozen=True)
 class Hardware:
-    """A kind of machine, described by a file in ``torchtitan_lr/estimate/machines/``.
+    """A kind of machine, described by a file in ``torchtitan_lr/costs/machines/``.
 
     Args:
         name: Display name.

@@ -4,7 +4,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torchtitan_lr.formulas.traffic import Traffic
+from torchtitan_lr.costs.messages import Traffic
 from torchtitan_lr.ledger.ledger import COUNTS, reading_order
 from torchtitan_lr.ledger.scopes import STEP
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.oracle.parameters import count_parameters
-from torchtitan_lr.formulas import tensor_parallel
-from torchtitan_lr.formulas.data_parallel import named_parameters
-from torchtitan_lr.formulas.tensor_parallel import part_traffic
+from torchtitan_lr.costs import tp_messages
+from torchtitan_lr.costs.fsdp_messages import named_parameters
+from torchtitan_lr.costs.tp_messages import part_traffic
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.placement import TPSettings
@@ -40,8 +40,8 @@ def test_a_rank_stores_what_the_placements_of_the_factors_say(
     a: int | None, b: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None is Replicate."""
-    formula = tensor_parallel.PlanFormula(lambda *_: {}, attention=(b, a), feed_forward=(a, b))
-    monkeypatch.setitem(tensor_parallel.FORMULAS, "other", formula)
+    formula = tp_messages.PlanFormula(lambda *_: {}, attention=(b, a), feed_forward=(a, b))
+    monkeypatch.setitem(tp_messages.FORMULAS, "other", formula)
     found = named_parameters(shape(), TPSettings("other"), 4)["block 0"]
     for name, size, dim in (
         ("feed_forward.w2.A", (R, F), a),

@@ -10,9 +10,9 @@ from tests.commands import ROOT, Command
 from tests.unit.tiny_trainer import tiny_trainer
 from torchtitan_lr.checkpoints.safe_metadata import read_metadata
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.estimate.memory import checkpoint_bytes
-from torchtitan_lr.estimate.run import read_run
-from torchtitan_lr.formulas.memory import STEP_BYTES
+from torchtitan_lr.costs.described_run import read_run
+from torchtitan_lr.costs.held_memory import STEP_BYTES
+from torchtitan_lr.costs.rank_memory import checkpoint_bytes
 
 DEBUG = ROOT / "train_configs" / "debug_tagc.toml"
 

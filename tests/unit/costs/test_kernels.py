@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from tests.oracle.activations import recompute_flops
 from tests.oracle.flops import head_flops, layer_flops
 from tests.support.nightly import nightly
-from torchtitan_lr.estimate.hardware import Hardware
-from torchtitan_lr.estimate.kernels import KernelRecorder, Product, Work
-from torchtitan_lr.estimate.rehearsal import Workload
-from torchtitan_lr.estimate.step_time import (
+from torchtitan_lr.costs.hardware import Hardware
+from torchtitan_lr.costs.kernels import KernelRecorder, Product, Work
+from torchtitan_lr.costs.rehearsal import Workload
+from torchtitan_lr.costs.step_time import (
     element_wise_seconds,
     product_seconds,
 )
-from torchtitan_lr.estimate.work import rehearse_work
+from torchtitan_lr.costs.work import rehearse_work
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.placement import TPSettings
 from torchtitan_lr.parallel.plans import resolve_settings

@@ -9,12 +9,12 @@ import torch
 import torchtitan_lr.training.register  # noqa: F401
 from tests.support.nightly import nightly
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.estimate.context import gather_lines, gather_report
-from torchtitan_lr.estimate.hardware import load_hardware
-from torchtitan_lr.estimate.rehearsal import Workload, rehearse
-from torchtitan_lr.estimate.run import read_run
-from torchtitan_lr.estimate.work import rehearse_work
-from torchtitan_lr.formulas.context_parallel import gathered_kv_bytes, latent_flops
+from torchtitan_lr.costs.context_messages import gathered_kv_bytes, latent_flops
+from torchtitan_lr.costs.described_run import read_run
+from torchtitan_lr.costs.gather_choice import gather_lines, gather_report
+from torchtitan_lr.costs.hardware import load_hardware
+from torchtitan_lr.costs.rehearsal import Workload, rehearse
+from torchtitan_lr.costs.work import rehearse_work
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.placement import TPSettings
 

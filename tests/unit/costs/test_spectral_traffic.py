@@ -17,17 +17,17 @@ from tests.unit.tiny import tiny_args
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.compat.fake import FakeTensorMode, fake_process_group
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.estimate.run import Run, read_run
-from torchtitan_lr.estimate.traffic import spectral_matrices, step_traffic
-from torchtitan_lr.formulas.spectral import (
+from torchtitan_lr.costs.comparison import compare, differences
+from torchtitan_lr.costs.described_run import Run, read_run
+from torchtitan_lr.costs.gram_messages import (
     SpectralMatrix,
     rank_small_flops,
     small_flops,
     spectral_traffic,
     wide_flops,
 )
-from torchtitan_lr.formulas.traffic import Traffic
-from torchtitan_lr.ledger.comparison import compare, differences
+from torchtitan_lr.costs.messages import Traffic
+from torchtitan_lr.costs.step_traffic import spectral_matrices, step_traffic
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.spectral.container import SpectralOptimizers

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 
-from torchtitan_lr.formulas.traffic import Traffic, merge
+from torchtitan_lr.costs.messages import Traffic, merge
 
 ITERATIONS = 5
 """Newton-Schulz iterations of a polar factor."""

@@ -19,15 +19,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
-from torchtitan_lr.estimate.hardware import Hardware, MeshDim
-from torchtitan_lr.estimate.kernels import Work
-from torchtitan_lr.estimate.run import Run, blocks_of
-from torchtitan_lr.estimate.schedule import StageSeconds, makespan, pipeline_order
-from torchtitan_lr.estimate.traffic import element_size, spectral_matrices
-from torchtitan_lr.estimate.work import PassWork
-from torchtitan_lr.formulas.memory import Shape
-from torchtitan_lr.formulas.spectral import rank_small_flops, wide_flops
-from torchtitan_lr.formulas.traffic import Traffic
+from torchtitan_lr.costs.described_run import Run, blocks_of
+from torchtitan_lr.costs.gram_messages import rank_small_flops, wide_flops
+from torchtitan_lr.costs.hardware import Hardware, MeshDim
+from torchtitan_lr.costs.held_memory import Shape
+from torchtitan_lr.costs.kernels import Work
+from torchtitan_lr.costs.messages import Traffic
+from torchtitan_lr.costs.schedule import StageSeconds, makespan, pipeline_order
+from torchtitan_lr.costs.step_traffic import element_size, spectral_matrices
+from torchtitan_lr.costs.work import PassWork
 
 _WIRE_SHARE = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 

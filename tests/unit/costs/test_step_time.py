@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchtitan_lr.estimate.hardware import Hardware, MeshDim
-from torchtitan_lr.estimate.kernels import KernelRecorder
-from torchtitan_lr.estimate.step_time import (
+from torchtitan_lr.costs.hardware import Hardware, MeshDim
+from torchtitan_lr.costs.kernels import KernelRecorder
+from torchtitan_lr.costs.messages import Traffic
+from torchtitan_lr.costs.step_time import (
     SPECTRAL_KERNELS,
     TSR_KERNELS,
     collective_seconds,
@@ -19,7 +20,6 @@ from torchtitan_lr.estimate.step_time import (
     exposed_seconds,
     model_step_time,
 )
-from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings

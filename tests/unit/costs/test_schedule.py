@@ -4,7 +4,7 @@
 import pytest
 from torch.distributed.pipelining import schedules
 
-from torchtitan_lr.estimate.schedule import (
+from torchtitan_lr.costs.schedule import (
     Action,
     StageSeconds,
     makespan,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchtitan_lr.formulas.context_parallel import (
+from torchtitan_lr.costs.context_messages import (
     context_traffic,
     gathered_kv_bytes,
     kv_width,

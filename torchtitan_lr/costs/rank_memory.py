@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import torch
 
+from torchtitan_lr.costs.described_run import Run, blocks_of
+from torchtitan_lr.costs.held_memory import gathered_unit_bytes, static_memory
+from torchtitan_lr.costs.messages import Traffic
+from torchtitan_lr.costs.rehearsal import Rehearsal, Workload, fake_ranks, rehearse, run_once
+from torchtitan_lr.costs.schedule import most_in_flight, pipeline_order
+from torchtitan_lr.costs.step_traffic import boundaries_of, exchanged_units, repeated_row
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.estimate.rehearsal import Rehearsal, Workload, fake_ranks, rehearse, run_once
-from torchtitan_lr.estimate.run import Run, blocks_of
-from torchtitan_lr.estimate.schedule import most_in_flight, pipeline_order
-from torchtitan_lr.estimate.traffic import boundaries_of, exchanged_units, repeated_row
-from torchtitan_lr.formulas.memory import gathered_unit_bytes, static_memory
-from torchtitan_lr.formulas.traffic import Traffic
 from torchtitan_lr.parallel.placement import TPSettings
 from torchtitan_lr.parallel.recompute import (
     EAGER_MODES,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import TYPE_CHECKING, Literal
 
-from torchtitan_lr.formulas.traffic import Traffic, merge
+from torchtitan_lr.costs.messages import Traffic, merge
 
 if TYPE_CHECKING:
     from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings

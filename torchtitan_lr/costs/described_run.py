@@ -10,10 +10,10 @@ from torchtitan_lr.compression.settings import (
     compression_settings,
 )
 from torchtitan_lr.config.schema import SPECTRAL, SUMS_REPLICAS, TSR, base_of
+from torchtitan_lr.costs.fsdp_messages import named_parameters, split_by_columns
+from torchtitan_lr.costs.hardware import MeshDim
+from torchtitan_lr.costs.held_memory import NamedShapes, Precision, Shape, sharded
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.estimate.hardware import MeshDim
-from torchtitan_lr.formulas.data_parallel import named_parameters, split_by_columns
-from torchtitan_lr.formulas.memory import NamedShapes, Precision, Shape, sharded
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.optim.spectral.selection import select_matrices

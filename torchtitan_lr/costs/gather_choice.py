@@ -4,12 +4,12 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from torchtitan_lr.costs.context_messages import kv_width, latent_flops
+from torchtitan_lr.costs.described_run import Run, blocks_of
+from torchtitan_lr.costs.hardware import Hardware
+from torchtitan_lr.costs.step_time import collective_seconds, compute_seconds
+from torchtitan_lr.costs.step_traffic import element_size, run_context_traffic
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.estimate.hardware import Hardware
-from torchtitan_lr.estimate.run import Run, blocks_of
-from torchtitan_lr.estimate.step_time import collective_seconds, compute_seconds
-from torchtitan_lr.estimate.traffic import element_size, run_context_traffic
-from torchtitan_lr.formulas.context_parallel import kv_width, latent_flops
 from torchtitan_lr.parallel.plans import check_gather
 
 GIB = 2**30

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lr.compat.fake import FakeTensorMode
-from torchtitan_lr.estimate.kernels import KernelRecorder, Work, norm_in_one_kernel
-from torchtitan_lr.estimate.memory import checkpointing_of, workload_of
-from torchtitan_lr.estimate.rehearsal import Prepare, Workload, build_prepared, fake_ranks
-from torchtitan_lr.estimate.run import Run
+from torchtitan_lr.costs.described_run import Run
+from torchtitan_lr.costs.kernels import KernelRecorder, Work, norm_in_one_kernel
+from torchtitan_lr.costs.rank_memory import checkpointing_of, workload_of
+from torchtitan_lr.costs.rehearsal import Prepare, Workload, build_prepared, fake_ranks
 from torchtitan_lr.parallel.recompute import EAGER_MODES, wrapping_period
 
 

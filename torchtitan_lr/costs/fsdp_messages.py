@@ -14,9 +14,9 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from torchtitan_lr.formulas.memory import sharded
-from torchtitan_lr.formulas.tensor_parallel import FORMULAS
-from torchtitan_lr.formulas.traffic import Traffic, merge
+from torchtitan_lr.costs.held_memory import sharded
+from torchtitan_lr.costs.messages import Traffic, merge
+from torchtitan_lr.costs.tp_messages import FORMULAS
 
 if TYPE_CHECKING:
     from torchtitan_lr.models.args import LlamaArgs

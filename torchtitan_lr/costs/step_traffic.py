@@ -15,14 +15,14 @@ import torch
 
 from torchtitan_lr.compression.settings import is_compressed
 from torchtitan_lr.compression.sizes import FORMULAS, Unit, exchange_traffic, exchange_unit
-from torchtitan_lr.estimate.rehearsal import Rehearsal
-from torchtitan_lr.estimate.run import Run, blocks_of, with_wire
-from torchtitan_lr.estimate.tsr_traffic import TSRMatrix, TSRMesh, tsr_traffic
-from torchtitan_lr.formulas.context_parallel import context_traffic
-from torchtitan_lr.formulas.data_parallel import data_parallel_traffic
-from torchtitan_lr.formulas.spectral import SpectralMatrix, spectral_traffic
-from torchtitan_lr.formulas.tensor_parallel import model_traffic
-from torchtitan_lr.formulas.traffic import Traffic, merge, pipeline_traffic
+from torchtitan_lr.costs.context_messages import context_traffic
+from torchtitan_lr.costs.described_run import Run, blocks_of, with_wire
+from torchtitan_lr.costs.fsdp_messages import data_parallel_traffic
+from torchtitan_lr.costs.gram_messages import SpectralMatrix, spectral_traffic
+from torchtitan_lr.costs.messages import Traffic, merge, pipeline_traffic
+from torchtitan_lr.costs.rehearsal import Rehearsal
+from torchtitan_lr.costs.tp_messages import model_traffic
+from torchtitan_lr.costs.tsr_messages import TSRMatrix, TSRMesh, tsr_traffic
 from torchtitan_lr.optim.tsr.selection import MatrixPlan
 from torchtitan_lr.parallel.pipeline import stage_boundaries
 

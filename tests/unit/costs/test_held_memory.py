@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tests.unit.tiny import FAMILIES, build_tiny, tiny_args
-from torchtitan_lr.formulas.data_parallel import named_parameters
-from torchtitan_lr.formulas.memory import Precision, gathered_unit_bytes, static_memory
+from torchtitan_lr.costs.fsdp_messages import named_parameters
+from torchtitan_lr.costs.held_memory import Precision, gathered_unit_bytes, static_memory
 from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices

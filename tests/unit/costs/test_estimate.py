@@ -12,11 +12,12 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.commands.estimate_plans import alternatives
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.schema import least_ranks
-from torchtitan_lr.estimate.hardware import MACHINES, load_hardware
-from torchtitan_lr.estimate.rehearsal import Rehearsal
-from torchtitan_lr.estimate.run import read_run
-from torchtitan_lr.estimate.step_time import step_time
-from torchtitan_lr.estimate.traffic import (
+from torchtitan_lr.costs.described_run import read_run
+from torchtitan_lr.costs.hardware import MACHINES, load_hardware
+from torchtitan_lr.costs.held_memory import static_memory
+from torchtitan_lr.costs.rehearsal import Rehearsal
+from torchtitan_lr.costs.step_time import step_time
+from torchtitan_lr.costs.step_traffic import (
     WIRES,
     bytes_by_dim,
     gradient_bytes,
@@ -24,8 +25,7 @@ from torchtitan_lr.estimate.traffic import (
     peak_optimizer_traffic,
     step_traffic,
 )
-from torchtitan_lr.estimate.work import work_of_run
-from torchtitan_lr.formulas.memory import static_memory
+from torchtitan_lr.costs.work import work_of_run
 from torchtitan_lr.models.configured import empty_model
 
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -112,7 +112,7 @@ def test_a_spectral_optimizer(script, capsys):
 
 def test_memory_of_documents():
     """8B at 8,192 tokens: 4 MiB a row for the rotary table, and no mask of all scores."""
-    from torchtitan_lr.estimate.memory import in_flight, mask_bytes
+    from torchtitan_lr.costs.rank_memory import in_flight, mask_bytes
 
     nothing, seq_len = Rehearsal(block=0.0, ends=0, working=0), 8192
     path = ROOT / "train_configs" / "cola_8b.toml"
@@ -126,7 +126,7 @@ def test_memory_of_documents():
 
 def test_memory_of_a_pipeline():
     """Stages share the parameters out; the first holds one micro-batch more in flight."""
-    from torchtitan_lr.estimate.memory import in_flight, rank_memory
+    from torchtitan_lr.costs.rank_memory import in_flight, rank_memory
 
     run = paper_run(DEBUG, 2, ONE, "--parallelism.pipeline_parallel_degree=2")
     rehearsal = Rehearsal(block=100.0, ends=7, working=0)

@@ -7,7 +7,7 @@ token, or in a low-rank model the latents σ(A_k x) and σ(A_v x), 2r numbers, f
 computes k and v of all tokens. What was gathered is not kept: backward gathers it once more, and
 reduce-scatters its gradient. Latents send less while r < d_kv/T.
 
-Independent of the runtime (`parallel.context`), like `formulas.tensor_parallel`.
+Independent of the runtime (`parallel.context`), like `costs.tp_messages`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torchtitan_lr.formulas.tensor_parallel import FORMULAS
-from torchtitan_lr.formulas.traffic import Traffic, backward, forward, merge
+from torchtitan_lr.costs.messages import Traffic, backward, forward, merge
+from torchtitan_lr.costs.tp_messages import FORMULAS
 
 if TYPE_CHECKING:
     from torchtitan_lr.models.args import LlamaArgs

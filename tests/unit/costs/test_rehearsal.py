@@ -11,7 +11,7 @@ from tests.support.allocations import Allocations
 from tests.support.checkpointing import checkpointing
 from tests.support.nightly import nightly
 from tests.unit.tiny import build_tiny, tiny_args
-from torchtitan_lr.estimate.rehearsal import Workload, rehearse
+from torchtitan_lr.costs.rehearsal import Workload, rehearse
 from torchtitan_lr.parallel.placement import TPSettings
 
 BATCH, SEQ, LAYERS = 2, 16, 4

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from torchtitan_lr.formulas.traffic import Traffic, backward, forward, merge
+from torchtitan_lr.costs.messages import Traffic, backward, forward, merge
 
 if TYPE_CHECKING:
     from torchtitan_lr.models.args import LlamaArgs
