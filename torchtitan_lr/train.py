@@ -79,6 +79,7 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         trainer.checkpointer.before_save = still_ours
         trainer.metrics_processor.before_writing = still_ours
         trainer.before_start = partial(record, RUNNING)
+        trainer.more_summary = partial(_sent, config, trainer.parallel_dims.world_size)
         if config.checkpoint.create_seed_checkpoint:
             trainer.write_record()
             trainer.checkpointer.save(curr_step=0, last_step=True)
@@ -144,6 +145,13 @@ def _record(
     with suppress(ConfigError):
         still_ours()
         write_state(dump_folder, state, error, rank, step, began)
+
+
+def _sent(config: Any, ranks: int) -> dict[str, int]:
+    """Return `sent_per_step`; its room is imported at the end of a run, on one rank."""
+    from torchtitan_lr.estimate.traffic import sent_per_step
+
+    return sent_per_step(config, ranks)
 
 
 def _no_record(*_: Any, **__: Any) -> None:

@@ -11,15 +11,16 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 from math import lcm, prod
+from typing import Any
 
 import torch
 
 from torchtitan_lr.compression.settings import is_compressed
 from torchtitan_lr.compression.sizes import FORMULAS, Unit, exchange_traffic, exchange_unit
 from torchtitan_lr.config.schema import BUILT_IN_OPTIMIZERS
-from torchtitan_lr.errors import one_of, require
+from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.estimate.rehearsal import Rehearsal
-from torchtitan_lr.estimate.run import Run, blocks_of, with_wire
+from torchtitan_lr.estimate.run import Run, blocks_of, read_run, with_wire
 from torchtitan_lr.estimate.tsr_traffic import TSRMatrix, TSRMesh, tsr_traffic
 from torchtitan_lr.formulas.context_parallel import context_traffic
 from torchtitan_lr.formulas.data_parallel import data_parallel_traffic
@@ -127,6 +128,27 @@ def gradient_bytes(run: Run, pp_rank: int, optimizer: Iterable[Traffic] = ()) ->
             if row.role in ("gradient", "index", "core", "sketch")
         )
     return found
+
+
+def sent_per_step(config: Any, world: int) -> dict[str, int]:
+    """Return the bytes of gradients of a mean step of pipeline rank 0, and AdamW's, by formula.
+
+    Steps that differ, such as TSR-Adam's refreshes, are averaged. A run without a formula, or whose
+    ranks share no gradients, has none.
+    """
+    wire = config.training.mixed_precision_reduce
+    try:
+        run = read_run(config, world)
+        require(config.optimizer.name in BUILT_IN_OPTIMIZERS, "optimizer.name", "", "a formula")
+    except ConfigError:
+        return {}
+    cores = [] if run.tsr is None else average_optimizer_traffic(run, 0)
+    baseline = gradient_bytes(replace(run, baseline=True), 0)[wire]
+    if not baseline:
+        return {}
+    sent = gradient_bytes(run, 0, cores)
+    # A codec that cannot round sends fp32.
+    return {"sent_bytes": sent.get(wire, sent["float32"]), "adamw_bytes": baseline}
 
 
 def _times(rows: Iterable[Traffic], count: int) -> list[Traffic]:
