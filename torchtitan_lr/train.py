@@ -79,6 +79,7 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         trainer.checkpointer.before_save = still_ours
         trainer.metrics_processor.before_writing = still_ours
         trainer.before_start = partial(record, RUNNING)
+        trainer.more_summary = partial(_sent, config, trainer.parallel_dims.world_size)
         trainer.train()
         status = 0
         if trainer.stopped_by:
@@ -140,6 +141,13 @@ def _record(
     with suppress(ConfigError):
         still_ours()
         write_state(dump_folder, state, error, rank, step, began)
+
+
+def _sent(config: Any, ranks: int) -> dict[str, int]:
+    """Return `sent_per_step`; its room is imported at the end of a run, on one rank."""
+    from torchtitan_lr.costs.step_traffic import sent_per_step
+
+    return sent_per_step(config, ranks)
 
 
 def _no_record(*_: Any, **__: Any) -> None:

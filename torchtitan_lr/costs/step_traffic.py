@@ -10,19 +10,22 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from math import lcm, prod
+from typing import Any
 
 import torch
 
 from torchtitan_lr.compression.settings import is_compressed
 from torchtitan_lr.compression.sizes import FORMULAS, Unit, exchange_traffic, exchange_unit
+from torchtitan_lr.config.schema import BUILT_IN_OPTIMIZERS
 from torchtitan_lr.costs.context_messages import context_traffic
-from torchtitan_lr.costs.described_run import Run, blocks_of, with_wire
+from torchtitan_lr.costs.described_run import Run, blocks_of, read_run, with_wire
 from torchtitan_lr.costs.fsdp_messages import data_parallel_traffic
 from torchtitan_lr.costs.gram_messages import SpectralMatrix, spectral_traffic
 from torchtitan_lr.costs.messages import Traffic, merge, pipeline_traffic
 from torchtitan_lr.costs.rehearsal import Rehearsal
 from torchtitan_lr.costs.tp_messages import model_traffic
 from torchtitan_lr.costs.tsr_messages import TSRMatrix, TSRMesh, tsr_traffic
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.tsr.selection import MatrixPlan
 from torchtitan_lr.parallel.pipeline import stage_boundaries
 
@@ -117,6 +120,28 @@ def gradient_bytes(run: Run, pp_rank: int, optimizer: Iterable[Traffic] = ()) ->
             if row.role in ("gradient", "index", "core", "sketch")
         )
     return found
+
+
+def sent_per_step(config: Any, world: int) -> dict[str, int]:
+    """Return the bytes of gradients of a mean step of pipeline rank 0, and AdamW's, by formula.
+
+    Steps that differ, such as TSR-Adam's refreshes, are averaged. A run without a formula, or whose
+    ranks share no gradients, has none.
+    """
+    wire = config.training.mixed_precision_reduce
+    if config.optimizer.name not in BUILT_IN_OPTIMIZERS:
+        return {}
+    try:
+        run = read_run(config, world)
+    except ConfigError:  # a family from outside
+        return {}
+    cores = [] if run.tsr is None else average_optimizer_traffic(run, 0)
+    baseline = gradient_bytes(replace(run, baseline=True), 0)[wire]
+    if not baseline:
+        return {}
+    sent = gradient_bytes(run, 0, cores)
+    # A codec that cannot round sends fp32.
+    return {"sent_bytes": sent.get(wire, sent["float32"]), "adamw_bytes": baseline}
 
 
 def _times(rows: Iterable[Traffic], count: int) -> list[Traffic]:

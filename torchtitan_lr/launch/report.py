@@ -71,6 +71,10 @@ def summary_lines(summary: dict[str, Any], dump_folder: Path, log_folder: Path) 
             return "-"  # unknown, or the file is damaged
         return format(value, form) + unit
 
+    sent: list[tuple[str, str]] = []
+    if all(is_number(summary.get(key)) for key in ("sent_bytes", "adamw_bytes")):
+        own, adamw = (f"{summary[key] / 1e6:.1f}" for key in ("sent_bytes", "adamw_bytes"))
+        sent.append(("gradients sent", f"{own} MB per step by formula (AdamW {adamw})"))
     rows = (
         ("steps", number("steps", "d")),
         ("train loss", number("train_loss", ".4f", " nats/token")),
@@ -80,6 +84,7 @@ def summary_lines(summary: dict[str, Any], dump_folder: Path, log_folder: Path) 
         ("tokens/s", number("tokens_per_s", ",.0f", " (all ranks)")),
         ("MFU", number("mfu", ".2f", " %") if summary.get("mfu") is not None else "unknown peak"),
         ("peak memory", number("peak_memory_gib", ".2f", " GiB (largest rank)")),
+        *sent,
         ("checkpoint", summary.get("checkpoint") or "none"),
         ("curve", summary.get("curve") or "none"),
         ("summary", dump_folder / SUMMARY_FILE),

@@ -65,6 +65,7 @@ class Trainer(TitanTrainer):
 
     Attributes:
         before_start: Called when the checkpoint is loaded and the first step follows.
+        more_summary: Returns what the summary has beside what was measured.
         skipped_steps: Optimizer steps skipped for a non-finite loss or gradient; checkpointed.
         stopped_by: Name of the signal that ended the run early, None if none has.
         running_step: The step that runs or has just ended.
@@ -80,6 +81,7 @@ class Trainer(TitanTrainer):
     def __init__(self, job_config: JobConfig) -> None:
         bind_device()
         self.before_start: Callable[[], None] = lambda: None
+        self.more_summary: Callable[[], dict[str, Any]] = dict
         self.skipped_steps = 0
         self.stopped_by: str | None = None
         self._stop = StopSignal()
@@ -455,7 +457,8 @@ class Trainer(TitanTrainer):
         what = job_config.job.description or f"{job_config.model.name} {job_config.model.flavor}"
         history.draw_curve(records, curve, f"{what}, {described_layout(self.parallel_dims)}")
         summary = history.build_summary(records, self.step, peak.item(), checkpoint)
-        write_whole(file, json.dumps(summary | {"curve": str(curve)}, indent=2) + "\n")
+        summary |= {"curve": str(curve), **self.more_summary()}
+        write_whole(file, json.dumps(summary, indent=2) + "\n")
         logger.info("Summary written to %s", file)
         processor.logger.publish(summary, curve)
 

@@ -23,6 +23,7 @@ from torchtitan_lr.costs.step_traffic import (
     gradient_bytes,
     optimizer_traffic,
     peak_optimizer_traffic,
+    sent_per_step,
     step_traffic,
 )
 from torchtitan_lr.costs.work import work_of_run
@@ -153,6 +154,22 @@ def test_the_step_in_which_tsr_adam_sends_most():
         peaks = peak_optimizer_traffic(run, 0)
         shares = [bytes_by_dim(rows, run.wire_dtypes)["dp_replicate"] for rows in peaks]
         assert [sum(s.values()) / dense for s in shares] == pytest.approx(expected, abs=6e-4)
+
+
+def test_what_a_mean_step_sends_counts_the_steps_that_differ():
+    """TSR-Adam's refreshes among them; of the optimizer that replaces AdamW and of AdamW itself."""
+    replicas = "--parallelism.data_parallel_replicate_degree=4"
+    own = ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=8"]
+    run = paper_run(DEBUG, 4, ONE, replicas, *own)
+    told = sent_per_step(run.config, 4)
+    usual = gradient_bytes(run, 0, optimizer_traffic(run, 0, ()))["float32"]
+    assert usual < told["sent_bytes"] < told["adamw_bytes"]
+    plain = sent_per_step(paper_run(DEBUG, 4, ONE, replicas).config, 4)
+    assert plain["sent_bytes"] == plain["adamw_bytes"] == told["adamw_bytes"]
+    # One rank shares no gradients, and of an optimizer from outside there is no formula.
+    assert sent_per_step(paper_run(DEBUG, 1, ONE).config, 1) == {}
+    run.config.optimizer.name = "Foreign"
+    assert sent_per_step(run.config, 4) == {}
 
 
 @pytest.mark.parametrize("name", ["replicas", "tsr", "sparse"])

@@ -134,6 +134,14 @@ def test_a_damaged_summary_costs_its_cells(value):
     assert "".join(lines).isprintable()
 
 
+def test_what_was_sent_is_told_beside_the_baseline():
+    summary = {"sent_bytes": 2_400_000, "adamw_bytes": 7_100_000}
+    (line,) = (row for row in summary_lines(summary, Path("a"), Path("b")) if "sent" in row)
+    assert line.split("  ")[-1].strip() == "2.4 MB per step by formula (AdamW 7.1)"
+    # The control: one rank sends nothing.
+    assert not any("sent" in row for row in summary_lines({}, Path("a"), Path("b")))
+
+
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     assert disk_trouble(tmp_path, "rank 0 failed") == ""
     assert (
