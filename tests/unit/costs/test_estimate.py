@@ -32,6 +32,7 @@ from torchtitan_lr.models.configured import empty_model
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 DEBUG = str(ROOT / "train_configs" / "debug_cola.toml")
 ONE = "--parallelism.tensor_parallel_degree=1"
+BATCH_4 = "--training.local_batch_size=4"
 # The same blocks in two tests, so that they are rehearsed once; none of two kinds in turns.
 BLOCKS = ["--world=4", "--parallelism.tensor_parallel_degree=2"]
 BLOCKS += ["--activation_checkpoint.selective_ac_option=1"]
@@ -160,11 +161,11 @@ def test_what_a_mean_step_sends_counts_the_steps_that_differ():
     """TSR-Adam's refreshes among them; of the optimizer that replaces AdamW and of AdamW itself."""
     replicas = "--parallelism.data_parallel_replicate_degree=4"
     own = ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=8"]
-    run = paper_run(DEBUG, 4, ONE, replicas, *own)
+    run = paper_run(DEBUG, 4, ONE, BATCH_4, replicas, *own)
     told = sent_per_step(run.config, 4)
     usual = gradient_bytes(run, 0, optimizer_traffic(run, 0, ()))["float32"]
     assert usual < told["sent_bytes"] < told["adamw_bytes"]
-    plain = sent_per_step(paper_run(DEBUG, 4, ONE, replicas).config, 4)
+    plain = sent_per_step(paper_run(DEBUG, 4, ONE, BATCH_4, replicas).config, 4)
     assert plain["sent_bytes"] == plain["adamw_bytes"] == told["adamw_bytes"]
     # One rank shares no gradients, and of an optimizer from outside there is no formula.
     assert sent_per_step(paper_run(DEBUG, 1, ONE).config, 1) == {}
