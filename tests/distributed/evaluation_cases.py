@@ -12,9 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.support import parity_runs  # adds the flavor `parity`  # noqa: F401
-from torchtitan_lr.checkpoints.manifest import ManifestWriter
+from torchtitan_lr.checkpoints.record import Record
+from torchtitan_lr.checkpoints.saving import StepWriter
 from torchtitan_lr.hf.evaluate import evaluate
-from torchtitan_lr.hf.loading import build_model_args, read_run_config
+from torchtitan_lr.hf.loading import build_model_args
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP
@@ -42,7 +43,8 @@ def write_run(folder: Path, family: str, **sections: dict[str, Any]) -> tuple[Pa
     folder.mkdir(parents=True)
     (folder / "job_config.json").write_text(json.dumps(record | sections))
     step = folder / "checkpoint" / "step-20"
-    model = LlamaModel(build_model_args(read_run_config(step)))
+    tables = {name: SimpleNamespace(**table) for name, table in record.items()}
+    model = LlamaModel(build_model_args(SimpleNamespace(**tables)))
     model.init_weights()
     with torch.no_grad():
         for name, parameter in model.double().named_parameters():
@@ -50,7 +52,8 @@ def write_run(folder: Path, family: str, **sections: dict[str, Any]) -> tuple[Pa
                 parameter.mul_(SHARPER)
             if name.endswith("gate"):
                 parameter.mul_(0.7)
-    dcp.save(dict(model.state_dict()), storage_writer=ManifestWriter(step, {}), no_dist=True)
+    writer = StepWriter(step, Record({"model": {}}, record | sections))
+    dcp.save(dict(model.state_dict()), storage_writer=writer, no_dist=True)
     return step, model.eval()
 
 

@@ -11,13 +11,7 @@ from torchtitan_lr.checks.compression import check_grad_compression
 from torchtitan_lr.checks.memory import check_memory
 from torchtitan_lr.checks.optimizer import check_groups, check_outside, check_rates
 from torchtitan_lr.checks.pipeline import check_pipeline
-from torchtitan_lr.checks.stored import (
-    check_record,
-    check_resumable,
-    check_stored_model,
-    check_stored_optimizer,
-    check_stored_states,
-)
+from torchtitan_lr.checks.stored import check_other_run, check_stored, check_stored_data
 from torchtitan_lr.checks.support import (
     check_compile,
     check_context,
@@ -35,20 +29,19 @@ from torchtitan_lr.checks.values import (
     check_training,
     check_vocabulary,
 )
-from torchtitan_lr.config.files import files_kept
 from torchtitan_lr.errors import require
 
 # Checks that build models come late. The last ones prepare data, which may take hours.
 _CHECKS: tuple[Callable[[Any, int, str], None], ...] = (
+    check_other_run,  # first, since it takes no time
     *(check_parallelism, check_compile, check_cpu, check_step_graph, check_training),
     *(check_dump_folder,),
     *(check_checkpoint, check_model, check_groups, check_rates, check_outside),
-    *(check_vocabulary, check_corpora),
-    *(check_stored_model, check_resumable, check_stored_optimizer),
+    *(check_vocabulary, check_stored, check_corpora),
     *(check_context, check_plans, check_pipeline, check_grad_compression, check_memory),
-    *(check_data, check_stored_states),
+    *(check_data, check_stored_data),
 )
-_OF_TOKENS = {check_data, check_stored_states}
+_OF_TOKENS = {check_data, check_stored_data}
 
 Data = Literal["prepare", "find", "none"]
 """How far a check goes with the corpora: it prepares them, only finds their files, or neither; with
@@ -61,9 +54,8 @@ _LEFT_OUT: dict[Data, Set[Callable[[Any, int, str], None]]] = {
 }
 
 _OF_FILES = {
-    *(check_dump_folder, check_checkpoint, check_vocabulary, check_corpora, check_memory),
-    *(check_stored_model, check_resumable, check_stored_optimizer),
-    *(check_data, check_stored_states),
+    *(check_other_run, check_dump_folder, check_checkpoint, check_vocabulary, check_stored),
+    *(check_corpora, check_memory, check_data, check_stored_data),
 }
 
 
@@ -85,9 +77,6 @@ def check_job_config(
     """
     want = f"at most {MOST_RANKS} ranks: the product of the degrees, --world or NGPU"
     require(world_size <= MOST_RANKS, "parallelism", world_size, want)
-    if not on_paper:
-        check_record(config, world_size)  # first, since it takes no time
-    with files_kept():
-        for check in _CHECKS:
-            if not (on_paper and check in _OF_FILES) and check not in _LEFT_OUT[data]:
-                check(config, world_size, device_type)
+    for check in _CHECKS:
+        if not (on_paper and check in _OF_FILES) and check not in _LEFT_OUT[data]:
+            check(config, world_size, device_type)

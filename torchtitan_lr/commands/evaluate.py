@@ -29,7 +29,6 @@ from typing import Any
 from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.commands.parser import (
     OneLineParser,
-    add_allow_unverified,
     add_extension,
     add_text_column,
     check_at_least,
@@ -69,7 +68,6 @@ def add_arguments(parser: OneLineParser) -> None:
     )
     parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
-    add_allow_unverified(parser)
     add_extension(parser)
     parser.add_argument("--out", type=Path, help="JSON file to write as well")
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
@@ -90,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
     import_extension(args.custom_import)
 
-    args.checkpoint = find_step(args.checkpoint, args.allow_unverified)
+    args.checkpoint = find_step(args.checkpoint)
     result = evaluate(args)
     if os.environ.get("RANK", "0") == "0":
         # First, so that a full disk does not cost the result.

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from torchtitan_lr.checkpoints.folders import is_free, unfinished
-from torchtitan_lr.commands.parser import OneLineParser, add_allow_unverified, add_extension
+from torchtitan_lr.commands.parser import OneLineParser, add_extension
 from torchtitan_lr.errors import ConfigError, escaped
 
 DTYPES = ("checkpoint", "float32", "bfloat16")
@@ -39,7 +39,6 @@ def add_arguments(parser: OneLineParser) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="checkpoint", help="precision written")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
-    add_allow_unverified(parser)
     add_extension(parser)
     parser.add_argument(
         "--keep_factors", action="store_true", help="hf: keep the factors of llama_svd too"
@@ -104,7 +103,7 @@ def export(args: argparse.Namespace) -> None:
 
     import_extension(args.custom_import)
     plan_shards({}, args.max_shard_size)  # refuse a wrong size before anything is written
-    args.checkpoint = find_step(args.checkpoint, args.allow_unverified)
+    args.checkpoint = find_step(args.checkpoint)
     config = read_run_config(args.checkpoint, args.config)
     model_args, size = build_model_args(config), args.max_shard_size
     hf = args.format == "hf"
@@ -115,8 +114,7 @@ def export(args: argparse.Namespace) -> None:
     if hf:
         check_hf_exportable(model_args, args.keep_factors)
     assets = find_tokenizer(config, model_args)
-    allow = args.allow_unverified
-    source = open_weights(args.checkpoint, model_args, assets, allow_unverified=allow)
+    source = open_weights(args.checkpoint, model_args, assets)
     dtype = None if args.dtype == "checkpoint" else getattr(torch, args.dtype)
     try:
         with unfinished(args.out) as aside:

@@ -31,7 +31,7 @@ import sys
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from torchtitan_lr.commands.parser import OneLineParser, add_allow_unverified, add_extension
+from torchtitan_lr.commands.parser import OneLineParser, add_extension
 from torchtitan_lr.config.files import parse_json, read_regular
 from torchtitan_lr.errors import ConfigError, DataError, escaped, require
 from torchtitan_lr.launch.environment import forget_other_ranks
@@ -72,7 +72,6 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--compile", action="store_true", help="compile the step; slow to start")
     parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
     parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
-    add_allow_unverified(parser)
     add_extension(parser)
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
 
@@ -197,11 +196,10 @@ def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
     import_extension(args.custom_import)
     first = prompts is not None
     model, tokenizer, choice = load_on_ranks(
-        find_step(args.checkpoint, args.allow_unverified),
+        find_step(args.checkpoint),
         args.config,
         args.device,
         args.overrides,
-        args.allow_unverified,
     )
     _check_stop_tokens(args.stop_token, set(tokenizer.get_vocab().values()))
     prompts = from_first_rank(prompts) or []  # stdin has one reader

@@ -5,10 +5,15 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.checkpoints.folders import RUN_CONFIG, STEP_FILE, is_complete
+from torchtitan_lr.checkpoints.record import DamagedError, read_step
+from torchtitan_lr.checkpoints.run_record import CHANGES, described
 from torchtitan_lr.checks.values import check_model
 from torchtitan_lr.config.build import build_job_config, config_class, with_own_rates
+from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.parse import (
     CONFIG_FILE_KEY,
     apply_overrides,
@@ -25,7 +30,7 @@ from torchtitan_lr.models.configured import llama_args
 from torchtitan_lr.titan.base import drop_marker
 
 DEFAULT, FLAVOR, SHARE = "default", "flavor", "warmup_ratio"
-COMMAND_LINE, LAUNCHER = "command line", "launcher"
+COMMAND_LINE, LAUNCHER, RUN = "command line", "launcher", "run"
 
 _SHAPE = "model."
 """Prefix of the flavor's values that are no keys, such as ``model.dim``."""
@@ -44,7 +49,7 @@ class Setting:
     Args:
         key: The dotted key.
         value: What the run uses; for a key that leaves its value to the flavor, the flavor's.
-        origin: `DEFAULT`, `FLAVOR`, `SHARE`, `COMMAND_LINE`, `LAUNCHER` or the TOML file.
+        origin: `DEFAULT`, `FLAVOR`, `SHARE`, `COMMAND_LINE`, `LAUNCHER`, `RUN` or the TOML file.
         is_key: Whether a TOML file can set it; False for a value that only the flavor has.
     """
 
@@ -94,6 +99,31 @@ def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], 
     check_model(built, 1, "cpu")
     found = [Setting(key, value, origins.get(key, DEFAULT)) for key, value in _values(built)]
     return _with_flavor(found, built), note
+
+
+def read_run(folder: Path) -> tuple[list[Setting], str]:
+    """Read what a run or a saved step was trained with, and a line about what was changed in it.
+
+    Raises:
+        ConfigError: The folder has no record.
+    """
+    try:
+        if is_complete(folder):
+            record = dict(read_step(folder).run)
+        else:
+            record = read_json(folder / RUN_CONFIG)
+    except (DamagedError, OSError, ValueError) as error:
+        want = f"the folder of a run, with {RUN_CONFIG}, or of a step, with {STEP_FILE} ({error})"
+        raise ConfigError("CONFIG", str(folder), want) from error
+    built, usual = build_job_config([], record), dict(_values(config_class()()))
+    found = []
+    for key, value in _values(built):
+        found.append(Setting(key, value, DEFAULT if value == usual[key] else RUN))
+    changes = [
+        f"after step {entry.pop('after_step')}: {described(entry)}"
+        for entry in record.get(CHANGES, [])
+    ]
+    return _with_flavor(found, built), f"note: changed {'; '.join(changes)}" if changes else ""
 
 
 def as_toml(settings: Sequence[Setting]) -> str:

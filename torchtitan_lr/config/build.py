@@ -125,18 +125,18 @@ def with_own_rates(layers: list[dict[str, Any]], last: Any) -> list[dict[str, An
     for layer in layers:
         table = layer.get("optimizer")
         name = table.get("name", name) if isinstance(table, dict) else name
-        rules.append(_rule(name))
+        rules.append(rule_of(name))
     found = []
     for layer, rule in zip(layers, rules, strict=True):
         table = layer.get("optimizer")
-        if isinstance(table, dict) and rule != _rule(last or name):
+        if isinstance(table, dict) and rule != rule_of(last or name):
             kept = {key: value for key, value in table.items() if key not in RATES}
             layer = layer | {"optimizer": kept}
         found.append(layer)
     return found
 
 
-def _rule(name: Any) -> str:
+def rule_of(name: Any) -> str:
     """Return one name for optimizers whose learning rates mean the same."""
     return ADAMS[0] if name in ADAMS else base_of(str(name))
 

@@ -68,8 +68,7 @@ def _alone(options: argparse.Namespace) -> dict[str, Any]:
     config = None
     if source is None:
         config = read_job_config(options.checkpoint, options.config)
-    where = options.checkpoint, options.config, options.device
-    model, tokenizer = load_for_inference(*where, allow_unverified=options.allow_unverified)
+    model, tokenizer = load_for_inference(options.checkpoint, options.config, options.device)
     seq_len = options.seq_len or model.model_args.max_seq_len
     if config is not None and options.as_validated:
         _check_validated(config)
@@ -103,9 +102,7 @@ def _on_ranks(options: argparse.Namespace) -> dict[str, Any]:
         getattr(torch, device_type).set_device(device)
 
     parallel_dims = start_group(config)
-    total_loss_of = load_on_ranks(
-        options.checkpoint, config, parallel_dims, device, options.allow_unverified
-    )
+    total_loss_of = load_on_ranks(options.checkpoint, config, parallel_dims, device)
     seq_len, share = config.validation.seq_len, data_share(parallel_dims)
     batches, name = _batches(options, source, config, tokenizer, seq_len, share)
     about = {"checkpoint": str(options.checkpoint), "corpus": name, "seq_len": seq_len}

@@ -80,7 +80,6 @@ def load_on_ranks(
     config_file: Path | None,
     device: str,
     overrides: Sequence[str],
-    allow_unverified: bool = False,
 ) -> tuple[LlamaModel, Any, Choice | None]:
     """Load this rank's part of a model; the process group is started if there are several ranks.
 
@@ -94,12 +93,10 @@ def load_on_ranks(
     config, args, tokenizer = read_for_inference(step_dir, config_file)
     settings = generation_settings(read_parallelism(config, overrides, world), args, world)
     if world == 1:
-        model, tokenizer = load_for_inference(
-            step_dir, config_file, device, allow_unverified=allow_unverified
-        )
+        model, tokenizer = load_for_inference(step_dir, config_file, device)
         return model, tokenizer, None
     mesh = _start(device)
-    dtype, fill = open_on_ranks(step_dir, args, config.model.hf_assets_path, allow_unverified)
+    dtype, fill = open_on_ranks(step_dir, args, config.model.hf_assets_path)
     model = empty_model(args).to(dtype)
     apply_tensor_parallel(model, mesh, settings)
     model.to_empty(device=mesh.device_type)

@@ -3,26 +3,26 @@
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchtitan_lr.checkpoints.folders import RUN_CONFIG, TRAINING_STATES
-from torchtitan_lr.checkpoints.manifest import (
-    UnverifiedError,
-    find_damage,
-    newest_whole_before,
-    read_manifest,
+from torchtitan_lr.checkpoints.folders import (
+    RUN_CONFIG,
+    TRAINING_STATES,
+    newest_step,
+    step_folder,
 )
-from torchtitan_lr.checkpoints.safe_metadata import DamagedError, read_metadata
+from torchtitan_lr.checkpoints.record import DamagedError, read_step
+from torchtitan_lr.checkpoints.resume import Start, check_start
+from torchtitan_lr.checkpoints.safe_metadata import read_metadata
+from torchtitan_lr.checkpoints.saving import verified
 from torchtitan_lr.config.build import build_job_config, check_record
-from torchtitan_lr.config.files import files_kept, parse_json, read_regular
+from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.parse import in_folder
 from torchtitan_lr.config.schema import ITS_MODULE
 from torchtitan_lr.data.tokenizer import HUB, build_tokenizer, require_cached, vocabulary
@@ -34,17 +34,8 @@ from torchtitan_lr.models.configured import empty_model, model_shapes
 from torchtitan_lr.models.families import FAMILIES, find_family
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.device import keep_freed_memory
-from torchtitan_lr.training.fingerprint import (
-    TOKENIZER,
-    check_fingerprint,
-    model_fingerprint,
-    tokenizer_digest,
-)
-
-_MOST_LINKS = 40
-"""Linux follows as many links; two links to each other would never end."""
+from torchtitan_lr.training.fingerprint import TOKENIZER, model_fingerprint, tokenizer_digest
 
 SECTIONS = ("model", "low_rank", "caat", "training", "validation", "parallelism", "debug")
 """Sections of a run's record that decide its model, its corpora and its layout."""
@@ -71,16 +62,8 @@ def read_run_config(step_dir: Path, config_file: Path | None = None) -> Any:
 
 
 def named_step(step_dir: Path) -> Path:
-    """Return a step's folder as its run names it: two levels below the run's record.
-
-    A linked step belongs to the run that wrote it. Where the step or the folder of all steps was
-    moved to another disk and a link is left, there is no record: the run is where the link is.
-    """
-    names = [step_dir.resolve(), step_dir.absolute()]
-    while names[-1].is_symlink() and len(names) < _MOST_LINKS:
-        names.append(names[-1].parent / names[-1].readlink())
-    recorded = (name for name in names if (name.parent.parent / RUN_CONFIG).is_file())
-    return next(recorded, names[0])
+    """Return a step's folder as its run names it: two levels below the run's dump folder."""
+    return step_dir.resolve()
 
 
 def read_record(step_dir: Path) -> dict[str, Any]:
@@ -88,15 +71,11 @@ def read_record(step_dir: Path) -> dict[str, Any]:
 
     A record may be somebody else's. The tokenizer that it names is not downloaded.
     """
-    path = named_step(step_dir).parent.parent / RUN_CONFIG
     try:
-        record = parse_json(in_folder(read_regular(path).decode(), path.parent))
-    except FileNotFoundError:
-        require(step_dir.exists(), "CHECKPOINT", str(step_dir), "a folder that exists")
-        want = f"a step's folder two levels below the run's {RUN_CONFIG}, or --config with its TOML"
-        raise ConfigError("CHECKPOINT", str(step_dir), want) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(path), str(error), "the JSON that the run wrote") from error
+        text = json.dumps(read_step(step_dir).run)
+    except DamagedError as error:
+        raise no_checkpoint(step_dir, str(error)) from error
+    record: dict[str, Any] = json.loads(in_folder(text, named_step(step_dir).parent.parent))
     model = record.get("model")
     if isinstance(model, dict) and str(model.get("hf_assets_path")).startswith(HUB):
         require_cached(model["hf_assets_path"])
@@ -124,30 +103,25 @@ def read_job_config(step_dir: Path, config_file: Path | None = None) -> Any:
     return build_job_config([], record)
 
 
-def find_step(folder: Path, allow_unverified: bool = False) -> Path:
-    """Return the newest whole step of a run's folder; any other folder is returned as it is.
-
-    Args:
-        folder: A run's dump folder, a step's folder or an export.
-        allow_unverified: As ``checkpoint.allow_unverified``.
+def find_step(folder: Path) -> Path:
+    """Return the step of a run's dump folder that is resumed; any other folder as it is.
 
     Raises:
-        ConfigError: The run has no whole checkpoint.
+        ConfigError: The run has no complete checkpoint.
     """
     if not (folder / RUN_CONFIG).is_file():
         return folder
-    record = check_record(read_record(folder / "checkpoint" / "step"))
-    name = record.get("checkpoint", {}).get("folder", "checkpoint")
-    if not name or os.path.isabs(name) or ".." in Path(name).parts:
-        raise ConfigError(
-            "checkpoint.folder", name, f"a folder within {folder}, or a step's folder"
-        )
-    steps = folder / name
-    newest = newest_whole_before(steps / f"step-{sys.maxsize}", allow_unverified)
-    if newest is None:
-        want = f"a run with a whole checkpoint in {steps}; name one to hear what it lacks"
-        raise ConfigError("CHECKPOINT", str(folder), want)
-    return Path(newest)
+    try:
+        name = read_json(folder / RUN_CONFIG)["checkpoint"]["folder"]
+        fits = name and not os.path.isabs(name) and ".." not in Path(name).parts
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(str(folder / RUN_CONFIG), str(error), "the run's record") from error
+    want = f"a folder within {folder}, or a step's folder"
+    require(fits, "checkpoint.folder", name, want)
+    newest = newest_step(folder / name)
+    want = f"a run with a complete checkpoint in {folder / name}"
+    require(newest >= 0, "CHECKPOINT", str(folder), want)
+    return Path(step_folder(folder / name, newest))
 
 
 def build_model_args(config: Any) -> LlamaArgs:
@@ -176,22 +150,15 @@ def build_model_args(config: Any) -> LlamaArgs:
     return args
 
 
-@files_kept()
-def open_weights(
-    step_dir: Path,
-    args: LlamaArgs,
-    assets_path: str = "",
-    damage_of: Callable[..., str | None] = find_damage,
-    allow_unverified: bool = False,
-) -> StoredWeights:
+def open_weights(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> StoredWeights:
     """Verify a checkpoint of any number of ranks, without loading its weights.
+
+    In a process group every rank calls it, and verifies its share of the files.
 
     Args:
         step_dir: Folder of a distributed checkpoint (DCP).
         args: The model's arguments.
         assets_path: Folder of the tokenizer to use with it, if any.
-        damage_of: Verifies the files; `manifest.damage_of` shares them among the ranks.
-        allow_unverified: As ``checkpoint.allow_unverified``.
 
     Returns:
         The weights, which are read on demand.
@@ -199,33 +166,22 @@ def open_weights(
     Raises:
         ConfigError: The folder is not a complete checkpoint, is damaged, or contains another model.
     """
-    if (damage := damage_of(step_dir, allow_unverified=allow_unverified)) is not None:
-        raise no_checkpoint(step_dir, damage, newest_whole_before(step_dir))
-    manifest = None
     try:
-        metadata = read_metadata(step_dir)
-        manifest = read_manifest(step_dir)
+        record, metadata = verified(step_dir), read_metadata(step_dir)
     except DamagedError as error:
-        # It was whole just now: its run has deleted it, or there is no manifest, as allowed.
-        if not (allow_unverified and isinstance(error, UnverifiedError)):
-            raise no_checkpoint(step_dir, str(error)) from error
+        raise no_checkpoint(step_dir, str(error)) from error
     stored = metadata.state_dict_metadata
     check_depth(args, len(stored), "CHECKPOINT", step_dir)
     shapes = model_shapes(args)
     dtype = _check_stored(step_dir, stored, args, shapes)
-    if manifest is None:
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            logger.warning("%s has no manifest: loading it without a check", step_dir)
-    else:
-        tokenizer = {TOKENIZER: tokenizer_digest(assets_path)} if assets_path else {}
-        here = model_fingerprint(args) | tokenizer
-        check_fingerprint(manifest.model, here, step_dir, allow_unverified=allow_unverified)
+    model = {**record.states.get("model", {}), **model_fingerprint(args)}
+    if assets_path:
+        model[TOKENIZER] = tokenizer_digest(assets_path)
+    check_start(Start(str(step_dir)), record, {"model": model})
     return StoredWeights(args, step_dir, metadata, shapes, dtype)
 
 
-def load_model(
-    step_dir: Path, args: LlamaArgs, assets_path: str = "", allow_unverified: bool = False
-) -> LlamaModel:
+def load_model(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> LlamaModel:
     """Verify a checkpoint of any number of ranks and load its weights onto the CPU.
 
     The arguments are those of `open_weights`.
@@ -236,7 +192,7 @@ def load_model(
     Raises:
         ConfigError: The folder is not a complete checkpoint, is damaged, or contains another model.
     """
-    stored = open_weights(step_dir, args, assets_path, allow_unverified=allow_unverified)
+    stored = open_weights(step_dir, args, assets_path)
     model = empty_model(args).to(stored.dtype).to_empty(device="cpu")
     stored.fill(model.state_dict())
     return model.eval()
@@ -247,7 +203,6 @@ def load_for_inference(
     config_file: Path | None = None,
     device: str = "",
     check: Callable[[LlamaArgs], object] | None = None,
-    allow_unverified: bool = False,
 ) -> tuple[LlamaModel, Any]:
     """Load a checkpoint's model onto a device, with the tokenizer of its run.
 
@@ -258,7 +213,6 @@ def load_for_inference(
         config_file: A TOML to read instead of the run's saved configuration.
         device: Name of the device; by default cuda if there is one, else cpu.
         check: Called with the model's arguments before the weights are read; may raise.
-        allow_unverified: As ``checkpoint.allow_unverified``.
 
     Returns:
         The model in evaluation mode, and the tokenizer.
@@ -278,7 +232,7 @@ def load_for_inference(
     if is_export(step_dir):
         model = load_export(step_dir)
     else:
-        model = load_model(step_dir, args, config.model.hf_assets_path, allow_unverified)
+        model = load_model(step_dir, args, config.model.hf_assets_path)
     return model.to(device), tokenizer
 
 

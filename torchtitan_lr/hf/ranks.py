@@ -12,7 +12,6 @@ from torch import nn
 
 import torchtitan_lr.training.register  # noqa: F401  (registers the families)
 from torchtitan_lr.checkpoints.folders import is_dcp
-from torchtitan_lr.checkpoints.manifest import damage_of
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.checks.support import check_context
 from torchtitan_lr.config.build import build_job_config
@@ -178,7 +177,6 @@ def load_on_ranks(
     config: Any,
     parallel_dims: ParallelDims,
     device: torch.device,
-    allow_unverified: bool = False,
 ) -> Callable[[Batches], tuple[float, int]]:
     """Build this rank's part of the model and read its shards of the weights.
 
@@ -187,7 +185,6 @@ def load_on_ranks(
         config: Result of `build_config`.
         parallel_dims: Result of `start_group`.
         device: This rank's device.
-        allow_unverified: As ``checkpoint.allow_unverified``.
 
     Returns:
         A function that gives the loss summed over the tokens of all ranks, in nats, and their
@@ -198,7 +195,7 @@ def load_on_ranks(
     """
     args = build_model_args(config)
     assets = config.model.hf_assets_path
-    dtype, fill = open_on_ranks(checkpoint, args, assets, allow_unverified)
+    dtype, fill = open_on_ranks(checkpoint, args, assets)
     # The wrappers compute in the weights' own precision, as one process does.
     names = {value: name for name, value in TORCH_DTYPE_MAP.items()}
     if dtype not in names:
@@ -220,7 +217,7 @@ def load_on_ranks(
 
 
 def open_on_ranks(
-    checkpoint: Path, args: LlamaArgs, assets_path: str, allow_unverified: bool = False
+    checkpoint: Path, args: LlamaArgs, assets_path: str
 ) -> tuple[torch.dtype, Callable[[list[nn.Module]], None]]:
     """Verify a checkpoint or an export on all ranks, without loading its weights.
 
@@ -234,7 +231,7 @@ def open_on_ranks(
     if is_export(checkpoint):
         dtype = export_dtype(checkpoint)
         return dtype, lambda parts: fill_from_export(checkpoint, ModelWrapper(parts))
-    stored = open_weights(checkpoint, args, assets_path, damage_of, allow_unverified)
+    stored = open_weights(checkpoint, args, assets_path)
 
     def fill(parts: list[nn.Module]) -> None:
         wrapper = ModelWrapper(parts)

@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from torchtitan_lr.checkpoints.folders import RUN_CONFIG, step_folder
-from torchtitan_lr.checkpoints.manifest import ManifestWriter
+from torchtitan_lr.checkpoints.record import Record
+from torchtitan_lr.checkpoints.saving import StepWriter
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import CONFIG_DIR
 from torchtitan_lr.errors import ConfigError
@@ -51,19 +52,19 @@ def write_step_zero(source: WeightSource, out_dir: Path) -> None:
     tokenizer = out_dir / TOKENIZER_FOLDER
     if tokenizer.is_dir():
         fingerprint[TOKENIZER] = tokenizer_digest(str(tokenizer))
-    write_weights(source, step_zero_of(out_dir), fingerprint)
     # The longest text that the model can read; the TOML has the length to train with.
     window = f"--training.seq_len={args.max_seq_len}"
     config = build_job_config(
         [f"--job.config_file={toml.resolve()}", window, f"--job.dump_folder={out_dir.resolve()}"]
     )
     own = json.dumps(str(out_dir.resolve()))[1:-1]
-    record = json.dumps(config.to_dict(), indent=2).replace(own, CONFIG_DIR)  # it may be moved
-    (out_dir / RUN_CONFIG).write_text(record)
+    run = json.dumps(config.to_dict(), indent=2).replace(own, CONFIG_DIR)  # it may be moved
+    write_weights(source, step_zero_of(out_dir), Record({"model": fingerprint}, json.loads(run)))
+    (out_dir / RUN_CONFIG).write_text(run)
 
 
-def write_weights(source: WeightSource, step_dir: Path, fingerprint: dict[str, Any]) -> None:
-    """Write weights as a distributed checkpoint (DCP) with a manifest.
+def write_weights(source: WeightSource, step_dir: Path, record: Record) -> None:
+    """Write weights as a distributed checkpoint (DCP) with its record.
 
     Each tensor has a file of its own, and one at a time is in memory, beside what the source keeps.
 
@@ -75,7 +76,7 @@ def write_weights(source: WeightSource, step_dir: Path, fingerprint: dict[str, A
         for name, shape in source.shapes.items()
     }
     step_dir.mkdir(parents=True)
-    writer = ManifestWriter(step_dir, fingerprint)
+    writer = StepWriter(step_dir, record)
     writer.per_thread_copy_ahead = 0  # else DCP reads by size where there is a GPU
     writer.single_file_per_rank = False  # DCP keeps the tensors of a file until it is written
     try:

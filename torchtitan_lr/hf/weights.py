@@ -61,11 +61,9 @@ class StoredWeights:
             raise no_checkpoint(self.step_dir, "damaged files") from error
 
 
-def no_checkpoint(step_dir: Path, why: str, older: str | None = None) -> ConfigError:
+def no_checkpoint(step_dir: Path, why: str) -> ConfigError:
     """Return the error of a folder that is no whole checkpoint."""
     if not step_dir.is_dir():
         why = "no such folder; a run that trains keeps its newest checkpoint.keep_latest_k steps"
-    example = older or "outputs/checkpoint/step-100"
-    return ConfigError(
-        "CHECKPOINT", str(step_dir), f"a complete checkpoint such as {example} (found: {why})"
-    )
+    want = f"a complete checkpoint such as outputs/checkpoint/step-100 (found: {why})"
+    return ConfigError("CHECKPOINT", str(step_dir), want)

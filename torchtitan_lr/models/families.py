@@ -154,7 +154,7 @@ class ModelFamily:
             raise ConfigError("low_rank.lax_gate", section.lax_gate, want)
 
     def fingerprint(self, args: "LlamaArgs") -> dict[str, Any]:
-        """Return what the family adds to a checkpoint's fingerprint, by TOML key.
+        """Return what the family adds to a model's fingerprint, by TOML key.
 
         At full rank that is nothing: the shape identifies the model.
         """

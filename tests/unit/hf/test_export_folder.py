@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, processors
 
 from tests.commands import ROOT, Command
 from tests.support.corpora import write_corpus
-from tests.support.run_folders import write_run
+from tests.support.run_folders import rewrite_record, write_run
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.hf.card import _use
@@ -90,7 +90,7 @@ def run_with_history(folder):
     record["training"] |= {"dataset": "python_stdlib", "dataset_path": None}
     record["training"] |= {"steps": 30, "mixture": [{"dataset": "cpython", "weight": 2.0}]}
     record["job"] = {"config_file": "train_configs/debug_cola.toml", "dump_folder": str(folder)}
-    (folder / "job_config.json").write_text(json.dumps(record))
+    rewrite_record(step, record)
     history = [
         {"step": 10, "validation_metrics/loss": 800.0},
         {"step": 20, "loss_metrics/global_avg_loss": 3.25, "n_tokens_seen": 40960}
@@ -162,7 +162,7 @@ def test_the_card_of_a_chat_tune_names_base_data_changes_and_licence(tmp_path, m
         {"after_step": 7, "optimizer.lr": [1e-3, 1e-4]},
         {"after_step": 20, "optimizer.lr": [1e-4, 1e-5]},  # later than the exported step
     ]
-    (tmp_path / "tune" / "job_config.json").write_text(json.dumps(record))
+    rewrite_record(step, record)
     for form in ("hf", "factored"):
         out = tmp_path / form
         assert export.main([str(step), str(out), "--format", form]) == 0
@@ -177,7 +177,7 @@ def test_the_card_of_a_chat_tune_names_base_data_changes_and_licence(tmp_path, m
         build_job_config([f"--job.config_file={out}/repeat.toml"])
     # What a damaged record holds in their places is no reason to fail.
     record |= {"experimental": "x", "checkpoint": ["x"], "changes": [5, {"after_step": "7"}]}
-    (tmp_path / "tune" / "job_config.json").write_text(json.dumps(record))
+    rewrite_record(step, record)
     assert export.main([str(step), str(tmp_path / "damaged")]) in (0, 2)
 
 
