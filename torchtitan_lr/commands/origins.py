@@ -60,18 +60,9 @@ class Setting:
 
 
 def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], str]:
-    """Read a configuration as a run on this machine would.
+    """Read every key of a configuration as a run on this machine would, by section.
 
-    Args:
-        config: A TOML file, or the name of a shipped one.
-        overrides: Overrides, ``--section.key=value``.
-
-    Returns:
-        Every key in the order of its section, and a line about the launcher's choices or about why
-        the configuration cannot run here; empty if there is nothing to say.
-
-    Raises:
-        ConfigError: The configuration cannot be read, or there is no such model.
+    The second value is a line about the launcher's choices, or why it cannot run here, else "".
     """
     arguments = [f"--{CONFIG_FILE_KEY}={config}", *overrides]
     built = build_job_config(arguments)
@@ -102,11 +93,7 @@ def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], 
 
 
 def read_run(folder: Path) -> tuple[list[Setting], str]:
-    """Read what a run or a saved step was trained with, and a line about what was changed in it.
-
-    Raises:
-        ConfigError: The folder has no record.
-    """
+    """Read what a run or a saved step was trained with, and a line about what was changed in it."""
     try:
         if is_complete(folder):
             record = dict(read_step(folder).run)
@@ -130,9 +117,6 @@ def as_toml(settings: Sequence[Setting]) -> str:
     """Format settings as a TOML file; behind each key is its origin.
 
     A value that TOML cannot express (None), that is no key, or that follows `SHARE`, is a comment.
-
-    Args:
-        settings: Settings, sorted by section.
     """
     lines: list[str] = []
     section = ""
@@ -177,13 +161,7 @@ def _values(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _with_flavor(settings: list[Setting], config: Any) -> list[Setting]:
     """Replace each setting that leaves its value to the flavor by the flavor's value.
 
-    Args:
-        settings: Settings of all keys.
-        config: The configuration.
-
-    Returns:
-        The settings, and behind ``[model]`` the flavor's values that no key can change. A model of
-        another package has none of them.
+    Behind ``[model]`` come the flavor's values that no key can change, if the model is ours.
     """
     args = llama_args(config)
     if args is None:

@@ -108,11 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_runs(paths: list[Path]) -> list[Path]:
-    """Return the dump folders at and below some folders, in order of their names.
-
-    Raises:
-        ConfigError: A path is no folder.
-    """
+    """Return the dump folders at and below some folders, in order of their names."""
     found = set()
     for path in paths:
         if not path.is_dir():
@@ -127,11 +123,7 @@ def find_runs(paths: list[Path]) -> list[Path]:
 
 
 def describe(folder: Path) -> RunInfo:
-    """Read a run's configuration, history and state.
-
-    Args:
-        folder: Its dump folder.
-    """
+    """Read a run's configuration, history and state."""
     config = _read_json(folder / RUN_CONFIG)
     history = read_history(folder / HISTORY_FILE)
     job, model, training = (_table(config, name) for name in ("job", "model", "training"))
@@ -167,9 +159,6 @@ def with_settings(runs: list[RunInfo], columns: list[str]) -> list[RunInfo]:
     """Return the runs with their values of some keys; by default of those in which they differ.
 
     A key that some record lacks, such as that of another version, is not compared.
-
-    Raises:
-        ConfigError: No record has such a key.
     """
     records = [_settings(_read_json(Path(run.folder) / RUN_CONFIG)) for run in runs]
     known = [record for record in records if record]
@@ -194,11 +183,7 @@ _ENVIRONMENT = tuple(
 
 
 def ordered(runs: list[RunInfo], key: str) -> list[RunInfo]:
-    """Return the runs in the ascending order of a column of the table, or of a listed key.
-
-    Raises:
-        ConfigError: There is no such column.
-    """
+    """Return the runs in the ascending order of a column of the table, or of a listed key."""
     columns = {"run": "folder", "config": "config", "step": "step", "state": "state"}
     columns |= {"loss": "loss", "validation": "val_loss"}
     keys = dict.fromkeys(chain.from_iterable(run.settings for run in runs))
@@ -298,15 +283,7 @@ def as_text(runs: list[RunInfo]) -> str:
 
 
 def plot(runs: list[RunInfo], path: Path) -> None:
-    """Draw the losses of several runs in one picture.
-
-    Args:
-        runs: The runs; those without a logged step are left out.
-        path: The PNG to write.
-
-    Raises:
-        ConfigError: No run has a logged step, or the file cannot be written.
-    """
+    """Draw the losses of several runs in one picture."""
     from torchtitan_lr.scaling.pictures import draw_runs
 
     histories = {run.folder: read_history(Path(run.folder) / HISTORY_FILE) for run in runs}

@@ -112,9 +112,9 @@ def find_step(folder: Path) -> Path:
     if not (folder / RUN_CONFIG).is_file():
         return folder
     try:
-        name = read_json(folder / RUN_CONFIG)["checkpoint"]["folder"]
+        name = read_json(folder / RUN_CONFIG).get("checkpoint", {}).get("folder", "checkpoint")
         fits = name and not os.path.isabs(name) and ".." not in Path(name).parts
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(str(folder / RUN_CONFIG), str(error), "the run's record") from error
     want = f"a folder within {folder}, or a step's folder"
     require(fits, "checkpoint.folder", name, want)

@@ -160,9 +160,6 @@ def check_same_data(identity: dict[str, Any]) -> None:
     """Compare the prepared tokens (`TrainingRows.identity`) of all ranks.
 
     Machines without a shared folder have their own.
-
-    Raises:
-        ConfigError: A rank reads other tokens; on every rank.
     """
     first = from_first_rank(identity)
     other = first_rank_with(None if identity == first else str(identity))

@@ -227,11 +227,7 @@ class Trainer(TitanTrainer):
         set_timeouts(timedelta(seconds=seconds), getattr(self.checkpointer, "pg", None))
 
     def write_record(self) -> bool:
-        """Write the run's configuration into the dump folder, after all checks have passed.
-
-        Returns:
-            Whether the losses differ from those of the record before; on rank 0.
-        """
+        """Write the run's record; return on rank 0 whether losses differ from those before."""
         if dist.get_rank() != 0:
             return False
         record = run_record(self.job_config, self.parallel_dims.world_size)
@@ -248,10 +244,7 @@ class Trainer(TitanTrainer):
         return changes_losses(changes)
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """Run one optimizer step over all micro-batches of this rank; see `Step`.
-
-        Args:
-            data_iterator: Yields ``({"input": (b, s)}, labels (b, s))``.
+        """Run one optimizer step over the iterator's ``({"input": (b, s)}, labels (b, s))``.
 
         Raises:
             NonFiniteError: The step was rejected, and ``training.max_skipped_steps`` is used up.

@@ -17,7 +17,7 @@ from tests.support.model_weights import ModelWeights
 from tests.unit.hf.hf_models import model_of
 from tests.unit.tiny import tokens
 from torchtitan_lr.checkpoints.folders import UNFINISHED, is_free
-from torchtitan_lr.checkpoints.record import read_step
+from torchtitan_lr.checkpoints.record import Record, read_step
 from torchtitan_lr.checkpoints.saving import verified
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
@@ -268,7 +268,7 @@ def test_our_own_exports_become_the_same_model(case, form, tmp_path):
         export_hf(ModelWeights(ours), folder, max_size=str(100_000), keep_factors=case == "svd")
     source, tied = open_source(folder)
     assert not tied and source.args.family == ours.model_args.family
-    write_weights(source, tmp_path / "step-0", {})
+    write_weights(source, tmp_path / "step-0", Record({"model": {}}))
     again = load_model(tmp_path / "step-0", source.args)
     ids = tokens(ours.model_args)
     assert torch.equal(again(ids), ours(ids))
@@ -320,7 +320,7 @@ def test_tensors_are_read_one_by_one(plain, tmp_path):
             return self.source.read(names)
 
     spy = Spy(open_source(plain)[0])
-    write_weights(spy, tmp_path / "step-0", {})
+    write_weights(spy, tmp_path / "step-0", Record({"model": {}}))
     assert spy.names == [[name] for name in spy.shapes]
     # DCP keeps all tensors of a file until the file is written.
     assert len(list((tmp_path / "step-0").glob("*.distcp"))) == len(spy.shapes)
