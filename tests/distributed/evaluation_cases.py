@@ -62,7 +62,6 @@ def options_of(checkpoint: Path, *overrides: str, **changes: Any) -> SimpleNames
     usual: dict[str, Any] = {"corpus": "local", "path": None, "documents": 0, "seq_len": 0}
     usual["text_column"] = "text"
     usual |= {"batch_size": 2, "as_validated": False, "device": "", "config": None}
-    usual["allow_unverified"] = False
     usual |= {"checkpoint": checkpoint, "overrides": list(overrides)}
     return SimpleNamespace(**(usual | changes))
 
