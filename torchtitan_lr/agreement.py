@@ -70,15 +70,8 @@ def first_rank_with(found: str | None) -> tuple[int, str] | None:
 def done_by_first(store: Any, key: str, first: bool, ranks: int, work: Callable[[], T]) -> T:
     """Do some work on the first of some ranks; return its result, or raise its refusal, on all.
 
-    Args:
-        store: A store that all of these ranks have reached.
-        key: The work's name in the store.
-        first: Whether this rank works.
-        ranks: Number of the ranks that need the result.
-        work: Its result is sent as JSON.
-
-    Raises:
-        ConfigError: What the work raised on the first rank, whatever it was.
+    The store is one that all of these ranks have reached. The result is sent as JSON. Whatever the
+    work raised on the first rank, others raise a ConfigError.
     """
     if not first:
         # If the first rank ends without an answer, torchrun ends this one too.

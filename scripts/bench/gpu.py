@@ -76,7 +76,6 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.inference.decode import Decoder, Sampling
-from torchtitan_lr.models import linears
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.families import FAMILIES
@@ -217,8 +216,11 @@ def padded(device: str, small: bool) -> Iterator[Row]:
         workload = replace(workload, ffn_dim=341) if small else replace(workload, batch=batch)
         runner = Runner(family, workload)
         runner.compile()
-        plain, other = (_padding(on, runner.forward).item() for on in (False, True))
-        calls = {f"padded {on}": partial(_padding, on, runner.step) for on in (False, True)}
+        modules = [m for m in runner.model.modules() if getattr(m, "pads", False) is None]
+        plain, other = (_padding(modules, on, runner.forward).item() for on in (False, True))
+        calls = {
+            f"padded {on}": partial(_padding, modules, on, runner.step) for on in (False, True)
+        }
         timed = in_turns(calls, 2 if small else 5, warmup=2)
         flops = flops_per_token(workload.args(family), workload.seq_len)
         tokens = runner.tokens.numel()
@@ -233,13 +235,11 @@ def padded(device: str, small: bool) -> Iterator[Row]:
         del runner, calls
 
 
-def _padding(on: bool, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Call what pads odd widths, or not, and leave the setting as it was."""
-    before, linears.pads_odd_widths = linears.pads_odd_widths, on
-    try:
-        return call()
-    finally:
-        linears.pads_odd_widths = before
+def _padding(modules: list[Any], on: bool, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Call what pads odd widths, or not."""
+    for module in modules:
+        module.pads = on
+    return call()
 
 
 def profile(device: str, small: bool) -> Iterator[Row]:

@@ -32,28 +32,18 @@ from torchtitan_lr.compression.sizes import bits_per_entry, exchange_unit
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan import logger
 
+# The compressor of every compressed unit. FSDP2 has it too, in private fields, which a run without
+# compression must not read.
 COMPRESSORS: WeakKeyDictionary[object, Compressor] = WeakKeyDictionary()
-"""The compressor of every compressed unit.
-
-FSDP2 has it too, in private fields, which a run without compression must not read.
-"""
 
 
 def apply_gradient_compression(
     model: nn.Module, mesh: DeviceMesh, settings: CompressionSettings, all_reduce: bool
 ) -> None:
-    """Set the compressor of every FSDP2 unit of a model.
+    """Set the compressor of every FSDP2 unit of a model, over the shards or HSDP's replicas.
 
-    A unit that is too small for its codec is sent dense.
-
-    Args:
-        model: Sharded with `fully_shard`; may still be on the meta device.
-        mesh: The compressed dimension: the shards, or HSDP's replicas.
-        settings: The codec and the selection of tensors.
-        all_reduce: Whether the mesh is HSDP's replicas.
-
-    Raises:
-        ConfigError: No tensor is selected.
+    A unit that is too small for its codec is sent dense. A ConfigError says that no tensor is
+    selected.
     """
     names, sizes, stored = {}, {}, {}
     for full_name, parameter in model.named_parameters():
@@ -111,7 +101,6 @@ def _log(
     too_small: list[str],
     all_reduce: bool,
 ) -> None:
-    """Log the codec, the compressed tensors with blocks merged, and their share."""
     codec, ranks = settings.codec, settings.ranks
     if codec.theta > settings.requested_theta:
         what = (

@@ -7,8 +7,7 @@ hold up backward, nor the next all-gather of weights:
 
 - On an accelerator, exchanges run on a stream of their own. Backward waits for it at its end.
 - On a CPU, which has no streams, an exchange starts its collectives and returns. It is resumed when
-  the next exchange starts, or when backward ends: meanwhile the backend sends, FSDP2 gathers the
-  next weights, and the next unit computes.
+  the next exchange starts, or when backward ends.
 
 Either way the sums are written after the communicator has returned. Where FSDP2 reads them at once,
 an exchange ends before it returns.
@@ -23,8 +22,7 @@ from torch import Tensor
 from torchtitan_lr.compat.autograd import after_backward, backward_number
 from torchtitan_lr.compression.codecs import Resumable, Works, complete
 
-Resume = Callable[[Resumable[None], Works], None]
-"""Waits for started collectives and runs the exchange to its end, as `complete` does."""
+Resume = Callable[[Resumable[None], Works], None]  # ends an exchange, as `complete` does
 
 
 class ExchangeOverlap:
@@ -41,13 +39,9 @@ class ExchangeOverlap:
     def run(
         self, exchange: Resumable[None], resume: Resume, tensors: Sequence[Tensor], may_wait: bool
     ) -> None:
-        """Start an exchange; end it now, or during the rest of backward.
+        """Start an exchange; end it now, or if it may wait during the rest of backward.
 
-        Args:
-            exchange: The exchange, not yet started.
-            resume: Ends it.
-            tensors: The tensors of other streams that it reads and writes.
-            may_wait: Whether its results may be written until the end of backward.
+        ``tensors`` are those of other streams that it reads and writes.
         """
         number = backward_number()
         may_wait = may_wait and number is not None

@@ -18,8 +18,7 @@ from torchtitan_lr.compression.settings import residual_name
 from torchtitan_lr.errors import require
 from torchtitan_lr.numerics import joint_norm
 
-NAMES = "tensors"
-"""Key of the names of the compressed tensors, in a checkpoint."""
+NAMES = "tensors"  # key of the names of the compressed tensors, in a checkpoint
 
 
 @dataclass
@@ -60,15 +59,10 @@ class Residuals:
             compressor.residual.copy_(local.reshape(compressor.residual.shape))
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last measured step, over all ranks.
+        """Return metrics of the last measured step over all ranks, which all call this; or nothing.
 
-        Call this on every rank, after the step is committed.
-
-        Returns:
-            The achieved ``sparsity``, the ``unpeeled_share`` of sent entries that were not
-            decoded, ``residual_norm`` over all ranks, and ``bytes_saved`` by this rank in one step.
-            HSDP's plain all-reduce counts its shard once, as in the ledger. Empty if no step was
-            measured.
+        ``unpeeled_share`` is of the sent entries. ``bytes_saved`` is of this rank in one step;
+        HSDP's plain all-reduce counts its shard once, as in the ledger.
         """
         measured = [
             torch.cat([c.counts, joint_norm([c.residual]).double().square().view(1)])
@@ -106,16 +100,10 @@ def check_residuals(
     checkpoint_id: str,
     metadata: Metadata | None = None,
 ) -> None:
-    """Raise for a checkpoint with other residuals, before it is loaded.
+    """Refuse a checkpoint with residuals of other ranks or tensors, before it is loaded.
 
-    Args:
-        here: Shape (world, W, m) of the residual of every unit of this run.
-        names: Names of the compressed tensors of this run.
-        checkpoint_id: The checkpoint's folder.
-        metadata: The checkpoint's table of contents, if it has been read already.
-
-    Raises:
-        ConfigError: The checkpoint has no residuals, or residuals of other ranks or tensors.
+    ``here`` has the shape (world, W, m) of the residual of every unit, ``names`` the compressed
+    tensors.
     """
     saved = saved_residuals(checkpoint_id, metadata)
     skip = f"checkpoint.exclude_from_loading = ['{RESIDUALS}'] to start without residuals"

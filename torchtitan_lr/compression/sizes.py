@@ -3,52 +3,35 @@
 
 W is the number of ranks that exchange a gradient, m the number of compressed entries that each owns
 afterwards, θ the share of unsent entries of a rank, and c the compression of the count sketch.
-`exchange_traffic` is the package's only statement of the bytes; ``tests/oracle/compression.py``
-has a second one, and the ledger counts what is really sent. Nothing here needs torch.
+Nothing here needs torch.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+# Compression c and sparsity θ of the published levels (TAGC, Table 1).
 LEVELS: dict[str, tuple[float, float]] = {"2x": (2, 0.8), "4x": (4, 0.9), "10x": (10, 0.9875)}
-"""Compression c and sparsity θ of the published levels (TAGC, Table 1)."""
 
-FAILURE_BITS = 1024
-"""Largest number of blocks per destination of which an owner says whether they failed."""
+FAILURE_BITS = 1024  # the most blocks per destination of which an owner says if they failed
+HASH_ROWS = 3  # of the count sketch
+PEELING_LIMIT = 0.75  # largest accepted c·(union density); peeling fails between .78 and .82
+SHARP_LIMIT = 0.818  # load at which peeling fails in an infinitely large sketch of three rows
 
-HASH_ROWS = 3
-"""Rows of the count sketch."""
-
-PEELING_LIMIT = 0.75
-"""Largest accepted c·(union density); peeling fails between .78 and .82."""
-
-SHARP_LIMIT = 0.818
-"""Load at which peeling fails in an infinitely large sketch of three rows."""
-
+# A small sketch fails earlier: at `SHARP_LIMIT` minus this times row^(-2/3). At that load 3 to 9%
+# of the entries remain, on 2 to 8 ranks with 3 or more cells per row (measured). From 75 cells on,
+# `PEELING_LIMIT` is the smaller limit, and fewer entries remain.
 SMALL_SKETCH = 1.2
-"""A small sketch fails earlier: at `SHARP_LIMIT` minus this times row^(-2/3).
-
-At that load 3 to 9% of the entries remain, on 2 to 8 ranks with 3 or more cells per row (measured).
-From 75 cells on, `PEELING_LIMIT` is the smaller limit, and fewer entries remain.
-"""
 
 
 @dataclass(frozen=True)
 class CodecSizes:
-    """The parameters that determine the sizes of a codec's messages.
+    """The parameters that determine the sizes of a codec's messages."""
 
-    Args:
-        name: ``sparse``, ``sketch``, or the name of a codec that is registered from outside.
-        c: Entries per cell of the sketch.
-        theta: Share of unsent entries.
-        half: Whether values travel in bf16, not in the gradients' own fp32.
-    """
-
-    name: str
-    c: float = 1.0
-    theta: float = 0.0
-    half: bool = False
+    name: str  # in `FORMULAS`
+    c: float = 1.0  # entries per cell of the sketch
+    theta: float = 0.0  # share of unsent entries
+    half: bool = False  # whether values travel in bf16, not in the gradients' own fp32
 
     @property
     def value_bytes(self) -> int:
@@ -58,39 +41,27 @@ class CodecSizes:
 
 @dataclass(frozen=True)
 class Unit:
-    """Sizes of the exchange of one unit of the model among W ranks.
-
-    Args:
-        ranks: Ranks W.
-        compressed: Compressed entries m of each destination.
-        dense: Uncompressed entries: of each destination of a reduce-scatter, of the whole shard in
-            an all-reduce.
-    """
+    """Sizes of the exchange of one unit of the model among W ranks."""
 
     ranks: int
-    compressed: int
-    dense: int = 0
+    compressed: int  # entries m of each destination
+    dense: int = 0  # of each destination of a reduce-scatter, of the whole shard in an all-reduce
 
 
+# Collectives on one rank: operation, role (``index`` or ``gradient``) and elements, of the input
+# of a reduction or the output of a gather.
 Rows = list[tuple[str, str, int]]
-"""Collectives on one rank: operation, role (``index`` or ``gradient``) and elements, of the input
-of a reduction or the output of a gather."""
 
 
 @dataclass(frozen=True)
 class CodecFormula:
-    """What a codec sends.
+    """What a codec sends."""
 
-    Attributes:
-        messages: Returns the collectives of `codecs.exchange`, and the gather of failed blocks if
-            the codec can fail. Dense entries are not in them.
-        sends_all: Whether a rank sends every entry, so that ``theta`` has no effect.
-        rounds: Whether the codec can send its values in bf16 (`CodecSizes.half`).
-    """
-
+    # The collectives of `codecs.exchange`, and the gather of failed blocks if the codec can fail.
+    # Dense entries are not in them.
     messages: Callable[[Unit, CodecSizes], Rows]
-    sends_all: bool = False
-    rounds: bool = False
+    sends_all: bool = False  # whether a rank sends every entry, so that ``theta`` has no effect
+    rounds: bool = False  # whether the codec can send its values in bf16 (`CodecSizes.half`)
 
 
 def sparse_messages(unit: Unit, codec: CodecSizes) -> Rows:
@@ -122,7 +93,6 @@ FORMULAS = {
     "sparse": CodecFormula(sparse_messages, rounds=True),
     "sketch": CodecFormula(sketch_messages, rounds=True),
 }
-"""Of every codec, by name."""
 
 
 def exchange_unit(
@@ -130,17 +100,11 @@ def exchange_unit(
 ) -> Unit:
     """Return the sizes of a unit's exchange; all is dense if a sketch could not be decoded.
 
-    An owner must decode all but a few percent of what W independent ranks send it. Whole entries
-    and cells count: each rank sends at least one of m entries, and a row of the sketch has at least
-    one cell. In a small sketch, entries form an undecodable loop at lower loads (finite-size
-    scaling of random hypergraphs, with exponent 2/3).
-
-    Args:
-        codec: The configured codec.
-        compressed: Selected entries of a destination, or of the whole shard for `all_reduce`.
-        dense: The uncompressed entries, counted in the same way.
-        ranks: Ranks W.
-        all_reduce: Whether every rank needs the whole sum; then each owns a W-th part of it.
+    Entries are those of a destination, or of the whole shard for `all_reduce`, of which each rank
+    owns a W-th part. An owner must decode all but a few percent of what W independent ranks send
+    it. Whole entries and cells count: each rank sends at least one of m entries, and a row of the
+    sketch has at least one cell. In a small sketch, entries form an undecodable loop at lower loads
+    (finite-size scaling of random hypergraphs, with exponent 2/3).
     """
     m = -(-compressed // ranks) if all_reduce else compressed
     if codec.name == "sketch" and m > 0 and ranks > 1:
@@ -184,13 +148,7 @@ def returned_entries(unit: Unit, codec: CodecSizes) -> int:
 
 
 def exchange_traffic(unit: Unit, codec: CodecSizes, all_reduce: bool = False) -> Rows:
-    """Return every collective of an exchange on one rank.
-
-    Args:
-        unit: Sizes of the exchange.
-        codec: The codec.
-        all_reduce: Whether every rank gets all sums, as HSDP's replicas do, and not its own only.
-    """
+    """Return every collective of an exchange on one rank; all get all sums for `all_reduce`."""
     w, m = unit.ranks, unit.compressed
     if m == 0:
         plain = ("all_reduce", 1) if all_reduce else ("reduce_scatter", w)

@@ -62,11 +62,7 @@ _WRITERS = "what torchtitan-lr export or torchtitan-lr import wrote"
 
 
 def read_model_args(path: Path) -> LlamaArgs:
-    """Read the ``model_args.json`` next to weights.
-
-    Raises:
-        ConfigError: The file is missing or unreadable, or does not describe a valid model.
-    """
+    """Read the ``model_args.json`` next to weights; a ConfigError if it has no valid model."""
     try:
         values = read_json(path)
         scaling = values.pop("rope_scaling", None)
@@ -87,8 +83,8 @@ def write_model_args(args: LlamaArgs, path: Path) -> None:
 class FlavorTable(UserDict[str, LlamaArgs]):
     """Flavors of one family by name, or from a file; each look-up gives a fresh copy.
 
-    torchtitan looks a flavor up and then changes it in place, so a plain dict would carry one
-    job's settings into the next.
+    torchtitan looks a flavor up and then changes it in place, so a plain dict would carry one job's
+    settings into the next.
     """
 
     def __init__(self, family: ModelFamily) -> None:
@@ -105,15 +101,9 @@ class FlavorTable(UserDict[str, LlamaArgs]):
         return self[str(flavor)] is not None if is_file else flavor in self.data
 
     def __getitem__(self, flavor: str) -> LlamaArgs:
-        """Return a flavor.
+        """Return a flavor by its name (KeyError), or of a ``.json`` file (ConfigError).
 
-        Args:
-            flavor: A name, or the path of a ``.json`` file, relative to the working directory,
-                else to the package's parent folder.
-
-        Raises:
-            KeyError: No flavor has this name.
-            ConfigError: The file is refused by `read_model_args`, or has another family's model.
+        The path is relative to the working directory, else to the package's parent folder.
         """
         if not flavor.endswith(SUFFIX):
             return copy.deepcopy(super().__getitem__(flavor))

@@ -1,11 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Initial weights that depend on the seed and on the parameter's name, and on nothing else.
 
-The usual way, one random stream consumed parameter by parameter, makes the weights depend on the
-order of construction and on how the model is sharded (a sharded draw on a CPU mesh even gives
-every shard the same values). Here each parameter has a stream of its own, the full tensor is
-drawn on every rank, and a sharded parameter keeps its slice: any layout starts from the same
-weights, without communication.
+One random stream for all parameters would make the weights depend on the order of construction and
+on the sharding (a sharded draw on a CPU mesh even gives every shard the same values). Here each
+parameter has a stream of its own, the full tensor is drawn on every rank, and a sharded parameter
+keeps its slice: any layout starts from the same weights, without communication.
 """
 
 import hashlib
@@ -21,9 +20,9 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.linears import LowRankLinear
 
+# Embedding, head and full-rank linears: N(0, 0.02²), LLaMA's ``initializer_range``. CoLA does not
+# say how its full-rank baselines start.
 DENSE_STD = 0.02
-"""Embedding, head and full-rank linears: N(0, 0.02²), LLaMA's ``initializer_range``. CoLA
-does not say how its full-rank baselines start."""
 
 
 @torch.no_grad()
@@ -34,9 +33,6 @@ def init_parameters(model: nn.Module, args: LlamaArgs) -> None:
     an entry of BA is a sum of r products, so that its own is √r · std² = (d_in + d_out)^(-1/2),
     whatever the rank. CAAT-Net's private channels, to which no other lane adds, start √G times as
     large: a shared one is the sum of G terms, and all have the same variance (section 3.2).
-
-    Raises:
-        ConfigError: A parameter belongs to no known kind of module.
     """
     fills: dict[str, Callable[[Tensor, torch.Generator], object]] = {}
     for name, module in model.named_modules():

@@ -30,17 +30,9 @@ torch.library.register_autograd("torchtitan_lr::keep", lambda ctx, gradient: gra
 def keep(compute: Callable[[], T]) -> T:
     """Compute tensors that backward reuses when it recomputes the rest.
 
-    Call it where autograd records nothing: in the forward of an autograd Function.
-
-    Args:
-        compute: Returns a tuple of tensors. Its other effects happen in forward only.
-
-    Returns:
-        The tensors; in a compiled graph behind the operator ``torchtitan_lr::keep``, which costs
-        nothing: there the compiler drops what only leads to kept tensors.
-
-    Raises:
-        RuntimeError: In backward, a kept tensor was changed in place since.
+    Call it where autograd records nothing: in the forward of an autograd Function. Other effects of
+    ``compute`` happen in forward only. In a compiled graph the operator ``torchtitan_lr::keep``
+    follows, which costs nothing: the compiler drops what only leads to kept tensors.
     """
     if torch.compiler.is_compiling():
         made: Any = compute()

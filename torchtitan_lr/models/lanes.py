@@ -41,15 +41,7 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 def lane_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Map each lane by its own rows of a weight.
-
-    Args:
-        x: One input per lane (b, s, g, d_in).
-        weight: (g · o, d_in), the lanes' rows one after the other.
-
-    Returns:
-        The lanes' outputs side by side, (b, s, g · o).
-    """
+    """Map each lane of x (b, s, g, d_in) by its own rows of a weight (g · o, d_in): (b, s, g o)."""
     batch, tokens, lanes, _ = x.shape
     if lanes == 1:
         return F.linear(x.squeeze(2), weight)
@@ -59,15 +51,9 @@ def lane_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def lane_terms(x: Tensor, weight: Tensor, lanes: int) -> Tensor:
-    """Map each lane's part of the features by its own columns of a weight.
+    """Map each lane's part of x (b, s, g · i) by its own columns of a weight (d_out, g · i).
 
-    Args:
-        x: The lanes' inputs side by side, (b, s, g · i).
-        weight: (d_out, g · i), the lanes' columns one after the other.
-        lanes: Number g of the lanes here.
-
-    Returns:
-        One term of the whole product per lane, (b, s, g, d_out).
+    Returns one term of the whole product per lane, (b, s, g, d_out).
     """
     if lanes == 1:
         return F.linear(x, weight).unsqueeze(2)
@@ -78,15 +64,9 @@ def lane_terms(x: Tensor, weight: Tensor, lanes: int) -> Tensor:
 
 
 def lane_sum(x: Tensor, shared: int, wide: bool = True) -> Tensor:
-    """Sum the shared channels over the lanes of this device.
+    """Sum the shared first channels of x (b, s, g, d) over the lanes here: (b, s, 1, shared).
 
-    Args:
-        x: (b, s, g, d).
-        shared: The number of shared channels.
-        wide: Whether half precision is summed in fp32 and rounded once, not after every term.
-
-    Returns:
-        Tensor (b, s, 1, shared), of the dtype of x.
+    Half precision is summed in fp32 and rounded once; without ``wide``, after every term.
     """
     x = x[..., :shared]
     if x.shape[2] == 1:
@@ -130,16 +110,10 @@ class _ShareChannels(torch.autograd.Function):
 
 
 def share_channels(x: Tensor, shared: int, wide_sums: bool = True, ranks: Ranks = SINGLE) -> Tensor:
-    """Apply the partial reduction P to the lanes of all ranks.
+    """Apply the partial reduction P to the terms (b, s, g, d) of the lanes of all ranks.
 
-    Args:
-        x: The terms of this rank's lanes (b, s, g, d).
-        shared: The number of channels that are summed, the first ones; 0 communicates nothing.
-        wide_sums: Whether backward sums in fp32 while it sends the dtype of x.
-        ranks: The tensor-parallel ranks.
-
-    Returns:
-        The result for each lane of this rank, (b, s, g, d).
+    The first ``shared`` channels are summed; 0 communicates nothing. ``wide_sums`` lets backward
+    sum in fp32 while it sends the dtype of x.
     """
     if shared == 0:
         return x
@@ -153,28 +127,13 @@ class LaneRows(nn.Module):
     def forward(
         self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.Module | None = None
     ) -> list[Tensor]:
-        """Normalize every lane and map it by its rows of each linear.
-
-        Args:
-            x: The streams (b, s, G, d).
-            linears: The group; weight (d_out, d).
-            norm: Norm before them, if any.
-
-        Returns:
-            One output (b, s, d_out) per linear: the lanes' side by side, heads in their order.
-        """
+        """Return one output (b, s, d_out) per linear of x (b, s, G, d): the lanes' side by side."""
         x = x if norm is None else norm(x)
         return [lane_linear(x, linear.weight) for linear in linears]
 
 
 class LaneTerms(nn.Module):
-    """W x of a linear that ends in the lanes' streams, through the partial reduction.
-
-    Args:
-        lanes: Their number G.
-        shared: The number of channels that the lanes sum.
-        wide_sums: Whether backward sums in fp32 while it sends half precision.
-    """
+    """W x of a linear that ends in the lanes' streams, through `share_channels`."""
 
     def __init__(self, lanes: int, shared: int, wide_sums: bool) -> None:
         super().__init__()
@@ -183,22 +142,14 @@ class LaneTerms(nn.Module):
     def forward(
         self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.Module | None = None
     ) -> list[Tensor]:
-        """Map each lane's part of the features x (b, s, d_in).
-
-        Returns:
-            The term added to the streams, (b, s, G, d), per linear.
-        """
+        """Return the terms added to the streams, (b, s, G, d), of x (b, s, d_in), per linear."""
         x = x if norm is None else norm(x)
         terms = [lane_terms(x, linear.weight, self.lanes) for linear in linears]
         return [share_channels(term, self.shared, self.wide_sums) for term in terms]
 
 
 class LaneEmbed(nn.Module):
-    """The look-up of tokens; all lanes start with the same vectors.
-
-    Args:
-        lanes: Their number G.
-    """
+    """The look-up of tokens; all lanes start with the same vectors."""
 
     def __init__(self, lanes: int) -> None:
         super().__init__()

@@ -29,22 +29,13 @@ from torchtitan_lr.parallel.placement import (
 
 
 class LaneColumnEdge(Edge):
-    """Norm and a group that starts from the lanes' own streams.
-
-    No collective but that of the norm's weight.
-    """
+    """Norm and a group that starts from the lanes' own streams."""
 
     def forward(self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.RMSNorm) -> list[Tensor]:
-        """Normalize every lane and map it by its rows of each linear.
+        """Map x (b, s, g, d) by weights (d_out/T, d), Shard(0): (b, s, d_out/T), Shard(-1), each.
 
-        Args:
-            x: The streams of this rank's lanes (b, s, g, d).
-            linears: The group; weight (d_out/T, d) is Shard(0).
-            norm: Norm before them; weight (d,), Replicate.
-
-        Returns:
-            One output (b, s, d_out/T), Shard(-1), per linear: the lanes' side by side, heads in
-            their order.
+        The lanes' outputs are side by side, heads in their order. The norm's weight (d,) is
+        Replicate, and its gradient the only thing that is sent.
         """
         x = normalize(x, norm, self.ranks)
         weights = [local(linear.weight) for linear in linears]
@@ -54,14 +45,7 @@ class LaneColumnEdge(Edge):
 
 
 class LaneRowEdge(Edge):
-    """A linear that ends in the lanes' streams, through the partial reduction.
-
-    Args:
-        ranks: The tensor-parallel ranks.
-        lanes: Number G of the model's lanes.
-        shared: The number of channels that the lanes sum.
-        wide_sums: Whether backward sums in fp32 while it sends half precision.
-    """
+    """A linear that ends in the lanes' streams, through the partial reduction."""
 
     def __init__(self, ranks: Ranks, lanes: int, shared: int, wide_sums: bool) -> None:
         super().__init__(ranks)
@@ -70,39 +54,20 @@ class LaneRowEdge(Edge):
     def forward(
         self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.Module | None = None
     ) -> list[Tensor]:
-        """Map each lane's part of the features.
-
-        Args:
-            x: Input (b, s, d_in/T), Shard(-1).
-            linears: One linear; weight (d, d_in/T) is Shard(1).
-            norm: None.
-
-        Returns:
-            The term added to the streams of this rank's lanes, (b, s, g, d), per linear.
-        """
+        """Map x (b, s, d_in/T), Shard(-1), by weight (d, d_in/T), Shard(1): (b, s, g, d)."""
         terms = [lane_terms(x, local(linear.weight), self.lanes) for linear in linears]
         return [share_channels(term, self.shared, self.wide_sums, self.ranks) for term in terms]
 
 
 class LaneEmbedEdge(Edge):
-    """The look-up of tokens; all lanes start with the same vectors.
-
-    Args:
-        ranks: The tensor-parallel ranks.
-        lanes: Number G of the model's lanes.
-        wide_sums: As in `LaneRowEdge`.
-    """
+    """The look-up of tokens; all lanes start with the same vectors."""
 
     def __init__(self, ranks: Ranks, lanes: int, wide_sums: bool) -> None:
         super().__init__(ranks)
         self.lanes, self.wide_sums = lanes // ranks.size, wide_sums
 
     def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
-        """Look tokens (b, s) up in weight (V, d/T), Shard(1).
-
-        Returns:
-            The streams of this rank's lanes (b, s, g, d).
-        """
+        """Look tokens (b, s) up in weight (V, d/T), Shard(1): (b, s, g, d)."""
         x = F.embedding(tokens, local(embedding.weight))  # (b, s, d/T)
         # The gradient is a sum over all lanes, the only reduction of the embedding. A rank owns
         # d/T of the embedding, so a reduce-scatter is enough.

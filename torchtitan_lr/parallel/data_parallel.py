@@ -37,11 +37,9 @@ from torchtitan_lr.models.linears import LowRankLinear
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig, ParallelDims, mesh_of
 
+# Dtype in which an optimizer sums a model part's gradients over the replicas, if not their own:
+# torchtitan builds optimizers from model parts and ``[optimizer]``, without ``[training]``.
 REPLICAS_WIRE: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary()
-"""Dtype in which an optimizer sums a model part's gradients over the replicas, if not their own.
-
-torchtitan builds optimizers from model parts and ``[optimizer]``, without ``[training]``.
-"""
 
 
 def apply_data_parallel(
@@ -53,12 +51,6 @@ def apply_data_parallel(
     compute dtype differ, so that mixed precision means the same in every layout: weights,
     activations and the residual stream in ``mixed_precision_param``, master weights and sums of
     micro-batches in fp32. Gradients travel in ``mixed_precision_reduce``.
-
-    Args:
-        model: The whole model or a pipeline stage of it, on the meta device.
-        parallel_dims: Degrees and meshes.
-        job_config: The run's configuration: ``[training]`` for dtypes, ``[parallelism]`` for the
-            resharding policy.
     """
     # FSDP2 must not sum over the replicas if an optimizer or a compressor does.
     owned = job_config.optimizer.name in SUMS_REPLICAS and parallel_dims.dp_replicate_enabled
@@ -123,15 +115,7 @@ def shard_units(
     parallel_dims: ParallelDims,
     job_config: JobConfig,
 ) -> None:
-    """Apply FSDP2 to the units and to the rest of the model.
-
-    Args:
-        model: As for `apply_data_parallel`.
-        units: What is gathered at a time, in the order of forward.
-        mesh: FSDP's mesh, of HSDP with the replicas in front.
-        parallel_dims: Degrees and meshes.
-        job_config: The run's configuration.
-    """
+    """Apply FSDP2 to the units, in the order of forward, and to the rest of the model."""
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": mixed_precision_policy(job_config)}
     if job_config.training.enable_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
@@ -158,17 +142,9 @@ def split_outside_rank(model: nn.Module, ranks: int) -> Callable[[nn.Parameter],
     """Choose the dimensions in which FSDP2 splits weights whose Gram matrices are summed.
 
     A spectral optimizer sums Gram matrices (r, r) over the ranks, for which no rank may hold a part
-    of r. So A (r, d_in) is split along d_in, where FSDP2's choice is
-    always the first dimension. A keeps that where it does not help: if tensor parallelism splits r
-    already, or if the ranks do not divide the columns, which FSDP2 refuses. The factor is then
-    gathered.
-
-    Args:
-        model: After tensor parallelism.
-        ranks: FSDP ranks.
-
-    Returns:
-        FSDP2's ``shard_placement_fn``.
+    of r. So A (r, d_in) is split along d_in, not along the first dimension as FSDP2 does. Where
+    that does not help, FSDP2's choice stays and the factor is gathered: if tensor parallelism
+    splits r already, or if the ranks do not divide the columns, which FSDP2 refuses.
     """
     by_columns: set[Tensor] = set()
     uneven: list[str] = []
@@ -246,18 +222,12 @@ class OwnGradients:
     """Norms of the gradients that this rank's own backward made, before any sum over ranks.
 
     After the sum over data-parallel ranks, a NaN of one is in all of them. The norms stay on the
-    device; nothing reads them unless a step is rejected.
-
-    Args:
-        model_parts: Wrapped by `apply_data_parallel`; parts that it left unwrapped are not watched.
-
-    Attributes:
-        norms: Those of the running step.
-        watching: Whether any gradient is watched.
+    device; nothing reads them unless a step is rejected. Parts that `apply_data_parallel` left
+    unwrapped are not watched.
     """
 
     def __init__(self, model_parts: Sequence[nn.Module]) -> None:
-        self.norms: Norms = []
+        self.norms: Norms = []  # of the running step
         # A single rank's sum is its own gradient.
         watched = fsdp_modules(model_parts) if dist.get_world_size() > 1 else []
         for module in watched:

@@ -2,8 +2,8 @@
 """Edges of tensor-parallel blocks, and collectives with their partners in backward.
 
 A plan replaces modules of the one-device model by edges, which call the collectives. Every
-collective with a gradient is an autograd Function of its own, so that a profile or a graph shows
-it by name. The names are Megatron-LM's (section 3), and those of its sequence parallelism:
+collective with a gradient is an autograd Function, so that a profile or a graph shows it by name.
+The names are Megatron-LM's (section 3), and those of its sequence parallelism:
 
 ==============================  ==================  ==================
 function                        forward             backward
@@ -16,8 +16,7 @@ function                        forward             backward
 `reduce_scatter_to_ranks`       reduce-scatter      all-gather
 ==============================  ==================  ==================
 
-A wrong partner gives wrong gradients and no error: the docstrings say what each is for. Without
-autograd the collectives are in `torchtitan_lr.collectives`.
+A wrong partner gives wrong gradients and no error: the docstrings say what each is for.
 """
 
 from collections.abc import Sequence
@@ -36,9 +35,6 @@ class Edge(nn.Module):
     """A border of the model where ranks communicate: no parameters, but the ranks.
 
     An edge has the ``forward`` arguments of the one-device module that it replaces.
-
-    Args:
-        ranks: The tensor-parallel ranks, more than one.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -88,10 +84,8 @@ class WholeDense(Edge):
 class MixEdge(Edge):
     """LaX: add the previous block's latents, projection by projection; see `models.linears.Mix`.
 
-    Args:
-        ranks: The tensor-parallel ranks.
-        sharded: Whether a rank holds only a part of each latent, along r or along the tokens. Then
-            the gradient of a learned gate is a sum over the ranks.
+    With ``sharded`` a rank holds a part of each latent, along r or along the tokens: the gradient
+    of a learned gate, which is Replicate, is then a sum over the ranks.
     """
 
     def __init__(self, ranks: Ranks, sharded: bool) -> None:
@@ -104,13 +98,7 @@ class MixEdge(Edge):
         carried: Sequence[Tensor] | None,
         linears: Sequence[LowRankLinear],
     ) -> list[Tensor]:
-        """Compute A_i x_i + g · A_(i-1) x_(i-1), in the layout of the latents.
-
-        Args:
-            latents: This block's A_i x_i, one per linear, in the plan's layout.
-            carried: The previous block's, in the same order and layout; None in the first block.
-            linears: The group; a learned gate g (1,) is Replicate.
-        """
+        """Compute A_i x_i + g · A_(i-1) x_(i-1), in the plan's layout of the latents."""
         if carried is None:
             return list(latents)
         gates = {i: local(m.gate) for i, m in enumerate(linears) if m.gate is not None}
@@ -123,11 +111,8 @@ class MixEdge(Edge):
 def normalize(x: Tensor, norm: nn.RMSNorm, ranks: Ranks | None = None) -> Tensor:
     """Normalize whole features (..., d) with a replicated weight (d,).
 
-    Args:
-        x: The stream.
-        norm: The norm.
-        ranks: The ranks whose streams differ (token shards, lanes): the weight's gradient is
-            summed over them. None for a replicated stream.
+    The weight's gradient is summed over ``ranks``, whose streams differ (token shards, lanes); None
+    is for a replicated stream.
     """
     # The gradient of the kernel is that of this rank's stream only.
     weight = local(norm.weight)
@@ -150,10 +135,7 @@ class CopyToRanks(torch.autograd.Function):
 
 
 def copy_to_ranks(x: Tensor, ranks: Ranks) -> Tensor:
-    """Use a replicated tensor in computations that differ by rank (f of Megatron-LM).
-
-    Every rank's computation contributes to the gradient.
-    """
+    """Use a replicated tensor in computations that differ by rank: each adds to its gradient."""
     out: Tensor = CopyToRanks.apply(x, ranks)
     return out
 
@@ -171,10 +153,7 @@ class ReduceFromRanks(torch.autograd.Function):
 
 
 def reduce_from_ranks(x: Tensor, ranks: Ranks) -> Tensor:
-    """Sum the ranks' terms into a replicated tensor (g of Megatron-LM).
-
-    The gradient of a sum is that of each term.
-    """
+    """Sum the ranks' terms into a replicated tensor, whose gradient is that of each term."""
     out: Tensor = ReduceFromRanks.apply(x, ranks)
     return out
 
@@ -193,10 +172,7 @@ class GatherFromRanks(torch.autograd.Function):
 
 
 def gather_from_ranks(x: Tensor, ranks: Ranks, dim: int = FEATURES) -> Tensor:
-    """Gather shards of ``dim`` for computations that every rank repeats.
-
-    Each rank has the whole gradient.
-    """
+    """Gather shards of ``dim`` for computations that every rank repeats, with whole gradients."""
     out: Tensor = GatherFromRanks.apply(x, ranks, dim)
     return out
 
@@ -237,10 +213,9 @@ class GatherAndCopyToRanks(torch.autograd.Function):
 def gather_and_copy_to_ranks(
     x: Tensor, ranks: Ranks, dim: int = FEATURES, wide_sums: bool = False
 ) -> Tensor:
-    """Gather shards of ``dim`` for computations that differ by rank.
+    """Gather shards of ``dim`` for computations that differ by rank: `copy_to_ranks` of the result.
 
-    It is `copy_to_ranks` of the gathered tensor. With ``wide_sums`` backward sums in fp32 while it
-    sends half precision.
+    With ``wide_sums`` backward sums in fp32 while it sends half precision.
     """
     out: Tensor = GatherAndCopyToRanks.apply(x, ranks, dim, wide_sums)
     return out
@@ -269,14 +244,10 @@ def reduce_scatter_to_ranks(x: Tensor, ranks: Ranks, dim: int = FEATURES) -> Ten
 
 
 def summed_products(gradient: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Return the gradient of the input of concatenated linears, without concatenating weights.
+    """Return the gradient (b, s, d_in) of the input of linears (d_out_i, d_in) side by side.
 
-    Args:
-        gradient: Gradient of the concatenated outputs, (b, s, Σ d_out_i).
-        weights: One (d_out_i, d_in) per linear.
-
-    Returns:
-        Tensor (b, s, d_in); each sum over a linear's outputs is added, in turn, in its dtype.
+    The gradient of the outputs is (b, s, Σ d_out_i). Weights are not concatenated: each sum over a
+    linear's outputs is added, in turn, in its dtype.
     """
     sizes = [weight.shape[0] for weight in weights]
     parts = gradient.flatten(0, 1).split(sizes, dim=-1)

@@ -23,36 +23,21 @@ from torchtitan_lr.parallel.edge import (
 
 
 class EmbedEdge(Edge):
-    """Looks tokens up, for a residual stream that every rank has whole.
-
-    Args:
-        ranks: The tensor-parallel ranks.
-        comm: With ``sequence`` each rank then keeps its shard of the tokens.
-    """
+    """Looks tokens up, for a residual stream that every rank has whole."""
 
     def __init__(self, ranks: Ranks, comm: str = "all_reduce") -> None:
         super().__init__(ranks)
         self.comm = comm
 
     def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
-        """Look tokens (b, s) up in weight (V, d/T), Shard(1).
-
-        Returns:
-            Tensor (b, s, d), replicated; for ``sequence`` (b, s/T, d), Shard(1).
-        """
+        """Look (b, s) up in weight (V, d/T), Shard(1): (b, s, d), for ``sequence`` (b, s/T, d)."""
         x = F.embedding(tokens, local(embedding.weight))  # (b, s, d/T)
         x = gather_from_ranks(x, self.ranks)  # (b, s, d)
         return scatter_to_ranks(x, self.ranks, TOKENS) if self.comm == "sequence" else x
 
 
 class HeadEdge(Edge):
-    """The final norm on all features, then the output projection, sharded along the vocabulary.
-
-    Args:
-        ranks: The tensor-parallel ranks.
-        loss_parallel: Whether logits stay sharded, as a DTensor for torch's ``loss_parallel``
-            context, or are gathered.
-    """
+    """The final norm on all features, then the output projection, weight (V/T, d), Shard(0)."""
 
     def __init__(self, ranks: Ranks, loss_parallel: bool) -> None:
         super().__init__(ranks)
@@ -61,20 +46,11 @@ class HeadEdge(Edge):
     def forward(
         self, x: Tensor, norm: nn.RMSNorm, output: nn.Linear, targets: Tensor | None = None
     ) -> Tensor:
-        """Compute logits, or the loss without whole logits.
+        """Return logits (b, s, V), or with targets (b, s), replicated, the loss (`linear_loss`).
 
-        For the loss the ranks exchange their log-sum-exps for every chunk of tokens, and at the end
-        the loss.
-
-        Args:
-            x: The residual stream, in the plan's layout.
-            norm: The final norm.
-            output: The head; weight (V/T, d), Shard(0).
-            targets: Token ids (b, s), replicated; not used where logits are gathered.
-
-        Returns:
-            With targets the sum of -log p(target), a replicated scalar, see `linear_loss`. Else
-            logits (b, s, V): a DTensor with Shard(-1), or a plain tensor, the same on every rank.
+        With ``loss_parallel`` logits are a DTensor with Shard(-1), for torch's context of that
+        name; else they are gathered, and targets are not used. For the loss the ranks exchange
+        their log-sum-exps for every chunk of tokens, and at the end the loss.
         """
         weight = local(output.weight)
         x = self.normalized(x, norm)
@@ -87,12 +63,7 @@ class HeadEdge(Edge):
         return gather_from_ranks(logits, self.ranks)
 
     def normalized(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
-        """Return the normalized stream (b, s, d), replicated; its gradient is summed over ranks.
-
-        Args:
-            x: The residual stream (b, s, d), replicated.
-            norm: The final norm; weight (d,), Replicate.
-        """
+        """Return the normalized stream (b, s, d), replicated; its gradient is summed over ranks."""
         return copy_to_ranks(normalize(x, norm), self.ranks)
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -49,9 +49,7 @@ from torchtitan_lr.parallel.placement import (
 class ColumnEdge(Edge):
     """Start of a full-rank pair: the norm, if any, then the column-parallel linears of a group.
 
-    Args:
-        ranks: The tensor-parallel ranks.
-        comm: For ``sequence`` the input is sharded along the tokens.
+    For ``sequence`` the input is sharded along the tokens.
     """
 
     def __init__(self, ranks: Ranks, comm: str = "all_reduce") -> None:
@@ -61,15 +59,9 @@ class ColumnEdge(Edge):
     def forward(
         self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.RMSNorm | None = None
     ) -> list[Tensor]:
-        """Apply the group.
+        """Map x (b, s, d_in), or (b, s/T, d_in), by weights (d_out/T, d_in), Shard(0).
 
-        Args:
-            x: Input (b, s, d_in), replicated; (b, s/T, d_in), Shard(1), for ``sequence``.
-            linears: The group; the weight (d_out/T, d_in) is Shard(0).
-            norm: Norm before them; weight (d_in,), Replicate.
-
-        Returns:
-            One output (b, s, d_out/T), Shard(-1), per linear.
+        Returns one output (b, s, d_out/T), Shard(-1), per linear. The norm's weight is Replicate.
         """
         sequence = self.comm == "sequence"
         if norm is not None:
@@ -79,12 +71,7 @@ class ColumnEdge(Edge):
 
 
 class RowEdge(Edge):
-    """End of a full-rank pair: a row-parallel linear and the sum over the ranks.
-
-    Args:
-        ranks: The tensor-parallel ranks.
-        comm: For ``sequence`` each rank keeps its shard of the tokens.
-    """
+    """End of a full-rank pair: a row-parallel linear and the sum over the ranks."""
 
     def __init__(self, ranks: Ranks, comm: str = "all_reduce") -> None:
         super().__init__(ranks)
@@ -93,15 +80,9 @@ class RowEdge(Edge):
     def forward(
         self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.Module | None = None
     ) -> list[Tensor]:
-        """Apply the linear.
+        """Map x (b, s, d_in/T), Shard(-1), by weight (d_out, d_in/T), Shard(1).
 
-        Args:
-            x: Input (b, s, d_in/T), Shard(-1).
-            linears: One linear; the weight (d_out, d_in/T) is Shard(1).
-            norm: None.
-
-        Returns:
-            Its output (b, s, d_out), replicated; (b, s/T, d_out), Shard(1), for ``sequence``.
+        The output (b, s, d_out) is replicated; for ``sequence`` it is (b, s/T, d_out), Shard(1).
         """
         terms = [F.linear(x, local(linear.weight)) for linear in linears]
         if self.comm == "sequence":
@@ -137,10 +118,8 @@ MEGATRON = Plan(megatron, COLUMN_ROW, COLUMN_ROW, low_rank=False, choices={"comm
 class VanillaDown(Edge):
     """Start of the pairs A, B of a group: the norm, if any, then column-parallel A's.
 
-    Args:
-        ranks: The tensor-parallel ranks.
-        grouping: Whether the group's linears share one backward all-reduce of their input.
-        heads: Whether the input is sharded along its features: attention's output.
+    With ``grouping`` the linears share one backward all-reduce of their input. With ``heads`` the
+    input is sharded along its features: attention's output.
     """
 
     def __init__(self, ranks: Ranks, grouping: bool, heads: bool = False) -> None:
@@ -150,16 +129,7 @@ class VanillaDown(Edge):
     def forward(
         self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
     ) -> list[Tensor]:
-        """Compress an input.
-
-        Args:
-            x: Input (b, s, d_in), replicated; (b, s, d_in/T), Shard(-1), for ``heads``.
-            linears: The group; A (r/T, d_in) is Shard(0).
-            norm: Norm before them; weight (d_in,), Replicate.
-
-        Returns:
-            One latent (b, s, r/T), Shard(-1), per linear.
-        """
+        """Map x (b, s, d_in), or (b, s, d_in/T), by A (r/T, d_in), Shard(0): (b, s, r/T) each."""
         if norm is not None:
             x = normalize(x, norm)
         weights = [local(linear.A.weight) for linear in linears]
@@ -172,9 +142,7 @@ class VanillaDown(Edge):
 class VanillaUp(Edge):
     """End of the pairs A, B of a group: σ, row-parallel B's and the sums over the ranks.
 
-    Args:
-        ranks: The tensor-parallel ranks.
-        heads: Whether each rank keeps its shard of the features: the heads of q, k and v.
+    With ``heads`` each rank keeps its shard of the features: the heads of q, k and v.
     """
 
     def __init__(self, ranks: Ranks, heads: bool = False) -> None:
@@ -187,16 +155,9 @@ class VanillaUp(Edge):
         linears: Sequence[LowRankLinear],
         use_silu: Sequence[bool],
     ) -> list[Tensor]:
-        """Expand the latents of a group.
+        """Map latents (b, s, r/T), Shard(-1), by B (d_out, r/T), Shard(1).
 
-        Args:
-            latents: One h (b, s, r/T), Shard(-1), per linear.
-            linears: The group; B (d_out, r/T) is Shard(1).
-            use_silu: Whether σ is SiLU, by linear; otherwise it is the identity.
-
-        Returns:
-            One output (b, s, d_out) per linear, replicated; (b, s, d_out/T), Shard(-1), for
-            ``heads``.
+        Outputs are (b, s, d_out), replicated, for ``heads`` (b, s, d_out/T), Shard(-1).
         """
         # Each product is reduced before the next one exists: only one of them has its full width.
         total = reduce_scatter_to_ranks if self.heads else reduce_from_ranks
@@ -266,17 +227,11 @@ class _ColumnParallel(torch.autograd.Function):
 def column_parallel(
     x: Tensor, weights: Sequence[Tensor], ranks: Ranks, dim: int | None = None
 ) -> list[Tensor]:
-    """Apply column-parallel linears to one input.
+    """Apply column-parallel weights (d_out_i/T, d_in), Shard(0), to one x (b, s, d_in).
 
-    Args:
-        x: Input (b, s, d_in), replicated or sharded along ``dim``.
-        weights: One (d_out_i/T, d_in), Shard(0), per linear.
-        ranks: The tensor-parallel ranks.
-        dim: The sharded dimension, which forward gathers and backward reduce-scatters; None for a
-            replicated input, whose gradient is all-reduced.
-
-    Returns:
-        One output (b, s, d_out_i/T), Shard(-1), per linear. Low-rank checkpointing saves them.
+    Forward gathers x along ``dim`` and backward reduce-scatters; None is for a replicated x, whose
+    gradient is all-reduced. Outputs are (b, s, d_out_i/T), Shard(-1); low-rank checkpointing saves
+    them.
     """
     out: Tensor = _ColumnParallel.apply(x, ranks, dim, *weights)
     if len(weights) == 1:  # the backward of a split copies the gradient, even of a single part

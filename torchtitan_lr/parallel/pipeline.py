@@ -51,10 +51,7 @@ _MARK = "_pipeline_boundary"
 def _marked(name: str, offset: int, pass_: str) -> Any:
     """Return a method of torch's stage with marks on the tensors of its operations.
 
-    Args:
-        name: Name of a method that returns the ``torch.distributed.P2POp`` of a micro-batch.
-        offset: Boundary i lies between the stages i and i + 1; stage i's is i + ``offset``.
-        pass_: ``forward`` or ``backward``.
+    Boundary i lies between the stages i and i + 1; stage i's is i + ``offset``.
     """
 
     def operations_of(stage: PipelineStage, microbatch: int) -> list[Any]:
@@ -107,12 +104,7 @@ class Stage(PipelineStage):
 def pack_messages(part: nn.Module, before: Boundary | None, after: Boundary | None) -> None:
     """Add hooks to a model part so that it receives and sends one tensor per boundary, in place.
 
-    Only fields of the boundaries that do not depend on the sequence length are used.
-
-    Args:
-        part: A `LlamaModel` with the layers of this stage; ``forward(x, *latents)``.
-        before: The boundary from which it receives; None for the first stage.
-        after: The boundary to which it sends; None for the last stage.
+    The first stage has no boundary before it, the last one none after it.
     """
     # Eight small messages, of LaX's stream and latents, would each cost a latency.
     if before is not None:
@@ -122,15 +114,10 @@ def pack_messages(part: nn.Module, before: Boundary | None, after: Boundary | No
 
 
 def pack(output: Tensor | tuple[Tensor, ...], boundary: Boundary) -> Tensor:
-    """Pack a stage's output into one message.
+    """Pack a stage's output into one message (b, rows, width), contiguous.
 
-    Args:
-        output: The residual stream in the blocks' layout (b, s, ...), for LaX followed by latents
-            (b, rows, r).
-        boundary: Shape of the boundary; decides whether the latents are sent.
-
-    Returns:
-        Tensor (b, rows, width), contiguous.
+    The output is the stream in the blocks' layout (b, s, ...), for LaX followed by latents (b,
+    rows, r), which are sent if the boundary has some.
     """
     x, *latents = output if isinstance(output, tuple) else (output,)
     if not boundary.latents:
@@ -143,15 +130,7 @@ def pack(output: Tensor | tuple[Tensor, ...], boundary: Boundary) -> Tensor:
 
 
 def unpack(message: Tensor, boundary: Boundary) -> tuple[Tensor, ...]:
-    """Undo `pack`; in backward, the gradients are packed in the same way.
-
-    Args:
-        message: Tensor (b, rows, width).
-        boundary: As in `pack`.
-
-    Returns:
-        The residual stream in the blocks' layout, and the latents (b, rows, r), contiguous.
-    """
+    """Undo `pack`: return the stream and the latents, contiguous; gradients are packed likewise."""
     parts = message.split([boundary.stream, *boundary.latents], dim=-1)
     stream, *latents = (part.contiguous() for part in parts)
     batch, rows = message.shape[:2]
@@ -164,37 +143,21 @@ class Pipeline:
     """This rank's stages and the schedules that run batches through them.
 
     Every rank of the pipeline calls the same methods with the same batches.
-
-    Attributes:
-        job_config: The run's configuration.
-        args: The model's arguments.
-        device: This rank's device.
-        group: Process group of the pipeline.
-        loss_fn: Returns the sum over tokens.
-        tokens: The divisor of the training loss, the valid tokens of the global batch.
-        is_last_round: Whether the batch is the last one that a step accumulates; set before each.
-        parts: This rank's parts of the model, by stage.
-        schedule: The training schedule, which calls ``loss``.
     """
 
     job_config: JobConfig
     args: LlamaArgs
     device: torch.device
     group: Any
-    loss_fn: LossFunction
-    tokens: float | Tensor = 1.0
-    is_last_round: bool = True
-    parts: dict[int, nn.Module] = field(default_factory=dict)
-    schedule: PipelineSchedule = field(init=False)
+    loss_fn: LossFunction  # the sum over tokens
+    tokens: float | Tensor = 1.0  # divides the training loss: valid tokens of the global batch
+    is_last_round: bool = True  # of those that a step accumulates; set before each batch
+    parts: dict[int, nn.Module] = field(default_factory=dict)  # of the model, by stage
+    schedule: PipelineSchedule = field(init=False)  # of training, calls ``loss``
     _evaluations: dict[tuple[int, ...], PipelineSchedule] = field(default_factory=dict)
 
     def loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Return a micro-batch's share of the loss: its token sum divided by ``tokens``.
-
-        Args:
-            prediction: Output of the last stage: logits (b, s, V), or the loss.
-            labels: (b, s).
-        """
+        """Return a micro-batch's share of the loss: its token sum divided by ``tokens``."""
         loss: Tensor = self.loss_fn(prediction, labels) / self.tokens
         return loss
 
@@ -242,16 +205,10 @@ class Pipeline:
     def forward_backward(
         self, tokens: Tensor, labels: Tensor, divisor: Tensor, **arguments: Any
     ) -> Tensor:
-        """Run forward and backward of a batch, in micro-batches of the pipeline's own.
+        """Run forward and backward of a batch (b, s), in micro-batches of the pipeline's own.
 
-        Args:
-            tokens: (b, s).
-            labels: (b, s).
-            divisor: The valid tokens of the global batch, a scalar.
-            **arguments: The model's further arguments (b, ...), on every stage.
-
-        Returns:
-            The batch's share of the loss, a scalar; 0 without the last stage.
+        The ``divisor`` is the valid tokens of the global batch. The result is the batch's share of
+        the loss, a scalar, 0 without the last stage.
         """
         # Upstream divides the loss that it reports, but not the one that it backpropagates.
         self.tokens = divisor
@@ -275,16 +232,7 @@ class Pipeline:
         return torch.stack(losses).sum().to(self.device)  # FSDP puts them on the host
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **arguments: Tensor) -> Tensor:
-        """Return the summed loss of a batch of any size, without gradients.
-
-        Args:
-            tokens: (b, s).
-            labels: (b, s).
-            **arguments: The model's further arguments (b, ...), on every stage.
-
-        Returns:
-            A scalar: the sum on the rank with the last stage, 0 on the others.
-        """
+        """Return the summed loss of a batch (b, s) of any size; 0 without the last stage."""
         batch, seq_len = tokens.shape
         # The last batch of a validation set may be short.
         size = self.job_config.parallelism.pipeline_parallel_microbatch_size
@@ -320,18 +268,8 @@ def pipeline_llama(
 ) -> tuple[Pipeline, list[nn.Module], bool, bool]:
     """Split a model into pipeline stages; torchtitan's TrainSpec defines signature and results.
 
-    Args:
-        model: The whole model on the meta device.
-        parallel_dims: Degrees and meshes, ``pp`` among them.
-        job_config: ``[parallelism] pipeline_parallel_*`` set schedule and split.
-        device: Of this rank.
-        model_args: The model's arguments.
-        parallelize_fn: Applied to each stage.
-        loss_fn: Returns the sum over tokens.
-
-    Returns:
-        The pipeline, this rank's parts of the model, and whether they include the first and the
-        last stage.
+    Returns the pipeline, this rank's parts of the model, and whether they include the first and the
+    last stage.
     """
     args, group = cast(LlamaArgs, model_args), parallel_dims.get_mesh("pp").get_group()
     pipeline = Pipeline(job_config, args, device, group, loss_fn)

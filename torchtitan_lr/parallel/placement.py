@@ -1,12 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What a tensor-parallel plan consists of: placements of parameters, and edges.
 
-A plan is a `Plan`; a run's settings name it. Its function ``split`` returns
-``{module: EdgeParallel}`` for the arguments of a model and the settings of a run, and
-`parallelize_module` applies that. Every parameter becomes a DTensor, also one that stays whole:
-its placement is Replicate(). Activations stay plain local tensors throughout: the edges read their
-weights by `collectives.local` and call the collectives themselves, which spares DTensor's dispatch
-per operation and compiles as one graph.
+A plan's function ``split`` returns ``{module: EdgeParallel}`` for the arguments of a model and the
+settings of a run, and `parallelize_module` applies that. Every parameter becomes a DTensor, also
+one that stays whole. Activations stay plain local tensors: the edges read their weights by `local`
+and call the collectives themselves, which spares DTensor's dispatch per operation and compiles as
+one graph.
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -23,13 +22,11 @@ from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.linears import Swiglu
 
-EdgeFactory = Callable[[DeviceMesh], nn.Module]
-"""Builds the edge of a plan, given the tensor-parallel mesh."""
+EdgeFactory = Callable[[DeviceMesh], nn.Module]  # builds an edge on the tensor-parallel mesh
 
+# Placements of A (r, d_in) and B (d_out, r) of every linear; at full rank of the weights
+# (d_out, d_in) of a pair: q, k, v and then o, or gate, up and then down.
 Factors = tuple[Placement, Placement]
-"""Placements of A (r, d_in) and B (d_out, r) of every linear; at full rank of the weights
-(d_out, d_in) of a pair: q, k, v and then o, or gate, up and then down."""
-
 COLUMN_ROW: Factors = (Shard(0), Shard(1))  # Megatron-LM's pair; of A and B: latents of r/T
 ROW_COLUMN: Factors = (Shard(1), Shard(0))  # of A and B: whole latents
 WHOLE: Factors = (Replicate(), Replicate())
@@ -42,9 +39,8 @@ FEED_FORWARD = "feed_forward.w1", "feed_forward.w3", "feed_forward.w2"  # gate, 
 class TPSettings:
     """The tensor-parallel settings of `[parallelism]`; the fields are its `tp_*` keys.
 
-    `config.schema` describes them, and edges have them under the same names. Two follow from other
-    keys: whether the loss works on sharded logits, and whether CAAT-Net's backward sums in fp32
-    while it sends half precision.
+    Two follow from other keys: whether the loss works on sharded logits, and whether CAAT-Net's
+    backward sums in fp32 while it sends half precision.
     """
 
     plan: str = "auto"
@@ -65,14 +61,12 @@ class TPSettings:
 class EdgeParallel(ParallelStyle):
     """Distributes the parameters of a module and replaces modules in it by edges.
 
-    Args:
-        placements: Placement by parameter name, relative to the module. A parameter that is None
-            (the gate of a linear without one) is skipped.
-        edges: The new edge by the name of the replaced module.
+    Names are relative to the module. A parameter that is None (the gate of a linear without one) is
+    skipped.
     """
 
-    placements: Mapping[str, Placement] = field(default_factory=dict)
-    edges: Mapping[str, EdgeFactory] = field(default_factory=dict)
+    placements: Mapping[str, Placement] = field(default_factory=dict)  # by parameter
+    edges: Mapping[str, EdgeFactory] = field(default_factory=dict)  # by replaced module
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, placement in self.placements.items():
@@ -89,35 +83,25 @@ class EdgeParallel(ParallelStyle):
         return module
 
 
-Styles = dict[str, EdgeParallel]
-"""What a plan does with each module, by the module's name; ``*`` stands for every block."""
+Styles = dict[str, EdgeParallel]  # by module; ``*`` stands for every block
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A tensor-parallel plan: its function, and what must be known without a model.
-
-    Attributes:
-        split: The function. It returns what the plan does with each module.
-        attention: Placements of attention's linears: Shard(0), Shard(1) or Replicate(). If A is
-            Shard(0), a rank holds r/T features of its latents, and sends these to the next stage.
-        feed_forward: Likewise, of the feed-forward's.
-        low_rank: Whether it splits factorised linears, or dense ones.
-        lanes: Whether it is for models with CAAT-Net's lanes.
-        shards_stream: Whether a rank holds d/T features of the residual stream and sends them to
-            the next stage. The norms' weights in the blocks are sharded in the same way.
-        shards_heads: Whether a rank computes its share of the heads, or all heads.
-        choices: Fields of `TPSettings` with an effect; others must keep their defaults.
-    """
+    """A tensor-parallel plan: its function, and what must be known without a model."""
 
     split: Callable[[LlamaArgs, TPSettings], Styles]
+    # Of the linears. If A is Shard(0), a rank holds r/T features of its latents, and sends these
+    # to the next stage.
     attention: Factors
     feed_forward: Factors
-    low_rank: bool = True
-    lanes: bool = False
+    low_rank: bool = True  # whether it splits factorised linears, or dense ones
+    lanes: bool = False  # whether it is for models with CAAT-Net's lanes
+    # Whether a rank holds d/T features of the residual stream and of the norms' weights in the
+    # blocks, and sends them to the next stage.
     shards_stream: bool = False
-    shards_heads: bool = True
-    choices: Set[str] = frozenset()
+    shards_heads: bool = True  # whether a rank computes its share of the heads, or all heads
+    choices: Set[str] = frozenset()  # fields of `TPSettings` with an effect
 
     def widths(self, args: LlamaArgs) -> dict[str, int]:
         """Return the widths of sharded dimensions, which T must divide, by name."""
@@ -156,12 +140,7 @@ def low_rank_blocks(
 ) -> Styles:
     """Return placements and edges of low-rank blocks: every A and B, and the norms' weights.
 
-    Args:
-        args: The model's arguments.
-        plan: Says how A, B and the stream are placed.
-        down: The edge that applies A of a group.
-        up: The edge that applies σ and B of a group.
-        mix: The edge of families with carried latents; None for whole ones.
+    ``down`` applies A of a group, ``up`` σ and B; ``mix`` is for families with carried latents.
     """
     group = {"down": down, "up": up}
     if mix is not None and args.model_family.carries_latents:
@@ -187,10 +166,7 @@ def low_rank_blocks(
 def dense_blocks(plan: Plan, first: EdgeFactory, second: EdgeFactory) -> Styles:
     """Return placements and edges of full-rank blocks, which are two pairs of linears.
 
-    Args:
-        plan: Says how the weights are placed.
-        first: The edge of q, k, v and of gate, up.
-        second: The edge of o and of down.
+    ``first`` is the edge of q, k, v and of gate, up; ``second`` that of o and of down.
     """
     styles: Styles = {
         "layers.*.attention_norm": EdgeParallel({"weight": Replicate()}),
@@ -217,10 +193,7 @@ def model_ends(
 ) -> Styles:
     """Return both ends of the model: the embedding sharded along d, the head along V.
 
-    Args:
-        embed: The embedding's edge.
-        head: The head's.
-        norm: Placement of the final norm's weight.
+    ``norm`` is the placement of the final norm's weight.
     """
     return {
         "tok_embeddings": EdgeParallel({"weight": Shard(1)}, {"embed": embed}),

@@ -27,7 +27,7 @@ PLANS: dict[str, Plan] = {
     "megatron": MEGATRON,
     "caat": CAAT,
 }
-"""Plans by name: `config.schema.BUILT_IN_PLANS`, and what modules from outside add."""
+"""Plans by name; modules from outside add theirs."""
 
 
 def build_tp_plan(model: nn.Module, settings: TPSettings) -> dict[str, ParallelStyle]:
@@ -42,27 +42,12 @@ def build_tp_plan(model: nn.Module, settings: TPSettings) -> dict[str, ParallelS
 def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, settings: TPSettings) -> None:
     """Turn a model's parameters into DTensors and its edges into those of a plan, in place.
 
-    For generation, estimates and measurements. A training run does the same by its family's
-    function in `parallel.parallelize`, which torchtitan calls.
-
-    Args:
-        model: A `LlamaModel` or a pipeline stage of one, before any other wrapper; on the
-            meta device, or with the same full weights on every rank. Nothing is communicated.
-        tp_mesh: The one-dimensional mesh of the tensor-parallel ranks; ignored if its size is 1.
-        settings: Returned by `resolve_settings`.
+    For estimates and measurements; a training run does it in `parallel.parallelize`. The model has
+    no other wrapper yet; it is on the meta device, or has the same full weights on every rank.
     """
     if tp_mesh.size() == 1:
         return
     parallelize_module(model, tp_mesh, build_tp_plan(model, settings), src_data_rank=None)
-    check_placed(model)
-
-
-def check_placed(model: nn.Module) -> None:
-    """Raise if the plan gives a parameter no placement; Replicate(), which keeps it whole, is one.
-
-    Raises:
-        RuntimeError: Names these parameters.
-    """
     left = [name for name, p in model.named_parameters() if not hasattr(p, "placements")]
     if left:
         raise RuntimeError(f"the tensor-parallel plan does not place {', '.join(left)}")
@@ -74,10 +59,6 @@ def tp_settings(job_config: JobConfig, args: LlamaArgs, tp_degree: int) -> TPSet
     The only place that does so, a pure function of the configuration. Checks and estimates call it
     before a rank exists. On a rank, torchtitan hands parallelize functions, pipeline and loggers
     the configuration alone, so each of these calls it for itself and gets an equal record.
-    Generation has other ranks, for which `generation_settings` resolves the run's keys again.
-
-    Raises:
-        ConfigError: As `resolve_settings`.
     """
     section, training = job_config.parallelism, job_config.training
     # fp32 is summed in fp32 anyway.
@@ -97,21 +78,10 @@ def tp_settings(job_config: JobConfig, args: LlamaArgs, tp_degree: int) -> TPSet
 def resolve_settings(
     settings: TPSettings, args: LlamaArgs, tp_degree: int, *seq_lens: int
 ) -> TPSettings:
-    """Check the settings against the model, and resolve open choices.
+    """Check the settings against the model (ConfigError), and resolve open choices.
 
-    Args:
-        settings: The user's settings.
-        args: The model's shape.
-        tp_degree: Tensor-parallel degree T; at 1 the plan is checked too.
-        *seq_lens: Every number of tokens of a row that tensor-parallel ranks have together.
-
-    Returns:
-        Settings for `apply_tensor_parallel`: the plan is named, and tokens are not sharded if T
-        does not divide a sequence.
-
-    Raises:
-        ConfigError: If the plan does not fit the family, a setting would have no effect under the
-            plan, or a width does not divide by T.
+    ``seq_lens`` are the tokens of a row that tensor-parallel ranks have together. The plan is
+    named, and tokens are not sharded if T does not divide them. At T = 1 the plan is checked too.
     """
     if settings.plan == "auto":
         dense = "caat" if args.lanes > 1 else "megatron"
@@ -131,17 +101,7 @@ def resolve_settings(
 
 
 def check_gather(gather: str, args: LlamaArgs, settings: TPSettings, tp_degree: int) -> None:
-    """Check that the model and its plan have what context parallelism is to gather.
-
-    Args:
-        gather: ``parallelism.cp_gather``.
-        args: The model's shape.
-        settings: Returned by `resolve_settings`.
-        tp_degree: Tensor-parallel degree T.
-
-    Raises:
-        ConfigError: Latents are to be gathered, and the model has none or the plan splits them.
-    """
+    """Refuse ``parallelism.cp_gather`` of latents that the model lacks, or that the plan splits."""
     if gather != "latents":
         return
     key = "parallelism.cp_gather"
@@ -155,7 +115,6 @@ def check_gather(gather: str, args: LlamaArgs, settings: TPSettings, tp_degree: 
 
 
 def _check_plan(settings: TPSettings, args: LlamaArgs) -> None:
-    """Check that the plan supports the model, and has a choice where the settings make one."""
     name, lanes = settings.plan, args.lanes > 1
     fitting = {
         key: plan
@@ -179,23 +138,15 @@ def _check_plan(settings: TPSettings, args: LlamaArgs) -> None:
 
 @dataclass(frozen=True)
 class Boundary:
-    """A rank's message to the next pipeline stage for one sequence: ``rows`` rows.
+    """A rank's message to the next pipeline stage for one sequence: ``rows`` rows."""
 
-    Args:
-        rows: s, or s/T if tokens are sharded.
-        stream: Elements of the residual stream per row: the rank's share, divided by ``rows``.
-        latents: Elements of each latent per row; empty if no latents are sent.
-        tokens_per_row: Number of tokens whose stream shards are in a row: T if the latents are
-            token-sharded and the stream is feature-sharded, else 1.
-        lanes: CAAT-Net: number of streams (b, s, lanes, d) on the rank; 0 if the stream has no such
-            dimension.
-    """
-
-    rows: int
-    stream: int
-    latents: tuple[int, ...]
+    rows: int  # s, or s/T if tokens are sharded
+    stream: int  # elements of the residual stream per row: the rank's share, divided by the rows
+    latents: tuple[int, ...]  # elements of each latent per row; empty if none are sent
+    # Tokens whose stream shards are in a row: T if the latents are token-sharded and the stream is
+    # feature-sharded.
     tokens_per_row: int = 1
-    lanes: int = 0
+    lanes: int = 0  # streams (b, s, lanes, d) on the rank; 0 without this dimension
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -208,8 +159,9 @@ def stage_boundary(
 ) -> Boundary:
     """Return the shape of a boundary between pipeline stages on one rank.
 
-    A rank sends its part of the residual stream. LaX also sends the seven latents that the next
-    block mixes in: without them the model's output would depend on the stage split.
+    A rank sends its part of the residual stream. LaX also sends the seven ``latents`` that the next
+    block mixes in, if there are blocks on both sides: without them the model's output would depend
+    on the stage split.
 
     ============================  =====  ======  =======================
     plan                          rows   stream  latents (LaX), 7 of
@@ -223,13 +175,6 @@ def stage_boundary(
     megatron                      s      d       full rank has none
     megatron, ``"sequence"``      s/T    d       full rank has none
     ============================  =====  ======  =======================
-
-    Args:
-        args: The model's arguments.
-        settings: The tensor-parallel plan; ignored at T = 1.
-        tp_degree: T.
-        seq_len: Tokens s of a sequence.
-        latents: Whether there are blocks on both sides, so that LaX's latents are sent.
     """
     widths = [args.rank_attention] * 4 + [args.rank_ffn] * 3
     if not (latents and args.model_family.carries_latents):

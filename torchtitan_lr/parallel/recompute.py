@@ -1,21 +1,18 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Activation checkpointing: torchtitan's modes, and ``low_rank``.
 
-``low_rank`` saves r-wide activations and recomputes d- and f-wide ones. A factorised block has
-seven bottlenecks. From their latents and the block's input, backward recomputes up-projections,
-rotary embedding, norms, SwiGLU and attention; no down-projection runs twice (CoLA-M: CoLA, section
-4). Under bottleneck-aware tensor parallelism the latents are saved after the all-reduce, with the
-norms' statistics, so that recomputation communicates nothing (BOOST, section 4). Attention's output
-and its log-sum-exp can be saved too; then attention does not run twice.
+``low_rank`` saves r-wide activations and recomputes d- and f-wide ones. From the latents of the
+seven bottlenecks and the block's input, backward recomputes up-projections, rotary embedding,
+norms, SwiGLU and attention; no down-projection runs twice (CoLA-M: CoLA, section 4). Under
+bottleneck-aware tensor parallelism the latents are saved after the all-reduce, with the norms'
+statistics, so that recomputation communicates nothing (BOOST, section 4). Attention's output and
+its log-sum-exp can be saved too; then attention does not run twice.
 
-Autograd Functions name what is kept, see `torchtitan_lr.models.kept`. Torch's selective
-checkpointing saves the results of chosen operators. Outside of compiled code it repeats whatever
-leads to them: the product in front of a saved all-reduce would run again for nothing, or its result
-would have to be saved too. It also frees them after the first recomputation, and a split backward
-needs two. A `Recomputation` therefore keeps the results of whole computations.
-
-The memory and the repeated collectives of a mode are stated nowhere: the estimator measures them on
-wrapped blocks.
+Autograd Functions name what is kept, see `models.kept`. Torch's selective checkpointing saves the
+results of chosen operators. Outside of compiled code it repeats whatever leads to them: the product
+in front of a saved all-reduce would run again for nothing, or its result would have to be saved
+too. It also frees them after the first recomputation, and a split backward needs two. A
+`Recomputation` therefore keeps the results of whole computations.
 """
 
 from collections.abc import Callable
@@ -54,14 +51,14 @@ SELECTIVE_SAVE_LIST = {
 torchtitan saves every second matmul as well. Its own list lacks attention on the CPU.
 """
 
+# Modes in which wrapped blocks recompute. In ``memory_budget`` the compiler chooses what to
+# recompute, and its choice cannot be measured before a run: the mode counts as a share of the way
+# from ``full`` to ``none``.
 EAGER_MODES = ("none", "selective", "full", "low_rank")
-"""Modes in which wrapped blocks recompute. In ``memory_budget`` the compiler chooses what to
-recompute, and its choice cannot be measured before a run: the mode counts as a share of the way
-from ``full`` to ``none``."""
 
+# Modes in which torch can compile tensor-parallel blocks on a CPU: torch 2.13 cannot if attention
+# is recomputed.
 COMPILES_ON_CPU = ("none", "low_rank")
-"""Modes in which torch can compile tensor-parallel blocks on a CPU: torch 2.13 cannot if attention
-is recomputed."""
 
 _COMPILED_SAVES = {
     attention: partial(
@@ -77,11 +74,7 @@ _COMPILED_SAVES = {
 
 
 def check_mode(config: Any) -> None:
-    """Refuse a mode that the configuration cannot have.
-
-    Raises:
-        ConfigError: With one line that names the key.
-    """
+    """Refuse a mode that the configuration cannot have, by a ConfigError."""
     section, family = config.activation_checkpoint, find_family(config.model.name)
     key = "activation_checkpoint.mode"
     if section.mode == "low_rank" and family is not None and not family.low_rank:
@@ -109,11 +102,8 @@ def compiles_model(job_config: Any) -> bool:
 def apply_activation_checkpoint(model: nn.Module, job_config: JobConfig) -> None:
     """Wrap decoder blocks in the mode of ``[activation_checkpoint]``.
 
-    Args:
-        model: After tensor parallelism and before compilation; the whole model or a pipeline stage
-            of it.
-        job_config: The run's configuration. An estimate passes only the sections
-            ``activation_checkpoint``, ``compile`` and ``job``.
+    Call it after tensor parallelism and before compilation. An estimate passes only the sections
+    ``activation_checkpoint``, ``compile`` and ``job``.
     """
     section: Any = job_config.activation_checkpoint
     if section.mode == "none":
@@ -147,13 +137,8 @@ def apply_low_rank_checkpoint(model: nn.Module, save_attention: bool) -> None:
     """Wrap every decoder block. Call this after tensor parallelism and before compilation.
 
     A block recomputes all up-projections but the last, whose result is the next block's input, and
-    everything between them (CoLA, section 4). Under BTP it repeats no collective.
-
-    Args:
-        model: The whole model or a pipeline stage of it.
-        save_attention: Whether to save attention's output (b, s, d/T) and log-sum-exp
-            (b, heads/T, s) instead of recomputing attention. Compiled blocks with DTensor
-            parameters on a CPU always save them.
+    everything between them (CoLA, section 4). With ``save_attention`` attention's output (b, s,
+    d/T) and log-sum-exp (b, heads/T, s) are saved.
     """
     mark_in_graphs()
     # Attention counts as an operator that can draw random numbers. To repeat it on a CPU, torch's
@@ -223,17 +208,7 @@ class _AllFound(Exception):
 class Recomputation:
     """A forward pass that runs again when backward needs the first of its saved tensors.
 
-    All calls of a backward share one recomputation.
-
-    Args:
-        function: Called in forward, and again in backward until the last saved tensor is there.
-        args: Positional arguments of the function; they stay in memory.
-        kwargs: Keyword arguments of the function.
-        save_attention: Whether the results of fused attention are saved too.
-
-    Attributes:
-        kept: The kept results, and how often each had been changed in place.
-        kept_next: In backward, index of the next kept result; None in forward.
+    All calls of a backward share one recomputation. The arguments stay in memory.
     """
 
     def __init__(
@@ -244,8 +219,9 @@ class Recomputation:
         save_attention: bool = False,
     ) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
+        # The kept results, and how often each had been changed in place.
         self.kept: list[tuple[Any, list[int]]] = []
-        self.kept_next: int | None = None
+        self.kept_next: int | None = None  # in backward, index of the next kept result
         self._attention: AbstractContextManager[Any] = (
             _SavedAttention() if save_attention else nullcontext()
         )
@@ -264,11 +240,7 @@ class Recomputation:
             return self._run(None, self.args, self.kwargs)
 
     def keep(self, compute: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Compute and keep tensors in forward; in backward, return what was kept.
-
-        Raises:
-            RuntimeError: A kept tensor was changed in place since.
-        """
+        """Compute and keep tensors in forward; in backward, return what was kept."""
         if self.kept_next is None:
             made = compute()
             versions = [version_of(x) for x in made if isinstance(x, Tensor)]
@@ -283,11 +255,7 @@ class Recomputation:
         return kept
 
     def end_with(self, last: list[Tensor]) -> None:
-        """Stop recomputing here if backward only still needs these tensors.
-
-        Args:
-            last: Tensors that the calling Function is about to save.
-        """
+        """Stop recomputing if backward only still needs these tensors of the calling Function."""
         missing = len(self._shapes) - len(self._collected)
         if self.kept_next is None or len(last) != missing:
             return
@@ -301,11 +269,7 @@ class Recomputation:
             return self.function(*args, **kwargs)
 
     def _unpack(self, number: int) -> Tensor:
-        """Return a tensor that autograd saved, after a recomputation if it is the first one.
-
-        Raises:
-            RuntimeError: The recomputation saves other tensors than the forward pass did.
-        """
+        """Return a tensor that autograd saved, after a recomputation if it is the first one."""
         # ``torch.utils.checkpoint`` recomputes for every call of autograd. The weights' half of a
         # split backward is one call per linear: a block would run as often, and what each call
         # leaves would stay until the last.
@@ -314,11 +278,7 @@ class Recomputation:
         return self._found.pop(number)
 
     def _recompute(self) -> list[Tensor]:
-        """Run the function again, up to the last tensor that autograd saved; return all of them.
-
-        Raises:
-            RuntimeError: As for `_unpack`.
-        """
+        """Run the function again, up to the last tensor that autograd saved; return all of them."""
         saved = self._collected = list[Tensor]()  # `end_with` adds to it
 
         def collect(x: Tensor) -> None:

@@ -30,11 +30,7 @@ def stages_per_rank(section: Any, n_layers: int) -> int | float:
 
 
 def modules_per_stage(job_config: Any, n_layers: int) -> list[list[str]]:
-    """Return the module names of every stage, as split by torchtitan's `pipeline_llm`.
-
-    Raises:
-        ValueError: If there are too few blocks.
-    """
+    """Return the module names of every stage, by torchtitan; ValueError for too few blocks."""
     # Late: importing torchtitan takes seconds.
     from torchtitan_lr.titan.specs import generate_llm_fqn_per_model_part
 

@@ -29,12 +29,7 @@ from torchtitan_lr.optim.spectral.container import SpectralOptimizers
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.parallel.data_parallel import REPLICAS_WIRE
-from torchtitan_lr.parallel.parallelize import (
-    parallelize_llama_cola,
-    parallelize_llama_full,
-    parallelize_llama_lax,
-    parallelize_llama_svd,
-)
+from torchtitan_lr.parallel.parallelize import parallelize_llama
 from torchtitan_lr.parallel.pipeline import pipeline_llama
 from torchtitan_lr.titan import components
 from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
@@ -42,15 +37,6 @@ from torchtitan_lr.titan.components import LRSchedulersContainer, OptimizersCont
 from torchtitan_lr.titan.specs import REGISTERED_SPECS, TrainSpec, register_train_spec
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
 from torchtitan_lr.training.validate import Validator
-
-PARALLELIZE = {
-    "full": parallelize_llama_full,
-    "svd": parallelize_llama_svd,
-    "cola": parallelize_llama_cola,
-    "lax": parallelize_llama_lax,
-}
-"""By family; those from outside the package have the function of ``svd``, or of ``full``."""
-
 
 BuildOptimizers = Callable[[list[nn.Module], OptimizerConfig, ParallelDims], OptimizersContainer]
 
@@ -166,11 +152,10 @@ def register_model_family(family: ModelFamily) -> None:
     flavors = FLAVORS.setdefault(family.name, FlavorTable(family))
     if family.model_name in REGISTERED_SPECS:  # torchtitan raises for a second registration
         return
-    kind = "svd" if family.low_rank else "full"
     spec = TrainSpec(
         model_cls=LlamaModel,
         model_args=flavors,
-        parallelize_fn=PARALLELIZE.get(family.name) or PARALLELIZE[kind],
+        parallelize_fn=parallelize_llama,
         pipelining_fn=pipeline_llama,
         build_optimizers_fn=build_optimizers,
         build_lr_schedulers_fn=build_lr_schedulers,

@@ -31,7 +31,7 @@ from torchtitan_lr.costs.step_traffic import spectral_matrices, step_traffic
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.spectral.container import SpectralOptimizers
-from torchtitan_lr.parallel.parallelize import parallelize_llama_cola
+from torchtitan_lr.parallel.parallelize import parallelize_llama
 from torchtitan_lr.titan.base import ParallelDims
 from torchtitan_lr.titan.device import bind_device
 
@@ -159,7 +159,7 @@ def take_step(run: Run, tensors: AbstractContextManager[Any]) -> list[dict[str, 
         dims.build_mesh()
         with torch.device("meta"):
             model = LlamaModel(run.args)
-        parallelize_llama_cola(model, dims, run.config)
+        parallelize_llama(model, dims, run.config)
         with tensors:
             model.to_empty(device="cpu")
             for parameter in model.parameters():
