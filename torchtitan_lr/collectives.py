@@ -1,9 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Collectives over the tensor-parallel ranks, without autograd.
+"""Collectives over the tensor-parallel ranks, without autograd, on plain local tensors.
 
 The functions use torch's functional collectives: `torch.compile` traces them, and every call is a
-`torch.ops._c10d_functional` operator. Tensors are plain local ones. `parallel.edge` has the
-collectives with their partners in backward.
+`torch.ops._c10d_functional` operator. `parallel.edge` has them with their partners in backward.
 """
 
 from collections.abc import Sequence
@@ -44,11 +43,9 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def start_sum(x: Tensor, ranks: Ranks, dim: int | None = None, owned: bool = False) -> Tensor:
-    """Start summing equal-shaped tensors over the ranks; `wait` makes the result usable.
-
-    Each rank keeps its slice of dimension ``dim`` of the sum; None is for the whole sum, which
-    takes the memory of x if the caller gives that away (``owned``). Otherwise x keeps its values.
-    """
+    """Start summing equal-shaped tensors over the ranks; `wait` makes the result usable."""
+    # Each rank keeps its slice of dimension ``dim`` of the sum; None is for the whole sum, which
+    # takes the memory of x if the caller gives that away (``owned``). Otherwise x keeps its values.
     if dim is None:
         if torch.compiler.is_compiling():  # it drops the copy that the operator makes
             started: Tensor = functional.all_reduce(x.contiguous(), "sum", ranks.group)
@@ -80,10 +77,8 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 def reduce(
     x: Tensor, ranks: Ranks, dim: int | None = None, wide: bool = False, owned: bool = False
 ) -> Tensor:
-    """Return the sum of the ranks' tensors, or its slice of ``dim``; see `start_sum`.
-
-    ``wide`` sums in fp32 or better, by an all-to-all, and returns the dtype of x.
-    """
+    """Return the sum of the ranks' tensors, or its slice of ``dim``; see `start_sum`."""
+    # ``wide`` sums in fp32 or better, by an all-to-all, and returns the dtype of x.
     if ranks.size == 1:
         return x
     if not wide:
@@ -104,10 +99,8 @@ def reduce(
 
 
 def all_gather(tensors: Sequence[Tensor], ranks: Ranks, dim: int) -> list[Tensor]:
-    """Concatenate the ranks' tensors along a dimension, without autograd.
-
-    Each tensor is equal in shape on all ranks. All gathers start before the first is awaited.
-    """
+    """Concatenate the ranks' tensors along a dimension, without autograd."""
+    # Each tensor is equal in shape on all ranks. All gathers start before the first is awaited.
     if ranks.size == 1:
         return list(tensors)
     gather = functional.all_gather_into_tensor

@@ -81,10 +81,8 @@ class RunFailedError(RuntimeError):
 
 
 def describe_error(error: BaseException) -> str | None:
-    """Return the line for an error that is no `ConfigError`; None for one that only a bug raises.
-
-    Libraries wrap the errors of the system in their own: causes are looked at too.
-    """
+    """Return the line for an error that is no `ConfigError`; None for one that a bug raises."""
+    # Libraries wrap the errors of the system in their own: causes are looked at too.
     if isinstance(error, RunFailedError):
         return str(error)
     causes = [error]

@@ -3,7 +3,7 @@
 
 On a CPU, and for fp64 on a GPU too, a reduction with another dtype first casts the whole tensor
 within the kernel: `torch.linalg.vector_norm` of an fp32 tensor in fp64 takes memory for twice the
-tensor. A `TorchDispatchMode` does not see such a copy.
+tensor.
 """
 
 from collections import defaultdict
@@ -22,10 +22,8 @@ BLOCK = 2**15  # entries that a CPU casts at a time; the fp64 copy stays in its 
 
 
 def blocks(tensor: Tensor, entries: int) -> Iterator[Tensor]:
-    """Yield a tensor in views of at most ``entries``, in an order that shape and strides decide.
-
-    A contiguous one is cut as if it were flat, others by rows.
-    """
+    """Yield a tensor in views of at most ``entries``, in an order that shape and strides decide."""
+    # A contiguous one is cut as if it were flat, others by rows.
     if tensor.is_contiguous():
         yield from tensor.view(-1).split(entries)
         return
@@ -38,10 +36,8 @@ def blocks(tensor: Tensor, entries: int) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def joint_norm(tensors: Iterable[Tensor], fp64: bool | None = None) -> Tensor:
-    """Return the joint 2-norm of this rank's parts of some tensors, in at least fp32.
-
-    By default the sum is in fp64, a plain scalar, if all tensors are on a CPU.
-    """
+    """Return the joint 2-norm of this rank's parts of some tensors, in at least fp32."""
+    # By default the sum is in fp64, a plain scalar, if all tensors are on a CPU.
     parts = [local_part(tensor) for tensor in tensors]
     if fp64 is None:
         # On a CPU torch sums the squares of a large fp32 tensor sequentially, with an error of 2e-5

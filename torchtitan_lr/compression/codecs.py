@@ -1,25 +1,20 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Gradient codecs: reductions of W rows of a gradient, one for each owning rank.
 
-A reduction has four phases, each without a host synchronisation:
+A reduction has four phases, each without a host synchronisation: the codec's ``encode`` converts
+this rank's rows to a message; `exchange` runs its collectives; ``decode`` returns the owner's sum
+and its failed blocks; `left_over` returns this rank's residual. A row's sum plus its residuals on
+all ranks equals the sum of the inputs.
 
-1. the codec's ``encode`` converts this rank's rows to tensors for all-to-all and reduce-scatter; 2.
-`exchange` runs the collectives; 3. its ``decode`` returns the owner's sum and its failed blocks
-(None if it cannot fail); 4. `left_over`, after a `gather` of the owners' `Decoded.failed`, returns
-this rank's residual.
-
-A row's sum plus its residuals on all ranks equals the sum of the inputs. `SparseCodec` sends the
-largest entries as a bitmap and values, exact for any number of ranks. `SketchCodec` is TAGC's: an
-index of the sent entries and a count sketch of their values.
-
-A sketch is linear: the sum of the ranks' sketches is the sketch of their sum, so one reduce-scatter
-adds them, also if ranks send different entries. The index names the entries in the sum, and the
-owner peels: a cell with one unknown entry gives its value, which is then subtracted from its other
-cells.
+`SparseCodec` sends the largest entries as a bitmap and values, exact for any number of ranks.
+`SketchCodec` is TAGC's: an index of the sent entries and a count sketch of their values. The sum of
+the ranks' sketches is the sketch of their sum, so one reduce-scatter adds them. The index names the
+entries in the sum, and the owner peels: a cell with one unknown entry gives its value, which is
+then subtracted from its other cells.
 
 The published index is a sum of the ranks' bits. An entry that two ranks send then carries into the
-next bit, and the sum is silently wrong. Only the owner needs the index, so here the ranks swap
-bitmaps and the owner combines them by OR.
+next bit, and the sum is silently wrong. Here the ranks swap bitmaps and the owner combines them by
+OR.
 """
 
 import zlib
@@ -173,10 +168,8 @@ def largest(rows: Tensor, theta: float) -> tuple[Tensor, Tensor]:
 
 
 def left_over(rows: Tensor, message: Message, failed: Tensor | None) -> Tensor:
-    """Return a rank's residual: its rows (W, m), overwritten, without what was received.
-
-    Blocks that failed at their owners (W, v) count as unsent; None if the codec cannot fail.
-    """
+    """Return a rank's residual: its rows (W, m), overwritten, without what was received."""
+    # Blocks that failed at their owners (W, v) count as unsent; None if the codec cannot fail.
     left: Any = 0 if message.lost is None else message.lost
     if failed is None:
         return rows.scatter_(1, message.positions, left)
@@ -300,11 +293,9 @@ class SketchCodec:
 
 
 def cells_and_signs(positions: Tensor, row: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Hash entries (...), int64, below 2³², into the rows of a sketch.
-
-    Returns cells (3, ...), int64, row r within [r·row, (r + 1)·row), and whether the sign is
-    negative (3, ...), bool.
-    """
+    """Hash entries (...), int64, below 2³², into the rows of a sketch."""
+    # Returns cells (3, ...), int64, row r within [r·row, (r + 1)·row), and whether the sign is
+    # negative (3, ...), bool.
     salts = [zlib.crc32(f"{seed}:{r}".encode()) for r in range(HASH_ROWS)]
     return _hash_rows(positions, row, *salts)
 
@@ -335,13 +326,11 @@ def insert(positions: Tensor, values: Tensor, row: int, seed: int) -> Tensor:
 
 
 def cut_to_cells(positions: Tensor, values: Tensor, row: int, seed: int) -> Tensor:
-    """Cut values (W, k) towards zero so that their sketch is exact in bf16.
-
-    An entry is alone in few of its cells. If cells were rounded, no rank could say by how much its
-    entries changed. So entries are rounded instead, to the steps of the coarsest of their three
-    cells: bf16's 8 bits hold 2⁸ steps, and no cell is larger than the sum of its entries'
-    magnitudes. What is cut off is known, and stays on its rank.
-    """
+    """Cut values (W, k) towards zero so that their sketch is exact in bf16."""
+    # An entry is alone in few of its cells. If cells were rounded, no rank could say by how much
+    # its entries changed. So entries are rounded instead, to the steps of the coarsest of their
+    # three cells: bf16's 8 bits hold 2⁸ steps, and no cell is larger than the sum of its entries'
+    # magnitudes. What is cut off is known, and stays on its rank.
     cells, _ = cells_and_signs(positions, row, seed)  # (3, W, k)
     largest_sums = values.new_zeros(values.shape[0], HASH_ROWS * row)
     for own in cells:
@@ -354,13 +343,11 @@ def cut_to_cells(positions: Tensor, values: Tensor, row: int, seed: int) -> Tens
 
 
 def peel(sketch: Tensor, unknown: Tensor, m: int, seed: int, rounds: int) -> tuple[Tensor, Tensor]:
-    """Solve a sketch (3·row,) for its entries (u,), int64, of which m is padding (TAGC).
-
-    Each round reads all entries that are alone in one of their three cells, and subtracts them from
-    their other two cells. The index alone determines these entries. Every round visits all entries,
-    so there is no host synchronisation; an accelerator runs several rounds as one graph. Returns
-    values (u,), and a mask of the entries that remain unknown (u,).
-    """
+    """Solve a sketch (3·row,) for its entries (u,), int64, of which m is padding (TAGC)."""
+    # Each round reads all entries that are alone in one of their three cells, and subtracts them
+    # from their other two cells. The index alone determines these entries. Every round visits all
+    # entries, so there is no host synchronisation; an accelerator runs several rounds as one graph.
+    # Returns values (u,), and a mask of the entries that remain unknown (u,).
     content, load, cells, negative = _loaded(sketch, unknown, m, seed)
     values = sketch.new_zeros(unknown.shape)
     remains = unknown < m
@@ -381,11 +368,9 @@ def _peel_rounds(
     remains: Tensor,
     count: int,
 ) -> tuple[Tensor, Tensor]:
-    """Peel ``count`` rounds; content and load change in place.
-
-    Compiled, a round is two kernels: one chooses the entries, one takes them out of their cells.
-    Masks of all three rows at once would be a third.
-    """
+    """Peel ``count`` rounds; content and load change in place."""
+    # Compiled, a round is two kernels: one chooses the entries, one takes them out of their cells.
+    # Masks of all three rows at once would be a third.
     for _ in range(count):
         lone = [load[row] == 1 for row in cells]
         signed = [content[row] for row in cells]
@@ -434,10 +419,8 @@ def peel_remaining(
 def _loaded(
     sketch: Tensor, unknown: Tensor, m: int, seed: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return content and load of every cell (3·row + 1,), and cells and signs of the entries.
-
-    Padding falls into the spare cell at the end.
-    """
+    """Return content and load of every cell (3·row + 1,), and cells and signs of the entries."""
+    # Padding falls into the spare cell at the end.
     spare = sketch.numel()
     cells, negative = cells_and_signs(unknown, spare // HASH_ROWS, seed)
     cells = torch.where(unknown < m, cells, spare)

@@ -2,9 +2,8 @@
 """Compressed reductions with error feedback around a codec.
 
 The unsent part of a rank's gradient is its residual, which is added to its next gradient (TAGC,
-Algorithm 1). A residual is as large as the unsharded gradient of the unit. If steps may be skipped,
-an exchange writes a second residual, which replaces the first one when the step is accepted: the
-values sent in a skipped step were not applied.
+Algorithm 1). If steps may be skipped, an exchange writes a second residual, which replaces the
+first one when the step is accepted: the values sent in a skipped step were not applied.
 """
 
 import zlib
@@ -100,11 +99,9 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         self._waits = False  # whether the spare one is the residual if the step is accepted
 
     def commit(self, rejected: Tensor | None = None) -> None:
-        """Keep the residual of the exchanges since the last step, unless the step is rejected.
-
-        ``rejected``, above 0 to discard it, is a scalar read on the device only; None keeps the
-        residual without a copy.
-        """
+        """Keep the residual of the exchanges since the last step, unless the step is rejected."""
+        # ``rejected``, above 0 to discard it, is a scalar read on the device only; None keeps the
+        # residual without a copy.
         if not self._waits:
             return
         self._waits = False
@@ -200,13 +197,11 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
     def exchange_rows(
         self, rows: Tensor, dense: Tensor | None = None
     ) -> Resumable[tuple[Tensor, Tensor]]:
-        """Reduce-scatter rows (W, m), overwritten, with error feedback, and dense ones (W, e).
-
-        If revocable, the residual changes only with the next `commit`. Until then each exchange
-        continues from the one before. The received message is decoded between the message's
-        collectives and those that say which blocks failed; the next exchange must not start before
-        the end of this one. The sums (m,) and (e,) are in bf16 if they travel so.
-        """
+        """Reduce-scatter rows (W, m), overwritten, with error feedback, and dense ones (W, e)."""
+        # If revocable, the residual changes only with the next `commit`. Until then each exchange
+        # continues from the one before. The received message is decoded between the message's
+        # collectives and those that say which blocks failed; the next exchange must not start
+        # before the end of this one. The sums (m,) and (e,) are in bf16 if they travel so.
         # Collisions differ between steps. The constant 0 stands for a setting that left: without
         # it every hash would change.
         seed = zlib.crc32(f"0/{self.name}/{self.exchanges}".encode())
@@ -242,10 +237,8 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         return total, received.get("dense", rows.new_empty(0))
 
     def spread(self, total: Tensor) -> Resumable[Tensor]:
-        """Return all ranks' sums (m,) on every rank, bitwise equal: (W·m,).
-
-        They are sent as bitmap and values if that is smaller.
-        """
+        """Return all ranks' sums (m,) on every rank, bitwise equal: (W·m,)."""
+        # They are sent as bitmap and values if that is smaller.
         w, m = self.unit.ranks, self.unit.compressed
         sent = returned_entries(self.unit, self.sizes)
         if sent == m:

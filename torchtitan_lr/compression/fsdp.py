@@ -2,10 +2,8 @@
 """Gradient compression under FSDP2: a custom reduce-scatter for every unit, or a hook.
 
 Without replicas, the reduce-scatter over the shards is compressed. HSDP shards within a host and
-compresses the exchange between hosts: `fully_shard` gets the shard mesh only, and after its plain
-reduce-scatter a hook sums the shards over the replicas. Both overlap with backward
-(`ExchangeOverlap`), in a process group in which FSDP2 gathers no weights. Only the last micro-batch
-of a step communicates.
+compresses the exchange between hosts: after FSDP2's plain reduce-scatter a hook sums the shards
+over the replicas. Only the last micro-batch of a step communicates.
 """
 
 from collections.abc import Iterable
@@ -40,11 +38,9 @@ COMPRESSORS: WeakKeyDictionary[object, Compressor] = WeakKeyDictionary()
 def apply_gradient_compression(
     model: nn.Module, mesh: DeviceMesh, settings: CompressionSettings, all_reduce: bool
 ) -> None:
-    """Set the compressor of every FSDP2 unit of a model, over the shards or HSDP's replicas.
-
-    A unit that is too small for its codec is sent dense. A ConfigError says that no tensor is
-    selected.
-    """
+    """Set the compressor of every FSDP2 unit of a model, over the shards or HSDP's replicas."""
+    # A unit that is too small for its codec is sent dense. A ConfigError says that no tensor is
+    # selected.
     names, sizes, stored = {}, {}, {}
     for full_name, parameter in model.named_parameters():
         name = names[id(parameter)] = clean_name(full_name)

@@ -1,16 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Overlap of compressed exchanges with backward.
 
-FSDP2 calls a unit's communicator when the unit's gradients are there, and then goes on with the
-next unit. An exchange takes longer than a plain reduce-scatter, because it decodes. It must not
-hold up backward, nor the next all-gather of weights:
-
-- On an accelerator, exchanges run on a stream of their own. Backward waits for it at its end.
-- On a CPU, which has no streams, an exchange starts its collectives and returns. It is resumed when
-  the next exchange starts, or when backward ends.
-
-Either way the sums are written after the communicator has returned. Where FSDP2 reads them at once,
-an exchange ends before it returns.
+FSDP2 calls a unit's communicator when the unit's gradients are there. An exchange takes longer than
+a plain reduce-scatter, because it decodes, and must not hold up backward. On an accelerator,
+exchanges run on a stream of their own. On a CPU an exchange starts its collectives and returns; it
+is resumed when the next one starts, or when backward ends. Where FSDP2 reads the sums at once, an
+exchange ends before it returns.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,10 +34,8 @@ class ExchangeOverlap:
     def run(
         self, exchange: Resumable[None], resume: Resume, tensors: Sequence[Tensor], may_wait: bool
     ) -> None:
-        """Start an exchange; end it now, or if it may wait during the rest of backward.
-
-        ``tensors`` are those of other streams that it reads and writes.
-        """
+        """Start an exchange; end it now, or if it may wait during the rest of backward."""
+        # ``tensors`` are those of other streams that it reads and writes.
         number = backward_number()
         may_wait = may_wait and number is not None
         if number != self._backward:

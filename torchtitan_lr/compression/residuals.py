@@ -25,10 +25,10 @@ NAMES = "tensors"  # key of the names of the compressed tensors, in a checkpoint
 class Residuals:
     """The state and the counts of a run's compressors.
 
-    For every unit, a checkpoint has one DTensor (world, W, m), sharded along the first dimension,
-    and the number of exchanges, which determines the seeds. A residual belongs to one rank's part
-    of the batch, so only the same number of ranks can load it. A checkpoint also has the names of
-    all compressed tensors: shapes do not tell tensors of equal size apart.
+    For every unit, a checkpoint has one DTensor (world, W, m), Shard(0), and the number of
+    exchanges, which determines the seeds. A residual belongs to one rank's part of the batch, so
+    only the same number of ranks can load it. A checkpoint also has the names of all compressed
+    tensors: shapes do not tell tensors of equal size apart.
     """
 
     compressors: Sequence[Compressor]
@@ -100,11 +100,9 @@ def check_residuals(
     checkpoint_id: str,
     metadata: Metadata | None = None,
 ) -> None:
-    """Refuse a checkpoint with residuals of other ranks or tensors, before it is loaded.
-
-    ``here`` has the shape (world, W, m) of the residual of every unit, ``names`` the compressed
-    tensors.
-    """
+    """Refuse a checkpoint with residuals of other ranks or tensors, before it is loaded."""
+    # ``here`` has the shape (world, W, m) of the residual of every unit, ``names`` the compressed
+    # tensors.
     saved = saved_residuals(checkpoint_id, metadata)
     skip = f"checkpoint.exclude_from_loading = ['{RESIDUALS}'] to start without residuals"
     want = f"'none' as in {checkpoint_id}, not saved with gradient compression, or {skip}"

@@ -78,11 +78,9 @@ def is_compressed(name: str, size: int, settings: CompressionSettings) -> bool:
 
 
 def residual_name(name: str, by_columns: bool) -> str:
-    """Return the name of a tensor in the list of those that have residuals.
-
-    A residual is flat, so how FSDP2 splits the tensor (by columns for a spectral optimizer) belongs
-    to its name.
-    """
+    """Return the name of a tensor in the list of those that have residuals."""
+    # A residual is flat, so how FSDP2 splits the tensor (by columns for a spectral optimizer)
+    # belongs to its name.
     return f"{name}@columns" if by_columns else name
 
 

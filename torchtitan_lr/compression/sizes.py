@@ -98,14 +98,12 @@ FORMULAS = {
 def exchange_unit(
     codec: CodecSizes, compressed: int, dense: int, ranks: int, all_reduce: bool
 ) -> Unit:
-    """Return the sizes of a unit's exchange; all is dense if a sketch could not be decoded.
-
-    Entries are those of a destination, or of the whole shard for `all_reduce`, of which each rank
-    owns a W-th part. An owner must decode all but a few percent of what W independent ranks send
-    it. Whole entries and cells count: each rank sends at least one of m entries, and a row of the
-    sketch has at least one cell. In a small sketch, entries form an undecodable loop at lower loads
-    (finite-size scaling of random hypergraphs, with exponent 2/3).
-    """
+    """Return the sizes of a unit's exchange; all is dense if a sketch could not be decoded."""
+    # Entries are those of a destination, or of the whole shard for `all_reduce`, of which each rank
+    # owns a W-th part. An owner must decode all but a few percent of what W independent ranks send
+    # it. Whole entries and cells count: each rank sends at least one of m entries, and a row of the
+    # sketch has at least one cell. In a small sketch, entries form an undecodable loop at lower
+    # loads (finite-size scaling of random hypergraphs, with exponent 2/3).
     m = -(-compressed // ranks) if all_reduce else compressed
     if codec.name == "sketch" and m > 0 and ranks > 1:
         row = sketch_row(m, codec.c)
@@ -138,10 +136,8 @@ def candidates(ranks: int, m: int, theta: float) -> int:
 
 
 def returned_entries(unit: Unit, codec: CodecSizes) -> int:
-    """Return the entries of each owner's sums that go back to all ranks.
-
-    These are the entries that can differ from zero, if with a bitmap they are less than all m.
-    """
+    """Return the entries of each owner's sums that go back to all ranks."""
+    # These are the entries that can differ from zero, if with a bitmap they are less than all m.
     m, value = unit.compressed, codec.value_bytes
     sent = candidates(unit.ranks, m, codec.theta)
     return sent if -(-m // 8) + value * sent < value * m else m
@@ -178,32 +174,26 @@ def sent_bytes(unit: Unit, codec: CodecSizes, all_reduce: bool = False) -> int:
 
 
 def bits_per_entry(codec: CodecSizes, replicas: int = 0) -> float:
-    """Return the bits per compressed entry and rank in a large tensor.
-
-    That is 1 + b(1 − θ) for the sparse codec and 1 + b/c for the sketch, with values of b = 32 or
-    16 bits. The sums that return to HSDP's W ``replicas`` add min(b, 1 + b·W(1 − θ)); W is 0 for
-    FSDP's reduce-scatter.
-    """
+    """Return the bits per compressed entry and rank in a large tensor."""
+    # That is 1 + b(1 − θ) for the sparse codec and 1 + b/c for the sketch, with values of b = 32 or
+    # 16 bits. The sums that return to HSDP's W ``replicas`` add min(b, 1 + b·W(1 − θ)); W is 0 for
+    # FSDP's reduce-scatter.
     large = Unit(max(1, replicas), 10**9)
     sent = sent_bytes(large, codec, all_reduce=replicas > 0)
     return 8 * sent / (large.ranks * large.compressed)
 
 
 def peels(c: float, theta: float, ranks: int) -> bool:
-    """Return whether a large sketch of compression c decodes: c·(1 − θ^W) ≤ 0.75.
-
-    1 − θ^W is the share of entries that any of W independent ranks sends. `exchange_unit` decides
-    for one unit, by its size.
-    """
+    """Return whether a large sketch of compression c decodes: c·(1 − θ^W) ≤ 0.75."""
+    # 1 − θ^W is the share of entries that any of W independent ranks sends. `exchange_unit` decides
+    # for one unit, by its size.
     # A theta that is the smallest one but for rounding counts as peeling.
     return c * (1 - theta**ranks) <= PEELING_LIMIT + 1e-12
 
 
 def smallest_theta(c: float, ranks: int) -> float:
-    """Return the smallest θ at which a sketch of compression c decodes, rounded up.
-
-    The steps are 0.0001, or a tenth of 1 − θ if that is less, with many ranks.
-    """
+    """Return the smallest θ at which a sketch of compression c decodes, rounded up."""
+    # The steps are 0.0001, or a tenth of 1 − θ if that is less, with many ranks.
     if peels(c, 0.0, ranks):
         return 0.0
     exact = (1 - PEELING_LIMIT / c) ** (1 / ranks)

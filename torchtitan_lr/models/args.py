@@ -144,11 +144,9 @@ class LlamaArgs(BaseModelArgs):
         self.check()
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
-        """Apply the job's settings of the model; called once by the trainer.
-
-        The job needs the sections ``low_rank``, ``training`` and ``debug``; of ``model``,
-        ``parallelism`` and ``caat`` it may lack keys.
-        """
+        """Apply the job's settings of the model; called once by the trainer."""
+        # The job needs the sections ``low_rank``, ``training`` and ``debug``; of ``model``,
+        # ``parallelism`` and ``caat`` it may lack keys.
         section = job_config.low_rank
         self.model_family.check_overrides(section)
         for group in ("attention", "ffn") if self.low_rank else ():
@@ -180,12 +178,10 @@ class LlamaArgs(BaseModelArgs):
         self.check()
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Count the parameters of a whole model, and the FLOPs per token of a step, for MFU.
-
-        A product with a weight or with the keys or values costs 2 FLOPs per entry, and backward
-        repeats it for the gradient of each operand. Causal attention counts in full: each token
-        uses the keys and values of all ``seq_len`` tokens, in every head.
-        """
+        """Count the parameters of a whole model, and the FLOPs per token of a step, for MFU."""
+        # A product with a weight or with the keys or values costs 2 FLOPs per entry, and backward
+        # repeats it for the gradient of each operand. Causal attention counts in full: each token
+        # uses the keys and values of all ``seq_len`` tokens, in every head.
         linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
         products = sum(linear.weight.numel() for linear in linears)
         products += self.n_layers * 2 * seq_len * self.dim

@@ -4,13 +4,10 @@
 `TokenEmbedding` and `OutputProjection` own the weights and call a module without parameters:
 `Embed` and `Head` here, on several ranks a plan's edges (`parallel.end_edges`).
 
-The loss is cross entropy summed over tokens, of logits or of a head. A head's loss is computed a
-chunk of tokens at a time, and the gradients of the head's input and weight while the chunk's logits
-exist: no product is computed twice, and the logits never exist whole. The whole form holds (b s, V)
-numbers three times at its peak.
-
-``torch.nn.functional.linear_cross_entropy`` (from torch 2.13) chunks in the same way. It rounds an
-fp32 gradient to 1.3e-6 of its largest entry where this one has 1e-7, takes no shard of a
+A head's loss is computed a chunk of tokens at a time, and the gradients of the head's input and
+weight while the chunk's logits exist: no product is computed twice, and the logits never exist
+whole. ``torch.nn.functional.linear_cross_entropy`` (from torch 2.13) chunks in the same way. It
+rounds an fp32 gradient to 1.3e-6 of its largest entry where this one has 1e-7, takes no shard of a
 vocabulary, and can run backward only once, where a zero-bubble pipeline needs it twice.
 """
 
@@ -106,12 +103,11 @@ def linear_loss(
     ranks: Ranks | None = None,
     errors: Errors | None = None,
 ) -> Tensor:
-    """Sum -log p(target) over the valid tokens, in nats, where p is the softmax of x Wᵀ.
-
-    The input x is (b, s, d), with lanes (b, s, g, d), each for its own rows of the weight (V/T, d),
-    Shard(0). The targets (b, s) are token ids, of which `IGNORE_INDEX` does not count. The result
-    is a replicated scalar in at least fp32. The gradient of x is this rank's term of a sum.
-    """
+    """Sum -log p(target) over the valid tokens, in nats, where p is the softmax of x Wᵀ."""
+    # The input x is (b, s, d), with lanes (b, s, g, d), each for its own rows of the weight (V/T,
+    # d), Shard(0). The targets (b, s) are token ids, of which `IGNORE_INDEX` does not count. The
+    # result is a replicated scalar in at least fp32. The gradient of x is this rank's term of a
+    # sum.
     rows = x.flatten(0, 1)
     rows = rows.unsqueeze(1) if rows.ndim == 2 else rows
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
@@ -234,10 +230,8 @@ def _chunk_loss(
 
 
 def errors_in_place(logits: Tensor, place: Tensor, here: Tensor) -> Tensor:
-    """Turn logits (n, V) of half precision into p less one-hot rows; return log p (n,) in fp32.
-
-    ``place`` (n, 1) has the targets, ``here`` (n,) whether each counts.
-    """
+    """Turn logits (n, V) of half precision into p less one-hot rows; return log p (n,) in fp32."""
+    # ``place`` (n, 1) has the targets, ``here`` (n,) whether each counts.
     wide = logits.float()
     of_target = wide.gather(1, place)[:, 0]
     largest = wide.amax(1, keepdim=True)
@@ -265,12 +259,10 @@ def _add_gradients(
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum of ``-log p(label)`` over the valid tokens of a batch, in nats, a scalar.
-
-    The logits (b, s, V) are a plain tensor, or a DTensor Shard(-1) in loss-parallel context. The
-    caller divides by the valid tokens of the global batch, so that gradients add up over ranks and
-    micro-batches without any averaging.
-    """
+    """Return the sum of ``-log p(label)`` over the valid tokens of a batch, in nats, a scalar."""
+    # The logits (b, s, V) are a plain tensor, or a DTensor Shard(-1) in loss-parallel context. The
+    # caller divides by the valid tokens of the global batch, so that gradients add up over ranks
+    # and micro-batches without any averaging.
     # Half precision is raised to fp32; fp64 stays fp64, which upstream's loss would round.
     compute = torch.promote_types(logits.dtype, torch.float32)
     loss = F.cross_entropy(

@@ -101,10 +101,8 @@ class FlavorTable(UserDict[str, LlamaArgs]):
         return self[str(flavor)] is not None if is_file else flavor in self.data
 
     def __getitem__(self, flavor: str) -> LlamaArgs:
-        """Return a flavor by its name (KeyError), or of a ``.json`` file (ConfigError).
-
-        The path is relative to the working directory, else to the package's parent folder.
-        """
+        """Return a flavor by its name (KeyError), or of a ``.json`` file (ConfigError)."""
+        # The path is relative to the working directory, else to the package's parent folder.
         if not flavor.endswith(SUFFIX):
             return copy.deepcopy(super().__getitem__(flavor))
         here = user_path(flavor, "model.flavor")

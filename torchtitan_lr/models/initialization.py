@@ -1,10 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Initial weights that depend on the seed and on the parameter's name, and on nothing else.
 
-One random stream for all parameters would make the weights depend on the order of construction and
-on the sharding (a sharded draw on a CPU mesh even gives every shard the same values). Here each
-parameter has a stream of its own, the full tensor is drawn on every rank, and a sharded parameter
-keeps its slice: any layout starts from the same weights, without communication.
+Each parameter has a random stream of its own, the full tensor is drawn on every rank, and a sharded
+parameter keeps its slice: any layout starts from the same weights. (A sharded draw on a CPU mesh
+even gives every shard the same values.)
 """
 
 import hashlib
@@ -27,13 +26,12 @@ DENSE_STD = 0.02
 
 @torch.no_grad()
 def init_parameters(model: nn.Module, args: LlamaArgs) -> None:
-    """Draw every parameter of a model or of a part of one, in fp32 on its device.
-
-    Both factors of a low-rank linear have the standard deviation r^(-1/4) · (d_in + d_out)^(-1/4):
-    an entry of BA is a sum of r products, so that its own is √r · std² = (d_in + d_out)^(-1/2),
-    whatever the rank. CAAT-Net's private channels, to which no other lane adds, start √G times as
-    large: a shared one is the sum of G terms, and all have the same variance (section 3.2).
-    """
+    """Draw every parameter of a model or of a part of one, in fp32 on its device."""
+    # Both factors of a low-rank linear have the standard deviation r^(-1/4) · (d_in +
+    # d_out)^(-1/4): an entry of BA is a sum of r products, so that its own is √r · std² = (d_in +
+    # d_out)^(-1/2), whatever the rank. CAAT-Net's private channels, to which no other lane adds,
+    # start √G times as large: a shared one is the sum of G terms, and all have the same variance
+    # (section 3.2).
     fills: dict[str, Callable[[Tensor, torch.Generator], object]] = {}
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""

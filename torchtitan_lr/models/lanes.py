@@ -6,14 +6,11 @@ before the residual addition is a_i; the *partial reduction* P replaces it by
 
     y_i[:s] = Σ_j a_j[:s],    y_i[s:] = a_i[s:],    s = int(p · d)
 
-(CAAT-Net, equations 8 and 12). P is its own adjoint: backward applies it to the gradients, which
-have passed through the norms by then, as unequal streams require (section 4 and appendix B); so the
-gradients of the norms' weights are summed over the ranks. Weights have the shapes, names and
-placements of the model without lanes, lane i owning the i-th part of each: p = 1 is that model
-exactly. One device has all lanes, and a rank of the plan `parallel.caat` has g = G/T of them.
-
-A stream is (b, s, g, d) with the lanes that are here as the third dimension, so that everything
-that cuts a batch finds it in front.
+(CAAT-Net, equations 8 and 12). P is its own adjoint (section 4 and appendix B). The norms' weights
+get gradients of unequal streams, which are summed over the ranks. Lane i owns the i-th part of each
+weight: p = 1 is the model without lanes exactly. One device has all lanes, a rank of
+`parallel.caat` g = G/T. A stream is (b, s, g, d), so that everything that cuts a batch finds it in
+front.
 """
 
 from collections.abc import Sequence
@@ -51,10 +48,8 @@ def lane_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def lane_terms(x: Tensor, weight: Tensor, lanes: int) -> Tensor:
-    """Map each lane's part of x (b, s, g · i) by its own columns of a weight (d_out, g · i).
-
-    Returns one term of the whole product per lane, (b, s, g, d_out).
-    """
+    """Map each lane's part of x (b, s, g · i) by its own columns of a weight (d_out, g · i)."""
+    # Returns one term of the whole product per lane, (b, s, g, d_out).
     if lanes == 1:
         return F.linear(x, weight).unsqueeze(2)
     inputs = x.unflatten(-1, (lanes, -1)).flatten(0, 1).transpose(0, 1)  # (g, b s, i)
@@ -64,10 +59,8 @@ def lane_terms(x: Tensor, weight: Tensor, lanes: int) -> Tensor:
 
 
 def lane_sum(x: Tensor, shared: int, wide: bool = True) -> Tensor:
-    """Sum the shared first channels of x (b, s, g, d) over the lanes here: (b, s, 1, shared).
-
-    Half precision is summed in fp32 and rounded once; without ``wide``, after every term.
-    """
+    """Sum the shared first channels of x (b, s, g, d) over the lanes here: (b, s, 1, shared)."""
+    # Half precision is summed in fp32 and rounded once; without ``wide``, after every term.
     x = x[..., :shared]
     if x.shape[2] == 1:
         return x
@@ -110,11 +103,9 @@ class _ShareChannels(torch.autograd.Function):
 
 
 def share_channels(x: Tensor, shared: int, wide_sums: bool = True, ranks: Ranks = SINGLE) -> Tensor:
-    """Apply the partial reduction P to the terms (b, s, g, d) of the lanes of all ranks.
-
-    The first ``shared`` channels are summed; 0 communicates nothing. ``wide_sums`` lets backward
-    sum in fp32 while it sends the dtype of x.
-    """
+    """Apply the partial reduction P to the terms (b, s, g, d) of the lanes of all ranks."""
+    # The first ``shared`` channels are summed; 0 communicates nothing. ``wide_sums`` lets backward
+    # sum in fp32 while it sends the dtype of x.
     if shared == 0:
         return x
     out: Tensor = _ShareChannels.apply(x, shared, wide_sums, ranks)

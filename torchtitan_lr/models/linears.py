@@ -5,11 +5,10 @@ The linears of a group have one input: q, k, v; o; gate, up; down. A group's mod
 parameters: it is called with the linears, which the sublayers own. A plan of tensor parallelism
 replaces the modules of a group by its edges (`parallel.edge`), which have the same arguments.
 
-A product keeps its input for the gradient of its weight. That is waste where the input is an
-elementwise function of tensors that backward needs anyway: σ(h) beside h, and silu(gate) · up
-beside gate and up. `gated_linear` keeps these tensors alone and recomputes its input in backward.
-Per token, memory falls by r for every bottleneck with σ but a block's last, and by 2 f for every
-SwiGLU. In compiled blocks the compiler decides what is kept (`compat.compiler`).
+A product keeps its input for the gradient of its weight. `gated_linear` keeps σ's or SwiGLU's
+factors alone and recomputes its input in backward: per token, memory falls by r for every
+bottleneck with σ but a block's last, and by 2 f for every SwiGLU. In compiled blocks the compiler
+decides what is kept (`compat.compiler`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -55,10 +54,8 @@ class LowRankGroup(nn.Module):
         norm: nn.Module | None = None,
         carried: Sequence[Tensor] | None = None,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return outputs (b, s, d_out), and latents A x (b, s, r) before the mix.
-
-        The input x is (b, s, d_in); ``carried`` has the latents of the previous block, if any.
-        """
+        """Return outputs (b, s, d_out), and latents A x (b, s, r) before the mix."""
+        # The input x is (b, s, d_in); ``carried`` has the latents of the previous block, if any.
         latents = self.down(x, linears, norm)  # A x: (b, s, r) per linear
         h = latents
         if self.mix is not None:
@@ -228,13 +225,14 @@ class Gated(NamedTuple):
 
 
 def used_width(weight: Tensor, pads: bool | None) -> int:
-    """Return the number of features that products with a weight (features, inputs) compute.
-
-    With ``pads`` that is the next multiple of 32 for a width that 8 does not divide, while
-    gradients are computed: rows of an odd width begin at addresses that a GPU's fast kernels do not
-    take. The next product takes as many features as come. The added features are 0, and so are
-    their gradients; parameters and what is stored keep their width. None pads on a GPU.
-    """
+    """Return the number of features that products with a weight (features, inputs) compute."""
+    # With ``pads`` that is the next multiple of 32 for a width that 8 does not divide, while
+    # gradients are computed: rows of an odd width begin at addresses that a GPU's fast kernels do
+    # not take. None pads on a GPU. The added features are 0, and so are their gradients.
+    # With ``pads`` that is the next multiple of 32 for a width that 8 does not divide, while
+    # gradients are computed: rows of an odd width begin at addresses that a GPU's fast kernels do
+    # not take. The next product takes as many features as come. The added features are 0, and so
+    # are their gradients; parameters and what is stored keep their width. None pads on a GPU.
     width = weight.shape[0]
     pads = weight.is_cuda if pads is None else pads
     if not (pads and torch.is_grad_enabled()) or width % 8 == 0:
@@ -328,11 +326,9 @@ class _GatedLinear(torch.autograd.Function):
 
 
 def gated_linear(hidden: Gated, weight: Tensor, width: int | None = None) -> Tensor:
-    """Apply A (σ(gate) · up), or B σ(h) to a latent h (CoLA, Eq. 3); keep the factors alone.
-
-    A (r, f) takes as many features as come, see `used_width`; the result (b, s, width) has r
-    features by default, of B (d_out, r) it has d_out.
-    """
+    """Apply A (σ(gate) · up), or B σ(h) to a latent h (CoLA, Eq. 3); keep the factors alone."""
+    # A (r, f) takes as many features as come, see `used_width`; the result (b, s, width) has r
+    # features by default, of B (d_out, r) it has d_out.
     out: Tensor = _GatedLinear.apply(*hidden, weight, width or weight.shape[0])
     return out
 
@@ -360,10 +356,8 @@ class _DownProducts(torch.autograd.Function):
 
 
 def down_products(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """Apply linears (r_i, d_in) to one x (b, s, d_in), with one product per kind of gradient.
-
-    Low-rank checkpointing saves the outputs (b, s, r_i).
-    """
+    """Apply linears (r_i, d_in) to one x (b, s, d_in), with one product per kind of gradient."""
+    # Low-rank checkpointing saves the outputs (b, s, r_i).
     return list(_DownProducts.apply(x, *weights))
 
 

@@ -106,11 +106,9 @@ class Attention(nn.Module):
         mask: Mask | None = None,
         row_table: Tensor | None = None,
     ) -> tuple[Tensor, Latents]:
-        """Return the update of the stream x (b, s, d), and q, k, v, o latents (none at full rank).
-
-        ``carried`` has the previous block's latents (b, s, r). With a cache of earlier tokens x has
-        the next ones; see `Attend` for the rest.
-        """
+        """Return the update of x (b, s, d), and q, k, v, o latents (none at full rank)."""
+        # ``carried`` has the previous block's latents (b, s, r). With a cache of earlier tokens x
+        # has the next ones; see `Attend` for the rest.
         previous, previous_o = carried and carried[:3], carried and carried[3:]
         (q, k, v), latents = self.qkv(x, [self.wq, self.wk, self.wv], norm, previous)
         if cache is None:
@@ -169,11 +167,9 @@ class TransformerBlock(nn.Module):
         mask: Mask | None = None,
         row_table: Tensor | None = None,
     ) -> tuple[Tensor, Latents | None]:
-        """Return the stream (b, s, d), with lanes (b, s, G, d), and the seven latents for LaX.
-
-        ``carried`` has the previous block's latents; None in the first block and in other families.
-        The other arguments are those of `Attention.forward`.
-        """
+        """Return the stream (b, s, d), with lanes (b, s, G, d), and the seven latents for LaX."""
+        # ``carried`` has the previous block's latents; None in the first block and in other
+        # families. The other arguments are those of `Attention.forward`.
         n = N_ATTENTION_LATENTS
         update, latents_attention = self.attention(
             x, self.attention_norm, table, carried and carried[:n], cache, mask, row_table
@@ -225,13 +221,11 @@ class LlamaModel(ModelProtocol):
         places: Tensor | None = None,  # of the tokens (b, s), if they are a part of longer rows
         targets: Tensor | None = None,  # token ids (b, s) whose log-probabilities are summed
     ) -> Tensor | tuple[Tensor, ...]:
-        """Predict the next token at every position: return logits (b, s, V), or a loss.
-
-        With a cache the logits are the last position's, (b, 1, V). With targets the result is the
-        scalar sum of -log p(target), without whole logits (`models.ends`); a head that gathers its
-        logits over the ranks ignores them. An earlier pipeline stage returns the stream (b, s, d),
-        with lanes (b, s, G, d), for LaX followed by the last block's latents.
-        """
+        """Predict the next token at every position: return logits (b, s, V), or a loss."""
+        # With a cache the logits are the last position's, (b, 1, V). With targets the result is the
+        # scalar sum of -log p(target), without whole logits (`models.ends`); a head that gathers
+        # its logits over the ranks ignores them. An earlier pipeline stage returns the stream (b,
+        # s, d), with lanes (b, s, G, d), for LaX followed by the last block's latents.
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         latents: Latents | None = carried or None
         table = torch.view_as_real(self.freqs_cis)
@@ -295,10 +289,8 @@ def split_heads(x: Tensor, head_dim: int, table: Tensor | None = None) -> Tensor
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
-    """Return attention's output (b, h, s, head_dim) of q, likewise, and k, v (b, h_kv, ...).
-
-    Without the mask of the documents (`separate`) attention is causal.
-    """
+    """Return attention's output (b, h, s, head_dim) of q, likewise, and k, v (b, h_kv, ...)."""
+    # Without the mask of the documents (`separate`) attention is causal.
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
         out: Tensor = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
@@ -314,13 +306,11 @@ def separate(
     dtype: torch.dtype,
     places: Tensor | None = None,  # of the tokens that attend (b, q); None for all s
 ) -> tuple[Tensor, Mask]:
-    """Return the positions of tokens in their documents (b, s), and the mask of attention.
-
-    A token attends to the earlier tokens of its own document, as if that were alone. The first
-    token of a row begins a document: what a row continues from an earlier one is not there. The
-    mask is the blocks of 128 × 128 scores that ``flex_attention`` computes, which takes no memory
-    of s²; on a CPU, what is added to the scores (b, 1, q, s) in ``dtype``: 0 or -inf.
-    """
+    """Return the positions of tokens in their documents (b, s), and the mask of attention."""
+    # A token attends to the earlier tokens of its own document, as if that were alone. The first
+    # token of a row begins a document: what a row continues from an earlier one is not there. The
+    # mask is the blocks of 128 × 128 scores that ``flex_attention`` computes, which takes no memory
+    # of s²; on a CPU, what is added to the scores (b, 1, q, s) in ``dtype``: 0 or -inf.
     b, s = documents.shape
     keys = torch.arange(s, device=documents.device).expand_as(documents)
     first = torch.ones_like(documents[:, :1], dtype=torch.bool)
@@ -376,11 +366,9 @@ def build_freqs_cis(
 
 
 def apply_rope(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate every pair of x (b, s, h, head_dim) by its position's angle, in fp32 or better.
-
-    The table has cosines and sines (s' >= s, head_dim / 2, 2), for rows with different positions
-    (b, s, head_dim / 2, 2); or it is that of `build_freqs_cis`.
-    """
+    """Rotate every pair of x (b, s, h, head_dim) by its position's angle, in fp32 or better."""
+    # The table has cosines and sines (s' >= s, head_dim / 2, 2), for rows with different positions
+    # (b, s, head_dim / 2, 2); or it is that of `build_freqs_cis`.
     table = torch.view_as_real(table) if table.is_complex() else table
     # ([b,] s, 1, head_dim / 2, 2)
     table = table[:, :, None] if table.dim() == 4 else table[: x.shape[1], None]

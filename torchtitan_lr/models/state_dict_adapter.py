@@ -55,11 +55,9 @@ class LlamaStateDictAdapter(Llama3StateDictAdapter):
         return converted
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Convert Hugging Face's weights.
-
-        Unless ``coded``, a ConfigError refuses svd, whose factors a full matrix does not determine,
-        and lanes with channels of their own.
-        """
+        """Convert Hugging Face's weights."""
+        # Unless ``coded``, a ConfigError refuses svd, whose factors a full matrix does not
+        # determine, and lanes with channels of their own.
         args, family = self.llama_args, self.llama_args.model_family
         if not self.coded and family.factorises:
             want = "llama_full: a full-rank matrix does not determine the factors of "
@@ -82,10 +80,8 @@ class LlamaStateDictAdapter(Llama3StateDictAdapter):
 
 
 def merge_factors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Replace every pair ``*.A.weight`` (r, d_in), ``*.B.weight`` (d_out, r) by ``*.weight`` = B A.
-
-    The product (d_out, d_in) is computed in fp32 or better and has the factors' dtype.
-    """
+    """Replace pairs ``*.A.weight`` (r, d_in), ``*.B.weight`` (d_out, r) by ``*.weight`` = B A."""
+    # Multiplied in fp32 or better, in the factors' dtype.
     merged: dict[str, Any] = {}
     for name, value in state_dict.items():
         if name.endswith(".A.weight"):

@@ -104,11 +104,9 @@ class DownEdge(Edge):
     def forward(
         self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
     ) -> list[Tensor]:
-        """Map one x (b, s, d_in/T), Shard(-1), by A (r, d_in/T), Shard(1), of every linear.
-
-        The norm's weight (d_in/T,) is Shard(0). Latents are (b, s, r), replicated; for ``sequence``
-        (b, s/T, r), Shard(1).
-        """
+        """Map one x (b, s, d_in/T), Shard(-1), by A (r, d_in/T), Shard(1), of every linear."""
+        # The norm's weight (d_in/T,) is Shard(0). Latents are (b, s, r), replicated; for
+        # ``sequence`` (b, s/T, r), Shard(1).
         weights = [local(linear.A.weight) for linear in linears]
         how = Reduction(self.ranks, self.grouping, self.comm == "sequence")
         if norm is None:
@@ -145,10 +143,8 @@ class UpEdge(Edge):
         return [up_projections([latent], [weight], self.ranks, dim)[0] for latent, weight in pairs]
 
     def whole(self, latents: Sequence[Tensor]) -> list[Tensor]:
-        """Return the latents (b, s, r), replicated, for products that other modules compute.
-
-        Their gradients are summed over the ranks.
-        """
+        """Return the latents (b, s, r), replicated, for products that other modules compute."""
+        # Their gradients are summed over the ranks.
         messages = [concatenated(latents, dim=-1)] if self.grouping else latents
         copies = []
         for message in messages:
@@ -281,10 +277,9 @@ class _OnlineDown(torch.autograd.Function):
 def online_down(
     x: Tensor, gamma: Tensor, dim: int, eps: float, weights: Sequence[Tensor], how: Reduction
 ) -> list[Tensor]:
-    """Project a sharded stream down and normalize the product (deferred RMSNorm).
-
-    The arguments are those of `sync_norm` and `down_projections`, the result is that of the latter.
-    """
+    """Project a sharded stream down and normalize the product (deferred RMSNorm)."""
+    # The arguments are those of `sync_norm` and `down_projections`, the result is that of the
+    # latter.
     return how.by_weight(_OnlineDown.apply(x, gamma, dim, eps, how, *weights), weights)
 
 
@@ -321,11 +316,9 @@ class _Down(torch.autograd.Function):
 
 
 def down_projections(x: Tensor, weights: Sequence[Tensor], how: Reduction) -> list[Tensor]:
-    """Map one x (b, s, d_in/T), Shard(-1), by A's (r_i, d_in/T), Shard(1), and sum over the ranks.
-
-    Latents are (b, s, r_i), replicated, or for token shards (b, s/T, r_i), Shard(1). Low-rank
-    checkpointing saves them.
-    """
+    """Map one x (b, s, d_in/T), Shard(-1), by A (r_i, d_in/T), Shard(1), and sum over the ranks."""
+    # Latents are (b, s, r_i), replicated, or for token shards (b, s/T, r_i), Shard(1). Low-rank
+    # checkpointing saves them.
     return how.by_weight(_Down.apply(x, how, *weights), weights)
 
 
@@ -371,11 +364,9 @@ class _UpProjections(torch.autograd.Function):
 def up_projections(
     latents: Sequence[Tensor], weights: Sequence[Tensor], ranks: Ranks, dim: int | None = None
 ) -> list[Tensor]:
-    """Map each latent (b, s, r_i) by its own B (d_out_i/T, r_i), Shard(0): (b, s, d_out_i/T).
-
-    Forward gathers the latents along ``dim`` and backward reduce-scatters; None is for replicated
-    latents, whose gradient is all-reduced.
-    """
+    """Map each latent (b, s, r_i) by its own B (d_out_i/T, r_i), Shard(0): (b, s, d_out_i/T)."""
+    # Forward gathers the latents along ``dim`` and backward reduce-scatters; None is for replicated
+    # latents, whose gradient is all-reduced.
     side_by_side = concatenated(latents, dim=-1)
     outputs = _UpProjections.apply(side_by_side, ranks, dim, *weights)
     found: list[Tensor] = []
@@ -386,10 +377,8 @@ def up_projections(
 
 
 def _runs(weights: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Put neighbours of equal shape together: each run of n is one product, batched if n > 1.
-
-    Under grouped-query attention q has another shape and its own product; k and v share one.
-    """
+    """Put neighbours of equal shape together: each run of n is one product, batched if n > 1."""
+    # Under grouped-query attention q has another shape and its own product; k and v share one.
     return [list(run) for _, run in groupby(weights, key=lambda weight: weight.shape)]
 
 
@@ -488,11 +477,9 @@ class _ScatteredNorm(torch.autograd.Function):
 def sync_norm(
     x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks, gather: bool = False
 ) -> Tensor:
-    """Normalize x (b, s, d/T), Shard(-1), after reducing its statistic; γ (d/T,) is Shard(0).
-
-    There are ``dim`` features on all ranks. With ``gather`` the result is (b, s, d), replicated,
-    for vocabulary shards, and its gradient is summed over the ranks.
-    """
+    """Normalize x (b, s, d/T), Shard(-1), after reducing its statistic; γ (d/T,) is Shard(0)."""
+    # There are ``dim`` features on all ranks. With ``gather`` the result is (b, s, d), replicated,
+    # for vocabulary shards, and its gradient is summed over the ranks.
     kind = _ScatteredNorm if gather else _SyncNorm
     out: Tensor = kind.apply(x, gamma, dim, eps, ranks)
     return out

@@ -32,11 +32,9 @@ class LaneColumnEdge(Edge):
     """Norm and a group that starts from the lanes' own streams."""
 
     def forward(self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.RMSNorm) -> list[Tensor]:
-        """Map x (b, s, g, d) by weights (d_out/T, d), Shard(0): (b, s, d_out/T), Shard(-1), each.
-
-        The lanes' outputs are side by side, heads in their order. The norm's weight (d,) is
-        Replicate, and its gradient the only thing that is sent.
-        """
+        """Map x (b, s, g, d) by weights (d_out/T, d), Shard(0): (b, s, d_out/T), Shard(-1)."""
+        # The lanes' outputs are side by side, heads in their order. The norm's weight (d,) is
+        # Replicate, and its gradient the only thing that is sent.
         x = normalize(x, norm, self.ranks)
         weights = [local(linear.weight) for linear in linears]
         if x.shape[2] > 1:

@@ -1,19 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Context parallelism: C ranks share the tokens of every row (Llama 3, section 3.3.2).
 
-A row is cut into 2C chunks of equal length. Rank i has the chunks i and 2C - 1 - i, which
-torchtitan calls ``headtail``: chunk j attends to the first j + 1 chunks, so all ranks have equally
-much to compute. Everything but attention works token by token and sends nothing. Tensor-parallel
-ranks that share tokens too (``tp_comm = "sequence"``) cut a rank's s/C tokens once more, into T
-parts.
+A row is cut into 2C chunks of equal length. Rank i has the chunks i and 2C - 1 - i: chunk j attends
+to the first j + 1 chunks, so all ranks have equally much to compute. Tensor-parallel ranks that
+share tokens too (``tp_comm = "sequence"``) cut a rank's s/C tokens once more, into T parts.
 
-Attention's keys and values are gathered along the tokens, and put into the row's order. A low-rank
-model may gather latents instead (`LatentAttention`), which are narrower. In backward a
-reduce-scatter sums the ranks' gradients.
-
-What was gathered is as large for any C, so it does not stay until backward: it is gathered again
-there. Per micro-batch a block sends two all-gathers and one reduce-scatter, in every mode of
-activation checkpointing.
+Attention's keys and values, or a low-rank model's latents (`LatentAttention`), are gathered along
+the tokens, and put into the row's order. In backward a reduce-scatter sums the ranks' gradients.
+What was gathered is as large for any C, so it does not stay until backward: per micro-batch a block
+sends two all-gathers and one reduce-scatter, in every mode of activation checkpointing.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,10 +47,8 @@ def own_chunks(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 
 
 def own_tokens(batch: Batch, ranks: Ranks) -> Batch:
-    """Keep a rank's tokens of a batch of whole rows: tokens, their places and labels (b, s/C).
-
-    Other inputs, such as the indices of documents, stay those of the whole row.
-    """
+    """Keep a rank's tokens of a batch of whole rows: tokens, their places and labels (b, s/C)."""
+    # Other inputs, such as the indices of documents, stay those of the whole row.
     if ranks.size == 1:
         return batch
     inputs, labels = batch
@@ -96,12 +89,10 @@ def attend_from_chunks(
     ranks: Ranks,
     to_prefix: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return attention's output for a rank's two chunks q of a row, (b, h, s/C, head_dim).
-
-    Keys and values (b, h_kv, s, head_dim) are the row's. The mask of documents (`separate`) is of
-    the own tokens to the row's; without one attention is causal. ``to_prefix`` attends from a chunk
-    to all keys up to its end.
-    """
+    """Return attention's output for a rank's two chunks q of a row, (b, h, s/C, head_dim)."""
+    # Keys and values (b, h_kv, s, head_dim) are the row's. The mask of documents (`separate`) is of
+    # the own tokens to the row's; without one attention is causal. ``to_prefix`` attends from a
+    # chunk to all keys up to its end.
     if mask is not None:
         return attend(q, k, v, mask)
     to_prefix = to_prefix or attend_to_prefix
@@ -149,11 +140,9 @@ class GatheredAttention(Edge):
         mask: Mask | None = None,
         row_table: Tensor | None = None,
     ) -> Tensor:
-        """Return attention's output (b, h, s/C, head_dim) of q, k, v (b, s/C, h · head_dim).
-
-        They are not rotated yet; ``table`` has the rotations of the own tokens, ``row_table`` the
-        row's.
-        """
+        """Return attention's output (b, h, s/C, head_dim) of q, k, v (b, s/C, h · head_dim)."""
+        # They are not rotated yet; ``table`` has the rotations of the own tokens, ``row_table`` the
+        # row's.
         q, k = split_heads(q, self.head_dim, table), split_heads(k, self.head_dim, table)
         return self.repeated(self._from_keys, q, k, split_heads(v, self.head_dim), mask)
 
@@ -244,10 +233,8 @@ class LatentAttention(GatheredAttention):
 
 
 def apply_context_parallel(model: nn.Module, ranks: Ranks, gather: str) -> None:
-    """Let the blocks of a model, or of a pipeline stage, share rows with other ranks, in place.
-
-    Call it after tensor parallelism, and before checkpointing wraps the blocks.
-    """
+    """Let the blocks of a model, or of a pipeline stage, share rows with other ranks, in place."""
+    # Call it after tensor parallelism, and before checkpointing wraps the blocks.
     for module in model.modules():
         if not isinstance(module, Attention):
             continue

@@ -1,11 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Data parallelism with summed gradients: FSDP2, HSDP and replication.
 
-The trainer divides the loss by the valid tokens of the *global* batch, so the gradient is the plain
-sum over ranks, and every wrapper is set to sum.
-
-An optimizer that reduces over the replicas itself (TSR-Adam) gets gradients summed over the shards
-only: FSDP2 wraps the model with the shard mesh, which has size 1 under pure replication.
+The trainer divides the loss by the valid tokens of the *global* batch, so every wrapper is set to
+sum. An optimizer that reduces over the replicas itself (TSR-Adam) gets gradients summed over the
+shards only: FSDP2 wraps the model with the shard mesh, of size 1 under pure replication.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -45,13 +43,11 @@ REPLICAS_WIRE: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary()
 def apply_data_parallel(
     model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
 ) -> None:
-    """Apply FSDP2, HSDP, replication or nothing, according to the data-parallel degrees.
-
-    Without data parallelism the model is also wrapped (in a group of one) if parameter dtype and
-    compute dtype differ, so that mixed precision means the same in every layout: weights,
-    activations and the residual stream in ``mixed_precision_param``, master weights and sums of
-    micro-batches in fp32. Gradients travel in ``mixed_precision_reduce``.
-    """
+    """Apply FSDP2, HSDP, replication or nothing, according to the data-parallel degrees."""
+    # Without data parallelism the model is also wrapped (in a group of one) if parameter dtype and
+    # compute dtype differ, so that mixed precision means the same in every layout: weights,
+    # activations and the residual stream in ``mixed_precision_param``, master weights and sums of
+    # micro-batches in fp32. Gradients travel in ``mixed_precision_reduce``.
     # FSDP2 must not sum over the replicas if an optimizer or a compressor does.
     owned = job_config.optimizer.name in SUMS_REPLICAS and parallel_dims.dp_replicate_enabled
     compresses = job_config.grad_compression.codec != "none"
@@ -75,11 +71,9 @@ def apply_data_parallel(
 def _wrap(
     model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig, owned: bool, apart: bool
 ) -> int:
-    """Wrap the model and its parts; return the number of ranks over which FSDP2 sums.
-
-    ``owned`` says whether the optimizer sums over the replicas, ``apart`` whether it or a
-    compressor does.
-    """
+    """Wrap the model and its parts; return the number of ranks over which FSDP2 sums."""
+    # ``owned`` says whether the optimizer sums over the replicas, ``apart`` whether it or a
+    # compressor does.
     # Unlike upstream, the norm and the head are not one unit. A tensor-parallel head does not call
     # the norm as a module, so the unit's forward would not finish and its weights would be stale.
     parts = [model.tok_embeddings, *model.get_submodule("layers").children(), model.output]
@@ -139,13 +133,11 @@ def shard_units(
 
 
 def split_outside_rank(model: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]:
-    """Choose the dimensions in which FSDP2 splits weights whose Gram matrices are summed.
-
-    A spectral optimizer sums Gram matrices (r, r) over the ranks, for which no rank may hold a part
-    of r. So A (r, d_in) is split along d_in, not along the first dimension as FSDP2 does. Where
-    that does not help, FSDP2's choice stays and the factor is gathered: if tensor parallelism
-    splits r already, or if the ranks do not divide the columns, which FSDP2 refuses.
-    """
+    """Choose the dimensions in which FSDP2 splits weights whose Gram matrices are summed."""
+    # A spectral optimizer sums Gram matrices (r, r) over the ranks, for which no rank may hold a
+    # part of r. So A (r, d_in) is split along d_in, not along the first dimension as FSDP2 does.
+    # Where that does not help, FSDP2's choice stays and the factor is gathered: if tensor
+    # parallelism splits r already, or if the ranks do not divide the columns, which FSDP2 refuses.
     by_columns: set[Tensor] = set()
     uneven: list[str] = []
     for name, module in model.named_modules():
@@ -164,11 +156,9 @@ def split_outside_rank(model: nn.Module, ranks: int) -> Callable[[nn.Parameter],
 
 
 def mixed_precision_policy(job_config: JobConfig) -> MixedPrecisionPolicy:
-    """Return FSDP2's precision policy for ``[training]``: it casts parameters only.
-
-    Its ``reduce_dtype`` is that in which micro-batches are added up. `send_in` sets another dtype
-    for the wire.
-    """
+    """Return FSDP2's precision policy for ``[training]``: it casts parameters only."""
+    # Its ``reduce_dtype`` is that in which micro-batches are added up. `send_in` sets another dtype
+    # for the wire.
     param_dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
     # The embedding's output has their dtype, and so have all activations after it. A cast of a
     # block's arguments would change nothing but the rotary table, which it would round.

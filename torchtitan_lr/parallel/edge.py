@@ -109,11 +109,9 @@ class MixEdge(Edge):
 
 
 def normalize(x: Tensor, norm: nn.RMSNorm, ranks: Ranks | None = None) -> Tensor:
-    """Normalize whole features (..., d) with a replicated weight (d,).
-
-    The weight's gradient is summed over ``ranks``, whose streams differ (token shards, lanes); None
-    is for a replicated stream.
-    """
+    """Normalize whole features (..., d) with a replicated weight (d,)."""
+    # The weight's gradient is summed over ``ranks``, whose streams differ (token shards, lanes);
+    # None is for a replicated stream.
     # The gradient of the kernel is that of this rank's stream only.
     weight = local(norm.weight)
     if ranks is not None:
@@ -213,10 +211,8 @@ class GatherAndCopyToRanks(torch.autograd.Function):
 def gather_and_copy_to_ranks(
     x: Tensor, ranks: Ranks, dim: int = FEATURES, wide_sums: bool = False
 ) -> Tensor:
-    """Gather shards of ``dim`` for computations that differ by rank: `copy_to_ranks` of the result.
-
-    With ``wide_sums`` backward sums in fp32 while it sends half precision.
-    """
+    """Gather shards of ``dim`` for computations that differ by rank; compare `copy_to_ranks`."""
+    # With ``wide_sums`` backward sums in fp32 while it sends half precision.
     out: Tensor = GatherAndCopyToRanks.apply(x, ranks, dim, wide_sums)
     return out
 
@@ -235,20 +231,16 @@ class ReduceScatterToRanks(torch.autograd.Function):
 
 
 def reduce_scatter_to_ranks(x: Tensor, ranks: Ranks, dim: int = FEATURES) -> Tensor:
-    """Sum the ranks' terms; each rank keeps a shard of ``dim``, and every term reached every shard.
-
-    Not an all-reduce and a slice: its forward is the same, but it loses gradients.
-    """
+    """Sum the ranks' terms; each rank keeps a shard of ``dim``, which every term reached."""
+    # Not an all-reduce and a slice: its forward is the same, but it loses gradients.
     out: Tensor = ReduceScatterToRanks.apply(x, ranks, dim)
     return out
 
 
 def summed_products(gradient: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Return the gradient (b, s, d_in) of the input of linears (d_out_i, d_in) side by side.
-
-    The gradient of the outputs is (b, s, Σ d_out_i). Weights are not concatenated: each sum over a
-    linear's outputs is added, in turn, in its dtype.
-    """
+    """Return the gradient (b, s, d_in) of the input of linears (d_out_i, d_in) side by side."""
+    # The gradient of the outputs is (b, s, Σ d_out_i). Weights are not concatenated: each sum over
+    # a linear's outputs is added, in turn, in its dtype.
     sizes = [weight.shape[0] for weight in weights]
     parts = gradient.flatten(0, 1).split(sizes, dim=-1)
     total = parts[0] @ weights[0]

@@ -1,9 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Both ends of the model on several ranks: the embedding sharded along d, the head along V.
-
-A row-parallel head would all-reduce logits and is not supported. A plan whose residual stream is
-not replicated overrides `HeadEdge.normalized`.
-"""
+"""Both ends of the model on several ranks: the embedding sharded along d, the head along V."""
 
 from typing import cast
 
@@ -46,12 +42,10 @@ class HeadEdge(Edge):
     def forward(
         self, x: Tensor, norm: nn.RMSNorm, output: nn.Linear, targets: Tensor | None = None
     ) -> Tensor:
-        """Return logits (b, s, V), or with targets (b, s), replicated, the loss (`linear_loss`).
-
-        With ``loss_parallel`` logits are a DTensor with Shard(-1), for torch's context of that
-        name; else they are gathered, and targets are not used. For the loss the ranks exchange
-        their log-sum-exps for every chunk of tokens, and at the end the loss.
-        """
+        """Return logits (b, s, V), or with targets (b, s), replicated, the loss (`linear_loss`)."""
+        # With ``loss_parallel`` logits are a DTensor with Shard(-1), for torch's context of that
+        # name; else they are gathered, and targets are not used. For the loss the ranks exchange
+        # their log-sum-exps for every chunk of tokens, and at the end the loss.
         weight = local(output.weight)
         x = self.normalized(x, norm)
         if targets is not None and self.loss_parallel:
@@ -64,6 +58,7 @@ class HeadEdge(Edge):
 
     def normalized(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
         """Return the normalized stream (b, s, d), replicated; its gradient is summed over ranks."""
+        # Plans whose residual stream is not replicated override this.
         return copy_to_ranks(normalize(x, norm), self.ranks)
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:

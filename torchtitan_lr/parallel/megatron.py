@@ -4,11 +4,8 @@
 The first linear of a pair is column-parallel: its input is replicated, or gathered, and backward
 sums the input's gradient over the ranks. The second one is row-parallel: forward sums its output.
 At full rank the pairs are q, k, v with o, and gate, up with down. The vanilla plans (BOOST's
-baselines) make a pair of the factors A and B of every linear, so that messages are as wide as its
-output, and the latents are sharded along r.
-
-So `VanillaDown`, which applies A, *starts* a pair, and `VanillaUp` ends it. Under BTP `DownEdge`,
-which also applies A, *ends* a chunk.
+baselines) make a pair of the factors A and B of every linear: messages are as wide as its output,
+and the latents are sharded along r. So `VanillaDown` starts a pair; BTP's `DownEdge` ends a chunk.
 """
 
 from collections.abc import Sequence
@@ -59,10 +56,8 @@ class ColumnEdge(Edge):
     def forward(
         self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.RMSNorm | None = None
     ) -> list[Tensor]:
-        """Map x (b, s, d_in), or (b, s/T, d_in), by weights (d_out/T, d_in), Shard(0).
-
-        Returns one output (b, s, d_out/T), Shard(-1), per linear. The norm's weight is Replicate.
-        """
+        """Map x (b, s, d_in), or (b, s/T, d_in), by weights (d_out/T, d_in), Shard(0)."""
+        # Returns one output (b, s, d_out/T), Shard(-1), per linear. The norm's weight is Replicate.
         sequence = self.comm == "sequence"
         if norm is not None:
             x = normalize(x, norm, self.ranks if sequence else None)
@@ -80,10 +75,8 @@ class RowEdge(Edge):
     def forward(
         self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.Module | None = None
     ) -> list[Tensor]:
-        """Map x (b, s, d_in/T), Shard(-1), by weight (d_out, d_in/T), Shard(1).
-
-        The output (b, s, d_out) is replicated; for ``sequence`` it is (b, s/T, d_out), Shard(1).
-        """
+        """Map x (b, s, d_in/T), Shard(-1), by weight (d_out, d_in/T), Shard(1)."""
+        # The output (b, s, d_out) is replicated; for ``sequence`` it is (b, s/T, d_out), Shard(1).
         terms = [F.linear(x, local(linear.weight)) for linear in linears]
         if self.comm == "sequence":
             return [reduce_scatter_to_ranks(term, self.ranks, TOKENS) for term in terms]
@@ -99,11 +92,9 @@ class TokensHead(HeadEdge):
 
 
 def megatron(args: LlamaArgs, settings: TPSettings) -> Styles:
-    """Return Megatron-LM's plan: q, k, v, gate, up column-parallel, o and down row-parallel.
-
-    Between the pairs the residual stream is replicated (Megatron-LM, section 3) or sharded along
-    the tokens (Korthikanti et al., section 4.2.2), where the norms run on token shards too.
-    """
+    """Return Megatron-LM's plan: q, k, v, gate, up column-parallel, o and down row-parallel."""
+    # Between the pairs the residual stream is replicated (Megatron-LM, section 3) or sharded along
+    # the tokens (Korthikanti et al., section 4.2.2), where the norms run on token shards too.
     comm = settings.comm
     blocks = dense_blocks(MEGATRON, on_ranks(ColumnEdge, comm=comm), on_ranks(RowEdge, comm=comm))
     head = TokensHead if comm == "sequence" else HeadEdge
@@ -155,10 +146,8 @@ class VanillaUp(Edge):
         linears: Sequence[LowRankLinear],
         use_silu: Sequence[bool],
     ) -> list[Tensor]:
-        """Map latents (b, s, r/T), Shard(-1), by B (d_out, r/T), Shard(1).
-
-        Outputs are (b, s, d_out), replicated, for ``heads`` (b, s, d_out/T), Shard(-1).
-        """
+        """Map latents (b, s, r/T), Shard(-1), by B (d_out, r/T), Shard(1)."""
+        # Outputs are (b, s, d_out), replicated, for ``heads`` (b, s, d_out/T), Shard(-1).
         # Each product is reduced before the next one exists: only one of them has its full width.
         total = reduce_scatter_to_ranks if self.heads else reduce_from_ranks
         outputs = []
@@ -168,10 +157,8 @@ class VanillaUp(Edge):
 
 
 def vanilla(args: LlamaArgs, settings: TPSettings) -> Styles:
-    """Return the fair vanilla plan, in which each rank computes its own heads.
-
-    q, k and v are reduce-scattered over the heads, and attention's output is gathered before A_o.
-    """
+    """Return the fair vanilla plan, in which each rank computes its own heads."""
+    # q, k and v are reduce-scattered over the heads, and attention's output is gathered before A_o.
     styles = vanilla_replicated(args, settings)
     qkv, o = styles["layers.*.attention.qkv"], styles["layers.*.attention.o"]
     up = on_ranks(VanillaUp, heads=True)
@@ -227,12 +214,10 @@ class _ColumnParallel(torch.autograd.Function):
 def column_parallel(
     x: Tensor, weights: Sequence[Tensor], ranks: Ranks, dim: int | None = None
 ) -> list[Tensor]:
-    """Apply column-parallel weights (d_out_i/T, d_in), Shard(0), to one x (b, s, d_in).
-
-    Forward gathers x along ``dim`` and backward reduce-scatters; None is for a replicated x, whose
-    gradient is all-reduced. Outputs are (b, s, d_out_i/T), Shard(-1); low-rank checkpointing saves
-    them.
-    """
+    """Apply column-parallel weights (d_out_i/T, d_in), Shard(0), to one x (b, s, d_in)."""
+    # Forward gathers x along ``dim`` and backward reduce-scatters; None is for a replicated x,
+    # whose gradient is all-reduced. Outputs are (b, s, d_out_i/T), Shard(-1); low-rank
+    # checkpointing saves them.
     out: Tensor = _ColumnParallel.apply(x, ranks, dim, *weights)
     if len(weights) == 1:  # the backward of a split copies the gradient, even of a single part
         return [out]

@@ -3,9 +3,6 @@
 
 torchtitan's pipelines backpropagate the summed loss and divide only the logged value, so their
 gradients are too large by the number of tokens. Here the loss function divides.
-
-The shapes at a boundary follow from the plan. LaX's stream and latents are sent as one tensor. The
-ledger reads which boundary a message crosses from an attribute of its tensor.
 """
 
 from collections.abc import Callable
@@ -49,10 +46,8 @@ _MARK = "_pipeline_boundary"
 
 
 def _marked(name: str, offset: int, pass_: str) -> Any:
-    """Return a method of torch's stage with marks on the tensors of its operations.
-
-    Boundary i lies between the stages i and i + 1; stage i's is i + ``offset``.
-    """
+    """Return a method of torch's stage with marks on the tensors of its operations."""
+    # Boundary i lies between the stages i and i + 1; stage i's is i + ``offset``.
 
     def operations_of(stage: PipelineStage, microbatch: int) -> list[Any]:
         operations: list[Any] = getattr(PipelineStage, name)(stage, microbatch)
@@ -102,10 +97,8 @@ class Stage(PipelineStage):
 
 
 def pack_messages(part: nn.Module, before: Boundary | None, after: Boundary | None) -> None:
-    """Add hooks to a model part so that it receives and sends one tensor per boundary, in place.
-
-    The first stage has no boundary before it, the last one none after it.
-    """
+    """Add hooks to a model part so that it receives and sends one tensor per boundary, in place."""
+    # The first stage has no boundary before it, the last one none after it.
     # Eight small messages, of LaX's stream and latents, would each cost a latency.
     if before is not None:
         part.register_forward_pre_hook(lambda _, args: unpack(args[0], before))
@@ -114,11 +107,9 @@ def pack_messages(part: nn.Module, before: Boundary | None, after: Boundary | No
 
 
 def pack(output: Tensor | tuple[Tensor, ...], boundary: Boundary) -> Tensor:
-    """Pack a stage's output into one message (b, rows, width), contiguous.
-
-    The output is the stream in the blocks' layout (b, s, ...), for LaX followed by latents (b,
-    rows, r), which are sent if the boundary has some.
-    """
+    """Pack a stage's output into one message (b, rows, width), contiguous."""
+    # The output is the stream in the blocks' layout (b, s, ...), for LaX followed by latents (b,
+    # rows, r), which are sent if the boundary has some.
     x, *latents = output if isinstance(output, tuple) else (output,)
     if not boundary.latents:
         latents = []
@@ -205,11 +196,9 @@ class Pipeline:
     def forward_backward(
         self, tokens: Tensor, labels: Tensor, divisor: Tensor, **arguments: Any
     ) -> Tensor:
-        """Run forward and backward of a batch (b, s), in micro-batches of the pipeline's own.
-
-        The ``divisor`` is the valid tokens of the global batch. The result is the batch's share of
-        the loss, a scalar, 0 without the last stage.
-        """
+        """Run forward and backward of a batch (b, s), in micro-batches of the pipeline's own."""
+        # The ``divisor`` is the valid tokens of the global batch. The result is the batch's share
+        # of the loss, a scalar, 0 without the last stage.
         # Upstream divides the loss that it reports, but not the one that it backpropagates.
         self.tokens = divisor
         return self._summed(self.schedule.step, tokens, labels, arguments)
@@ -266,11 +255,9 @@ def pipeline_llama(
     parallelize_fn: ParallelizeFunction,
     loss_fn: LossFunction,
 ) -> tuple[Pipeline, list[nn.Module], bool, bool]:
-    """Split a model into pipeline stages; torchtitan's TrainSpec defines signature and results.
-
-    Returns the pipeline, this rank's parts of the model, and whether they include the first and the
-    last stage.
-    """
+    """Split a model into pipeline stages; torchtitan's TrainSpec defines signature and results."""
+    # Returns the pipeline, this rank's parts of the model, and whether they include the first and
+    # the last stage.
     args, group = cast(LlamaArgs, model_args), parallel_dims.get_mesh("pp").get_group()
     pipeline = Pipeline(job_config, args, device, group, loss_fn)
     size = job_config.parallelism.pipeline_parallel_microbatch_size

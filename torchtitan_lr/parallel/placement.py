@@ -138,10 +138,8 @@ def on_ranks(edge: Callable[..., nn.Module], **options: Any) -> EdgeFactory:
 def low_rank_blocks(
     args: LlamaArgs, plan: Plan, down: EdgeFactory, up: EdgeFactory, mix: EdgeFactory | None = None
 ) -> Styles:
-    """Return placements and edges of low-rank blocks: every A and B, and the norms' weights.
-
-    ``down`` applies A of a group, ``up`` σ and B; ``mix`` is for families with carried latents.
-    """
+    """Return placements and edges of low-rank blocks: every A and B, and the norms' weights."""
+    # ``down`` applies A of a group, ``up`` σ and B; ``mix`` is for families with carried latents.
     group = {"down": down, "up": up}
     if mix is not None and args.model_family.carries_latents:
         group["mix"] = mix
@@ -164,10 +162,8 @@ def low_rank_blocks(
 
 
 def dense_blocks(plan: Plan, first: EdgeFactory, second: EdgeFactory) -> Styles:
-    """Return placements and edges of full-rank blocks, which are two pairs of linears.
-
-    ``first`` is the edge of q, k, v and of gate, up; ``second`` that of o and of down.
-    """
+    """Return placements and edges of full-rank blocks, which are two pairs of linears."""
+    # ``first`` is the edge of q, k, v and of gate, up; ``second`` that of o and of down.
     styles: Styles = {
         "layers.*.attention_norm": EdgeParallel({"weight": Replicate()}),
         "layers.*.attention.qkv": EdgeParallel(edges={"product": first}),
@@ -191,10 +187,8 @@ def model_ends(
     head: EdgeFactory,
     norm: Placement = Replicate(),  # noqa: B008
 ) -> Styles:
-    """Return both ends of the model: the embedding sharded along d, the head along V.
-
-    ``norm`` is the placement of the final norm's weight.
-    """
+    """Return both ends of the model: the embedding sharded along d, the head along V."""
+    # ``norm`` is the placement of the final norm's weight.
     return {
         "tok_embeddings": EdgeParallel({"weight": Shard(1)}, {"embed": embed}),
         "norm": EdgeParallel({"weight": norm}),

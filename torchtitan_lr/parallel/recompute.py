@@ -1,18 +1,17 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Activation checkpointing: torchtitan's modes, and ``low_rank``.
 
-``low_rank`` saves r-wide activations and recomputes d- and f-wide ones. From the latents of the
-seven bottlenecks and the block's input, backward recomputes up-projections, rotary embedding,
-norms, SwiGLU and attention; no down-projection runs twice (CoLA-M: CoLA, section 4). Under
-bottleneck-aware tensor parallelism the latents are saved after the all-reduce, with the norms'
-statistics, so that recomputation communicates nothing (BOOST, section 4). Attention's output and
-its log-sum-exp can be saved too; then attention does not run twice.
+``low_rank`` saves r-wide activations and recomputes d- and f-wide ones: from the latents and the
+block's input, backward recomputes up-projections, rotary embedding, norms, SwiGLU and attention; no
+down-projection runs twice (CoLA-M: CoLA, section 4). Under BTP the latents are saved after the
+all-reduce, with the norms' statistics, so that recomputation communicates nothing (BOOST, section
+4).
 
 Autograd Functions name what is kept, see `models.kept`. Torch's selective checkpointing saves the
-results of chosen operators. Outside of compiled code it repeats whatever leads to them: the product
-in front of a saved all-reduce would run again for nothing, or its result would have to be saved
-too. It also frees them after the first recomputation, and a split backward needs two. A
-`Recomputation` therefore keeps the results of whole computations.
+results of chosen operators and, outside of compiled code, repeats whatever leads to them: the
+product in front of a saved all-reduce would run again for nothing. It also frees them after the
+first recomputation, and a split backward needs two. A `Recomputation` keeps the results of whole
+computations.
 """
 
 from collections.abc import Callable
@@ -86,10 +85,8 @@ def check_mode(config: Any) -> None:
 
 
 def wrapping_period(section: Any, mode: str) -> int:
-    """Return the number of blocks after which the pattern of wrapped blocks repeats.
-
-    ``selective`` wraps every n-th block, or recomputes cheap operators of all blocks (``op``).
-    """
+    """Return the number of blocks after which the pattern of wrapped blocks repeats."""
+    # ``selective`` wraps every n-th block, or recomputes cheap operators of all blocks (``op``).
     option = section.selective_ac_option
     return int(option) if mode == "selective" and option.isdecimal() else 1
 
@@ -100,11 +97,9 @@ def compiles_model(job_config: Any) -> bool:
 
 
 def apply_activation_checkpoint(model: nn.Module, job_config: JobConfig) -> None:
-    """Wrap decoder blocks in the mode of ``[activation_checkpoint]``.
-
-    Call it after tensor parallelism and before compilation. An estimate passes only the sections
-    ``activation_checkpoint``, ``compile`` and ``job``.
-    """
+    """Wrap decoder blocks in the mode of ``[activation_checkpoint]``."""
+    # Call it after tensor parallelism and before compilation. An estimate passes only the sections
+    # ``activation_checkpoint``, ``compile`` and ``job``.
     section: Any = job_config.activation_checkpoint
     if section.mode == "none":
         return
@@ -134,12 +129,10 @@ def _apply_upstream_checkpoint(model: nn.Module, job_config: JobConfig) -> None:
 
 
 def apply_low_rank_checkpoint(model: nn.Module, save_attention: bool) -> None:
-    """Wrap every decoder block. Call this after tensor parallelism and before compilation.
-
-    A block recomputes all up-projections but the last, whose result is the next block's input, and
-    everything between them (CoLA, section 4). With ``save_attention`` attention's output (b, s,
-    d/T) and log-sum-exp (b, heads/T, s) are saved.
-    """
+    """Wrap every decoder block. Call this after tensor parallelism and before compilation."""
+    # A block recomputes all up-projections but the last, whose result is the next block's input,
+    # and everything between them (CoLA, section 4). With ``save_attention`` attention's output (b,
+    # s, d/T) and log-sum-exp (b, heads/T, s) are saved.
     mark_in_graphs()
     # Attention counts as an operator that can draw random numbers. To repeat it on a CPU, torch's
     # partitioner saves the generator's state after the DeviceMesh of the DTensor parameters, where
