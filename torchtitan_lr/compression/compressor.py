@@ -32,12 +32,7 @@ from torchtitan_lr.compression.codecs import (
     unpack,
 )
 from torchtitan_lr.compression.overlap import ExchangeOverlap
-from torchtitan_lr.compression.sizes import (
-    CodecSizes,
-    Unit,
-    returned_entries,
-    sent_bytes,
-)
+from torchtitan_lr.compression.sizes import CodecSizes, Unit, returned_entries, sent_bytes
 
 COUNTS = ("sent", "unpeeled", "indexed")  # the entries of `Compressor.counts`
 
@@ -183,15 +178,11 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
 
     def _in_order(self, compressed: Tensor, others: Tensor, sums: Tensor) -> None:
         """Write the sums of both kinds into ``sums`` (s,), in the order of the unit's tensors."""
-        pieces = []
-        compressed_end = others_end = 0
+        pieces, left = [], {True: compressed, False: others}
         for span in self.spans:
-            if span.compressed:
-                pieces.append(compressed[compressed_end : compressed_end + span.size])
-                compressed_end += span.size
-            else:
-                pieces.append(others[others_end : others_end + span.size])
-                others_end += span.size
+            rest = left[span.compressed]
+            pieces.append(rest[: span.size])
+            left[span.compressed] = rest[span.size :]
         torch.cat(pieces, out=sums)
 
     def exchange_rows(

@@ -98,11 +98,9 @@ def _log(
     all_reduce: bool,
 ) -> None:
     codec, ranks = settings.codec, settings.ranks
-    if codec.theta > settings.requested_theta:
-        what = (
-            "Gradient compression: theta raised from %g to %g, the least that %d ranks can decode"
-        )
-        logger.info(what, settings.requested_theta, codec.theta, ranks)
+    if codec.theta > (asked := settings.requested_theta):
+        what = "theta raised from %g to %g, the least that %d ranks can decode"
+        logger.info(f"Gradient compression: {what}", asked, codec.theta, ranks)
     total = sum(parameters.values())
     logger.info(
         "Gradient compression: %s over %d ranks, theta %g, %.2f bits a compressed parameter; "

@@ -17,10 +17,7 @@ Activation = Literal["both", "lowrank", "reduced", "fullrank", "none"]
 LaxGate = Literal["identity", "scalar"]
 BackwardSum = Literal["float32", "activation"]
 
-_LARGEST = 1 << 24  # of any size of a model
-_LONGEST = 1 << 24  # positions
-
-ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+_LARGEST = 1 << 24  # of any size of a model, and of positions
 
 
 @dataclass
@@ -95,7 +92,7 @@ class LlamaArgs(BaseModelArgs):
 
     def _check_choices(self) -> None:
         for key, value, choices in (
-            ("low_rank.activation", self.activation, ACTIVATIONS),
+            ("low_rank.activation", self.activation, get_args(Activation)),
             ("low_rank.lax_gate", self.lax_gate, get_args(LaxGate)),
             ("caat.backward_sum", self.backward_sum, get_args(BackwardSum)),
         ):
@@ -137,16 +134,14 @@ class LlamaArgs(BaseModelArgs):
             require(fits, key, value, "a finite number of at least 0")
         # The rotary table divides by its powers.
         require(self.rope_theta > 0, "model.rope_theta", self.rope_theta, "a positive number")
-        want = f"at most {_LONGEST}, for which the rotary table has gigabytes"
-        require(self.max_seq_len <= _LONGEST, "training.seq_len", self.max_seq_len, want)
+        want = f"at most {_LARGEST}, for which the rotary table has gigabytes"
+        require(self.max_seq_len <= _LARGEST, "training.seq_len", self.max_seq_len, want)
 
     def __post_init__(self) -> None:
         self.check()
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
         """Apply the job's settings of the model; called once by the trainer."""
-        # The job needs the sections ``low_rank``, ``training`` and ``debug``; of ``model``,
-        # ``parallelism`` and ``caat`` it may lack keys.
         section = job_config.low_rank
         self.model_family.check_overrides(section)
         for group in ("attention", "ffn") if self.low_rank else ():
@@ -160,17 +155,13 @@ class LlamaArgs(BaseModelArgs):
             self.activation = section.activation
         if self.model_family.gated:
             self.lax_gate = section.lax_gate
-        # The record of a run from before there were lanes, or a vocabulary's key, has none.
-        lanes = getattr(job_config, "caat", None)
-        if lanes is not None:
-            self.lanes, self.sync_fraction = lanes.lanes, float(lanes.sync_fraction)
-            self.backward_sum = lanes.backward_sum
-        wanted = getattr(getattr(job_config, "model", None), "vocab_size", 0)
+        lanes, wanted = job_config.caat, job_config.model.vocab_size
+        self.lanes, self.sync_fraction = lanes.lanes, float(lanes.sync_fraction)
+        self.backward_sum = lanes.backward_sum
         if wanted < 0:
             raise ConfigError("model.vocab_size", wanted, "0 (the flavor's) or a positive integer")
         if wanted:
-            sections = getattr(job_config, "parallelism", None)
-            degree = getattr(sections, "tensor_parallel_degree", 1)
+            degree = job_config.parallelism.tensor_parallel_degree
             self.vocab_size = vocabulary_rows(wanted, degree, self.lanes)
         self.max_seq_len = job_config.training.seq_len
         seed = job_config.debug.seed

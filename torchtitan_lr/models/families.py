@@ -24,22 +24,6 @@ if TYPE_CHECKING:
 
 _PREFIX = "llama_"
 
-# Rank r of every linear by size: CoLA's (Table 5) and BOOST's, d/4 but at 130M.
-RANKS = {
-    "debug": 32,
-    "tiny": 64,
-    "60M": 128,
-    "130M": 256,
-    "350M": 256,
-    "1B": 512,
-    "1B_boost": 512,
-    "3B": 768,
-    "7B": 1024,
-    "8B": 1024,
-    "13B": 1280,
-    "30B": 2048,
-}
-
 # SwiGLU's own SiLU helps up to 130M and no longer at 350M (CoLA, Appendix on Table 10).
 KEEPS_OUTER_SILU = ("debug", "tiny", "60M", "130M")
 
@@ -67,12 +51,10 @@ class ModelFamily:
         """The value of ``model.name``."""
         return _PREFIX + self.name
 
-    def defaults(self, size: str) -> dict[str, Any]:
-        """Return the family's ``rank_attention``, ``rank_ffn`` and ``activation`` of a flavor.
-
-        svd has CoLA's ranks, so that the two compare, and LLaMA's SwiGLU: the model then merges.
-        """
-        rank = RANKS[size] if self.low_rank else 0
+    def defaults(self, size: str, rank: int) -> dict[str, Any]:
+        """Return the family's ``rank_attention``, ``rank_ffn`` and ``activation`` of a flavor."""
+        # svd has CoLA's ranks, so that the two compare, and LLaMA's SwiGLU: the model then merges.
+        rank = rank if self.low_rank else 0
         activation = "both" if size in KEEPS_OUTER_SILU else "lowrank"
         if self.factorises or not self.low_rank:
             activation = "fullrank"

@@ -97,7 +97,8 @@ class Dense(nn.Module):
         widths = [used_width(w, self.pads) for w in weights]
         if widths == [w.shape[0] for w in weights] and x.shape[-1] == weights[0].shape[1]:
             return [linear(x) for linear in linears]
-        return [padded_linear(x, w, width) for w, width in zip(weights, widths, strict=True)]
+        whole = Gated(x, None, False)
+        return [gated_linear(whole, w, width) for w, width in zip(weights, widths, strict=True)]
 
 
 class Down(nn.Module):
@@ -139,10 +140,7 @@ class Up(nn.Module):
         self.keeps_input, self.pads = keeps_input, pads
 
     def forward(
-        self,
-        latents: Sequence[Tensor],
-        linears: Sequence[LowRankLinear],
-        use_silu: Sequence[bool],
+        self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear], use_silu: Sequence[bool]
     ) -> list[Tensor]:
         """Return one output (b, s, d_out) per linear of its latent h (b, s, r), before σ."""
         if self.keeps_input or not torch.is_grad_enabled():
@@ -152,10 +150,8 @@ class Up(nn.Module):
         for h, linear, silu in zip(latents, linears, use_silu, strict=True):
             b = linear.B
             width = used_width(b.weight, self.pads)
-            if silu:
-                outputs.append(gated_linear(Gated(h, None, True), b.weight, width))
-            elif width != b.weight.shape[0]:
-                outputs.append(padded_linear(h, b.weight, width))
+            if silu or width != b.weight.shape[0]:
+                outputs.append(gated_linear(Gated(h, None, silu), b.weight, width))
             else:
                 outputs.append(b(h))
         return outputs
@@ -256,38 +252,8 @@ def unpadded(gradient: Tensor, weight: Tensor) -> Tensor:
     return gradient[:m, :n].contiguous()
 
 
-class _PaddedLinear(torch.autograd.Function):
-    """Forward W x with a padded W, which is not kept."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,  # (b, s, d_in), d_in padded or not
-        weight: Tensor,  # (d_out, d_in), not padded
-        width: int,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        end_recomputation(x, weight)
-        ctx.width = width
-        return F.linear(x, padded(weight, width, x.shape[-1]))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        dweight = gradient.flatten(0, -2).T @ x.flatten(0, -2)
-        dx = gradient @ padded(weight, ctx.width, x.shape[-1])
-        return dx, unpadded(dweight, weight), None
-
-
-def padded_linear(x: Tensor, weight: Tensor, width: int) -> Tensor:
-    """Apply a linear (d_out, d_in) to x (b, s, d_in or more); returns (b, s, width)."""
-    out: Tensor = _PaddedLinear.apply(x, weight, width)
-    return out
-
-
 class _GatedLinear(torch.autograd.Function):
-    """Forward W (σ(gate) · up); backward recomputes the product."""
+    """Forward W (σ(gate) · up), with a padded W that is not kept; backward repeats the product."""
 
     @staticmethod
     def forward(

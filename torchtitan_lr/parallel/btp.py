@@ -128,10 +128,7 @@ class UpEdge(Edge):
         self.grouping, self.comm = grouping, comm
 
     def forward(
-        self,
-        latents: Sequence[Tensor],
-        linears: Sequence[LowRankLinear],
-        use_silu: Sequence[bool],
+        self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear], use_silu: Sequence[bool]
     ) -> list[Tensor]:
         """Map latents as `DownEdge` returns them by B (d_out/T, r), Shard(0): (b, s, d_out/T)."""
         latents = activated(latents, use_silu)

@@ -175,10 +175,7 @@ class QueriesUp(nn.Module):
         self.up = up
 
     def forward(
-        self,
-        latents: Sequence[Tensor],
-        linears: Sequence[LowRankLinear],
-        use_silu: Sequence[bool],
+        self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear], use_silu: Sequence[bool]
     ) -> list[Any]:
         """Return q (b, s/C, d/T), and k and v as `Unexpanded`."""
         whole = self.up.whole(latents) if isinstance(self.up, UpEdge) else latents

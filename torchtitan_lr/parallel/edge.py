@@ -60,10 +60,7 @@ class WholeUp(Edge):
     """B σ(h) of a part that a plan does not split, see `WholeDown`."""
 
     def forward(
-        self,
-        latents: Sequence[Tensor],
-        linears: Sequence[LowRankLinear],
-        use_silu: Sequence[bool],
+        self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear], use_silu: Sequence[bool]
     ) -> list[Tensor]:
         """Return one output (b, s, d_out) per linear of its latent h (b, s, r), all replicated."""
         pairs = zip(activated(latents, use_silu), linears, strict=True)

@@ -141,10 +141,7 @@ class VanillaUp(Edge):
         self.heads = heads
 
     def forward(
-        self,
-        latents: Sequence[Tensor],
-        linears: Sequence[LowRankLinear],
-        use_silu: Sequence[bool],
+        self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear], use_silu: Sequence[bool]
     ) -> list[Tensor]:
         """Map latents (b, s, r/T), Shard(-1), by B (d_out, r/T), Shard(1)."""
         # Outputs are (b, s, d_out), replicated, for ``heads`` (b, s, d_out/T), Shard(-1).

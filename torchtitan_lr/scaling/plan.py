@@ -136,7 +136,7 @@ class Plan:
         if not flavor:
             rank = max(1, shape.dim // 4) if found.low_rank else 0
             # The family says where the nonlinearities are, the size which ranks.
-            settings = found.defaults("debug") | {"rank_attention": rank, "rank_ffn": rank}
+            settings = found.defaults("debug", rank) | {"rank_attention": rank, "rank_ffn": rank}
             sides = ("dim", "ffn_dim", "n_layers", "n_heads", "vocab_size")
             settings |= {side: getattr(shape, side) for side in sides}
             path = self.work / "models" / f"{found.name}_{size}.json"
