@@ -2,7 +2,7 @@
 """The two ends of the model: the embedding, and the final norm with the head and its loss.
 
 `TokenEmbedding` and `OutputProjection` own the weights and call a module without parameters:
-`Embed` and `Head` here, on several ranks a plan's edges (`parallel.end_edges`).
+`Embed` and `Head` here, on several ranks a plan's edges.
 
 A head's loss is computed a chunk of tokens at a time, and the gradients of the head's input and
 weight while the chunk's logits exist: no product is computed twice, and the logits never exist
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lr.collectives import Ranks, all_gather, reduce
+from torchtitan_lr.collectives import Ranks, all_gather, local, reduce
 from torchtitan_lr.compat.autograd import backward_may_repeat
 from torchtitan_lr.models.lanes import lane_linear
 from torchtitan_lr.numerics import scale_
@@ -33,11 +33,11 @@ LARGEST_CHUNK = 4096  # tokens: wider products gain nothing
 
 
 class Embed(nn.Module):
-    """The look-up of tokens."""
+    """The look-up of tokens, in all features or in this rank's: nothing is sent."""
 
     def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
-        """Look tokens (b, s) up in weight (V, d); returns (b, s, d)."""
-        return F.embedding(tokens, embedding.weight)
+        """Look tokens (b, s) up in weight (V, d/T), Shard(1); returns (b, s, d/T), Shard(-1)."""
+        return F.embedding(tokens, local(embedding.weight))
 
 
 Errors = Callable[[Tensor, Tensor, Tensor], Tensor]  # `errors_in_place`

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lr.collectives import SINGLE, Ranks, reduce
+from torchtitan_lr.collectives import SINGLE, Ranks, local, reduce
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -126,17 +126,17 @@ class LaneRows(nn.Module):
 class LaneTerms(nn.Module):
     """W x of a linear that ends in the lanes' streams, through `share_channels`."""
 
-    def __init__(self, lanes: int, shared: int, wide_sums: bool) -> None:
+    def __init__(self, ranks: Ranks, lanes: int, shared: int, wide_sums: bool) -> None:
         super().__init__()
-        self.lanes, self.shared, self.wide_sums = lanes, shared, wide_sums
+        self.ranks, self.lanes = ranks, lanes // ranks.size
+        self.shared, self.wide_sums = shared, wide_sums
 
     def forward(
         self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.Module | None = None
     ) -> list[Tensor]:
-        """Return the terms added to the streams, (b, s, G, d), of x (b, s, d_in), per linear."""
-        x = x if norm is None else norm(x)
-        terms = [lane_terms(x, linear.weight, self.lanes) for linear in linears]
-        return [share_channels(term, self.shared, self.wide_sums) for term in terms]
+        """Map x (b, s, d_in/T), Shard(-1), by weight (d, d_in/T), Shard(1): (b, s, g, d) each."""
+        terms = [lane_terms(x, local(linear.weight), self.lanes) for linear in linears]
+        return [share_channels(term, self.shared, self.wide_sums, self.ranks) for term in terms]
 
 
 class LaneEmbed(nn.Module):

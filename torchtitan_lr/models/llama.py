@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan_lr.collectives import SINGLE
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.ends import Embed, Head, OutputProjection, TokenEmbedding
 from torchtitan_lr.models.initialization import init_parameters
@@ -50,7 +51,7 @@ def build_groups(args: LlamaArgs, first: Sequence[str], second: str) -> tuple[nn
     """Build what applies the projections that read the residual stream, and the one that adds."""
     if args.lanes > 1:
         shared, wide_sums = args.shared_channels(args.dim), args.backward_sum == "float32"
-        return DenseGroup(LaneRows()), DenseGroup(LaneTerms(args.lanes, shared, wide_sums))
+        return DenseGroup(LaneRows()), DenseGroup(LaneTerms(SINGLE, args.lanes, shared, wide_sums))
     family, ends_block = args.model_family, second == "down"
     pads = None if ends_block else False  # the feed-forward's width, on a GPU
     if not args.low_rank:

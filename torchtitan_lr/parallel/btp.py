@@ -66,16 +66,17 @@ from torchtitan_lr.collectives import (
     wait,
 )
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.ends import Embed
 from torchtitan_lr.models.kept import end_recomputation, keep
 from torchtitan_lr.models.linears import LowRankLinear, activated, concatenated
 from torchtitan_lr.parallel.edge import (
     Edge,
+    HeadEdge,
     MixEdge,
     copy_to_ranks,
     gather_and_copy_to_ranks,
     summed_products,
 )
-from torchtitan_lr.parallel.ends import HeadEdge
 from torchtitan_lr.parallel.placement import (
     ROW_COLUMN,
     Plan,
@@ -154,14 +155,6 @@ class UpEdge(Edge):
         return list(copies[0].split([latent.shape[-1] for latent in latents], dim=-1))
 
 
-class ShardedEmbed(Edge):
-    """The look-up of tokens in this rank's features: nothing is sent."""
-
-    def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
-        """Look tokens (b, s) up in weight (V, d/T), Shard(1); returns (b, s, d/T), Shard(-1)."""
-        return F.embedding(tokens, local(embedding.weight))
-
-
 class FeaturesHead(HeadEdge):
     """The head of a stream that is sharded along its features.
 
@@ -182,7 +175,7 @@ def btp(args: LlamaArgs, settings: TPSettings) -> Styles:
     mix = on_ranks(MixEdge, sharded=comm == "sequence")
     blocks = low_rank_blocks(args, BTP, down, up, mix)
     head = on_ranks(FeaturesHead, loss_parallel=settings.loss_parallel)
-    return blocks | model_ends(on_ranks(ShardedEmbed), head, Shard(0))
+    return blocks | model_ends(lambda _: Embed(), head, Shard(0))
 
 
 BTP = Plan(btp, ROW_COLUMN, ROW_COLUMN, shards_stream=True, choices={"grouping", "norm", "comm"})

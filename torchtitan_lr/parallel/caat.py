@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from torchtitan_lr.collectives import Ranks, local
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.lanes import lane_linear, lane_terms, share_channels
+from torchtitan_lr.models.lanes import LaneTerms, lane_linear
 from torchtitan_lr.models.linears import down_products
-from torchtitan_lr.parallel.edge import Edge, gather_and_copy_to_ranks, normalize
-from torchtitan_lr.parallel.ends import HeadEdge
+from torchtitan_lr.parallel.edge import Edge, HeadEdge, gather_and_copy_to_ranks, normalize
 from torchtitan_lr.parallel.placement import (
     COLUMN_ROW,
     Plan,
@@ -40,21 +39,6 @@ class LaneColumnEdge(Edge):
         if x.shape[2] > 1:
             return [lane_linear(x, weight) for weight in weights]
         return down_products(x.squeeze(2), weights)  # one product per kind of gradient
-
-
-class LaneRowEdge(Edge):
-    """A linear that ends in the lanes' streams, through the partial reduction."""
-
-    def __init__(self, ranks: Ranks, lanes: int, shared: int, wide_sums: bool) -> None:
-        super().__init__(ranks)
-        self.lanes, self.shared, self.wide_sums = lanes // ranks.size, shared, wide_sums
-
-    def forward(
-        self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.Module | None = None
-    ) -> list[Tensor]:
-        """Map x (b, s, d_in/T), Shard(-1), by weight (d, d_in/T), Shard(1): (b, s, g, d)."""
-        terms = [lane_terms(x, local(linear.weight), self.lanes) for linear in linears]
-        return [share_channels(term, self.shared, self.wide_sums, self.ranks) for term in terms]
 
 
 class LaneEmbedEdge(Edge):
@@ -89,7 +73,7 @@ def caat(args: LlamaArgs, settings: TPSettings) -> Styles:
     """Return the plan: Megatron's placements, with a residual stream for every lane."""
     wide_sums = settings.wide_sums
     shared = args.shared_channels(args.dim)
-    row = on_ranks(LaneRowEdge, lanes=args.lanes, shared=shared, wide_sums=wide_sums)
+    row = on_ranks(LaneTerms, lanes=args.lanes, shared=shared, wide_sums=wide_sums)
     embed = on_ranks(LaneEmbedEdge, lanes=args.lanes, wide_sums=wide_sums)
     head = on_ranks(LaneHead, loss_parallel=settings.loss_parallel)
     return dense_blocks(CAAT, on_ranks(LaneColumnEdge), row) | model_ends(embed, head)

@@ -22,6 +22,8 @@ from torchtitan_lr.models.kept import end_recomputation, keep
 from torchtitan_lr.models.linears import LowRankLinear, activated, concatenated
 from torchtitan_lr.parallel.edge import (
     Edge,
+    EmbedEdge,
+    HeadEdge,
     MixEdge,
     gather_and_copy_to_ranks,
     normalize,
@@ -29,7 +31,6 @@ from torchtitan_lr.parallel.edge import (
     reduce_scatter_to_ranks,
     summed_products,
 )
-from torchtitan_lr.parallel.ends import EmbedEdge, HeadEdge
 from torchtitan_lr.parallel.placement import (
     COLUMN_ROW,
     EdgeParallel,

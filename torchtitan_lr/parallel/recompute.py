@@ -39,16 +39,10 @@ from torchtitan_lr.models.kept import keep, kept_by, mark_in_graphs
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, apply_ac, count_checkpointed_blocks_from
 
-SELECTIVE_SAVE_LIST = {
-    torch.ops.aten.mm.default,
-    *ATTENTION_OPERATORS,
-    FLEX_ATTENTION,
-    FLEX_ATTENTION_CALL,
-}
-"""Operators with outputs that ``selective_ac_option = "op"`` saves: the expensive ones.
-
-torchtitan saves every second matmul as well. Its own list lacks attention on the CPU.
-"""
+# Operators with outputs that ``selective_ac_option = "op"`` saves: the expensive ones. torchtitan
+# saves every second matmul as well. Its own list lacks attention on the CPU.
+_ATTENTION = (*ATTENTION_OPERATORS, FLEX_ATTENTION, FLEX_ATTENTION_CALL)
+SELECTIVE_SAVE_LIST = {torch.ops.aten.mm.default, *_ATTENTION}
 
 # Modes in which wrapped blocks recompute. In ``memory_budget`` the compiler chooses what to
 # recompute, and its choice cannot be measured before a run: the mode counts as a share of the way
@@ -59,17 +53,14 @@ EAGER_MODES = ("none", "selective", "full", "low_rank")
 # is recomputed.
 COMPILES_ON_CPU = ("none", "low_rank")
 
+# Policies of compiled blocks, by whether attention's results are saved.
+_KEPT = torch.ops.torchtitan_lr.keep.default
 _COMPILED_SAVES = {
-    attention: partial(
-        create_selective_checkpoint_contexts,
-        [
-            torch.ops.torchtitan_lr.keep.default,
-            *((*ATTENTION_OPERATORS, FLEX_ATTENTION) if attention else ()),
-        ],
-    )
-    for attention in (False, True)
+    False: partial(create_selective_checkpoint_contexts, [_KEPT]),
+    True: partial(
+        create_selective_checkpoint_contexts, [_KEPT, *ATTENTION_OPERATORS, FLEX_ATTENTION]
+    ),
 }
-"""Policies of compiled blocks, by whether attention's results are saved."""
 
 
 def check_mode(config: Any) -> None:
@@ -108,24 +99,19 @@ def apply_activation_checkpoint(model: nn.Module, job_config: JobConfig) -> None
     if section.mode == "low_rank":
         apply_low_rank_checkpoint(model, section.low_rank_save_attention)
     else:
-        _apply_upstream_checkpoint(model, job_config)
+        # "2" wraps every second block, counted over the whole model and not per pipeline stage.
+        count_checkpointed_blocks_from(int(next(iter(getattr(model, "layers")), 0)))  # noqa: B009
+        apply_ac(
+            model,
+            section,
+            model_compile_enabled=compiles_model(job_config),
+            op_sac_save_list=SELECTIVE_SAVE_LIST,
+            base_folder=job_config.job.dump_folder,
+        )
     for wrapped in checkpointed_modules(model):
         for module in wrapped.modules():
             if isinstance(module, GatheredAttention):
                 module.repeats = False
-
-
-def _apply_upstream_checkpoint(model: nn.Module, job_config: JobConfig) -> None:
-    section: Any = job_config.activation_checkpoint
-    # "2" wraps every second block, counted over the whole model and not per pipeline stage.
-    count_checkpointed_blocks_from(int(next(iter(getattr(model, "layers")), 0)))  # noqa: B009
-    apply_ac(
-        model,
-        section,
-        model_compile_enabled=compiles_model(job_config),
-        op_sac_save_list=SELECTIVE_SAVE_LIST,
-        base_folder=job_config.job.dump_folder,
-    )
 
 
 def apply_low_rank_checkpoint(model: nn.Module, save_attention: bool) -> None:
@@ -189,7 +175,7 @@ class _SavedAttention(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in (*ATTENTION_OPERATORS, FLEX_ATTENTION, FLEX_ATTENTION_CALL):
+        if func in _ATTENTION:
             return keep(lambda: func(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
