@@ -27,12 +27,7 @@ def main() -> int:
 
 def own_process() -> None:
     """Set up this process for one command: its streams and its signals."""
-    # A signal raises KeyboardInterrupt, so that the command cleans up; what stops its own work on a
-    # signal, such as the launcher of ranks, sets handlers of its own. Signals that ``nohup`` or
-    # ``cmd &`` set to be ignored stay so. A rank of torchrun keeps Python's handlers: torchrun
-    # sends SIGTERM to the others when one rank has failed.
-    # A signal raises KeyboardInterrupt, so that the command cleans up; what stops its own work on a
-    # signal, such as the launcher of ranks, sets handlers of its own. Signals that ``nohup`` or
+    # A signal raises KeyboardInterrupt, so that the command cleans up. Signals that ``nohup`` or
     # ``cmd &`` set to be ignored stay so. A rank of torchrun keeps Python's handlers: torchrun
     # sends SIGTERM to the others when one rank has failed.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):

@@ -21,11 +21,9 @@ _LONGEST = 500  # characters of a value in a message
 
 
 def escaped(text: str, keep: str = "") -> str:
-    r"""Return a text without control characters, which could change or forge what a terminal shows.
-
-    They become escapes such as ``\x1b``, but those to ``keep``. Everything that prints names,
-    paths, values or texts from a file uses this function.
-    """
+    r"""Return a text without control characters, which could forge what a terminal shows."""
+    # They become escapes such as ``\x1b``, but those to ``keep``. Everything that prints names,
+    # paths, values or texts from a file uses this function.
     found = _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
     for control, written in (("\t", "\\t"), ("\n", "\\n")):
         if control not in keep:

@@ -76,10 +76,8 @@ def scale_(tensors: Iterable[Tensor], factor: Tensor) -> None:
 
 @contextmanager
 def rounded_once(weights: Sequence[Tensor], dtype: torch.dtype) -> Iterator[list[Tensor]]:
-    """Yield weights in a dtype; what is written to them is rounded to their own once, at the end.
-
-    Each operator on a bf16 weight would round it. A weight of that dtype is yielded itself.
-    """
+    """Yield weights in a dtype; what is written there is rounded to their own once, at the end."""
+    # Each operator on a bf16 weight would round it. A weight of that dtype is yielded itself.
     exact = [weight.to(dtype) for weight in weights]
     yield exact
     for weight, wide in zip(weights, exact, strict=True):

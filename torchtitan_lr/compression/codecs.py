@@ -154,11 +154,10 @@ def union(packed: Tensor) -> Tensor:
 
 
 def largest(rows: Tensor, theta: float) -> tuple[Tensor, Tensor]:
-    """Return positions (W, k), int64, and values of the largest entries by magnitude, in no order.
-
-    Each row (W, m) has exactly ``kept_entries(m, theta)`` entries, so that it reaches θ; the
-    published threshold, estimated from a sample, does not. A NaN counts as the largest and is sent.
-    """
+    """Return positions (W, k), int64, and values of the largest entries by magnitude."""
+    # Each row (W, m) has exactly ``kept_entries(m, theta)`` entries, so that it reaches θ; the
+    # published threshold, estimated from a sample, does not. A NaN counts as the largest and is
+    # sent.
     m = rows.shape[1]
     k = kept_entries(m, theta)
     if k == m:
@@ -196,13 +195,10 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class SparseCodec:
-    """Exactly k entries for each destination: 1 + 32(1 − θ) bits per parameter, or 1 + 16(1 − θ).
-
-    With ``half`` values travel in bf16; their owner adds them in fp32.
-    """
+    """Exactly k entries for each destination: 1 + 32(1 − θ) bits per parameter, or 1 + 16(1 − θ)."""
 
     theta: float  # share of unsent entries, in [0, 1)
-    half: bool = False
+    half: bool = False  # whether values travel in bf16; their owner adds them in fp32
 
     def encode(self, rows: Tensor, seed: int) -> Message:
         """Send bitmaps, and values in the order of their bits; see `SketchCodec.encode`."""
@@ -242,16 +238,14 @@ def _positions(marked: Tensor, k: int) -> Tensor:
 class SketchCodec:
     """Count sketch with an index: 1 + 32/c bits per parameter, or 1 + 16/c.
 
-    Entries that do not peel are not lost: the owner zeroes their blocks and reports them. Hash
-    seeds follow from the number of the exchange. With ``half`` cells travel in bf16; their owner
-    adds them in fp32.
+    Entries that do not peel are not lost: the owner zeroes their blocks and reports them.
     """
 
     ranks: int
     c: float  # entries per cell
     theta: float  # share of unsent entries, in [0, 1)
     rounds: int = ROUNDS
-    half: bool = False
+    half: bool = False  # whether cells travel in bf16; their owner adds them in fp32
 
     def encode(self, rows: Tensor, seed: int) -> Message:
         """Choose the entries to send: the index, and a sketch for each owner (W, 3·row)."""

@@ -126,10 +126,8 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         """Sum the unit's shard (s,) over the replicas, in place."""
         if shard.device.type != "cpu":
             # FSDP2 allocates the shard on its reduce-scatter stream and calls the hook on its
-            # all-reduce stream. If gradients are stored in another dtype than they are summed in,
-            # it frees the shard when the cast is queued; it holds the shard only for its own
-            # all-reduce. The next unit's reduce-scatter could overwrite a shard that is still
-            # being summed.
+            # all-reduce stream. It frees a shard that is stored in another dtype when the cast is
+            # queued: the next unit's reduce-scatter could overwrite it while it is being summed.
             shard.record_stream(torch.get_device_module(shard.device).current_stream())
         self._start(shard, shard)
 
@@ -190,11 +188,9 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
     ) -> Resumable[tuple[Tensor, Tensor]]:
         """Reduce-scatter rows (W, m), overwritten, with error feedback, and dense ones (W, e)."""
         # If revocable, the residual changes only with the next `commit`. Until then each exchange
-        # continues from the one before. The received message is decoded between the message's
-        # collectives and those that say which blocks failed; the next exchange must not start
-        # before the end of this one. The sums (m,) and (e,) are in bf16 if they travel so.
-        # Collisions differ between steps. The constant 0 stands for a setting that left: without
-        # it every hash would change.
+        # continues from the one before. The next one must not start before the end of this one.
+        # The sums (m,) and (e,) are in bf16 if they travel so.
+        # Collisions differ between steps.
         seed = zlib.crc32(f"0/{self.name}/{self.exchanges}".encode())
         self.exchanges += 1
         # The residual of the exchange before, committed or not.

@@ -59,11 +59,9 @@ class Residuals:
             compressor.residual.copy_(local.reshape(compressor.residual.shape))
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the last measured step over all ranks, which all call this; or nothing.
-
-        ``unpeeled_share`` is of the sent entries. ``bytes_saved`` is of this rank in one step;
-        HSDP's plain all-reduce counts its shard once, as in the ledger.
-        """
+        """Return metrics of the last measured step, if any; all ranks call this."""
+        # ``unpeeled_share`` is of the sent entries. ``bytes_saved`` is of this rank in one step;
+        # HSDP's plain all-reduce counts its shard once, as in the ledger.
         measured = [
             torch.cat([c.counts, joint_norm([c.residual]).double().square().view(1)])
             for c in self.compressors

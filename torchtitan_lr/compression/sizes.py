@@ -101,9 +101,8 @@ def exchange_unit(
     """Return the sizes of a unit's exchange; all is dense if a sketch could not be decoded."""
     # Entries are those of a destination, or of the whole shard for `all_reduce`, of which each rank
     # owns a W-th part. An owner must decode all but a few percent of what W independent ranks send
-    # it. Whole entries and cells count: each rank sends at least one of m entries, and a row of the
-    # sketch has at least one cell. In a small sketch, entries form an undecodable loop at lower
-    # loads (finite-size scaling of random hypergraphs, with exponent 2/3).
+    # it. In a small sketch, entries form an undecodable loop at lower loads (finite-size scaling of
+    # random hypergraphs, with exponent 2/3).
     m = -(-compressed // ranks) if all_reduce else compressed
     if codec.name == "sketch" and m > 0 and ranks > 1:
         row = sketch_row(m, codec.c)
@@ -185,8 +184,7 @@ def bits_per_entry(codec: CodecSizes, replicas: int = 0) -> float:
 
 def peels(c: float, theta: float, ranks: int) -> bool:
     """Return whether a large sketch of compression c decodes: c·(1 − θ^W) ≤ 0.75."""
-    # 1 − θ^W is the share of entries that any of W independent ranks sends. `exchange_unit` decides
-    # for one unit, by its size.
+    # 1 − θ^W is the share of entries that any of W independent ranks sends.
     # A theta that is the smallest one but for rounding counts as peeling.
     return c * (1 - theta**ranks) <= PEELING_LIMIT + 1e-12
 

@@ -52,10 +52,8 @@ class Head(nn.Module):
     def forward(
         self, x: Tensor, norm: nn.Module, output: nn.Linear, targets: Tensor | None = None
     ) -> Tensor:
-        """Return logits (b, s, V) of x (b, s, d), or with targets (b, s) the loss (`linear_loss`).
-
-        With lanes x is (b, s, G, d), and each lane scores its part of the vocabulary.
-        """
+        """Return logits (b, s, V) of x (b, s, d), or with targets (b, s) the loss."""
+        # With lanes x is (b, s, G, d), and each lane scores its part of the vocabulary.
         x = norm(x)
         if targets is not None:
             return linear_loss(x, output.weight, targets, errors=self.errors)
@@ -97,17 +95,14 @@ def chunk_tokens(tokens: int, dim: int) -> int:
 
 
 def linear_loss(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ranks: Ranks | None = None,
+    x: Tensor,  # (b, s, d), with lanes (b, s, g, d), each for its own rows of the weight
+    weight: Tensor,  # (V/T, d), Shard(0)
+    targets: Tensor,  # token ids (b, s), of which `IGNORE_INDEX` does not count
+    ranks: Ranks | None = None,  # that share the vocabulary
     errors: Errors | None = None,
 ) -> Tensor:
     """Sum -log p(target) over the valid tokens, in nats, where p is the softmax of x Wᵀ."""
-    # The input x is (b, s, d), with lanes (b, s, g, d), each for its own rows of the weight (V/T,
-    # d), Shard(0). The targets (b, s) are token ids, of which `IGNORE_INDEX` does not count. The
-    # result is a replicated scalar in at least fp32. The gradient of x is this rank's term of a
-    # sum.
+    # The result is a replicated scalar in at least fp32. The gradient of x is this rank's term.
     rows = x.flatten(0, 1)
     rows = rows.unsqueeze(1) if rows.ndim == 2 else rows
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
@@ -192,11 +187,9 @@ def _chunk_loss(
     wanted: bool,
     errors: Errors | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of -log p(target) of n tokens, and p less the targets' one-hot rows (n, V/T).
-
-    The second result is in the memory of ``logits``, made only if ``wanted``. The logits become
-    probabilities in one pass, and log p is computed for the targets alone.
-    """
+    """Return the sum of -log p(target) of n tokens, and p less one-hot rows (n, V/T) if wanted."""
+    # The second result is in the memory of ``logits``. The logits become probabilities in one pass,
+    # and log p is computed for the targets alone.
     lanes = x.shape[1]
     columns = logits.chunk(lanes, 1)
     for lane, rows in enumerate(weight.chunk(lanes)):
@@ -260,9 +253,7 @@ def _add_gradients(
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the sum of ``-log p(label)`` over the valid tokens of a batch, in nats, a scalar."""
-    # The logits (b, s, V) are a plain tensor, or a DTensor Shard(-1) in loss-parallel context. The
-    # caller divides by the valid tokens of the global batch, so that gradients add up over ranks
-    # and micro-batches without any averaging.
+    # The logits (b, s, V) are a plain tensor, or a DTensor Shard(-1) in loss-parallel context.
     # Half precision is raised to fp32; fp64 stays fp64, which upstream's loss would round.
     compute = torch.promote_types(logits.dtype, torch.float32)
     loss = F.cross_entropy(

@@ -30,11 +30,7 @@ KEEPS_OUTER_SILU = ("debug", "tiny", "60M", "130M")
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """One form of a block's seven linears (q, k, v, o, gate, up, down).
-
-    A family from outside the package is a subclass with methods of its own. The defaults are those
-    of a low-rank family with σ and without carried latents.
-    """
+    """One form of a block's seven linears (q, k, v, o, gate, up, down); others are subclasses."""
 
     name: str  # the value of ``LlamaArgs.family``
     low_rank: bool = True  # whether the linears are factorised, or dense
@@ -69,11 +65,9 @@ class ModelFamily:
         return LowRankLinear(d_in, d_out, rank, args.learns_gates and not first_block)
 
     def build_mix(self) -> nn.Module | None:
-        """Build the module between A and σ, see `models.linears.LowRankGroup`; None without one.
-
-        Plans put their own edge in place of LaX's. They may hold a latent in shards along r:
-        without carried latents the module must therefore act on each element by itself.
-        """
+        """Build the module between A and σ, see `models.linears.LowRankGroup`; None without one."""
+        # Plans put their own edge in place of LaX's. They may hold a latent in shards along r:
+        # without carried latents the module must therefore act on each element by itself.
         return Mix() if self.carries_latents else None
 
     def check(self, args: "LlamaArgs") -> None:

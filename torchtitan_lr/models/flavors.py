@@ -80,11 +80,7 @@ def write_model_args(args: LlamaArgs, path: Path) -> None:
 
 
 class FlavorTable(UserDict[str, LlamaArgs]):
-    """Flavors of one family by name, or from a file; each look-up gives a fresh copy.
-
-    torchtitan looks a flavor up and then changes it in place, so a plain dict would carry one job's
-    settings into the next.
-    """
+    """Flavors of one family by name or file; each look-up copies, as torchtitan changes it."""
 
     def __init__(self, family: ModelFamily) -> None:
         self.family = family

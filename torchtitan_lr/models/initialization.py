@@ -25,11 +25,10 @@ DENSE_STD = 0.02
 @torch.no_grad()
 def init_parameters(model: nn.Module, args: LlamaArgs) -> None:
     """Draw every parameter of a model or of a part of one, in fp32 on its device."""
-    # Both factors of a low-rank linear have the standard deviation r^(-1/4) · (d_in +
-    # d_out)^(-1/4): an entry of BA is a sum of r products, so that its own is √r · std² = (d_in +
-    # d_out)^(-1/2), whatever the rank. CAAT-Net's private channels, to which no other lane adds,
-    # start √G times as large: a shared one is the sum of G terms, and all have the same variance
-    # (section 3.2).
+    # Both factors of a low-rank linear have the standard deviation
+    #     std = r^(-1/4) · (d_in + d_out)^(-1/4):
+    # an entry of BA is a sum of r products, and has √r · std² = (d_in + d_out)^(-1/2). CAAT-Net's
+    # private channels start √G times as large: a shared one is the sum of G terms (section 3.2).
     stds: dict[str, float | None] = {}  # None for ones
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""

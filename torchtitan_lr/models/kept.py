@@ -29,10 +29,8 @@ torch.library.register_autograd("torchtitan_lr::keep", lambda ctx, gradient: gra
 
 def keep(compute: Callable[[], T]) -> T:
     """Compute tensors that backward reuses when it recomputes the rest."""
-    # Call it where autograd records nothing: in the forward of an autograd Function. Other effects
-    # of ``compute`` happen in forward only. In a compiled graph the operator
-    # ``torchtitan_lr::keep`` follows, which costs nothing: the compiler drops what only leads to
-    # kept tensors.
+    # Call it where autograd records nothing: in the forward of an autograd Function. In a compiled
+    # graph the compiler drops what only leads to the operator ``torchtitan_lr::keep``.
     if torch.compiler.is_compiling():
         made: Any = compute()
         if _marks_in_graphs:
@@ -44,9 +42,8 @@ def keep(compute: Callable[[], T]) -> T:
 
 def end_recomputation(*last: Tensor | None) -> None:
     """Stop recomputing here if backward only still needs these tensors."""
-    # Call it in the forward of an autograd Function before its product, with what the Function
-    # saves. Autograd itself collects that only afterwards: the block's last product would run for
-    # nothing.
+    # Call it in the forward of a Function before its product, with what the Function saves.
+    # Autograd collects that only afterwards: the block's last product would run for nothing.
     running = None if torch.compiler.is_compiling() else getattr(_thread, "running", None)
     if running is not None:
         running.end_with([x for x in last if x is not None])

@@ -34,17 +34,13 @@ class LowRankLinear(nn.Module):
 
 
 class LowRankGroup(nn.Module):
-    """B σ(A x + g · carried) of every linear of a group (CoLA, Eq. 3; LaX).
-
-    ``down`` applies A, ``mix`` adds the carried latents of families that have them, ``up`` applies
-    σ and B. ``use_silu`` says by linear whether σ is SiLU or the identity.
-    """
+    """B σ(A x + g · carried) of every linear of a group (CoLA, Eq. 3; LaX)."""
 
     def __init__(
         self, use_silu: Iterable[bool], down: nn.Module, up: nn.Module, mix: nn.Module | None
     ) -> None:
         super().__init__()
-        self.use_silu = list(use_silu)
+        self.use_silu = list(use_silu)  # by linear whether σ is SiLU, or the identity
         self.down, self.mix, self.up = down, mix, up
 
     def forward(
@@ -225,10 +221,6 @@ def used_width(weight: Tensor, pads: bool | None) -> int:
     # With ``pads`` that is the next multiple of 32 for a width that 8 does not divide, while
     # gradients are computed: rows of an odd width begin at addresses that a GPU's fast kernels do
     # not take. None pads on a GPU. The added features are 0, and so are their gradients.
-    # With ``pads`` that is the next multiple of 32 for a width that 8 does not divide, while
-    # gradients are computed: rows of an odd width begin at addresses that a GPU's fast kernels do
-    # not take. The next product takes as many features as come. The added features are 0, and so
-    # are their gradients; parameters and what is stored keep their width. None pads on a GPU.
     width = weight.shape[0]
     pads = weight.is_cuda if pads is None else pads
     if not (pads and torch.is_grad_enabled()) or width % 8 == 0:

@@ -182,11 +182,7 @@ class TransformerBlock(nn.Module):
 
 
 class LlamaModel(ModelProtocol):
-    """LLaMA of any family, or the part of a pipeline stage.
-
-    A stage has ``tok_embeddings``, ``norm`` or ``output`` set to None and layers removed, as
-    torchtitan's ``pipeline_llm`` leaves it.
-    """
+    """LLaMA of any family, or the part of a pipeline stage that ``pipeline_llm`` leaves."""
 
     freqs_cis: Tensor
 
@@ -223,10 +219,9 @@ class LlamaModel(ModelProtocol):
         targets: Tensor | None = None,  # token ids (b, s) whose log-probabilities are summed
     ) -> Tensor | tuple[Tensor, ...]:
         """Predict the next token at every position: return logits (b, s, V), or a loss."""
-        # With a cache the logits are the last position's, (b, 1, V). With targets the result is the
-        # scalar sum of -log p(target), without whole logits (`models.ends`); a head that gathers
-        # its logits over the ranks ignores them. An earlier pipeline stage returns the stream (b,
-        # s, d), with lanes (b, s, G, d), for LaX followed by the last block's latents.
+        # With a cache the logits are the last position's, (b, 1, V). A head that gathers its logits
+        # over the ranks ignores targets. An earlier pipeline stage returns the stream (b, s, d),
+        # with lanes (b, s, G, d), for LaX followed by the last block's latents.
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         latents: Latents | None = carried or None
         table = torch.view_as_real(self.freqs_cis)
@@ -308,10 +303,9 @@ def separate(
     places: Tensor | None = None,  # of the tokens that attend (b, q); None for all s
 ) -> tuple[Tensor, Mask]:
     """Return the positions of tokens in their documents (b, s), and the mask of attention."""
-    # A token attends to the earlier tokens of its own document, as if that were alone. The first
-    # token of a row begins a document: what a row continues from an earlier one is not there. The
-    # mask is the blocks of 128 × 128 scores that ``flex_attention`` computes, which takes no memory
-    # of s²; on a CPU, what is added to the scores (b, 1, q, s) in ``dtype``: 0 or -inf.
+    # A token attends to the earlier tokens of its own document. The first token of a row begins a
+    # document. The mask is the blocks of 128 × 128 scores that ``flex_attention`` computes, without
+    # memory of s²; on a CPU, what is added to the scores (b, 1, q, s) in ``dtype``: 0 or -inf.
     b, s = documents.shape
     keys = torch.arange(s, device=documents.device).expand_as(documents)
     first = torch.ones_like(documents[:, :1], dtype=torch.bool)
@@ -344,16 +338,11 @@ def build_freqs_cis(
     scaling: RoPEScalingArgs | None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return exp(i · position · frequency) (RoFormer, section 3.2.2), (seq_len, head_dim / 2).
-
-    The pairs of a head are neighbours, (x0, x1), (x2, x3), ...: Meta's convention. Hugging Face
-    pairs the two halves of a head instead, hence the permutation in the state-dict adapter. Angles
-    are computed in fp64 and rounded once, to complex numbers of two ``dtype``.
-
-    Under Llama 3.1's scaling, pairs that turn often within the original context keep their
-    frequency, those that turn rarely have it divided by the factor, and the ones between are
-    interpolated linearly in the number of turns.
-    """
+    """Return exp(i · position · frequency) (RoFormer, section 3.2.2), (seq_len, head_dim / 2)."""
+    # The pairs of a head are neighbours, (x0, x1), (x2, x3), ...: Meta's convention. Hugging Face
+    # pairs the two halves of a head instead. Under Llama 3.1's scaling, pairs that turn often
+    # within the original context keep their frequency, those that turn rarely have it divided by
+    # the factor, and the ones between are interpolated linearly in the number of turns.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     frequencies = torch.pow(theta, -exponents)  # radians per position
     if scaling is not None:

@@ -16,9 +16,8 @@ _FACTORS = ("A.weight", "B.weight", "gate")  # in the place of ``weight``
 class LlamaStateDictAdapter(Llama3StateDictAdapter):
     """Converts state dicts between our names and Hugging Face's.
 
-    Full rank goes both ways, with the permutation between the two conventions of RoPE (torchtitan's
-    own). svd merges into full-rank weights, one way. Others, and svd if ``coded``, keep their
-    tensors, which the code of an export (`hf.modeling_torchtitan_lr`) has by LLaMA's names, both
+    Full rank goes both ways, with torchtitan's permutation of RoPE. svd merges into full-rank
+    weights, one way. Others, and svd if ``coded``, keep their tensors under LLaMA's names, both
     ways.
     """
 

@@ -89,17 +89,14 @@ from torchtitan_lr.parallel.placement import (
 
 
 class DownEdge(Edge):
-    """End of a chunk: A of every linear of a group, and the sums over the ranks.
-
-    With ``grouping`` the latents of a group share one collective. The norm's statistic is reduced
-    with them (``online``) or before (``sync``). ``comm`` is an ``all_reduce``, or for ``sequence``
-    a reduce-scatter over the tokens.
-    """
+    """End of a chunk: A of every linear of a group, and the sums over the ranks."""
 
     def __init__(
         self, ranks: Ranks, grouping: bool = True, norm: str = "online", comm: str = "all_reduce"
     ) -> None:
         super().__init__(ranks)
+        # The latents of a group share one collective; the norm's statistic is reduced with them
+        # (``online``) or before (``sync``); ``sequence`` reduce-scatters over the tokens.
         self.grouping, self.norm, self.comm = grouping, norm, comm
 
     def forward(
@@ -118,11 +115,7 @@ class DownEdge(Edge):
 
 
 class UpEdge(Edge):
-    """Start of a chunk: σ, and column-parallel B of every linear of the group.
-
-    With ``grouping`` the latents share one collective and, if their shapes are equal, one batched
-    product.
-    """
+    """Start of a chunk: σ, and column-parallel B, batched under ``grouping`` for equal shapes."""
 
     def __init__(self, ranks: Ranks, grouping: bool = True, comm: str = "all_reduce") -> None:
         super().__init__(ranks)
@@ -429,10 +422,7 @@ class _SyncNorm(torch.autograd.Function):
 
 
 class _ScatteredNorm(torch.autograd.Function):
-    """Forward all-gather and statistic's all-reduce, backward reduce-scatter and all-reduce.
-
-    The output is N = U · rstd with U the gathered γ ⊙ x.
-    """
+    """N = U · rstd, U the gathered γ ⊙ x; backward reduce-scatters dU and all-reduces <dU, U>."""
 
     @staticmethod
     def forward(

@@ -82,17 +82,14 @@ def gather_row(x: Tensor, ranks: Ranks) -> Tensor:
 
 
 def attend_from_chunks(
-    q: Tensor,
-    k: Tensor,
+    q: Tensor,  # (b, h, s/C, head_dim)
+    k: Tensor,  # (b, h_kv, s, head_dim), the row's, as v
     v: Tensor,
-    mask: Mask | None,
+    mask: Mask | None,  # of the documents (`separate`), own tokens to the row's; None is causal
     ranks: Ranks,
-    to_prefix: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+    to_prefix: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,  # from a chunk
 ) -> Tensor:
-    """Return attention's output for a rank's two chunks q of a row, (b, h, s/C, head_dim)."""
-    # Keys and values (b, h_kv, s, head_dim) are the row's. The mask of documents (`separate`) is of
-    # the own tokens to the row's; without one attention is causal. ``to_prefix`` attends from a
-    # chunk to all keys up to its end.
+    """Return attention's output for a rank's two chunks of a row, (b, h, s/C, head_dim)."""
     if mask is not None:
         return attend(q, k, v, mask)
     to_prefix = to_prefix or attend_to_prefix

@@ -44,10 +44,9 @@ def apply_data_parallel(
     model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
 ) -> None:
     """Apply FSDP2, HSDP, replication or nothing, according to the data-parallel degrees."""
-    # Without data parallelism the model is also wrapped (in a group of one) if parameter dtype and
-    # compute dtype differ, so that mixed precision means the same in every layout: weights,
-    # activations and the residual stream in ``mixed_precision_param``, master weights and sums of
-    # micro-batches in fp32. Gradients travel in ``mixed_precision_reduce``.
+    # Mixed precision means the same in every layout, so that a model without data parallelism is
+    # wrapped too: weights, activations and the residual stream in ``mixed_precision_param``, master
+    # weights and sums of micro-batches in fp32, gradients sent in ``mixed_precision_reduce``.
     # FSDP2 must not sum over the replicas if an optimizer or a compressor does.
     owned = job_config.optimizer.name in SUMS_REPLICAS and parallel_dims.dp_replicate_enabled
     compresses = job_config.grad_compression.codec != "none"
@@ -136,8 +135,8 @@ def split_outside_rank(model: nn.Module, ranks: int) -> Callable[[nn.Parameter],
     """Choose the dimensions in which FSDP2 splits weights whose Gram matrices are summed."""
     # A spectral optimizer sums Gram matrices (r, r) over the ranks, for which no rank may hold a
     # part of r. So A (r, d_in) is split along d_in, not along the first dimension as FSDP2 does.
-    # Where that does not help, FSDP2's choice stays and the factor is gathered: if tensor
-    # parallelism splits r already, or if the ranks do not divide the columns, which FSDP2 refuses.
+    # If tensor parallelism splits r already, or if the ranks do not divide the columns, which FSDP2
+    # refuses, FSDP2's choice stays and the factor is gathered.
     by_columns: set[Tensor] = set()
     uneven: list[str] = []
     for name, module in model.named_modules():
@@ -196,10 +195,9 @@ def round_on_the_wire(model: nn.Module) -> None:
 
 def synchronize_gradients(model_parts: Sequence[nn.Module], enabled: bool) -> None:
     """Enable or disable the part of gradient synchronization that accumulation can defer."""
-    # Replicas keep full gradients and HSDP keeps shards, so only the last micro-batch needs an
-    # exchange over the replicas. FSDP still reduce-scatters each micro-batch, because keeping
-    # unsharded gradients would cost the memory that sharding saves. With gradient compression it
-    # keeps them: a compressed exchange costs time, and its residual has the same size.
+    # Only the last micro-batch needs an exchange over the replicas. FSDP still reduce-scatters each
+    # micro-batch: unsharded gradients would cost the memory that sharding saves. With gradient
+    # compression it keeps them: an exchange costs time, and its residual has the same size.
     for module in fsdp_modules(model_parts):
         if isinstance(module, ReplicateModule) or module in COMPRESSORS:
             module.set_requires_gradient_sync(enabled, recurse=False)
@@ -211,9 +209,8 @@ def synchronize_gradients(model_parts: Sequence[nn.Module], enabled: bool) -> No
 class OwnGradients:
     """Norms of the gradients that this rank's own backward made, before any sum over ranks.
 
-    After the sum over data-parallel ranks, a NaN of one is in all of them. The norms stay on the
-    device; nothing reads them unless a step is rejected. Parts that `apply_data_parallel` left
-    unwrapped are not watched.
+    After that sum a NaN of one rank is in all of them. The norms stay on the device; nothing reads
+    them unless a step is rejected.
     """
 
     def __init__(self, model_parts: Sequence[nn.Module]) -> None:

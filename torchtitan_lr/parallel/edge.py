@@ -42,10 +42,7 @@ from torchtitan_lr.models.linears import LowRankLinear, activated, down_products
 
 
 class Edge(nn.Module):
-    """A border of the model where ranks communicate: no parameters, but the ranks.
-
-    An edge has the ``forward`` arguments of the one-device module that it replaces.
-    """
+    """A border where ranks communicate, with the arguments of the module that it replaces."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
@@ -141,8 +138,8 @@ class HeadEdge(Edge):
     ) -> Tensor:
         """Return logits (b, s, V), or with targets (b, s), replicated, the loss (`linear_loss`)."""
         # With ``loss_parallel`` logits are a DTensor with Shard(-1), for torch's context of that
-        # name; else they are gathered, and targets are not used. For the loss the ranks exchange
-        # their log-sum-exps for every chunk of tokens, and at the end the loss.
+        # name; else they are gathered, and targets are not used. The loss sends the log-sum-exps
+        # of every chunk of tokens, and itself.
         weight = local(output.weight)
         x = self.normalized(x, norm)
         if targets is not None and self.loss_parallel:
@@ -165,9 +162,8 @@ class HeadEdge(Edge):
 
 def normalize(x: Tensor, norm: nn.RMSNorm, ranks: Ranks | None = None) -> Tensor:
     """Normalize whole features (..., d) with a replicated weight (d,)."""
-    # The weight's gradient is summed over ``ranks``, whose streams differ (token shards, lanes);
-    # None is for a replicated stream.
-    # The gradient of the kernel is that of this rank's stream only.
+    # The gradient of the kernel is that of this rank's stream. It is summed over ``ranks``, whose
+    # streams differ (token shards, lanes); None is for a replicated stream.
     weight = local(norm.weight)
     if ranks is not None:
         weight = copy_to_ranks(weight, ranks)

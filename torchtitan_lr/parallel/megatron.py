@@ -45,10 +45,7 @@ from torchtitan_lr.parallel.placement import (
 
 
 class ColumnEdge(Edge):
-    """Start of a full-rank pair: the norm, if any, then the column-parallel linears of a group.
-
-    For ``sequence`` the input is sharded along the tokens.
-    """
+    """Start of a full-rank pair: the norm, if any, then the column-parallel linears of a group."""
 
     def __init__(self, ranks: Ranks, comm: str = "all_reduce") -> None:
         super().__init__(ranks)
@@ -214,8 +211,7 @@ def column_parallel(
 ) -> list[Tensor]:
     """Apply column-parallel weights (d_out_i/T, d_in), Shard(0), to one x (b, s, d_in)."""
     # Forward gathers x along ``dim`` and backward reduce-scatters; None is for a replicated x,
-    # whose gradient is all-reduced. Outputs are (b, s, d_out_i/T), Shard(-1); low-rank
-    # checkpointing saves them.
+    # whose gradient is all-reduced. Low-rank checkpointing saves outputs (b, s, d_out_i/T).
     out: Tensor = _ColumnParallel.apply(x, ranks, dim, *weights)
     if len(weights) == 1:  # the backward of a split copies the gradient, even of a single part
         return [out]

@@ -21,9 +21,7 @@ def parallelize_llama(
     model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
 ) -> nn.Module:
     """Apply the run's plan, then context parallelism and what follows, in this order."""
-    # The model is on the meta device, whole or one pipeline stage. σ sends nothing under any plan:
-    # the edges that apply B apply σ too, to whole latents (``btp``) or to some of their features
-    # (``vanilla``), never to a term of a sum.
+    # The model is on the meta device, whole or one pipeline stage.
     if parallel_dims.tp_enabled:
         settings = tp_settings(job_config, cast(LlamaArgs, model.model_args), parallel_dims.tp)
         logger.info(f"Tensor parallelism over {parallel_dims.tp} ranks: {settings}")

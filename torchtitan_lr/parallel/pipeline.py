@@ -98,7 +98,6 @@ class Stage(PipelineStage):
 
 def pack_messages(part: nn.Module, before: Boundary | None, after: Boundary | None) -> None:
     """Add hooks to a model part so that it receives and sends one tensor per boundary, in place."""
-    # The first stage has no boundary before it, the last one none after it.
     # Eight small messages, of LaX's stream and latents, would each cost a latency.
     if before is not None:
         part.register_forward_pre_hook(lambda _, args: unpack(args[0], before))
@@ -131,10 +130,7 @@ def unpack(message: Tensor, boundary: Boundary) -> tuple[Tensor, ...]:
 
 @dataclass
 class Pipeline:
-    """This rank's stages and the schedules that run batches through them.
-
-    Every rank of the pipeline calls the same methods with the same batches.
-    """
+    """This rank's stages and schedules; all ranks call the same methods with the same batches."""
 
     job_config: JobConfig
     args: LlamaArgs
@@ -197,9 +193,8 @@ class Pipeline:
         self, tokens: Tensor, labels: Tensor, divisor: Tensor, **arguments: Any
     ) -> Tensor:
         """Run forward and backward of a batch (b, s), in micro-batches of the pipeline's own."""
-        # The ``divisor`` is the valid tokens of the global batch. The result is the batch's share
-        # of the loss, a scalar, 0 without the last stage.
-        # Upstream divides the loss that it reports, but not the one that it backpropagates.
+        # The ``divisor`` is the valid tokens of the global batch. Upstream divides the loss that it
+        # reports, but not the one that it backpropagates.
         self.tokens = divisor
         return self._summed(self.schedule.step, tokens, labels, arguments)
 

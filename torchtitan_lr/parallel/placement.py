@@ -37,16 +37,14 @@ FEED_FORWARD = "feed_forward.w1", "feed_forward.w3", "feed_forward.w2"  # gate, 
 
 @dataclass(frozen=True)
 class TPSettings:
-    """The tensor-parallel settings of `[parallelism]`; the fields are its `tp_*` keys.
-
-    Two follow from other keys: whether the loss works on sharded logits, and whether CAAT-Net's
-    backward sums in fp32 while it sends half precision.
-    """
+    """The tensor-parallel settings of `[parallelism]`; the fields are its `tp_*` keys."""
 
     plan: str = "auto"
     grouping: bool = True
     norm: Literal["online", "sync"] = "online"
     comm: Literal["all_reduce", "sequence"] = "all_reduce"
+    # From other keys: whether the loss works on sharded logits, and whether CAAT-Net's backward
+    # sums in fp32 while it sends half precision.
     loss_parallel: bool = True
     wide_sums: bool = False
 
@@ -59,11 +57,7 @@ class TPSettings:
 
 @dataclass
 class EdgeParallel(ParallelStyle):
-    """Distributes the parameters of a module and replaces modules in it by edges.
-
-    Names are relative to the module. A parameter that is None (the gate of a linear without one) is
-    skipped.
-    """
+    """Distributes the parameters of a module and replaces modules in it by edges."""
 
     placements: Mapping[str, Placement] = field(default_factory=dict)  # by parameter
     edges: Mapping[str, EdgeFactory] = field(default_factory=dict)  # by replaced module
@@ -73,7 +67,7 @@ class EdgeParallel(ParallelStyle):
             owner_name, _, leaf = name.rpartition(".")
             owner = module.get_submodule(owner_name)
             parameter = getattr(owner, leaf)
-            if parameter is not None:
+            if parameter is not None:  # as the gate of a linear without one
                 # Every rank has the same full value (none on the meta device): no broadcast.
                 sharded = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=None)
                 owner.register_parameter(leaf, nn.Parameter(sharded))

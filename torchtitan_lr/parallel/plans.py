@@ -41,9 +41,7 @@ def build_tp_plan(model: nn.Module, settings: TPSettings) -> dict[str, ParallelS
 
 def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, settings: TPSettings) -> None:
     """Turn a model's parameters into DTensors and its edges into those of a plan, in place."""
-    # For estimates and measurements; a training run does it in `parallel.parallelize`. The model
-    # has no other wrapper yet; it is on the meta device, or has the same full weights on every
-    # rank.
+    # The model has no wrapper yet; it is on the meta device, or the same on every rank.
     if tp_mesh.size() == 1:
         return
     parallelize_module(model, tp_mesh, build_tp_plan(model, settings), src_data_rank=None)
@@ -54,10 +52,8 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, settings: TPSet
 
 def tp_settings(job_config: JobConfig, args: LlamaArgs, tp_degree: int) -> TPSettings:
     """Resolve the settings of ``[parallelism]`` for a run, for the sequences it has."""
-    # The only place that does so, a pure function of the configuration. Checks and estimates call
-    # it before a rank exists. On a rank, torchtitan hands parallelize functions, pipeline and
-    # loggers the configuration alone, so each of these calls it for itself and gets an equal
-    # record.
+    # The only place that does so, a pure function of the configuration: checks and estimates call
+    # it before a rank exists, and on a rank whoever gets the configuration alone.
     section, training = job_config.parallelism, job_config.training
     # fp32 is summed in fp32 anyway.
     half = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize < 4

@@ -116,9 +116,8 @@ def apply_activation_checkpoint(model: nn.Module, job_config: JobConfig) -> None
 
 def apply_low_rank_checkpoint(model: nn.Module, save_attention: bool) -> None:
     """Wrap every decoder block. Call this after tensor parallelism and before compilation."""
-    # A block recomputes all up-projections but the last, whose result is the next block's input,
-    # and everything between them (CoLA, section 4). With ``save_attention`` attention's output (b,
-    # s, d/T) and log-sum-exp (b, heads/T, s) are saved.
+    # A block recomputes all up-projections but the last, whose result is the next block's input
+    # (CoLA, section 4). Attention's output (b, s, d/T) and log-sum-exp (b, heads/T, s) may stay.
     mark_in_graphs()
     # Attention counts as an operator that can draw random numbers. To repeat it on a CPU, torch's
     # partitioner saves the generator's state after the DeviceMesh of the DTensor parameters, where
@@ -185,10 +184,7 @@ class _AllFound(Exception):
 
 
 class Recomputation:
-    """A forward pass that runs again when backward needs the first of its saved tensors.
-
-    All calls of a backward share one recomputation. The arguments stay in memory.
-    """
+    """A forward pass that runs again, once, when backward needs the first of its saved tensors."""
 
     def __init__(
         self,
