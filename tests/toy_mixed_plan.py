@@ -17,7 +17,7 @@ from torchtitan_lr.parallel.edge import (
     WholeUp,
 )
 from torchtitan_lr.parallel.megatron import ColumnEdge, RowEdge, VanillaDown, VanillaUp
-from torchtitan_lr.parallel.placement import (
+from torchtitan_lr.parallel.plan_parts import (
     COLUMN_ROW,
     WHOLE,
     Plan,

@@ -24,7 +24,7 @@ from torchtitan_lr.parallel.edge import (
     gather_from_ranks,
     normalize,
 )
-from torchtitan_lr.parallel.placement import Plan, low_rank_blocks, model_ends, on_ranks
+from torchtitan_lr.parallel.plan_parts import Plan, low_rank_blocks, model_ends, on_ranks
 from torchtitan_lr.parallel.plans import PLANS
 
 

@@ -21,7 +21,7 @@ from tests.support.parity_cases import (
     shard_model,
 )
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 
 MATRIX = [
     case for case in all_cases() if case.settings.plan == "btp" and case.dtype == torch.float64

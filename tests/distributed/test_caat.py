@@ -19,7 +19,7 @@ from tests.support.parity_cases import (
     shard_model,
 )
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 
 CAAT, WIDE = TPSettings("caat"), TPSettings("caat", wide_sums=True)
 GATHERED = TPSettings("caat", loss_parallel=False)

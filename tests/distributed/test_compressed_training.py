@@ -16,7 +16,7 @@ from tests.distributed.training import small_trainer, train
 from tests.support.nightly import nightly
 from tests.support.parity_runs import EXACT, largest_difference
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.compression.fsdp import compressors_of
+from torchtitan_lr.compression.units import compressors_of
 from torchtitan_lr.training.history import HISTORY_FILE, read_history
 
 # Enough tokens that the embedding's gradient has more entries than are sent.

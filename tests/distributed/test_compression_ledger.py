@@ -13,7 +13,7 @@ from tests.distributed.compression_cases import CASES, Case, layout
 from tests.oracle import compression as oracle
 from tests.support.rank_pool import RankPool
 from tests.unit.tiny import build_tiny
-from torchtitan_lr.compression.fsdp import COMPRESSORS, apply_gradient_compression
+from torchtitan_lr.compression.units import COMPRESSORS, apply_gradient_compression
 from torchtitan_lr.costs.comparison import compare, differences
 from torchtitan_lr.costs.messages import Traffic
 from torchtitan_lr.ledger.ledger import CommLedger

@@ -23,7 +23,7 @@ from torchtitan_lr.costs.held_memory import static_memory
 from torchtitan_lr.costs.rank_memory import rehearse_run, repeated_by_block
 from torchtitan_lr.costs.rehearsal import Workload, rehearse
 from torchtitan_lr.costs.step_traffic import bytes_by_dim, step_traffic
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import resolve_settings
 
 FULL_AC = ["--activation_checkpoint.mode=full"]

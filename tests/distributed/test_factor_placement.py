@@ -19,7 +19,7 @@ from torchtitan_lr.compat.fake import fake_process_group
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.data_parallel import split_outside_rank
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import apply_tensor_parallel
 
 COLA = [*model("cola"), "--training.seq_len=64"]

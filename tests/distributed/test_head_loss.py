@@ -9,7 +9,7 @@ from tests.distributed.tp_cases import fully_shard_blocks, worst
 from tests.support.parity_cases import Case, one_process, parity
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.models import ends as head_loss
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 
 CASES = {
     "features": Case("cola", TPSettings("btp")),

@@ -20,7 +20,7 @@ from torchtitan_lr.commands import measure_comm
 from torchtitan_lr.commands.main import main
 from torchtitan_lr.costs.fsdp_messages import data_parallel_traffic
 from torchtitan_lr.ledger.ledger import COUNTS
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 
 BTP = [
     TPSettings("btp", grouping, norm, comm)

@@ -12,7 +12,7 @@ from tests.distributed.ledger_cases import build, measure, run
 from tests.support.nightly import nightly
 from tests.support.parity_cases import Case, covering
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 
 BTP = [
     TPSettings("btp", grouping, norm, comm)

@@ -7,7 +7,7 @@ import torch
 from tests.distributed.tp_cases import worst, wrapped_parity
 from tests.support.parity_cases import TOLERANCE, Case, all_cases, parity
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 
 MATRIX = [
     case for case in all_cases() if case.settings.plan == "megatron" and case.dtype == torch.float64

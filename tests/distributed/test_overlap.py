@@ -18,7 +18,7 @@ from torchtitan_lr.models.configured import llama_args
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel import btp, megatron
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 
 TOKENS = 2 * 8
 SHARDED = ["--parallelism.data_parallel_shard_degree=2", "--training.local_batch_size=4"]

@@ -16,7 +16,7 @@ from tests.distributed.tp_cases import Case, parities, worst
 from tests.distributed.training import train
 from tests.support.parity_runs import EXACT, largest_difference
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 
 TOY, MIXED, DENSE = TPSettings("gathered"), TPSettings("mixed"), TPSettings("mixed_dense")
 CASES = [

@@ -11,7 +11,7 @@ from dataclasses import replace
 from torchtitan_lr.costs.messages import Traffic, merge
 from torchtitan_lr.costs.tp_messages import part_traffic
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 
 CANDIDATE_BYTES = 8
 """Scores and ids are sent in fp64, which holds both exactly."""

@@ -20,7 +20,7 @@ from torchtitan_lr.compat import dtensor
 from torchtitan_lr.models.args import LaxGate, LlamaArgs
 from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import PLANS, apply_tensor_parallel, resolve_settings
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}

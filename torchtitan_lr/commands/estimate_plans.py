@@ -9,7 +9,7 @@ from torchtitan_lr.costs.described_run import Run, with_checkpointing
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import PLANS, check_gather, resolve_settings
 
 FULL_RANK = "full"

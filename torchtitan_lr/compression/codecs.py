@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchtitan_lr.compat.collectives import all_gather, reduce_scatter
+from torchtitan_lr.compat.c10d import all_gather, reduce_scatter
 from torchtitan_lr.compression.sizes import (
     HASH_ROWS,
     CodecSizes,
@@ -195,7 +195,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class SparseCodec:
-    """Exactly k entries for each destination: 1 + 32(1 − θ) bits per parameter, or 1 + 16(1 − θ)."""
+    """Exactly k entries for each destination: 1 + 32(1 − θ) bits a parameter, or 1 + 16(1 − θ)."""
 
     theta: float  # share of unsent entries, in [0, 1)
     half: bool = False  # whether values travel in bf16; their owner adds them in fp32

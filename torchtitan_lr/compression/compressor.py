@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 
-from torchtitan_lr.compat.collectives import reduce_scatter
+from torchtitan_lr.compat.c10d import reduce_scatter
 from torchtitan_lr.compat.fsdp import DefaultAllocMixin, ReduceScatter, reads_sums_at_once
 from torchtitan_lr.compression.codecs import (
     CODECS,
@@ -31,7 +31,7 @@ from torchtitan_lr.compression.codecs import (
     pack,
     unpack,
 )
-from torchtitan_lr.compression.overlap import ExchangeOverlap
+from torchtitan_lr.compression.exchange_overlap import ExchangeOverlap
 from torchtitan_lr.compression.sizes import CodecSizes, Unit, returned_entries, sent_bytes
 
 COUNTS = ("sent", "unpeeled", "indexed")  # the entries of `Compressor.counts`

@@ -20,7 +20,7 @@ from torchtitan_lr.costs.tp_messages import FORMULAS
 
 if TYPE_CHECKING:
     from torchtitan_lr.models.args import LlamaArgs
-    from torchtitan_lr.parallel.placement import TPSettings
+    from torchtitan_lr.parallel.plan_parts import TPSettings
 
 
 def kv_width(shape: LlamaArgs, settings: TPSettings, tp_degree: int) -> int:

@@ -19,7 +19,7 @@ from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.optim.spectral.selection import select_matrices
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
 from torchtitan_lr.parallel.data_parallel import reshard_after_forward
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import tp_settings
 from torchtitan_lr.parallel.stage_split import modules_per_stage
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP

@@ -15,7 +15,7 @@ from torchtitan_lr.costs.rehearsal import Rehearsal, Workload, fake_ranks, rehea
 from torchtitan_lr.costs.schedule import most_in_flight, pipeline_order
 from torchtitan_lr.costs.step_traffic import boundaries_of, exchanged_units, repeated_row
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.recompute import (
     EAGER_MODES,
     apply_activation_checkpoint,

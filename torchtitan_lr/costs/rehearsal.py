@@ -32,7 +32,7 @@ from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import PLACES, LlamaModel
 from torchtitan_lr.parallel.context import GatheredAttention, apply_context_parallel
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import apply_tensor_parallel
 
 Prepare = Callable[[nn.Module], None]

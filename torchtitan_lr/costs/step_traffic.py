@@ -27,7 +27,7 @@ from torchtitan_lr.costs.tp_messages import model_traffic
 from torchtitan_lr.costs.tsr_messages import TSRMatrix, TSRMesh, tsr_traffic
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.tsr.selection import MatrixPlan
-from torchtitan_lr.parallel.pipeline import stage_boundaries
+from torchtitan_lr.parallel.stages import stage_boundaries
 
 
 def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> list[Traffic]:

@@ -23,7 +23,7 @@ from torchtitan_lr.costs.messages import Traffic, backward, forward, merge
 
 if TYPE_CHECKING:
     from torchtitan_lr.models.args import LlamaArgs
-    from torchtitan_lr.parallel.placement import TPSettings
+    from torchtitan_lr.parallel.plan_parts import TPSettings
 
 Parts = dict[str, list[Traffic]]
 """Collectives by part of the model: ``embedding``, ``block`` and ``head``."""

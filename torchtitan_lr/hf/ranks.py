@@ -28,7 +28,7 @@ from torchtitan_lr.hf.weights import no_checkpoint
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.ends import summed_loss
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.pipeline import Pipeline
+from torchtitan_lr.parallel.stages import Pipeline
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, ParallelDims, dist_utils, set_default_dtype
 from torchtitan_lr.titan.components import ModelWrapper

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchtitan_lr.compat.collectives import (
+from torchtitan_lr.compat.c10d import (
     GROUP_ARGUMENTS,
     NAMESPACES,
     NO_PAYLOAD,
@@ -34,7 +34,7 @@ from torchtitan_lr.compat.collectives import (
 from torchtitan_lr.compat.dispatch import TorchDispatchMode, schema_of, tree_leaves
 from torchtitan_lr.ledger.overlap import Overlap
 from torchtitan_lr.ledger.scopes import STEP, ScopeTracker
-from torchtitan_lr.parallel.pipeline import boundary_of
+from torchtitan_lr.parallel.stages import boundary_of
 
 COMBINED_DIMS = ("batch", "loss")
 """torchtitan's names for combined dimensions, which may share the group of a single dimension."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchtitan_lr.compat.collectives import functional
+from torchtitan_lr.compat.c10d import functional
 from torchtitan_lr.compat.dispatch import (
     CAST,
     changes_arguments,

@@ -77,7 +77,7 @@ from torchtitan_lr.parallel.edge import (
     gather_and_copy_to_ranks,
     summed_products,
 )
-from torchtitan_lr.parallel.placement import (
+from torchtitan_lr.parallel.plan_parts import (
     ROW_COLUMN,
     Plan,
     Styles,

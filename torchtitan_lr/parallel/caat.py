@@ -16,7 +16,7 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.lanes import LaneTerms, lane_linear
 from torchtitan_lr.models.linears import down_products
 from torchtitan_lr.parallel.edge import Edge, HeadEdge, gather_and_copy_to_ranks, normalize
-from torchtitan_lr.parallel.placement import (
+from torchtitan_lr.parallel.plan_parts import (
     COLUMN_ROW,
     Plan,
     Styles,

@@ -28,8 +28,8 @@ from torchtitan_lr.compat.fsdp import (
     send_in,
     watch_gradients,
 )
-from torchtitan_lr.compression.fsdp import COMPRESSORS, apply_gradient_compression
 from torchtitan_lr.compression.settings import compression_settings, merged
+from torchtitan_lr.compression.units import COMPRESSORS, apply_gradient_compression
 from torchtitan_lr.config.schema import SPECTRAL, SUMS_REPLICAS, base_of
 from torchtitan_lr.models.linears import LowRankLinear
 from torchtitan_lr.titan import logger

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchtitan_lr.collectives import FEATURES, Ranks, all_gather, local
 from torchtitan_lr.inference.decode import Sampling
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import resolve_settings
 
 

@@ -31,7 +31,7 @@ from torchtitan_lr.parallel.edge import (
     reduce_scatter_to_ranks,
     summed_products,
 )
-from torchtitan_lr.parallel.placement import (
+from torchtitan_lr.parallel.plan_parts import (
     COLUMN_ROW,
     EdgeParallel,
     Plan,

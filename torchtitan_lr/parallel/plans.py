@@ -17,7 +17,7 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.btp import BTP
 from torchtitan_lr.parallel.caat import CAAT
 from torchtitan_lr.parallel.megatron import MEGATRON, VANILLA, VANILLA_REPLICATED
-from torchtitan_lr.parallel.placement import Plan, TPSettings
+from torchtitan_lr.parallel.plan_parts import Plan, TPSettings
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig
 
 PLANS: dict[str, Plan] = {

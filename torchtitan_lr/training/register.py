@@ -30,7 +30,7 @@ from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.parallel.data_parallel import REPLICAS_WIRE
 from torchtitan_lr.parallel.parallelize import parallelize_llama
-from torchtitan_lr.parallel.pipeline import pipeline_llama
+from torchtitan_lr.parallel.stages import pipeline_llama
 from torchtitan_lr.titan import components
 from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
 from torchtitan_lr.titan.components import LRSchedulersContainer, OptimizersContainer

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_lr.agreement import first_rank_where, first_rank_with
-from torchtitan_lr.compat.collectives import least_of_all
+from torchtitan_lr.compat.c10d import least_of_all
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.compression.compressor import Compressor
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.optim.gradients import Gradients
 from torchtitan_lr.parallel.data_parallel import OwnGradients, synchronize_gradients
-from torchtitan_lr.parallel.pipeline import Pipeline
+from torchtitan_lr.parallel.stages import Pipeline
 from torchtitan_lr.titan.base import JobConfig
 from torchtitan_lr.titan.components import OptimizersContainer
 from torchtitan_lr.training.reader import Counts, StepData, StepReader

@@ -25,9 +25,9 @@ from torchtitan_lr.checkpoints.run_record import (
     left_out,
     write_record,
 )
-from torchtitan_lr.compat.collectives import set_timeouts
-from torchtitan_lr.compression.fsdp import compressors_of
+from torchtitan_lr.compat.c10d import set_timeouts
 from torchtitan_lr.compression.residuals import Residuals
+from torchtitan_lr.compression.units import compressors_of
 from torchtitan_lr.config.schema import SUMS_REPLICAS
 from torchtitan_lr.console.log import console
 from torchtitan_lr.data.corpus import Batch
@@ -42,7 +42,7 @@ from torchtitan_lr.optim.groups import LoggedRates, ParameterGroups
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.parallel.context import context_ranks
-from torchtitan_lr.parallel.pipeline import Pipeline
+from torchtitan_lr.parallel.stages import Pipeline
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, ParallelDims, dist_utils
 from torchtitan_lr.titan.device import bind_device

@@ -23,7 +23,7 @@ from torchtitan_lr.errors import require
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.parallel.context import context_ranks, own_tokens
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
-from torchtitan_lr.parallel.pipeline import Pipeline
+from torchtitan_lr.parallel.stages import Pipeline
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.titan.base import (
     BaseTokenizer,

@@ -12,7 +12,7 @@ from torchtitan_lr.costs.context_messages import (
     latent_flops,
 )
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 
 BTP = TPSettings("btp")
 ROW = 131_072

@@ -16,7 +16,7 @@ from torchtitan_lr.costs.hardware import load_hardware
 from torchtitan_lr.costs.rehearsal import Workload, rehearse
 from torchtitan_lr.costs.work import rehearse_work
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 
 ROW = ["--training.seq_len=131072", "--training.local_batch_size=1"]
 ROW += ["--training.global_batch_size=-1"]

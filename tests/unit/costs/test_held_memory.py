@@ -10,7 +10,7 @@ from torchtitan_lr.costs.held_memory import Precision, gathered_unit_bytes, stat
 from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 
 FP32 = Precision(4, 4, 4)
 HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}

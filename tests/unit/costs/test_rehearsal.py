@@ -12,7 +12,7 @@ from tests.support.checkpointing import checkpointing
 from tests.support.nightly import nightly
 from tests.unit.tiny import build_tiny, tiny_args
 from torchtitan_lr.costs.rehearsal import Workload, rehearse
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 
 BATCH, SEQ, LAYERS = 2, 16, 4
 # The modes once, and the families where the blocks differ: LaX carries latents, full has none.

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchtitan_lr.compat.collectives import all_gather, joint_group, reduce_scatter
+from torchtitan_lr.compat.c10d import all_gather, joint_group, reduce_scatter
 from torchtitan_lr.compat.dtensor import local_part, local_slice, split_order
 
 Key = TypeVar("Key")

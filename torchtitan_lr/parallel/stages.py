@@ -29,7 +29,7 @@ from torchtitan_lr.compat.pipelining import (
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.ends import head_computes_loss
 from torchtitan_lr.parallel.data_parallel import synchronize_gradients
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import Boundary, stage_boundary, tp_settings
 from torchtitan_lr.parallel.stage_split import layers_before_boundaries
 from torchtitan_lr.titan.base import (
