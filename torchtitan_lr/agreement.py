@@ -49,16 +49,14 @@ def first_rank_where(condition: bool) -> int | None:
 
 
 def first_rank_with(found: str | None) -> tuple[int, str] | None:
-    """Return the first rank with a ``found``, and that; None if no rank has one."""
-    # The result is the same on all ranks.
+    """Return the first rank with a ``found``, and that, on all ranks; None if none has one."""
     rank = first_rank_where(found is not None)
     return None if rank is None else (rank, str(from_first_rank(found, rank)))
 
 
 def done_by_first(store: Any, key: str, first: bool, ranks: int, work: Callable[[], T]) -> T:
     """Do some work on the first of some ranks; return its result, or raise its refusal, on all."""
-    # The store is one that all of these ranks have reached. The result is sent as JSON. Whatever
-    # the work raised on the first rank, others raise a ConfigError.
+    # Whatever the work raised on the first rank, others raise a ConfigError.
     if not first:
         # If the first rank ends without an answer, torchrun ends this one too.
         store.wait([key], _LONGEST_WORK)

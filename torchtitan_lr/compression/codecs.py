@@ -12,9 +12,8 @@ the ranks' sketches is the sketch of their sum, so one reduce-scatter adds them.
 entries in the sum, and the owner peels: a cell with one unknown entry gives its value, which is
 then subtracted from its other cells.
 
-The published index is a sum of the ranks' bits. An entry that two ranks send then carries into the
-next bit, and the sum is silently wrong. Here the ranks swap bitmaps and the owner combines them by
-OR.
+The published index is a sum of the ranks' bits: an entry that two ranks send carries into the next
+bit, and the sum is silently wrong. Here the ranks swap bitmaps, and the owner joins them by OR.
 """
 
 import zlib
@@ -155,9 +154,8 @@ def union(packed: Tensor) -> Tensor:
 
 def largest(rows: Tensor, theta: float) -> tuple[Tensor, Tensor]:
     """Return positions (W, k), int64, and values of the largest entries by magnitude."""
-    # Each row (W, m) has exactly ``kept_entries(m, theta)`` entries, so that it reaches θ; the
-    # published threshold, estimated from a sample, does not. A NaN counts as the largest and is
-    # sent.
+    # Each row (W, m) has exactly ``kept_entries(m, theta)``, so that it reaches θ; the published
+    # threshold, estimated from a sample, does not. A NaN counts as the largest and is sent.
     m = rows.shape[1]
     k = kept_entries(m, theta)
     if k == m:
@@ -181,16 +179,10 @@ class Codec(Protocol):
     """What a codec does; an exchange calls both methods on every rank."""
 
     def encode(self, rows: Tensor, seed: int) -> Message:
-        """Return what this rank sends of its gradient plus residual (W, m), row i for owner i.
-
-        The rows are not overwritten. The step's seed is equal on all ranks.
-        """
+        """Return what this rank sends of its gradient plus residual (W, m), row i for owner i."""
 
     def decode(self, received: Mapping[str, Tensor], m: int, seed: int) -> Decoded:
-        """Return the owner's sum of rows of m entries.
-
-        Swapped tensors are (W, a), row i from rank i, and summed ones (a,).
-        """
+        """Return the owner's sum (m,) of swapped tensors (W, a), by rank, and summed ones (a,)."""
 
 
 @dataclass(frozen=True)
@@ -236,10 +228,7 @@ def _positions(marked: Tensor, k: int) -> Tensor:
 
 @dataclass(frozen=True)
 class SketchCodec:
-    """Count sketch with an index: 1 + 32/c bits per parameter, or 1 + 16/c.
-
-    Entries that do not peel are not lost: the owner zeroes their blocks and reports them.
-    """
+    """Count sketch with an index: 1 + 32/c bits per parameter, or 1 + 16/c."""
 
     ranks: int
     c: float  # entries per cell

@@ -47,12 +47,7 @@ class Span:
 
 
 class Compressor(DefaultAllocMixin, ReduceScatter):
-    """Reduces the gradients of one FSDP2 unit over W ranks and keeps the residual (W, m).
-
-    It is FSDP2's reduce-scatter of the unit, or its method `all_reduce` is FSDP2's hook. If
-    ``revocable``, exchanges take effect with `commit`. Without ``overlap`` and ``module`` each
-    exchange ends before the call returns.
-    """
+    """Reduces the gradients of one FSDP2 unit over W ranks and keeps the residual (W, m)."""
 
     def __init__(
         self,
@@ -63,8 +58,8 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         device: torch.device,
         all_reduce: bool = False,
         revocable: bool = False,
-        overlap: ExchangeOverlap | None = None,
-        module: FSDPModule | None = None,
+        overlap: ExchangeOverlap | None = None,  # None ends each exchange before the call returns,
+        module: FSDPModule | None = None,  # and so does None
     ) -> None:
         self.name, self.spans = name, tuple(spans)
         self.group, self.device, self.returns_all = group, device, all_reduce
@@ -190,7 +185,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         # If revocable, the residual changes only with the next `commit`. Until then each exchange
         # continues from the one before. The next one must not start before the end of this one.
         # The sums (m,) and (e,) are in bf16 if they travel so.
-        # Collisions differ between steps.
+        # Collisions differ between steps. The 0 stands for a setting that left.
         seed = zlib.crc32(f"0/{self.name}/{self.exchanges}".encode())
         self.exchanges += 1
         # The residual of the exchange before, committed or not.

@@ -27,8 +27,7 @@ class Residuals:
 
     For every unit, a checkpoint has one DTensor (world, W, m), Shard(0), and the number of
     exchanges, which determines the seeds. A residual belongs to one rank's part of the batch, so
-    only the same number of ranks can load it. A checkpoint also has the names of all compressed
-    tensors: shapes do not tell tensors of equal size apart.
+    only as many ranks can load it. The names of the tensors tell those of equal size apart.
     """
 
     compressors: Sequence[Compressor]
@@ -99,8 +98,7 @@ def check_residuals(
     metadata: Metadata | None = None,
 ) -> None:
     """Refuse a checkpoint with residuals of other ranks or tensors, before it is loaded."""
-    # ``here`` has the shape (world, W, m) of the residual of every unit, ``names`` the compressed
-    # tensors.
+    # ``here`` has the shape (world, W, m) of the residual of every unit.
     saved = saved_residuals(checkpoint_id, metadata)
     skip = f"checkpoint.exclude_from_loading = ['{RESIDUALS}'] to start without residuals"
     want = f"'none' as in {checkpoint_id}, not saved with gradient compression, or {skip}"

@@ -70,17 +70,13 @@ def compression_settings(config: Any, ranks: int) -> CompressionSettings:
 
 def is_compressed(name: str, size: int, settings: CompressionSettings) -> bool:
     """Return whether a tensor is compressed: not q, k and v for ``non_attention``."""
-    if size < settings.min_size:
-        return False
-    if settings.layers == "non_attention":
-        return _ATTENTION.search(name) is None
-    return True
+    left_out = settings.layers == "non_attention" and _ATTENTION.search(name) is not None
+    return size >= settings.min_size and not left_out
 
 
 def residual_name(name: str, by_columns: bool) -> str:
     """Return the name of a tensor in the list of those that have residuals."""
-    # A residual is flat, so how FSDP2 splits the tensor (by columns for a spectral optimizer)
-    # belongs to its name.
+    # A residual is flat, so how FSDP2 splits the tensor belongs to its name.
     return f"{name}@columns" if by_columns else name
 
 

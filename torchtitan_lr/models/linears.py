@@ -124,15 +124,12 @@ class GatedDown(nn.Module):
 
 
 class Up(nn.Module):
-    """B σ(h); see `used_width` for ``pads``.
-
-    ``keeps_input`` keeps σ(h) for backward, not h alone. The last group of a block does:
-    checkpointing stops at the last tensor that a product saves. With σ(h) saved in front of it, the
-    product is not repeated.
-    """
+    """B σ(h); see `used_width` for ``pads``."""
 
     def __init__(self, keeps_input: bool = False, pads: bool | None = False) -> None:
         super().__init__()
+        # Whether σ(h) is kept for backward, not h alone, as by the last group of a block: with σ(h)
+        # saved in front of the product, checkpointing does not repeat it.
         self.keeps_input, self.pads = keeps_input, pads
 
     def forward(

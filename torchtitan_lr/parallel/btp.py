@@ -149,14 +149,12 @@ class UpEdge(Edge):
 
 
 class FeaturesHead(HeadEdge):
-    """The head of a stream that is sharded along its features.
-
-    γ ⊙ x is gathered and then scaled by rstd, so that the gathered tensor's gradient is
-    reduce-scattered at once instead of all-reduced and sliced.
-    """
+    """The head of a stream that is sharded along its features."""
 
     def normalized(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
         """Normalize and gather x (b, s, d/T), Shard(-1); the norm's weight (d/T,) is Shard(0)."""
+        # γ ⊙ x is gathered and then scaled by rstd, so that the gathered tensor's gradient is
+        # reduce-scattered at once instead of all-reduced and sliced.
         return sync_norm(x, *norm_numbers(norm), self.ranks, gather=True)
 
 

@@ -182,12 +182,7 @@ class QueriesUp(nn.Module):
 
 
 class LatentAttention(GatheredAttention):
-    """The same, but the latents σ(h) of keys and values are gathered, r wide.
-
-    Every rank computes k = B_k σ(h_k) and v = B_v σ(h_v) of all tokens, and rotates k. Backward
-    sums the ranks' gradients of the latents; those of B are sums over the tokens that a rank's
-    queries have seen, which data parallelism adds up.
-    """
+    """The same, but the latents σ(h) of keys and values are gathered, r wide."""
 
     def __init__(self, ranks: Ranks, head_dim: int, silu: bool) -> None:
         super().__init__(ranks, head_dim)
@@ -217,6 +212,9 @@ class LatentAttention(GatheredAttention):
         row_table: Tensor,
         mask: Mask | None,
     ) -> Tensor:
+        # Every rank computes k = B_k σ(h_k) and v = B_v σ(h_v) of all tokens. Backward sums the
+        # ranks' gradients of the latents; those of B are sums over the tokens that a rank's queries
+        # have seen, which data parallelism adds up.
         latents = torch.stack([h_k, h_v])  # (2, b, s/C, r), one message
         latents = gather_row(F.silu(latents) if self.silu else latents, self.ranks)
         # As a batched product, because selective checkpointing keeps the results of others.

@@ -50,10 +50,7 @@ class Edge(nn.Module):
 
 
 class WholeDown(Edge):
-    """A x of a part that a plan does not split: every rank repeats it, and nothing is sent.
-
-    The one-device module would multiply x, a plain tensor, by a weight that is a DTensor.
-    """
+    """A x of a part that a plan does not split, weights Replicate(): every rank repeats it."""
 
     def forward(
         self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
@@ -86,15 +83,11 @@ class WholeDense(Edge):
 
 
 class MixEdge(Edge):
-    """LaX: add the previous block's latents, projection by projection; see `models.linears.Mix`.
-
-    With ``sharded`` a rank holds a part of each latent, along r or along the tokens: the gradient
-    of a learned gate, which is Replicate, is then a sum over the ranks.
-    """
+    """LaX: add the previous block's latents, projection by projection; see `models.linears.Mix`."""
 
     def __init__(self, ranks: Ranks, sharded: bool) -> None:
         super().__init__(ranks)
-        self.sharded = sharded
+        self.sharded = sharded  # whether a rank holds a part of each latent, along r or the tokens
 
     def forward(
         self,
@@ -106,7 +99,7 @@ class MixEdge(Edge):
         if carried is None:
             return list(latents)
         gates = {i: local(m.gate) for i, m in enumerate(linears) if m.gate is not None}
-        if gates and self.sharded:  # one collective for the group
+        if gates and self.sharded:  # the gates' gradients are sums; one collective for the group
             copies = copy_to_ranks(torch.cat(list(gates.values())), self.ranks).split(1)
             gates = dict(zip(gates, copies, strict=True))
         return mix(latents, carried, [gates.get(i) for i in range(len(linears))])

@@ -105,15 +105,12 @@ MEGATRON = Plan(megatron, COLUMN_ROW, COLUMN_ROW, low_rank=False, choices={"comm
 
 
 class VanillaDown(Edge):
-    """Start of the pairs A, B of a group: the norm, if any, then column-parallel A's.
-
-    With ``grouping`` the linears share one backward all-reduce of their input. With ``heads`` the
-    input is sharded along its features: attention's output.
-    """
+    """Start of the pairs A, B of a group: the norm, if any, then column-parallel A's."""
 
     def __init__(self, ranks: Ranks, grouping: bool, heads: bool = False) -> None:
         super().__init__(ranks)
-        self.grouping, self.heads = grouping, heads
+        self.grouping = grouping  # whether the group shares one all-reduce of its input in backward
+        self.heads = heads  # whether the input is sharded along its features: attention's output
 
     def forward(
         self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
@@ -129,14 +126,11 @@ class VanillaDown(Edge):
 
 
 class VanillaUp(Edge):
-    """End of the pairs A, B of a group: σ, row-parallel B's and the sums over the ranks.
-
-    With ``heads`` each rank keeps its shard of the features: the heads of q, k and v.
-    """
+    """End of the pairs A, B of a group: σ, row-parallel B's and the sums over the ranks."""
 
     def __init__(self, ranks: Ranks, heads: bool = False) -> None:
         super().__init__(ranks)
-        self.heads = heads
+        self.heads = heads  # whether each rank keeps its features, the heads of q, k and v
 
     def forward(
         self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear], use_silu: Sequence[bool]

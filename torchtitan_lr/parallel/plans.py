@@ -151,9 +151,8 @@ def stage_boundary(
 ) -> Boundary:
     """Return the shape of a boundary between pipeline stages on one rank.
 
-    A rank sends its part of the residual stream. LaX also sends the seven ``latents`` that the next
-    block mixes in, if there are blocks on both sides: without them the model's output would depend
-    on the stage split.
+    LaX also sends the seven ``latents`` that the next block mixes in, if there are blocks on both
+    sides: without them the model's output would depend on the stage split.
 
     ============================  =====  ======  =======================
     plan                          rows   stream  latents (LaX), 7 of

@@ -69,10 +69,7 @@ def boundary_of(arguments: Any) -> tuple[str, str] | None:
 
 
 class Stage(PipelineStage):
-    """A `PipelineStage` that labels its messages for the ledger; arguments as in torch.
-
-    Where torch's halves of backward are wrong, the first one is the whole, and the second nothing.
-    """
+    """A `PipelineStage` that labels its messages for the ledger; arguments as in torch."""
 
     def backward_one_chunk(
         self,
@@ -82,6 +79,7 @@ class Stage(PipelineStage):
         last_backward: bool = False,
     ) -> None:
         """Run backward of a micro-batch, or the half of it that makes the input's gradient."""
+        # Where torch's halves are wrong, the first one is the whole, and the second nothing.
         full_backward = full_backward or not SPLITS_BACKWARD
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
