@@ -32,16 +32,12 @@ def escaped(text: str, keep: str = "") -> str:
 
 
 class ConfigError(ValueError):
-    """Invalid setting; the message names the key, the value and the expected values on one line.
-
-    The key is in dotted form, e.g. ``training.steps``, or the name of another input
-    (``--config-file``, a path). ``want`` is a phrase: ``an integer such as 1000``.
-    """
+    """Invalid setting; the message has the key, the value and the expected values on one line."""
 
     def __init__(self, key: str, got: object, want: str) -> None:
-        self.key = key
+        self.key = key  # in dotted form, ``training.steps``, or another input: ``--config-file``
         self.got = got
-        self.want = want
+        self.want = want  # a phrase: ``an integer such as 1000``
         shown = repr(got)
         if len(shown) > _LONGEST:
             shown = f"{shown[: _LONGEST - 100]}...{shown[-50:]}"

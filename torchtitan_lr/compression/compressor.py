@@ -2,8 +2,8 @@
 """Compressed reductions with error feedback around a codec.
 
 The unsent part of a rank's gradient is its residual, which is added to its next gradient (TAGC,
-Algorithm 1). If steps may be skipped, an exchange writes a second residual, which replaces the
-first one when the step is accepted: the values sent in a skipped step were not applied.
+Algorithm 1). If steps may be skipped, a second residual replaces it when the step is accepted: the
+values sent in a skipped step were not applied.
 """
 
 import zlib

@@ -1,11 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Overlap of compressed exchanges with backward.
 
-FSDP2 calls a unit's communicator when the unit's gradients are there. An exchange takes longer than
-a plain reduce-scatter, because it decodes, and must not hold up backward. On an accelerator,
-exchanges run on a stream of their own. On a CPU an exchange starts its collectives and returns; it
-is resumed when the next one starts, or when backward ends. Where FSDP2 reads the sums at once, an
-exchange ends before it returns.
+An exchange takes longer than a plain reduce-scatter, because it decodes, and must not hold up
+backward. On an accelerator, exchanges run on a stream of their own. On a CPU an exchange starts its
+collectives and is resumed when the next one starts, or when backward ends. Where FSDP2 reads the
+sums at once, an exchange ends before it returns.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Gradient compression under FSDP2: a custom reduce-scatter for every unit, or a hook.
 
-Without replicas, the reduce-scatter over the shards is compressed. HSDP shards within a host and
-compresses the exchange between hosts: after FSDP2's plain reduce-scatter a hook sums the shards
-over the replicas. Only the last micro-batch of a step communicates.
+HSDP shards within a host and compresses the exchange between hosts: after FSDP2's plain
+reduce-scatter a hook sums the shards over the replicas. Only the last micro-batch of a step
+communicates.
 """
 
 from collections.abc import Iterable

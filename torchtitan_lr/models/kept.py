@@ -2,8 +2,7 @@
 """What backward reuses of forward when low-rank checkpointing recomputes a block.
 
 Autograd Functions compute by `keep` what backward must not compute twice: the r-wide latents, with
-the collective behind them, and the norms' statistics. Without low-rank checkpointing
-(`parallel.recompute`) `keep` only calls its argument.
+the collective behind them, and the norms' statistics. Otherwise `keep` only calls its argument.
 """
 
 import threading

@@ -1,9 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """CAAT-Net on several ranks: each rank has g = G/T lanes of `models.lanes`, in order.
 
-The placements are Megatron's. A block sends the shared channels alone, by the partial reduction
-behind its row-parallel linears. Nothing is reduced in front of the column-parallel linears: each
-lane's stream is an input of its own, and only the norms' weights are shared.
+The placements are Megatron's. A block sends the shared channels alone, behind its row-parallel
+linears: each lane's stream is an input of its own, and only the norms' weights are shared.
 """
 
 from collections.abc import Sequence

@@ -207,13 +207,10 @@ def synchronize_gradients(model_parts: Sequence[nn.Module], enabled: bool) -> No
 
 
 class OwnGradients:
-    """Norms of the gradients that this rank's own backward made, before any sum over ranks.
-
-    After that sum a NaN of one rank is in all of them. The norms stay on the device; nothing reads
-    them unless a step is rejected.
-    """
+    """Norms of the gradients that this rank's own backward made, where a NaN is its own."""
 
     def __init__(self, model_parts: Sequence[nn.Module]) -> None:
+        # They stay on the device; nothing reads them unless a step is rejected.
         self.norms: Norms = []  # of the running step
         # A single rank's sum is its own gradient.
         watched = fsdp_modules(model_parts) if dist.get_world_size() > 1 else []

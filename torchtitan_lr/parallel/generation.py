@@ -1,12 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Generation over tensor-parallel ranks: the plans of training, and one choice for all ranks.
 
-The blocks run as in training's forward. A cache takes its shapes from the keys and values that it
-gets, so each rank stores those of its own heads.
-
-The head leaves each rank the logits of its part of the vocabulary. The ranks exchange their best
-candidates only: one per row for greedy tokens, k for top-k. Every rank then draws from the same
-numbers with the same seed, so that all of them read the same token next.
+A cache takes its shapes from the keys and values that it gets: each rank stores those of its own
+heads. The ranks exchange their best candidates only, and draw from the same numbers with the same
+seed.
 """
 
 from dataclasses import replace
@@ -23,40 +20,17 @@ from torchtitan_lr.parallel.plans import resolve_settings
 
 
 def generation_settings(section: Any, args: LlamaArgs, degree: int) -> TPSettings:
-    """Resolve the tensor-parallel settings of a model that generates.
-
-    Args:
-        section: Anything with the ``tp_*`` keys of ``[parallelism]``; those that it lacks have
-            their defaults.
-        args: The model's arguments.
-        degree: Tensor-parallel degree T.
-
-    Returns:
-        Settings for `apply_tensor_parallel`.
-
-    Raises:
-        ConfigError: As `resolve_settings`.
-    """
+    """Resolve the tensor-parallel settings of a model that generates; ranks cannot share one token."""
     settings = resolve_settings(TPSettings.read(section), args, degree)
     # Ranks cannot share one token.
     return replace(settings, comm="all_reduce")
 
 
 def sharded_choice(ranks: Ranks, sampling: Sampling, logits: Tensor, uniform: Tensor) -> Tensor:
-    """Draw one token per row, the same on every rank; given the ranks, a `decode.Choice`.
-
-    The exchange per row is a score and an id of each candidate, T of them for greedy tokens and
-    k · T for top-k. Without top-k, whole rows of logits are gathered.
-
-    Args:
-        ranks: The ranks that share the vocabulary.
-        sampling: How tokens are drawn.
-        logits: Scores (b, 1, V), a DTensor with Shard(-1).
-        uniform: One random number per row (b,), equal on all ranks.
-
-    Returns:
-        Token ids (b,).
-    """
+    """Draw one token (b,) per row, the same on every rank; given the ranks, a `decode.Choice`."""
+    # The logits (b, 1, V) are a DTensor with Shard(-1), the random numbers (b,) equal on all ranks.
+    # The exchange per row is a score and an id of each candidate, T of them for greedy tokens and k
+    # · T for top-k. Without top-k, whole rows of logits are gathered.
     own = local(logits)[:, -1]  # (b, V/T)
     scores, ids = sampling.candidates(own)
     if ids is None:

@@ -1,11 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What a tensor-parallel plan consists of: placements of parameters, and edges.
 
-A plan's function ``split`` returns ``{module: EdgeParallel}`` for the arguments of a model and the
-settings of a run, and `parallelize_module` applies that. Every parameter becomes a DTensor, also
-one that stays whole. Activations stay plain local tensors: the edges read their weights by `local`
-and call the collectives themselves, which spares DTensor's dispatch per operation and compiles as
-one graph.
+Every parameter becomes a DTensor, also one that stays whole. Activations stay plain local tensors:
+the edges read their weights by `local` and call the collectives themselves, which spares DTensor's
+dispatch per operation and compiles as one graph.
 """
 
 from collections.abc import Callable, Mapping, Set

@@ -1,9 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The tensor-parallel plans by name, the settings that a run has, and how a plan is applied.
-
-A plan is in the file of its paper: `parallel.btp`, `parallel.megatron`, `parallel.caat`. The
-formula of the same name in `costs.tp_messages` states its traffic independently.
-"""
+"""The tensor-parallel plans by name, the settings that a run has, and how a plan is applied."""
 
 from dataclasses import dataclass, replace
 

@@ -4,14 +4,14 @@
 import math
 from typing import Any
 
+# Supported schedules: whether a rank holds several stages, and whether backward is split into input
+# gradients and later weight gradients.
 SCHEDULES: dict[str, tuple[bool, bool]] = {
     "1F1B": (False, False),
     "GPipe": (False, False),
     "Interleaved1F1B": (True, False),
     "ZBVZeroBubble": (True, True),
 }
-"""Supported schedules: whether a rank holds several stages, and whether backward is split into
-input gradients and later weight gradients."""
 
 
 def stages_per_rank(section: Any, n_layers: int) -> int | float:
