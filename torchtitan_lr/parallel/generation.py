@@ -20,7 +20,7 @@ from torchtitan_lr.parallel.plans import resolve_settings
 
 
 def generation_settings(section: Any, args: LlamaArgs, degree: int) -> TPSettings:
-    """Resolve the tensor-parallel settings of a model that generates; ranks cannot share one token."""
+    """Resolve the tensor-parallel settings of a model that generates."""
     settings = resolve_settings(TPSettings.read(section), args, degree)
     # Ranks cannot share one token.
     return replace(settings, comm="all_reduce")
