@@ -155,13 +155,16 @@ class LlamaArgs(BaseModelArgs):
             self.activation = section.activation
         if self.model_family.gated:
             self.lax_gate = section.lax_gate
-        lanes, wanted = job_config.caat, job_config.model.vocab_size
-        self.lanes, self.sync_fraction = lanes.lanes, float(lanes.sync_fraction)
-        self.backward_sum = lanes.backward_sum
+        # A record may have no lanes and no vocabulary's key.
+        if (lanes := getattr(job_config, "caat", None)) is not None:
+            self.lanes, self.sync_fraction = lanes.lanes, float(lanes.sync_fraction)
+            self.backward_sum = lanes.backward_sum
+        wanted = getattr(getattr(job_config, "model", None), "vocab_size", 0)
         if wanted < 0:
             raise ConfigError("model.vocab_size", wanted, "0 (the flavor's) or a positive integer")
         if wanted:
-            degree = job_config.parallelism.tensor_parallel_degree
+            sections = getattr(job_config, "parallelism", None)
+            degree = getattr(sections, "tensor_parallel_degree", 1)
             self.vocab_size = vocabulary_rows(wanted, degree, self.lanes)
         self.max_seq_len = job_config.training.seq_len
         seed = job_config.debug.seed
