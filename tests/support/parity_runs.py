@@ -77,7 +77,7 @@ def add_parity_flavors() -> None:
                 vocab_size=4096,
                 rank_attention=12 if low_rank else 0,
                 rank_ffn=20 if low_rank else 0,
-                activation="fullrank" if family in ("full", "svd") else "both",
+                activation="fullrank" if family in ("full", "svd", "tanh") else "both",
             )
 
 
