@@ -282,9 +282,8 @@ def check_sent_and_held(ranks: list[dict[str, Any]], arguments: list[str]) -> No
     """Every message of the first step, and the memory after it, on every rank."""
     paper, dtypes = on_paper(arguments, len(ranks))
     repeats = paper.tp > 1 and paper.checkpointing != "none"
-    by_rank = repeats and paper.pp > 1  # for which no block has a formula of its own
-    rehearsal = rehearse_run(paper) if by_rank else None
-    repeated = repeated_by_block(paper) if repeats and not by_rank else []
+    rehearsal = rehearse_run(paper) if repeats and paper.pp > 1 else None
+    repeated = repeated_by_block(paper) if repeats and paper.pp == 1 else []
     if paper.settings.plan == "btp" and paper.checkpointing == "low_rank":
         assert repeated == []
     for rank in ranks:
@@ -297,9 +296,12 @@ def check_sent_and_held(ranks: list[dict[str, Any]], arguments: list[str]) -> No
             # The verdict of a step is a sum over all ranks, which may be one dimension's.
             if len(ranks) not in paper.ranks.values():
                 check_exchange(rank, paper, [*expected, *repeated], dtypes)
-        elif by_rank:
+        elif paper.pp > 1:  # what is sent again has no block, and sums run after all passes
             sent = counted_bytes(row for row in rows if row["scope"] != "step")
             assert sent == bytes_by_dim(expected, dtypes)
+            between = [row for row in rows if row["scope"].startswith("boundary")]
+            stated = [row for row in expected if row.scope.startswith("boundary")]
+            assert between and not differences(compare(between, stated, dtypes))
         else:
             wrong = differences(compare(rows, [*expected, *repeated], dtypes))
             # The head sends the same numbers in a message for each chunk.
