@@ -168,6 +168,20 @@ def _spoil(block: Any, args: Any, output: Any) -> Any:
     return (x, *latents) if isinstance(output, tuple) else x
 
 
+@contextmanager
+def spoil_last_block(model_parts: list[Any]) -> Iterator[None]:
+    """Make one entry of the gradient of the output of rank 1's last block NaN."""
+    import torch.distributed as dist
+
+    if dist.get_rank() != min(1, dist.get_world_size() - 1):
+        yield
+        return
+    blocks = [block for part in model_parts for block in part.get_submodule("layers").children()]
+    handle = blocks[-1].register_forward_hook(_spoil_gradient)
+    yield
+    handle.remove()
+
+
 def _spoil_gradient(block: Any, args: Any, output: Any) -> None:
     """Make one entry of the gradient of a block's output NaN."""
 
