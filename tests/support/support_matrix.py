@@ -54,8 +54,8 @@ class SupportMatrix:
 
     @cached_property
     def every_draw(self) -> list[Combination]:
-        """Return combinations that cover every cell; ``--full`` trains all of them."""
-        source, missing = random.Random(0), set(self.cells)
+        """Return combinations that have every working pair; ``--full`` trains all of them."""
+        source, missing = random.Random(0), set(self.working_pairs)
         chosen: list[Combination] = []
         for ranks in (4, 8):  # most need at most four
             for cell in sorted(missing):
@@ -70,9 +70,8 @@ class SupportMatrix:
                     missing.difference_update(pairs(chosen[-1]))
         return chosen
 
-    @property
-    def usual_draws(self) -> list[Combination]:
-        """Return some of `every_draw` that have every value of every axis.
+    def usual_draws(self, others: list[Combination]) -> list[Combination]:
+        """Return some of `every_draw` that have, with others, every value of every axis.
 
         Of those with as many new values it takes one without compilation, which costs most, then on
         few ranks, then in full precision, where the comparison is sharpest.
@@ -84,6 +83,7 @@ class SupportMatrix:
         chosen: list[Combination] = []
         cheapest_first = sorted(self.every_draw, key=cost)
         missing = {item for combination in cheapest_first for item in combination.items()}
+        missing -= {item for combination in others for item in combination.items()}
         while missing:
             chosen.append(max(cheapest_first, key=lambda c: len(c.items() & missing)))
             missing -= chosen[-1].items()
@@ -137,7 +137,7 @@ class SupportMatrix:
 
     def reference(self, combination: Combination) -> list[str]:
         """Return the arguments of the same training in one process."""
-        kept = ("family", "precision", "optimizer")
+        kept = ("family", "precision", "optimizer", "text", "rates")
         alone = {axis: combination[axis] if axis in kept else NONE for axis in self.axes}
         return self.arguments(alone)
 
@@ -172,7 +172,8 @@ class SupportMatrix:
     def _cell(self, row: tuple[str, str], column: tuple[str, str]) -> str:
         if row[0] == column[0]:
             return "●" if row == column else ""
-        found = self.refusals(dict([row, column]))
+        others = {axis: NONE for axis in self.axes if NONE in self.axes[axis]}
+        found = self.refusals(others | dict([row, column]))
         if found:
             return f"({self.rules.index(found[0]) + 1})"
         return "●" if tuple(sorted([row, column])) in self.working_pairs else "–"
@@ -180,6 +181,9 @@ class SupportMatrix:
     def _note(self, rule: dict[str, Any]) -> str:
         parts = []
         for axis, values in rule["when"].items():
+            if values == [NONE]:
+                parts.append(f"no {axis} parallelism")
+                continue
             whole = set(values) == self.axes[axis].keys() - {NONE}
             titles = " or ".join(self._title(axis, value) for value in values)
             parts.append(f"any {axis} parallelism" if whole and len(values) > 1 else titles)
@@ -208,3 +212,12 @@ def world_size(combination: Combination) -> int:
 
 def _degree(combination: Combination, axis: str) -> int:
     return 1 if combination[axis] == NONE else 2
+
+
+def neighbour(matrix: SupportMatrix, combination: Combination) -> Combination:
+    """Return a combination with one dimension of the mesh less, not compiled, which works too."""
+    for axis in ("context", "pipeline", "tensor", "data"):
+        near = combination | {axis: NONE, "compile": NONE}
+        if combination[axis] != NONE and not matrix.refusals(near):
+            return near
+    raise ValueError(f"{combination} has no neighbour")

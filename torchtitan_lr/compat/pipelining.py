@@ -28,7 +28,7 @@ where it begins.
 
 def backward_in_halves(loss: Tensor, x: Tensor, weights: list[nn.Parameter]) -> None:
     """Run a later stage's backward as a schedule that splits it: of the input, then of weights."""
-    _, groups = stage_backward_input([loss], None, [x], iter(weights))
+    _, groups = stage_backward_input([loss.clone()], None, [x], iter(weights))
     stage_backward_weight(iter(weights), groups)
 
 

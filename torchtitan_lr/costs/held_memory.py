@@ -78,7 +78,8 @@ def static_memory(
         ``weights``: its shards of the parameters; ``gradients`` of the same shapes; ``optimizer``:
         moments, step counters, and TSR-Adam's bases.
     """
-    elements = optimizer = 0
+    elements = 0
+    optimizer = 0 if tsr is None else STEP_BYTES  # one optimizer has all parts
     spectral = spectral or {}
     size = precision.parameter if tsr is None else max(4, precision.parameter)
     for part in parameters:
@@ -86,7 +87,8 @@ def static_memory(
         for name, shape in part.items():
             local[name] = sharded(shape, shard, shard_rank, int(name in by_columns))
         elements += sum(map(prod, local.values()))
-        optimizer += STEP_BYTES * (len(local.keys() - spectral.keys()) if tsr is None else 1)
+        if tsr is None:
+            optimizer += STEP_BYTES * len(local.keys() - spectral.keys())
         for name, shape in local.items():
             if name in spectral:
                 optimizer += max(4, size) * (prod(shape) + spectral[name])

@@ -234,11 +234,14 @@ def run_once(workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | Non
                 backward_in_halves(loss, x, list(model.parameters()))
             else:
                 loss.backward()
-    repeated = {
-        (row["scope"], row["mesh_dim"], row["op"], row["dtype"]): (row["calls"], row["elements"])
-        for row in ledger.rows(split_recompute=True)
-        if row["recompute"]
-    }
+    repeated: Repeats = {}
+    for row in ledger.rows(split_recompute=True):
+        # Attention under context parallelism gathers again without checkpointing too.
+        gathers = row["mesh_dim"] == "cp" and row["op"] == "all_gather"
+        if row["recompute"] or (gathers and row["pass"] == "backward"):
+            what = (row["scope"], row["mesh_dim"], row["op"], row["dtype"])
+            calls, elements = repeated.get(what, (0, 0))
+            repeated[what] = calls + row["calls"], elements + row["elements"]
     return Count(kept, living.peak, repeated)
 
 

@@ -32,7 +32,7 @@ def test_the_page_has_this_table():
 def test_what_is_drawn_is_accepted_or_refused_as_the_matrix_says():
     source = random.Random(4)
     accepted = refused = 0
-    for _ in range(60):
+    for _ in range(160):
         combination = MATRIX.draw(source)
         keys = {rule["key"] for rule in MATRIX.refusals(combination)}
         if not keys:
