@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``docs/support_matrix.toml``: its table, its refusals, and combinations drawn from it."""
+"""``docs/support_matrix.toml``: its lists, its refusals, and combinations drawn from it."""
 
 import math
 import random
@@ -44,7 +44,7 @@ class SupportMatrix:
 
     @cached_property
     def cells(self) -> set[Any]:
-        """Return the pairs of values that the table marks as supported."""
+        """Return the pairs of values on two axes, one of them a layout's, that work together."""
         pairs_of_cells = (
             tuple(sorted([row, column]))
             for row, column in product(self._rows, self._columns)
@@ -146,17 +146,13 @@ class SupportMatrix:
         return arguments
 
     def table(self) -> str:
-        """Return the table of ``docs/choose.md`` and its notes."""
-        lines = [
-            "| | " + " | ".join(self._title(*column) for column in self._columns) + " |",
-            "|---|" + "---|" * len(self._columns),
-        ]
-        for row in self._rows:
-            cells = [self._cell(row, column) for column in self._columns]
-            lines.append(f"| {self._title(*row)} | " + " | ".join(cells) + " |")
+        """Return the lists of ``docs/choose.md``: every axis with its values, every refusal."""
+        lists = []
+        for axis, values in self.axes.items():
+            titles = [value["title"] for name, value in values.items() if name != NONE]
+            lists.append(f"- `{axis}`: {'; '.join(titles)}")
         notes = [f"{i}. {self._note(rule)}" for i, rule in enumerate(self.rules, 1)]
-        legend = "A dash: no family supports both. Errors, each in one line that names the key:"
-        return "\n".join([*lines, "", legend, "", *notes])
+        return "\n".join([*lists, "", "All go together but these:", "", *notes])
 
     @property
     def _columns(self) -> list[tuple[str, str]]:
@@ -169,20 +165,16 @@ class SupportMatrix:
     def _title(self, axis: str, value: str) -> str:
         return str(self.axes[axis][value]["title"])
 
-    def _cell(self, row: tuple[str, str], column: tuple[str, str]) -> str:
-        if row[0] == column[0]:
-            return "●" if row == column else ""
-        found = self.refusals(dict([row, column]))
-        if found:
-            return f"({self.rules.index(found[0]) + 1})"
-        return "●" if tuple(sorted([row, column])) in self.working_pairs else "–"
-
     def _note(self, rule: dict[str, Any]) -> str:
         parts = []
         for axis, values in rule["when"].items():
-            whole = set(values) == self.axes[axis].keys() - {NONE}
-            titles = " or ".join(self._title(axis, value) for value in values)
-            parts.append(f"any {axis} parallelism" if whole and len(values) > 1 else titles)
+            others = [self._title(axis, v) for v in self.axes[axis] if v not in (NONE, *values)]
+            if values == [NONE]:
+                parts.append(f"no `{axis}`")
+            elif len(values) > 2 and len(others) < 2:
+                parts.append(" but ".join([f"any `{axis}`", *others]))
+            else:
+                parts.append(" or ".join(self._title(axis, value) for value in values))
         return f"{' with '.join(parts)} (`{rule['key']}`): {rule['why']}."
 
 

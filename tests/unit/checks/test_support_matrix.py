@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The table of docs/choose.md is the matrix, which agrees with the configuration's checks."""
+"""The lists of docs/choose.md are the matrix, which agrees with the configuration's checks."""
 
 import random
 
@@ -25,7 +25,7 @@ def check(combination):
     check_job_config(build_job_config(arguments), world_size(combination), "cpu")
 
 
-def test_the_page_has_this_table():
+def test_the_page_has_these_lists():
     assert MATRIX.table() in PAGE.read_text(), "run python -m scripts.support_table"
 
 
