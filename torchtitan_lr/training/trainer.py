@@ -106,7 +106,7 @@ class Trainer(TitanTrainer):
         half = job_config.training.mixed_precision_param != "float32"
         if self.device.type == "cuda" and half and isinstance(self.optimizers, TSROptimizers):
             # TSR-Adam's are the only fp32 products of such a run. In TF32 they are faster, with
-            # errors below those that bf16 leaves in the gradients (docs/numerics.md).
+            # errors below those that bf16 leaves in the gradients (docs/step.md).
             torch.set_float32_matmul_precision("high")
         args = self.model_parts[0].model_args
         if isinstance(args, LlamaArgs):
