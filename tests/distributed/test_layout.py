@@ -356,9 +356,7 @@ def check_memory(rank: dict[str, Any], paper: Run) -> None:
         parts.append({n: s for unit in paper.stages[stage].values() for n, s in unit.items()})
     own = paper.optimizer.state_bytes, rank["ranks"]["fsdp"], paper.by_columns
     expected, held = static_memory(parts, paper.shard, paper.precision, *own), rank["first"]["held"]
-    if isinstance(
-        paper.optimizer, TSRCost
-    ):  # it drops the gradients of compressed matrices in a step
+    if isinstance(paper.optimizer, TSRCost):  # it drops gradients of compressed matrices
         assert held.pop("gradients") <= expected.pop("gradients")
     assert held == {part: expected[part] for part in held}
 

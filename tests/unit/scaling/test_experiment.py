@@ -228,9 +228,8 @@ def test_the_flops_of_a_spectral_optimizer_count(tmp_path, family, rule):
     counted = (with_rule.flops_per_token - plain.flops_per_token) * plain.tokens_per_step
     model = LlamaModel(read_model_args(tmp_path / "work" / "models" / f"{family}_a.json"))
     parameters = dict(model.named_parameters())
-    chosen = select_matrices(
-        {n: tuple(p.shape) for n, p in parameters.items()}, ENTRIES[rule].updates
-    )
+    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+    chosen = select_matrices(shapes, ENTRIES[rule].updates)
     for name in chosen.names:
         parameters[name].grad = torch.zeros_like(parameters[name])
     pairs = [(parameters[a], parameters[b]) for a, b in chosen.pairs]
