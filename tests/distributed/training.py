@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.support import parity_runs
 from tests.support.rank_pool import new_folder
@@ -95,8 +96,10 @@ def known_setup() -> Iterator[None]:
     """Set up once per process what is equal in all runs and takes longer than a `TINY` run's steps.
 
     These are the device meshes of equal degrees, which FSDP2 concatenates with tensor parallelism's
-    anew for every parameter, and the list of the corpus's files.
+    anew for every parameter, and the list of the corpus's files. DTensor's cache would give
+    parameters the equal mesh of an earlier run, which has other groups.
     """
+    _clear_sharding_prop_cache()
     with (
         patch.object(sources, "library_files", _LIBRARY_FILES),
         patch.object(ParallelDims, "build_mesh", _build_meshes_once),

@@ -246,10 +246,17 @@ class Run:
             stages.append({unit_of[name]: units[unit_of[name]] for name in names})
         return stages
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether stages compute the gradients of inputs first, and those of weights later."""
+        return self.pp > 1 and (
+            self.config.parallelism.pipeline_parallel_schedule == "ZBVZeroBubble"
+        )
+
     def stages_of(self, pp_rank: int) -> list[int]:
         """Return the stages of a pipeline rank, assigned as in torch."""
         count = len(self.stages)
-        if self.config.parallelism.pipeline_parallel_schedule == "ZBVZeroBubble" and self.pp > 1:
+        if self.splits_backward:
             return [pp_rank, count - 1 - pp_rank]
         return list(range(pp_rank, count, self.pp))
 

@@ -75,7 +75,7 @@ def rehearse_run(run: Run, mode: str | None = None, fused_norm: bool = True) -> 
         bounds = rehearse_run(run, least, fused_norm), rehearse_run(run, most, fused_norm)
         block = bounds[0].block + share * (bounds[1].block - bounds[0].block)
         working = max(bound.working for bound in bounds)
-        return Rehearsal(block, bounds[0].ends, working, bounds[0].repeated)
+        return replace(bounds[0], block=block, working=working)
     workload = workload_of(run)
     # Alternatives, and runs that differ in their ranks only, often have the same blocks.
     key = repr((workload, replace(section, mode=mode)))
@@ -116,6 +116,7 @@ def repeated_by_block(run: Run) -> list[Traffic]:
     return [
         repeated_row(run, *what, count * calls, count * elements)
         for what, (calls, elements) in repeated.items()
+        if what[1] != "cp"  # what attention gathers again in any backward
     ]
 
 
@@ -124,7 +125,7 @@ def workload_of(run: Run) -> Workload:
     settings = run.settings if run.tp > 1 else TPSettings()  # ignored there
     dtype = TORCH_DTYPE_MAP[run.config.training.mixed_precision_param]
     shape = (run.args, settings, run.tp, run.microbatch, run.seq_len, dtype)
-    return Workload(*shape, run.cp, run.gather)
+    return Workload(*shape, run.cp, run.gather, run.splits_backward)
 
 
 def checkpointing_of(run: Run, mode: str) -> partial[None]:

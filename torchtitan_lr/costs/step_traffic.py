@@ -14,7 +14,7 @@ from typing import Any
 from torchtitan_lr.compression.settings import is_compressed
 from torchtitan_lr.compression.sizes import FORMULAS, Unit, exchange_traffic, exchange_unit
 from torchtitan_lr.costs.context_messages import context_traffic
-from torchtitan_lr.costs.described_run import Run, blocks_of, read_run, with_wire
+from torchtitan_lr.costs.described_run import Run, read_run, with_wire
 from torchtitan_lr.costs.fsdp_messages import data_parallel_traffic
 from torchtitan_lr.costs.messages import Traffic, element_size, merge, pipeline_traffic
 from torchtitan_lr.costs.rehearsal import Rehearsal
@@ -22,6 +22,7 @@ from torchtitan_lr.costs.tp_messages import model_traffic
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.parallel.pipeline import stage_boundaries
+from torchtitan_lr.parallel.recompute import wrapping_period
 
 
 def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> list[Traffic]:
@@ -41,10 +42,12 @@ def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> 
         messages = pipeline_traffic(boundaries, stages, run.microbatch, run.microbatches)
         rows += _times(messages, run.accumulation)
     if rehearsal is not None:
-        count = blocks_of(run.units_of(pp_rank)) * run.microbatches * run.accumulation
-        for (op, dtype), (calls, size) in rehearsal.repeated.items():
-            numbers = round(calls * count), round(size * count)
-            rows.append(repeated_row(run, "blocks", op, dtype, *numbers))
+        for stage in run.stages_of(pp_rank):
+            in_halves = run.splits_backward and stage > 0
+            again = rehearsal.repeated_in_halves if in_halves else rehearsal.repeated
+            count = _periods_of(run, stage) * run.microbatches * run.accumulation
+            for what, (calls, elements) in again.items():
+                rows.append(repeated_row(run, "blocks", *what, calls * count, elements * count))
     return rows + run.optimizer.traffic(pp_rank)
 
 
@@ -122,11 +125,20 @@ def _here(run: Run, pp_rank: int, rows: Iterable[Traffic]) -> list[Traffic]:
     return [row for row in rows if row.scope in scopes]
 
 
-def repeated_row(run: Run, scope: str, op: str, dtype: str, calls: int, elements: int) -> Traffic:
+def repeated_row(
+    run: Run, scope: str, dim: str, op: str, dtype: str, calls: int, elements: int
+) -> Traffic:
     """Return a row of a repeated collective; an fp32 one in a bf16 run is the norm's statistic."""
     wide = "float32" if run.precision.compute < 4 else ""
     role = "statistic" if dtype == wide else "activation"
-    return Traffic(scope, "backward", op, role, calls, elements)
+    return Traffic(scope, "backward", op, role, calls, elements, dim)
+
+
+def _periods_of(run: Run, stage: int) -> int:
+    """Count the blocks of a stage that end a period of checkpointing, which runs over the model."""
+    period = wrapping_period(run.config.activation_checkpoint, run.checkpointing)
+    blocks = [int(unit.split()[1]) for unit in run.stages[stage] if unit.startswith("block")]
+    return sum((index + 1) % period == 0 for index in blocks)
 
 
 def boundaries_of(run: Run) -> list[int]:

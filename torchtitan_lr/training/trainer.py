@@ -89,6 +89,8 @@ class Trainer(TitanTrainer):
         # Prevent upstream from writing the record now: the checkpoint check may still raise, and
         # must leave the record of the existing checkpoints unchanged.
         record_file, job_config.job.save_config_file = job_config.job.save_config_file, None
+        if not torch.cuda.is_available():
+            job_config.comm.trace_buf_size = 0  # NCCL's traces; their folder would stay empty
         # Use our checkpoint manager and no autocast: FSDP or DDP implements mixed precision at
         # every world size.
         with trainer_parts(CheckpointManager):
