@@ -37,13 +37,9 @@ from torchtitan_lr.costs.comparison import compare, differences
 from torchtitan_lr.costs.described_run import Run, read_run
 from torchtitan_lr.costs.held_memory import static_memory
 from torchtitan_lr.costs.messages import Traffic
+from torchtitan_lr.costs.optimizer_costs import TSRCost
 from torchtitan_lr.costs.rank_memory import rehearse_run, repeated_by_block
-from torchtitan_lr.costs.step_traffic import (
-    bytes_by_dim,
-    optimizer_traffic,
-    step_traffic,
-    tsr_names,
-)
+from torchtitan_lr.costs.step_traffic import bytes_by_dim, step_traffic
 
 MATRIX = SupportMatrix()
 BEFORE = [
@@ -292,7 +288,7 @@ def check_sent_and_held(ranks: list[dict[str, Any]], arguments: list[str]) -> No
         expected = [row for row in step_traffic(paper, stage, rehearsal) if row.scope != "step"]
         if repeats and paper.config.compile.enable:
             continue  # the backend of these tests recomputes all of a compiled block
-        if paper.tsr is not None:
+        if isinstance(paper.optimizer, TSRCost):
             # The verdict of a step is a sum over all ranks, which may be one dimension's.
             if len(ranks) not in paper.ranks.values():
                 check_exchange(rank, paper, [*expected, *repeated], dtypes)
@@ -321,13 +317,15 @@ def check_exchange(
     Parts of them travel during backward, beside the model's own.
     """
     stage = rank["ranks"]["pp"]
-    plans = [paper.tsr_plans[name] for name in tsr_names(paper, stage)]
+    cost = paper.optimizer
+    assert isinstance(cost, TSRCost)
+    plans = [cost.plans[name] for name in cost.names(stage)]
     done = [0] * len(plans)
     for step, rows in enumerate(rank["sent"]):
         due = [index for index, plan in enumerate(plans) if plan.is_due(step, done[index])]
         for index in due:
             done[index] += 1
-        stated = bytes_by_dim([*others, *optimizer_traffic(paper, stage, due)], dtypes)
+        stated = bytes_by_dim([*others, *cost.sent(stage, due)], dtypes)
         of_mesh = [row for row in rows if row["mesh_dim"] in paper.mesh]
         # Stages greet each other before the first step.
         own = [row for row in of_mesh if (row["scope"], row["mesh_dim"]) != ("step", "pp")]
@@ -347,10 +345,9 @@ def check_memory(rank: dict[str, Any], paper: Run) -> None:
     parts = []
     for stage in paper.stages_of(rank["ranks"]["pp"]):
         parts.append({n: s for unit in paper.stages[stage].values() for n, s in unit.items()})
-    plans = None if paper.tsr is None else paper.tsr_plans
-    own = plans, rank["ranks"]["fsdp"], paper.spectral_vectors, paper.by_columns
+    own = paper.optimizer.state_bytes, rank["ranks"]["fsdp"], paper.by_columns
     expected, held = static_memory(parts, paper.shard, paper.precision, *own), rank["first"]["held"]
-    if paper.tsr is not None:  # it drops the gradients of compressed matrices in a step
+    if isinstance(paper.optimizer, TSRCost):  # it drops gradients of compressed matrices
         assert held.pop("gradients") <= expected.pop("gradients")
     assert held == {part: expected[part] for part in held}
 

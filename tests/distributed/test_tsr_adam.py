@@ -19,7 +19,6 @@ from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.optim.tsr.drift import differences
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
-from torchtitan_lr.optim.tsr.svd import SVD
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "tok_embeddings.weight": (14, 8),
@@ -117,17 +116,17 @@ def train_with_a_drifting_replica(
     from torchtitan_lr.optim.tsr import refresh
     from torchtitan_lr.titan import logger
 
-    original, lines = refresh.solve_together, []
+    original, lines = refresh.randomized_svd, []
 
     def disturbed(*args: Any) -> list[Any]:
         results = original(*args)
         for svd in results:
-            if dist.get_rank() == odd and isinstance(svd, SVD):
+            if dist.get_rank() == odd:
                 getattr(svd, side)[0].view(-1)[0] += error
         return results
 
     with (
-        patch.object(refresh, "solve_together", disturbed),
+        patch.object(refresh, "randomized_svd", disturbed),
         patch.object(logger, "warning", lambda text, *rest: lines.append(text % rest)),
     ):
         model = train()
