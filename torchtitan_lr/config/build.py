@@ -24,20 +24,16 @@ from torchtitan_lr.config.paths import expanded, find_config
 from torchtitan_lr.config.ranges import check_ranges
 from torchtitan_lr.config.schema import (
     AC_MODES,
-    ADAMS,
     CODEC_NAMES,
-    DEFAULTS_OF,
     ITS_MODULE,
     MODELS,
-    OPTIMIZERS,
     TP_PLANS,
-    TSR,
     Experimental,
     JobConfig,
     Optimizer,
-    base_of,
 )
 from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.optim.entries import ENTRIES, like, unread_keys
 
 _PATHS = ("folder", "path", "_file", "_csv", "flavor")  # how names of keys of paths end
 _IMPORT_KEY = "experimental.custom_import"
@@ -52,7 +48,7 @@ REGISTERED = {
     "parallelism.tp_plan": TP_PLANS,
     "activation_checkpoint.mode": AC_MODES,
     "grad_compression.codec": CODEC_NAMES,
-    "optimizer.name": OPTIMIZERS,
+    "optimizer.name": ENTRIES,
 }
 """Known values of the keys to which ``experimental.custom_import`` may add some."""
 
@@ -103,9 +99,9 @@ def _fill(layers: list[dict[str, Any]], overrides: list[Override], of_record: bo
     raw = merge_tables(with_own_rates(layers, dict(overrides).get("optimizer.name")))
     checked = check_record(raw) if of_record else check_toml(raw, config_cls)
     values = apply_overrides(checked, overrides, config_cls)
-    base = base_of(values.get("optimizer", {}).get("name", ""))
-    _set_defaults(values, base)
-    check_ranges(values, config_cls, tsr=base == TSR)
+    name = values.get("optimizer", {}).get("name", Optimizer.name)
+    _set_defaults(values, name)
+    check_ranges(values, config_cls, unread_keys(name))
     _set_warmup(values, [] if of_record else layers, overrides)
     folder = values.get("job", {}).get("dump_folder", ".")
     require(folder.strip(), "job.dump_folder", folder, "a folder such as ./outputs")
@@ -125,25 +121,20 @@ def with_own_rates(layers: list[dict[str, Any]], last: Any) -> list[dict[str, An
     for layer in layers:
         table = layer.get("optimizer")
         name = table.get("name", name) if isinstance(table, dict) else name
-        rules.append(_rule(name))
+        rules.append(like(name))
     found = []
     for layer, rule in zip(layers, rules, strict=True):
         table = layer.get("optimizer")
-        if isinstance(table, dict) and rule != _rule(last or name):
+        if isinstance(table, dict) and rule != like(last or name):
             kept = {key: value for key, value in table.items() if key not in RATES}
             layer = layer | {"optimizer": kept}
         found.append(layer)
     return found
 
 
-def _rule(name: Any) -> str:
-    """Return one name for optimizers whose learning rates mean the same."""
-    return ADAMS[0] if name in ADAMS else base_of(str(name))
-
-
-def _set_defaults(values: dict[str, Any], base: str) -> None:
-    """Give the keys that are not set the defaults of the optimizer that the run's is or changes."""
-    for key, value in DEFAULTS_OF.get(base, {}).items():
+def _set_defaults(values: dict[str, Any], name: str) -> None:
+    """Give the keys that are not set the defaults of the run's optimizer."""
+    for key, value in ENTRIES[name].defaults.items():
         section, _, option = key.partition(".")
         values.setdefault(section, {}).setdefault(option, value)
 

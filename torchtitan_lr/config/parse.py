@@ -269,12 +269,12 @@ def _keys(section: Any, prefix: str = "") -> dict[str, Field[Any]]:
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
     """Return the members of a union, or the annotation alone.
 
-    ``Annotated[str, names]`` is one of the names in the list, to which registration adds names;
+    ``Annotated[str, names]`` is one of a list or of a table's keys, which registration adds to;
     other annotations are ranges (``torchtitan_lr.config.ranges``).
     """
     if get_origin(annotation) is Annotated:
         kind, first = get_args(annotation)[:2]
-        return (Literal[tuple(first)],) if isinstance(first, list) else _alternatives(kind)
+        return (Literal[tuple(first)],) if isinstance(first, list | dict) else _alternatives(kind)
     if get_origin(annotation) in (Union, types.UnionType):
         return get_args(annotation)
     return (annotation,)
