@@ -10,7 +10,7 @@ The parts, all compiled, bf16 with fp32 weights and fused AdamW, on random token
            without captured passes, which must be equal in every bit
     start  32 x 256 tokens: both kinds of step of CoLA and full rank in turns, and the host's
            milliseconds in each part of a step
-    ratio  8 x 1,024 tokens, captured: full rank and CoLA in turns; and the kernels of a step of CoLA
+    ratio  8 x 1,024 tokens, captured: full rank and CoLA in turns; then CoLA's kernels
     wide   24 x 1,024 tokens, captured: full rank and CoLA in turns
     short  2 x 1,024 tokens, both kinds of step: CoLA, full rank, and CoLA's spectral optimizers
 
