@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lr.compat.c10d import functional
 from torchtitan_lr.compat.dispatch import results_are_cached
+from torchtitan_lr.compat.process_groups import functional
 
 TOKENS, FEATURES = 1, -1  # dimensions of an activation (b, s, d)
 

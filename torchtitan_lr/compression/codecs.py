@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchtitan_lr.compat.c10d import all_gather, reduce_scatter
+from torchtitan_lr.compat.process_groups import all_gather, reduce_scatter
 from torchtitan_lr.compression.sizes import (
     HASH_ROWS,
     CodecSizes,

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchtitan_lr.compat.c10d import functional
 from torchtitan_lr.compat.dispatch import (
     CAST,
     changes_arguments,
@@ -27,6 +26,7 @@ from torchtitan_lr.compat.dispatch import (
     storage_address,
     tree_leaves,
 )
+from torchtitan_lr.compat.process_groups import functional
 
 
 class _Running(NamedTuple):

@@ -25,7 +25,7 @@ from torchtitan_lr.checkpoints.run_record import (
     left_out,
     write_record,
 )
-from torchtitan_lr.compat.c10d import set_timeouts
+from torchtitan_lr.compat.process_groups import set_timeouts
 from torchtitan_lr.compression.residuals import Residuals
 from torchtitan_lr.compression.units import compressors_of
 from torchtitan_lr.console.log import console
