@@ -76,12 +76,7 @@ def check_job_config(
 ) -> None:
     """Raise a ConfigError for the first key with which a configuration cannot run.
 
-    Args:
-        config: The result of :func:`build_job_config`.
-        world_size: Number of ranks of the whole run.
-        device_type: ``cpu``, ``cuda`` or ``xpu``: the device of the ranks.
-        on_paper: Whether to skip the checks of this machine's files and memory, for an estimate.
-        data: How far to go with the corpora.
+    `on_paper` skips the checks of this machine's files and memory, for an estimate.
     """
     want = f"at most {MOST_RANKS} ranks: the product of the degrees, --world or NGPU"
     require(world_size <= MOST_RANKS, "parallelism", world_size, want)

@@ -105,11 +105,7 @@ def check_outside(config: Any, world_size: int, device_type: str) -> None:
 
 
 def _what_ignores_rates(config: Any) -> str:
-    """Name what builds the run's optimizer without reading the keys of rates; "" if it reads them.
-
-    Raises:
-        ConfigError: It is torchtitan, which does not have the optimizer.
-    """
+    """Name what builds the optimizer without reading the keys of rates; "" if it reads them."""
     from torchtitan_lr.titan.components import build_optimizers
     from torchtitan_lr.titan.specs import get_train_spec
 

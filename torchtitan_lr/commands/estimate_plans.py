@@ -17,11 +17,7 @@ FULL_RANK = "full"
 
 
 def read_plans(text: str) -> list[str]:
-    """Read names of alternatives, separated by commas, once the user's module is imported.
-
-    Raises:
-        ConfigError: There is no such plan.
-    """
+    """Read names of alternatives, separated by commas, once the user's module is imported."""
     # Models with lanes have one plan each, and full rank has its own.
     known = [FULL_RANK, *(name for name, plan in PLANS.items() if plan.low_rank and not plan.lanes)]
     plans = text.split(",")
@@ -37,9 +33,6 @@ def alternatives(run: Run, plans: Sequence[str]) -> Iterator[tuple[str, Run | Co
     What a run repeats in backward belongs to its mode of activation checkpointing, not to its plan,
     so all have one: the run's, or ``full`` for ``low_rank`` beside full rank, which has no latents
     to keep. A full-rank model is compared with the CoLA model of its flavor.
-
-    Raises:
-        ConfigError: The run cannot have that mode.
     """
     config = run.config
     if FULL_RANK in plans and run.checkpointing == "low_rank":

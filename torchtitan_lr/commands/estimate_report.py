@@ -44,22 +44,12 @@ OWN = "counts as AdamW does, without what it sends itself"
 def estimate(runs: Mapping[str, Run | ConfigError], hardware: Hardware) -> dict[str, Any]:
     """Estimate runs that are compared.
 
-    Args:
-        runs: By the name of their column, the run of the report first; or why one is left out.
-        hardware: The machine.
-
-    Returns:
-        ``checkpointing`` (the mode), ``parameters``, ``flops_per_token``, ``memory_bytes`` (of the
-        rank that needs most), ``activations_by_mode``, ``comm_bytes`` (of the pipeline rank that
-        sends most, by mesh dimension and operation), ``gradient_bytes`` (of the same rank: the part
-        of gradients, if they travelled in float32 and in bfloat16), ``checkpoint_bytes`` (of all
-        ranks together, by part), ``step_time`` and ``pipeline_ranks``; with
-        context parallelism also ``context`` (`gather_report`); with a spectral optimizer also
-        ``spectral`` (the numbers that it sends, and its products of (r, r)); with TSR-Adam also
-        ``tsr_comm_bytes``, by kind of step and dtype of gradients (then ``comm_bytes`` are for a
-        step without refresh, ``gradient_bytes`` and the time for an average step); and the same
-        keys for every other run in ``alternatives``.
-        ``tokens_per_s`` in ``step_time`` counts all ranks together.
+    The first of `runs` is that of the report; the others, or why one is left out, stand in
+    ``alternatives``. ``memory_bytes`` are of the rank that needs most, ``comm_bytes`` of the
+    pipeline rank that sends most, by mesh dimension and operation, ``gradient_bytes`` of the same
+    rank, if gradients travelled in float32 and in bfloat16, ``checkpoint_bytes`` of all ranks
+    together. With TSR-Adam, ``comm_bytes`` are for a step without refresh, ``gradient_bytes`` and
+    the time for an average step. ``tokens_per_s`` counts all ranks together.
     """
     (name, first), *others = runs.items()
     assert isinstance(first, Run)
@@ -144,13 +134,7 @@ def _by_mode(run: Run, pp_rank: int, own: Rehearsal) -> dict[str, dict[str, int]
 
 
 def _tsr_bytes(run: Run, pp_rank: int, average: list[Traffic]) -> dict[str, Any]:
-    """Return the optimizer's bytes by kind of step, dtype of gradients, dimension and operation.
-
-    Args:
-        run: The run.
-        pp_rank: Pipeline rank.
-        average: The optimizer's traffic in an average step.
-    """
+    """Return the optimizer's bytes by kind of step, dtype of gradients, dimension and operation."""
     refreshing = range(len(tsr_names(run, pp_rank)))
     first, largest = peak_optimizer_traffic(run, pp_rank)
     rows = {
@@ -205,10 +189,7 @@ def _quiet() -> Iterator[None]:
 def as_text(report: dict[str, Any], hardware: Hardware, storage: float = 0.0) -> str:
     """Format the report as a table with one column per plan.
 
-    Args:
-        report: Result of `estimate`.
-        hardware: The machine.
-        storage: Bandwidth of the storage for all ranks together, GB/s; 0 if unknown.
+    `storage` is the bandwidth of the storage for all ranks together, GB/s; 0 if unknown.
     """
     refused = {n: c["refused"] for n, c in report["alternatives"].items() if "refused" in c}
     columns = {report["name"]: report}

@@ -52,14 +52,7 @@ OVERLAP = ("overlapped_flops", "most_overlapped_flops")
 
 
 def measure(arguments: list[str]) -> list[dict[str, Any]]:
-    """Run one step on this rank.
-
-    Args:
-        arguments: Arguments of a training run.
-
-    Returns:
-        The ledger's rows.
-    """
+    """Run one step on this rank."""
     import torchtitan_lr.training.register  # noqa: F401
     from torchtitan_lr.config.build import build_job_config
     from torchtitan_lr.training.trainer import Trainer
@@ -103,18 +96,7 @@ def one_block(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def run_ranks(arguments: list[str]) -> tuple[list[dict[str, Any]], Run]:
-    """Run one step on all ranks of this machine and compare the counts with the formulas.
-
-    Args:
-        arguments: Arguments of a training run.
-
-    Returns:
-        The rows of the comparison, and the run on paper.
-
-    Raises:
-        ConfigError: The configuration is invalid.
-        RunFailedError: A rank failed.
-    """
+    """Run one step on all ranks of this machine and compare the counts with the formulas."""
     from torchtitan_lr.costs.comparison import compare
     from torchtitan_lr.costs.described_run import read_run
     from torchtitan_lr.costs.rank_memory import repeated_by_block

@@ -39,34 +39,20 @@ _CONFIGURED = (
 
 @dataclass(frozen=True)
 class Setting:
-    """One value of a run.
+    """One value of a run."""
 
-    Args:
-        key: The dotted key.
-        value: What the run uses; for a key that leaves its value to the flavor, the flavor's.
-        origin: `DEFAULT`, `FLAVOR`, `SHARE`, `COMMAND_LINE`, `LAUNCHER` or the TOML file.
-        is_key: Whether a TOML file can set it; False for a value that only the flavor has.
-    """
-
-    key: str
-    value: Any
-    origin: str
+    key: str  # the dotted key
+    value: Any  # what the run uses; for a key that leaves its value to the flavor, the flavor's
+    origin: str  # `DEFAULT`, `FLAVOR`, `SHARE`, `COMMAND_LINE`, `LAUNCHER` or the TOML file
+    # Whether a TOML file can set it; False for a value that only the flavor has
     is_key: bool = True
 
 
 def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], str]:
     """Read a configuration as a run on this machine would.
 
-    Args:
-        config: A TOML file, or the name of a shipped one.
-        overrides: Overrides, ``--section.key=value``.
-
-    Returns:
-        Every key in the order of its section, and a line about the launcher's choices or about why
-        the configuration cannot run here; empty if there is nothing to say.
-
-    Raises:
-        ConfigError: The configuration cannot be read, or there is no such model.
+    Beside them stands a line about the launcher's choices or about why the configuration cannot run
+    here, or nothing.
     """
     arguments = [f"--{CONFIG_FILE_KEY}={config}", *overrides]
     built = build_job_config(arguments)
@@ -100,9 +86,6 @@ def as_toml(settings: Sequence[Setting]) -> str:
     """Format settings as a TOML file; behind each key is its origin.
 
     A value that TOML cannot express (None), that is no key, or that follows `SHARE`, is a comment.
-
-    Args:
-        settings: Settings, sorted by section.
     """
     lines: list[str] = []
     section = ""
@@ -147,13 +130,8 @@ def _values(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _with_flavor(settings: list[Setting], config: Any) -> list[Setting]:
     """Replace each setting that leaves its value to the flavor by the flavor's value.
 
-    Args:
-        settings: Settings of all keys.
-        config: The configuration.
-
-    Returns:
-        The settings, and behind ``[model]`` the flavor's values that no key can change. A model of
-        another package has none of them.
+    Values that no key can change stand behind ``[model]``. A model of another package has none of
+    them.
     """
     args = llama_args(config)
     if args is None:

@@ -53,30 +53,19 @@ _NOT_SEARCHED = {"checkpoint", "logs", "tb", "wandb", "comm_traces"}
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run in the list.
-
-    Args:
-        folder: Its dump folder.
-        config: Its TOML file, else its model and flavor.
-        step: The last logged step, 0 if there is none.
-        steps: The last step of the configuration, None if that is unknown.
-        state: running, finished, stopped or failed.
-        why: Why it stopped or failed; empty if it did not.
-        loss: The last training loss, as in a summary, nats per token.
-        val_loss: The last validation loss, nats per token.
-        settings: Its values of the keys in which the listed runs differ, or of chosen ones.
-        shared: Ranks, tokens per step, torch and commit, where they are those of all listed runs.
-    """
+    """A run in the list."""
 
     folder: str
-    config: str
-    step: int
-    steps: int | None
-    state: str
-    why: str
-    loss: float | None
-    val_loss: float | None
+    config: str  # its TOML file, else its model and flavor
+    step: int  # the last logged step, 0 if there is none
+    steps: int | None  # the last step of the configuration, None if that is unknown
+    state: str  # running, finished, stopped or failed
+    why: str  # why it stopped or failed; empty if it did not
+    loss: float | None  # the last training loss, as in a summary, nats per token
+    val_loss: float | None  # the last validation loss, nats per token
+    # Its values of the keys in which the listed runs differ, or of chosen ones
     settings: dict[str, Any] = field(default_factory=dict)
+    # Ranks, tokens per step, torch and commit, where they are those of all listed runs
     shared: dict[str, Any] = field(default_factory=dict)
 
 
@@ -108,11 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_runs(paths: list[Path]) -> list[Path]:
-    """Return the dump folders at and below some folders, in order of their names.
-
-    Raises:
-        ConfigError: A path is no folder.
-    """
+    """Return the dump folders at and below some folders, in order of their names."""
     found = set()
     for path in paths:
         if not path.is_dir():
@@ -127,11 +112,7 @@ def find_runs(paths: list[Path]) -> list[Path]:
 
 
 def describe(folder: Path) -> RunInfo:
-    """Read a run's configuration, history and state.
-
-    Args:
-        folder: Its dump folder.
-    """
+    """Read a run's configuration, history and state."""
     config = _read_json(folder / RUN_CONFIG)
     history = read_history(folder / HISTORY_FILE)
     job, model, training = (_table(config, name) for name in ("job", "model", "training"))
@@ -167,9 +148,6 @@ def with_settings(runs: list[RunInfo], columns: list[str]) -> list[RunInfo]:
     """Return the runs with their values of some keys; by default of those in which they differ.
 
     A key that some record lacks, such as that of another version, is not compared.
-
-    Raises:
-        ConfigError: No record has such a key.
     """
     records = [_settings(_read_json(Path(run.folder) / RUN_CONFIG)) for run in runs]
     known = [record for record in records if record]
@@ -194,11 +172,7 @@ _ENVIRONMENT = tuple(
 
 
 def ordered(runs: list[RunInfo], key: str) -> list[RunInfo]:
-    """Return the runs in the ascending order of a column of the table, or of a listed key.
-
-    Raises:
-        ConfigError: There is no such column.
-    """
+    """Return the runs in the ascending order of a column of the table, or of a listed key."""
     columns = {"run": "folder", "config": "config", "step": "step", "state": "state"}
     columns |= {"loss": "loss", "validation": "val_loss"}
     keys = dict.fromkeys(chain.from_iterable(run.settings for run in runs))
@@ -300,15 +274,7 @@ def as_text(runs: list[RunInfo]) -> str:
 
 
 def plot(runs: list[RunInfo], path: Path) -> None:
-    """Draw the losses of several runs in one picture.
-
-    Args:
-        runs: The runs; those without a logged step are left out.
-        path: The PNG to write.
-
-    Raises:
-        ConfigError: No run has a logged step, or the file cannot be written.
-    """
+    """Draw the losses of several runs in one picture."""
     from torchtitan_lr.scaling.pictures import draw_runs
 
     histories = {run.folder: read_history(Path(run.folder) / HISTORY_FILE) for run in runs}

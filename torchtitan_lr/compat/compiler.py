@@ -22,11 +22,7 @@ def remake_inputs_of_products(enabled: bool = True) -> None:
 
 
 def lower_as_identity(operator: Any) -> None:
-    """Make Inductor compile an operator of one tensor to the identity.
-
-    Args:
-        operator: An overload; ignored if it is already registered.
-    """
+    """Make Inductor compile an operator of one tensor to the identity."""
     # Inductor has no public registry for this. If upstream changes the private one, compiling with
     # low-rank checkpointing fails, or calls the operator, which copies its argument. Late: the
     # import takes seconds.

@@ -53,14 +53,8 @@ function, the only one of a block that torch wraps so. If upstream renames it, t
 def flash_attention_to_prefix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return attention's output of the last tokens of a prefix, by CUDA's flash kernel.
 
-    Args:
-        q: Queries (b, h, n, head_dim) of the last n tokens.
-        k: Keys (b, h_kv, s, head_dim) of all s.
-        v: Values, likewise.
-
-    Raises:
-        RuntimeError: The kernel does not fit the tensors: they are in half precision, and 8
-            divides head_dim.
+    q (b, h, n, head_dim) are the last n tokens' queries, k and v (b, h_kv, s, head_dim) are of all
+    s. They are in half precision, and 8 divides head_dim: else a `RuntimeError`.
     """
     # For this operator ``is_causal`` means from the lower right, as `torch.nn.attention.bias` says.
     kernel = torch.ops.aten._scaled_dot_product_flash_attention
@@ -86,12 +80,6 @@ def product_flops(operator: Any, args: tuple[Any, ...], kwargs: Any, result: Any
 
     Torch 2.11 refuses to count attention with grouped queries, so each group's keys and values are
     shown to the count once per head of its queries, as a kernel multiplies them.
-
-    Args:
-        operator: The operator, without its overload.
-        args: Its arguments; tensors of attention are (b, heads, s, d).
-        kwargs: Its other arguments.
-        result: What it returned.
     """
     if operator not in flop_registry:
         return 0

@@ -29,12 +29,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def with_local_part(tensor: Tensor, part: Tensor) -> Tensor:
-    """Return a tensor like another one, with another local part; ``part`` for a plain tensor.
-
-    Args:
-        tensor: A DTensor or a plain tensor.
-        part: A tensor of the local part's shape and dtype, on any device.
-    """
+    """Return a tensor like another one, with another local part; ``part`` for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return part
     # The public `DTensor.from_local` moves the part to the mesh's device, and a copy on the host
@@ -50,17 +45,8 @@ def local_slice(
 ) -> Tensor:
     """Cut the part of a tensor that one rank holds.
 
-    Args:
-        full: The whole tensor.
-        mesh_shape: Size of every mesh dimension.
-        coordinate: The rank's index along every mesh dimension.
-        placements: One placement per mesh dimension: Replicate, Shard or _StridedShard.
-
-    Returns:
-        A view of ``full``; uneven splits follow torch.chunk, so later ranks get less or nothing.
-
-    Raises:
-        RuntimeError: The placement does not define a slice (Partial, or an unsupported stride).
+    Uneven splits follow torch.chunk, so later ranks get less or nothing. A placement that defines
+    no slice (Partial, or an unsupported stride) raises a `RuntimeError`.
     """
     # Torch's `_compute_local_shape_and_global_offset` cuts 9 rows on 4 x 2 ranks otherwise than
     # FSDP2 does.
@@ -93,13 +79,7 @@ def split_order(placements: Sequence[Any]) -> list[int]:
 
 
 def shard_dims(parameter: Tensor, dim: int, order: Iterable[str]) -> tuple[int, ...]:
-    """Return which mesh dimensions split a tensor dimension, by index in ``order``.
-
-    Args:
-        parameter: A plain tensor (not sharded) or a DTensor.
-        dim: The tensor dimension.
-        order: Names of the run's mesh dimensions.
-    """
+    """Return which mesh dimensions split a tensor dimension, by index in ``order``."""
     if not isinstance(parameter, DTensor):
         return ()
     names = parameter.device_mesh.mesh_dim_names or ()
@@ -116,11 +96,8 @@ def wrap_like(
 ) -> Tensor:
     """Wrap a rank's part as a DTensor that is sharded like a parameter.
 
-    Args:
-        parameter: The parameter.
-        part: This rank's part; the result shares its memory.
-        size: Global size of the result.
-        dims: Maps a dimension of the parameter to the dimension of the result that follows it.
+    `dims` maps a dimension of the parameter to the dimension of the result that follows it; `size`
+    is the result's global size. The result shares the part's memory.
     """
     if not isinstance(parameter, DTensor):
         return part

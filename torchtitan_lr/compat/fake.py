@@ -30,12 +30,6 @@ def rms_norm_by(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """Replace `torch.nn.functional.rms_norm`, which an estimate counts as one kernel.
 
     `torch.nn.RMSNorm` looks the function up at every call.
-
-    Args:
-        function: Called instead, with the same arguments.
-
-    Yields:
-        The original function.
     """
     # If upstream calls another function, the norms of a block are counted as the CPU's several
     # kernels, and its tests fail.
@@ -69,14 +63,7 @@ class RehearsalMode(TorchDispatchMode):
     _finding_shapes = 0
 
     def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Look at an operator that has run.
-
-        Args:
-            func: The operator.
-            args: Its arguments.
-            kwargs: Its other arguments.
-            out: What it returned.
-        """
+        """Look at an operator that has run."""
         raise NotImplementedError
 
     def __torch_dispatch__(

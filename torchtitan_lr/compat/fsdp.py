@@ -63,14 +63,12 @@ Norms = list[tuple[tuple[Tensor, ...], Tensor]]
 class OwnParamGroup(FSDPParamGroup):
     """A parameter group that notes the norms of this rank's own gradients before it reduces them.
 
-    It also sends them in a dtype of its own.
-
-    Attributes:
-        norms: Gets an entry at every reduction; None for none.
-        wire_dtype: The dtype of the reductions; None for that in which FSDP2 adds up micro-batches.
+    It also sends them in a dtype of its own. `norms` gets an entry at every reduction. A
+    `wire_dtype` of None is that in which FSDP2 adds up micro-batches.
     """
 
-    norms: Norms | None = None
+    norms: Norms | None = None  # gets an entry at every reduction; None for none
+    # The dtype of the reductions; None for that in which FSDP2 adds up micro-batches
     wire_dtype: torch.dtype | None = None
 
     def post_backward(self, *unused: Any) -> None:
@@ -132,10 +130,6 @@ def reads_sums_at_once(module: FSDPModule, sums: Tensor) -> bool:
     Otherwise it only makes views of them, as gradients, and they may be written later. It reads
     them to cast them, to add them to gradients that are already there, to copy them to the host,
     and in hooks of the parameters.
-
-    Args:
-        module: The unit.
-        sums: The output of its reduce-scatter.
     """
     for group in param_groups(module):
         for parameter in group.fsdp_params:
@@ -154,13 +148,6 @@ def wrap_unit_calls(
 
     A compressed exchange continues later, in the method ``resume`` of its communicator, which is
     wrapped too.
-
-    Args:
-        module: An FSDP2 unit; any other module is left unchanged.
-        wrap: Takes a method and returns its replacement.
-
-    Returns:
-        A function that undoes the replacement.
     """
     replaced = ExitStack()
     for group in param_groups(module):

@@ -52,8 +52,7 @@ def cores() -> int:
 def end_with(parent: int) -> None:
     """Make the kernel kill this process when its parent dies (Linux only).
 
-    Args:
-        parent: Process id. If that process has already ended, this one exits at once.
+    If that process has already ended, this one exits at once.
     """
     if sys.platform != "linux":
         return

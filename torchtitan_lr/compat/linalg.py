@@ -17,9 +17,7 @@ from torch.library import _scoped_library
 def norms_of(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
     """Return the 2-norm of each plain tensor; a GPU needs one launch for tensors of one dtype.
 
-    Args:
-        tensors: At least one.
-        dtype: To sum in; by default the tensors' own, to which a norm is rounded in any case.
+    A norm is rounded to the tensors' own dtype in any case.
     """
     # Torch publishes no such function; `torch.nn.utils.get_total_norm` takes no dtype.
     return list(torch._foreach_norm(list(tensors), 2, dtype))
@@ -37,13 +35,7 @@ def convergence_on_device(device: torch.device) -> Iterator[list[Tensor]]:
 
     Both end with the operator ``aten::_linalg_check_errors``, which reads this on the host to raise
     an error; torch has no argument against it. Inside of the context the operator does nothing, in
-    all threads.
-
-    Args:
-        device: The device of the matrices.
-
-    Yields:
-        What the operator gets, int32 (b,) per call: 0 where the result is good.
+    all threads. The yielded list gets one int32 (b,) per call: 0 where the result is good.
     """
     # If upstream checks in another way, the host waits again and the list stays empty; a test fails
     # first.

@@ -35,12 +35,9 @@ class PipelineStage(TorchStage):
 
     Before torch 2.13 every stage sends one element to each neighbour before the first step, and the
     rank at the turn of a V sends to itself, which gloo refuses.
-
-    Attributes:
-        enable_reductions: Enables the gradient reductions of FSDP2's modules that the end of a
-            round runs.
     """
 
+    # Enables the gradient reductions of FSDP2's modules that the end of a round runs
     enable_reductions: Callable[[], None]
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -77,15 +74,7 @@ def rank_order(
 ) -> list[tuple[str, int, int]]:
     """Return torch's order of a rank's actions for a schedule with several stages per rank.
 
-    Args:
-        schedule: Name without its prefix ``Schedule``.
-        rank: Rank in the pipeline.
-        ranks: Pipeline ranks P.
-        stages_per_rank: Stages per pipeline rank.
-        microbatches: Micro-batches m per step.
-
-    Returns:
-        Name of the computation, stage and micro-batch of every action; idle slots are left out.
+    Idle slots are left out.
     """
     # A schedule's constructor needs stages with models, but the order depends only on a few
     # numbers. So this creates an object without calling the constructor, sets those numbers, and

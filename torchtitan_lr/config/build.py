@@ -60,18 +60,9 @@ REGISTERED = {
 def build_job_config(argv: list[str], record: dict[str, Any] | None = None) -> Any:
     """Build the configuration from ``--job.config_file`` and command-line overrides.
 
-    Args:
-        argv: Arguments such as ``["--job.config_file", "debug_cola", "--training.steps=10"]``,
-            with the name of a shipped file or a path.
-        record: The saved record of a run, instead of a file. Its keys that this version does not
-            have are ignored; what it lacks has its default. It may be somebody else's: modules that
-            it names are neither looked up nor imported (`import_extension`).
-
-    Returns:
-        torchtitan's JobConfig with the sections of ``torchtitan_lr.config.schema`` merged in.
-
-    Raises:
-        ConfigError: The file is missing or not TOML, a key is unknown, a type is wrong.
+    `record` is a run's saved configuration, read instead of a file: its unknown keys are ignored,
+    missing ones have defaults. It may be somebody else's: modules that it names are neither looked
+    up nor imported (`import_extension`).
     """
     overrides, path = split_arguments(argv), None
     for place, (key, value) in enumerate(overrides):
@@ -117,9 +108,7 @@ def _fill(layers: list[dict[str, Any]], overrides: list[Override], of_record: bo
 def with_own_rates(layers: list[dict[str, Any]], last: Any) -> list[dict[str, Any]]:
     """Return tables without the learning rates that they set for another optimizer than the run's.
 
-    Args:
-        layers: Each replaces values of those before it.
-        last: The command line's ``optimizer.name``; None if it has none.
+    Each layer replaces values of those before it.
     """
     rules, name = [], Optimizer.name
     for layer in layers:
@@ -151,11 +140,7 @@ def _set_defaults(values: dict[str, Any], base: str) -> None:
 def _set_warmup(
     values: dict[str, Any], layers: list[dict[str, Any]], overrides: list[Override]
 ) -> None:
-    """Set ``warmup_steps`` by ``warmup_ratio``, unless a later table or the command line sets it.
-
-    Raises:
-        ConfigError: One of them sets both. (A record has both, and its steps follow its ratio.)
-    """
+    """Set ``warmup_steps`` by ``warmup_ratio``, unless a later table or an override sets it."""
     command_line = {key.rpartition(".")[2]: value for key, value in overrides if key in _WARMUP}
     setting = _RATIO
     for table in [*(layer.get("lr_scheduler", {}) for layer in layers), command_line]:
@@ -193,12 +178,7 @@ def without_code(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_record(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the known keys of a run's record, or of some of its sections.
-
-    Raises:
-        ConfigError: A value has a wrong type, a plan is unknown, or weights of such a run are no
-            longer read.
-    """
+    """Return the known keys of a run's record, or of some of its sections."""
     try:
         return check_toml(record, config_class(), skip_unknown=True)
     except ConfigError as error:
@@ -211,9 +191,6 @@ def import_extension(module: str | None) -> None:
     """Import the module that a command line or its TOML names by ``experimental.custom_import``.
 
     It may be in the working directory, where the ranks find it too; installed modules go first.
-
-    Raises:
-        ConfigError: The module cannot be imported.
     """
     if not module:
         return

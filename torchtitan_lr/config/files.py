@@ -32,12 +32,7 @@ MOST_BYTES = 1 << 28
 def open_regular(path: str | Path, most: int = MOST_BYTES) -> Iterator[BufferedReader]:
     """Open a file that ends, for reading.
 
-    Args:
-        path: The file.
-        most: The largest size in bytes that is read.
-
-    Raises:
-        OSError: The file is not regular (a pipe, a device), or is larger than ``most``.
+    A pipe, a device, or a file of more than `most` bytes raises an `OSError`.
     """
     # Opening a pipe waits for its writer; opening some devices acts.
     _check_regular(os.stat(path), path, most)
@@ -72,9 +67,6 @@ def sample_of(files: Sequence[Path]) -> tuple[list[str], bool]:
 
     Sizes and times do not tell two texts apart: `rsync -t`, `cp -p` and archives keep them. Of
     files that are large together, blocks are read that lie evenly between the first and the last.
-
-    Raises:
-        OSError: A file cannot be read.
     """
     sizes = [file.stat().st_size for file in files]
     is_whole, digests = sum(sizes) <= SAMPLED_BYTES, list[str]()
@@ -96,9 +88,7 @@ def sample_of(files: Sequence[Path]) -> tuple[list[str], bool]:
 def read_json(path: str | Path, most: int = MOST_BYTES) -> dict[str, Any]:
     """Read a JSON object.
 
-    Raises:
-        OSError: As for `open_regular`.
-        ValueError: The file is not UTF-8, not JSON, not an object, or nested too deeply.
+    A file that is not UTF-8, not JSON, not an object, or nested too deeply raises a `ValueError`.
     """
     return parse_json(read_regular(path, most).decode())
 
@@ -126,8 +116,7 @@ def sealed(content: dict[str, Any]) -> dict[str, Any]:
 def unsealed(record: dict[str, Any]) -> dict[str, Any]:
     """Return a record without its checksum.
 
-    Raises:
-        ValueError: It is not what was written.
+    Other content raises a `ValueError`.
     """
     content = {key: value for key, value in record.items() if key != SEAL}
     if SEAL in record and record[SEAL] != _checksum(content):
@@ -158,12 +147,7 @@ def files_kept() -> Iterator[None]:
 def read_kept(path: Path, read: Callable[[Path], T]) -> T:
     """Return what ``read`` returns for a file; in `files_kept`, call it once per file as it is.
 
-    Args:
-        path: The file.
-        read: Its result must not be changed.
-
-    Raises:
-        OSError: There is no such file.
+    What `read` returns must not be changed.
     """
     kept = _kept.get()
     if kept is None:
@@ -179,15 +163,8 @@ def read_kept(path: Path, read: Callable[[Path], T]) -> T:
 def file_within(folder: Path, name: str) -> Path:
     """Return a file that does not lead out of a folder (`leads_out`). The folder may be a link.
 
-    Args:
-        folder: The folder.
-        name: The file's path in the folder.
-
-    Returns:
-        The file's path, with every link resolved; the file may not exist.
-
-    Raises:
-        OSError: The name leads out of the folder, by itself or by a link.
+    Every link is resolved; the file may not exist. A name that leads out of the folder, by itself
+    or by a link, raises an `OSError`.
     """
     try:
         home = folder.resolve()

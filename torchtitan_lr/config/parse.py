@@ -49,11 +49,7 @@ class Override(NamedTuple):
 
 
 def split_arguments(argv: list[str]) -> list[Override]:
-    """Split a command line into overrides, of which a later one wins, without checking keys.
-
-    Raises:
-        ConfigError: An argument that does not start with ``--``.
-    """
+    """Split a command line into overrides, of which a later one wins, without checking keys."""
     overrides, rest = [], list(reversed(argv))
     while rest:
         argument = rest.pop()
@@ -85,11 +81,7 @@ def toml_files(path: str) -> dict[str, dict[str, Any]]:
     """Read a TOML file and the files that it includes: the tables by path, the included ones first.
 
     ``include`` is a path from the file's own folder, or a shipped file's name. ``${config_dir}`` is
-    a file's own folder.
-
-    Raises:
-        ConfigError: A file is missing, unreadable or not TOML, or includes itself; a syntax error
-            is reported as ``file:line``.
+    a file's own folder. A syntax error is reported as ``file:line``.
     """
     found: dict[str, dict[str, Any]] = {}
     file: str | None = path
@@ -165,13 +157,8 @@ def check_toml(
     """Check a TOML table against a dataclass, section by section.
 
     Below the top, ``section`` is the table's own dataclass, and ``prefix`` its dotted name with a
-    trailing dot. ``skip_unknown`` leaves unknown keys out of the result.
-
-    Returns:
-        A copy with integers converted to floats where a float is declared.
-
-    Raises:
-        ConfigError: An unknown key or section, or a wrong type.
+    trailing dot. ``skip_unknown`` leaves unknown keys out of the result. Integers become floats
+    where a float is declared.
     """
     checked: dict[str, Any] = {}
     known = {option.name: option for option in fields(section or config_cls)}
@@ -201,9 +188,6 @@ def apply_overrides(
     Set a boolean with ``--a.b``, ``--a.no_b`` or ``--a.b=true``. Write None as ``None`` and a list
     with commas. The result of `check_toml` is changed in place; the allowed keys are the fields of
     ``config_cls``.
-
-    Raises:
-        ConfigError: An unknown key, a missing value or a wrong type.
     """
     known = _keys(config_cls)
     for key, text in overrides:

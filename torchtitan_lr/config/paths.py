@@ -21,10 +21,6 @@ def user_path(path: str, key: str) -> Path:
     """Expand ``~`` and ``${NAME}``, and check that the file system accepts the path.
 
     Shells expand neither in a file, nor ``~`` behind "=". The path may not exist.
-
-    Raises:
-        ConfigError: A variable that is not set, the home of an unknown user, a name that is too
-            long, or a folder without access permission.
     """
     filled = path
     for name in _VARIABLE.findall(path):

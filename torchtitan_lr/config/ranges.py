@@ -107,13 +107,7 @@ OF_TORCHTITAN: dict[str, Range] = {
 
 
 def check_ranges(values: dict[str, Any], config_cls: Any, tsr: bool) -> None:
-    """Raise a ConfigError for the first value out of its key's range.
-
-    Args:
-        values: Values of the right types, by section and key.
-        config_cls: The class of the configuration.
-        tsr: Whether the optimizer reads the keys ``tsr_*``.
-    """
+    """Raise a ConfigError for the first value out of its key's range."""
     sections: dict[str, Any] = {section.name: section.type for section in fields(config_cls)}
     for section, table in values.items():
         types: dict[str, Any] = {option.name: option.type for option in fields(sections[section])}

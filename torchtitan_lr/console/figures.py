@@ -41,12 +41,7 @@ Series = tuple[list[float], list[float]]
 def new_figure(width: float = WIDTH, height: float = HEIGHT) -> Any:
     """Return an empty figure that uses neither a display nor ``pyplot``'s global state.
 
-    Args:
-        width: Width in inches.
-        height: Height in inches.
-
-    Returns:
-        A `matplotlib.figure.Figure` whose ``savefig`` writes a PNG of `DPI` dots per inch.
+    Sides are in inches.
     """
     # Imported late: matplotlib takes a second to import, and most commands draw nothing.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -61,11 +56,6 @@ def finish(figure: Any, path: Path, title: str = "") -> None:
     """Add the title above and the legend below all panels, where they cover no line; write the PNG.
 
     Their text is drawn as it is: a formula between two ``$`` that is none would be an error.
-
-    Args:
-        figure: Returned by `new_figure`. A label that several panels have occurs once.
-        path: The PNG to write; its folder is created.
-        title: The title.
     """
     handles: dict[str, Any] = {}
     for axes in figure.axes:

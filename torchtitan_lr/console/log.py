@@ -83,11 +83,7 @@ class _DetailsHandler(logging.FileHandler):
 
 
 def init_console(verbose: bool = False) -> None:
-    """Set up the log of this process; a second call replaces the first.
-
-    Args:
-        verbose: ``metrics.verbose``: the console shows the records of details.log too.
-    """
+    """Set up the log of this process; a second call replaces the first."""
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     console.setLevel(logging.INFO)
@@ -139,12 +135,7 @@ class Pace:
         self._first: tuple[int, float] | None = None
 
     def left(self, step: int, now: float) -> float | None:
-        """Return the seconds left after a logged step; None at the first one.
-
-        Args:
-            step: The logged step.
-            now: A clock's seconds.
-        """
+        """Return the seconds left after a logged step; None at the first one."""
         if self._first is None:
             self._first = step, now
         since, started = self._first
@@ -174,20 +165,7 @@ def step_line(
     mfu: float | None,
     memory_gib: float,
 ) -> str:
-    """Return the line of a logged step.
-
-    Args:
-        step: The step, from 1.
-        steps: The run's last step.
-        left: Seconds left, None if unknown.
-        loss: Mean of the steps since the logged one before, nats per token.
-        grad_norm: Norm of the full gradient before clipping.
-        lr: Learning rate of the step.
-        tokens: Tokens of all ranks since the first step.
-        tokens_per_s: Tokens per second of all ranks together.
-        mfu: Percent of the device's peak, None if that is unknown.
-        memory_gib: Peak of this rank.
-    """
+    """Return the line of a logged step."""
     parts = [
         f"step {step:>{len(str(steps))}}/{steps} ({step / steps:.1%})",
         f"{'-:--:--' if left is None else duration(left)} left",
@@ -206,13 +184,6 @@ def step_line(
 
 
 def validation_line(step: int, loss: float, perplexity: float, seconds: float | None) -> str:
-    """Return the line of a validation.
-
-    Args:
-        step: The training step before it.
-        loss: Mean over its tokens, nats per token.
-        perplexity: The exponential of the loss.
-        seconds: The time that it took.
-    """
+    """Return the line of a validation."""
     took = "" if seconds is None else f"  in {seconds:.1f} s"
     return f"validation after step {step}  loss {loss:.5f}  perplexity {perplexity:,.2f}{took}"

@@ -21,11 +21,6 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int =
 
     The ``tabulate`` library pads headers by two more columns, which only a module global can
     change. This function keeps the output as it is without a dependency.
-
-    Args:
-        header: Names of the columns.
-        rows: Cells of each row, one per column.
-        left: Number of left-aligned columns; the others are aligned to the right.
     """
     lines = [[escaped(cell) for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

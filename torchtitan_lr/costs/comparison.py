@@ -17,15 +17,9 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Put measured rows and formulas side by side.
 
-    Args:
-        rows: The ledger's rows.
-        expected: The formulas' rows.
-        dtypes: Name of the dtype of each `Traffic.role`.
-
-    Returns:
-        The ledger's rows with ``expected_calls`` and ``expected_elements``: 0 for calls that the
-        formulas do not predict, None in `STEP`, which has no formulas. Calls that are predicted but
-        were not measured have rows with 0 calls.
+    A row has ``expected_calls`` and ``expected_elements``: 0 for calls that the formulas do not
+    predict, None in `STEP`, which has no formulas. Calls that are predicted but were not measured
+    have rows with 0 calls.
     """
     found = {tuple(row[key] for key in IDENTITY): dict(row) for row in rows}
     wanted: dict[tuple[Any, ...], list[int]] = {}

@@ -37,19 +37,7 @@ def context_traffic(
     tokens: int,
     gather: str,
 ) -> list[Traffic]:
-    """Return every collective of context parallelism in a micro-batch.
-
-    Args:
-        shape: Shape and family of the model.
-        settings: The tensor-parallel plan; ignored when T is 1.
-        tp_degree: Tensor-parallel ranks T.
-        cp_degree: Ranks C that share a row.
-        tokens: Tokens n on each of them.
-        gather: What is gathered, ``kv`` or ``latents``.
-
-    Returns:
-        Rows for every block; none at C = 1.
-    """
+    """Return every collective of context parallelism in a micro-batch."""
     if cp_degree == 1:
         return []
     width = kv_width(shape, settings, tp_degree) if gather == "kv" else shape.rank_attention
@@ -70,9 +58,6 @@ def latent_flops(
     B_k and B_v take 4·r·d_kv/T per token. Forward applies them to the tokens of the C - 1 other
     ranks too. Backward has two products for each (the gradients of B and of the latent), and
     computes k and v of all C·n tokens once more.
-
-    Returns:
-        FLOPs of a micro-batch forward, and backward.
     """
     one = 4 * shape.rank_attention * kv_width(shape, settings, tp_degree)
     others = (cp_degree - 1) * tokens
@@ -80,12 +65,5 @@ def latent_flops(
 
 
 def gathered_kv_bytes(width: int, cp_degree: int, tokens: int, itemsize: int) -> int:
-    """Return the bytes of a block's k and v of all C·n tokens, which its attention needs at once.
-
-    Args:
-        width: Features of k on the rank, see `kv_width`.
-        cp_degree: Ranks C that share a row.
-        tokens: Tokens n on each of them.
-        itemsize: Bytes per number.
-    """
+    """Return the bytes of a block's k and v of all C·n tokens, needed at once."""
     return 2 * cp_degree * tokens * width * itemsize

@@ -27,21 +27,13 @@ from torchtitan_lr.titan.base import TORCH_DTYPE_MAP
 
 @dataclass(frozen=True)
 class Run:
-    """A configuration with the model and the plan to estimate.
+    """A configuration with the model and the plan to estimate."""
 
-    Args:
-        config: Returned by `build_job_config`, checked for ``world`` ranks.
-        world: Number of ranks.
-        args: The model's arguments.
-        settings: The resolved tensor-parallel plan.
-        baseline: Whether AdamW and uncompressed gradients replace the configured ones.
-    """
-
-    config: Any
+    config: Any  # returned by `build_job_config`, checked for ``world`` ranks
     world: int
     args: LlamaArgs
-    settings: TPSettings
-    baseline: bool = False
+    settings: TPSettings  # the resolved tensor-parallel plan
+    baseline: bool = False  # whether AdamW and uncompressed gradients replace the configured ones
 
     @property
     def tp(self) -> int:
@@ -231,12 +223,7 @@ class Run:
         return split_by_columns(self.args, self.settings, self.tp, self.shard)
 
     def piece(self, name: str, shape: Shape) -> Shape:
-        """Return the first FSDP rank's piece of a parameter.
-
-        Args:
-            name: Its name.
-            shape: Its shape on a tensor-parallel rank.
-        """
+        """Return the first FSDP rank's piece of a parameter."""
         return sharded(shape, self.shard, dim=int(name in self.by_columns))
 
     @cached_property
@@ -285,11 +272,7 @@ def blocks_of(units: dict[str, NamedShapes]) -> int:
 
 
 def read_run(config: Any, world: int) -> Run:
-    """Return the run of a checked configuration.
-
-    Raises:
-        ConfigError: The model is not from this package.
-    """
+    """Return the run of a checked configuration."""
     args = llama_args(config)
     if args is None:
         raise ConfigError("model.name", config.model.name, "a model of this package")

@@ -38,21 +38,8 @@ def data_parallel_traffic(
 
     In every micro-batch, FSDP gathers a unit's weights for forward (and again for backward if they
     are resharded) and reduce-scatters its gradients. Sums over replicas run only in the last one.
-
-    Args:
-        shape: Shape and family of the model.
-        settings: The tensor-parallel plan; ignored when T is 1.
-        tp_degree: Tensor-parallel ranks T.
-        replicate: Number of replicas.
-        shard: Ranks that shard each parameter.
-        reshard_after_forward: Whether weights are gathered again for backward.
-        reshard_last: The same for the head, the first unit in backward.
-        microbatches: Forward and backward passes per optimizer step.
-        by_columns: Returned by `split_by_columns`, for a spectral optimizer.
-
-    Returns:
-        Rows for the embedding, every block and the head (with the final norm). Elements include
-        FSDP's padding.
+    The head is the first unit in backward: `reshard_last` is its `reshard_after_forward`. Elements
+    include FSDP's padding.
     """
     rows: list[Traffic] = []
     k = microbatches
@@ -101,8 +88,7 @@ def named_parameters(
 ) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return the parameter shapes of each FSDP unit on one of T tensor-parallel ranks.
 
-    Returns:
-        Shapes by name and by unit: ``embedding``, ``block 0`` ..., ``head``, ``root``.
+    Units are ``embedding``, ``block 0`` ..., ``head``, ``root``.
     """
     t, d, vocabulary = tp_degree, shape.dim, shape.vocab_size
     # A single rank splits nothing, whatever the plan: ``auto`` may not be resolved there.

@@ -17,19 +17,12 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class GatherCost:
-    """What a way of gathering costs a rank per step, beyond attention itself.
+    """What a way of gathering costs a rank per step, beyond attention itself."""
 
-    Args:
-        bytes: Bytes that it passes to the collectives.
-        send_seconds: Their modelled time.
-        flops: FLOPs of the keys and values that it computes of other ranks' tokens.
-        product_seconds: Their modelled time.
-    """
-
-    bytes: int
-    send_seconds: float
-    flops: int
-    product_seconds: float
+    bytes: int  # bytes that it passes to the collectives
+    send_seconds: float  # their modelled time
+    flops: int  # FLOPs of the keys and values that it computes of other ranks' tokens
+    product_seconds: float  # their modelled time
 
     @property
     def seconds(self) -> float:

@@ -31,17 +31,11 @@ COUNTER_BYTES = 8
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes per element.
+    """Bytes per element."""
 
-    Args:
-        parameter: Stored weights, their gradients and moments (``training.dtype``).
-        compute: Gathered weights and activations (``training.mixed_precision_param``).
-        reduce: FSDP2's gradients on the wire (``training.mixed_precision_reduce``).
-    """
-
-    parameter: int = 4
-    compute: int = 2
-    reduce: int = 4
+    parameter: int = 4  # stored weights, their gradients and moments (``training.dtype``)
+    compute: int = 2  # gathered weights and activations (``training.mixed_precision_param``)
+    reduce: int = 4  # FSDP2's gradients on the wire (``training.mixed_precision_reduce``)
 
     @property
     def summed(self) -> int:
@@ -63,20 +57,9 @@ def static_memory(
     A matrix that TSR-Adam compresses has U (m, r) and V (n, r), sharded like its rows and columns,
     and two moments (r, r). With one-sided projection it has U and two moments (r, n). A matrix of a
     spectral optimizer has a momentum, fp32 or wider, and Spectron's has a vector. All other
-    parameters have AdamW's moments, which are fp32 or wider under TSR-Adam.
-
-    Args:
-        parameters: Shapes on this tensor-parallel rank by name, for each model part of the rank.
-        shard: FSDP ranks; 1 for replicas.
-        precision: Bytes per element.
-        tsr: TSR-Adam's compressed matrices by name; None for AdamW.
-        shard_rank: FSDP rank; the first holds the most.
-        spectral: Length of the vector by name of a spectral optimizer's matrices; None for others.
-        by_columns: Names of the parameters that FSDP2 splits along their columns.
-
-    Returns:
-        ``weights``: its shards of the parameters; ``gradients`` of the same shapes; ``optimizer``:
-        moments, step counters, and TSR-Adam's bases.
+    parameters have AdamW's moments, which are fp32 or wider under TSR-Adam. `parameters` are the
+    shapes on this tensor-parallel rank, for each model part of the rank; `spectral` is the length
+    of the vector of each of a spectral optimizer's matrices. The first FSDP rank holds the most.
     """
     elements = optimizer = 0
     spectral = spectral or {}
@@ -119,12 +102,6 @@ def gathered_unit_bytes(
     resharded) or one more block, of the running block, and of the prefetched one, plus the
     gradients of one unit twice: in the compute dtype and in the dtype on the wire. Without
     resharding, every unit stays gathered.
-
-    Args:
-        units: Shapes of every unit of the rank.
-        head: The head's shapes; None if the rank has no head.
-        reshards: Whether weights are freed between forward and backward.
-        precision: Bytes per element.
     """
     sizes = sorted((sum(map(prod, unit.values())) for unit in units), reverse=True)
     if not sizes:

@@ -38,21 +38,13 @@ _SPREADS = {"scatter_add_": 3}
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product (m, k) by (k, n), or a batch of them.
+    """A matrix product (m, k) by (k, n), or a batch of them."""
 
-    Args:
-        batch: Number of products.
-        m: Rows.
-        n: Columns.
-        k: Length of the sums.
-        itemsize: Bytes per element.
-    """
-
-    batch: int
+    batch: int  # number of products
     m: int
     n: int
-    k: int
-    itemsize: int
+    k: int  # length of the sums
+    itemsize: int  # bytes per element
 
     @property
     def flops(self) -> int:
@@ -68,19 +60,13 @@ class Product:
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a device: for a block, for the ends of a model, or for a whole step.
+    """Work of a device: for a block, for the ends of a model, or for a whole step."""
 
-    Args:
-        products: Calls by shape.
-        attention: FLOPs of fused attention; the masked half of the scores is not computed.
-        traffic: Bytes that the other kernels read and write.
-        kernels: Number of kernels, products and attention included.
-    """
-
-    products: Counter[Product] = field(default_factory=Counter)
+    products: Counter[Product] = field(default_factory=Counter)  # calls by shape
+    # FLOPs of fused attention; the masked half of the scores is not computed
     attention: float = 0.0
-    traffic: float = 0.0
-    kernels: float = 0.0
+    traffic: float = 0.0  # bytes that the other kernels read and write
+    kernels: float = 0.0  # number of kernels, products and attention included
 
     def plus(self, other: "Work", times: float = 1.0) -> "Work":
         """Return this work and ``times`` the other."""
@@ -112,11 +98,7 @@ class _Operator:
 
 
 class KernelRecorder(RehearsalMode):
-    """Records operators and what they read and write.
-
-    Attributes:
-        backward: Set by the caller when backward begins.
-    """
+    """Records operators and what they read and write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,12 +163,7 @@ class KernelRecorder(RehearsalMode):
         return sizes
 
     def work(self, backward: bool, fused: bool) -> Work:
-        """Return the work of a pass.
-
-        Args:
-            backward: Whether the pass is backward.
-            fused: Whether a compiler fuses element-wise kernels between products.
-        """
+        """Return the work of a pass."""
         mine = [operator for operator in self._operators if operator.backward == backward]
         products = Counter(o.product for o in mine if o.product is not None)
         attention = sum(operator.attention for operator in mine)

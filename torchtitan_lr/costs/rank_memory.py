@@ -64,11 +64,7 @@ def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
 def rehearse_run(run: Run, mode: str | None = None, fused_norm: bool = True) -> Rehearsal:
     """Rehearse a run's blocks.
 
-    Args:
-        run: The run.
-        mode: A mode of activation checkpointing; the run's by default. One that only the compiler
-            carries out is counted as a straight line between two others.
-        fused_norm: Whether RMSNorm is one kernel, as on GPUs.
+    A mode that only the compiler carries out is counted as a straight line between two others.
     """
     section = run.config.activation_checkpoint
     mode = run.checkpointing if mode is None else mode
@@ -95,14 +91,7 @@ def rehearse_run(run: Run, mode: str | None = None, fused_norm: bool = True) -> 
 
 
 def repeated_by_block(run: Run) -> list[Traffic]:
-    """Return what activation checkpointing sends again in a step, block by block.
-
-    Args:
-        run: A run without a pipeline.
-
-    Raises:
-        ConfigError: Only the compiler decides what is repeated.
-    """
+    """Return what activation checkpointing sends again in a step, block by block."""
     mode = run.checkpointing
     if run.tp == 1 or mode == "none":
         return []
@@ -218,11 +207,8 @@ def buffer_bytes(run: Run, pp_rank: int) -> int:
 def checkpoint_bytes(run: Run) -> dict[str, int]:
     """Return the bytes of a checkpoint of all ranks together; every tensor is written once.
 
-    The position in the data, the schedule and the table of contents are left out (kilobytes).
-
-    Returns:
-        Bytes by part: weights, optimizer state, and TAGC's residuals, of which every rank has its
-        own.
+    The position in the data, the schedule and the table of contents are left out (kilobytes). Parts
+    are weights, optimizer state, and TAGC's residuals, of which every rank has its own.
     """
     plans = None if run.tsr is None else run.tsr_plans
     vectors = run.spectral_vectors

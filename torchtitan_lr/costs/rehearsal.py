@@ -44,27 +44,16 @@ Repeats = dict[tuple[str, str, str], tuple[int, int]]
 
 @dataclass(frozen=True)
 class Workload:
-    """The computation of one rank for one micro-batch.
-
-    Args:
-        args: The model.
-        settings: A resolved plan; ignored when T is 1.
-        tp_degree: Tensor-parallel ranks T.
-        batch: Sequences b of a micro-batch.
-        seq_len: Tokens s of a sequence.
-        dtype: The dtype that blocks compute in.
-        cp_degree: Context-parallel ranks C, which share the tokens.
-        gather: What they gather, ``kv`` or ``latents``.
-    """
+    """The computation of one rank for one micro-batch."""
 
     args: LlamaArgs
-    settings: TPSettings
-    tp_degree: int
-    batch: int
-    seq_len: int
-    dtype: torch.dtype
-    cp_degree: int = 1
-    gather: str = "kv"
+    settings: TPSettings  # a resolved plan; ignored when T is 1
+    tp_degree: int  # tensor-parallel ranks T
+    batch: int  # sequences b of a micro-batch
+    seq_len: int  # tokens s of a sequence
+    dtype: torch.dtype  # the dtype that blocks compute in
+    cp_degree: int = 1  # context-parallel ranks C, which share the tokens
+    gather: str = "kv"  # what they gather, ``kv`` or ``latents``
 
     def inputs(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Return token ids on a rank, and what else its model is called with."""
@@ -77,34 +66,25 @@ class Workload:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The memory of one rank for one micro-batch.
+    """The memory of one rank for one micro-batch."""
 
-    Args:
-        block: Bytes kept by a decoder block, its input included, its output not; a mean where
-            checkpointing treats blocks in turns.
-        ends: Bytes kept by the embedding, the final norm, the head and the loss.
-        working: Bytes that backward needs at its worst beyond what forward left, the gradients of
-            whole parameters aside.
-        repeated: Collectives that checkpointing runs again, by operation and dtype: calls and
-            elements of one block (a mean, as above).
-    """
-
+    # Bytes kept by a decoder block, its input included, its output not; a mean where checkpointing
+    # treats blocks in turns
     block: float
-    ends: int
+    ends: int  # bytes kept by the embedding, the final norm, the head and the loss
+    # Bytes that backward needs at its worst beyond what forward left, the gradients of whole
+    # parameters aside
     working: int
+    # Collectives that checkpointing runs again, by operation and dtype: calls and elements of one
+    # block (a mean, as above)
     repeated: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
 
 
 def rehearse(workload: Workload, prepare: Prepare | None = None, period: int = 1) -> Rehearsal:
     """Run a short model forward and backward on tensors without data.
 
-    Args:
-        workload: The computation; one and three of the model's blocks run, or as many periods.
-        prepare: Applied to the model after tensor parallelism.
-        period: Blocks after which checkpointing starts over (``selective_ac_option``).
-
-    Raises:
-        RuntimeError: If this process has a process group already and T > 1.
+    One and three of the model's blocks run, or as many periods: the blocks after which
+    checkpointing starts over (``selective_ac_option``).
     """
     short = [replace(workload.args, n_layers=n * period) for n in (1, 3)]
     with fake_ranks(workload.tp_degree, workload.cp_degree) as mesh:
@@ -120,11 +100,7 @@ def rehearse(workload: Workload, prepare: Prepare | None = None, period: int = 1
 
 @contextmanager
 def fake_ranks(tp_degree: int, cp_degree: int = 1) -> Iterator[DeviceMesh | None]:
-    """Be rank 0 of ranks that do not exist; their mesh of ``tp`` or ``cp, tp``, None for one rank.
-
-    Raises:
-        RuntimeError: If this process has a process group already.
-    """
+    """Be rank 0 of absent ranks; yield their mesh of ``tp`` or ``cp, tp``, None for one rank."""
     if tp_degree * cp_degree == 1:
         yield None
         return
@@ -156,13 +132,7 @@ class Count:
 def build_prepared(
     workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None
 ) -> LlamaModel:
-    """Build a workload's model, split it over the mesh and wrap it; call it under fake tensors.
-
-    Args:
-        workload: The model and its batch.
-        mesh: Returned by `fake_ranks`.
-        prepare: Wraps the model for activation checkpointing, if given.
-    """
+    """Build a workload's model, split it over the mesh and wrap it; call it under fake tensors."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(workload.dtype)  # a cast afterwards would swap fake parameters
     try:
@@ -226,14 +196,7 @@ def _address(x: Tensor) -> int:
 
 
 class LivingStorages(RehearsalMode):
-    """Tracks the storages that operators allocate, and which of them are alive.
-
-    Args:
-        outside: Addresses of storages to ignore: parameters, buffers, inputs.
-
-    Attributes:
-        peak: Maximum of the live bytes after any operator.
-    """
+    """Tracks the storages that operators allocate, and which of them are alive."""
 
     def __init__(self, outside: set[int]) -> None:
         super().__init__()

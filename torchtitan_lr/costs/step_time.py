@@ -60,23 +60,14 @@ TSR_KERNELS = 4
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step of one rank.
+    """Seconds of an optimizer step of one rank."""
 
-    Args:
-        compute: Time of matrix products, attention included.
-        exposed_communication: Communication that does not overlap with computation.
-        hidden_communication: Communication that overlaps with computation.
-        bubble: Idle time in the pipeline.
-        element_wise: Time of all other kernels of forward and backward.
-        optimizer: Time of the optimizer's kernels.
-    """
-
-    compute: float
-    exposed_communication: float
-    hidden_communication: float
+    compute: float  # time of matrix products, attention included
+    exposed_communication: float  # communication that does not overlap with computation
+    hidden_communication: float  # communication that overlaps with computation
     bubble: float = 0.0
-    element_wise: float = 0.0
-    optimizer: float = 0.0
+    element_wise: float = 0.0  # time of all other kernels of forward and backward
+    optimizer: float = 0.0  # time of the optimizer's kernels
 
     @property
     def total(self) -> float:
@@ -122,18 +113,7 @@ def model_step_time(
     element_wise: float = 0.0,
     optimizer: float = 0.0,
 ) -> StepTime:
-    """Model one optimizer step of one rank.
-
-    Args:
-        compute: Seconds of its products, recomputation included.
-        traffic: Every collective of the step.
-        element_size: Returns the bytes per element of a row.
-        mesh: Mesh dimensions by name; must contain every dimension in `traffic`.
-        hardware: The machine.
-        bubble: Idle seconds of the pipeline rank.
-        element_wise: Seconds of its other kernels in forward and backward.
-        optimizer: Seconds of its optimizer's kernels.
-    """
+    """Model one optimizer step of one rank."""
     exposed, overlapped = 0.0, 0.0
     for row in traffic:
         seconds = collective_seconds(row, element_size(row), mesh[row.mesh_dim], hardware)
@@ -179,14 +159,7 @@ def collective_seconds(row: Traffic, element_size: int, dim: MeshDim, hardware: 
 def step_time(
     run: Run, traffic: list[list[Traffic]], hardware: Hardware, work: PassWork
 ) -> StepTime:
-    """Model a step on the pipeline rank that is busy longest.
-
-    Args:
-        run: The run.
-        traffic: The traffic of every pipeline rank in a whole step.
-        hardware: The machine.
-        work: Recorded by `work_of_run`.
-    """
+    """Model a step on the pipeline rank that is busy longest."""
     sizes = partial(element_size, dtypes=run.wire_dtypes)
     times = []
     for pp_rank, rows in enumerate(traffic):

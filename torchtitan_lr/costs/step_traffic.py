@@ -31,13 +31,7 @@ from torchtitan_lr.parallel.pipeline import stage_boundaries
 
 
 def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> list[Traffic]:
-    """Return a rank's traffic in a step without TSR-Adam refreshes.
-
-    Args:
-        run: The run.
-        pp_rank: Pipeline rank.
-        rehearsal: Contains the collectives that activation checkpointing repeats; None for none.
-    """
+    """Return a rank's traffic in a step without TSR-Adam refreshes."""
     model = _here(run, pp_rank, model_traffic(run.args, run.settings, run.tp, run.tokens))
     model += run_context_traffic(run, pp_rank, run.gather)
     rows = _times(model, run.microbatches * run.accumulation)
@@ -59,24 +53,13 @@ def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> 
 
 
 def run_context_traffic(run: Run, pp_rank: int, gather: str) -> list[Traffic]:
-    """Return a pipeline rank's traffic of context parallelism in a micro-batch.
-
-    Args:
-        run: The run.
-        pp_rank: Pipeline rank.
-        gather: A value of ``parallelism.cp_gather``, the run's or another.
-    """
+    """Return a pipeline rank's traffic of context parallelism in a micro-batch."""
     rows = context_traffic(run.args, run.settings, run.tp, run.cp, run.tokens, gather)
     return _here(run, pp_rank, rows)
 
 
 def element_size(row: Traffic, dtypes: Mapping[str, str]) -> int:
-    """Return the bytes per element of a row.
-
-    Args:
-        row: Its role determines the dtype.
-        dtypes: Returned by `Run.wire_dtypes`.
-    """
+    """Return the bytes per element of a row."""
     role = row.role
     if row.pass_ == "optimizer" and row.mesh_dim == "dp_replicate":
         own = {"gradient": "stored", "core": "replicas", "sketch": "replicas"}
@@ -101,13 +84,8 @@ WIRES = ("float32", "bfloat16")
 def gradient_bytes(run: Run, pp_rank: int, optimizer: Iterable[Traffic] = ()) -> dict[str, int]:
     """Return what the gradients of a step take between data-parallel ranks, by dtype on the wire.
 
-    Args:
-        run: The run.
-        pp_rank: Pipeline rank.
-        optimizer: TSR-Adam's traffic, whose cores and sketches are gradients too.
-
-    Returns:
-        Bytes by the values of `WIRES`, without bf16 for a codec that cannot round.
+    The cores and sketches of TSR-Adam are gradients too. A codec that cannot round has no entry for
+    bf16.
     """
     rounds = not run.compresses or FORMULAS[run.compression.codec.name].rounds
     found = {}
@@ -218,10 +196,7 @@ def exchanged_units(run: Run) -> list[tuple[str, Unit]]:
 def optimizer_traffic(run: Run, pp_rank: int, refreshing: Collection[int]) -> list[Traffic]:
     """Return TSR-Adam's traffic in a step.
 
-    Args:
-        run: A run with TSR-Adam.
-        pp_rank: Pipeline rank.
-        refreshing: Indices into `tsr_names` of the matrices that refresh.
+    `refreshing` are indices into `tsr_names`.
     """
     assert run.tsr is not None
     sharding = {name: run.mesh[name].size for name in ("fsdp", "tp") if run.mesh[name].size > 1}
@@ -297,13 +272,7 @@ def spectral_matrices(run: Run, pp_rank: int) -> list[SpectralMatrix]:
 
 
 def _splits(run: Run, name: str, local: tuple[int, ...]) -> list[tuple[str, ...]]:
-    """Return the mesh dimensions that split each dimension of a matrix.
-
-    Args:
-        run: The run.
-        name: The matrix.
-        local: Its shape on a tensor-parallel rank.
-    """
+    """Return the mesh dimensions that split each dimension of a matrix."""
     whole, splits = run.global_shapes[name], []
     for dim in (0, 1):
         by_fsdp = run.shard > 1 and dim == int(name in run.by_columns)

@@ -31,25 +31,22 @@ Parts = dict[str, list[Traffic]]
 
 @dataclass(frozen=True)
 class PlanFormula:
-    """One plan on paper.
+    """One plan on paper."""
 
-    Args:
-        traffic: Takes the model's arguments, the plan's settings, n and T > 1. Returns the
-            collectives of the embedding, of one decoder block, and of final norm and head without
-            the gather of logits; none of a learned gate.
-        attention: Which dimension of attention's A (r, d_in) and B (d_out, r) the ranks split, None
-            for none (Replicate); at full rank of q, k, v and of o. Where they split A along r, 0,
-            a rank holds r/T features of its latents.
-        feed_forward: Likewise, of the feed-forward; at full rank of gate, up and of down.
-        shards_stream: Whether a rank holds d/T features of the residual stream. Its norms then
-            exchange a statistic per token.
-        shards_heads: Whether a rank attends with its share of the heads, and not with all of them.
-    """
-
+    # Takes the model's arguments, the plan's settings, n and T > 1. Returns the collectives of the
+    # embedding, of one decoder block, and of final norm and head without the gather of logits; none
+    # of a learned gate.
     traffic: Callable[[LlamaArgs, TPSettings, int, int], Parts]
+    # Which dimension of attention's A (r, d_in) and B (d_out, r) the ranks split, None for none
+    # (Replicate); at full rank of q, k, v and of o. Where they split A along r, 0, a rank holds r/T
+    # features of its latents.
     attention: tuple[int | None, int | None]
+    # Likewise, of the feed-forward; at full rank of gate, up and of down
     feed_forward: tuple[int | None, int | None]
+    # Whether a rank holds d/T features of the residual stream. Its norms then exchange a statistic
+    # per token.
     shards_stream: bool = False
+    # Whether a rank attends with its share of the heads, and not with all of them
     shards_heads: bool = True
 
 
@@ -172,11 +169,7 @@ FORMULAS: dict[str, PlanFormula] = {
 def model_traffic(
     shape: LlamaArgs, settings: TPSettings, tp_degree: int, tokens: int
 ) -> list[Traffic]:
-    """Return every tensor-parallel collective of a micro-batch of n tokens on T ranks.
-
-    Returns:
-        Rows for the embedding, every block, the head and the loss; none at T = 1.
-    """
+    """Return every tensor-parallel collective of a micro-batch of n tokens on T ranks."""
     if tp_degree == 1:
         return []
     parts = part_traffic(shape, settings, tokens, tp_degree)
@@ -202,15 +195,9 @@ def model_traffic(
 def part_traffic(shape: LlamaArgs, settings: TPSettings, tokens: int, ranks: int = 1) -> Parts:
     """Return the collectives of each part of the model (T > 1), all with the scope ``block``.
 
-    Args:
-        shape: Shape and family of the model.
-        settings: The plan.
-        tokens: Tokens n of the micro-batch.
-        ranks: T; an fp32 sum's payload is padded to a multiple of it; 1 for no padding.
-
-    Returns:
-        ``embedding``, ``block``, ``gates`` (of a block that mixes latents, so of no first one), and
-        ``head`` with the final norm, and without the loss.
+    An fp32 sum's payload is padded to a multiple of `ranks`; 1 for no padding. Parts are
+    ``embedding``, ``block``, ``gates`` (of a block that mixes latents, so of no first one), and
+    ``head`` with the final norm, and without the loss.
     """
     formula = FORMULAS[settings.plan]
     parts = formula.traffic(shape, settings, tokens, ranks) | {"gates": []}

@@ -31,17 +31,11 @@ BUCKET = 2**26
 
 @dataclass(frozen=True)
 class TSRMatrix:
-    """A compressed matrix and its split, transposed if it is projected transposed.
+    """A compressed matrix and its split, transposed if it is projected transposed."""
 
-    Args:
-        plan: Sides m and n, rank r, width k, and iterations q of the matrix.
-        rows: Mesh dimensions that split the rows.
-        columns: Mesh dimensions that split the columns.
-    """
-
-    plan: MatrixPlan
-    rows: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
+    plan: MatrixPlan  # sides m and n, rank r, width k, and iterations q of the matrix
+    rows: tuple[str, ...] = ()  # mesh dimensions that split the rows
+    columns: tuple[str, ...] = ()  # mesh dimensions that split the columns
 
     @property
     def kind(self) -> object:
@@ -53,15 +47,10 @@ class TSRMatrix:
 
 @dataclass(frozen=True)
 class TSRMesh:
-    """The mesh of a run.
+    """The mesh of a run."""
 
-    Args:
-        sharding: Ranks by mesh dimension that splits parameters, in order.
-        replicas: Ranks with equal parameters.
-    """
-
-    sharding: Mapping[str, int]
-    replicas: int = 1
+    sharding: Mapping[str, int]  # ranks by mesh dimension that splits parameters, in order
+    replicas: int = 1  # ranks with equal parameters
 
     def refresh_elements(self, matrix: TSRMatrix) -> tuple[int, int]:
         """Return what a refresh sums over the replicas: as dense gradients, and as sketches.
@@ -121,16 +110,9 @@ def tsr_traffic(
 ) -> list[Traffic]:
     """Return the optimizer's collectives in one step, on the rank with the largest blocks.
 
-    Args:
-        matrices: The compressed matrices, in the order of backward: the last module first.
-        refreshing: Indices of the matrices that refresh.
-        dense: Elements of a rank's part of every other parameter, in the same order.
-        mesh: The mesh of the run.
-        settings: The optimizer's.
-
-    Returns:
-        Rows of the scope ``step`` and the pass ``optimizer``, with the roles ``core``,
-        ``gradient``, ``sketch`` and ``checksum`` (int64).
+    `matrices` are in the order of backward: the last module first. `dense` are the elements of a
+    rank's part of every other parameter, in the same order. Rows have the roles ``core``,
+    ``gradient``, ``sketch`` and ``checksum`` (int64).
     """
     plain = [m for i, m in enumerate(matrices) if i not in refreshing]
     # The optimizer stacks matrices that are alike, in the model's order.

@@ -17,15 +17,11 @@ from torchtitan_lr.parallel.recompute import EAGER_MODES, wrapping_period
 
 @dataclass(frozen=True)
 class PassWork:
-    """Work of a micro-batch on a rank, forward and backward with what checkpointing repeats.
+    """Work of a micro-batch on a rank, forward and backward with what checkpointing repeats."""
 
-    Args:
-        block: Work of a decoder block; the mean if checkpointing treats blocks differently.
-        ends: Work of the embedding, the final norm, the head and the loss.
-    """
-
+    # Work of a decoder block; the mean if checkpointing treats blocks differently
     block: tuple[Work, Work]
-    ends: tuple[Work, Work]
+    ends: tuple[Work, Work]  # work of the embedding, the final norm, the head and the loss
 
 
 _KNOWN: dict[str, PassWork] = {}
@@ -34,11 +30,8 @@ _KNOWN: dict[str, PassWork] = {}
 def work_of_run(run: Run, mode: str | None = None, one_kernel_norm: bool = True) -> PassWork:
     """Record the work of a run's micro-batch.
 
-    Args:
-        run: The run. If it compiles the model, element-wise kernels are fused.
-        mode: A mode of activation checkpointing; the run's by default. One that only the compiler
-            carries out is counted as a straight line between two others.
-        one_kernel_norm: Whether RMSNorm is one kernel, as on GPUs.
+    If the run compiles the model, element-wise kernels are fused. A mode that only the compiler
+    carries out is counted as a straight line between two others.
     """
     section = run.config.activation_checkpoint
     mode = run.checkpointing if mode is None else mode
@@ -70,15 +63,8 @@ def rehearse_work(
 ) -> PassWork:
     """Run a short model forward and backward on tensors without data, and record its kernels.
 
-    Args:
-        workload: The computation; one and two of the model's blocks run, or as many periods.
-        fused: Whether a compiler fuses element-wise kernels of blocks; it leaves the ends alone.
-        prepare: Applied to the model after tensor parallelism.
-        period: Blocks after which checkpointing starts over (``selective_ac_option``).
-        one_kernel_norm: Whether RMSNorm is one kernel, as on GPUs.
-
-    Raises:
-        RuntimeError: If this process has a process group already and T > 1.
+    One and two of the model's blocks run, or as many periods: the blocks after which checkpointing
+    starts over (``selective_ac_option``).
     """
     short = [
         replace(workload, args=replace(workload.args, n_layers=n)) for n in (period, 2 * period)

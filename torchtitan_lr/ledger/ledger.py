@@ -60,18 +60,11 @@ class CommLedger(TorchDispatchMode):
     """Counts this rank's collectives inside a ``with`` block, except those of groups of one rank.
 
     Entering again continues the counts; `clear` resets them. Compiled blocks are counted as they
-    run: entering the block neither recompiles them nor makes them run eagerly.
-
-    Args:
-        model_parts: The model, or this rank's pipeline stages.
-        groups: Process group by the name of its mesh dimension. If two names share a group, the
-            first one counts, but a combined dimension's last; ``cp`` counts for what blocks send,
-            if it shares the group of ``fsdp``. The group of all ranks is ``world`` if no dimension
-            has it, and any other group is reported under its own name.
-        step_dims: Mesh dimensions whose collectives all belong to the optimizer, also those that it
-            starts during backward.
-        optimizers: Optimizers whose collectives have the scope ``optimizer``, apart from the step's
-            others.
+    run: entering the block neither recompiles them nor makes them run eagerly. `groups` are process
+    groups by the name of their mesh dimension. If two names share a group, the first one counts,
+    but a combined dimension's last; ``cp`` counts for what blocks send, if it shares the group of
+    ``fsdp``. The group of all ranks is ``world`` if no dimension has it. All collectives of
+    `step_dims` belong to the optimizer, also those that it starts during backward.
     """
 
     supports_higher_order_operators = True  # compiled code uses one to recompute random operators
@@ -163,18 +156,13 @@ class CommLedger(TorchDispatchMode):
     def rows(self, split_recompute: bool = False) -> list[dict[str, Any]]:
         """Return the counts.
 
-        Args:
-            split_recompute: Whether collectives that activation checkpointing recomputes, which are
-                part of the backward pass, have separate rows with a key ``recompute``.
-                Recomputation inside a compiled backward cannot be detected; it is counted but
-                never flagged.
-
-        Returns:
-            One dictionary per row with the keys ``scope`` (``block 0`` ..., between pipeline
-            stages ``boundary 0`` ..., ``embedding``, ``head``, ``loss``, ``optimizer``, ``step``),
-            ``pass`` (``forward``, ``backward``, ``optimizer``), ``op``, ``mesh_dim``, ``dtype``,
-            ``calls``, ``elements``, ``bytes`` and ``overlapped_flops``: the FLOPs of products that
-            this rank issues between start and wait (`Overlap`).
+        Keys are ``scope`` (``block 0`` ..., between pipeline stages ``boundary 0`` ...,
+        ``embedding``, ``head``, ``loss``, ``optimizer``, ``step``), ``pass`` (``forward``,
+        ``backward``, ``optimizer``), ``op``, ``mesh_dim``, ``dtype``, ``calls``, ``elements``,
+        ``bytes`` and ``overlapped_flops``: the FLOPs of products that this rank issues between
+        start and wait (`Overlap`). With `split_recompute`, collectives that activation
+        checkpointing recomputes have rows of their own with a key ``recompute``; recomputation
+        inside a compiled backward cannot be detected.
         """
         merged: dict[tuple[Any, ...], dict[str, Any]] = {}
         for entry, calls in self._calls.items():
@@ -200,32 +188,21 @@ def reading_order(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 class Collective(NamedTuple):
-    """One call of a collective.
+    """One call of a collective."""
 
-    Attributes:
-        op: The operation's common name.
-        group: Name of the process group.
-        dtype: Dtype of the payload.
-        elements: Elements of the logical tensor, the larger of the call's input and output.
-        results: Tensors that a ``c10d`` operator writes; empty if it only sends.
-    """
-
-    op: str
-    group: str
-    dtype: torch.dtype
-    elements: int
+    op: str  # the operation's common name
+    group: str  # name of the process group
+    dtype: torch.dtype  # dtype of the payload
+    elements: int  # elements of the logical tensor, the larger of the call's input and output
+    # Tensors that a ``c10d`` operator writes; empty if it only sends
     results: tuple[Tensor, ...] = ()
 
 
 def identify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collective | None:
     """Identify the collective of a dispatched operator.
 
-    Returns:
-        The call, or None if the operator moves no data between ranks.
-
-    Raises:
-        NotImplementedError: An unknown operator on a process group; ignoring it would make the
-            totals wrong.
+    An unknown operator on a process group raises a `NotImplementedError`: ignoring it would make
+    the totals wrong.
     """
     if getattr(func, "namespace", None) not in NAMESPACES:
         return None

@@ -49,13 +49,7 @@ class Overlap:
     _unread: dict[int, list[_Running]] = field(default_factory=dict)
 
     def start(self, key: Hashable, result: Any, written: Sequence[Tensor] = ()) -> None:
-        """Record the start of a collective.
-
-        Args:
-            key: The counter's key.
-            result: The result of the operator; a functional collective's is a tensor to wait for.
-            written: Tensors that a ``c10d`` collective writes.
-        """
+        """Record the start of a collective."""
         if isinstance(result, Tensor):
             self._running[storage_address(result)] = (key, self._issued)
         elif written:
@@ -106,12 +100,7 @@ class Overlap:
             self.end(partial(_overlaps, _span(x)), storage_address(x))
 
     def end(self, ends: Callable[[Any], bool], at: int | None = None) -> None:
-        """End the ``c10d`` collectives that something waits for here.
-
-        Args:
-            ends: Says of a running collective whether it ends here.
-            at: Address of the storage that the collectives write; None for any.
-        """
+        """End the ``c10d`` collectives that something waits for here."""
         for address in list(self._unread) if at is None else [at]:
             kept = []
             for running in self._unread.pop(address, []):

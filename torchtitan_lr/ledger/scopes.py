@@ -38,15 +38,7 @@ LOSS = "loss"
 class ScopeTracker:
     """Follows a model through forward and backward, until its hooks are closed.
 
-    Args:
-        model_parts: Modules with ``tok_embeddings``, ``layers`` (by number) and ``output``, as in
-            torchtitan's models; a pipeline stage may lack the first and the last.
-        optimizers: Optimizers whose steps are a scope of their own.
-
-    Attributes:
-        hooks: All hooks, which ``close`` removes.
-        reducing: Whether FSDP2 is reducing a unit's gradients, on streams of its own if there are
-            any.
+    A pipeline stage may lack ``tok_embeddings`` and ``output``.
     """
 
     def __init__(

@@ -29,19 +29,12 @@ _LIMITS = np.asarray([-14.0, -14.0, 1e-3]), np.asarray([14.0, 14.0, 4.0])
 
 @dataclass(frozen=True)
 class Law:
-    """A fitted law.
+    """A fitted law."""
 
-    Args:
-        floor: E, the loss that no compute reduces, nats per token.
-        factor: A: the loss that remains above it at ``unit``.
-        alpha: The exponent.
-        unit: Unit of C in FLOPs, the geometric mean of the fitted points.
-    """
-
-    floor: float
-    factor: float
-    alpha: float
-    unit: float
+    floor: float  # E, the loss that no compute reduces, nats per token
+    factor: float  # A: the loss that remains above it at ``unit``
+    alpha: float  # the exponent
+    unit: float  # unit of C in FLOPs, the geometric mean of the fitted points
 
     def __call__(self, flops: Array) -> Array:
         """Return the losses (points,) at C (points,)."""
@@ -50,17 +43,11 @@ class Law:
 
 @dataclass(frozen=True)
 class Fit:
-    """A law with its bootstrap.
+    """A law with its bootstrap."""
 
-    Args:
-        law: The law of all points.
-        points: Number of points of different FLOPs.
-        draws: Laws of resampled points.
-    """
-
-    law: Law
-    points: int
-    draws: list[Law]
+    law: Law  # the law of all points
+    points: int  # number of points of different FLOPs
+    draws: list[Law]  # laws of resampled points
 
     def interval(self, name: str) -> tuple[float, float, float]:
         """Return the law's ``floor`` or ``alpha`` and the ends of its interval."""
@@ -75,12 +62,8 @@ class Fit:
 def fit_points(points: Array, draws: int = DRAWS) -> Fit | None:
     """Fit a law and its bootstrap.
 
-    Args:
-        points: C and the loss (points, 2).
-        draws: Number of resamples; those with fewer than three different C are left out.
-
-    Returns:
-        The fit; None with fewer than `LEAST_POINTS` different C.
+    `points` are C and the loss (points, 2). Resamples with fewer than three different C are left
+    out. Fewer than `LEAST_POINTS` different C have no fit.
     """
     different = len(np.unique(points[:, 0]))
     if different < LEAST_POINTS:
@@ -118,9 +101,7 @@ def fit_law(points: Array, start: Law | None = None) -> Law:
 def student(values: Sequence[float]) -> tuple[float, float | None, float | None]:
     """Return the mean of values and its interval by Student's t; no interval for one value.
 
-    Args:
-        values: Losses of seeds; or differences of losses paired by seed, in which what seeds share
-            cancels (the order of the data).
+    Differences of losses may be paired by seed: what seeds share cancels (the order of the data).
     """
     mean = float(np.mean(values))
     if len(values) < 2:

@@ -39,11 +39,7 @@ _OTHERS = (
 
 
 def colors_of(names: Sequence[str]) -> dict[str, str]:
-    """Return the colours of the methods of one picture: all different, as far as there are some.
-
-    Args:
-        names: The methods; a name that begins with a method's is of that method.
-    """
+    """Return the colours of the methods of one picture: all different, as far as there are some."""
     known: dict[str, str] = {}
     for name in names:
         text = name.replace("-", " ").lower() + " "

@@ -51,18 +51,12 @@ Searches = Mapping[tuple[str, str], list[Point]]
 
 @dataclass(frozen=True)
 class Cost:
-    """The model of a family at a size.
+    """The model of a family at a size."""
 
-    Args:
-        counted: N, the parameters without embedding and head.
-        flops_per_token: Forward and backward, without recomputation, and a spectral optimizer's
-            products.
-        tokens_per_step: Tokens of all ranks per optimizer step.
-    """
-
-    counted: int
+    counted: int  # N, the parameters without embedding and head
+    # Forward and backward, without recomputation, and a spectral optimizer's products
     flops_per_token: float
-    tokens_per_step: int
+    tokens_per_step: int  # tokens of all ranks per optimizer step
 
 
 def optimizer_flops(run: "Run") -> int:
@@ -86,19 +80,7 @@ def rate_at(grid: Sequence[float], place: int) -> float:
 
 
 class Plan:
-    """An experiment with the cost of every family at every size.
-
-    Args:
-        experiment: The experiment.
-        work: Folder of all runs; the models of the sizes are written to ``models`` in it.
-
-    Attributes:
-        costs: By family and size.
-        measures: What families share, in one run of each size, budget and seed for each.
-
-    Raises:
-        ConfigError: A configuration is not valid, or an override sets a key of the experiment.
-    """
+    """An experiment with the cost of every family at every size."""
 
     def __init__(self, experiment: Experiment, work: Path) -> None:
         self.experiment, self.work = experiment, work
@@ -167,16 +149,8 @@ class Plan:
     ) -> Point:
         """Return a run as a point of a sweep.
 
-        Args:
-            family: Its family.
-            size: Its size.
-            budget: Tokens per parameter.
-            seed: ``debug.seed``.
-            rate: Learning rate; None where a search is still to choose it.
-            equal: One of the experiment's `measures`; the first by default.
-
-        Returns:
-            The point; its settings have these, N, the tokens D, and the FLOPs of all ranks.
+        Its settings have N, the tokens D, and the FLOPs of all ranks. A rate of None is still to be
+        chosen by a search.
         """
         experiment, cost = self.experiment, self.costs[family, size]
         first, *others = self.measures
@@ -216,15 +190,9 @@ class Plan:
     def searches(self, losses: Mapping[str, float]) -> Searches:
         """Return the points of every search, in the order of the grid.
 
-        A family's first size tries all its rates, a later size the best rate of the size before
-        it and the two rates beside. Each goes on, also beyond the ends of its grid, until its own
-        best rate has both neighbours.
-
-        Args:
-            losses: Validation loss by run.
-
-        Returns:
-            The points by family and size; none where the size before has not chosen yet.
+        A family's first size tries all its rates, a later size the best rate of the size before it
+        and the two rates beside. Each goes on, also beyond the ends of its grid, until its own best
+        rate has both neighbours. A size whose size before has not chosen yet has none.
         """
         found: dict[tuple[str, str], list[Point]] = {}
         for family, arm in self.experiment.families.items():
@@ -248,12 +216,7 @@ class Plan:
     def rates(self, searches: Searches, losses: Mapping[str, float]) -> tuple[Rates, list[str]]:
         """Choose every learning rate that finished runs determine.
 
-        Args:
-            searches: Those of these losses.
-            losses: Validation loss by run; infinite for a run that diverged.
-
-        Returns:
-            The rates, and one line for each search that is given up.
+        The loss of a run that diverged is infinite. Each search that is given up has one line.
         """
         found: dict[tuple[str, str], float | None] = {}
         edges = []

@@ -24,14 +24,9 @@ Row = Mapping[str, Any]
 def rows_of(points: Sequence[Point], reference: str) -> list[dict[str, Any]]:
     """Return one row per family, size, budget and shared measure.
 
-    Args:
-        points: Returned by `Plan.main_points`, with the rows of a sweep.
-        reference: The family that others are compared with.
-
-    Returns:
-        The settings of a point without ``seed``, ``seeds`` (their number), ``losses`` (by finished
-        seed), and ``loss`` and ``minus_reference`` (of seeds that both have), each the mean and the
-        ends of its interval: None with one seed, as the whole is without any.
+    A row is a point's settings without ``seed``, with ``seeds`` (their number), ``losses`` (by
+    finished seed), and ``loss`` and ``minus_reference`` (of seeds that both have), each the mean
+    and the ends of its interval: None with one seed, as the whole is without any.
     """
     rows: dict[Any, dict[str, Any]] = {}
     for point in points:
@@ -97,14 +92,9 @@ def fits_of(rows: Sequence[Row]) -> dict[str, Fit]:
 def judged(rows: Sequence[Row], fits: Mapping[str, Fit]) -> list[dict[str, Any]]:
     """Say of every point how its family's law describes it.
 
-    Args:
-        rows: Returned by `rows_of`.
-        fits: Returned by `fits_of`.
-
-    Returns:
-        The rows with ``fitted`` (whether the law was fitted to the point), ``minus_law`` (its mean
-        loss minus the law's) and ``missed`` (the law's band and the range of the point's seeds do
-        not touch); None, None and None without a law or a loss.
+    Added are ``fitted`` (whether the law was fitted to the point), ``minus_law`` (its mean loss
+    minus the law's) and ``missed`` (the law's band and the range of the point's seeds do not
+    touch); None, None and None without a law or a loss.
     """
     kept = set()
     for family in fits:
@@ -124,12 +114,7 @@ def judged(rows: Sequence[Row], fits: Mapping[str, Fit]) -> list[dict[str, Any]]
 
 
 def law_table(rows: Sequence[Row], fits: Mapping[str, Fit]) -> str:
-    """Return the laws as Markdown, with the points that each one misses.
-
-    Args:
-        rows: Returned by `judged`.
-        fits: Returned by `fits_of`.
-    """
+    """Return the laws as Markdown, with the points that each one misses."""
     lines = []
     for name, fit in fits.items():
         own = [row for row in rows if row["family"] == name and row["losses"]]
@@ -146,14 +131,7 @@ def law_table(rows: Sequence[Row], fits: Mapping[str, Fit]) -> str:
 
 
 def write(plan: Plan, edges: Sequence[str], rows: Sequence[Row], fits: Mapping[str, Fit]) -> str:
-    """Write scaling.md, scaling.json and scaling.png into the plan's folder; return the first.
-
-    Args:
-        plan: The plan.
-        edges: Lines on searches without a result.
-        rows: Returned by `rows_of`.
-        fits: Returned by `fits_of`.
-    """
+    """Write scaling.md, scaling.json and scaling.png into the plan's folder; return the first."""
     experiment = plan.experiment
     rows = judged(rows, fits)
     parts = [f"# {experiment.name}", experiment.description]
@@ -174,14 +152,7 @@ def write(plan: Plan, edges: Sequence[str], rows: Sequence[Row], fits: Mapping[s
 
 
 def draw(title: str, rows: Sequence[Row], fits: Mapping[str, Fit], path: Path) -> Any:
-    """Draw the loss over FLOPs: means and ranges of seeds, and each family's law with its band.
-
-    Args:
-        title: First line of the title.
-        rows: Returned by `judged`.
-        fits: Returned by `fits_of`.
-        path: The PNG to write.
-    """
+    """Draw the loss over FLOPs: means and ranges of seeds, and each family's law with its band."""
     figure = new_figure()
     axes = figure.add_subplot()
     families = list(dict.fromkeys(row["family"] for row in rows if row["losses"]))
@@ -208,14 +179,7 @@ def draw(title: str, rows: Sequence[Row], fits: Mapping[str, Fit], path: Path) -
 
 
 def draw_rows(title: str, rows: Sequence[Row], reference: str, path: Path) -> Any:
-    """Draw one size and budget, a line per family: its loss, and its difference from the reference.
-
-    Args:
-        title: First line of the title.
-        rows: Returned by `rows_of`.
-        reference: The family that is subtracted.
-        path: The PNG to write.
-    """
+    """Draw one size and budget, a line per family: its loss, and that minus the reference's."""
     rows = [row for row in rows if row["losses"]]
     several = len({row["equal"] for row in rows}) > 1
     names = [f"{row['family']}, equal {row['equal']}" if several else row["family"] for row in rows]

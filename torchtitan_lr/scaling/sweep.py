@@ -68,23 +68,15 @@ _POLL_SECONDS = 0.1
 
 @dataclass
 class Point:
-    """One run of a sweep.
+    """One run of a sweep."""
 
-    Args:
-        name: Name of its folder and of its wandb run.
-        config: Its TOML file.
-        arguments: All overrides.
-        settings: Settings in which the point differs from others: the first columns of the table.
-        ranks: Number of processes; None for ``NGPU``.
-        row: The point's status and results so far.
-    """
-
-    name: str
-    config: str
-    arguments: list[str]
+    name: str  # name of its folder and of its wandb run
+    config: str  # its TOML file
+    arguments: list[str]  # all overrides
+    # Settings in which the point differs from others: the first columns of the table
     settings: Mapping[str, Any] = field(default_factory=dict)
-    ranks: int | None = None
-    row: dict[str, Any] = field(default_factory=dict)
+    ranks: int | None = None  # number of processes; None for ``NGPU``
+    row: dict[str, Any] = field(default_factory=dict)  # the point's status and results so far
 
     @property
     def is_done(self) -> bool:
@@ -98,11 +90,7 @@ class Point:
 
 
 def parse_grid(items: list[str]) -> dict[str, list[str]]:
-    """Parse ``KEY=V1,V2`` items.
-
-    Raises:
-        ConfigError: An item is malformed, or a key or value occurs twice.
-    """
+    """Parse ``KEY=V1,V2`` items."""
     grid: dict[str, list[str]] = {}
     for item in items:
         key, equals, text = item.partition("=")
@@ -128,16 +116,7 @@ def _one_spelling(key: str, text: str) -> str:
 
 
 def refuse_keys(items: Sequence[str], own: Mapping[str, str], where: str = "") -> None:
-    """Refuse overrides of keys that a command sets itself.
-
-    Args:
-        items: ``section.key=value``, with or without dashes in front.
-        own: The remedy for each key that a point sets itself.
-        where: Prefix of the key in the message.
-
-    Raises:
-        ConfigError: An item sets one of these keys.
-    """
+    """Refuse overrides of keys that a command sets itself."""
     for item in items:
         key = item.removeprefix("--").partition("=")[0].replace("-", "_")
         if key in own:
@@ -147,11 +126,7 @@ def refuse_keys(items: Sequence[str], own: Mapping[str, str], where: str = "") -
 def points_of(
     config: str, grid: dict[str, list[str]], common: list[str], group: str
 ) -> list[Point]:
-    """Return every point of a grid.
-
-    Raises:
-        ConfigError: Two points have the same name.
-    """
+    """Return every point of a grid."""
     last = [key.rpartition(".")[2] for key in grid]
     short = {k: name if last.count(name) == 1 else k for k, name in zip(grid, last, strict=True)}
     points = []
@@ -169,11 +144,7 @@ def points_of(
 
 @contextmanager
 def locked_folder(work: Path) -> Iterator[IO[str]]:
-    """Create and lock the folder of a sweep; runs that inherit the file keep the lock.
-
-    Raises:
-        ConfigError: The folder is not writable, or another sweep uses it.
-    """
+    """Create and lock the folder of a sweep; runs that inherit the file keep the lock."""
     path = work / ".lock"
     try:
         work.mkdir(parents=True, exist_ok=True)
@@ -191,16 +162,7 @@ def locked_folder(work: Path) -> Iterator[IO[str]]:
 
 
 class Sweep:
-    """Points, their results, and the table.
-
-    Args:
-        work: The folder of all runs.
-        points: The points, with different names.
-        jobs: Points at once; on GPUs each has GPUs of its own.
-
-    Raises:
-        ConfigError: A point's folder belongs to a point with other settings.
-    """
+    """Points, their results, and the table."""
 
     def __init__(self, work: Path, points: Sequence[Point], jobs: int = 1) -> None:
         self.work, self.points, self.jobs = work, points, jobs
@@ -216,14 +178,7 @@ class Sweep:
                 point.row = known["row"]
 
     def check(self, skip_refused: bool = False) -> None:
-        """Check every point's configuration before the first run.
-
-        Args:
-            skip_refused: Note what refuses a point in its status, instead of raising.
-
-        Raises:
-            ConfigError: A point cannot run; with ``skip_refused``, none can.
-        """
+        """Check every point's configuration before the first run."""
         refused: list[ConfigError] = []
         for point in self.points:
             folder = f"--job.dump_folder={self.work / point.name}"
@@ -249,12 +204,7 @@ class Sweep:
     def run(self, lock: IO[str], without: Collection[str] = ()) -> int:
         """Run the points that are not done; a signal to stop saves the active ones and ends.
 
-        Args:
-            lock: The folder's.
-            without: Names of points that are left as they are.
-
-        Returns:
-            The exit status: 0 all points are done, 1 some failed, 130 stopped.
+        The exit status is 0 if all points are done, 1 if some failed, 130 if it was stopped.
         """
         signals: list[str] = []
 
@@ -372,13 +322,7 @@ class Sweep:
 
 
 class _Shown:
-    """Says how far a sweep is: which of its points run, their losses, and the time left.
-
-    Args:
-        work: The folder of all runs.
-        points: All points, those that are done included.
-        to_do: The number of those that run.
-    """
+    """Says how far a sweep is: which of its points run, their losses, and the time left."""
 
     def __init__(self, work: Path, points: Sequence[Point], to_do: int) -> None:
         self._work = work
@@ -438,11 +382,7 @@ class _Shown:
 
 
 def settings_of(point: Point) -> dict[str, Any]:
-    """Return what a point's result depends on, as JSON: not its paths, logs or spelling.
-
-    Returns:
-        Its configuration by section, without those of `NO_EFFECT`; our models as their arguments.
-    """
+    """Return what a point's result depends on, as JSON: not its paths, logs or spelling."""
     config = build_job_config([f"--job.config_file={point.config}", *point.arguments])
     sections = config.to_dict()
     found = {name: table for name, table in sections.items() if name not in NO_EFFECT}
@@ -474,11 +414,7 @@ def recorded(work: Path) -> dict[str, dict[str, Any]]:
 
 
 def _read_point(path: Path) -> dict[str, Any]:
-    """Read what `Sweep` has written of a point.
-
-    Raises:
-        ConfigError: The file is damaged.
-    """
+    """Read what `Sweep` has written of a point."""
     try:
         known = read_json(path)
         if isinstance(known["settings"], dict) and isinstance(known["row"]["status"], str):

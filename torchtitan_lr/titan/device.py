@@ -102,9 +102,6 @@ def bind_device() -> str:
     """Make torchtitan use the available device; call this before building a Trainer.
 
     On a CPU this process keeps its memory, see `keep_freed_memory`.
-
-    Returns:
-        The device type: ``cuda``, ``xpu`` or ``cpu``.
     """
     # If upstream reads the peak FLOP/s elsewhere, the MFU of an unknown device is silently computed
     # with an A100's peak; a test fails first.

@@ -129,13 +129,10 @@ def build_summary(
 ) -> dict[str, Any]:
     """Summarise the records of a run's ``metrics.jsonl``.
 
-    Returns:
-        ``steps, train_loss, val_loss, val_ppl, unigram_entropy`` (losses in nats per token; that
-        of training is the mean of the steps since the last record but one),
-        ``tokens_per_s`` (all ranks together, the median over logged windows without the first),
-        ``mfu`` (percent; None if the device's peak is unknown), ``peak_memory_gib`` (of the largest
-        rank), ``checkpoint`` (the newest one's folder) and ``curve`` (filled in by the trainer); of
-        a mixture also ``data_share/<name>``, the share of each corpus in what was read.
+    Losses are in nats per token, that of training the mean of the steps since the last record but
+    one; ``tokens_per_s`` is of all ranks together, the median over logged windows without the
+    first; ``mfu`` in percent; ``peak_memory_gib`` of the largest rank; ``curve`` is filled in by
+    the trainer; ``data_share/<name>`` is the share of each corpus of a mixture in what was read.
     """
     train = [record for record in history if TRAIN_LOSS in record]
     val = [record for record in history if VALIDATION_LOSS in record]
@@ -187,16 +184,7 @@ def finish_axes(axes: Any, history: list[dict[str, Any]]) -> None:
 def draw_losses(
     axes: Any, history: list[dict[str, Any]], color: str, dots: str, name: str, dots_name: str
 ) -> None:
-    """Draw a run's training loss, each logged mean and smoothed, and its validation losses as dots.
-
-    Args:
-        axes: The axes.
-        history: The run's records.
-        color: Colour of the training loss.
-        dots: Colour of the validation losses.
-        name: Label of the smoothed training loss.
-        dots_name: Label of the validation losses; empty for none.
-    """
+    """Draw a run's training loss, each logged mean and smoothed, and its validation as dots."""
     known = [record for record in history if train_loss(record) is not None]
     steps, losses = series([r | {TRAIN_LOSS: train_loss(r)} for r in known], TRAIN_LOSS)
     axes.plot(steps, losses, color=color, **THIN)

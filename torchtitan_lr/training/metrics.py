@@ -253,12 +253,7 @@ class Loggers(BaseLogger):
 def resolved_config(
     job_config: JobConfig, dims: ParallelDims, model_args: Any = None
 ) -> dict[str, Any]:
-    """Return a run's configuration without ``-1`` and ``auto``.
-
-    Returns:
-        The sections of the TOML, and two more: ``model_args`` (of a model of this package), and
-        ``environment`` with the number of ranks and the versions of the packages.
-    """
+    """Return a run's configuration without ``-1`` and ``auto``."""
     config: dict[str, Any] = job_config.to_dict()
     config["parallelism"] |= {
         "data_parallel_replicate_degree": dims.dp_replicate,
@@ -280,16 +275,9 @@ def resolved_config(
 
 
 class LowRankMetricsProcessor(MetricsProcessor):
-    """torchtitan's processor with the model's own MFU, training-only throughput and a history file.
+    """Add the model's own MFU, training-only throughput and a history file to torchtitan's."""
 
-    Attributes:
-        exit_status: The run's; wandb shows a run with another status than 0 as failed.
-        logger: TensorBoard and wandb, once the run has started.
-        history: ``metrics.jsonl``, on rank 0.
-        before_writing: Called before each record; an exception prevents it.
-    """
-
-    logger: Loggers
+    logger: Loggers  # TensorBoard and wandb, once the run has started
     time_last_log: float
     ntokens_since_last_log: int
 
@@ -321,10 +309,6 @@ class LowRankMetricsProcessor(MetricsProcessor):
         """Open the loggers for a run that starts after ``step``, the loaded checkpoint's step.
 
         Rank 0 writes wandb. The others write TensorBoard too if ``metrics.save_for_all_ranks``.
-
-        Args:
-            step: The step.
-            differs: Whether the steps that follow may have other losses than before.
         """
         self._last_logged_step = step
         config = resolved_config(self.job_config, self.parallel_dims, self._model_args)

@@ -49,37 +49,18 @@ class BadDataError(RunFailedError):
 
 @dataclass
 class StepData:
-    """One rank's data for one step.
+    """One rank's data for one step."""
 
-    Attributes:
-        microbatches: ``({"input": (b, s)}, labels (b, s))`` each, on the CPU.
-        tokens: Valid tokens in the micro-batches.
-        counts: This rank's counts.
-        global_tokens: Valid tokens of all ranks' micro-batches; NaN until they are summed.
-        problem: Why this rank could not read all of them; None if it could.
-    """
-
-    microbatches: list[Batch]
-    tokens: int
-    counts: Counts
+    microbatches: list[Batch]  # ``({"input": (b, s)}, labels (b, s))`` each, on the CPU
+    tokens: int  # valid tokens in the micro-batches
+    counts: Counts  # this rank's counts
+    # Valid tokens of all ranks' micro-batches; NaN until they are summed
     global_tokens: float = math.nan
-    problem: str | None = None
+    problem: str | None = None  # why this rank could not read all of them; None if it could
 
 
 class StepReader:
-    """Reads the micro-batches of one step after another, and knows what all ranks have read.
-
-    Args:
-        loader: Its position goes on with each step.
-        device: The process group's device.
-        copies: Ranks that read the same tokens: tensor-parallel ranks times pipeline stages.
-        context: The ranks that share the tokens of a row: each reads it, and keeps its own.
-        seconds: Gets the seconds of each micro-batch's reading.
-
-    Attributes:
-        next_sums: The counts of the next step's data over all ranks, set once the verdict is read;
-            None if nothing was read ahead.
-    """
+    """Reads the micro-batches of one step after another, and knows what all ranks have read."""
 
     def __init__(
         self,
@@ -99,11 +80,8 @@ class StepReader:
     def take(self, data_iterator: Iterator[Batch]) -> StepData:
         """Return a step's data: those read ahead, or else read here and summed here.
 
-        Call it on every rank.
-
-        Raises:
-            BadDataError: A rank could not read its data; on all of them.
-            DataloaderExhaustedError: A rank has no more data; likewise.
+        Call it on every rank. A rank that could not read its data raises a `BadDataError` on all of
+        them, one without more data a `DataloaderExhaustedError`.
         """
         data, sums = self._next, self.next_sums
         # Data that ended while they were read ahead may go on here, in another iterator.
@@ -160,9 +138,6 @@ def check_same_data(identity: str) -> None:
     """Compare the prepared tokens (`TrainingRows.identity`) of all ranks.
 
     Machines without a shared folder have their own.
-
-    Raises:
-        ConfigError: A rank reads other tokens; on every rank.
     """
     first = from_first_rank(identity)
     other = first_rank_with(None if identity == first else identity)

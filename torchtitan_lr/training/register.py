@@ -106,29 +106,18 @@ def register_optimizer(
 ) -> None:
     """Register an optimizer from outside the package, also as a value of ``optimizer.name``.
 
-    Args:
-        name: Its name.
-        build: Returns the optimizers of this rank's model parts, whose weights are drawn. Rates and
-            other keys are those of ``[optimizer]``. An attribute ``gradients`` of what it returns
-            is used in the place of `StoredGradients`.
-        sums_replicas: Whether gradients reach the optimizer without the sum over the replicas
-            (``parallelism.data_parallel_replicate_degree``): it must then sum them itself. Unless
-            ``base`` does so, ``training.mixed_precision_reduce = "bfloat16"`` is refused with
-            replicas.
-        reads_groups: Whether it takes its rates from `ParameterGroups.rates`. A run of one that
-            does not is refused ``[[optimizer.groups]]``, ``weight_decay_on``, ``adamw_lr`` and
-            ``adamw_weight_decay``.
-        base: The optimizer of this package, such as TSRAdam, that ``build`` gets from
-            `build_optimizers` and changes. Then the checks, the defaults and the stored state of
-            that one hold for this one too, and it has its rates and its sums over the replicas.
-            State that ``build`` adds is its own to save: a resumed run begins without it.
-        check: Called before a rank starts, with the configuration, the number of ranks and the type
-            of their device; it raises a `ConfigError` for what the optimizer does not fit. One
-            whose replicas differ refuses ``checkpoint.enable``: a checkpoint takes each tensor from
-            any one of them.
-
-    Raises:
-        ValueError: Another optimizer has the name, or the package has no such base.
+    `build` returns the optimizers of this rank's model parts, whose weights are drawn; rates and
+    other keys are those of ``[optimizer]``. An attribute ``gradients`` of what it returns is used
+    in the place of `StoredGradients`. With `sums_replicas`, gradients reach the optimizer without
+    the sum over the replicas (``parallelism.data_parallel_replicate_degree``): it must then sum
+    them itself. An optimizer that does not take its rates from `ParameterGroups.rates`
+    (`reads_groups`) is refused ``[[optimizer.groups]]``, ``adamw_lr`` and ``adamw_weight_decay``.
+    `base` is the optimizer of this package, such as TSRAdam, that `build` gets from
+    `build_optimizers` and changes: checks, defaults and stored state of that one hold for this one
+    too; state that `build` adds is its own to save. `check` is called before a rank starts, with
+    the configuration, the number of ranks and the type of their device; it raises a `ConfigError`
+    for what the optimizer does not fit. One whose replicas differ refuses ``checkpoint.enable``: a
+    checkpoint takes each tensor from any one of them.
     """
     if name in OPTIMIZERS:
         raise ValueError(f"the name {name!r} of an optimizer is taken")

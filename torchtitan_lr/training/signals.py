@@ -14,13 +14,9 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 @dataclass
 class StopSignal:
-    """Records a signal to stop, so that the trainer can finish and save its step.
+    """Records a signal to stop, so that the trainer can finish and save its step."""
 
-    Attributes:
-        name: The received signal, or `MACHINES_CHANGED`; None until one arrives.
-    """
-
-    name: str | None = None
+    name: str | None = None  # the received signal, or `MACHINES_CHANGED`; None until one arrives
 
     def install(self) -> None:
         """Handle the signals; a second signal has its default action.

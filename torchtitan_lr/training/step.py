@@ -42,41 +42,26 @@ _IN_THE_LOSS, _NEVER = 1 << 40, 1 << 41
 
 @dataclass(kw_only=True)
 class Step:
-    """The running step of a rank; its methods are called on every rank.
+    """The running step of a rank; its methods are called on every rank."""
 
-    Attributes:
-        job_config: The run's configuration; a step reads ``[training]``.
-        device: This rank's device.
-        model_parts: The pipeline stages of this rank (one without pipelining).
-        pipeline: Runs the stages; None without pipelining.
-        optimizers: One per model part.
-        gradients: The gradients of all parts.
-        reader: Reads this rank's data.
-        compressors: Those of ``[grad_compression]``; a step keeps or discards their residuals.
-        before_change: Called before weights, moments and residuals change.
-        capture: Records the passes of micro-batches; None runs them eagerly.
-        data: This step's data.
-        loss: This rank's share of the step's loss, an fp64 scalar on the device.
-        share: This rank's share of the squared gradient norm, likewise.
-        next_counts: This rank's counts of the next step's data; empty if none were read.
-        verdict: The ranks' common decision on the step, on the device.
-    """
-
-    job_config: JobConfig
-    device: torch.device
-    model_parts: Sequence[nn.Module]
-    pipeline: Pipeline | None
-    optimizers: OptimizersContainer
-    gradients: Gradients
-    reader: StepReader
+    job_config: JobConfig  # the run's configuration; a step reads ``[training]``
+    device: torch.device  # this rank's device
+    model_parts: Sequence[nn.Module]  # the pipeline stages of this rank (one without pipelining)
+    pipeline: Pipeline | None  # runs the stages; None without pipelining
+    optimizers: OptimizersContainer  # one per model part
+    gradients: Gradients  # the gradients of all parts
+    reader: StepReader  # reads this rank's data
+    # Those of ``[grad_compression]``; a step keeps or discards their residuals
     compressors: Sequence[Compressor]
-    before_change: Callable[[], None]
-    capture: Capture | None = None
-    data: StepData = field(init=False)
+    before_change: Callable[[], None]  # called before weights, moments and residuals change
+    capture: Capture | None = None  # records the passes of micro-batches; None runs them eagerly
+    data: StepData = field(init=False)  # this step's data
+    # This rank's share of the step's loss, an fp64 scalar on the device
     loss: Tensor = field(init=False)
-    share: Tensor = field(init=False)
+    share: Tensor = field(init=False)  # this rank's share of the squared gradient norm, likewise
+    # This rank's counts of the next step's data; empty if none were read
     next_counts: tuple[float, ...] = field(init=False)
-    verdict: Verdict = field(init=False)
+    verdict: Verdict = field(init=False)  # the ranks' common decision on the step, on the device
 
     def __post_init__(self) -> None:
         self._own_gradients = OwnGradients(self.model_parts)
@@ -91,12 +76,7 @@ class Step:
     def take(self, data_iterator: Iterator[Batch]) -> StepData:
         """Receive the micro-batches of this step, which were read during the one before.
 
-        Args:
-            data_iterator: Yields ``({"input": (b, s)}, labels (b, s))``; used for a first step.
-
-        Raises:
-            BadDataError: A rank could not read its data; on all of them.
-            DataloaderExhaustedError: A rank has no more data; likewise.
+        Batches are ``({"input": (b, s)}, labels (b, s))``.
         """
         self.optimizers.zero_grad()
         self.data = self.reader.take(data_iterator)
@@ -106,12 +86,8 @@ class Step:
         """Run forward and backward of each micro-batch, and accumulate the gradients.
 
         The loss of a micro-batch is its summed token loss divided by the valid tokens of the global
-        batch. So the gradients sum to those of one process with the same batch.
-
-        Args:
-            forward_backward: Runs one micro-batch: ``input_dict``, ``labels`` and
-                ``global_valid_tokens``, all on the device. Returns this rank's share of the loss.
-            eager: Whether the passes run eagerly although there is a graph of them.
+        batch. So the gradients sum to those of one process with the same batch. `forward_backward`
+        runs one micro-batch and returns this rank's share of the loss.
         """
 
         def one_pass(labels: Tensor, tokens: Tensor, **inputs: Tensor) -> Tensor:
@@ -151,11 +127,7 @@ class Step:
         self.share = self.gradients.finish_sums()
 
     def read_ahead(self, data_iterator: Iterator[Batch] | None) -> None:
-        """Collect the next step's micro-batches, while the device computes.
-
-        Args:
-            data_iterator: Yields the next step's data; None if the run has no other step.
-        """
+        """Collect the next step's micro-batches, while the device computes."""
         self.next_counts = ()
         if data_iterator is not None:
             self.next_counts = self.reader.read_next(data_iterator).counts
@@ -164,9 +136,6 @@ class Step:
         """Let all ranks accept or reject the step; see `Verdict`.
 
         The same all-reduce tells all ranks whether each of them could read ahead.
-
-        Args:
-            stop: Whether this rank received a stop signal. The run then ends after this step.
         """
         depth = None if self._depth is None else self._depth.least
         self.verdict = Verdict.all_reduced(self.loss, self.share, stop, self.next_counts, depth)
@@ -247,10 +216,6 @@ def step_unless(rejected: Tensor, optimizers: OptimizersContainer) -> None:
     moments and step counts as they are, without a read of the host. Torch's ``foreach`` and
     ``for-loop`` implementations do not know ``found_inf``, and weights that are offloaded are on
     another device. The host reads the verdict for these.
-
-    Args:
-        rejected: 1 if nothing may change, else 0; an fp32 scalar on the training device.
-        optimizers: One per model part.
     """
     parts: list[Any] = list(optimizers)
     if not all(_reads_found_inf(part, rejected.device) for part in parts):

@@ -81,16 +81,7 @@ class CapturedPass:
 
 
 class StepGraph:
-    """Runs the passes of steps: eagerly at first, later by replaying what it captured.
-
-    Args:
-        model_parts: Their parameters' gradients belong to the captured memory.
-        own_gradients: What a pass notes of this rank's own gradients.
-        capture: Records a pass.
-
-    Attributes:
-        passes: What was captured, by the step's shapes and the kind of pass.
-    """
+    """Runs the passes of steps: eagerly at first, later by replaying what it captured."""
 
     def __init__(
         self, model_parts: Sequence[nn.Module], own_gradients: OwnGradients, capture: Capture
@@ -106,9 +97,7 @@ class StepGraph:
     def begin(self, shapes: Any, eager: bool = False) -> None:
         """Begin a step.
 
-        Args:
-            shapes: Of the tensors of all its micro-batches: another step is another graph.
-            eager: Whether this step runs eagerly in any case.
+        Steps of other shapes are other graphs.
         """
         self._step = shapes
         done = self._eager_steps.get(shapes, 0)
@@ -123,14 +112,7 @@ class StepGraph:
         first: bool,
         last: bool,
     ) -> Tensor:
-        """Run one pass and return this rank's share of the loss, a scalar.
-
-        Args:
-            one_pass: Runs forward and backward; takes ``inputs`` by name.
-            inputs: The pass's tensors on the device.
-            first: Whether no parameter has a gradient yet.
-            last: Whether gradients are summed over the ranks.
-        """
+        """Run one pass and return this rank's share of the loss, a scalar."""
         if self._eager:
             return one_pass(**inputs)
         key = self._step, first, last

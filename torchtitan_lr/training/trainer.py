@@ -61,15 +61,7 @@ from torchtitan_lr.training.verdict import NonFiniteError
 
 
 class Trainer(TitanTrainer):
-    """torchtitan's Trainer with its own step, start and end of training.
-
-    Attributes:
-        before_start: Called when the checkpoint is loaded and the first step follows.
-        more_summary: Returns what the summary has beside what was measured.
-        skipped_steps: Optimizer steps skipped for a non-finite loss or gradient; checkpointed.
-        stopped_by: Name of the signal that ended the run early, None if none has.
-        running_step: The step that runs or has just ended.
-    """
+    """torchtitan's Trainer with its own step, start and end of training."""
 
     checkpointer: CheckpointManager
     dataloader: TokenDataLoader
@@ -225,11 +217,7 @@ class Trainer(TitanTrainer):
         set_timeouts(timedelta(seconds=seconds), getattr(self.checkpointer, "pg", None))
 
     def write_record(self) -> bool:
-        """Write the run's configuration into the dump folder, after all checks have passed.
-
-        Returns:
-            Whether the losses differ from those of the record before; on rank 0.
-        """
+        """Write the run's configuration into the dump folder, after all checks have passed."""
         if dist.get_rank() != 0:
             return False
         ranks, excluded = self.parallel_dims.world_size, self.checkpointer.excluded
@@ -241,13 +229,7 @@ class Trainer(TitanTrainer):
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """Run one optimizer step over all micro-batches of this rank; see `Step`.
 
-        Args:
-            data_iterator: Yields ``({"input": (b, s)}, labels (b, s))``.
-
-        Raises:
-            NonFiniteError: The step was rejected, and ``training.max_skipped_steps`` is used up.
-            BadDataError: A rank cannot read its data; raised on all ranks.
-            DataloaderExhaustedError: If a rank has no more data; likewise.
+        A rejected step raises a `NonFiniteError` once ``training.max_skipped_steps`` is used up.
         """
         self.metrics_processor.resume()
         began = time.monotonic()
@@ -332,13 +314,8 @@ class Trainer(TitanTrainer):
     ) -> torch.Tensor:
         """Run forward and backward of one micro-batch, through a pipeline if there is one.
 
-        Args:
-            input_dict: ``{"input": (b, s)}`` and the model's further arguments, on the device.
-            labels: (b, s).
-            global_valid_tokens: The divisor of the loss, a scalar.
-
-        Returns:
-            This rank's share of the loss, a scalar; 0 without the last pipeline stage.
+        Inputs and labels are (b, s), on the device. `global_valid_tokens` divides the loss. The
+        result is a scalar; 0 without the last pipeline stage.
         """
         arguments = input_dict | loss_arguments(self.model_parts[0], labels)
         tokens = arguments.pop("input")

@@ -48,17 +48,8 @@ def sum_over_ranks(
 ) -> tuple[float, float]:
     """Sum the loss over all valid tokens of all ranks.
 
-    Args:
-        model_parts: This rank's parts of the model; a pipeline calls its own.
-        batches: ``({"input": (b, s), ...}, labels (b, s))``, with the model's further arguments,
-            as many on every rank; ignored labels do not count. Context-parallel ranks have the
-            same rows, of which each computes its tokens.
-        loss_fn: Returns the sum over tokens.
-        pipeline: Runs the batches if the model is split into stages.
-        parallel_dims: Degrees and meshes.
-
-    Returns:
-        The sum in nats and the number of tokens, the same on every rank.
+    Batches are ``({"input": (b, s), ...}, labels (b, s))``, as many on every rank; ignored labels
+    do not count. Context-parallel ranks have the same rows, of which each computes its tokens.
     """
     for model in model_parts:
         model.eval()
@@ -93,10 +84,6 @@ class Validator(BaseValidator):
     torchtitan's TrainSpec prescribes the arguments. ``[validation]`` sets the corpus, the sequence
     length and the number of batches, which ``dp_world_size`` ranks share; ``loss_fn`` is the
     training loss, summed over tokens.
-
-    Attributes:
-        last_loss: The latest result, nats per token.
-        suspended: Whether to skip validation because the run is stopping.
     """
 
     def __init__(

@@ -51,11 +51,6 @@ class Depth:
     Where ranks send each other activations, a NaN reaches the loss of a rank that has not made it.
     The rank that has made it sees it in an earlier block than the others: of a pipeline's stage the
     last one is looked at, and where ranks share rows every one.
-
-    Args:
-        parts: This rank's parts of the model, whose blocks have the numbers of the whole one's.
-        every_block: Whether to look at every block.
-        device: This rank's device.
     """
 
     def __init__(self, parts: Sequence[nn.Module], every_block: bool, device: torch.device) -> None:
@@ -80,16 +75,8 @@ class Depth:
 class Verdict:
     """The ranks' common decision on one step, on the device; `all_reduced` makes it.
 
-    Args:
-        sums: Over all ranks (3 + counts,), fp64: the squared gradient norm, the number of ranks
-            whose loss is not finite, the number of stop signals, and the counts of the next data.
-        bad: 1 if this rank's own loss is not finite, else 0; an fp64 scalar.
-        depth: This rank's `Depth`, a scalar; None where it is not looked at.
-
-    Attributes:
-        norm: The norm of the full gradient, an fp64 scalar, equal on all ranks.
-        rejected: 1 if any rank's loss or the norm's square is not finite in fp32, else 0; an fp32
-            scalar.
+    All over ranks (3 + counts,), fp64: the squared gradient norm, the number of ranks whose loss is
+    not finite, the number of stop signals, and the counts of the next data.
     """
 
     def __init__(self, sums: Tensor, bad: Tensor, depth: Tensor | None = None) -> None:
@@ -112,15 +99,7 @@ class Verdict:
         next_counts: Sequence[float] = (),
         depth: Tensor | None = None,
     ) -> "Verdict":
-        """Decide with all ranks, in one all-reduce.
-
-        Args:
-            loss: This rank's loss of the step, a scalar on the process group's device.
-            share: This rank's share of the squared gradient norm, a scalar.
-            stop: Whether this rank received a stop signal.
-            next_counts: This rank's counts of the next step's data, summed as well.
-            depth: This rank's own, as for the constructor.
-        """
+        """Decide with all ranks, in one all-reduce."""
         bad = (~loss.isfinite()).double()
         # Fills of the device's memory, not copies from the host's.
         known = [torch.full_like(bad, float(number)) for number in (stop, *next_counts)]
