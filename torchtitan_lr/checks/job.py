@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The check of a whole configuration, which raises one-line errors.
-
-It needs no process group: one process of a run calls it (`torchtitan_lr.launch.check_once`).
-"""
+"""The check of a whole configuration, in one process, without a process group."""
 
 from collections.abc import Callable, Set
 from typing import Any, Literal
@@ -67,8 +64,7 @@ _OF_FILES = {
 }
 
 
-MOST_RANKS = 1 << 20
-"""Lists by rank, or by pairs of ranks, fit in memory up to this number."""
+MOST_RANKS = 1 << 20  # lists by rank, or by pairs of ranks, fit in memory up to this number
 
 
 def check_job_config(
@@ -76,7 +72,7 @@ def check_job_config(
 ) -> None:
     """Raise a ConfigError for the first key with which a configuration cannot run.
 
-    `on_paper` skips the checks of this machine's files and memory, for an estimate.
+    `on_paper` skips the checks of this machine's files and memory.
     """
     want = f"at most {MOST_RANKS} ranks: the product of the degrees, --world or NGPU"
     require(world_size <= MOST_RANKS, "parallelism", world_size, want)

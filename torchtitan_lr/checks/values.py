@@ -1,9 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Checks of the values of a configuration: one topic each, one line each.
-
-Every check takes the configuration, the number of ranks of the whole run and the device type
-(``cpu``, ``cuda`` or ``xpu``), and raises :class:`ConfigError` or returns nothing.
-"""
+"""Checks of the values of a configuration, for a number of ranks and a device type."""
 
 import math
 import operator

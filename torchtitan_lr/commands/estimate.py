@@ -96,10 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_paper_run(path: str, world: int | None, overrides: Sequence[str]) -> "Run":
-    """Read a run and check it for ``world`` ranks, to which a debug file is fitted as in training.
-
-    By default they are the product of its degrees.
-    """
+    """Read a run, fitted as in training, and check it for ``world`` ranks, by default its least."""
     import torchtitan_lr.training.register  # noqa: F401
     from torchtitan_lr.checks.job import check_job_config
     from torchtitan_lr.config.build import build_job_config

@@ -42,14 +42,11 @@ OWN = "counts as AdamW does, without what it sends itself"
 
 
 def estimate(runs: Mapping[str, Run | ConfigError], hardware: Hardware) -> dict[str, Any]:
-    """Estimate runs that are compared.
+    """Estimate runs that are compared: the first is that of the report, others are alternatives.
 
-    The first of `runs` is that of the report; the others, or why one is left out, stand in
-    ``alternatives``. ``memory_bytes`` are of the rank that needs most, ``comm_bytes`` of the
-    pipeline rank that sends most, by mesh dimension and operation, ``gradient_bytes`` of the same
-    rank, if gradients travelled in float32 and in bfloat16, ``checkpoint_bytes`` of all ranks
-    together. With TSR-Adam, ``comm_bytes`` are for a step without refresh, ``gradient_bytes`` and
-    the time for an average step. ``tokens_per_s`` counts all ranks together.
+    Memory is of the rank that needs most, bytes of the pipeline rank that sends most, checkpoints
+    and tokens/s of all ranks. With TSR-Adam, ``comm_bytes`` are for a step without refresh,
+    ``gradient_bytes`` and the time for an average step.
     """
     (name, first), *others = runs.items()
     assert isinstance(first, Run)
@@ -187,10 +184,7 @@ def _quiet() -> Iterator[None]:
 
 
 def as_text(report: dict[str, Any], hardware: Hardware, storage: float = 0.0) -> str:
-    """Format the report as a table with one column per plan.
-
-    `storage` is the bandwidth of the storage for all ranks together, GB/s; 0 if unknown.
-    """
+    """Format the report as a table with one column per plan; `storage` in GB/s, 0 if unknown."""
     refused = {n: c["refused"] for n, c in report["alternatives"].items() if "refused" in c}
     columns = {report["name"]: report}
     columns |= {n: c for n, c in report["alternatives"].items() if n not in refused}

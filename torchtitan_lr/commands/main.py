@@ -71,10 +71,7 @@ def version() -> str:
 
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
-    """Run a subcommand.
-
-    The exit status is the subcommand's; 2 for invalid arguments, 1 for a run that failed.
-    """
+    """Run a subcommand; return its status, 2 for invalid arguments, 1 for a run that failed."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0].startswith("-"):
         usage = "%(prog)s COMMAND [...]"

@@ -67,11 +67,7 @@ def measure(arguments: list[str]) -> list[dict[str, Any]]:
 
 
 def one_block(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge equal blocks into one, with the scope ``block``.
-
-    What overlaps may differ between blocks: ``overlapped_flops`` is the least of a row's, and the
-    additional ``most_overlapped_flops`` the most.
-    """
+    """Merge equal blocks into one, with the least and the most FLOPs that overlap."""
     whole = [row | {"most_overlapped_flops": row["overlapped_flops"]} for row in table]
     blocks: dict[str, list[dict[str, Any]]] = {}
     for row in whole:

@@ -27,8 +27,7 @@ from torchtitan_lr.titan.base import drop_marker
 DEFAULT, FLAVOR, SHARE = "default", "flavor", "warmup_ratio"
 COMMAND_LINE, LAUNCHER = "command line", "launcher"
 
-_SHAPE = "model."
-"""Prefix of the flavor's values that are no keys, such as ``model.dim``."""
+_SHAPE = "model."  # prefix of the flavor's values that are no keys, such as ``model.dim``
 
 _CONFIGURED = (
     *("family", "vocab_size", "max_seq_len", "rank_", "activation", "lax_gate", "init_seed"),
@@ -49,11 +48,7 @@ class Setting:
 
 
 def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], str]:
-    """Read a configuration as a run on this machine would.
-
-    Beside them stands a line about the launcher's choices or about why the configuration cannot run
-    here, or nothing.
-    """
+    """Read a configuration as a run on this machine would; a note says what does not run here."""
     arguments = [f"--{CONFIG_FILE_KEY}={config}", *overrides]
     built = build_job_config(arguments)
     origins: dict[str, str] = {}
@@ -83,10 +78,7 @@ def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], 
 
 
 def as_toml(settings: Sequence[Setting]) -> str:
-    """Format settings as a TOML file; behind each key is its origin.
-
-    A value that TOML cannot express (None), that is no key, or that follows `SHARE`, is a comment.
-    """
+    """Format settings as a TOML file with origins; what it cannot say is a comment."""
     lines: list[str] = []
     section = ""
     for setting in settings:
@@ -128,11 +120,7 @@ def _values(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _with_flavor(settings: list[Setting], config: Any) -> list[Setting]:
-    """Replace each setting that leaves its value to the flavor by the flavor's value.
-
-    Values that no key can change stand behind ``[model]``. A model of another package has none of
-    them.
-    """
+    """Replace what is left to the flavor by its values, and add those that no key can change."""
     args = llama_args(config)
     if args is None:
         return settings

@@ -21,10 +21,9 @@ from torchtitan_lr.errors import ConfigError, describe_error, escaped
 
 
 def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
-    """Decorate a program's main function to print errors in one line and return a status.
+    """Decorate a main function to print errors in one line and return a status.
 
-    The status is 2 for a `ConfigError`, and 1 for a `RunFailedError`, a closed output, or an error
-    of the system such as a full disk.
+    It is 2 for a `ConfigError`; 1 for a failed run, a closed output or an error of the system.
     """
 
     @functools.wraps(main)

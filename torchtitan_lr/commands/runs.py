@@ -145,10 +145,7 @@ _DERIVED = {
 
 
 def with_settings(runs: list[RunInfo], columns: list[str]) -> list[RunInfo]:
-    """Return the runs with their values of some keys; by default of those in which they differ.
-
-    A key that some record lacks, such as that of another version, is not compared.
-    """
+    """Return the runs with their values of some keys, else of common ones in which they differ."""
     records = [_settings(_read_json(Path(run.folder) / RUN_CONFIG)) for run in runs]
     known = [record for record in records if record]
     for key in columns:

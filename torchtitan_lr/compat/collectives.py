@@ -138,11 +138,9 @@ _FIRST_NAMES: dict[str, str] = {}
 
 
 def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return another process group of the same ranks, whose calls do not wait for this one's.
+    """Return one other group of the same ranks, whose calls do not wait for this one's.
 
-    A backend runs the calls of one group one after the other. Every rank of the group must call
-    this; later calls return the same group. Groups of torch's ``fake`` backend, which send nothing,
-    are returned as they are.
+    Every rank must call this. Groups of the ``fake`` backend are returned as they are.
     """
     if dist.get_backend(group) == "fake":
         return group
@@ -159,10 +157,7 @@ _JOINT: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = Wea
 
 
 def joint_group(mesh: DeviceMesh, dims: Sequence[int]) -> dist.ProcessGroup:
-    """Return a process group of the ranks along some dimensions of a mesh.
-
-    Every rank of the mesh must call this, in the same order; later calls return the same group.
-    """
+    """Return a group of the ranks along some dimensions; every rank of the mesh must call this."""
     first, *others = (mesh.get_group(dim) for dim in dims)
     if not others:
         return first
@@ -178,10 +173,7 @@ def joint_group(mesh: DeviceMesh, dims: Sequence[int]) -> dist.ProcessGroup:
 
 
 def set_timeouts(timeout: timedelta, besides: dist.ProcessGroup | None = None) -> None:
-    """Set the time-out of all process groups of this rank but one.
-
-    Torch's default is up to 30 minutes.
-    """
+    """Set the time-out of this rank's process groups but one; torch's is up to 30 minutes."""
     # Uses ``distributed_c10d._set_pg_timeout``, as torchtitan does for some groups of its meshes,
     # and ``_world``, which alone knows all groups. Groups of the fake backend have no time-out.
     for group in list(dist.distributed_c10d._world.pg_map):

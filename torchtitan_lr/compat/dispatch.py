@@ -1,11 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Operators below autograd: dispatch modes, trees, schemas, storages, and the attention kernels.
+"""Operators below autograd: dispatch modes, trees, schemas, storages, and attention kernels.
 
-The ledger, the recomputation of low-rank checkpointing and the rehearsal intercept operators when
-they are dispatched. Torch's own notes recommend `torch.utils._python_dispatch` and
-`torch.utils._pytree` for this, but the modules are private.
-
-Tested with torch 2.11 and 2.13.
+Torch's notes recommend these modules, although they are private. Tested with torch 2.11 and 2.13.
 """
 
 from typing import Any
@@ -78,8 +74,7 @@ def changes_arguments(func: Any) -> bool:
 def product_flops(operator: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
     """Return the FLOPs of an operator's matrix products; 0 for one without any.
 
-    Torch 2.11 refuses to count attention with grouped queries, so each group's keys and values are
-    shown to the count once per head of its queries, as a kernel multiplies them.
+    Torch 2.11 cannot count grouped queries: keys and values are shown once per head of queries.
     """
     if operator not in flop_registry:
         return 0
@@ -96,11 +91,7 @@ def product_flops(operator: Any, args: tuple[Any, ...], kwargs: Any, result: Any
 
 
 def results_are_cached() -> bool:
-    """Return whether selective checkpointing keeps the results of operators here.
-
-    It gives them to the recomputation, so nothing may overwrite them. Torch notices a change by the
-    tensor's version, and a collective in place does not count in it.
-    """
+    """Return whether selective checkpointing keeps results, which nothing may overwrite."""
     # If upstream renames these, the import fails.
     caching = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
     return any(isinstance(mode, caching) for mode in _get_current_dispatch_mode_stack())

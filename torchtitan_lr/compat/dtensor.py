@@ -1,11 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A rank's part of a tensor under DTensor placements, the private ``_StridedShard`` included.
 
-FSDP2 over tensor parallelism uses the placement ``_StridedShard``, which torch does not export.
-Initialization, TSR-Adam and its checkpoints need the slice that such a rank holds.
-
-Tested with torch 2.11 and 2.13. If the meaning of ``split_factor`` changes, `local_slice` raises,
-or initialization differs between layouts; tests compare it with `distribute_tensor`.
+FSDP2 over tensor parallelism uses it. Tested with torch 2.11 and 2.13. If the meaning of
+``split_factor`` changes, `local_slice` raises, or initialization differs between layouts; tests
+compare it with `distribute_tensor`.
 """
 
 import math
@@ -70,8 +68,7 @@ def local_slice(
 def split_order(placements: Sequence[Any]) -> list[int]:
     """Return the mesh dimensions that split a tensor, in the order in which they split it.
 
-    FSDP2 over tensor parallelism splits a dimension that the mesh dimensions to its right already
-    split, and marks it as _StridedShard: such splits come last, right to left.
+    FSDP2's splits of what is already split to the right, _StridedShard, come last, right to left.
     """
     strided = [i for i, p in enumerate(placements) if isinstance(p, _StridedShard)]
     plain = [i for i, p in enumerate(placements) if isinstance(p, Shard) and i not in strided]
@@ -94,10 +91,9 @@ def shard_dims(parameter: Tensor, dim: int, order: Iterable[str]) -> tuple[int, 
 def wrap_like(
     parameter: Tensor, part: Tensor, size: tuple[int, ...], dims: Mapping[int, int]
 ) -> Tensor:
-    """Wrap a rank's part as a DTensor that is sharded like a parameter.
+    """Wrap a rank's part, without a copy, as a DTensor that is sharded like a parameter.
 
-    `dims` maps a dimension of the parameter to the dimension of the result that follows it; `size`
-    is the result's global size. The result shares the part's memory.
+    `dims` maps a dimension of the parameter to that of the result, of global `size`.
     """
     if not isinstance(parameter, DTensor):
         return part

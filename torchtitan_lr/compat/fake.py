@@ -1,10 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Running without data and ranks: fake tensors, a fake process group, DTensor's shape inference.
 
-The rehearsal runs blocks on tensors without memory, as one rank of a fake process group. Torch uses
-the same classes in its own tests but does not publish them.
-
-Tested with torch 2.11 and 2.13.
+Torch uses the classes in its own tests. Tested with torch 2.11 and 2.13.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,10 +24,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def rms_norm_by(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Replace `torch.nn.functional.rms_norm`, which an estimate counts as one kernel.
-
-    `torch.nn.RMSNorm` looks the function up at every call.
-    """
+    """Replace `torch.nn.functional.rms_norm`, which `torch.nn.RMSNorm` looks up at every call."""
     # If upstream calls another function, the norms of a block are counted as the CPU's several
     # kernels, and its tests fail.
     original = F.rms_norm

@@ -61,11 +61,7 @@ Norms = list[tuple[tuple[Tensor, ...], Tensor]]
 
 
 class OwnParamGroup(FSDPParamGroup):
-    """A parameter group that notes the norms of this rank's own gradients before it reduces them.
-
-    It also sends them in a dtype of its own. `norms` gets an entry at every reduction. A
-    `wire_dtype` of None is that in which FSDP2 adds up micro-batches.
-    """
+    """A parameter group that notes its rank's own gradients' norms, and sends in its own dtype."""
 
     norms: Norms | None = None  # gets an entry at every reduction; None for none
     # The dtype of the reductions; None for that in which FSDP2 adds up micro-batches
@@ -112,10 +108,7 @@ def send_in(module: FSDPModule, wire_dtype: torch.dtype) -> None:
 
 
 def unit_parameters(module: FSDPModule) -> Iterator[tuple[Tensor, int]]:
-    """Yield the sharded parameters of a unit with the number of entries per rank.
-
-    The order and the padding are those of the buffer that FSDP2 reduce-scatters.
-    """
+    """Yield a unit's sharded parameters and their entries per rank, as in FSDP2's buffer."""
     # A codec needs them, because the buffer does not mark where a tensor begins. If upstream
     # changes the order, the sizes of a unit no longer match and `Compressor` raises in the first
     # step.
@@ -127,9 +120,7 @@ def unit_parameters(module: FSDPModule) -> Iterator[tuple[Tensor, int]]:
 def reads_sums_at_once(module: FSDPModule, sums: Tensor) -> bool:
     """Return whether FSDP2 reads a unit's sums as soon as its communicator returns.
 
-    Otherwise it only makes views of them, as gradients, and they may be written later. It reads
-    them to cast them, to add them to gradients that are already there, to copy them to the host,
-    and in hooks of the parameters.
+    It casts them, adds them, copies them to the host, or runs hooks; else it only makes views.
     """
     for group in param_groups(module):
         for parameter in group.fsdp_params:
@@ -144,10 +135,9 @@ def reads_sums_at_once(module: FSDPModule, sums: Tensor) -> bool:
 def wrap_unit_calls(
     module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Wrap the methods in which a unit communicates: ``unshard`` and ``post_backward``.
+    """Wrap the methods in which a unit communicates; return what undoes that.
 
-    A compressed exchange continues later, in the method ``resume`` of its communicator, which is
-    wrapped too.
+    A compressed exchange continues later, in ``resume`` of its communicator.
     """
     replaced = ExitStack()
     for group in param_groups(module):

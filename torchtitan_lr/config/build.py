@@ -60,9 +60,8 @@ REGISTERED = {
 def build_job_config(argv: list[str], record: dict[str, Any] | None = None) -> Any:
     """Build the configuration from ``--job.config_file`` and command-line overrides.
 
-    `record` is a run's saved configuration, read instead of a file: its unknown keys are ignored,
-    missing ones have defaults. It may be somebody else's: modules that it names are neither looked
-    up nor imported (`import_extension`).
+    `record` is a run's saved one, read instead of a file: unknown keys are ignored. It may be
+    somebody else's: modules that it names are not imported.
     """
     overrides, path = split_arguments(argv), None
     for place, (key, value) in enumerate(overrides):
@@ -106,10 +105,7 @@ def _fill(layers: list[dict[str, Any]], overrides: list[Override], of_record: bo
 
 
 def with_own_rates(layers: list[dict[str, Any]], last: Any) -> list[dict[str, Any]]:
-    """Return tables without the learning rates that they set for another optimizer than the run's.
-
-    Each layer replaces values of those before it.
-    """
+    """Return tables, later ones last, without the rates that they set for another optimizer."""
     rules, name = [], Optimizer.name
     for layer in layers:
         table = layer.get("optimizer")
@@ -188,10 +184,7 @@ def check_record(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def import_extension(module: str | None) -> None:
-    """Import the module that a command line or its TOML names by ``experimental.custom_import``.
-
-    It may be in the working directory, where the ranks find it too; installed modules go first.
-    """
+    """Import the module of ``experimental.custom_import``, installed or in the working folder."""
     if not module:
         return
     if (here := os.getcwd()) not in sys.path:

@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Strict typing of a TOML file and of command-line overrides against a dataclass tree.
-
-Both raise one :class:`ConfigError` with the key, the value and what works.
-"""
+"""Strict typing of a TOML file and of command-line overrides against a dataclass tree."""
 
 # torchtitan only warns about a wrong type in a TOML file, and prints a page of usage for a wrong
 # command line. This file does not import torch, so that a wrong path or a typo is reported at once.
@@ -42,10 +39,8 @@ _LARGEST_INTEGER = 2**63 - 1
 class Override(NamedTuple):
     """One command-line argument: ``--key=value``, ``--key value`` or the flag ``--key``."""
 
-    key: str
-    """Dotted key with dashes turned into underscores, e.g. ``training.local_batch_size``."""
-    value: str | None
-    """The text after it; None for a flag."""
+    key: str  # dotted key with dashes turned into underscores, e.g. ``training.local_batch_size``.
+    value: str | None  # the text after it; None for a flag
 
 
 def split_arguments(argv: list[str]) -> list[Override]:
@@ -78,10 +73,9 @@ def merge_tables(tables: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def toml_files(path: str) -> dict[str, dict[str, Any]]:
-    """Read a TOML file and the files that it includes: the tables by path, the included ones first.
+    """Read a TOML file and those that it includes: tables by path, the included ones first.
 
-    ``include`` is a path from the file's own folder, or a shipped file's name. ``${config_dir}`` is
-    a file's own folder. A syntax error is reported as ``file:line``.
+    ``include`` is a path from the file's folder, or a shipped name.
     """
     found: dict[str, dict[str, Any]] = {}
     file: str | None = path
@@ -154,11 +148,9 @@ def check_toml(
     prefix: str = "",
     skip_unknown: bool = False,
 ) -> dict[str, Any]:
-    """Check a TOML table against a dataclass, section by section.
+    """Check a TOML table against a dataclass, section by section; floats may be integers.
 
-    Below the top, ``section`` is the table's own dataclass, and ``prefix`` its dotted name with a
-    trailing dot. ``skip_unknown`` leaves unknown keys out of the result. Integers become floats
-    where a float is declared.
+    Below the top, ``section`` is the table's dataclass and ``prefix`` its name with a dot.
     """
     checked: dict[str, Any] = {}
     known = {option.name: option for option in fields(section or config_cls)}
@@ -185,9 +177,7 @@ def apply_overrides(
 ) -> dict[str, Any]:
     """Convert command-line overrides to their types and write them over checked TOML values.
 
-    Set a boolean with ``--a.b``, ``--a.no_b`` or ``--a.b=true``. Write None as ``None`` and a list
-    with commas. The result of `check_toml` is changed in place; the allowed keys are the fields of
-    ``config_cls``.
+    A boolean is ``--a.b``, ``--a.no_b`` or ``--a.b=true``, None ``None``, a list has commas.
     """
     known = _keys(config_cls)
     for key, text in overrides:
@@ -251,11 +241,7 @@ def _keys(section: Any, prefix: str = "") -> dict[str, Field[Any]]:
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the annotation alone.
-
-    ``Annotated[str, names]`` is one of the names in the list, to which registration adds names;
-    other annotations are ranges (``torchtitan_lr.config.ranges``).
-    """
+    """Return the members of a union, or the annotation alone; those of ``Annotated[str, names]``."""
     if get_origin(annotation) is Annotated:
         kind, first = get_args(annotation)[:2]
         return (Literal[tuple(first)],) if isinstance(first, list) else _alternatives(kind)

@@ -16,10 +16,8 @@ from torchtitan_lr.errors import ConfigError
 class Range(NamedTuple):
     """The values of a key."""
 
-    holds: Callable[[Any], bool]
-    """Whether the key allows a value; must be false for NaN."""
-    want: str
-    """Describes the allowed values in the refusal."""
+    holds: Callable[[Any], bool]  # whether the key allows a value; must be false for NaN
+    want: str  # describes the allowed values in the refusal
 
 
 def at_least(least: int, want: str = "") -> Range:

@@ -6,43 +6,29 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-DPI = 160
-"""With widths of about 7 inches, text of 8 points and more is legible at half width."""
+DPI = 160  # with widths of about 7 inches, text of 8 points and more is legible at half width
 
 WIDTH, HEIGHT = 6.6, 4.0
 """Inches of a picture with one panel; its legend comes on top of the height."""
 
-TITLE, TEXT = 10, 8
-"""Sizes of the letters, in points."""
-
-THICK: dict[str, Any] = {"linewidth": 1.6}
-"""A smoothed or fitted line."""
-
-THIN: dict[str, Any] = {"linewidth": 0.7, "alpha": 0.4}
-"""The values as they were logged."""
-
-DOTS: dict[str, Any] = {"marker": "o", "markersize": 4, "linestyle": "none"}
-"""Single measurements."""
-
-_LABEL_LETTERS = 90
-"""A longer label is broken into lines."""
+TITLE, TEXT = 10, 8  # sizes of the letters, in points
+THICK: dict[str, Any] = {"linewidth": 1.6}  # a smoothed or fitted line
+THIN: dict[str, Any] = {"linewidth": 0.7, "alpha": 0.4}  # the values as they were logged
+DOTS: dict[str, Any] = {"marker": "o", "markersize": 4, "linestyle": "none"}  # single measurements
+_LABEL_LETTERS = 90  # a longer label is broken into lines
 
 _UNLABELED = re.compile(r"_(child\d+|container\d+|nolegend_)")
 """What matplotlib calls lines and bars without a label; a run's folder may begin with "_" too."""
 
 _MOST_COLUMNS = 4
 
-SMOOTHED_POINTS = 20
-"""A smoothed curve averages over 1/20 of its points, at least over three."""
+SMOOTHED_POINTS = 20  # a smoothed curve averages over 1/20 of its points, at least over three
 
 Series = tuple[list[float], list[float]]
 
 
 def new_figure(width: float = WIDTH, height: float = HEIGHT) -> Any:
-    """Return an empty figure that uses neither a display nor ``pyplot``'s global state.
-
-    Sides are in inches.
-    """
+    """Return an empty figure, of inches, without a display or ``pyplot``'s global state."""
     # Imported late: matplotlib takes a second to import, and most commands draw nothing.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -93,10 +79,7 @@ def series(history: list[dict[str, Any]], key: str) -> Series:
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Return the mean of each value and its neighbours; the ends have fewer neighbours.
-
-    The window is centred, so the curve is not late, and is cut evenly at the ends.
-    """
+    """Return the mean of each value and its neighbours in a centred window, cut at the ends."""
     reach = max(1, len(values) // SMOOTHED_POINTS // 2)
     smooth = []
     for index in range(len(values)):

@@ -124,11 +124,7 @@ def say(message: str) -> None:
 
 
 class Pace:
-    """The time that a run still needs, from its mean pace since its first logged step.
-
-    The first logged step itself is left out: it includes compilation and warm-up. Validation and
-    saves between two logged steps are included.
-    """
+    """The time that a run still needs, from its mean pace since its first logged step, left out."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps

@@ -10,11 +10,8 @@ from torchtitan_lr.console.log import duration, say
 
 T = TypeVar("T")
 
-QUIET_SECONDS = 10.0
-"""Time before the first plain line, and the shortest time between two."""
-
-BAR_DELAY = 1.0
-"""Time before a bar appears: short work needs none."""
+QUIET_SECONDS = 10.0  # time before the first plain line, and the shortest time between two
+BAR_DELAY = 1.0  # time before a bar appears: short work needs none
 
 
 def progress(
@@ -24,11 +21,7 @@ def progress(
     unit: str = "batches",
     shown: bool = True,
 ) -> Iterator[T]:
-    """Yield ``items`` and show how many are done.
-
-    Without a terminal, as in a rank of the launcher, there is a plain line after `QUIET_SECONDS`,
-    and then at growing intervals.
-    """
+    """Yield ``items`` and show how many are done: by a bar, or plain lines without a terminal."""
     if not shown:
         yield from items
     elif sys.stderr.isatty():

@@ -1,13 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Context parallelism in closed form: collectives, FLOPs and bytes of a decoder block.
 
-C ranks share every row: each has n = b·s/C tokens of a micro-batch, and gathers what attention
-needs of the C·n tokens of all ranks (Llama 3, section 3.3.2). That is k and v, 2·d_kv/T numbers per
-token, or in a low-rank model the latents σ(A_k x) and σ(A_v x), 2r numbers, from which each rank
-computes k and v of all tokens. What was gathered is not kept: backward gathers it once more, and
-reduce-scatters its gradient. Latents send less while r < d_kv/T.
-
-Independent of the runtime (`parallel.context`), like `costs.tp_messages`.
+C ranks share every row: each has n = b·s/C tokens, and gathers of all C·n tokens (Llama 3, section
+3.3.2) k and v, 2·d_kv/T numbers each, or in a low-rank model the latents σ(A_k x) and σ(A_v x), 2r
+numbers, from which it computes k and v. Backward gathers them once more, and reduce-scatters their
+gradient. Latents send less while r < d_kv/T.
 """
 
 from __future__ import annotations
@@ -62,8 +59,3 @@ def latent_flops(
     one = 4 * shape.rank_attention * kv_width(shape, settings, tp_degree)
     others = (cp_degree - 1) * tokens
     return others * one, 2 * others * one + cp_degree * tokens * one
-
-
-def gathered_kv_bytes(width: int, cp_degree: int, tokens: int, itemsize: int) -> int:
-    """Return the bytes of a block's k and v of all C·n tokens, needed at once."""
-    return 2 * cp_degree * tokens * width * itemsize

@@ -29,11 +29,8 @@ from math import prod
 
 from torchtitan_lr.costs.messages import Traffic, merge
 
-ITERATIONS = 5
-"""Newton-Schulz iterations of a polar factor."""
-
-ROOT_ITERATIONS = 8
-"""Iterations of LoRA-Muon's inverse roots (A Aᵀ)^(-1/2) and (BᵀB)^(-1/2)."""
+ITERATIONS = 5  # Newton-Schulz iterations of a polar factor
+ROOT_ITERATIONS = 8  # iterations of LoRA-Muon's inverse roots (A Aᵀ)^(-1/2) and (BᵀB)^(-1/2)
 
 Sharing = tuple[tuple[str, ...], bool]
 """Mesh dimensions whose ranks share products (r, r), and whether each rank already has the sums."""
@@ -52,10 +49,7 @@ class SpectralMatrix:
     def of(
         cls, name: str, size: Sequence[int], splits: Sequence[tuple[str, ...]]
     ) -> SpectralMatrix:
-        """See a parameter as (r, n).
-
-        Factors A (r, d_in) and B (d_out, r) are known by their names.
-        """
+        """See a parameter as (r, n); factors A (r, d_in), B (d_out, r) are known by their names."""
         side = 0 if size[0] < size[1] else 1
         if name.endswith((".A.weight", ".B.weight")):
             side = int(name.endswith(".B.weight"))
@@ -157,7 +151,7 @@ def _row(op: str, role: str, calls: int, elements: int, dims: tuple[str, ...]) -
 def small_flops(rule: str, r: int) -> int:
     """Return the FLOPs of the products (r, r) by (r, r) for one matrix.
 
-    An iteration has four, G², P G P and P Q; the first saves P Q, and the last P G P. LoRA-Muon has
+    An iteration has four, G², P G P and P Q; the first saves P Q, the last P G P. LoRA-Muon has
     another root, and two products of it on each side of G and of Q.
     """
     products = 4 * ITERATIONS - 3

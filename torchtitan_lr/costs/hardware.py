@@ -43,16 +43,11 @@ class MeshDim:
     stride: int
 
 
-MACHINES = Path(__file__).parent / "machines"
-"""Folder of the machines that come with the package."""
+MACHINES = Path(__file__).parent / "machines"  # folder of the machines that come with the package
 
 
 def load_hardware(name: str) -> Hardware:
-    """Read a hardware file.
-
-    A file that does not exist or has other keys than the fields of `Hardware` raises a
-    `ConfigError`.
-    """
+    """Read a machine's file by path or shipped name; refuse keys that `Hardware` does not have."""
     path = user_path(name, "--hardware") if name.endswith(".toml") else MACHINES / f"{name}.toml"
     if not path.is_file():
         shipped = one_of(sorted(file.stem for file in MACHINES.glob("*.toml")), name)

@@ -1,9 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Exact memory of a rank's parameters, gradients and optimizer state, in closed form.
 
-Tensor parallelism splits each parameter according to the plan. FSDP2 splits it along its first
-dimension into pieces of ceil(rows / ranks) rows, so the first rank has the most rows and the last
-may have none. Under a spectral optimizer it splits most factors A along their columns, evenly.
+FSDP2 splits a parameter, or what tensor parallelism left of it, into pieces of ceil(rows / ranks)
+rows: the first rank has most, the last may have none. A spectral optimizer's A split by columns.
 """
 
 from __future__ import annotations
@@ -19,14 +18,12 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 NamedShapes = Mapping[str, Shape]
 
-ADAM_MOMENTS = 2
-"""AdamW's state elements per parameter element."""
+ADAM_MOMENTS = 2  # AdamW's state elements per parameter element
 
 STEP_BYTES = 4
 """A step counter, an fp32 scalar: AdamW has one per tensor, TSR-Adam one per model part."""
 
-COUNTER_BYTES = 8
-"""Bytes of an int64 counter; TSR-Adam counts the refreshes of each matrix."""
+COUNTER_BYTES = 8  # bytes of an int64 counter; TSR-Adam counts the refreshes of each matrix
 
 
 @dataclass(frozen=True)
@@ -54,12 +51,11 @@ def static_memory(
 ) -> dict[str, int]:
     """Return the bytes that a rank holds during the whole run, without buffers.
 
-    A matrix that TSR-Adam compresses has U (m, r) and V (n, r), sharded like its rows and columns,
-    and two moments (r, r). With one-sided projection it has U and two moments (r, n). A matrix of a
-    spectral optimizer has a momentum, fp32 or wider, and Spectron's has a vector. All other
-    parameters have AdamW's moments, which are fp32 or wider under TSR-Adam. `parameters` are the
-    shapes on this tensor-parallel rank, for each model part of the rank; `spectral` is the length
-    of the vector of each of a spectral optimizer's matrices. The first FSDP rank holds the most.
+    TSR-Adam keeps U (m, r) and V (n, r), sharded like the matrix's rows and columns, and two
+    moments (r, r); one-sided U and two moments (r, n). A spectral optimizer's matrix has a
+    momentum, Spectron's also a vector of the length in `spectral`. All else has AdamW's moments,
+    fp32 or wider under TSR-Adam. `parameters` are shapes on this tensor-parallel rank, for each of
+    its model parts.
     """
     elements = optimizer = 0
     spectral = spectral or {}
@@ -98,10 +94,8 @@ def gathered_unit_bytes(
 ) -> int:
     """Return the peak bytes of FSDP2's gathered weights and of the gradients in reduction.
 
-    With resharding, a rank holds the gathered weights of the head (needed first in backward, so not
-    resharded) or one more block, of the running block, and of the prefetched one, plus the
-    gradients of one unit twice: in the compute dtype and in the dtype on the wire. Without
-    resharding, every unit stays gathered.
+    With resharding these are the weights of the head (first in backward, so kept) or one more
+    block, of the running block and of the prefetched one, and one unit's gradients in both dtypes.
     """
     sizes = sorted((sum(map(prod, unit.values())) for unit in units), reverse=True)
     if not sizes:

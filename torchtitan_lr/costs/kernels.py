@@ -1,9 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Record the kernels of a run on fake tensors: products, attention and element-wise work.
 
-The recorder sees every operator below autograd, backward and recomputation included. So the shapes
-of products and the bytes of the other operators are those of the code that trains, for every
-family, plan and mode of checkpointing.
+The recorder sees every operator below autograd, backward and recomputation included.
 """
 
 from collections import Counter
@@ -30,8 +28,7 @@ _ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_
 _ATTENTION = tuple({str(op.overloadpacket).split(".")[-1] for op in ATTENTION_OPERATORS})
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
 """Operators, and the position of their first factor."""
-_PICKS = ("gather", "embedding")
-"""Operators that read of a table as much as they return."""
+_PICKS = ("gather", "embedding")  # operators that read of a table as much as they return
 _SPREADS = {"scatter_add_": 3}
 """Operators that change as much of a table as they add, and the position of what they add."""
 
@@ -81,8 +78,7 @@ class Work:
         )
 
 
-_Sizes = dict[tuple[int, int], int]
-"""Bytes by storage and offset."""
+_Sizes = dict[tuple[int, int], int]  # bytes by storage and offset
 
 
 @dataclass
@@ -92,8 +88,7 @@ class _Operator:
     writes: _Sizes
     product: Product | None = None
     attention: float = 0.0
-    extern: bool = False
-    """Whether no compiler fuses it: a product, attention or a collective."""
+    extern: bool = False  # whether no compiler fuses it: a product, attention or a collective
     counted: bool = True
 
 
@@ -177,11 +172,10 @@ class KernelRecorder(RehearsalMode):
         return Work(products, attention, float(traffic), float(heavy + kernels))
 
     def _fused(self, backward: bool) -> tuple[int, int]:
-        """Bytes and kernels where each run of element-wise operators is one kernel.
+        """Return bytes and kernels where each run of element-wise operators is one kernel.
 
-        A kernel reads what it did not make and writes what a product or a collective reads. What
-        only other kernels read, they compute again from the inputs of the kernel that made it, as
-        the partitioner of a compiler does.
+        A kernel writes what a product or a collective reads. What only other kernels read, they
+        compute again from the inputs of its maker, as the partitioner of a compiler does.
         """
         kernels = _runs(self._operators)
         needed: set[int] = set()  # what products and collectives read

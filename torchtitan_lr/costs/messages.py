@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Rows of predicted traffic.
-
-Elements are those of the logical tensor (input of a reduction, output of a gather), once per call.
-"""
+"""Rows of predicted traffic; elements are counted like in the ledger."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -1,14 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Tensors that autograd keeps between forward and backward, counted on blocks without data.
 
-Which activations survive depends on the family, the plan, the checkpointing mode and on how each
-operator is written. Instead of a formula for every combination, the blocks themselves run on fake
-tensors (shapes without memory) as one rank of a process group that does not exist; what is still
-alive after the forward pass is what a real run keeps. The backward pass is rehearsed too: it tells
-how much memory it takes on top, and which collectives checkpointing repeats.
-
-The CPU's operators are rehearsed. Its RMSNorm keeps the input and the normalized input in fp32,
-which a fused kernel does not: on a GPU the true number is smaller, see `memory.rehearse_run`.
+The blocks themselves run on fake tensors as one rank of a process group that does not exist. What
+is alive after forward is what a real run keeps; backward tells how much memory it takes on top, and
+which collectives checkpointing repeats. The CPU's RMSNorm keeps more than a GPU's, which
+`rank_memory.rehearse_run` subtracts.
 """
 
 import gc
@@ -83,8 +79,7 @@ class Rehearsal:
 def rehearse(workload: Workload, prepare: Prepare | None = None, period: int = 1) -> Rehearsal:
     """Run a short model forward and backward on tensors without data.
 
-    One and three of the model's blocks run, or as many periods: the blocks after which
-    checkpointing starts over (``selective_ac_option``).
+    It has one and three blocks, or periods of ``selective_ac_option``, of which the mean counts.
     """
     short = [replace(workload.args, n_layers=n * period) for n in (1, 3)]
     with fake_ranks(workload.tp_degree, workload.cp_degree) as mesh:
@@ -106,12 +101,9 @@ def fake_ranks(tp_degree: int, cp_degree: int = 1) -> Iterator[DeviceMesh | None
         return
     if dist.is_initialized():
         raise RuntimeError("a rehearsal needs a process without a process group")
-    degrees: tuple[int, ...] = (tp_degree,)
-    names: tuple[str, ...] = ("tp",)
-    if cp_degree > 1:
-        degrees, names = (cp_degree, tp_degree), ("cp", "tp")
+    sizes = {"cp": cp_degree, "tp": tp_degree} if cp_degree > 1 else {"tp": tp_degree}
     with fake_process_group(tp_degree * cp_degree):
-        yield init_device_mesh("cpu", degrees, mesh_dim_names=names)
+        yield init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
 
 
 def _attend_without_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

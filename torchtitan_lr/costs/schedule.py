@@ -1,9 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Simulation of pipeline schedules: idle time and micro-batches in flight.
 
-The order of actions is torch's for the interleaved schedules. For 1F1B and GPipe it is the textbook
-order, which torch uses too. Each action takes its stage's time and waits for its dependencies.
-Closed formulas for bubbles require equal stages; this simulation does not.
+The order is torch's; each action takes its stage's time and waits for what it needs.
 """
 
 from collections import Counter
@@ -73,10 +71,7 @@ def most_in_flight(order: Sequence[Action], stage_bytes: Mapping[int, float]) ->
 
 
 def makespan(orders: Sequence[Sequence[Action]], seconds: Sequence[StageSeconds]) -> float:
-    """Return the seconds from the first action to the end of the last one.
-
-    A split backward takes half of the time for each part.
-    """
+    """Return the seconds from the first action to the last's end; half a backward takes half."""
     done: dict[Action, float] = {}
     clocks, places = [0.0] * len(orders), [0] * len(orders)
     while any(place < len(order) for place, order in zip(places, orders, strict=True)):

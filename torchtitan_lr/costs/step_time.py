@@ -54,8 +54,7 @@ TSR_PASSES = 5
 """Passes over a compressed matrix in a step of TSR-Adam without a refresh: the projection reads the
 gradient; the decay and the lift each read the weight and write it."""
 
-TSR_KERNELS = 4
-"""Its products: two to project a gradient, and two to lift a core."""
+TSR_KERNELS = 4  # its products: two to project a gradient, and two to lift a core
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,9 @@ class StepTime:
     compute: float  # time of matrix products, attention included
     exposed_communication: float  # communication that does not overlap with computation
     hidden_communication: float  # communication that overlaps with computation
-    bubble: float = 0.0
-    element_wise: float = 0.0  # time of all other kernels of forward and backward
-    optimizer: float = 0.0  # time of the optimizer's kernels
+    bubble: float  # of a pipeline
+    element_wise: float  # time of all other kernels of forward and backward
+    optimizer: float  # time of the optimizer's kernels
 
     @property
     def total(self) -> float:
@@ -109,7 +108,6 @@ def model_step_time(
     element_size: Callable[[Traffic], int],
     mesh: dict[str, MeshDim],
     hardware: Hardware,
-    bubble: float = 0.0,
     element_wise: float = 0.0,
     optimizer: float = 0.0,
 ) -> StepTime:
@@ -123,7 +121,7 @@ def model_step_time(
             exposed += seconds
     hidden = min(overlapped, compute + element_wise)
     exposed += overlapped - hidden
-    return StepTime(compute, exposed, hidden, bubble, element_wise, optimizer)
+    return StepTime(compute, exposed, hidden, 0.0, element_wise, optimizer)
 
 
 def exposed_seconds(
@@ -169,17 +167,8 @@ def step_time(
         count = run.microbatches * run.accumulation
         products, others = (sum(part) * count for part in zip(*passes, strict=True))
         others += _staging_seconds(run, pp_rank, hardware)
-        times.append(
-            model_step_time(
-                products,
-                rows,
-                sizes,
-                run.mesh,
-                hardware,
-                element_wise=others,
-                optimizer=optimizer_seconds(run, pp_rank, hardware),
-            )
-        )
+        own = optimizer_seconds(run, pp_rank, hardware)
+        times.append(model_step_time(products, rows, sizes, run.mesh, hardware, others, own))
     longest = max(times, key=lambda time: time.total)
     if run.pp == 1:
         return longest
@@ -189,8 +178,7 @@ def step_time(
 def optimizer_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
     """Return the modelled time of the optimizer's kernels in a step.
 
-    TSR-Adam's refreshes are left out: decompositions of (k, k) matrices take most of their time,
-    for which a machine's file has no number.
+    TSR-Adam's refreshes, mostly decompositions of (k, k) matrices, are left out.
     """
     size, passed, seconds = run.precision.parameter, 0, 0.0
     for name, shape in run.shapes_of(pp_rank).items():

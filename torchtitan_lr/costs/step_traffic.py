@@ -1,9 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Collectives of one step of a run, from the formulas.
 
-The scalars of clipping, logging and stop signals (the ledger's scope ``step``) are not included,
-except those of TSR-Adam. With a pipeline and ``fsdp_reshard_after_forward = "always"``, weight
-gathers are counted once per pass, although each micro-batch repeats them.
+The scalars of the ledger's scope ``step`` are left out, except TSR-Adam's. With a pipeline that
+always reshards, weight gathers count once per pass, although each micro-batch repeats them.
 """
 
 from collections import Counter
@@ -77,15 +76,13 @@ def bytes_by_dim(rows: Iterable[Traffic], dtypes: Mapping[str, str]) -> dict[str
     return result
 
 
-WIRES = ("float32", "bfloat16")
-"""Values of ``training.mixed_precision_reduce``."""
+WIRES = ("float32", "bfloat16")  # values of ``training.mixed_precision_reduce``
 
 
 def gradient_bytes(run: Run, pp_rank: int, optimizer: Iterable[Traffic] = ()) -> dict[str, int]:
     """Return what the gradients of a step take between data-parallel ranks, by dtype on the wire.
 
-    The cores and sketches of TSR-Adam are gradients too. A codec that cannot round has no entry for
-    bf16.
+    TSR-Adam's cores and sketches are gradients too. A codec that cannot round has no bf16.
     """
     rounds = not run.compresses or FORMULAS[run.compression.codec.name].rounds
     found = {}
@@ -103,8 +100,7 @@ def gradient_bytes(run: Run, pp_rank: int, optimizer: Iterable[Traffic] = ()) ->
 def sent_per_step(config: Any, world: int) -> dict[str, int]:
     """Return the bytes of gradients of a mean step of pipeline rank 0, and AdamW's, by formula.
 
-    Steps that differ, such as TSR-Adam's refreshes, are averaged. A run without a formula, or whose
-    ranks share no gradients, has none.
+    A run without a formula, or whose ranks share no gradients, has none.
     """
     wire = config.training.mixed_precision_reduce
     if config.optimizer.name not in BUILT_IN_OPTIMIZERS:
@@ -194,10 +190,7 @@ def exchanged_units(run: Run) -> list[tuple[str, Unit]]:
 
 
 def optimizer_traffic(run: Run, pp_rank: int, refreshing: Collection[int]) -> list[Traffic]:
-    """Return TSR-Adam's traffic in a step.
-
-    `refreshing` are indices into `tsr_names`.
-    """
+    """Return TSR-Adam's traffic in a step; `refreshing` are indices into `tsr_names`."""
     assert run.tsr is not None
     sharding = {name: run.mesh[name].size for name in ("fsdp", "tp") if run.mesh[name].size > 1}
     shapes = run.shapes_of(pp_rank)

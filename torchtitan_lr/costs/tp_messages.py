@@ -1,16 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Collectives of tensor parallelism in closed form: calls and elements, by part and pass.
 
-BOOST counts the elements of the payloads per decoder block and pass: 2bsd at full rank,
-5bsd + 2bs·d_ff for vanilla low-rank tensor parallelism (Eq. 2), 7bsr for BTP (Eq. 3, Table 6). Its
-factor of two for backward holds for BTP and full rank; vanilla's backward differs, and depends on
-which linears share the all-reduce of their input's gradient. Here stands every call of every plan
-in both passes.
-
-The formulas are independent of the plans that run (`parallel.plans`): they state on paper what a
-plan should send, so that a measured step can disagree. Both sides are joined by the plan's name.
-
-n is the number of tokens b·s in a micro-batch on one rank.
+BOOST counts the payloads per block and pass: 2bsd at full rank, 5bsd + 2bs·d_ff for vanilla
+low-rank tensor parallelism (Eq. 2), 7bsr for BTP (Eq. 3, Table 6). Twice that with backward holds
+for BTP and full rank; vanilla's backward differs. Here stands every call of every plan in both
+passes, on paper: a measured step can disagree. n is the number of tokens b·s of a micro-batch on a
+rank.
 """
 
 from __future__ import annotations
@@ -195,9 +190,8 @@ def model_traffic(
 def part_traffic(shape: LlamaArgs, settings: TPSettings, tokens: int, ranks: int = 1) -> Parts:
     """Return the collectives of each part of the model (T > 1), all with the scope ``block``.
 
-    An fp32 sum's payload is padded to a multiple of `ranks`; 1 for no padding. Parts are
-    ``embedding``, ``block``, ``gates`` (of a block that mixes latents, so of no first one), and
-    ``head`` with the final norm, and without the loss.
+    An fp32 sum's payload is padded to a multiple of `ranks`. ``gates`` are of a block that mixes
+    latents, so of no first one; ``head`` is with the final norm, and without the loss.
     """
     formula = FORMULAS[settings.plan]
     parts = formula.traffic(shape, settings, tokens, ranks) | {"gates": []}

@@ -1,13 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Collectives of one TSR-Adam step in closed form.
+"""Collectives of one TSR-Adam step in closed form, from the paper.
 
 A step without refresh sums cores over each mesh dimension that splits a matrix and over the
-replicas, in one call per bucket, and dense gradients over the replicas likewise. A refresh adds the
-sketches Y, Z and B (`optim.tsr.svd`), what their QR factorizations gather, and checksums, in rounds
-shared by the refreshing matrices with equal q. Elements are counted like in the ledger.
-
-Of a matrix's plan only the numbers are read: what is sent of them is stated here, from the paper,
-and not asked of the optimizer.
+replicas, one call per bucket, and dense gradients over the replicas. A refresh adds the sketches Y,
+Z and B, what their QR gathers, and checksums, in rounds of matrices with equal q.
 """
 
 from __future__ import annotations
@@ -25,8 +21,7 @@ if TYPE_CHECKING:
 
 Axis = Literal["rows", "columns"]
 
-BUCKET = 2**26
-"""Elements of a bucket of dense gradients, and of what a refresh holds at a time."""
+BUCKET = 2**26  # elements of a bucket of dense gradients, and of what a refresh holds at a time
 
 
 @dataclass(frozen=True)
@@ -110,9 +105,8 @@ def tsr_traffic(
 ) -> list[Traffic]:
     """Return the optimizer's collectives in one step, on the rank with the largest blocks.
 
-    `matrices` are in the order of backward: the last module first. `dense` are the elements of a
-    rank's part of every other parameter, in the same order. Rows have the roles ``core``,
-    ``gradient``, ``sketch`` and ``checksum`` (int64).
+    `matrices`, and the elements of a rank's part of all others, `dense`, are in the order of
+    backward: the last module first.
     """
     plain = [m for i, m in enumerate(matrices) if i not in refreshing]
     # The optimizer stacks matrices that are alike, in the model's order.

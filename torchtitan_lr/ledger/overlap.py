@@ -1,13 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The matrix products that a rank issues between the start of a collective and its wait.
 
-A device can run these products during the collective. A collective without any is exposed: the
-device waits for it, unless products issued before its start are still running.
-
-A functional collective has an operator that waits. A ``c10d`` collective has none, so it is waited
-for where the first operator reads its result. FSDP2's reduce-scatter is waited for where the next
-one starts, or where backward ends. What runs behind it on FSDP2's streams does not count as a read:
-a cast of its result, which then is the result, or the end of an exchange of compressed gradients.
+Without any the device waits for it. A functional collective has an operator that waits, a ``c10d``
+one ends where an operator reads its result, FSDP2's reduce-scatter where the next one starts or
+backward ends. What runs behind that on FSDP2's streams is no read: a cast of its result, which then
+is the result, or the end of an exchange of compressed gradients.
 """
 
 from collections import Counter
@@ -62,10 +59,7 @@ class Overlap:
     def observe(
         self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any, reducing: bool = False
     ) -> None:
-        """Record an operator that is no collective: a product, a wait, a read, or neither.
-
-        Backward does not wait for what FSDP2 runs behind a reduction (``reducing``).
-        """
+        """Record an operator that is no collective; ``reducing`` is what FSDP2 runs behind one."""
         packet = getattr(func, "overloadpacket", None)
         if packet is functional.wait_tensor:
             if (found := self._running.pop(storage_address(args[0]), None)) is not None:

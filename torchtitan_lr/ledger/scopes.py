@@ -1,11 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The running part of the model and the running pass.
 
-In forward, hooks record the part. They also record the range of sequence numbers of the autograd
-nodes that each part creates. In backward the running node's number identifies the part: for
-compiled blocks (one node), for checkpointed blocks (the node whose saved tensor is unpacked) and in
-any order of execution. FSDP2 prefetches weights, so its calls are attributed to the parameters'
-owner, not to the running part.
+Forward hooks record the part, and the sequence numbers of the autograd nodes that it creates. In
+backward the running node's number identifies the part, also of compiled and checkpointed blocks.
+FSDP2 prefetches weights, so its calls are attributed to the parameters' owner.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,21 +23,15 @@ from torchtitan_lr.compat.autograd import (
 from torchtitan_lr.compat.dispatch import tree_leaves
 from torchtitan_lr.compat.fsdp import wrap_unit_calls
 
-STEP = "step"
-"""Scope of all calls outside the model and its loss: clipping, TSR-Adam, logging."""
-
-OPTIMIZER = "optimizer"
-"""Scope of the calls in the step of an optimizer that the ledger was given."""
+STEP = "step"  # scope of all calls outside the model and its loss: clipping, TSR-Adam, logging
+OPTIMIZER = "optimizer"  # scope of the calls in the step of an optimizer that the ledger was given
 
 LOSS = "loss"
 """Scope of the calls between the end of the model's forward and the start of its backward."""
 
 
 class ScopeTracker:
-    """Follows a model through forward and backward, until its hooks are closed.
-
-    A pipeline stage may lack ``tok_embeddings`` and ``output``.
-    """
+    """Follows a model, or a stage without its ends, through forward and backward until closed."""
 
     def __init__(
         self, model_parts: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()

@@ -11,8 +11,7 @@ from torchtitan_lr.config.parse import check_toml, load_toml
 from torchtitan_lr.config.paths import SHIPPED, find_config
 from torchtitan_lr.errors import ConfigError, one_of
 
-FOLDER = SHIPPED / "experiments"
-"""The shipped experiments."""
+FOLDER = SHIPPED / "experiments"  # the shipped experiments
 
 
 @dataclass(frozen=True)
@@ -72,10 +71,7 @@ class Experiment:
 
 
 def read_experiment(text: str, overrides: Sequence[str] = ()) -> Experiment:
-    """Read and check an experiment.
-
-    Sizes and families have what they inherit.
-    """
+    """Read and check an experiment; sizes and families have what they inherit."""
     shipped = FOLDER / f"{Path(text).name.removesuffix('.toml')}.toml"
     path = Path(text) if Path(text).is_file() else shipped
     if not path.is_file():

@@ -38,14 +38,10 @@ class Started:
 
     process: subprocess.Popen[bytes]
     stderr: IO[str]
-    began: float
-    """Seconds since the epoch."""
+    began: float  # seconds since the epoch
 
     def finish(self) -> None:
-        """Wait for the run's end.
-
-        Another exit status than 0 raises a `RunFailedError`.
-        """
+        """Wait for the run's end; another exit status than 0 raises a `RunFailedError`."""
         if status := self.process.wait():
             self.stderr.seek(0)
             raise RunFailedError(last_error(self.stderr.read(), status))
@@ -105,8 +101,8 @@ def _one_machine(ranks: int | None) -> Environment:
 def run_on_ranks(module: str, arguments: Sequence[str], ranks: int | None = None) -> Any:
     """Run a module on this machine's ranks with torchrun and return rank 0's result.
 
-    Its ranks call `report_from_rank`. A failed rank raises a `RunFailedError`, which names the file
-    with its full output.
+    Its ranks call `report_from_rank`; a failed one raises a `RunFailedError` with its output's
+    file.
     """
     environment = _one_machine(ranks)
     find_device(environment)

@@ -1,8 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Fit L(C) = E + A C^(-alpha) by the Huber loss of log L (Hoffmann et al., 2022, approach 3).
 
-Intervals of a law are percentiles of bootstrap fits to resampled points; intervals of a mean over
-seeds are Student's.
+A law's intervals are percentiles of bootstrap fits; those of a mean over seeds are Student's.
 """
 
 from collections.abc import Sequence
@@ -17,8 +16,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 HUBER = 1e-3
 """Difference of log L from which a point counts linearly, not squared (Hoffmann et al., D.2)."""
 
-EDGES = (0.025, 0.975)
-"""The quantiles of an interval."""
+EDGES = (0.025, 0.975)  # the quantiles of an interval
 
 LEAST_POINTS, DRAWS = 4, 500
 """Points of different FLOPs that a law needs (it has three parameters); resamples of a fit."""
@@ -60,11 +58,7 @@ class Fit:
 
 
 def fit_points(points: Array, draws: int = DRAWS) -> Fit | None:
-    """Fit a law and its bootstrap.
-
-    `points` are C and the loss (points, 2). Resamples with fewer than three different C are left
-    out. Fewer than `LEAST_POINTS` different C have no fit.
-    """
+    """Fit a law to C and the loss (points, 2); None below `LEAST_POINTS` different C."""
     different = len(np.unique(points[:, 0]))
     if different < LEAST_POINTS:
         return None
@@ -99,10 +93,7 @@ def fit_law(points: Array, start: Law | None = None) -> Law:
 
 
 def student(values: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """Return the mean of values and its interval by Student's t; no interval for one value.
-
-    Differences of losses may be paired by seed: what seeds share cancels (the order of the data).
-    """
+    """Return the mean of values and its interval by Student's t; none for one value."""
     mean = float(np.mean(values))
     if len(values) < 2:
         return mean, None, None

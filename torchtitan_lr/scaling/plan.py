@@ -1,8 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The runs of a scaling experiment: their models, lengths and learning rates, as points of a sweep.
+"""The runs of a scaling experiment as points of a sweep: models, lengths and learning rates.
 
-Learning rates are searched at the first budget and seed of the searched sizes. What a finished
-search determines can be planned then, so the points follow from the losses that are known.
+Rates are searched at the first budget and seed of a size; points follow from known losses.
 """
 
 import math
@@ -35,11 +34,8 @@ EXPERIMENT_KEYS = dict.fromkeys(
 )
 """Keys that cannot be overridden, and why."""
 
-WARMUP = 0.1
-"""Share of the steps in which the learning rate grows."""
-
-WIDENED = 8
-"""Rates by which a search goes beyond either end of its grid, before it is given up."""
+WARMUP = 0.1  # share of the steps in which the learning rate grows
+WIDENED = 8  # rates by which a search goes beyond either end of its grid, before it is given up
 
 Rates = Mapping[tuple[str, str], float | None]
 """Learning rate by family and size; None while it is unknown, or if a search is given up."""
@@ -147,11 +143,7 @@ class Plan:
     def point(
         self, family: str, size: str, budget: float, seed: int, rate: float | None, equal: str = ""
     ) -> Point:
-        """Return a run as a point of a sweep.
-
-        Its settings have N, the tokens D, and the FLOPs of all ranks. A rate of None is still to be
-        chosen by a search.
-        """
+        """Return a run as a point of a sweep, with N, the tokens D and all ranks' FLOPs."""
         experiment, cost = self.experiment, self.costs[family, size]
         first, *others = self.measures
         steps = self._steps(family, size, budget, equal or first)
@@ -214,10 +206,7 @@ class Plan:
         return found
 
     def rates(self, searches: Searches, losses: Mapping[str, float]) -> tuple[Rates, list[str]]:
-        """Choose every learning rate that finished runs determine.
-
-        The loss of a run that diverged is infinite. Each search that is given up has one line.
-        """
+        """Choose every rate that finished runs determine; say of each search that is given up."""
         found: dict[tuple[str, str], float | None] = {}
         edges = []
         for (family, size), points in searches.items():
@@ -238,10 +227,7 @@ class Plan:
         return found, edges
 
     def _beyond(self, rates: Rates, family: str, size: str) -> float | None:
-        """Return the rate at a size without a search, from the rates of all searched sizes.
-
-        Two sizes of a coarse grid determine no slope, so that a line needs three.
-        """
+        """Return the rate of a size without a search, by a line through three searched or more."""
         searched = self.experiment.search
         known = [rate for s in searched if (rate := rates[family, s]) is not None]
         if len(known) < len(searched):

@@ -22,11 +22,10 @@ Row = Mapping[str, Any]
 
 
 def rows_of(points: Sequence[Point], reference: str) -> list[dict[str, Any]]:
-    """Return one row per family, size, budget and shared measure.
+    """Return one row per family, size, budget and shared measure: the settings without ``seed``.
 
-    A row is a point's settings without ``seed``, with ``seeds`` (their number), ``losses`` (by
-    finished seed), and ``loss`` and ``minus_reference`` (of seeds that both have), each the mean
-    and the ends of its interval: None with one seed, as the whole is without any.
+    Added are ``seeds`` (their number), ``losses`` (by finished seed), and ``loss`` and
+    ``minus_reference`` (of seeds that both have): the mean and the ends of its interval or None.
     """
     rows: dict[Any, dict[str, Any]] = {}
     for point in points:
@@ -90,11 +89,10 @@ def fits_of(rows: Sequence[Row]) -> dict[str, Fit]:
 
 
 def judged(rows: Sequence[Row], fits: Mapping[str, Fit]) -> list[dict[str, Any]]:
-    """Say of every point how its family's law describes it.
+    """Say of every point how its family's law describes it: three None without a law or a loss.
 
-    Added are ``fitted`` (whether the law was fitted to the point), ``minus_law`` (its mean loss
-    minus the law's) and ``missed`` (the law's band and the range of the point's seeds do not
-    touch); None, None and None without a law or a loss.
+    ``fitted``: the law was fitted to it; ``minus_law``: its mean loss minus the law's; ``missed``:
+    the law's band and the range of its seeds do not touch.
     """
     kept = set()
     for family in fits:

@@ -50,8 +50,7 @@ from torchtitan_lr.training.history import (
 POINT_FILE = "point.json"
 """In a point's folder: its `settings_of`, its arguments, and its row of the table."""
 
-INTERRUPTED = 130
-"""Exit status after a signal to stop."""
+INTERRUPTED = 130  # exit status after a signal to stop
 
 RESULTS = ("val_loss", "val_ppl", "train_loss", "tokens_per_s", "mfu", "peak_memory_gib")
 
@@ -202,9 +201,9 @@ class Sweep:
             raise refused[0]
 
     def run(self, lock: IO[str], without: Collection[str] = ()) -> int:
-        """Run the points that are not done; a signal to stop saves the active ones and ends.
+        """Run the points that are not done; return 0 if all are, 1 if some failed, 130 if stopped.
 
-        The exit status is 0 if all points are done, 1 if some failed, 130 if it was stopped.
+        A signal to stop saves the active ones and ends.
         """
         signals: list[str] = []
 
@@ -395,10 +394,7 @@ def settings_of(point: Point) -> dict[str, Any]:
 
 
 def _difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Return the first key in which two `settings_of` differ, with both values; "" for none.
-
-    A key that one of them lacks, such as that of another version, is not compared.
-    """
+    """Return the first key, with its values, in which two `settings_of` differ that have it."""
     for section, table in there.items():
         for key, old in table.items():
             new = here.get(section, {}).get(key, old)

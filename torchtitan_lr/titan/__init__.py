@@ -1,11 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """All that this package uses of torchtitan: another version changes this room only.
 
-A contract of import-linter forbids ``import torchtitan`` elsewhere in the package. The modules are
-split by what importing them loads: this one neither torch nor torchtitan, `configuration` torch,
-`base` what ``import torchtitan`` loads anyway, `specs` the ``datasets`` package too. Private names
-of torchtitan and patches of its modules are here as well; each function says what fails if upstream
-changes, and ``tests/unit/titan`` and ``tests/unit/compat`` test them.
+The modules are split by what importing them loads: this one neither torch nor torchtitan,
+`configuration` torch, `base` what ``import torchtitan`` loads anyway, `specs` ``datasets`` too.
 """
 
 # Tested with torchtitan 0.2.2, the last release with TOML files and TrainSpec, which pyproject.toml
@@ -21,5 +18,4 @@ import logging
 IGNORE_INDEX = -100
 """The label that no loss counts: torchtitan's, and the default of torch's cross entropy."""
 
-logger = logging.getLogger()
-"""torchtitan's logger, which is the root logger."""
+logger = logging.getLogger()  # torchtitan's logger, which is the root logger

@@ -84,10 +84,7 @@ def peak_flops(device_name: str) -> float:
 
 
 def keep_freed_memory() -> None:
-    """Let malloc keep freed memory for the next step; do nothing where the C library is not glibc.
-
-    The peak stays; what a step frees is no longer free for other processes.
-    """
+    """Let glibc's malloc keep freed memory for the next step, and not for other processes."""
     # By default it returns large tensors to the kernel, which gives empty pages, one fault per
     # 4 KiB, to the tensors of the next step. In a virtual machine the faults can take most of a
     # step (docs/results.md).
@@ -99,10 +96,7 @@ def keep_freed_memory() -> None:
 
 
 def bind_device() -> str:
-    """Make torchtitan use the available device; call this before building a Trainer.
-
-    On a CPU this process keeps its memory, see `keep_freed_memory`.
-    """
+    """Make torchtitan use the device, and keep memory on a CPU; call it before building a Trainer."""
     # If upstream reads the peak FLOP/s elsewhere, the MFU of an unknown device is silently computed
     # with an A100's peak; a test fails first.
     setattr(titan_utils, "get_peak_flops", peak_flops)  # noqa: B010  (a module has no such type)

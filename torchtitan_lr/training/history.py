@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A run's history ``metrics.jsonl``, one record per line, with its summary and its curve.
-
-None of this needs torch: the launcher and the commands read finished runs.
-"""
+"""A run's history ``metrics.jsonl``, its summary and its curve; torch is not needed."""
 
 import logging
 import math
@@ -23,27 +20,23 @@ from torchtitan_lr.console.figures import (
 
 HISTORY_FILE = "metrics.jsonl"
 
-TRAIN_LOSS = "loss_metrics/global_avg_loss"
-"""Key of a logged step: training loss, nats per token."""
+TRAIN_LOSS = "loss_metrics/global_avg_loss"  # key of a logged step: training loss, nats per token
 
 INTERVAL_LOSS = "interval_loss"
 """Key of a logged step: mean of the training losses of all steps since the one before it, or since
 a resume; nats per token."""
 
-VALIDATION_LOSS = "validation_metrics/loss"
-"""Key of a validation: its loss, nats per token."""
+VALIDATION_LOSS = "validation_metrics/loss"  # key of a validation: its loss, nats per token
 
 UNIGRAM_ENTROPY = "validation_metrics/unigram_entropy"
 """Key of a validation: the entropy of its tokens, nats per token."""
 
-VALIDATION_SECONDS = "validation_metrics/seconds"
-"""Key of a validation: its seconds."""
+VALIDATION_SECONDS = "validation_metrics/seconds"  # key of a validation: its seconds
 
 TOKENS_SEEN = "n_tokens_seen"
 """Key of a logged step: tokens of all ranks since the run's first step."""
 
-RATE = "lr"
-"""Key of a logged step: its learning rate."""
+RATE = "lr"  # key of a logged step: its learning rate
 
 STEP_SECONDS = "time_metrics/end_to_end(s)"
 """Key of a logged step: mean seconds per step since the one before it."""
@@ -54,8 +47,7 @@ TOKENS_PER_S = "throughput/tokens_per_s"
 TOKENS_PER_S_PER_DEVICE = f"{TOKENS_PER_S}_per_device"
 """Key of a logged step: tokens per second of one rank."""
 
-MFU = "mfu(%)"
-"""Key of a logged step: percent of the device's peak; missing where that is unknown."""
+MFU = "mfu(%)"  # key of a logged step: percent of the device's peak; missing where that is unknown
 
 COMM_BYTES = "comm_bytes/"
 """Before a mesh dimension, the key of a logged step: bytes of rank 0's collectives."""
@@ -73,11 +65,7 @@ _NUMBERS = (
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a ``metrics.jsonl``, oldest first.
-
-    A damaged record costs only itself: a line without a step is skipped, with a warning, and a
-    value that is no number is left out. A file that cannot be read has no records.
-    """
+    """Return the records of a ``metrics.jsonl``, oldest first; damage costs only itself."""
     try:
         lines = read_regular(path).split(b"\n")
     except FileNotFoundError:
@@ -109,10 +97,7 @@ def is_number(value: object) -> bool:
 
 
 def train_loss(record: dict[str, Any]) -> float | None:
-    """Return the training loss of a logged step: the mean of the steps since the one before it.
-
-    The summary, the list of runs, sweeps and model cards have this one. None for a validation.
-    """
+    """Return a logged step's loss, a mean since the one before; None for a validation."""
     loss, mean = record.get(TRAIN_LOSS), record.get(INTERVAL_LOSS)
     if mean is not None and math.isfinite(mean):  # a skipped step has no loss
         return mean
@@ -129,10 +114,8 @@ def build_summary(
 ) -> dict[str, Any]:
     """Summarise the records of a run's ``metrics.jsonl``.
 
-    Losses are in nats per token, that of training the mean of the steps since the last record but
-    one; ``tokens_per_s`` is of all ranks together, the median over logged windows without the
-    first; ``mfu`` in percent; ``peak_memory_gib`` of the largest rank; ``curve`` is filled in by
-    the trainer; ``data_share/<name>`` is the share of each corpus of a mixture in what was read.
+    Losses are in nats per token; ``tokens_per_s`` is of all ranks, the median over logged windows
+    without the first; ``mfu`` in percent.
     """
     train = [record for record in history if TRAIN_LOSS in record]
     val = [record for record in history if VALIDATION_LOSS in record]

@@ -1,11 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A run's numbers: their computation, ``metrics.jsonl``, the console, TensorBoard and wandb.
 
-Differences from torchtitan's processor: MFU is computed from the model's own FLOPs and left out if
-the device's peak is unknown; throughput excludes validation and checkpoints, and tokens/s count all
-ranks; the TOML configures wandb; ``metrics.jsonl`` in the dump folder has every printed number in
-full precision. A resumed run continues its TensorBoard folder and its wandb run. Both get the
-resolved configuration at the start, and the summary and the curve at the end.
+Unlike torchtitan's, MFU is by the model's own FLOPs and left out where the peak is unknown;
+throughput excludes validation and checkpoints; the TOML configures wandb; a resumed run continues
+its TensorBoard folder and its wandb run.
 """
 
 import json
@@ -74,8 +72,7 @@ class HistoryLogger(BaseLogger):
 class RunTensorBoard(TensorBoardLogger):
     """torchtitan's TensorBoard, with the resolved configuration as text.
 
-    A run that starts ``after`` step 0 continues the newest folder in ``folder``, and TensorBoard
-    drops the later steps there. A new run gets a new one.
+    A run ``after`` step 0 continues the newest folder, where later steps are dropped.
     """
 
     known_as = "TensorBoard"
@@ -108,13 +105,11 @@ class RunTensorBoard(TensorBoardLogger):
 
 
 class RunWandb(WandBLogger):
-    """torchtitan's wandb, online or into files, as ``[metrics] wandb_*`` says.
+    """torchtitan's wandb, online or into files, by ``[metrics] wandb_*`` or wandb's variables.
 
-    wandb's environment variables take precedence over these keys. Mode ``auto`` is offline if no
-    credentials are found, so that a run never waits for a log-in. A run that starts ``after`` step
-    0 continues its wandb run, whose id is in the dump folder. One that ``repeats`` steps with other
-    losses does not, since wandb keeps the first losses of a step; nor does one in a copy of its
-    folder.
+    Mode ``auto`` is offline without credentials. A run ``after`` step 0 continues its wandb run,
+    whose id is in the dump folder, unless it ``repeats`` steps with other losses, of which wandb
+    keeps the first, or is in a copy of the folder.
     """
 
     known_as = "wandb"
@@ -196,10 +191,7 @@ class RunWandb(WandBLogger):
 
 
 class Loggers(BaseLogger):
-    """TensorBoard and wandb. One that fails is dropped with a warning, and the run goes on.
-
-    Both depend on what a run does not: another process, a server, a disk.
-    """
+    """TensorBoard and wandb; one that fails is dropped with a warning, and the run goes on."""
 
     def __init__(self) -> None:
         self.opened: list[RunTensorBoard | RunWandb] = []
@@ -306,10 +298,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
         return super().should_log(step) or step == self.job_config.training.steps
 
     def start_after(self, step: int, differs: bool = False) -> None:
-        """Open the loggers for a run that starts after ``step``, the loaded checkpoint's step.
-
-        Rank 0 writes wandb. The others write TensorBoard too if ``metrics.save_for_all_ranks``.
-        """
+        """Open the loggers for a run that starts after ``step``, the loaded checkpoint's step."""
         self._last_logged_step = step
         config = resolved_config(self.job_config, self.parallel_dims, self._model_args)
         metrics, dump_folder = self.job_config.metrics, Path(self.job_config.job.dump_folder)

@@ -74,10 +74,7 @@ class Step:
             self._depth = Depth(self.model_parts, shares_rows, self.device)
 
     def take(self, data_iterator: Iterator[Batch]) -> StepData:
-        """Receive the micro-batches of this step, which were read during the one before.
-
-        Batches are ``({"input": (b, s)}, labels (b, s))``.
-        """
+        """Receive this step's ``({"input": (b, s)}, labels (b, s))``, which were read before."""
         self.optimizers.zero_grad()
         self.data = self.reader.take(data_iterator)
         return self.data
@@ -133,10 +130,7 @@ class Step:
             self.next_counts = self.reader.read_next(data_iterator).counts
 
     def decide(self, stop: bool) -> None:
-        """Let all ranks accept or reject the step; see `Verdict`.
-
-        The same all-reduce tells all ranks whether each of them could read ahead.
-        """
+        """Let all ranks accept or reject the step, and say whether they could read ahead."""
         depth = None if self._depth is None else self._depth.least
         self.verdict = Verdict.all_reduced(self.loss, self.share, stop, self.next_counts, depth)
 
@@ -177,10 +171,8 @@ class Step:
     def _where_not_finite(self) -> tuple[str, int | None]:
         """Return whose backward made a gradient that is not finite, in words and as a rank.
 
-        Call it on every rank.
-
         A NaN spreads against the order of the layers: the last parameter that has one is nearest to
-        its origin. Tensor-parallel ranks share sums in backward, so the first of them is named.
+        its origin. Tensor-parallel ranks share sums, so the first is named. Call it on every rank.
         """
         parts, stages = {0: self.model_parts[0]}, 1
         if self.pipeline is not None:
@@ -211,11 +203,9 @@ def shapes_of(microbatches: Iterable[Batch]) -> tuple[Any, ...]:
 def step_unless(rejected: Tensor, optimizers: OptimizersContainer) -> None:
     """Step all optimizers, unless the step is rejected.
 
-    The verdict is passed as torch's `GradScaler` passes it, in the attribute ``found_inf``. Fused
-    Adam and optimizers with the attribute ``takes_verdict``, such as TSR-Adam, then leave weights,
-    moments and step counts as they are, without a read of the host. Torch's ``foreach`` and
-    ``for-loop`` implementations do not know ``found_inf``, and weights that are offloaded are on
-    another device. The host reads the verdict for these.
+    The verdict is passed as torch's `GradScaler` does, in ``found_inf``. Fused Adam and optimizers
+    with ``takes_verdict`` then change nothing without a read of the host. For torch's others, and
+    weights that are offloaded, the host reads the verdict.
     """
     parts: list[Any] = list(optimizers)
     if not all(_reads_found_inf(part, rejected.device) for part in parts):

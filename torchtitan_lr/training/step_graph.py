@@ -22,8 +22,7 @@ from torchtitan_lr.parallel.data_parallel import OwnGradients
 Work = Callable[[], Tensor]
 """Runs forward and backward of one micro-batch; returns this rank's share of the loss."""
 
-WARM_UP = 2
-"""Eager steps before the capture: they compile, choose kernels and create what is lazy."""
+WARM_UP = 2  # eager steps before the capture: they compile, choose kernels and create what is lazy
 
 
 def why_eager(config: Any, device_type: str) -> str:
@@ -95,10 +94,7 @@ class StepGraph:
         self._eager = True
 
     def begin(self, shapes: Any, eager: bool = False) -> None:
-        """Begin a step.
-
-        Steps of other shapes are other graphs.
-        """
+        """Begin a step; steps of other shapes are other graphs."""
         self._step = shapes
         done = self._eager_steps.get(shapes, 0)
         self._eager = eager or done < WARM_UP

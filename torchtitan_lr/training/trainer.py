@@ -227,10 +227,7 @@ class Trainer(TitanTrainer):
         return changes_losses(changes)
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """Run one optimizer step over all micro-batches of this rank; see `Step`.
-
-        A rejected step raises a `NonFiniteError` once ``training.max_skipped_steps`` is used up.
-        """
+        """Run one optimizer step over all micro-batches of this rank; see `Step`."""
         self.metrics_processor.resume()
         began = time.monotonic()
         step = self.running_step

@@ -1,9 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Validation: the exact token-weighted mean loss over a fixed set of sequences.
 
-torchtitan averages per batch, which weights a short batch like a full one, and a published
-evaluation of CoLA divides by batches + 1. This validator sums the loss over all valid tokens of all
-ranks and divides once.
+torchtitan averages per batch, which weights a short batch like a full one.
 """
 
 import time
@@ -79,12 +77,7 @@ def sum_over_ranks(
 
 
 class Validator(BaseValidator):
-    """Runs the model over this rank's share of the validation set.
-
-    torchtitan's TrainSpec prescribes the arguments. ``[validation]`` sets the corpus, the sequence
-    length and the number of batches, which ``dp_world_size`` ranks share; ``loss_fn`` is the
-    training loss, summed over tokens.
-    """
+    """Runs the model over this rank's share of the validation set, as ``[validation]`` says."""
 
     def __init__(
         self,

@@ -1,9 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The verdict on a step: the ranks' common decision between backward and the optimizer.
 
-It is one all-reduce of a few numbers. Its result stays on the device: the norm clips the gradients,
-and ``rejected`` makes the optimizer leave the step out. The host reads a copy of it once it has
-queued the step.
+It is one all-reduce, whose result stays on the device: the norm clips the gradients, ``rejected``
+makes the optimizer leave the step out. The host reads a copy once the step is queued.
 """
 
 import math
@@ -29,18 +28,12 @@ class NonFiniteError(RunFailedError):
 class Findings:
     """What the host reads of a `Verdict`, equal on all ranks but for ``loss_is_finite``."""
 
-    rejected: bool
-    """Whether the optimizer left the step out."""
-    norm: float
-    """The norm of the full gradient."""
-    bad_ranks: int
-    """Number of ranks whose own loss is not finite."""
-    stop: bool
-    """Whether any rank received a stop signal."""
-    loss_is_finite: bool
-    """Whether this rank's own loss is finite."""
-    next_counts: tuple[float, ...] = ()
-    """The sums of ``next_counts`` over the ranks."""
+    rejected: bool  # whether the optimizer left the step out
+    norm: float  # the norm of the full gradient
+    bad_ranks: int  # number of ranks whose own loss is not finite
+    stop: bool  # whether any rank received a stop signal
+    loss_is_finite: bool  # whether this rank's own loss is finite
+    next_counts: tuple[float, ...] = ()  # the sums of ``next_counts`` over the ranks
     depth: float = math.inf
     """The first block of this rank whose output is not finite, of those that are looked at."""
 
@@ -48,9 +41,8 @@ class Findings:
 class Depth:
     """The first block whose output is not finite in a step, on the device.
 
-    Where ranks send each other activations, a NaN reaches the loss of a rank that has not made it.
-    The rank that has made it sees it in an earlier block than the others: of a pipeline's stage the
-    last one is looked at, and where ranks share rows every one.
+    A NaN reaches ranks that have not made it; who has sees it in an earlier block. Of a pipeline's
+    stage the last block is looked at, and where ranks share rows every one.
     """
 
     def __init__(self, parts: Sequence[nn.Module], every_block: bool, device: torch.device) -> None:
