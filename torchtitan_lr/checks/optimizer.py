@@ -4,16 +4,7 @@
 from functools import cache
 from typing import Any
 
-from torchtitan_lr.config.schema import (
-    ADAMS,
-    DEFAULTS_OF,
-    READS_GROUPS,
-    SPECTRAL,
-    SUMS_REPLICAS,
-    TSR,
-    Optimizer,
-    base_of,
-)
+from torchtitan_lr.config import schema
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.titan import logger
@@ -35,8 +26,8 @@ def check_rates(config: Any, world_size: int, device_type: str) -> None:
     """
     from torchtitan_lr.optim.groups import ParameterGroups, Rates
 
-    section, base = config.optimizer, base_of(config.optimizer.name)
-    if base not in SPECTRAL:
+    section, base = config.optimizer, schema.base_of(config.optimizer.name)
+    if base not in schema.SPECTRAL:
         return
     args = llama_args(config)
     found = {Rates("lr", section.lr, section.weight_decay)}
@@ -75,10 +66,10 @@ def check_groups(config: Any, world_size: int, device_type: str) -> None:
 
     section, ignoring = config.optimizer, _what_ignores_rates(config)
     if ignoring:
-        defaults = DEFAULTS_OF.get(base_of(section.name), {})
+        defaults = schema.DEFAULTS_OF.get(schema.base_of(section.name), {})
         for name in ("groups", "weight_decay_on", "adamw_lr", "adamw_weight_decay"):
             key, got = f"optimizer.{name}", getattr(section, name)
-            default = defaults.get(key, getattr(Optimizer(), name))
+            default = defaults.get(key, getattr(schema.Optimizer(), name))
             require(got == default, key, got, f"{default!r} with {ignoring}")
         return
     groups = ParameterGroups.from_config(section)
@@ -98,7 +89,7 @@ def check_outside(config: Any, world_size: int, device_type: str) -> None:
     if check := OUTSIDE_CHECKS.get(name):
         check(config, world_size, device_type)
     replicas = config.parallelism.data_parallel_replicate_degree
-    if replicas > 1 and name in SUMS_REPLICAS and base_of(name) != TSR:
+    if replicas > 1 and name in schema.SUMS_REPLICAS and schema.base_of(name) != schema.TSR:
         key, dtype = "training.mixed_precision_reduce", training.mixed_precision_reduce
         want = f"'float32' with optimizer.name = {name!r}, which sums over the replicas itself"
         require(dtype == "float32", key, dtype, want)
@@ -112,7 +103,12 @@ def _what_ignores_rates(config: Any) -> str:
     name, model = config.optimizer.name, f"model.name = {config.model.name!r}"
     if llama_args(config) is not None:
         ignores = f"optimizer.name = {name!r}, registered without reads_groups = True"
-        return "" if name in READS_GROUPS else ignores
+        return "" if name in schema.READS_GROUPS else ignores
     if get_train_spec(config.model.name).build_optimizers_fn is build_optimizers:
-        require(name in ADAMS, "optimizer.name", name, f"{one_of(ADAMS, name)} with {model}")
+        require(
+            name in schema.ADAMS,
+            "optimizer.name",
+            name,
+            f"{one_of(schema.ADAMS, name)} with {model}",
+        )
     return f"{model}, whose package builds its own optimizer"

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from torchtitan_lr.config.schema import BUILT_IN_OPTIMIZERS
+from torchtitan_lr.costs import step_traffic as formulas
 from torchtitan_lr.costs.described_run import Run, with_wire
 from torchtitan_lr.costs.gather_choice import GIB, gather_lines, gather_report
 from torchtitan_lr.costs.gram_messages import rank_small_flops, small_flops
@@ -21,17 +22,6 @@ from torchtitan_lr.costs.rank_memory import (
 )
 from torchtitan_lr.costs.rehearsal import Rehearsal
 from torchtitan_lr.costs.step_time import fp32_seconds, step_time
-from torchtitan_lr.costs.step_traffic import (
-    WIRES,
-    average_optimizer_traffic,
-    bytes_by_dim,
-    gradient_bytes,
-    optimizer_traffic,
-    peak_optimizer_traffic,
-    spectral_matrices,
-    step_traffic,
-    tsr_names,
-)
 from torchtitan_lr.costs.work import work_of_run
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.configured import empty_model
@@ -63,7 +53,7 @@ def estimate(runs: Mapping[str, Run | ConfigError], hardware: Hardware) -> dict[
 
 def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
     rehearsal = rehearse_run(run)
-    traffic = [step_traffic(run, p, rehearsal) for p in range(run.pp)]
+    traffic = [formulas.step_traffic(run, p, rehearsal) for p in range(run.pp)]
     ranks = [_pipeline_rank(run, p, rehearsal, traffic[p]) for p in range(run.pp)]
     heaviest = max(ranks, key=lambda rank: int(rank["memory_bytes"]["peak"]))
     busiest = max(ranks, key=lambda rank: _total(rank["comm_bytes"]))
@@ -72,7 +62,7 @@ def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
         averaged = []
         for pp_rank, rows in enumerate(traffic):
             passes = [row for row in rows if row.scope != "step"]
-            averaged.append(passes + average_optimizer_traffic(run, pp_rank))
+            averaged.append(passes + formulas.average_optimizer_traffic(run, pp_rank))
         average = [row for row in averaged[busiest["rank"]] if row.scope == "step"]
     time = step_time(run, averaged, hardware, work_of_run(run))
     tokens_per_s = run.tokens_per_step / time.total
@@ -84,7 +74,7 @@ def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
         "flops_per_token": flops,
         "memory_bytes": heaviest["memory_bytes"],
         "comm_bytes": busiest["comm_bytes"],
-        "gradient_bytes": gradient_bytes(run, busiest["rank"], average),
+        "gradient_bytes": formulas.gradient_bytes(run, busiest["rank"], average),
         "checkpoint_bytes": checkpoint_bytes(run),
         "step_time": asdict(time) | {"total": time.total, "tokens_per_s": tokens_per_s},
     }
@@ -114,7 +104,7 @@ def _pipeline_rank(
         "units": list(units),
         "microbatches_in_flight": in_flight(run, pp_rank, rehearsal)[1],
         "memory_bytes": rank_memory(run, pp_rank, rehearsal),
-        "comm_bytes": bytes_by_dim(traffic, run.wire_dtypes),
+        "comm_bytes": formulas.bytes_by_dim(traffic, run.wire_dtypes),
     }
 
 
@@ -132,32 +122,32 @@ def _by_mode(run: Run, pp_rank: int, own: Rehearsal) -> dict[str, dict[str, int]
 
 def _tsr_bytes(run: Run, pp_rank: int, average: list[Traffic]) -> dict[str, Any]:
     """Return the optimizer's bytes by kind of step, dtype of gradients, dimension and operation."""
-    refreshing = range(len(tsr_names(run, pp_rank)))
-    first, largest = peak_optimizer_traffic(run, pp_rank)
+    refreshing = range(len(formulas.tsr_names(run, pp_rank)))
+    first, largest = formulas.peak_optimizer_traffic(run, pp_rank)
     rows = {
-        "ordinary": optimizer_traffic(run, pp_rank, ()),
-        "all_refresh": optimizer_traffic(run, pp_rank, refreshing),
+        "ordinary": formulas.optimizer_traffic(run, pp_rank, ()),
+        "all_refresh": formulas.optimizer_traffic(run, pp_rank, refreshing),
         "first": first,
         "largest later": largest,
         "average": average,
     }
     found: dict[str, Any] = {name: {} for name in rows}
-    for wire in WIRES:
+    for wire in formulas.WIRES:
         dtypes = with_wire(run, wire).wire_dtypes
         for name, traffic in rows.items():
-            found[name][wire] = bytes_by_dim(traffic, dtypes)
+            found[name][wire] = formulas.bytes_by_dim(traffic, dtypes)
     return found
 
 
 def _spectral(run: Run, pp_rank: int, hardware: Hardware) -> dict[str, Any]:
     """Return the numbers that a spectral optimizer sends, and its products of (r, r)."""
     sent = dict.fromkeys(("summed", "returned", "gathered"), 0)
-    for row in step_traffic(run, pp_rank):
+    for row in formulas.step_traffic(run, pp_rank):
         if row.role == "gram":
             sent["returned" if row.op == "all_gather" else "summed"] += row.elements
         elif row.role == "momentum":
             sent["gathered"] += row.elements
-    matrices = spectral_matrices(run, pp_rank)
+    matrices = formulas.spectral_matrices(run, pp_rank)
     own = rank_small_flops(run.spectral, matrices, run.ranks)
     return {
         "rule": run.spectral,
@@ -237,7 +227,7 @@ def _rows(columns: list[dict[str, Any]], storage: float) -> Iterator[tuple[str, 
     for dim, op in sorted(sent):
         sizes = [c["comm_bytes"].get(dim, {}).get(op, 0) for c in columns]
         yield f"{dim} {op} (GiB per step)", [_number(size / GIB) for size in sizes]
-    for wire in WIRES:
+    for wire in formulas.WIRES:
         cells = []
         for column in columns:
             size = column["gradient_bytes"].get(wire)

@@ -8,13 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchtitan_lr.checks.values import check_model
+from torchtitan_lr.config import parse
 from torchtitan_lr.config.build import build_job_config, config_class, with_own_rates
-from torchtitan_lr.config.parse import (
-    CONFIG_FILE_KEY,
-    apply_overrides,
-    split_arguments,
-    toml_files,
-)
 from torchtitan_lr.config.paths import shown_config
 from torchtitan_lr.config.schema import DEFAULTS_OF, base_of
 from torchtitan_lr.errors import ConfigError
@@ -49,10 +44,14 @@ class Setting:
 
 def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], str]:
     """Read a configuration as a run on this machine would; a note says what does not run here."""
-    arguments = [f"--{CONFIG_FILE_KEY}={config}", *overrides]
+    arguments = [f"--{parse.CONFIG_FILE_KEY}={config}", *overrides]
     built = build_job_config(arguments)
     origins: dict[str, str] = {}
-    files, given, name = toml_files(built.job.config_file), _set_by(arguments), built.optimizer.name
+    files, given, name = (
+        parse.toml_files(built.job.config_file),
+        _set_by(arguments),
+        built.optimizer.name,
+    )
     named = name if "optimizer.name" in given else None
     kept = with_own_rates([*files.values()], named)
     for (file, values), own in zip(files.items(), kept, strict=True):
@@ -103,7 +102,9 @@ def _leaves(table: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _set_by(arguments: Sequence[str]) -> list[str]:
     """Return the keys that overrides set; ``--a.no_b`` sets ``a.b``."""
-    return list(_leaves(apply_overrides({}, split_arguments(list(arguments)), config_class())))
+    return list(
+        _leaves(parse.apply_overrides({}, parse.split_arguments(list(arguments)), config_class()))
+    )
 
 
 def _values(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -31,22 +31,9 @@ from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.schema import NO_EFFECT
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError, escaped, one_of
+from torchtitan_lr.launch import run_state
 from torchtitan_lr.launch.folder_lock import LOCK_FILE
-from torchtitan_lr.launch.run_state import (
-    FAILED,
-    RUNNING,
-    STOPPED,
-    is_held,
-    read_state,
-)
-from torchtitan_lr.training.history import (
-    HISTORY_FILE,
-    TRAIN_LOSS,
-    VALIDATION_LOSS,
-    is_number,
-    read_history,
-    train_loss,
-)
+from torchtitan_lr.training import history as logged
 
 _NOT_SEARCHED = {"checkpoint", "logs", "tb", "wandb", "comm_traces"}
 
@@ -106,7 +93,7 @@ def find_runs(paths: list[Path]) -> list[Path]:
         for folder, names, files in os.walk(path):
             names[:] = [name for name in names if name not in _NOT_SEARCHED]
             # What `import` wrote has a record too, but no run was there.
-            if HISTORY_FILE in files or {RUN_CONFIG, LOCK_FILE} <= set(files):
+            if logged.HISTORY_FILE in files or {RUN_CONFIG, LOCK_FILE} <= set(files):
                 found.add(Path(folder))
     return sorted(found)
 
@@ -114,14 +101,14 @@ def find_runs(paths: list[Path]) -> list[Path]:
 def describe(folder: Path) -> RunInfo:
     """Read a run's configuration, history and state."""
     config = _read_json(folder / RUN_CONFIG)
-    history = read_history(folder / HISTORY_FILE)
+    history = logged.read_history(folder / logged.HISTORY_FILE)
     job, model, training = (_table(config, name) for name in ("job", "model", "training"))
     name = job.get("config_file")
     if not name or not isinstance(name, str):
         found = [model.get(key) for key in ("name", "flavor")]
         name = " ".join(value for value in found if isinstance(value, str))
     steps = training.get("steps")
-    steps = steps if type(steps) is int and is_number(steps) else None
+    steps = steps if type(steps) is int and logged.is_number(steps) else None
     step = max((record["step"] for record in history), default=0)
     state, why = _state_of(folder, step)
     return RunInfo(
@@ -131,8 +118,8 @@ def describe(folder: Path) -> RunInfo:
         steps=steps,
         state=state,
         why=why,
-        loss=_last([train_loss(record) for record in history]),
-        val_loss=_last([record.get(VALIDATION_LOSS) for record in history]),
+        loss=_last([logged.train_loss(record) for record in history]),
+        val_loss=_last([record.get(logged.VALIDATION_LOSS) for record in history]),
     )
 
 
@@ -178,7 +165,7 @@ def ordered(runs: list[RunInfo], key: str) -> list[RunInfo]:
 
     def place(run: RunInfo) -> tuple[int, float, str]:
         value = getattr(run, columns[key]) if key in columns else run.settings.get(key)
-        if isinstance(value, (int, float)) and is_number(value):
+        if isinstance(value, (int, float)) and logged.is_number(value):
             return 0, float(value), ""
         return (2, 0.0, "") if value is None else (1, 0.0, str(value))
 
@@ -214,13 +201,13 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
 
 def _state_of(folder: Path, step: int) -> tuple[str, str]:
     """Return a run's state, and why it stopped or failed."""
-    if is_held(folder):
-        return RUNNING, ""
-    record = read_state(folder)
+    if run_state.is_held(folder):
+        return run_state.RUNNING, ""
+    record = run_state.read_state(folder)
     if not record:  # lost, or copied without it
-        return STOPPED, f"after step {step}; why is not recorded"
-    if record["state"] == RUNNING:
-        return FAILED, "killed, or its machine was: it could not record why"
+        return run_state.STOPPED, f"after step {step}; why is not recorded"
+    if record["state"] == run_state.RUNNING:
+        return run_state.FAILED, "killed, or its machine was: it could not record why"
     return record["state"], str(record.get("error") or "")
 
 
@@ -274,12 +261,14 @@ def plot(runs: list[RunInfo], path: Path) -> None:
     """Draw the losses of several runs in one picture."""
     from torchtitan_lr.scaling.pictures import draw_runs
 
-    histories = {run.folder: read_history(Path(run.folder) / HISTORY_FILE) for run in runs}
+    histories = {
+        run.folder: logged.read_history(Path(run.folder) / logged.HISTORY_FILE) for run in runs
+    }
     common = os.path.commonpath([str(Path(name).parent) for name in histories] or [""])
     short = {os.path.relpath(name, common or "."): rows for name, rows in histories.items()}
     drawn = {}
     for name, rows in short.items():
-        if any(TRAIN_LOSS in row for row in rows):
+        if any(logged.TRAIN_LOSS in row for row in rows):
             drawn[name] = rows
     if not drawn:
         raise ConfigError("--plot", str(path), "runs with at least one logged step")

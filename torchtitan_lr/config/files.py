@@ -146,7 +146,7 @@ def read_kept(path: Path, read: Callable[[Path], T]) -> T:
 
 
 def file_within(folder: Path, name: str) -> Path:
-    """Return a file, links resolved, of a folder (a link itself or not); OSError if it leads out."""
+    """Return a file, links resolved, of a folder (maybe a link); OSError if it leads out."""
     try:
         home = folder.resolve()
         file = (home / name).resolve()

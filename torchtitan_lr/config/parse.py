@@ -241,7 +241,7 @@ def _keys(section: Any, prefix: str = "") -> dict[str, Field[Any]]:
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the annotation alone; those of ``Annotated[str, names]``."""
+    """Return the members of a union, or of ``Annotated[str, names]``; else the annotation."""
     if get_origin(annotation) is Annotated:
         kind, first = get_args(annotation)[:2]
         return (Literal[tuple(first)],) if isinstance(first, list) else _alternatives(kind)

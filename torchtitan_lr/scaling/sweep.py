@@ -18,34 +18,18 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from torchtitan_lr.checkpoints.folders import RUN_CONFIG, write_whole
+from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.config.build import build_job_config, config_class
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.parse import Override, apply_overrides
 from torchtitan_lr.config.schema import NO_EFFECT
-from torchtitan_lr.console.log import duration
-from torchtitan_lr.console.progress import QUIET_SECONDS
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.errors import ConfigError, RunFailedError, escaped
+from torchtitan_lr.launch import run_state
 from torchtitan_lr.launch.folder_lock import lock_file
-from torchtitan_lr.launch.run_state import (
-    DIVERGED,
-    FAILED,
-    FAILURES,
-    FINISHED,
-    REFUSED,
-    STOPPED,
-    has_ended,
-    read_state,
-)
 from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.scaling.experiments import Started, place_run, start
-from torchtitan_lr.training.history import (
-    HISTORY_FILE,
-    SUMMARY_FILE,
-    read_history,
-    train_loss,
-)
+from torchtitan_lr.training.history import SUMMARY_FILE
 
 POINT_FILE = "point.json"
 """In a point's folder: its `settings_of`, its arguments, and its row of the table."""
@@ -80,7 +64,7 @@ class Point:
     @property
     def is_done(self) -> bool:
         """Whether the run has finished or diverged, or cannot run."""
-        return self.row["status"] in (FINISHED, DIVERGED, REFUSED)
+        return self.row["status"] in (run_state.FINISHED, run_state.DIVERGED, run_state.REFUSED)
 
     @property
     def outcome(self) -> str:
@@ -188,7 +172,7 @@ class Sweep:
                 if not skip_refused:
                     key = f"{point.name}: {error.key}"
                     raise ConfigError(key, error.got, error.want) from error
-                point.row = {"status": REFUSED, "why": str(error)}
+                point.row = {"status": run_state.REFUSED, "why": str(error)}
                 refused.append(error)
                 continue
             args = llama_args(placed.config)  # None for another package's model
@@ -228,8 +212,8 @@ class Sweep:
     def _run(self, lock: IO[str], signals: list[str], without: Collection[str]) -> None:
         self.write()
         waiting = [p for p in self.points if not p.is_done and p.name not in without]
-        shown = _Shown(self.work, self.points, len(waiting))
-        active: list[tuple[Point, Started, list[str]]] = []
+        number = len(self.points) - len(waiting)  # those that are done have the first numbers
+        active: list[tuple[Point, Started, list[str], int]] = []
         free: list[str] = []
         if self._gpus:
             import torch
@@ -242,19 +226,23 @@ class Sweep:
                 if needed > len(free):
                     break
                 point, gpus, free = waiting.pop(0), free[:needed], free[needed:]
-                shown.start(point)
-                active.append((point, self._start(point, gpus, lock), gpus))
+                number += 1
+                self._say(number, point, "starts")
+                active.append((point, self._start(point, gpus, lock), gpus, number))
             time.sleep(_POLL_SECONDS)
-            shown.running([point for point, _, _ in active])
             if signals:
-                for _, started, _ in active:
+                for _, started, *_ in active:
                     started.process.terminate()
             for item in [item for item in active if signals or item[1].process.poll() is not None]:
                 active.remove(item)
                 free += item[2]
                 self._finish(*item[:2])
-                shown.end(item[0])
+                self._say(item[3], item[0], _result(item[0]))
                 self.write()
+
+    def _say(self, number: int, point: Point, what: str) -> None:
+        place = f"{number}/{len(self.points)}"
+        print(escaped(f"{place} {point.name}: {what}"), file=sys.stderr, flush=True)
 
     def _start(self, point: Point, gpus: list[str], lock: IO[str]) -> Started:
         self._save(point, "cut off")  # the status if this process dies before the run's end
@@ -272,22 +260,26 @@ class Sweep:
         try:
             started.finish()
         except RunFailedError as error:
-            status, why = FAILED, str(error)
-            record = read_state(folder)
-            # A refusal before any rank starts leaves no record.
-            if record and record["state"] in FAILURES and has_ended(record, started.began):
+            status, why = run_state.FAILED, str(error)
+            record = run_state.read_state(folder)
+            ended = record and run_state.has_ended(record, started.began)
+            # A refusal before any rank starts leaves no record. What refuses a run that the check
+            # has accepted may pass: it is repeated.
+            if ended and record["state"] in run_state.FAILURES:
                 why = str(record["error"])
-                # What refuses a run that the check has accepted may pass: it is repeated.
-                status = DIVERGED if record["state"] == DIVERGED else FAILED
+                if record["state"] == run_state.DIVERGED:
+                    status = run_state.DIVERGED
             self._save(point, status, why)
             return
         if not path.is_file():
-            self._save(point, STOPPED, "before its last step")
+            self._save(point, run_state.STOPPED, "before its last step")
             return
         summary = read_json(path)
         point.row |= {"steps": summary["steps"]} | {key: summary[key] for key in RESULTS}
         losses = [summary[key] for key in ("val_loss", "train_loss") if summary[key] is not None]
-        self._save(point, FINISHED if all(map(math.isfinite, losses)) else DIVERGED)
+        self._save(
+            point, run_state.FINISHED if all(map(math.isfinite, losses)) else run_state.DIVERGED
+        )
 
     def _save(self, point: Point, status: str, why: str = "") -> None:
         point.row |= {"status": status, "why": why}
@@ -320,64 +312,14 @@ class Sweep:
         write_whole(self.work / "sweep.md", as_markdown(rows) + "\n")
 
 
-class _Shown:
-    """Says how far a sweep is: which of its points run, their losses, and the time left."""
-
-    def __init__(self, work: Path, points: Sequence[Point], to_do: int) -> None:
-        self._work = work
-        self._done = len(points) - to_do  # they have the first numbers
-        self._numbers: dict[str, int] = {}
-        self._to_do = to_do
-        self._ended = 0
-        self._began = time.monotonic()
-        self._due = self._began + QUIET_SECONDS
-
-    def start(self, point: Point) -> None:
-        """Say that a point starts."""
-        self._say(point, "starts")
-
-    def end(self, point: Point) -> None:
-        """Say how a point ended."""
-        self._ended += 1
-        how = point.outcome
-        losses = {"validation loss": "val_loss", "training loss": "train_loss"}
-        for what, key in losses.items():
-            if point.row.get(key) is not None:
-                how += f", {what} {point.row[key]:.4f}"
-        self._say(point, how)
-
-    def running(self, active: Sequence[Point]) -> None:
-        """Say where the active points are, at growing intervals."""
-        now = time.monotonic()
-        if now < self._due:
-            return
-        elapsed = now - self._began
-        self._due = now + max(QUIET_SECONDS, elapsed / 4)
-        done, lines = float(self._ended), []
-        for point in active:
-            history = read_history(self._work / point.name / HISTORY_FILE)
-            logged = [record for record in history if train_loss(record) is not None]
-            if not logged:
-                continue
-            step, steps = logged[-1]["step"], self._steps(point)
-            done += min(1.0, step / steps) if steps else 0.0
-            lines.append((point, f"step {step}/{steps or '?'}, loss {train_loss(logged[-1]):.4f}"))
-        left = f", {duration(elapsed * (self._to_do / done - 1))} left of all" if done else ""
-        for point, line in lines:
-            self._say(point, line + left)
-
-    def _steps(self, point: Point) -> int | None:
-        """Return the last step of a point; None while its run has not written its record."""
-        try:
-            steps = read_json(self._work / point.name / RUN_CONFIG)["training"]["steps"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return steps if type(steps) is int and steps > 0 else None
-
-    def _say(self, point: Point, what: str) -> None:
-        number = self._numbers.setdefault(point.name, 1 + self._done + len(self._numbers))
-        place = f"{number}/{self._done + self._to_do}"
-        print(escaped(f"{place} {point.name}: {what}"), file=sys.stderr, flush=True)
+def _result(point: Point) -> str:
+    """Return how a point ended, with its losses, as a line; `runs` shows those of running ones."""
+    found = point.outcome
+    losses = {"validation loss": "val_loss", "training loss": "train_loss"}
+    for what, key in losses.items():
+        if point.row.get(key) is not None:
+            found += f", {what} {point.row[key]:.4f}"
+    return found
 
 
 def settings_of(point: Point) -> dict[str, Any]:

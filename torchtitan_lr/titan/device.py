@@ -96,7 +96,7 @@ def keep_freed_memory() -> None:
 
 
 def bind_device() -> str:
-    """Make torchtitan use the device, and keep memory on a CPU; call it before building a Trainer."""
+    """Make torchtitan use the device, and keep memory on a CPU; call it before a Trainer."""
     # If upstream reads the peak FLOP/s elsewhere, the MFU of an unknown device is silently computed
     # with an A100's peak; a test fails first.
     setattr(titan_utils, "get_peak_flops", peak_flops)  # noqa: B010  (a module has no such type)

@@ -6,15 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from torchtitan_lr.config.schema import (
-    BASES,
-    BUILT_IN_OPTIMIZERS,
-    OPTIMIZERS,
-    READS_GROUPS,
-    SPECTRAL,
-    SUMS_REPLICAS,
-    TSR,
-)
+from torchtitan_lr.config import schema
 from torchtitan_lr.data.dataloader import build_dataloader
 from torchtitan_lr.models.ends import build_loss
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
@@ -70,11 +62,11 @@ def build_optimizers(
     if optimizer_config.name in FROM_OUTSIDE:
         return FROM_OUTSIDE[optimizer_config.name](model_parts, optimizer_config, parallel_dims)
     groups = ParameterGroups.from_config(optimizer_config)
-    if optimizer_config.name in SPECTRAL:
+    if optimizer_config.name in schema.SPECTRAL:
         return SpectralOptimizers(model_parts, optimizer_config, groups)
     named = trained_parameters(*model_parts)
     rates = groups.rates(optimizer_config, {name: p.shape for name, p in named.items()})
-    if optimizer_config.name == TSR:
+    if optimizer_config.name == schema.TSR:
         meshes = [parallel_dims.get_optional_mesh(name) for name in ("dp_replicate", "pp")]
         replicas, stages = (None if mesh is None else mesh.get_group() for mesh in meshes)
         names = ("lr", "beta1", "beta2", "eps", "weight_decay")
@@ -119,20 +111,20 @@ def register_optimizer(
     for what the optimizer does not fit. One whose replicas differ refuses ``checkpoint.enable``: a
     checkpoint takes each tensor from any one of them.
     """
-    if name in OPTIMIZERS:
+    if name in schema.OPTIMIZERS:
         raise ValueError(f"the name {name!r} of an optimizer is taken")
-    if base and base not in BUILT_IN_OPTIMIZERS:
-        raise ValueError(f"base is {base!r}, not one of {', '.join(BUILT_IN_OPTIMIZERS)}")
+    if base and base not in schema.BUILT_IN_OPTIMIZERS:
+        raise ValueError(f"base is {base!r}, not one of {', '.join(schema.BUILT_IN_OPTIMIZERS)}")
     FROM_OUTSIDE[name] = build
-    OPTIMIZERS.append(name)
+    schema.OPTIMIZERS.append(name)
     if base:
-        BASES[name] = base
+        schema.BASES[name] = base
     if check:
         OUTSIDE_CHECKS[name] = check
-    if sums_replicas or base in SUMS_REPLICAS:
-        SUMS_REPLICAS.append(name)
+    if sums_replicas or base in schema.SUMS_REPLICAS:
+        schema.SUMS_REPLICAS.append(name)
     if reads_groups or base:
-        READS_GROUPS.append(name)
+        schema.READS_GROUPS.append(name)
 
 
 def build_lr_schedulers(
