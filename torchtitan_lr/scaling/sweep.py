@@ -261,11 +261,11 @@ class Sweep:
             started.finish()
         except RunFailedError as error:
             status, why = run_state.FAILED, str(error)
-            record = run_state.read_state(folder)
-            ended = record and run_state.has_ended(record, started.began)
+            record = run_state.read_state(folder) or {"state": ""}
             # A refusal before any rank starts leaves no record. What refuses a run that the check
             # has accepted may pass: it is repeated.
-            if ended and record["state"] in run_state.FAILURES:
+            fails = record["state"] in run_state.FAILURES
+            if fails and run_state.has_ended(record, started.began):
                 why = str(record["error"])
                 if record["state"] == run_state.DIVERGED:
                     status = run_state.DIVERGED
