@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from torchtitan_lr.compat.collectives import least_of_all
+from torchtitan_lr.compat.process_groups import least_of_all
 from torchtitan_lr.errors import ConfigError
 
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lr.compat.collectives import functional
 from torchtitan_lr.compat.dispatch import results_are_cached
+from torchtitan_lr.compat.process_groups import functional
 
 TOKENS = 1
 """The token dimension of an activation (b, s, d)."""

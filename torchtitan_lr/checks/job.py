@@ -7,8 +7,8 @@ from typing import Any, Literal
 from torchtitan_lr.checks import stored, support, values
 from torchtitan_lr.checks.compression import check_grad_compression
 from torchtitan_lr.checks.memory import check_memory
-from torchtitan_lr.checks.optimizer import check_groups, check_outside, check_rates
-from torchtitan_lr.checks.pipeline import check_pipeline
+from torchtitan_lr.checks.rates import check_groups, check_outside, check_rates
+from torchtitan_lr.checks.stages import check_pipeline
 from torchtitan_lr.config.files import files_kept
 from torchtitan_lr.errors import require
 

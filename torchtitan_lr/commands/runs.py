@@ -259,7 +259,7 @@ def as_text(runs: list[RunInfo]) -> str:
 
 def plot(runs: list[RunInfo], path: Path) -> None:
     """Draw the losses of several runs in one picture."""
-    from torchtitan_lr.scaling.pictures import draw_runs
+    from torchtitan_lr.training.figures import draw_runs
 
     histories = {
         run.folder: logged.read_history(Path(run.folder) / logged.HISTORY_FILE) for run in runs

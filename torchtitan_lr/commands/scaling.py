@@ -101,7 +101,7 @@ def losses_of(work: Path) -> dict[str, float]:
 def show(plan: "Plan", fit: bool) -> int:
     """Print the table, with the fitted laws or with what is left to do; return the exit status."""
     from torchtitan_lr.console.tables import text_table
-    from torchtitan_lr.scaling.report import fits_of, rows_of, table, write
+    from torchtitan_lr.scaling.results import fits_of, rows_of, table, write
     from torchtitan_lr.scaling.sweep import Sweep
 
     losses = losses_of(plan.work)

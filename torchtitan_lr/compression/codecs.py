@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchtitan_lr.compat.collectives import all_gather, reduce_scatter
+from torchtitan_lr.compat.process_groups import all_gather, reduce_scatter
 from torchtitan_lr.compression.sizes import (
     HASH_ROWS,
     CodecSizes,

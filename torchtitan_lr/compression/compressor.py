@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 
-from torchtitan_lr.compat.collectives import reduce_scatter
 from torchtitan_lr.compat.fsdp import DefaultAllocMixin, ReduceScatter, reads_sums_at_once
+from torchtitan_lr.compat.process_groups import reduce_scatter
 from torchtitan_lr.compression.codecs import (
     CODECS,
     Resumable,

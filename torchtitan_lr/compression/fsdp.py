@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_lr.compat.autograd import clean_name
-from torchtitan_lr.compat.collectives import second_group
 from torchtitan_lr.compat.dtensor import shard_dims
 from torchtitan_lr.compat.fsdp import unit_parameters
+from torchtitan_lr.compat.process_groups import second_group
 from torchtitan_lr.compression.compressor import Compressor, Span
 from torchtitan_lr.compression.overlap import ExchangeOverlap
 from torchtitan_lr.compression.settings import (

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchtitan_lr.compat.collectives import (
+from torchtitan_lr.compat.dispatch import TorchDispatchMode, schema_of, tree_leaves
+from torchtitan_lr.compat.process_groups import (
     GROUP_ARGUMENTS,
     NAMESPACES,
     NO_PAYLOAD,
@@ -26,8 +27,7 @@ from torchtitan_lr.compat.collectives import (
     group_name_of,
     group_size,
 )
-from torchtitan_lr.compat.dispatch import TorchDispatchMode, schema_of, tree_leaves
-from torchtitan_lr.ledger.overlap import Overlap
+from torchtitan_lr.ledger.products import Overlap
 from torchtitan_lr.ledger.scopes import STEP, ScopeTracker
 from torchtitan_lr.parallel.pipeline import boundary_of
 

@@ -18,7 +18,7 @@ from torchtitan_lr.config.paths import find_config
 from torchtitan_lr.costs.gram_messages import SpectralMatrix, small_flops, wide_flops
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.scaling.experiment import Experiment
-from torchtitan_lr.scaling.experiments import place_run
+from torchtitan_lr.scaling.start import place_run
 from torchtitan_lr.scaling.sweep import Point, refuse_keys
 
 if TYPE_CHECKING:

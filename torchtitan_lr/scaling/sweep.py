@@ -28,7 +28,7 @@ from torchtitan_lr.errors import ConfigError, RunFailedError, escaped
 from torchtitan_lr.launch import run_state
 from torchtitan_lr.launch.folder_lock import lock_file
 from torchtitan_lr.models.configured import llama_args, model_shapes
-from torchtitan_lr.scaling.experiments import Started, place_run, start
+from torchtitan_lr.scaling.start import Started, place_run, start
 from torchtitan_lr.training.history import SUMMARY_FILE
 
 POINT_FILE = "point.json"

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_lr.agreement import first_rank_where, first_rank_with
-from torchtitan_lr.compat.collectives import least_of_all
 from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.compat.process_groups import least_of_all
 from torchtitan_lr.compression.compressor import Compressor
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.optim.gradients import Gradients

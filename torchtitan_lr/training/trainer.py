@@ -25,7 +25,7 @@ from torchtitan_lr.checkpoints.run_record import (
     left_out,
     write_record,
 )
-from torchtitan_lr.compat.collectives import set_timeouts
+from torchtitan_lr.compat.process_groups import set_timeouts
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
 from torchtitan_lr.config.schema import SUMS_REPLICAS
@@ -46,9 +46,9 @@ from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, ParallelDims, dist_utils
 from torchtitan_lr.titan.device import bind_device
-from torchtitan_lr.titan.trainer import Trainer as TitanTrainer
-from torchtitan_lr.titan.trainer import profilers, trainer_parts
-from torchtitan_lr.training import history
+from torchtitan_lr.titan.trainer_parts import Trainer as TitanTrainer
+from torchtitan_lr.titan.trainer_parts import profilers, trainer_parts
+from torchtitan_lr.training import figures, history
 from torchtitan_lr.training.checkpoint import CheckpointManager
 from torchtitan_lr.training.fingerprint import TOKENIZER, model_fingerprint, tokenizer_digest
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
@@ -429,7 +429,7 @@ class Trainer(TitanTrainer):
         records = history.read_history(processor.history.path)
         curve = file.with_name(history.CURVE_FILE)
         what = job_config.job.description or f"{job_config.model.name} {job_config.model.flavor}"
-        history.draw_curve(records, curve, f"{what}, {described_layout(self.parallel_dims)}")
+        figures.draw_curve(records, curve, f"{what}, {described_layout(self.parallel_dims)}")
         summary = history.build_summary(records, self.step, peak.item(), checkpoint)
         summary |= {"curve": str(curve), **self.more_summary()}
         write_whole(file, json.dumps(summary, indent=2) + "\n")

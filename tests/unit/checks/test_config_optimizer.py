@@ -7,7 +7,7 @@ import pytest
 
 from tests.commands import ROOT
 from torchtitan_lr.checks.job import check_job_config
-from torchtitan_lr.checks.optimizer import check_groups
+from torchtitan_lr.checks.rates import check_groups
 from torchtitan_lr.commands.main import main
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.schema import BASES, OPTIMIZERS, READS_GROUPS, SUMS_REPLICAS

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchtitan_lr.compat.collectives import all_gather, joint_group, reduce_scatter
 from torchtitan_lr.compat.dtensor import local_part, local_slice, split_order
+from torchtitan_lr.compat.process_groups import all_gather, joint_group, reduce_scatter
 
 Key = TypeVar("Key")
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lr.agreement import from_all_ranks
-from torchtitan_lr.compat.collectives import all_gather
 from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.compat.process_groups import all_gather
 from torchtitan_lr.optim.buckets import split_buckets
 
 Axis = Literal["rows", "columns"]

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from torchtitan_lr.checkpoints.folders import write_whole
-from torchtitan_lr.console.figures import DOTS, THICK, finish, new_figure
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.launch.run_state import FINISHED
 from torchtitan_lr.scaling.fit import Fit, fit_points, student
-from torchtitan_lr.scaling.pictures import colors_of
 from torchtitan_lr.scaling.plan import Plan
 from torchtitan_lr.scaling.sweep import Point
+from torchtitan_lr.training.figures import DOTS, THICK, colors_of, finish, new_figure
 
 Row = Mapping[str, Any]
 

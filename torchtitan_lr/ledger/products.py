@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchtitan_lr.compat.collectives import functional
 from torchtitan_lr.compat.dispatch import (
     CAST,
     changes_arguments,
@@ -24,6 +23,7 @@ from torchtitan_lr.compat.dispatch import (
     storage_address,
     tree_leaves,
 )
+from torchtitan_lr.compat.process_groups import functional
 
 
 class _Running(NamedTuple):
