@@ -14,12 +14,7 @@ from torchtitan_lr.costs.gather_choice import GIB, gather_lines, gather_report
 from torchtitan_lr.costs.gram_messages import rank_small_flops, small_flops
 from torchtitan_lr.costs.hardware import Hardware
 from torchtitan_lr.costs.messages import Traffic
-from torchtitan_lr.costs.rank_memory import (
-    checkpoint_bytes,
-    in_flight,
-    rank_memory,
-    rehearse_run,
-)
+from torchtitan_lr.costs.rank_memory import checkpoint_bytes, in_flight, rank_memory, rehearse_run
 from torchtitan_lr.costs.rehearsal import Rehearsal
 from torchtitan_lr.costs.step_time import fp32_seconds, step_time
 from torchtitan_lr.costs.work import work_of_run

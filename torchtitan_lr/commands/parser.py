@@ -88,7 +88,8 @@ class OneLineParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        self.takes_overrides = self.takes_all = False
+        self.takes_overrides = False  # of --section.key=value, as the attribute `overrides`
+        self.takes_all = False  # of all arguments but --help, as they are
         super().__init__(**options)
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:

@@ -73,9 +73,7 @@ class Preparing:
     """The progress of a preparation: documents, tokens, tokens per second and the time left."""
 
     def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        write: Callable[[str], None] = say,
+        self, clock: Callable[[], float] = time.monotonic, write: Callable[[str], None] = say
     ) -> None:
         self._clock, self._write = clock, write
         self._started = self._due = clock()

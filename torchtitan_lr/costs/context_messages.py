@@ -27,12 +27,7 @@ def kv_width(shape: LlamaArgs, settings: TPSettings, tp_degree: int) -> int:
 
 
 def context_traffic(
-    shape: LlamaArgs,
-    settings: TPSettings,
-    tp_degree: int,
-    cp_degree: int,
-    tokens: int,
-    gather: str,
+    shape: LlamaArgs, settings: TPSettings, tp_degree: int, cp_degree: int, tokens: int, gather: str
 ) -> list[Traffic]:
     """Return every collective of context parallelism in a micro-batch."""
     if cp_degree == 1:

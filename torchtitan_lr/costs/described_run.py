@@ -5,10 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from torchtitan_lr.compression.settings import (
-    CompressionSettings,
-    compression_settings,
-)
+from torchtitan_lr.compression.settings import CompressionSettings, compression_settings
 from torchtitan_lr.config.schema import SPECTRAL, SUMS_REPLICAS, TSR, base_of
 from torchtitan_lr.costs.fsdp_messages import named_parameters, split_by_columns
 from torchtitan_lr.costs.hardware import MeshDim

@@ -97,7 +97,7 @@ class KernelRecorder(RehearsalMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.backward = False
+        self.backward = False  # set by the caller when backward begins
         self._operators: list[_Operator] = []
         self._held: list[torch.UntypedStorage] = []  # so that no address is used again
         self._ids: dict[int, int] = {}

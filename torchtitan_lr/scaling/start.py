@@ -16,11 +16,7 @@ from typing import IO, Any
 
 from torchtitan_lr.checks.job import Data, check_job_config
 from torchtitan_lr.errors import ConfigError, RunFailedError
-from torchtitan_lr.launch.environment import (
-    Environment,
-    loopback_variables,
-    read_environment,
-)
+from torchtitan_lr.launch.environment import Environment, loopback_variables, read_environment
 from torchtitan_lr.launch.placement import Placement, find_device, place
 from torchtitan_lr.launch.processes import end_with, exit_without_teardown
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.checkpoints.run_record import global_batch_size
-from torchtitan_lr.console.log import Pace, console, step_line, validation_line
+from torchtitan_lr.console.log import Pace, console, duration
 from torchtitan_lr.errors import escaped
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.plans import tp_settings
@@ -284,7 +284,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
             super().__init__(job_config, parallel_dims)
         self._model_args = model_args
         self.exit_status = 0
-        self.before_writing: Callable[[], None] = lambda: None
+        self.before_writing: Callable[[], None] = lambda: None  # may raise, to prevent a record
         self._pace = Pace(job_config.training.steps)
         self.history: HistoryLogger | None = None
         self.logger = Loggers()
@@ -370,25 +370,32 @@ class LowRankMetricsProcessor(MetricsProcessor):
             **(extra_metrics or {}),
         }
         self._write(metrics, step)
-        console.info(
-            step_line(
-                step,
-                self.job_config.training.steps,
-                self._pace.left(step, time.perf_counter()),
-                loss=history.train_loss(metrics) or global_avg_loss,
-                grad_norm=grad_norm,
-                lr=metrics.get(history.RATE),
-                tokens=metrics.get(history.TOKENS_SEEN),
-                tokens_per_s=metrics[history.TOKENS_PER_S],
-                mfu=metrics.get(history.MFU),
-                memory_gib=memory.max_reserved_gib,
-            )
-        )
+        console.info(self._line(step, metrics))
         self._last_logged_step = step
         # The next window starts.
         self.ntokens_since_last_log = 0
         self.data_loading_times.clear()
         self.time_last_log = time.perf_counter()
+
+    def _line(self, step: int, metrics: dict[str, Any]) -> str:
+        """Return the console's line of a logged step."""
+        steps, left = self.job_config.training.steps, self._pace.left(step, time.perf_counter())
+        loss = history.train_loss(metrics) or metrics[history.TRAIN_LOSS]
+        parts = [
+            f"step {step:>{len(str(steps))}}/{steps} ({step / steps:.1%})",
+            f"{'-:--:--' if left is None else duration(left)} left",
+            f"loss {loss:.5f}",
+            f"grad norm {metrics['grad_norm']:.4f}",
+        ]
+        if history.RATE in metrics:
+            parts.append(f"lr {metrics[history.RATE]:.2e}")
+        if history.TOKENS_SEEN in metrics:
+            parts.append(f"{metrics[history.TOKENS_SEEN]:,} tokens")
+        parts.append(f"{metrics[history.TOKENS_PER_S]:,.0f} tokens/s")
+        if history.MFU in metrics:
+            parts.append(f"MFU {metrics[history.MFU]:.2f}%")
+        parts.append(f"memory {metrics['memory/max_reserved(GiB)']:.2f} GiB")
+        return "  ".join(parts)
 
     def _write(self, metrics: dict[str, Any], step: int) -> None:
         if self.history is not None:
@@ -408,4 +415,6 @@ class LowRankMetricsProcessor(MetricsProcessor):
         }
         self._write(metrics, step)
         seconds = metrics.get(history.VALIDATION_SECONDS)
-        console.info(validation_line(step, loss, history.perplexity(loss), seconds))
+        took = "" if seconds is None else f"  in {seconds:.1f} s"
+        values = f"loss {loss:.5f}  perplexity {history.perplexity(loss):,.2f}"
+        console.info(f"validation after step {step}  {values}{took}")

@@ -61,11 +61,12 @@ class StepReader:
         context: Ranks,
         seconds: list[float],
     ) -> None:
-        self._loader, self._device, self._copies = loader, device, copies
-        self._context = context
-        self._seconds = seconds
+        self._loader, self._device = loader, device  # the process group's device
+        self._copies = copies  # ranks that read the same tokens: T times the pipeline's stages
+        self._context = context  # ranks that share each row's tokens
+        self._seconds = seconds  # gets those of each micro-batch's reading
         self._next: StepData | None = None
-        self.next_sums: Counts | None = None
+        self.next_sums: Counts | None = None  # of all ranks; None if nothing was read ahead
         self._labels = 0  # of all ranks in the last step
 
     def take(self, data_iterator: Iterator[Batch]) -> StepData:

@@ -89,7 +89,7 @@ class StepGraph:
         self._own_gradients = own_gradients
         self._capture = capture
         self._eager_steps: dict[Any, int] = {}  # by the shapes of a step's micro-batches
-        self.passes: dict[Any, CapturedPass] = {}
+        self.passes: dict[Any, CapturedPass] = {}  # by shapes and kind of pass
         self._step: Any = None
         self._eager = True
 
@@ -102,11 +102,7 @@ class StepGraph:
             self._eager_steps[shapes] = done + 1
 
     def run(
-        self,
-        one_pass: Callable[..., Tensor],
-        inputs: Mapping[str, Tensor],
-        first: bool,
-        last: bool,
+        self, one_pass: Callable[..., Tensor], inputs: Mapping[str, Tensor], first: bool, last: bool
     ) -> Tensor:
         """Run one pass and return this rank's share of the loss, a scalar."""
         if self._eager:

@@ -72,10 +72,10 @@ class Trainer(TitanTrainer):
 
     def __init__(self, job_config: JobConfig) -> None:
         bind_device()
-        self.before_start: Callable[[], None] = lambda: None
+        self.before_start: Callable[[], None] = lambda: None  # called with the checkpoint loaded
         self.more_summary: Callable[[], dict[str, Any]] = dict
-        self.skipped_steps = 0
-        self.stopped_by: str | None = None
+        self.skipped_steps = 0  # for a non-finite loss or gradient; checkpointed
+        self.stopped_by: str | None = None  # the name of a signal
         self._stop = StopSignal()
         self._losses: list[torch.Tensor] = []  # of the steps since the last logged one
         self._first_step = 0

@@ -106,7 +106,7 @@ class Validator(BaseValidator):
         self._entropy: float | None = None
         # torchtitan's own section has no such key.
         self._first_step = getattr(section, "first_step", False)
-        self.last_loss: float | None = None
+        self.last_loss: float | None = None  # nats per token
         self.suspended = False
 
     def should_validate(self, step: int) -> bool:

@@ -67,17 +67,17 @@ class Depth:
 class Verdict:
     """The ranks' common decision on one step, on the device; `all_reduced` makes it.
 
-    All over ranks (3 + counts,), fp64: the squared gradient norm, the number of ranks whose loss is
-    not finite, the number of stop signals, and the counts of the next data.
+    `sums` are over all ranks, (3 + counts,) in fp64: the squared gradient norm, the number of ranks
+    whose loss is not finite, the number of stop signals, and the counts of the next data.
     """
 
     def __init__(self, sums: Tensor, bad: Tensor, depth: Tensor | None = None) -> None:
         square, bad_ranks = sums[:2].unbind()
-        self.norm = square.sqrt()
+        self.norm = square.sqrt()  # of the full gradient, an fp64 scalar
         # A NaN of one rank is in the sums of all: every rank rejects the step. Second moments and
         # Gram matrices are in fp32, whose largest number is 3.4e38.
         overflows = ~self.norm.float().square().isfinite()
-        self.rejected = ((bad_ranks > 0) | overflows).float()
+        self.rejected = ((bad_ranks > 0) | overflows).float()  # 1 or 0
         deep = torch.full_like(bad, math.inf) if depth is None else depth.double()
         own = torch.stack([bad, self.rejected.double(), deep])
         self._numbers = HostCopy(torch.cat([sums, own]))
