@@ -16,16 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lr.compat.dispatch import (
-    ATTENTION_OPERATORS,
-    changes_arguments,
-    storage_address,
-    tree_leaves,
-)
+from torchtitan_lr.compat import dispatch
 from torchtitan_lr.compat.fake import RehearsalMode, rms_norm_by
 
 _ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
-_ATTENTION = tuple({str(op.overloadpacket).split(".")[-1] for op in ATTENTION_OPERATORS})
+_ATTENTION = tuple({str(op.overloadpacket).split(".")[-1] for op in dispatch.ATTENTION_OPERATORS})
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
 """Operators, and the position of their first factor."""
 _PICKS = ("gather", "embedding")  # operators that read of a table as much as they return
@@ -108,7 +103,7 @@ class KernelRecorder(RehearsalMode):
         inputs = (args[1:] if func is torch.ops.aten.copy_.default else args, named)
         # An operator on a list in place returns nothing.
         results = args[0] if out is None and "_foreach" in str(func) else out
-        self._record(func, tree_leaves(inputs), tree_leaves(results), args)
+        self._record(func, dispatch.tree_leaves(inputs), dispatch.tree_leaves(results), args)
 
     def _record(self, func: Any, inputs: list[Any], outputs: list[Any], args: Any) -> None:
         reads, writes = self._sizes(inputs), self._sizes(outputs)
@@ -121,7 +116,7 @@ class KernelRecorder(RehearsalMode):
                 self._ids[new] = old
             return
         known = {storage for storage, _ in reads}
-        if not changes_arguments(func) and all(storage in known for storage, _ in writes):
+        if not dispatch.changes_arguments(func) and all(storage in known for storage, _ in writes):
             return  # a view
         if name in _PICKS:
             reads = _at_most(reads, sum(writes.values()))
@@ -148,7 +143,7 @@ class KernelRecorder(RehearsalMode):
         for leaf in leaves:
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
                 storage = leaf.untyped_storage()
-                address = storage_address(storage)
+                address = dispatch.storage_address(storage)
                 if address not in self._ids:
                     self._ids[address] = address
                     self._held.append(storage)

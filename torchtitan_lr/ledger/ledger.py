@@ -17,16 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from torchtitan_lr.compat import process_groups
 from torchtitan_lr.compat.dispatch import TorchDispatchMode, schema_of, tree_leaves
-from torchtitan_lr.compat.process_groups import (
-    GROUP_ARGUMENTS,
-    NAMESPACES,
-    NO_PAYLOAD,
-    OPERATIONS,
-    AsyncCollectiveTensor,
-    group_name_of,
-    group_size,
-)
 from torchtitan_lr.ledger.products import Overlap
 from torchtitan_lr.ledger.scopes import STEP, ScopeTracker
 from torchtitan_lr.parallel.pipeline import boundary_of
@@ -36,7 +28,7 @@ COMBINED_DIMS = ("batch", "loss")
 
 COUNTS = ("calls", "elements", "bytes", "overlapped_flops")  # the numbers in a row of the ledger
 
-_WRAPPERS = (DTensor, AsyncCollectiveTensor)
+_WRAPPERS = (DTensor, process_groups.AsyncCollectiveTensor)
 
 
 class Entry(NamedTuple):
@@ -107,7 +99,7 @@ class CommLedger(TorchDispatchMode):
             return NotImplemented  # unwrap first: this mode then gets the calls on local tensors
         kwargs = kwargs or {}
         call = identify(func, args, kwargs)
-        if call is None or group_size(call.group) <= 1:
+        if call is None or process_groups.group_size(call.group) <= 1:
             result = func(*args, **kwargs)
             self._overlap.observe(func, args, kwargs, result, self._tracker.reducing)
             return result
@@ -194,14 +186,14 @@ class Collective(NamedTuple):
 
 def identify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collective | None:
     """Identify the collective of a dispatched operator; an unknown one is a NotImplementedError."""
-    if getattr(func, "namespace", None) not in NAMESPACES:
+    if getattr(func, "namespace", None) not in process_groups.NAMESPACES:
         return None
     name, parameters = schema_of(func)
-    if name in NO_PAYLOAD or GROUP_ARGUMENTS.isdisjoint(parameters):
+    if name in process_groups.NO_PAYLOAD or process_groups.GROUP_ARGUMENTS.isdisjoint(parameters):
         return None
-    if name not in OPERATIONS:
+    if name not in process_groups.OPERATIONS:
         raise NotImplementedError(f"the ledger does not know the collective {func}")
-    op = OPERATIONS[name]
+    op = process_groups.OPERATIONS[name]
     named = dict(zip(parameters, args, strict=False)) | kwargs
     payload: list[Tensor] = []  # of the first argument that has tensors
     results: list[Tensor] = []
@@ -220,4 +212,6 @@ def identify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collec
         elements *= named["group_size"]
     if not has_results and op not in ("send", "send_recv"):
         results = payload  # in place
-    return Collective(op, group_name_of(group), payload[0].dtype, elements, tuple(results))
+    return Collective(
+        op, process_groups.group_name_of(group), payload[0].dtype, elements, tuple(results)
+    )

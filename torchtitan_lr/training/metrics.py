@@ -30,15 +30,8 @@ from torchtitan_lr.console.log import Pace, console, duration
 from torchtitan_lr.errors import escaped
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.plans import tp_settings
-from torchtitan_lr.titan import logger
+from torchtitan_lr.titan import components, logger
 from torchtitan_lr.titan.base import BaseModelArgs, JobConfig, ParallelDims, drop_marker
-from torchtitan_lr.titan.components import (
-    BaseLogger,
-    MetricsProcessor,
-    TensorBoardLogger,
-    WandBLogger,
-    without_loggers,
-)
 from torchtitan_lr.training import history
 
 WANDB_ID_FILE = "wandb_run_id"
@@ -50,7 +43,7 @@ L = TypeVar("L", "RunTensorBoard", "RunWandb")
 
 
 @dataclass
-class HistoryLogger(BaseLogger):
+class HistoryLogger(components.BaseLogger):
     """Appends each record to a JSON-lines file, so that curves survive an interruption."""
 
     path: Path
@@ -69,7 +62,7 @@ class HistoryLogger(BaseLogger):
             file.write(f"{json.dumps(record)}\n".encode())
 
 
-class RunTensorBoard(TensorBoardLogger):
+class RunTensorBoard(components.TensorBoardLogger):
     """torchtitan's TensorBoard, with the resolved configuration as text.
 
     A run ``after`` step 0 continues the newest folder, where later steps are dropped.
@@ -104,7 +97,7 @@ class RunTensorBoard(TensorBoardLogger):
         """Do nothing: its thread has ended with the error."""
 
 
-class RunWandb(WandBLogger):
+class RunWandb(components.WandBLogger):
     """torchtitan's wandb, online or into files, by ``[metrics] wandb_*`` or wandb's variables.
 
     Mode ``auto`` is offline without credentials. A run ``after`` step 0 continues its wandb run,
@@ -190,7 +183,7 @@ class RunWandb(WandBLogger):
         wandb.teardown()
 
 
-class Loggers(BaseLogger):
+class Loggers(components.BaseLogger):
     """TensorBoard and wandb; one that fails is dropped with a warning, and the run goes on."""
 
     def __init__(self) -> None:
@@ -266,7 +259,7 @@ def resolved_config(
     return config
 
 
-class LowRankMetricsProcessor(MetricsProcessor):
+class LowRankMetricsProcessor(components.MetricsProcessor):
     """Add the model's own MFU, training-only throughput and a history file to torchtitan's."""
 
     logger: Loggers  # TensorBoard and wandb, once the run has started
@@ -280,7 +273,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
         model_args: BaseModelArgs | None = None,
     ) -> None:
         # `start_after` opens the loggers, once the checkpoint has been loaded without an error.
-        with without_loggers():
+        with components.without_loggers():
             super().__init__(job_config, parallel_dims)
         self._model_args = model_args
         self.exit_status = 0

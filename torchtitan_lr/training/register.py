@@ -20,13 +20,8 @@ from torchtitan_lr.optim.resume import ConfiguredLR, keep_hyperparameters
 from torchtitan_lr.optim.spectral.container import SpectralOptimizers
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.optim.tsr.selection import TSRSettings
+from torchtitan_lr.parallel import parallelize
 from torchtitan_lr.parallel.data_parallel import REPLICAS_WIRE
-from torchtitan_lr.parallel.parallelize import (
-    parallelize_llama_cola,
-    parallelize_llama_full,
-    parallelize_llama_lax,
-    parallelize_llama_svd,
-)
 from torchtitan_lr.parallel.pipeline import pipeline_llama
 from torchtitan_lr.titan import components
 from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
@@ -36,10 +31,10 @@ from torchtitan_lr.training.metrics import LowRankMetricsProcessor
 from torchtitan_lr.training.validate import Validator
 
 PARALLELIZE = {
-    "full": parallelize_llama_full,
-    "svd": parallelize_llama_svd,
-    "cola": parallelize_llama_cola,
-    "lax": parallelize_llama_lax,
+    "full": parallelize.parallelize_llama_full,
+    "svd": parallelize.parallelize_llama_svd,
+    "cola": parallelize.parallelize_llama_cola,
+    "lax": parallelize.parallelize_llama_lax,
 }
 """By family; those from outside the package have the function of ``svd``, or of ``full``."""
 

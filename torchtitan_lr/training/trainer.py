@@ -17,14 +17,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lr.agreement import first_rank_where, from_all_ranks, from_first_rank
+from torchtitan_lr.checkpoints import run_record
 from torchtitan_lr.checkpoints.folders import RESIDUALS, RUN_CONFIG, write_whole
-from torchtitan_lr.checkpoints.run_record import (
-    changes_losses,
-    described,
-    global_batch_size,
-    left_out,
-    write_record,
-)
 from torchtitan_lr.compat.process_groups import set_timeouts
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
@@ -88,7 +82,7 @@ class Trainer(TitanTrainer):
         with trainer_parts(CheckpointManager):
             super().__init__(job_config)
         job_config.job.save_config_file = record_file or RUN_CONFIG
-        self.checkpointer.left_out = partial(left_out, job_config)
+        self.checkpointer.left_out = partial(run_record.left_out, job_config)
         self._set_timeouts(job_config.comm.init_timeout_seconds)
         check_same_data(self.dataloader.dataset.identity)
         dims = self.parallel_dims
@@ -221,10 +215,10 @@ class Trainer(TitanTrainer):
         if dist.get_rank() != 0:
             return False
         ranks, excluded = self.parallel_dims.world_size, self.checkpointer.excluded
-        changes = write_record(self.job_config, self.step, ranks, excluded)
+        changes = run_record.write_record(self.job_config, self.step, ranks, excluded)
         if changes:
-            console.info("After step %d: %s", self.step, described(changes))
-        return changes_losses(changes)
+            console.info("After step %d: %s", self.step, run_record.described(changes))
+        return run_record.changes_losses(changes)
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """Run one optimizer step over all micro-batches of this rank; see `Step`."""
@@ -353,7 +347,7 @@ class Trainer(TitanTrainer):
         console.info(
             f"{config.model.name} {config.model.flavor}: {parameters:,} parameters{rank}, on "
             f"{described_layout(dims)}, "
-            f"{global_batch_size(config, dims.world_size):,} sequences of "
+            f"{run_record.global_batch_size(config, dims.world_size):,} sequences of "
             f"{config.training.seq_len:,} tokens per step"
         )
         console.info(f"Training starts at step {self.step + 1}")

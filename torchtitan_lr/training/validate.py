@@ -22,14 +22,7 @@ from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.parallel.context import context_ranks, own_tokens
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
 from torchtitan_lr.parallel.pipeline import Pipeline
-from torchtitan_lr.titan import IGNORE_INDEX
-from torchtitan_lr.titan.base import (
-    BaseTokenizer,
-    JobConfig,
-    LossFunction,
-    ParallelDims,
-    dist_utils,
-)
+from torchtitan_lr.titan import IGNORE_INDEX, base
 from torchtitan_lr.titan.components import MetricsProcessor
 from torchtitan_lr.titan.device import device_type
 from torchtitan_lr.titan.specs import BaseValidator, ValidationContext
@@ -40,9 +33,9 @@ from torchtitan_lr.training.history import UNIGRAM_ENTROPY, VALIDATION_SECONDS, 
 def sum_over_ranks(
     model_parts: list[nn.Module],
     batches: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]],
-    loss_fn: LossFunction,
+    loss_fn: base.LossFunction,
     pipeline: Pipeline | None,
-    parallel_dims: ParallelDims,
+    parallel_dims: base.ParallelDims,
 ) -> tuple[float, float]:
     """Sum the loss over all valid tokens of all ranks.
 
@@ -67,8 +60,8 @@ def sum_over_ranks(
     # Only the last stage has a loss; every stage has the labels.
     if (stages := parallel_dims.get_optional_mesh("pp")) is not None:
         dist.all_reduce(loss_sum, group=stages.get_group())
-    total = dist_utils.dist_sum(num_tokens, mesh)
-    loss = dist_utils.dist_sum(loss_sum, mesh)
+    total = base.dist_utils.dist_sum(num_tokens, mesh)
+    loss = base.dist_utils.dist_sum(loss_sum, mesh)
     for model in model_parts:
         model.train()
     for module in fsdp_modules(model_parts):
@@ -81,12 +74,12 @@ class Validator(BaseValidator):
 
     def __init__(
         self,
-        job_config: JobConfig,
+        job_config: base.JobConfig,
         dp_world_size: int,
         dp_rank: int,
-        tokenizer: BaseTokenizer,
-        parallel_dims: ParallelDims,
-        loss_fn: LossFunction,
+        tokenizer: base.BaseTokenizer,
+        parallel_dims: base.ParallelDims,
+        loss_fn: base.LossFunction,
         validation_context: ValidationContext,
         maybe_enable_amp: AbstractContextManager[None],
         metrics_processor: MetricsProcessor,
