@@ -7,22 +7,17 @@
     torchtitan-lr estimate CONFIG --plans full,vanilla_replicated,btp
     torchtitan-lr estimate cola_1b full_1b tsr_1b --world 8
 
-Prints parameters, FLOPs per token, the memory of the rank that needs most by part, the bytes that a
-rank passes to its collectives per step by mesh dimension and operation, and a modelled step time.
-One CONFIG stands beside its model on the same ranks with the same batches and with AdamW under
---plans, by default full rank, vanilla tensor parallelism and BTP. Several CONFIGs stand beside each
-other. Further arguments override the TOMLs, as in a run.
+Prints parameters, FLOPs per token, the memory of the rank that needs most, the bytes that a rank
+passes to its collectives per step, and a modelled step time. One CONFIG stands beside its model on
+the same ranks and batches with AdamW under --plans; several CONFIGs stand beside each other.
+Further arguments override the TOMLs, as in a run. All plans have the same activation checkpointing,
+"full" where full rank stands beside "low_rank".
 
-The plans use the same mode of activation checkpointing: the configured one, or "full" if that is
-"low_rank" and full rank is compared, which does not support it.
-
-Weights, gradients, optimizer state and bytes are exact. Activations are counted by running blocks
-on tensors without data ("working" is the additional memory of backward); "buffers" include FSDP's
-unsharded weights. Memory counts blocks as uncompiled. The step time is a model, compared with
-published times in docs/results.md; "compute" is products and attention. A checkpoint holds every
-weight and optimizer state once, and TAGC's residuals; --storage 2.5 adds its seconds at 2.5 GB/s.
-With context parallelism both values of parallelism.cp_gather are compared. With a pipeline every
-rank is listed; the table shows the ranks with most memory and most bytes.
+Weights, gradients, optimizer state and bytes are exact. Activations are counted by
+running uncompiled blocks on tensors without data ("working" is the additional memory of backward);
+"buffers" include FSDP's unsharded weights. The step time is a model, compared with published times
+in docs/results.md; "compute" is products and attention. --storage 2.5 adds the seconds of a
+checkpoint at 2.5 GB/s. With context parallelism both values of parallelism.cp_gather are compared.
 
 --hardware h100 has 400 Gbit/s a device between nodes; h100_400gbit has it a node of eight devices.
 

@@ -3,18 +3,15 @@
 
     torchtitan-lr measure-comm CONFIG [--json] [--section.key=value ...]
 
-CONFIG is a TOML file or a shipped name; further arguments override it. The step is executed
-on NGPU ranks of this machine (default: its GPUs, at most 4, or 4 gloo processes without GPUs).
-Elements are those of the logical tensor, once per call. If all decoder blocks are equal, they are
-shown as one, `block`; otherwise each has its own rows. Formulas describe the model, and in the
-scope `optimizer` the messages of a spectral optimizer; the scalars of the scope `step` (clipping,
-logging) have none. A message over two mesh dimensions has both names, `fsdp_tp`. Collectives that
-activation checkpointing recomputes have no formula: they are counted by running the model on
-tensors without data. The last lines have the formulas' bytes of gradients between data-parallel
-ranks, in an average step, if they travelled in float32 and in bfloat16.
-"Overlapped MFLOP" are the matrix products that a rank issues between the start of a collective and
-its wait, the least and the most of a block if blocks differ. FSDP2's collectives are rated as on a
-device: gloo's hold up the rank, whatever it issues next.
+CONFIG is a TOML file or a shipped name; further arguments override it. The step runs on NGPU ranks
+of this machine (default: its GPUs, at most 4, or 4 gloo processes without GPUs). Elements are those
+of the logical tensor, once per call. Equal decoder blocks are shown as one, `block`. The scalars of
+the scope `step` (clipping, logging) have no formula; collectives that activation checkpointing
+repeats are counted by running the model on tensors without data. A message over two mesh dimensions
+has both names, `fsdp_tp`. The last lines have the formulas' bytes of gradients between
+data-parallel ranks, in an average step, if they travelled in float32 and in bfloat16.
+"Overlapped MFLOP" are the products that a rank issues between the start of a collective and its
+wait, the least and the most of a block if blocks differ, rated as on a device.
 
 Exit status: 0 all rows agree, 1 rows differ or the run failed, 2 invalid configuration.
 """

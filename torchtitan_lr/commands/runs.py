@@ -7,11 +7,9 @@
 
 A run is a dump folder, with metrics.jsonl, or with job_config.json and run.lock. Its state is
 "running" (a process holds its run.lock), "finished", "stopped" (by a signal, after a checkpoint) or
-"failed", and why. The losses are those of a summary: the last validation's, and the mean of the
-steps since the last logged step but one, in nats per token. The keys in which the runs differ are
-listed below the table, with what all share: ranks, tokens per step, torch and commit. --columns
-lists other keys, and --sort orders the runs by a column or a key. What is damaged in a run's files
-is shown as unknown.
+"failed", and why. The losses are those of a summary, in nats per token. Below the table are the
+keys in which the runs differ, and what all share; --columns lists other keys, and --sort orders the
+runs by a column or a key. What is damaged in a run's files is shown as unknown.
 
 Exit status: 0 success, 1 there is no run, 2 invalid arguments.
 """
