@@ -16,8 +16,8 @@ Further arguments override the TOMLs, as in a run. All plans have the same activ
 Weights, gradients, optimizer state and bytes are exact. Activations are counted by
 running uncompiled blocks on tensors without data ("working" is the additional memory of backward);
 "buffers" include FSDP's unsharded weights. The step time is a model, compared with published times
-in docs/results.md; "compute" is products and attention. --storage 2.5 adds the seconds of a
-checkpoint at 2.5 GB/s. With context parallelism both values of parallelism.cp_gather are compared.
+in docs/results.md; "compute" is products and attention. With context parallelism both
+values of parallelism.cp_gather are compared.
 
 --hardware h100 has 400 Gbit/s a device between nodes; h100_400gbit has it a node of eight devices.
 
@@ -27,7 +27,6 @@ Exit status: 0, or 2 for an invalid configuration, number of ranks or hardware.
 import argparse
 import json
 from collections.abc import Sequence
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,20 +51,11 @@ def add_arguments(parser: OneLineParser) -> None:
         default="full,vanilla,btp",
         help="of one CONFIG: some of full, vanilla, vanilla_replicated, btp, or of your own",
     )
-    parser.add_argument(
-        "--storage",
-        type=float,
-        default=0.0,
-        metavar="GB/s",
-        help="bandwidth of the storage for all ranks together: adds the seconds of a checkpoint",
-    )
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the estimate; return the exit status."""
-    if not (args.storage >= 0 and isfinite(args.storage)):
-        raise ConfigError("--storage", args.storage, "GB/s such as 2.5")
     if args.world is not None:
         check_at_least(args, world=1)
     for path in args.configs:
@@ -86,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         plans = read_plans(args.plans)
         runs = {"as configured": first, **dict(alternatives(first, plans))}
     report = estimate(runs, hardware)
-    print(json.dumps(report, indent=2) if args.json else as_text(report, hardware, args.storage))
+    print(json.dumps(report, indent=2) if args.json else as_text(report, hardware))
     return 0
 
 

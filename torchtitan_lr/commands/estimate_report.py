@@ -168,14 +168,14 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def as_text(report: dict[str, Any], hardware: Hardware, storage: float = 0.0) -> str:
-    """Format the report as a table with one column per plan; `storage` in GB/s, 0 if unknown."""
+def as_text(report: dict[str, Any], hardware: Hardware) -> str:
+    """Format the report as a table with one column per plan."""
     refused = {n: c["refused"] for n, c in report["alternatives"].items() if "refused" in c}
     columns = {report["name"]: report}
     columns |= {n: c for n, c in report["alternatives"].items() if n not in refused}
     width = max(16, 2 + max(map(len, columns)))
     lines = [f"{report['hardware']:44}" + "".join(f"{name:>{width}}" for name in columns)]
-    for name, cells in _rows(list(columns.values()), storage):
+    for name, cells in _rows(list(columns.values())):
         lines.append(f"{name:44}" + "".join(f"{cell:>{width}}" for cell in cells))
     lines += ["", "activations by checkpointing mode: kept + at work in backward (GiB)"]
     for mode, sizes in report["activations_by_mode"].items():
@@ -208,7 +208,7 @@ def _spectral_line(cost: dict[str, Any]) -> str:
     )
 
 
-def _rows(columns: list[dict[str, Any]], storage: float) -> Iterator[tuple[str, list[str]]]:
+def _rows(columns: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     yield "ranks", [f"{c['world']:,}" for c in columns]
     yield "activation checkpointing", [c["checkpointing"] for c in columns]
     yield "parameters (M)", [f"{c['parameters'] / 1e6:,.1f}" for c in columns]
@@ -230,9 +230,6 @@ def _rows(columns: list[dict[str, Any]], storage: float) -> Iterator[tuple[str, 
         yield f"gradients, if in {wire} (GiB per step)", cells
     sizes = [sum(c["checkpoint_bytes"].values()) for c in columns]
     yield "checkpoint (GiB, all ranks)", [_number(size / GIB) for size in sizes]
-    if storage:
-        seconds = [_number(size / storage / 1e9) for size in sizes]
-        yield f"checkpoint at {storage:g} GB/s (s)", seconds
     for part in columns[0]["step_time"]:
         speed = part == "tokens_per_s"
         name = "tokens/s (all ranks, modelled)" if speed else f"{part} (s, modelled)"
