@@ -48,9 +48,8 @@ def fake_process_group(size: int, rank: int = 0) -> Iterator[None]:
 class RehearsalMode(TorchDispatchMode):
     """A dispatch mode that observes operators on local tensors.
 
-    It leaves out those by which DTensor infers shapes: they run on global tensors (fake ones in a
-    rehearsal), whose results are not memory of the run. There is no hook, so a private method is
-    replaced: ``ShardingPropagator._propagate_tensor_meta_non_cached``. If DTensor infers shapes
+    It leaves out those by which DTensor infers shapes, on global tensors: there is no hook, so
+    ``ShardingPropagator._propagate_tensor_meta_non_cached`` is replaced. If DTensor infers shapes
     elsewhere, memory estimates are too large and the tests of the rehearsal fail.
     """
 

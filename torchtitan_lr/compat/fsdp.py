@@ -1,13 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Private parts of FSDP2: a unit's sharded parameters and its communication calls.
 
-Gradient compression needs the layout of a unit's buffer, and the ledger needs the unit that
-communicates; FSDP2 publishes neither. A rejected step is explained by a rank's own gradients,
-which FSDP2 frees when they are summed. Gradients in bf16 on the wire need a dtype for the wire
-alone. A run without ``[grad_compression]`` and without the ledger uses only `replicate`,
-`watch_gradients` and `send_in` from this module.
-
-Tested with torch 2.11, 2.13 and 2.15, between which the fields of a parameter group changed.
+FSDP2 publishes neither the layout of a unit's buffer, for gradient compression, nor the unit that
+communicates, for the ledger, and frees a rank's own gradients, which explain a rejected step, when
+they are summed. Tested with torch 2.11, 2.13 and 2.15, between which parameter groups changed.
 """
 
 from collections.abc import Callable, Iterator
@@ -63,9 +59,8 @@ Norms = list[tuple[tuple[Tensor, ...], Tensor]]
 class OwnParamGroup(FSDPParamGroup):
     """A parameter group that notes its rank's own gradients' norms, and sends in its own dtype."""
 
-    norms: Norms | None = None  # gets an entry at every reduction; None for none
-    # The dtype of the reductions; None for that in which FSDP2 adds up micro-batches
-    wire_dtype: torch.dtype | None = None
+    norms: Norms | None = None  # gets an entry at every reduction
+    wire_dtype: torch.dtype | None = None  # None for that in which FSDP2 adds up micro-batches
 
     def post_backward(self, *unused: Any) -> None:
         """Note the norms, and go on as FSDP2 does."""

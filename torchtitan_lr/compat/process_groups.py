@@ -1,13 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Operators and groups of torch.distributed, for `torch.compile` and the ledger.
 
-Importing this module gives every gloo group that this process creates from then on one worker
-thread: with two, torch can end the process (docs/gloo_crash.md).
-
-Only the functional operators can be traced by `torch.compile` and take a group by name. The tables
-list every collective that torch dispatches; torch itself has no such list.
-
-Tested with torch 2.11, 2.13 and 2.15. The ledger raises for an operator that is not in the table.
+Importing this gives every gloo group of this process one worker thread (docs/gloo_crash.md).
+`torch.compile` traces the functional operators only. Torch has no list of its collectives; the
+ledger raises for one that is not in the table. Tested with torch 2.11, 2.13 and 2.15.
 """
 
 import os
@@ -90,17 +86,12 @@ OPERATIONS: dict[str, str] = {
 
 
 def _give_gloo_one_worker() -> None:
-    # Gloo gives a group two worker threads per network device. Both write the name of the operation
-    # that they have completed into one string, without a lock (``ProcessGroupGloo::runLoop``, torch
-    # 2.8 to 2.15). A functional all-gather has a name of more than 15 characters, whose memory
-    # they then free twice. The process dies later, in any allocation.
-    #
-    # One worker cannot wait for itself: a group's collectives start in the same order on all its
-    # ranks (their tags require it), none waits for a later one, and each group has its own worker.
-    #
+    # Both worker threads of a gloo group write the name of a completed operation into one string,
+    # without a lock (``ProcessGroupGloo::runLoop``, torch 2.8 to 2.15): a name of more than 15
+    # characters is freed twice, and the process dies later. One worker cannot wait for itself: the
+    # tags of a group's collectives require the same order on all ranks.
     # Torch ignores ``pg_options`` for gloo, so this replaces the constructor. If ``_Options`` or a
-    # field of it is renamed, the first group raises an AttributeError. ``split_group`` does not
-    # come here: torch can only split a group that is bound to a GPU.
+    # field of it is renamed, the first group raises an AttributeError.
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs know no options
     construct = gloo.__init__
 

@@ -1,9 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Reading small files of a folder that somebody else may have made; needs no torch.
+"""Reading files of a folder that somebody else may have made; needs no torch.
 
-A folder can hold links to other places, pipes and devices that never end, files of any size, and
-JSON of any type and depth. Everything that reads a record, a configuration or a manifest reads it
-with these functions.
+It can hold links elsewhere, pipes and devices that never end, and JSON of any size and depth.
 """
 
 import errno

@@ -1,13 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Strict typing of a TOML file and of command-line overrides against a dataclass tree."""
 
-# torchtitan only warns about a wrong type in a TOML file, and prints a page of usage for a wrong
-# command line. This file does not import torch, so that a wrong path or a typo is reported at once.
-# Not pydantic 2: its strict mode could replace `_match` and `_parse_text`, 45 lines. But it keeps
-# 2 an int where `float | int` is declared, and limits no int; of texts it takes "1.0" and " 5 "
-# for an int and "yes" for true, but neither "a,b" for a list nor "None" for None. Most of this
-# file, which names the key, the closest one and what works, would stay.
-# Not torchtitan's ConfigManager: its parser, tyro, prints a page and exits at a wrong key.
+# Not torchtitan's ConfigManager: it warns of a wrong type and prints a page for a wrong key.
+# Not pydantic: its strict mode could replace `_match` and `_parse_text`, but keeps 2 an int where a
+# float is declared, and reads "yes" as true. No import of torch: a typo is reported at once.
 import difflib
 import json
 import os

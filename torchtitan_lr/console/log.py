@@ -1,9 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The lines of a rank: where they go, and the texts of those about steps and times.
+"""The lines of a rank: where they go, and the texts of times.
 
-The console has few: the start, the logged steps, validations, checkpoints, the end, and warnings
-about which a user can do something. All other records of this package, torchtitan, torch and other
-libraries are written to ``details.log`` beside the rank's output. ``metrics.verbose`` shows them.
+The console has few, and warnings about which a user can do something. All records are written to
+``details.log`` beside the rank's output; ``metrics.verbose`` shows them.
 """
 
 import contextlib

@@ -1,17 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A step-time model: products, element-wise kernels, the optimizer, and α-β for collectives.
 
-A product takes its FLOPs over the speed that large products reach, plus its bytes over the memory
-bandwidth, plus the launch of a kernel. So thin products, which move many bytes per FLOP, are slow;
-that products and memory do not overlap fits the products that BOOST's authors measured on A100s
-(``docs/results.md``). Fused attention has a speed of its own. Other kernels take their bytes
-over the memory bandwidth plus a launch.
-
-A collective of N ranks costs α per call, plus its bytes times the share that crosses a link
+A product takes its FLOPs over the speed of large products, plus its bytes over the memory
+bandwidth, plus a launch: that both do not overlap fits BOOST's products on A100s
+(``docs/results.md``). Fused attention has a speed of its own; other kernels take their bytes and a
+launch. A collective of N ranks costs α per call, plus its bytes times the share that crosses a link
 (2(N-1)/N for an all-reduce, (N-1)/N for a gather, a scatter or an all-to-all, 1 for a message) over
-the link's bandwidth. Tensor-parallel activations and pipeline messages lie between two products and
-are exposed. The online norm's statistic and data-parallel traffic overlap with computation and are
-exposed only where they take longer. TSR-Adam's traffic at the end of a step is exposed.
+the link's bandwidth. Tensor-parallel activations and messages are exposed, and so is TSR-Adam's
+traffic; the online norm's statistic and data-parallel traffic only where they take longer.
 """
 
 from collections.abc import Callable, Iterable

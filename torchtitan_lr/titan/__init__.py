@@ -6,12 +6,7 @@ The modules are split by what importing them loads: this one neither torch nor t
 """
 
 # Tested with torchtitan 0.2.2, the last release with TOML files and TrainSpec, which pyproject.toml
-# pins. In 0.3.0 these names are gone (read from its wheel): in `base` JobConfig, Optimizer,
-# ActivationCheckpoint, apply_ac, BaseModelArgs, ModelProtocol and ``_layer_sac_count``; in
-# `components` build_optimizers, build_lr_schedulers and ``_async_wait``; in `specs`
-# RoPEScalingArgs, Llama3StateDictAdapter, TrainSpec, ParallelizeFunction, get_train_spec,
-# register_train_spec, the table behind them and generate_llm_fqn_per_model_part; in `trainer`
-# maybe_enable_amp.
+# pins: 0.3.0 has neither JobConfig nor the builders, specs and adapters that this room imports.
 import logging
 
 # Both are stated again, not imported: the launcher and the checks start without torch.

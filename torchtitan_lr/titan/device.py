@@ -1,10 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """CPU support for torchtitan, and peak FLOP/s.
 
-torchtitan resolves its device once, at import, and falls back to the name ``cuda`` without an
-accelerator. `bind_device` then binds a CPU device object in the modules that hold this name. It
-rebinds only torchtitan's names and never patches torch itself. With an accelerator it changes only
-the peak FLOP/s of unknown devices.
+torchtitan resolves its device once, at import, to ``cuda`` without an accelerator. `bind_device`
+rebinds torchtitan's names, never torch's; with an accelerator only unknown devices' peak FLOP/s.
 """
 
 import ctypes

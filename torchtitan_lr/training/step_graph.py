@@ -1,12 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Forward, loss and backward of a micro-batch as one CUDA graph.
 
-Small kernels end sooner than Python can launch them. A captured pass is launched at once: the same
-kernels on the same memory, so every number is that of the eager pass.
-
-A step runs one pass for each micro-batch. The first one writes gradients, later ones add to them,
-and the last one sums them over the ranks, so each kind is captured by itself. All kinds are
-captured in one step, in the order in which they run, since they share a pool of memory.
+A captured pass launches the same kernels on the same memory at once, faster than Python can. The
+first micro-batch writes gradients, later ones add to them, the last sums them over the ranks: each
+kind is captured by itself, all in one step in their order, since they share a pool of memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence

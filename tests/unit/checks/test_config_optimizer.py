@@ -170,7 +170,7 @@ def test_the_estimate_counts_the_state_of_the_base(base, outside, monkeypatch):
     def state(name):
         options = [f"--job.config_file={CONFIG}", "--model.name=llama_cola"]
         options += ["--optimizer.tsr_rank=8", f"--optimizer.name={name}"]
-        return checkpoint_bytes(read_run(build_job_config(options), 1))
+        return checkpoint_bytes(read_run(build_job_config(options), 4))
 
     assert state("Own") != state(base)
     monkeypatch.setitem(BASES, "Own", base)
