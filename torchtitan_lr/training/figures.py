@@ -155,40 +155,16 @@ def draw_curve(history: History, path: Path, title: str = "") -> Any:
     return figure
 
 
-# The runs with which the others are compared.
-_BASES = ("full", "AdamW", "dense", "p1", "one process")
-
-COLORS = {
-    **dict.fromkeys(_BASES, "black"),
-    **{"svd": "tab:blue", "cola": "tab:orange", "lax": "tab:green"},
-    **{"GaLore": "tab:blue", "TSR keep": "tab:orange", "TSR rotate": "tab:green"},
-    **{"TSR reset": "tab:red", "BTP": "tab:orange", "vanilla": "tab:purple"},
-    **{"megatron": "tab:brown", "CAAT Net": "tab:pink"},
-    **{"sketch": "tab:purple", "sparse": "tab:olive"},
-    **{"4 lanes": "tab:blue", "8 lanes": "tab:orange"},
-    **{"top k": "tab:cyan", "random": "tab:olive", "another seed": "tab:gray"},
-}
-"""The colour of a method in every picture that compares methods; a hyphen is a blank."""
-
-
-_OTHERS = (
-    *(f"tab:{name}" for name in ("blue", "orange", "green", "red", "purple", "brown", "pink")),
-    *("tab:olive", "tab:cyan", "tab:gray", "navy", "gold", "lime", "darkred", "plum", "teal"),
+_COLORS = (
+    *("black", "tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown"),
+    *("tab:pink", "tab:olive", "tab:cyan", "tab:gray", "navy", "gold", "lime", "darkred"),
+    *("plum", "teal"),
 )
-"""Colours of methods that `COLORS` does not name, or that share their colour with another."""
 
 
 def colors_of(names: Sequence[str]) -> dict[str, str]:
-    """Return the colours of the methods of one picture: all different, as far as there are some."""
-    known: dict[str, str] = {}
-    for name in names:
-        text = name.replace("-", " ").lower() + " "
-        methods = [key for key in COLORS if text.startswith(f"{key.lower()} ")]
-        if methods and (color := COLORS[max(methods, key=len)]) not in known.values():
-            known[name] = color
-    free = [color for color in _OTHERS if color not in known.values()] or list(_OTHERS)
-    unknown = [name for name in dict.fromkeys(names) if name not in known]
-    return known | dict(zip(unknown, itertools.cycle(free), strict=False))
+    """Return the colours of the methods of one picture, in their order; after 17 they repeat."""
+    return dict(zip(dict.fromkeys(names), itertools.cycle(_COLORS), strict=False))
 
 
 def draw_runs(runs: dict[str, History], path: Path) -> Any:
