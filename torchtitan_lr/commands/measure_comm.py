@@ -67,25 +67,23 @@ def one_block(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge equal blocks into one, with the least and the most FLOPs that overlap."""
     whole = [row | {"most_overlapped_flops": row["overlapped_flops"]} for row in table]
     blocks: dict[str, list[dict[str, Any]]] = {}
+    compared: dict[str, list[dict[str, Any]]] = {}
     for row in whole:
         if row["scope"].startswith("block "):
+            same = {key: value for key, value in row.items() if key not in ("scope", *OVERLAP)}
             blocks.setdefault(row["scope"], []).append(row)
-    compared = []
-    for rows in blocks.values():
-        known = []
-        for row in rows:
-            known.append({k: v for k, v in row.items() if k not in ("scope", *OVERLAP)})
-        compared.append(known)
-    if not compared or any(block != compared[0] for block in compared):
+            compared.setdefault(row["scope"], []).append(same)
+    first, *others = compared.values() or [[]]
+    if not first or any(other != first for other in others):
         return whole
     merged = []
     for rows in zip(*blocks.values(), strict=True):
         flops = [row["overlapped_flops"] for row in rows]
         ends = {"overlapped_flops": min(flops), "most_overlapped_flops": max(flops)}
         merged.append(rows[0] | {"scope": "block"} | ends)
-    first = next(i for i, row in enumerate(whole) if row["scope"].startswith("block "))
-    others = [row for row in whole[first:] if not row["scope"].startswith("block ")]
-    return [*whole[:first], *merged, *others]
+    place = next(i for i, row in enumerate(whole) if row["scope"] in blocks)
+    rest = [row for row in whole[place:] if row["scope"] not in blocks]
+    return [*whole[:place], *merged, *rest]
 
 
 def run_ranks(arguments: list[str]) -> tuple[list[dict[str, Any]], Run]:

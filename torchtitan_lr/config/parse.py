@@ -204,22 +204,20 @@ def unknown_key(key: str, value: object, config_cls: type) -> ConfigError:
     leaves = list(_keys(config_cls))
     if not any("." in leaf for leaf in leaves):  # a table of an experiment has no sections
         return ConfigError(key, value, one_of(leaves, name))
+    close = difflib.get_close_matches
     siblings = [leaf.rpartition(".")[2] for leaf in leaves if leaf.rpartition(".")[0] == section]
-    namesakes = [leaf for leaf in leaves if leaf.rpartition(".")[2] == name]
     sections = [option.name for option in fields(config_cls)]
-    below = [leaf for leaf in leaves if leaf.startswith(key + ".")]
-    if below:
+    guesses = [leaf for leaf in leaves if leaf == section]
+    if section:
+        guesses += [f"{section}.{near}" for near in close(name, siblings, 1)]
+    else:
+        guesses += [f"[{near}]" for near in close(key, sections, 1, cutoff=0.7)]
+    guesses += close(key, leaves, 1, cutoff=0.85)
+    guesses += [leaf for leaf in leaves if leaf.rpartition(".")[2] == name]
+    if below := [leaf for leaf in leaves if leaf.startswith(key + ".")]:
         want = f"a key of this section, such as {below[0]}"
-    elif section in leaves:
-        want = f"a known key: did you mean {section}?"
-    elif not section and (close := difflib.get_close_matches(key, sections, 1, cutoff=0.7)):
-        want = f"a known section: did you mean [{close[0]}]?"
-    elif section and (close := difflib.get_close_matches(name, siblings, 1)):
-        want = f"a known key: did you mean {section}.{close[0]}?"
-    elif close := difflib.get_close_matches(key, leaves, 1, cutoff=0.85):
-        want = f"a known key: did you mean {close[0]}?"
-    elif namesakes:
-        want = f"a known key: did you mean {namesakes[0]}?"
+    elif guesses:
+        want = f"a known key: did you mean {guesses[0]}?"
     elif siblings and section:
         want = f"one of the keys of [{section}]: {', '.join(siblings)}"
     else:

@@ -13,14 +13,12 @@ Pass = Literal["forward", "backward", "optimizer"]
 class Traffic:
     """Equal collectives of one part of the model, in one micro-batch."""
 
-    # ``block i``, ``embedding`` or ``head``, which computes the loss; ``step`` or ``optimizer``
-    scope: str
-    pass_: Pass  # ``forward`` or ``backward``; ``optimizer`` for what an optimizer sends
+    scope: str  # ``block i``, ``embedding``, ``head`` (with the loss), ``step``, ``optimizer``
+    pass_: Pass
     op: str  # ``all_reduce``, ``reduce_scatter``, ``all_gather`` or ``all_to_all``
-    # The kind of tensor, which determines the dtype: ``activation`` (or its gradient),
-    # ``statistic`` (at least fp32), ``loss`` (at least fp32), ``parameter``, ``gradient``,
-    # ``index`` of a codec; TSR-Adam's ``core``, ``sketch`` and ``checksum``; a spectral optimizer's
-    # ``gram`` and ``momentum``
+    # The kind of tensor, which determines the dtype: ``activation`` (or its gradient), at least
+    # fp32 ``statistic`` and ``loss``, ``parameter``, ``gradient``, a codec's ``index``; TSR-Adam's
+    # ``core``, ``sketch`` and ``checksum``; a spectral optimizer's ``gram`` and ``momentum``
     role: str
     calls: int
     elements: int  # elements of all calls together

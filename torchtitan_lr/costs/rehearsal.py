@@ -64,15 +64,11 @@ class Workload:
 class Rehearsal:
     """The memory of one rank for one micro-batch."""
 
-    # Bytes kept by a decoder block, its input included, its output not; a mean where checkpointing
-    # treats blocks in turns
+    # Bytes kept by a block, its input included, its output not; a mean over ``selective`` turns
     block: float
     ends: int  # bytes kept by the embedding, the final norm, the head and the loss
-    # Bytes that backward needs at its worst beyond what forward left, the gradients of whole
-    # parameters aside
-    working: int
-    # Collectives that checkpointing runs again, by operation and dtype: calls and elements of one
-    # block (a mean, as above)
+    working: int  # bytes that backward needs beyond what forward left, whole gradients aside
+    # Collectives that checkpointing repeats, by operation and dtype: calls, elements of one block
     repeated: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
 
 

@@ -28,21 +28,15 @@ Parts = dict[str, list[Traffic]]
 class PlanFormula:
     """One plan on paper."""
 
-    # Takes the model's arguments, the plan's settings, n and T > 1. Returns the collectives of the
-    # embedding, of one decoder block, and of final norm and head without the gather of logits; none
-    # of a learned gate.
+    # Takes arguments, settings, n and T > 1; returns the collectives of the embedding, of a block,
+    # and of final norm and head without the gather of logits; none of a learned gate.
     traffic: Callable[[LlamaArgs, TPSettings, int, int], Parts]
-    # Which dimension of attention's A (r, d_in) and B (d_out, r) the ranks split, None for none
-    # (Replicate); at full rank of q, k, v and of o. Where they split A along r, 0, a rank holds r/T
-    # features of its latents.
+    # The dimension of attention's A (r, d_in) and B (d_out, r), at full rank of q, k, v and of o,
+    # that ranks split; None for none. By A's 0 a rank holds r/T features of its latents.
     attention: tuple[int | None, int | None]
-    # Likewise, of the feed-forward; at full rank of gate, up and of down
-    feed_forward: tuple[int | None, int | None]
-    # Whether a rank holds d/T features of the residual stream. Its norms then exchange a statistic
-    # per token.
-    shards_stream: bool = False
-    # Whether a rank attends with its share of the heads, and not with all of them
-    shards_heads: bool = True
+    feed_forward: tuple[int | None, int | None]  # likewise; at full rank of gate, up and of down
+    shards_stream: bool = False  # d/T features each; its norms exchange a statistic per token
+    shards_heads: bool = True  # whether a rank attends with its share of the heads only
 
 
 def chunk_groups(shape: LlamaArgs) -> list[tuple[list[int], bool]]:
