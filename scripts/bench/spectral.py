@@ -95,7 +95,7 @@ def factors_of(flavor: str, layers: int, device: str) -> tuple[Factors, list[tup
     """
     args = FLAVORS["cola"][flavor]
     shapes = model_shapes(replace(args, n_layers=layers or args.n_layers))
-    chosen = select_matrices(shapes, "Spectron")
+    chosen = select_matrices(shapes, "factors")
     factors = {}
     for name in sorted(chosen.names):
         factors[name] = nn.Parameter(torch.randn(shapes[name], device=device) * 0.02)

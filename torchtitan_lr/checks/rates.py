@@ -4,18 +4,14 @@
 from functools import cache
 from typing import Any
 
-from torchtitan_lr.config import schema
+from torchtitan_lr.config.schema import Optimizer
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.models.configured import llama_args, model_shapes
+from torchtitan_lr.optim.entries import ENTRIES, imported
 from torchtitan_lr.titan import logger
 
-PUBLISHED_RATES = {
-    "Muon": (1e-4, 1e-2),  # AdamW's, which Moonlight's scale keeps (arXiv 2502.16982)
-    "Spectron": (1e-3, 1e-1),  # arXiv 2602.12429
-    "LoRAMuon": (1e-2, 1e-1),  # of updates of spectral norm 1: Jordan et al.'s Muon, 2e-2, to 1e-1
-    "AdamW": (1e-5, 1e-2),  # beside a spectral optimizer
-}
-"""Lowest and highest learning rate of a rule."""
+ADAMW_RATES = (1e-5, 1e-2)
+"""Lowest and highest learning rate of AdamW beside another optimizer."""
 
 
 def check_rates(config: Any, world_size: int, device_type: str) -> None:
@@ -26,8 +22,8 @@ def check_rates(config: Any, world_size: int, device_type: str) -> None:
     """
     from torchtitan_lr.optim.groups import ParameterGroups, Rates
 
-    section, base = config.optimizer, schema.base_of(config.optimizer.name)
-    if base not in schema.SPECTRAL:
+    section, published = config.optimizer, ENTRIES[config.optimizer.name].published_rates
+    if published is None:
         return
     args = llama_args(config)
     found = {Rates("lr", section.lr, section.weight_decay)}
@@ -45,15 +41,15 @@ def check_rates(config: Any, world_size: int, device_type: str) -> None:
             want = f"less than {most:g}, so that weights keep their sign where {rate} is {lr:g}"
             raise ConfigError(f"optimizer.{key}", given, want)
         if lr and metric.startswith("lr"):
-            _warn_of_scale(base, rate, lr)
+            _warn_of_scale(section.name, published, rate, lr)
         elif lr and section.adamw_lr == 0:  # AdamW then has the rate of the matrices
-            _warn_of_scale("AdamW", rate, lr)
+            _warn_of_scale("AdamW", ADAMW_RATES, rate, lr)
 
 
 @cache  # a sweep checks many runs
-def _warn_of_scale(rule: str, rate: str, lr: float) -> None:
+def _warn_of_scale(rule: str, published: tuple[float, float], rate: str, lr: float) -> None:
     """Warn of a learning rate that is not of the scale of a rule."""
-    low, high = PUBLISHED_RATES[rule]
+    low, high = published
     if not low <= lr <= high:
         what = "%s = %g is not of the scale of %s, whose published rates are %g to %g"
         logger.warning(f"{what}: is it another optimizer's?", rate, lr, rule, low, high)
@@ -66,10 +62,10 @@ def check_groups(config: Any, world_size: int, device_type: str) -> None:
 
     section, ignoring = config.optimizer, _what_ignores_rates(config)
     if ignoring:
-        defaults = schema.DEFAULTS_OF.get(schema.base_of(section.name), {})
+        defaults = ENTRIES[section.name].defaults
         for name in ("groups", "weight_decay_on", "adamw_lr", "adamw_weight_decay"):
             key, got = f"optimizer.{name}", getattr(section, name)
-            default = defaults.get(key, getattr(schema.Optimizer(), name))
+            default = defaults.get(key, getattr(Optimizer(), name))
             require(got == default, key, got, f"{default!r} with {ignoring}")
         return
     groups = ParameterGroups.from_config(section)
@@ -81,17 +77,15 @@ def check_groups(config: Any, world_size: int, device_type: str) -> None:
 
 def check_outside(config: Any, world_size: int, device_type: str) -> None:
     """Run the check of an optimizer from outside, and refuse a dtype of sums that are its own."""
-    from torchtitan_lr.training.register import OUTSIDE_CHECKS
-
     if llama_args(config) is None:  # another package's model, which builds its own optimizer
         return
-    name, training = config.optimizer.name, config.training
-    if check := OUTSIDE_CHECKS.get(name):
-        check(config, world_size, device_type)
+    entry = ENTRIES[config.optimizer.name]
+    if entry.check is not None:
+        imported(entry.check)(config, world_size, device_type)
     replicas = config.parallelism.data_parallel_replicate_degree
-    if replicas > 1 and name in schema.SUMS_REPLICAS and schema.base_of(name) != schema.TSR:
-        key, dtype = "training.mixed_precision_reduce", training.mixed_precision_reduce
-        want = f"'float32' with optimizer.name = {name!r}, which sums over the replicas itself"
+    if replicas > 1 and entry.sums_replicas and not entry.reads_wire_dtype:
+        key, dtype = "training.mixed_precision_reduce", config.training.mixed_precision_reduce
+        want = f"'float32' with {entry.name}, which sums over the replicas itself, without this key"
         require(dtype == "float32", key, dtype, want)
 
 
@@ -103,12 +97,8 @@ def _what_ignores_rates(config: Any) -> str:
     name, model = config.optimizer.name, f"model.name = {config.model.name!r}"
     if llama_args(config) is not None:
         ignores = f"optimizer.name = {name!r}, registered without reads_groups = True"
-        return "" if name in schema.READS_GROUPS else ignores
+        return "" if ENTRIES[name].reads_groups else ignores
     if get_train_spec(config.model.name).build_optimizers_fn is build_optimizers:
-        require(
-            name in schema.ADAMS,
-            "optimizer.name",
-            name,
-            f"{one_of(schema.ADAMS, name)} with {model}",
-        )
+        known = [entry.name for entry in ENTRIES.values() if entry.in_torchtitan]
+        require(name in known, "optimizer.name", name, f"{one_of(known, name)} with {model}")
     return f"{model}, whose package builds its own optimizer"

@@ -154,12 +154,11 @@ def total_as_text(table: list[dict[str, Any]]) -> str:
 
 def gradients_as_text(run: Run) -> str:
     """Format the bytes of a run's gradients in an average step, and AdamW's, by wire dtype."""
-    from torchtitan_lr.costs.step_traffic import WIRES, average_optimizer_traffic, gradient_bytes
+    from torchtitan_lr.costs.step_traffic import WIRES, gradient_bytes
 
-    cores = [] if run.tsr is None else average_optimizer_traffic(run, 0)
     adamw = replace(run, baseline=True)
     sizes = {
-        "as configured": gradient_bytes(run, 0, cores),
+        "as configured": gradient_bytes(run, 0),
         "AdamW, uncompressed": gradient_bytes(adamw, 0),
     }
     lines = []

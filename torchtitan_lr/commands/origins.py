@@ -11,12 +11,12 @@ from torchtitan_lr.checks.values import check_model
 from torchtitan_lr.config import parse
 from torchtitan_lr.config.build import build_job_config, config_class, with_own_rates
 from torchtitan_lr.config.paths import shown_config
-from torchtitan_lr.config.schema import DEFAULTS_OF, base_of
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import read_environment
 from torchtitan_lr.launch.machines import check_machines
 from torchtitan_lr.launch.placement import place
 from torchtitan_lr.models.configured import llama_args
+from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.titan.base import drop_marker
 
 DEFAULT, FLAVOR, SHARE = "default", "flavor", "warmup_ratio"
@@ -57,7 +57,7 @@ def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], 
     for (file, values), own in zip(files.items(), kept, strict=True):
         origins |= dict.fromkeys(set(_leaves(values)) - set(_leaves(own)), f"{DEFAULT} of {name}")
         origins |= dict.fromkeys(_leaves(own), shown_config(file))
-    for key in DEFAULTS_OF.get(base_of(name), {}):
+    for key in ENTRIES[name].defaults:
         origins.setdefault(key, f"{DEFAULT} of {name}")
     origins |= dict.fromkeys(given, COMMAND_LINE)
     if built.lr_scheduler.warmup_ratio >= 0:

@@ -7,9 +7,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage as TorchStage
 from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import _PipelineSchedule, _PipelineScheduleRuntime
 
 SPLITS_BACKWARD = torch.__version__ >= "2.13"
@@ -19,6 +21,13 @@ Before torch 2.13 the second half fails at a custom Function whose node nothing 
 the gradients of a node's several outputs, and counts a gradient twice that passes two of the nodes
 where it begins.
 """
+
+
+def backward_in_halves(loss: Tensor, x: Tensor, weights: list[nn.Parameter]) -> None:
+    """Run a later stage's backward as a schedule that splits it: of the input, then of weights."""
+    _, groups = stage_backward_input([loss.clone()], None, [x], iter(weights))
+    stage_backward_weight(iter(weights), groups)
+
 
 PipelineSchedule = _PipelineSchedule
 """The common base class of all schedules, which torch does not export; used as a type only."""

@@ -11,10 +11,21 @@ from functools import cache
 from typing import Any
 
 from torchtitan_lr.compat.interpreter import collector_off
-from torchtitan_lr.config import parse, schema
+from torchtitan_lr.config import parse
 from torchtitan_lr.config.paths import expanded, find_config
 from torchtitan_lr.config.ranges import check_ranges
+from torchtitan_lr.config.schema import (
+    AC_MODES,
+    CODEC_NAMES,
+    ITS_MODULE,
+    MODELS,
+    TP_PLANS,
+    Experimental,
+    JobConfig,
+    Optimizer,
+)
 from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.optim.entries import ENTRIES, like, unread_keys
 
 _PATHS = ("folder", "path", "_file", "_csv", "flavor")  # how names of keys of paths end
 _IMPORT_KEY = "experimental.custom_import"
@@ -25,11 +36,11 @@ _RATIO = "warmup_ratio"
 _WARMUP = {f"lr_scheduler.{_RATIO}", "lr_scheduler.warmup_steps"}
 
 REGISTERED = {
-    "model.name": schema.MODELS,
-    "parallelism.tp_plan": schema.TP_PLANS,
-    "activation_checkpoint.mode": schema.AC_MODES,
-    "grad_compression.codec": schema.CODEC_NAMES,
-    "optimizer.name": schema.OPTIMIZERS,
+    "model.name": MODELS,
+    "parallelism.tp_plan": TP_PLANS,
+    "activation_checkpoint.mode": AC_MODES,
+    "grad_compression.codec": CODEC_NAMES,
+    "optimizer.name": ENTRIES,
 }
 """Known values of the keys to which ``experimental.custom_import`` may add some."""
 
@@ -67,14 +78,14 @@ def _fill(layers: list[dict[str, Any]], overrides: list[parse.Override], of_reco
     experimental = raw.get("experimental")
     named = experimental.get("custom_import") if isinstance(experimental, dict) else None
     module = dict(overrides).get(_IMPORT_KEY, named)
-    if isinstance(module, str) and module != schema.Experimental.custom_import:
+    if isinstance(module, str) and module != Experimental.custom_import:
         import_extension(module)  # its names become known, its faults are told before ranks start
     raw = parse.merge_tables(with_own_rates(layers, dict(overrides).get("optimizer.name")))
     checked = check_record(raw) if of_record else parse.check_toml(raw, config_cls)
     values = parse.apply_overrides(checked, overrides, config_cls)
-    base = schema.base_of(values.get("optimizer", {}).get("name", ""))
-    _set_defaults(values, base)
-    check_ranges(values, config_cls, tsr=base == schema.TSR)
+    name = values.get("optimizer", {}).get("name", Optimizer.name)
+    _set_defaults(values, name)
+    check_ranges(values, config_cls, unread_keys(name))
     _set_warmup(values, [] if of_record else layers, overrides)
     folder = values.get("job", {}).get("dump_folder", ".")
     require(folder.strip(), "job.dump_folder", folder, "a folder such as ./outputs")
@@ -85,29 +96,24 @@ def _fill(layers: list[dict[str, Any]], overrides: list[parse.Override], of_reco
 
 def with_own_rates(layers: list[dict[str, Any]], last: Any) -> list[dict[str, Any]]:
     """Return tables, later ones last, without the rates that they set for another optimizer."""
-    rules, name = [], schema.Optimizer.name
+    rules, name = [], Optimizer.name
     for layer in layers:
         table = layer.get("optimizer")
         name = table.get("name", name) if isinstance(table, dict) else name
-        rules.append(_rule(name))
+        rules.append(like(name))
     found = []
     for layer, rule in zip(layers, rules, strict=True):
         table = layer.get("optimizer")
-        if isinstance(table, dict) and rule != _rule(last or name):
+        if isinstance(table, dict) and rule != like(last or name):
             kept = {key: value for key, value in table.items() if key not in RATES}
             layer = layer | {"optimizer": kept}
         found.append(layer)
     return found
 
 
-def _rule(name: Any) -> str:
-    """Return one name for optimizers whose learning rates mean the same."""
-    return schema.ADAMS[0] if name in schema.ADAMS else schema.base_of(str(name))
-
-
-def _set_defaults(values: dict[str, Any], base: str) -> None:
-    """Give the keys that are not set the defaults of the optimizer that the run's is or changes."""
-    for key, value in schema.DEFAULTS_OF.get(base, {}).items():
+def _set_defaults(values: dict[str, Any], name: str) -> None:
+    """Give the keys that are not set the defaults of the run's optimizer."""
+    for key, value in ENTRIES[name].defaults.items():
         section, _, option = key.partition(".")
         values.setdefault(section, {}).setdefault(option, value)
 
@@ -159,7 +165,7 @@ def check_record(record: dict[str, Any]) -> dict[str, Any]:
     except ConfigError as error:
         if error.key not in REGISTERED:
             raise
-        raise ConfigError(error.key, error.got, f"{error.want}, or {schema.ITS_MODULE}") from error
+        raise ConfigError(error.key, error.got, f"{error.want}, or {ITS_MODULE}") from error
 
 
 def import_extension(module: str | None) -> None:
@@ -186,4 +192,4 @@ def config_class() -> Any:
 
     # Called late: it imports torch, which takes seconds; a wrong path is reported first.
     with collector_off():
-        return merged_job_config(schema.JobConfig)
+        return merged_job_config(JobConfig)

@@ -238,7 +238,7 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
     """Return the members of a union, or of ``Annotated[str, names]``; else the annotation."""
     if get_origin(annotation) is Annotated:
         kind, first = get_args(annotation)[:2]
-        return (Literal[tuple(first)],) if isinstance(first, list) else _alternatives(kind)
+        return (Literal[tuple(first)],) if isinstance(first, list | dict) else _alternatives(kind)
     if get_origin(annotation) in (Union, types.UnionType):
         return get_args(annotation)
     return (annotation,)

@@ -5,16 +5,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from torchtitan_lr.compression.settings import CompressionSettings, compression_settings
-from torchtitan_lr.config.schema import SPECTRAL, SUMS_REPLICAS, TSR, base_of
+from torchtitan_lr.compression.settings import (
+    CompressionSettings,
+    compression_settings,
+)
 from torchtitan_lr.costs.fsdp_messages import named_parameters, split_by_columns
 from torchtitan_lr.costs.hardware import MeshDim
 from torchtitan_lr.costs.held_memory import NamedShapes, Precision, Shape, sharded
+from torchtitan_lr.costs.optimizer_costs import OptimizerCost
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import llama_args, model_shapes
-from torchtitan_lr.optim.spectral.selection import select_matrices
-from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
+from torchtitan_lr.optim.entries import ENTRIES, OptimizerEntry, imported
 from torchtitan_lr.parallel.data_parallel import reshard_after_forward
 from torchtitan_lr.parallel.placement import TPSettings
 from torchtitan_lr.parallel.plans import tp_settings
@@ -26,11 +28,11 @@ from torchtitan_lr.titan.base import TORCH_DTYPE_MAP
 class Run:
     """A configuration with the model and the plan to estimate."""
 
-    config: Any  # returned by `build_job_config`, checked for ``world`` ranks
+    config: Any  # Returned by `build_job_config`, checked for ``world`` ranks
     world: int
     args: LlamaArgs
-    settings: TPSettings  # the resolved tensor-parallel plan
-    baseline: bool = False  # whether AdamW and uncompressed gradients replace the configured ones
+    settings: TPSettings  # The resolved tensor-parallel plan
+    baseline: bool = False  # Whether AdamW and uncompressed gradients replace the configured ones
 
     def __post_init__(self) -> None:
         section, training = self.config.parallelism, self.config.training
@@ -65,7 +67,7 @@ class Run:
             stride *= size
         # FSDP's dimension is torchtitan's dp_shard over cp, of which cp is the inner one.
         mesh["cp"] = MeshDim(self.cp, self.tp)
-        mesh["fsdp_tp"] = MeshDim(self.shard * self.tp, 1)  # a spectral optimizer's group
+        mesh["fsdp_tp"] = MeshDim(self.shard * self.tp, 1)  # of r × r sums
         return mesh
 
     @property
@@ -90,7 +92,8 @@ class Run:
     def wire_dtypes(self) -> dict[str, str]:
         """Name of the dtype in which tensors are sent, by `Traffic.role`.
 
-        Of TSR-Adam's sums over the replicas, ``stored`` are dense gradients, ``replicas`` the rest.
+        Of an optimizer's sums over the replicas, ``stored`` are dense gradients, ``replicas`` the
+        rest.
         """
         training = self.config.training
         reduced = training.mixed_precision_reduce
@@ -122,48 +125,33 @@ class Run:
         """How gradients are compressed: over HSDP's replicas, otherwise over the shards."""
         return compression_settings(self.config, self.replicas if self.replicas > 1 else self.shard)
 
-    @cached_property
-    def tsr(self) -> TSRSettings | None:
-        """TSR-Adam's settings; None for an optimizer that is neither it nor a variant of it."""
-        if self.baseline or base_of(self.config.optimizer.name) != TSR:
-            return None
-        return TSRSettings.from_config(self.config.optimizer)
-
-    @cached_property
-    def tsr_plans(self) -> dict[str, MatrixPlan]:
-        """TSR-Adam's compressed matrices."""
-        return {} if self.tsr is None else plan_matrices(self.global_shapes, self.tsr)
-
     @property
-    def sums_replicas(self) -> bool:
-        """Whether the optimizer itself sums gradients over the replicas."""
-        return not self.baseline and self.config.optimizer.name in SUMS_REPLICAS
-
-    @property
-    def spectral(self) -> str:
-        """The spectral optimizer's rule; empty for another optimizer."""
-        base = base_of(self.config.optimizer.name)
-        return base if base in SPECTRAL and not self.baseline else ""
+    def entry(self) -> OptimizerEntry:
+        """The optimizer's entry; of the baseline AdamW's."""
+        return ENTRIES["AdamW" if self.baseline else self.config.optimizer.name]
 
     @cached_property
-    def spectral_vectors(self) -> dict[str, int]:
-        """Length of the vector that Spectron keeps of each matrix, in the model's order."""
-        if not self.spectral:
-            return {}
-        chosen = select_matrices(self.global_shapes, self.spectral)
-        vectors = {}
-        for name, shape in self.global_shapes.items():
-            if name in chosen.names:
-                r = shape[0] if name.endswith(".A.weight") else shape[1]
-                vectors[name] = r if self.spectral == "Spectron" else 0
-        return vectors
+    def optimizer(self) -> OptimizerCost:
+        """What the optimizer sends, holds and computes; AdamW's of one that does not say it."""
+        cost: OptimizerCost = imported(self.entry.cost or OptimizerCost)(self)
+        return cost
 
     @cached_property
     def by_columns(self) -> set[str]:
         """Names of the parameters that FSDP2 splits along their columns, and not their rows."""
-        if not self.spectral:
+        if not self.entry.splits_columns:
             return set()
         return split_by_columns(self.args, self.settings, self.tp, self.shard)
+
+    def splits(self, name: str, local: Shape) -> list[tuple[str, ...]]:
+        """Return the mesh dimensions that split each dimension of a matrix."""
+        whole, splits = self.global_shapes[name], []
+        for dim in (0, 1):
+            by_fsdp = self.shard > 1 and dim == int(name in self.by_columns)
+            names = ["fsdp"] if by_fsdp else []
+            names += ["tp"] if local[dim] != whole[dim] else []
+            splits.append(tuple(names))
+        return splits
 
     def piece(self, name: str, shape: Shape) -> Shape:
         """Return the first FSDP rank's piece of a parameter."""
@@ -187,10 +175,17 @@ class Run:
             stages.append({unit_of[name]: units[unit_of[name]] for name in names})
         return stages
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether stages compute the gradients of inputs first, and those of weights later."""
+        return self.pp > 1 and (
+            self.config.parallelism.pipeline_parallel_schedule == "ZBVZeroBubble"
+        )
+
     def stages_of(self, pp_rank: int) -> list[int]:
         """Return the stages of a pipeline rank, assigned as in torch."""
         count = len(self.stages)
-        if self.config.parallelism.pipeline_parallel_schedule == "ZBVZeroBubble" and self.pp > 1:
+        if self.splits_backward:
             return [pp_rank, count - 1 - pp_rank]
         return list(range(pp_rank, count, self.pp))
 
@@ -200,6 +195,10 @@ class Run:
         for stage in self.stages_of(pp_rank):
             units |= self.stages[stage]
         return units
+
+    def pieces_of(self, pp_rank: int) -> dict[str, Shape]:
+        """Return the first FSDP rank's pieces of a pipeline rank's parameters."""
+        return {name: self.piece(name, shape) for name, shape in self.shapes_of(pp_rank).items()}
 
     def shapes_of(self, pp_rank: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of a pipeline rank's parameters on a tensor-parallel rank."""

@@ -7,8 +7,9 @@ from typing import Any
 from torchtitan_lr.costs.context_messages import kv_width, latent_flops
 from torchtitan_lr.costs.described_run import Run, blocks_of
 from torchtitan_lr.costs.hardware import Hardware
+from torchtitan_lr.costs.messages import element_size
 from torchtitan_lr.costs.step_time import collective_seconds, compute_seconds
-from torchtitan_lr.costs.step_traffic import element_size, run_context_traffic
+from torchtitan_lr.costs.step_traffic import run_context_traffic
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.parallel.plans import check_gather
 

@@ -7,7 +7,7 @@ rows: the first rank has most, the last may have none. A spectral optimizer's A 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -44,41 +44,49 @@ def static_memory(
     parameters: Iterable[NamedShapes],
     shard: int,
     precision: Precision,
-    tsr: Mapping[str, MatrixPlan] | None = None,
+    state_bytes: Callable[[NamedShapes], int] | None = None,
     shard_rank: int = 0,
-    spectral: Mapping[str, int] | None = None,
     by_columns: Collection[str] = (),
 ) -> dict[str, int]:
     """Return the bytes that a rank holds during the whole run, without buffers.
 
-    TSR-Adam keeps U (m, r) and V (n, r), sharded like the matrix's rows and columns, and two
-    moments (r, r); one-sided U and two moments (r, n). A spectral optimizer's matrix has a
-    momentum, Spectron's also a vector of the length in `spectral`. All else has AdamW's moments,
-    fp32 or wider under TSR-Adam. `parameters` are shapes on this tensor-parallel rank, for each of
-    its model parts.
+    `parameters` are shapes on this tensor-parallel rank, for each of its model parts; `state_bytes`
+    counts an optimizer's states from a rank's pieces, by default AdamW's.
     """
-    elements = optimizer = 0
-    spectral = spectral or {}
-    size = precision.parameter if tsr is None else max(4, precision.parameter)
+    pieces = {}
     for part in parameters:
-        local = {}
         for name, shape in part.items():
-            local[name] = sharded(shape, shard, shard_rank, int(name in by_columns))
-        elements += sum(map(prod, local.values()))
-        optimizer += STEP_BYTES * (len(local.keys() - spectral.keys()) if tsr is None else 1)
-        for name, shape in local.items():
-            if name in spectral:
-                optimizer += max(4, size) * (prod(shape) + spectral[name])
-                continue
-            plan = None if tsr is None else tsr.get(name)
-            moments = prod(shape)
-            if plan is not None:
-                m, n = reversed(shape) if plan.transposed else shape
-                moments = plan.core_elements(n)
-                optimizer += COUNTER_BYTES + size * plan.rank * (m + n * plan.two_sided)
-            optimizer += ADAM_MOMENTS * size * moments
-    weights = precision.parameter * elements
-    return {"weights": weights, "gradients": weights, "optimizer": optimizer}
+            pieces[name] = sharded(shape, shard, shard_rank, int(name in by_columns))
+    weights = precision.parameter * sum(map(prod, pieces.values()))
+    state = adam_state(pieces, precision.parameter) if state_bytes is None else state_bytes(pieces)
+    return {"weights": weights, "gradients": weights, "optimizer": state}
+
+
+def adam_state(pieces: NamedShapes, size: int) -> int:
+    """Return the bytes of AdamW's moments, of ``size`` bytes an element, and of its counters."""
+    return sum(STEP_BYTES + ADAM_MOMENTS * size * prod(piece) for piece in pieces.values())
+
+
+def tsr_state(pieces: NamedShapes, size: int, plans: Mapping[str, MatrixPlan]) -> int:
+    """Return the bytes of TSR-Adam's states; one optimizer has all model parts of a rank.
+
+    A compressed matrix has U (m, r) and V (n, r), sharded like its rows and columns, and two
+    moments (r, r); with one-sided projection U and two moments (r, n). Others have AdamW's moments.
+    """
+    total = STEP_BYTES
+    for name, piece in pieces.items():
+        moments, plan = prod(piece), plans.get(name)
+        if plan is not None:
+            m, n = reversed(piece) if plan.transposed else piece
+            moments = plan.core_elements(n)
+            total += COUNTER_BYTES + size * plan.rank * (m + n * plan.two_sided)
+        total += ADAM_MOMENTS * size * moments
+    return total
+
+
+def spectral_state(pieces: NamedShapes, size: int, vectors: Mapping[str, int]) -> int:
+    """Return the bytes of momenta, and of a vector of so many elements for each matrix."""
+    return sum(size * (prod(piece) + vectors[name]) for name, piece in pieces.items())
 
 
 def sharded(shape: Shape, ranks: int, rank: int = 0, dim: int = 0) -> Shape:

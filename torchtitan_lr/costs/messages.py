@@ -1,10 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Rows of predicted traffic; elements are counted like in the ledger."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
+
+import torch
 
 Pass = Literal["forward", "backward", "optimizer"]
 
@@ -45,6 +47,16 @@ def merge(rows: Iterable[Traffic]) -> list[Traffic]:
             old, calls=old.calls + row.calls, elements=old.elements + row.elements
         )
     return list(merged.values())
+
+
+def element_size(row: Traffic, dtypes: Mapping[str, str]) -> int:
+    """Return the bytes per element of a row, by its role and `Run.wire_dtypes`."""
+    role = row.role
+    if row.pass_ == "optimizer" and row.mesh_dim == "dp_replicate":
+        own = {"gradient": "stored", "core": "replicas", "sketch": "replicas"}
+        role = own.get(role, role)
+    dtype: torch.dtype = getattr(torch, dtypes[role])
+    return dtype.itemsize
 
 
 def pipeline_traffic(

@@ -34,7 +34,6 @@ def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
     Gradients grow while activations are used up, so that the peak is less than the sum: both are
     there at once only where an earlier micro-batch left its gradients.
     """
-    plans = None if run.tsr is None else run.tsr_plans
     stages = []
     for stage in run.stages_of(pp_rank):
         shapes: dict[str, tuple[int, ...]] = {}
@@ -45,8 +44,7 @@ def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
         stages,
         run.shard,
         run.precision,
-        plans,
-        spectral=run.spectral_vectors,
+        run.optimizer.state_bytes,
         by_columns=run.by_columns,
     )
     parts["activations"] = in_flight(run, pp_rank, rehearsal)[0]
@@ -69,7 +67,7 @@ def rehearse_run(run: Run, mode: str | None = None, fused_norm: bool = True) -> 
         bounds = rehearse_run(run, least, fused_norm), rehearse_run(run, most, fused_norm)
         block = bounds[0].block + share * (bounds[1].block - bounds[0].block)
         working = max(bound.working for bound in bounds)
-        return Rehearsal(block, bounds[0].ends, working, bounds[0].repeated)
+        return replace(bounds[0], block=block, working=working)
     workload = workload_of(run)
     # Alternatives, and runs that differ in their ranks only, often have the same blocks.
     key = repr((workload, replace(section, mode=mode)))
@@ -103,6 +101,7 @@ def repeated_by_block(run: Run) -> list[Traffic]:
     return [
         repeated_row(run, *what, count * calls, count * elements)
         for what, (calls, elements) in repeated.items()
+        if what[1] != "cp"  # what attention gathers again in any backward
     ]
 
 
@@ -111,7 +110,7 @@ def workload_of(run: Run) -> Workload:
     settings = run.settings if run.tp > 1 else TPSettings()  # ignored there
     dtype = TORCH_DTYPE_MAP[run.config.training.mixed_precision_param]
     shape = (run.args, settings, run.tp, run.microbatch, run.seq_len, dtype)
-    return Workload(*shape, run.cp, run.gather)
+    return Workload(*shape, run.cp, run.gather, run.splits_backward)
 
 
 def checkpointing_of(run: Run, mode: str) -> partial[None]:
@@ -175,11 +174,7 @@ def buffer_bytes(run: Run, pp_rank: int) -> int:
         total += _residual_bytes(run) * (1 + run.compression.revocable)
         if run.accumulation > 1 and run.replicas == 1:
             total += precision.summed * elements
-    for name, plan in run.tsr_plans.items():
-        for unit in units.values():
-            if name in unit:
-                shape = run.piece(name, unit[name])
-                total += 4 * plan.core_elements(shape[0 if plan.transposed else 1])
+    total += run.optimizer.buffer_bytes(run.pieces_of(pp_rank))
     if run.pp > 1:
         # Torch's buffers: one for every micro-batch, boundary and direction that is received.
         boundaries = boundaries_of(run)
@@ -191,9 +186,7 @@ def buffer_bytes(run: Run, pp_rank: int) -> int:
 
 def checkpoint_bytes(run: Run) -> dict[str, int]:
     """Return the bytes of a checkpoint of all ranks together by part; each tensor is in it once."""
-    plans = None if run.tsr is None else run.tsr_plans
-    vectors = run.spectral_vectors
-    static = static_memory([run.global_shapes], 1, run.precision, plans, spectral=vectors)
+    static = static_memory([run.global_shapes], 1, run.precision, run.optimizer.state_bytes)
     parts = {part: static[part] for part in ("weights", "optimizer")}
     if run.compresses:
         parts["residuals"] = _residual_bytes(run) * run.world

@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.compat.dispatch import storage_address, tree_leaves
 from torchtitan_lr.compat.fake import FakeTensorMode, RehearsalMode, fake_process_group
+from torchtitan_lr.compat.pipelining import backward_in_halves
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import PLACES, LlamaModel
@@ -34,8 +35,9 @@ from torchtitan_lr.parallel.plans import apply_tensor_parallel
 Prepare = Callable[[nn.Module], None]
 """What is done to the model between tensor parallelism and the forward pass: checkpointing."""
 
-Repeats = dict[tuple[str, str, str], tuple[int, int]]
-"""Collectives that run again: calls and elements by part of the model, operation and dtype."""
+Repeats = dict[tuple[str, str, str, str], tuple[int, int]]
+"""Collectives that run again: calls and elements by part of the model, mesh dimension, operation
+and dtype."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Workload:
     dtype: torch.dtype  # the dtype that blocks compute in
     cp_degree: int = 1  # context-parallel ranks C, which share the tokens
     gather: str = "kv"  # what they gather, ``kv`` or ``latents``
+    # Whether a pipeline computes gradients of inputs first, and those of weights later
+    splits_backward: bool = False
 
     def inputs(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Return token ids on a rank, and what else its model is called with."""
@@ -68,8 +72,14 @@ class Rehearsal:
     block: float
     ends: int  # bytes kept by the embedding, the final norm, the head and the loss
     working: int  # bytes that backward needs beyond what forward left, whole gradients aside
-    # Collectives that checkpointing repeats, by operation and dtype: calls, elements of one block
-    repeated: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    # Collectives that run again in a period of checkpointing: calls and elements
+    repeated: "PerPeriod" = field(default_factory=dict)
+    # Likewise of a backward in two halves, which the first stage of a pipeline does not have
+    repeated_in_halves: "PerPeriod" = field(default_factory=dict)
+
+
+# By mesh dimension, operation and dtype
+PerPeriod = dict[tuple[str, str, str], tuple[int, int]]
 
 
 def rehearse(workload: Workload, prepare: Prepare | None = None, period: int = 1) -> Rehearsal:
@@ -78,15 +88,31 @@ def rehearse(workload: Workload, prepare: Prepare | None = None, period: int = 1
     It has one and three blocks, or periods of ``selective_ac_option``, of which the mean counts.
     """
     short = [replace(workload.args, n_layers=n * period) for n in (1, 3)]
+    halves: PerPeriod = {}
     with fake_ranks(workload.tp_degree, workload.cp_degree) as mesh:
-        one, three = (run_once(replace(workload, args=args), mesh, prepare) for args in short)
-    blocks = 2 * period
-    block = (three.kept - one.kept) / blocks
-    less, repeated = _over_parts(one.repeated), {}
-    for key, (calls, elements) in _over_parts(three.repeated).items():
+        whole = [replace(workload, args=args, splits_backward=False) for args in short]
+        one, three = (run_once(shorter, mesh, prepare) for shorter in whole)
+        repeated = _per_period(one.repeated, three.repeated)
+        if workload.splits_backward and mesh is not None:
+            split = [replace(shorter, splits_backward=True) for shorter in whole]
+            halves = _per_period(*(run_once(again, mesh, prepare).repeated for again in split))
+    for what in [what for what in repeated if what[0] == "cp"]:
+        # What attention gathers again in any backward is no repetition.
+        calls, elements = repeated.pop(what)
+        if what in halves:
+            halves[what] = halves[what][0] - calls, halves[what][1] - elements
+    block = (three.kept - one.kept) / (2 * period)
+    ends = one.kept - round(period * block)
+    return Rehearsal(block, ends, three.peak - three.kept, repeated, halves)
+
+
+def _per_period(one: Repeats, three: Repeats) -> PerPeriod:
+    """Return what a period of blocks repeats, from runs of one and of three periods."""
+    less, found = _over_parts(one), {}
+    for key, (calls, elements) in _over_parts(three).items():
         first = less.get(key, (0, 0))
-        repeated[key] = ((calls - first[0]) / blocks, (elements - first[1]) / blocks)
-    return Rehearsal(block, one.kept - round(period * block), three.peak - three.kept, repeated)
+        found[key] = ((calls - first[0]) // 2, (elements - first[1]) // 2)
+    return found
 
 
 @contextmanager
@@ -154,23 +180,35 @@ def run_once(workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | Non
         if mesh is not None:
             groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
         with CommLedger([model], groups) as ledger, living:
-            loss = model(tokens, **arguments)
+            x = tokens
+            if workload.splits_backward:
+                embed = model.get_submodule("tok_embeddings")
+                x = embed(tokens).detach().requires_grad_()
+                model.tok_embeddings = None  # as in a later stage
+            loss = model(x, **arguments)
             kept = living.bytes() - _storage(loss).nbytes()
-            loss.backward()
-    repeated = {
-        (row["scope"], row["op"], row["dtype"]): (row["calls"], row["elements"])
-        for row in ledger.rows(split_recompute=True)
-        if row["recompute"] and row["mesh_dim"] != "cp"  # what attention gathers again, always
-    }
+            if workload.splits_backward:
+                backward_in_halves(loss, x, list(model.parameters()))
+            else:
+                loss.backward()
+    repeated: Repeats = {}
+    for row in ledger.rows(split_recompute=True):
+        # Attention under context parallelism gathers again without checkpointing too.
+        gathers = row["mesh_dim"] == "cp" and row["op"] == "all_gather"
+        if row["recompute"] or (gathers and row["pass"] == "backward"):
+            what = (row["scope"], row["mesh_dim"], row["op"], row["dtype"])
+            calls, elements = repeated.get(what, (0, 0))
+            repeated[what] = calls + row["calls"], elements + row["elements"]
     return Count(kept, living.peak, repeated)
 
 
-def _over_parts(repeats: Repeats) -> dict[tuple[str, str], tuple[int, int]]:
+def _over_parts(repeats: Repeats) -> PerPeriod:
     """Add up the parts of the model."""
-    found: dict[tuple[str, str], tuple[int, int]] = {}
-    for (_, op, dtype), (calls, elements) in repeats.items():
-        before = found.get((op, dtype), (0, 0))
-        found[op, dtype] = before[0] + calls, before[1] + elements
+    found: PerPeriod = {}
+    for (_, *what), (calls, elements) in repeats.items():
+        dim, op, dtype = what
+        before = found.get((dim, op, dtype), (0, 0))
+        found[dim, op, dtype] = before[0] + calls, before[1] + elements
     return found
 
 

@@ -16,41 +16,16 @@ from functools import partial
 from math import prod
 
 from torchtitan_lr.costs.described_run import Run, blocks_of
-from torchtitan_lr.costs.gram_messages import rank_small_flops, wide_flops
 from torchtitan_lr.costs.hardware import Hardware, MeshDim
-from torchtitan_lr.costs.held_memory import Shape
 from torchtitan_lr.costs.kernels import Work
-from torchtitan_lr.costs.messages import Traffic
+from torchtitan_lr.costs.messages import Traffic, element_size
 from torchtitan_lr.costs.schedule import StageSeconds, makespan, pipeline_order
-from torchtitan_lr.costs.step_traffic import element_size, spectral_matrices
 from torchtitan_lr.costs.work import PassWork
 
 _WIRE_SHARE = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 _OVERLAPPED = ("parameter", "gradient", "index", "statistic")
 """Roles whose collectives overlap with computation in forward and backward."""
-
-
-ADAMW_PASSES = 10
-"""Passes over a rank's parameters in a step of fused AdamW: clipping reads the gradients twice and
-writes them once; Adam reads weight, gradient and both moments and writes all but the gradient."""
-
-SPECTRAL_PASSES = {"Muon": 15, "Spectron": 17, "LoRAMuon": 16}
-"""Passes over a rank's matrices in a step of a spectral rule: to read the gradient and the momentum
-and write one of them, by the verdict on the step; to read that and the momentum, write the
-momentum, and read or write Nesterov's form of it three times; to read that for its Gram matrix; and
-two kernels of the update, which read the weight and write it, with that form in one of them.
-Spectron reads the weight twice more, for its norm, and LoRA-Muon once, for its Gram matrix."""
-
-SPECTRAL_KERNELS = {"Muon": 3, "Spectron": 6, "LoRAMuon": 4}
-"""Kernels per matrix in such a step; those of (r, r) matrices work on
-batches, and those of momenta and decays on lists."""
-
-TSR_PASSES = 5
-"""Passes over a compressed matrix in a step of TSR-Adam without a refresh: the projection reads the
-gradient; the decay and the lift each read the weight and write it."""
-
-TSR_KERNELS = 4  # its products: two to project a gradient, and two to lift a core
 
 
 @dataclass(frozen=True)
@@ -60,9 +35,9 @@ class StepTime:
     compute: float  # time of matrix products, attention included
     exposed_communication: float  # communication that does not overlap with computation
     hidden_communication: float  # communication that overlaps with computation
-    bubble: float  # of a pipeline
-    element_wise: float  # time of all other kernels of forward and backward
-    optimizer: float  # time of the optimizer's kernels
+    bubble: float = 0.0
+    element_wise: float = 0.0  # time of all other kernels of forward and backward
+    optimizer: float = 0.0  # time of the optimizer's kernels
 
     @property
     def total(self) -> float:
@@ -172,40 +147,14 @@ def step_time(
 
 
 def optimizer_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
-    """Return the modelled time of the optimizer's kernels in a step.
-
-    TSR-Adam's refreshes, mostly decompositions of (k, k) matrices, are left out.
-    """
-    size, passed, seconds = run.precision.parameter, 0, 0.0
-    for name, shape in run.shapes_of(pp_rank).items():
-        piece = run.piece(name, shape)
-        if name in run.tsr_plans:
-            seconds += _tsr_seconds(run, name, piece, hardware)
-        elif name in run.spectral_vectors:
-            passed += SPECTRAL_PASSES[run.spectral] * max(4, size) * prod(piece)
-        else:
-            passed += ADAMW_PASSES * size * prod(piece)
-    seconds += moved_seconds(passed, hardware)
-    if rule := run.spectral:
-        matrices = spectral_matrices(run, pp_rank)
-        flops = rank_small_flops(rule, matrices, run.ranks)
-        flops += sum(wide_flops(rule, matrix, run.ranks) for matrix in matrices)
-        seconds += fp32_seconds(flops, hardware)
-        seconds += SPECTRAL_KERNELS[rule] * len(matrices) * hardware.kernel_us * 1e-6
-    return seconds
-
-
-def _tsr_seconds(run: Run, name: str, piece: Shape, hardware: Hardware) -> float:
-    """Return the time of TSR-Adam's step for a rank's piece of a compressed matrix."""
-    plan = run.tsr_plans[name]
-    rows, columns = reversed(piece) if plan.transposed else piece
-    flops = plan.step_flops(rows, columns)
-    if run.config.training.mixed_precision_param == "float32":
-        products = fp32_seconds(flops, hardware)
+    """Return the modelled time of the optimizer's kernels in a step."""
+    work = run.optimizer.work(pp_rank)
+    if run.entry.tf32_products and run.config.training.mixed_precision_param != "float32":
+        products = 2 * compute_seconds(work.flops, hardware)  # TF32 has half the speed of bf16
     else:
-        products = 2 * compute_seconds(flops, hardware)  # in TF32, of half the speed of bf16
-    traffic = TSR_PASSES * max(4, run.precision.parameter) * prod(piece)
-    return products + moved_seconds(traffic, hardware) + TSR_KERNELS * hardware.kernel_us * 1e-6
+        products = fp32_seconds(work.flops, hardware)
+    launches = work.kernels * hardware.kernel_us * 1e-6
+    return moved_seconds(work.traffic, hardware) + products + launches
 
 
 def fp32_seconds(flops: float, hardware: Hardware) -> float:

@@ -11,7 +11,6 @@ only: FSDP2 wraps the model with the shard mesh, which has size 1 under pure rep
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,16 +31,11 @@ from torchtitan_lr.compat.fsdp import (
 )
 from torchtitan_lr.compression.fsdp import COMPRESSORS, apply_gradient_compression
 from torchtitan_lr.compression.settings import compression_settings, merged
-from torchtitan_lr.config.schema import SPECTRAL, SUMS_REPLICAS, base_of
 from torchtitan_lr.models.linears import LowRankLinear
+from torchtitan_lr.optim.container import REPLICAS_WIRE
+from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig, ParallelDims, mesh_of
-
-REPLICAS_WIRE: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary()
-"""Dtype in which an optimizer sums a model part's gradients over the replicas, if not their own.
-
-torchtitan builds optimizers from model parts and ``[optimizer]``, without ``[training]``.
-"""
 
 
 def apply_data_parallel(
@@ -61,7 +55,8 @@ def apply_data_parallel(
             resharding policy.
     """
     # FSDP2 must not sum over the replicas if an optimizer or a compressor does.
-    owned = job_config.optimizer.name in SUMS_REPLICAS and parallel_dims.dp_replicate_enabled
+    sums_replicas = ENTRIES[job_config.optimizer.name].sums_replicas
+    owned = sums_replicas and parallel_dims.dp_replicate_enabled
     compresses = job_config.grad_compression.codec != "none"
     ranks = _wrap(model, parallel_dims, job_config, owned, apart=owned or compresses)
     sum_gradients(model)
@@ -135,7 +130,7 @@ def shard_units(
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": mixed_precision_policy(job_config)}
     if job_config.training.enable_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
-    if base_of(job_config.optimizer.name) in SPECTRAL:
+    if ENTRIES[job_config.optimizer.name].splits_columns:
         options["shard_placement_fn"] = split_outside_rank(model, mesh.shape[-1])
     # On a mesh of size 1 nothing is sharded: a second all-gather would only copy.
     reshard = mesh.size() > 1 and reshard_after_forward(job_config, parallel_dims.pp_enabled)

@@ -15,14 +15,13 @@ import numpy as np
 
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.paths import find_config
-from torchtitan_lr.costs.gram_messages import SpectralMatrix, small_flops, wide_flops
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.scaling.experiment import Experiment
 from torchtitan_lr.scaling.start import place_run
 from torchtitan_lr.scaling.sweep import Point, refuse_keys
 
 if TYPE_CHECKING:
-    from torchtitan_lr.costs.described_run import Run
+    pass
 
 EXPERIMENT_KEYS = dict.fromkeys(
     [
@@ -53,16 +52,6 @@ class Cost:
     # Forward and backward, without recomputation, and a spectral optimizer's products
     flops_per_token: float
     tokens_per_step: int  # tokens of all ranks per optimizer step
-
-
-def optimizer_flops(run: "Run") -> int:
-    """Return the FLOPs of a spectral optimizer's products per step, each once; 0 for others."""
-    flops = 0
-    for name in run.spectral_vectors:
-        matrix = SpectralMatrix.of(name, run.global_shapes[name], splits=((), ()))
-        flops += wide_flops(run.spectral, matrix, ranks={})
-        flops += small_flops(run.spectral, matrix.r)
-    return flops
 
 
 def rate_at(grid: Sequence[float], place: int) -> float:
@@ -138,7 +127,7 @@ class Plan:
         total, flops = run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len)
         counted = total - 2 * run.args.vocab_size * run.args.dim  # the embedding, the head
         tokens = run.tokens_per_step
-        return Cost(counted, flops + optimizer_flops(run) / tokens, tokens)
+        return Cost(counted, flops + run.optimizer.model_flops() / tokens, tokens)
 
     def point(
         self, family: str, size: str, budget: float, seed: int, rate: float | None, equal: str = ""

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from torchtitan_lr.config.schema import SUMS_REPLICAS
+from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.parallel.data_parallel import OwnGradients
 
 Work = Callable[[], Tensor]
@@ -34,7 +34,7 @@ def why_eager(config: Any, device_type: str) -> str:
         "training.enable_cpu_offload copies through the host": config.training.enable_cpu_offload,
         "training.mask_documents makes another mask in each step": config.training.mask_documents,
         f"{config.optimizer.name} uses gradients as backward makes them": (
-            config.optimizer.name in SUMS_REPLICAS
+            ENTRIES[config.optimizer.name].sums_replicas
         ),
         "activation_checkpoint.preserve_rng_state asks for random numbers' state": draws,
     }

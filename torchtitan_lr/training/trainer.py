@@ -22,7 +22,6 @@ from torchtitan_lr.checkpoints.folders import RESIDUALS, RUN_CONFIG, write_whole
 from torchtitan_lr.compat.process_groups import set_timeouts
 from torchtitan_lr.compression.fsdp import compressors_of
 from torchtitan_lr.compression.residuals import Residuals
-from torchtitan_lr.config.schema import SUMS_REPLICAS
 from torchtitan_lr.console.log import console
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader
@@ -31,10 +30,9 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.container import trained_parameters
+from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.optim.gradients import Gradients, StoredGradients
 from torchtitan_lr.optim.groups import LoggedRates, ParameterGroups
-from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
-from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.parallel.context import context_ranks
 from torchtitan_lr.parallel.pipeline import Pipeline
 from torchtitan_lr.titan import logger
@@ -77,6 +75,8 @@ class Trainer(TitanTrainer):
         # Prevent upstream from writing the record now: the checkpoint check may still raise, and
         # must leave the record of the existing checkpoints unchanged.
         record_file, job_config.job.save_config_file = job_config.job.save_config_file, None
+        if not torch.cuda.is_available():
+            job_config.comm.trace_buf_size = 0  # NCCL's traces; their folder would stay empty
         # Use our checkpoint manager and no autocast: FSDP or DDP implements mixed precision at
         # every world size.
         with trainer_parts(CheckpointManager):
@@ -88,9 +88,9 @@ class Trainer(TitanTrainer):
         dims = self.parallel_dims
         self._batch_degree = dims.dp_replicate * dims.dp_shard
         half = job_config.training.mixed_precision_param != "float32"
-        if self.device.type == "cuda" and half and isinstance(self.optimizers, TSROptimizers):
-            # TSR-Adam's are the only fp32 products of such a run. In TF32 they are faster, with
-            # errors below those that bf16 leaves in the gradients (docs/numerics.md).
+        tf32 = ENTRIES[job_config.optimizer.name].tf32_products
+        if self.device.type == "cuda" and half and tf32:
+            # The optimizer's are the only fp32 products of such a run (docs/step.md).
             torch.set_float32_matmul_precision("high")
         args = self.model_parts[0].model_args
         if isinstance(args, LlamaArgs):
@@ -287,13 +287,13 @@ class Trainer(TitanTrainer):
 
     def new_ledger(self) -> CommLedger:
         """Build a ledger of this run's collectives."""
-        owned = self.job_config.optimizer.name in SUMS_REPLICAS
+        owned = ENTRIES[self.job_config.optimizer.name].sums_replicas
         replicas = ("dp_replicate",) if owned else ()
         meshes = self.parallel_dims.get_all_one_dimensional_meshes()
         groups = {name: mesh.get_group() for name, mesh in meshes.items()}
-        summing = [each for each in self.optimizers if isinstance(each, SpectralOptimizer)]
+        summing = [each for each in self.optimizers if hasattr(each, "named_groups")]
         for optimizer in summing:
-            groups |= optimizer.groups.by_name()
+            groups |= optimizer.named_groups()
         return CommLedger(self.model_parts, groups, replicas, summing)
 
     def forward_backward_step(

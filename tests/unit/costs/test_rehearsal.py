@@ -83,5 +83,5 @@ def test_collectives_that_run_again():
     }
     assert again["low_rank"] == {}
     elements = BATCH * SEQ * (4 * args.rank_attention + 3 * args.rank_ffn)
-    assert again["full"][("all_reduce", "bfloat16")] == (4, elements)
-    assert again["full"][("all_reduce", "float32")] == (2, 2 * BATCH * SEQ)
+    assert again["full"][("tp", "all_reduce", "bfloat16")] == (4, elements)
+    assert again["full"][("tp", "all_reduce", "float32")] == (2, 2 * BATCH * SEQ)

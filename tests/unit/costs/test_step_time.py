@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from torchtitan_lr.costs.hardware import Hardware, MeshDim
 from torchtitan_lr.costs.kernels import KernelRecorder
 from torchtitan_lr.costs.messages import Traffic
+from torchtitan_lr.costs.optimizer_costs import SPECTRAL_KERNELS, TSR_KERNELS
 from torchtitan_lr.costs.step_time import (
-    SPECTRAL_KERNELS,
-    TSR_KERNELS,
     collective_seconds,
     compute_seconds,
     exposed_seconds,

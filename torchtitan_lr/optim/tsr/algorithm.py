@@ -62,22 +62,19 @@ from torchtitan_lr.optim.tsr.sums import (
 
 @dataclass
 class StepState:
-    """What belongs to one step alone, from `TSRAdam.begin` to `TSRAdam.step`.
-
-    Args:
-        due: The matrices that get new bases in this step, as places in their stack.
-        projected: The other matrices, whose gradients are projected as they arrive, stack after
-            stack: an ordered set, whose values are not used.
-        sums: The sums of cores and dense gradients.
-        sums_start: Whether a gradient that arrives is whole, and may start a sum.
-        new_bases: None until `TSRAdam.finish_sums` has found them.
-    """
+    """What belongs to one step alone, from `TSRAdam.begin` to `TSRAdam.step`."""
 
     due: dict[MatrixStack, list[int]]
+    """The matrices that get new bases in this step, as places in their stack."""
     projected: dict[Tensor, None]
+    """The other matrices, whose gradients are projected as they arrive, stack after stack: an
+    ordered set, whose values are not used."""
     sums: EarlySums
+    """The sums of cores and dense gradients."""
     sums_start: bool = False
+    """Whether a gradient that arrives is whole, and may start a sum."""
     new_bases: list[NewBases] | None = None
+    """None until `TSRAdam.finish_sums` has found them."""
 
 
 class TSRAdam(Optimizer):
@@ -130,9 +127,6 @@ class TSRAdam(Optimizer):
             tensors.
         order: The trained parameters in the model's order, which groups may not have: sums start
             while backward goes through it from its end. By default that of the groups.
-
-    Raises:
-        ValueError: The parameters have no names, which select the random sketches.
 
     Attributes:
         stacks: The compressed matrices.
@@ -252,12 +246,7 @@ class TSRAdam(Optimizer):
     def _sums(
         self, projected: Container[Tensor], whole: Iterable[Tensor]
     ) -> list[CoreSum | GradientSum]:
-        """Divide a step's sums into messages.
-
-        Args:
-            projected: Matrices whose cores are summed.
-            whole: Parameters whose gradients are summed.
-        """
+        """Divide a step's sums, of cores and of whole gradients, into messages."""
         sums: list[CoreSum | GradientSum] = []
         count = self.settings.overlap_buckets
         parameters = [parameter for parameter in self._order if parameter in projected]
@@ -337,9 +326,7 @@ class TSRAdam(Optimizer):
     def finish_sums(self) -> Tensor:
         """Wait for the sums over the replicas, and find the new bases of matrices that are due.
 
-        Returns:
-            This rank's share of the squared norm Σ|C|² + Σ|G|² of cores and dense gradients, an
-            fp64 scalar: the shares of all ranks add up to it.
+        Return this rank's share of Σ|C|² + Σ|G|² of cores and dense gradients, an fp64 scalar.
         """
         step = self._running
         assert step is not None
@@ -385,13 +372,9 @@ class TSRAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters.
+        """Update all parameters; return the closure's loss, None without a closure.
 
-        If `begin` was not called, all gradients are where backward has left them, and are used from
-        there.
-
-        Returns:
-            The closure's loss; None without a closure.
+        If `begin` was not called, all gradients are used from where backward has left them.
         """
         loss = None
         if closure is not None:
