@@ -10,8 +10,7 @@ from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.optim.entries import ENTRIES, imported
 from torchtitan_lr.titan import logger
 
-ADAMW_RATES = (1e-5, 1e-2)
-"""Lowest and highest learning rate of AdamW beside another optimizer."""
+ADAMW_RATES = (1e-5, 1e-2)  # lowest and highest learning rate of AdamW beside another optimizer
 
 
 def check_rates(config: Any, world_size: int, device_type: str) -> None:

@@ -11,12 +11,7 @@ from torchtitan_lr.costs.described_run import Run, with_wire
 from torchtitan_lr.costs.gather_choice import GIB, gather_lines, gather_report
 from torchtitan_lr.costs.hardware import Hardware
 from torchtitan_lr.costs.messages import Traffic
-from torchtitan_lr.costs.rank_memory import (
-    checkpoint_bytes,
-    in_flight,
-    rank_memory,
-    rehearse_run,
-)
+from torchtitan_lr.costs.rank_memory import checkpoint_bytes, in_flight, rank_memory, rehearse_run
 from torchtitan_lr.costs.rehearsal import Rehearsal
 from torchtitan_lr.costs.step_time import fp32_seconds, step_time
 from torchtitan_lr.costs.step_traffic import WIRES, bytes_by_dim, gradient_bytes, step_traffic

@@ -11,19 +11,9 @@ from functools import cache
 from typing import Any
 
 from torchtitan_lr.compat.interpreter import collector_off
-from torchtitan_lr.config import parse
+from torchtitan_lr.config import parse, schema
 from torchtitan_lr.config.paths import expanded, find_config
 from torchtitan_lr.config.ranges import check_ranges
-from torchtitan_lr.config.schema import (
-    AC_MODES,
-    CODEC_NAMES,
-    ITS_MODULE,
-    MODELS,
-    TP_PLANS,
-    Experimental,
-    JobConfig,
-    Optimizer,
-)
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.optim.entries import ENTRIES, like, unread_keys
 
@@ -36,10 +26,10 @@ _RATIO = "warmup_ratio"
 _WARMUP = {f"lr_scheduler.{_RATIO}", "lr_scheduler.warmup_steps"}
 
 REGISTERED = {
-    "model.name": MODELS,
-    "parallelism.tp_plan": TP_PLANS,
-    "activation_checkpoint.mode": AC_MODES,
-    "grad_compression.codec": CODEC_NAMES,
+    "model.name": schema.MODELS,
+    "parallelism.tp_plan": schema.TP_PLANS,
+    "activation_checkpoint.mode": schema.AC_MODES,
+    "grad_compression.codec": schema.CODEC_NAMES,
     "optimizer.name": ENTRIES,
 }
 """Known values of the keys to which ``experimental.custom_import`` may add some."""
@@ -78,12 +68,12 @@ def _fill(layers: list[dict[str, Any]], overrides: list[parse.Override], of_reco
     experimental = raw.get("experimental")
     named = experimental.get("custom_import") if isinstance(experimental, dict) else None
     module = dict(overrides).get(_IMPORT_KEY, named)
-    if isinstance(module, str) and module != Experimental.custom_import:
+    if isinstance(module, str) and module != schema.Experimental.custom_import:
         import_extension(module)  # its names become known, its faults are told before ranks start
     raw = parse.merge_tables(with_own_rates(layers, dict(overrides).get("optimizer.name")))
     checked = check_record(raw) if of_record else parse.check_toml(raw, config_cls)
     values = parse.apply_overrides(checked, overrides, config_cls)
-    name = values.get("optimizer", {}).get("name", Optimizer.name)
+    name = values.get("optimizer", {}).get("name", schema.Optimizer.name)
     _set_defaults(values, name)
     check_ranges(values, config_cls, unread_keys(name))
     _set_warmup(values, [] if of_record else layers, overrides)
@@ -96,7 +86,7 @@ def _fill(layers: list[dict[str, Any]], overrides: list[parse.Override], of_reco
 
 def with_own_rates(layers: list[dict[str, Any]], last: Any) -> list[dict[str, Any]]:
     """Return tables, later ones last, without the rates that they set for another optimizer."""
-    rules, name = [], Optimizer.name
+    rules, name = [], schema.Optimizer.name
     for layer in layers:
         table = layer.get("optimizer")
         name = table.get("name", name) if isinstance(table, dict) else name
@@ -165,7 +155,7 @@ def check_record(record: dict[str, Any]) -> dict[str, Any]:
     except ConfigError as error:
         if error.key not in REGISTERED:
             raise
-        raise ConfigError(error.key, error.got, f"{error.want}, or {ITS_MODULE}") from error
+        raise ConfigError(error.key, error.got, f"{error.want}, or {schema.ITS_MODULE}") from error
 
 
 def import_extension(module: str | None) -> None:
@@ -192,4 +182,4 @@ def config_class() -> Any:
 
     # Called late: it imports torch, which takes seconds; a wrong path is reported first.
     with collector_off():
-        return merged_job_config(JobConfig)
+        return merged_job_config(schema.JobConfig)

@@ -5,10 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from torchtitan_lr.compression.settings import (
-    CompressionSettings,
-    compression_settings,
-)
+from torchtitan_lr.compression.settings import CompressionSettings, compression_settings
 from torchtitan_lr.costs.fsdp_messages import named_parameters, split_by_columns
 from torchtitan_lr.costs.hardware import MeshDim
 from torchtitan_lr.costs.held_memory import NamedShapes, Precision, Shape, sharded
@@ -28,10 +25,10 @@ from torchtitan_lr.titan.base import TORCH_DTYPE_MAP
 class Run:
     """A configuration with the model and the plan to estimate."""
 
-    config: Any  # Returned by `build_job_config`, checked for ``world`` ranks
+    config: Any  # returned by `build_job_config`, checked for ``world`` ranks
     world: int
     args: LlamaArgs
-    settings: TPSettings  # The resolved tensor-parallel plan
+    settings: TPSettings  # the resolved tensor-parallel plan
     baseline: bool = False  # Whether AdamW and uncompressed gradients replace the configured ones
 
     def __post_init__(self) -> None:

@@ -41,11 +41,7 @@ def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
             shapes |= unit
         stages.append(shapes)
     parts = static_memory(
-        stages,
-        run.shard,
-        run.precision,
-        run.optimizer.state_bytes,
-        by_columns=run.by_columns,
+        stages, run.shard, run.precision, run.optimizer.state_bytes, by_columns=run.by_columns
     )
     parts["activations"] = in_flight(run, pp_rank, rehearsal)[0]
     parts["working"] = rehearsal.working

@@ -59,8 +59,7 @@ def bytes_by_dim(rows: Iterable[Traffic], dtypes: Mapping[str, str]) -> dict[str
     return result
 
 
-WIRES = ("float32", "bfloat16")
-"""Values of ``training.mixed_precision_reduce``."""
+WIRES = ("float32", "bfloat16")  # values of ``training.mixed_precision_reduce``
 
 
 def gradient_bytes(run: Run, pp_rank: int) -> dict[str, int]:
