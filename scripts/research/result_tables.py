@@ -21,7 +21,7 @@ from scripts.support_table import insert
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.commands.scaling import losses_of
 from torchtitan_lr.console.tables import markdown_table
-from torchtitan_lr.scaling.report import Row, rows_of, with_interval
+from torchtitan_lr.scaling.results import Row, rows_of, with_interval
 from torchtitan_lr.scaling.sweep import Sweep
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results.md"

@@ -11,10 +11,7 @@ from torchtitan_lr.optim.entries import ENTRIES
 
 
 def check_grad_compression(config: Any, world_size: int, device_type: str) -> None:
-    """Check the layout, that the sketch peels, and that some tensor is selected.
-
-    Call this after the checks of the model and of the parallel degrees.
-    """
+    """Check the layout, that the sketch peels, and that some tensor is selected."""
     section = config.grad_compression
     if section.codec == "none":
         return

@@ -11,12 +11,7 @@ from torchtitan_lr.costs.described_run import Run, with_wire
 from torchtitan_lr.costs.gather_choice import GIB, gather_lines, gather_report
 from torchtitan_lr.costs.hardware import Hardware
 from torchtitan_lr.costs.messages import Traffic
-from torchtitan_lr.costs.rank_memory import (
-    checkpoint_bytes,
-    in_flight,
-    rank_memory,
-    rehearse_run,
-)
+from torchtitan_lr.costs.rank_memory import checkpoint_bytes, in_flight, rank_memory, rehearse_run
 from torchtitan_lr.costs.rehearsal import Rehearsal
 from torchtitan_lr.costs.step_time import fp32_seconds, step_time
 from torchtitan_lr.costs.step_traffic import WIRES, bytes_by_dim, gradient_bytes, step_traffic
@@ -30,24 +25,11 @@ OWN = "counts as AdamW does, without what it sends itself"
 
 
 def estimate(runs: Mapping[str, Run | ConfigError], hardware: Hardware) -> dict[str, Any]:
-    """Estimate runs that are compared.
+    """Estimate runs that are compared: the first is that of the report, others are alternatives.
 
-    Args:
-        runs: By the name of their column, the run of the report first; or why one is left out.
-        hardware: The machine.
-
-    Returns:
-        ``checkpointing`` (the mode), ``parameters``, ``flops_per_token``, ``memory_bytes`` (of the
-        rank that needs most), ``activations_by_mode``, ``comm_bytes`` (of the pipeline rank that
-        sends most, by mesh dimension and operation), ``gradient_bytes`` (of the same rank: the part
-        of gradients, if they travelled in float32 and in bfloat16), ``checkpoint_bytes`` (of all
-        ranks together, by part), ``step_time`` and ``pipeline_ranks``; with
-        context parallelism also ``context`` (`gather_report`); with an optimizer of matrices also
-        ``of_matrices`` (the numbers that it sends, and its products of (r, r)); with one whose
-        steps differ also ``kinds_of_steps``, by kind and dtype of gradients (``comm_bytes`` are
-        those of an ordinary step, ``gradient_bytes`` and the time of an average one); and the same
-        keys for every other run in ``alternatives``.
-        ``tokens_per_s`` in ``step_time`` counts all ranks together.
+    Memory is of the rank that needs most, bytes of the pipeline rank that sends most, checkpoints
+    and tokens/s of all ranks. Where an optimizer's steps differ, ``comm_bytes`` are those of an
+    ordinary one, ``gradient_bytes`` and the time of an average one.
     """
     (name, first), *others = runs.items()
     assert isinstance(first, Run)
@@ -171,20 +153,14 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def as_text(report: dict[str, Any], hardware: Hardware, storage: float = 0.0) -> str:
-    """Format the report as a table with one column per plan.
-
-    Args:
-        report: Result of `estimate`.
-        hardware: The machine.
-        storage: Bandwidth of the storage for all ranks together, GB/s; 0 if unknown.
-    """
+def as_text(report: dict[str, Any], hardware: Hardware) -> str:
+    """Format the report as a table with one column per plan."""
     refused = {n: c["refused"] for n, c in report["alternatives"].items() if "refused" in c}
     columns = {report["name"]: report}
     columns |= {n: c for n, c in report["alternatives"].items() if n not in refused}
     width = max(16, 2 + max(map(len, columns)))
     lines = [f"{report['hardware']:44}" + "".join(f"{name:>{width}}" for name in columns)]
-    for name, cells in _rows(list(columns.values()), storage):
+    for name, cells in _rows(list(columns.values())):
         lines.append(f"{name:44}" + "".join(f"{cell:>{width}}" for cell in cells))
     lines += ["", "activations by checkpointing mode: kept + at work in backward (GiB)"]
     for mode, sizes in report["activations_by_mode"].items():
@@ -218,7 +194,7 @@ def _matrices_line(cost: dict[str, Any]) -> str:
     )
 
 
-def _rows(columns: list[dict[str, Any]], storage: float) -> Iterator[tuple[str, list[str]]]:
+def _rows(columns: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     yield "ranks", [f"{c['world']:,}" for c in columns]
     yield "activation checkpointing", [c["checkpointing"] for c in columns]
     yield "parameters (M)", [f"{c['parameters'] / 1e6:,.1f}" for c in columns]
@@ -240,9 +216,6 @@ def _rows(columns: list[dict[str, Any]], storage: float) -> Iterator[tuple[str, 
         yield f"gradients, if in {wire} (GiB per step)", cells
     sizes = [sum(c["checkpoint_bytes"].values()) for c in columns]
     yield "checkpoint (GiB, all ranks)", [_number(size / GIB) for size in sizes]
-    if storage:
-        seconds = [_number(size / storage / 1e9) for size in sizes]
-        yield f"checkpoint at {storage:g} GB/s (s)", seconds
     for part in columns[0]["step_time"]:
         speed = part == "tokens_per_s"
         name = "tokens/s (all ranks, modelled)" if speed else f"{part} (s, modelled)"

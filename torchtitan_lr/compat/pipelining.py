@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Private parts of torch's pipeline schedules.
-
-Tested with torch 2.11, 2.13 and 2.15.
-"""
+"""Private parts of torch's pipeline schedules; tested with torch 2.11, 2.13 and 2.15."""
 
 from collections.abc import Callable
 from typing import Any
@@ -44,12 +41,9 @@ class PipelineStage(TorchStage):
 
     Before torch 2.13 every stage sends one element to each neighbour before the first step, and the
     rank at the turn of a V sends to itself, which gloo refuses.
-
-    Attributes:
-        enable_reductions: Enables the gradient reductions of FSDP2's modules that the end of a
-            round runs.
     """
 
+    # Enables the gradient reductions of FSDP2's modules that the end of a round runs
     enable_reductions: Callable[[], None]
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -84,18 +78,7 @@ def forward_only(schedule: PipelineSchedule) -> PipelineSchedule:
 def rank_order(
     schedule: str, rank: int, ranks: int, stages_per_rank: int, microbatches: int
 ) -> list[tuple[str, int, int]]:
-    """Return torch's order of a rank's actions for a schedule with several stages per rank.
-
-    Args:
-        schedule: Name without its prefix ``Schedule``.
-        rank: Rank in the pipeline.
-        ranks: Pipeline ranks P.
-        stages_per_rank: Stages per pipeline rank.
-        microbatches: Micro-batches m per step.
-
-    Returns:
-        Name of the computation, stage and micro-batch of every action; idle slots are left out.
-    """
+    """Return torch's order of a rank's actions, of several stages, without idle slots."""
     # A schedule's constructor needs stages with models, but the order depends only on a few
     # numbers. So this creates an object without calling the constructor, sets those numbers, and
     # calls ``_calculate_single_rank_operations`` on it. A test compares it with a real schedule's

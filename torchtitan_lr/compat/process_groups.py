@@ -1,13 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Operators and groups of torch.distributed, for `torch.compile` and the ledger.
 
-Importing this module gives every gloo group that this process creates from then on one worker
-thread: with two, torch can end the process (docs/gloo_crash.md).
-
-Only the functional operators can be traced by `torch.compile` and take a group by name. The tables
-list every collective that torch dispatches; torch itself has no such list.
-
-Tested with torch 2.11, 2.13 and 2.15. The ledger raises for an operator that is not in the table.
+Importing this gives every gloo group of this process one worker thread (docs/gloo_crash.md).
+`torch.compile` traces the functional operators only. Torch has no list of its collectives; the
+ledger raises for one that is not in the table. Tested with torch 2.11, 2.13 and 2.15.
 """
 
 import os
@@ -90,17 +86,12 @@ OPERATIONS: dict[str, str] = {
 
 
 def _give_gloo_one_worker() -> None:
-    # Gloo gives a group two worker threads per network device. Both write the name of the operation
-    # that they have completed into one string, without a lock (``ProcessGroupGloo::runLoop``, torch
-    # 2.8 to 2.15). A functional all-gather has a name of more than 15 characters, whose memory
-    # they then free twice. The process dies later, in any allocation.
-    #
-    # One worker cannot wait for itself: a group's collectives start in the same order on all its
-    # ranks (their tags require it), none waits for a later one, and each group has its own worker.
-    #
+    # Both worker threads of a gloo group write the name of a completed operation into one string,
+    # without a lock (``ProcessGroupGloo::runLoop``, torch 2.8 to 2.15): a name of more than 15
+    # characters is freed twice, and the process dies later. One worker cannot wait for itself: the
+    # tags of a group's collectives require the same order on all ranks.
     # Torch ignores ``pg_options`` for gloo, so this replaces the constructor. If ``_Options`` or a
-    # field of it is renamed, the first group raises an AttributeError. ``split_group`` does not
-    # come here: torch can only split a group that is bound to a GPU.
+    # field of it is renamed, the first group raises an AttributeError.
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs know no options
     construct = gloo.__init__
 
@@ -138,11 +129,9 @@ _FIRST_NAMES: dict[str, str] = {}
 
 
 def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return another process group of the same ranks, whose calls do not wait for this one's.
+    """Return one other group of the same ranks, whose calls do not wait for this one's.
 
-    A backend runs the calls of one group one after the other. Every rank of the group must call
-    this; later calls return the same group. Groups of torch's ``fake`` backend, which send nothing,
-    are returned as they are.
+    Every rank must call this. Groups of the ``fake`` backend are returned as they are.
     """
     if dist.get_backend(group) == "fake":
         return group
@@ -159,10 +148,7 @@ _JOINT: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = Wea
 
 
 def joint_group(mesh: DeviceMesh, dims: Sequence[int]) -> dist.ProcessGroup:
-    """Return a process group of the ranks along some dimensions of a mesh.
-
-    Every rank of the mesh must call this, in the same order; later calls return the same group.
-    """
+    """Return a group of the ranks along some dimensions; every rank of the mesh must call this."""
     first, *others = (mesh.get_group(dim) for dim in dims)
     if not others:
         return first
@@ -178,10 +164,7 @@ def joint_group(mesh: DeviceMesh, dims: Sequence[int]) -> dist.ProcessGroup:
 
 
 def set_timeouts(timeout: timedelta, besides: dist.ProcessGroup | None = None) -> None:
-    """Set the time-out of all process groups of this rank but one.
-
-    Torch's default is up to 30 minutes.
-    """
+    """Set the time-out of this rank's process groups but one; torch's is up to 30 minutes."""
     # Uses ``distributed_c10d._set_pg_timeout``, as torchtitan does for some groups of its meshes,
     # and ``_world``, which alone knows all groups. Groups of the fake backend have no time-out.
     for group in list(dist.distributed_c10d._world.pg_map):

@@ -16,10 +16,8 @@ from torchtitan_lr.errors import ConfigError
 class Range(NamedTuple):
     """The values of a key."""
 
-    holds: Callable[[Any], bool]
-    """Whether the key allows a value; must be false for NaN."""
-    want: str
-    """Describes the allowed values in the refusal."""
+    holds: Callable[[Any], bool]  # whether the key allows a value; must be false for NaN
+    want: str  # describes the allowed values in the refusal
 
 
 def at_least(least: int, want: str = "") -> Range:
@@ -107,13 +105,7 @@ OF_TORCHTITAN: dict[str, Range] = {
 
 
 def check_ranges(values: dict[str, Any], config_cls: Any, unread: tuple[str, ...]) -> None:
-    """Raise a ConfigError for the first value out of its key's range.
-
-    Args:
-        values: Values of the right types, by section and key.
-        config_cls: The class of the configuration.
-        unread: How the keys begin that only other optimizers read.
-    """
+    """Raise for the first value out of its key's range, of keys not beginning as in ``unread``."""
     sections: dict[str, Any] = {section.name: section.type for section in fields(config_cls)}
     for section, table in values.items():
         types: dict[str, Any] = {option.name: option.type for option in fields(sections[section])}

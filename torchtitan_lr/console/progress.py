@@ -10,11 +10,8 @@ from torchtitan_lr.console.log import duration, say
 
 T = TypeVar("T")
 
-QUIET_SECONDS = 10.0
-"""Time before the first plain line, and the shortest time between two."""
-
-BAR_DELAY = 1.0
-"""Time before a bar appears: short work needs none."""
+QUIET_SECONDS = 10.0  # time before the first plain line, and the shortest time between two
+BAR_DELAY = 1.0  # time before a bar appears: short work needs none
 
 
 def progress(
@@ -24,18 +21,7 @@ def progress(
     unit: str = "batches",
     shown: bool = True,
 ) -> Iterator[T]:
-    """Yield ``items`` and show how many are done.
-
-    Without a terminal, as in a rank of the launcher, there is a plain line after `QUIET_SECONDS`,
-    and then at growing intervals.
-
-    Args:
-        items: The items to work through.
-        what: The work, such as ``validation``.
-        total: Number of items, None if unknown.
-        unit: Name of the items.
-        shown: Whether to show anything; only one rank should.
-    """
+    """Yield ``items`` and show how many are done: by a bar, or plain lines without a terminal."""
     if not shown:
         yield from items
     elif sys.stderr.isatty():
@@ -50,15 +36,7 @@ def progress(
 
 
 class Plain:
-    """Plain lines of progress, at growing intervals.
-
-    Args:
-        what: The work.
-        total: Number of items, None if unknown; they may be more.
-        unit: Name of the items.
-        clock: Returns seconds.
-        write: Prints a line.
-    """
+    """Plain lines of progress, at growing intervals."""
 
     def __init__(
         self,
@@ -92,17 +70,10 @@ class Plain:
 
 
 class Preparing:
-    """The progress of a preparation: documents, tokens, tokens per second and the time left.
-
-    Args:
-        clock: Returns seconds.
-        write: Prints a line, where there is no terminal.
-    """
+    """The progress of a preparation: documents, tokens, tokens per second and the time left."""
 
     def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        write: Callable[[str], None] = say,
+        self, clock: Callable[[], float] = time.monotonic, write: Callable[[str], None] = say
     ) -> None:
         self._clock, self._write = clock, write
         self._started = self._due = clock()
@@ -111,13 +82,7 @@ class Preparing:
         self._due += 0.0 if self._terminal else QUIET_SECONDS
 
     def __call__(self, documents: int, tokens: int, share: float | None) -> None:
-        """Show the state if it is time to.
-
-        Args:
-            documents: Documents so far.
-            tokens: Tokens so far, with those of an earlier preparation that was killed.
-            share: Share of the work that is done, None if unknown.
-        """
+        """Show the state if it is time to."""
         now = self._clock()
         # The first piece is the start: what was done before it took no time here.
         self._before = self._before or (tokens, share or 0.0)

@@ -1,9 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Exact memory of a rank's parameters, gradients and optimizer state, in closed form.
 
-Tensor parallelism splits each parameter according to the plan. FSDP2 splits it along its first
-dimension into pieces of ceil(rows / ranks) rows, so the first rank has the most rows and the last
-may have none. Under a spectral optimizer it splits most factors A along their columns, evenly.
+FSDP2 splits a parameter, or what tensor parallelism left of it, into pieces of ceil(rows / ranks)
+rows: the first rank has most, the last may have none. A spectral optimizer's A split by columns.
 """
 
 from __future__ import annotations
@@ -19,29 +18,21 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 NamedShapes = Mapping[str, Shape]
 
-ADAM_MOMENTS = 2
-"""AdamW's state elements per parameter element."""
+ADAM_MOMENTS = 2  # AdamW's state elements per parameter element
 
 STEP_BYTES = 4
 """A step counter, an fp32 scalar: AdamW has one per tensor, TSR-Adam one per model part."""
 
-COUNTER_BYTES = 8
-"""Bytes of an int64 counter; TSR-Adam counts the refreshes of each matrix."""
+COUNTER_BYTES = 8  # bytes of an int64 counter; TSR-Adam counts the refreshes of each matrix
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes per element.
+    """Bytes per element."""
 
-    Args:
-        parameter: Stored weights, their gradients and moments (``training.dtype``).
-        compute: Gathered weights and activations (``training.mixed_precision_param``).
-        reduce: FSDP2's gradients on the wire (``training.mixed_precision_reduce``).
-    """
-
-    parameter: int = 4
-    compute: int = 2
-    reduce: int = 4
+    parameter: int = 4  # stored weights, their gradients and moments (``training.dtype``)
+    compute: int = 2  # gathered weights and activations (``training.mixed_precision_param``)
+    reduce: int = 4  # FSDP2's gradients on the wire (``training.mixed_precision_reduce``)
 
     @property
     def summed(self) -> int:
@@ -59,16 +50,8 @@ def static_memory(
 ) -> dict[str, int]:
     """Return the bytes that a rank holds during the whole run, without buffers.
 
-    Args:
-        parameters: Shapes on this tensor-parallel rank by name, for each model part of the rank.
-        shard: FSDP ranks; 1 for replicas.
-        precision: Bytes per element.
-        state_bytes: Of the optimizer's states, from a rank's pieces; by default AdamW's.
-        shard_rank: FSDP rank; the first holds the most.
-        by_columns: Names of the parameters that FSDP2 splits along their columns.
-
-    Returns:
-        ``weights``: its shards of the parameters; ``gradients`` of the same shapes; ``optimizer``.
+    `parameters` are shapes on this tensor-parallel rank, for each of its model parts; `state_bytes`
+    counts an optimizer's states from a rank's pieces, by default AdamW's.
     """
     pieces = {}
     for part in parameters:
@@ -119,16 +102,8 @@ def gathered_unit_bytes(
 ) -> int:
     """Return the peak bytes of FSDP2's gathered weights and of the gradients in reduction.
 
-    With resharding, a rank holds the gathered weights of the head (needed first in backward, so not
-    resharded) or one more block, of the running block, and of the prefetched one, plus the
-    gradients of one unit twice: in the compute dtype and in the dtype on the wire. Without
-    resharding, every unit stays gathered.
-
-    Args:
-        units: Shapes of every unit of the rank.
-        head: The head's shapes; None if the rank has no head.
-        reshards: Whether weights are freed between forward and backward.
-        precision: Bytes per element.
+    With resharding these are the weights of the head (first in backward, so kept) or one more
+    block, of the running block and of the prefetched one, and one unit's gradients in both dtypes.
     """
     sizes = sorted((sum(map(prod, unit.values())) for unit in units), reverse=True)
     if not sizes:

@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Rows of predicted traffic.
-
-Elements are those of the logical tensor (input of a reduction, output of a gather), once per call.
-"""
+"""Rows of predicted traffic; elements are counted like in the ledger."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,28 +13,17 @@ Pass = Literal["forward", "backward", "optimizer"]
 
 @dataclass(frozen=True)
 class Traffic:
-    """Equal collectives of one part of the model, in one micro-batch.
+    """Equal collectives of one part of the model, in one micro-batch."""
 
-    Args:
-        scope: ``block i``, ``embedding`` or ``head``, which computes the loss; ``step`` or
-            ``optimizer``.
-        pass_: ``forward`` or ``backward``; ``optimizer`` for what an optimizer sends.
-        op: ``all_reduce``, ``reduce_scatter``, ``all_gather`` or ``all_to_all``.
-        role: The kind of tensor, which determines the dtype: ``activation`` (or its gradient),
-            ``statistic`` (at least fp32), ``loss`` (at least fp32), ``parameter``, ``gradient``,
-            ``index`` of a codec; TSR-Adam's ``core``, ``sketch`` and ``checksum``; a
-            spectral optimizer's ``gram`` and ``momentum``.
-        calls: Number of calls.
-        elements: Elements of all calls together.
-        mesh_dim: Name of the mesh dimension.
-    """
-
-    scope: str
+    scope: str  # ``block i``, ``embedding``, ``head`` (with the loss), ``step``, ``optimizer``
     pass_: Pass
-    op: str
+    op: str  # ``all_reduce``, ``reduce_scatter``, ``all_gather`` or ``all_to_all``
+    # The kind of tensor, which determines the dtype: ``activation`` (or its gradient), at least
+    # fp32 ``statistic`` and ``loss``, ``parameter``, ``gradient``, a codec's ``index``; TSR-Adam's
+    # ``core``, ``sketch`` and ``checksum``; a spectral optimizer's ``gram`` and ``momentum``
     role: str
     calls: int
-    elements: int
+    elements: int  # elements of all calls together
     mesh_dim: str = "tp"
 
 
@@ -78,15 +64,8 @@ def pipeline_traffic(
 ) -> list[Traffic]:
     """Return a rank's messages per pass: one per boundary, micro-batch and direction.
 
-    Args:
-        boundaries: Elements per sequence; boundary i lies between the stages i and i + 1.
-        local_stages: The rank's stages. Neighbouring stages on one rank (the turn of a V-shaped
-            schedule) send no message.
-        batch: Sequences of a micro-batch.
-        microbatches: Micro-batches of the pass.
-
-    Returns:
-        Rows with the scope ``boundary i`` on the mesh dimension ``pp``.
+    Boundary i lies between the stages i and i + 1; `boundaries` are elements per sequence.
+    Neighbouring stages on one rank (the turn of a V-shaped schedule) send no message.
     """
     rows = []
     for index, of_a_sequence in enumerate(boundaries):

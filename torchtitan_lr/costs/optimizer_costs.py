@@ -19,12 +19,7 @@ from torchtitan_lr.costs.gram_messages import (
     spectral_traffic,
     wide_flops,
 )
-from torchtitan_lr.costs.held_memory import (
-    NamedShapes,
-    adam_state,
-    spectral_state,
-    tsr_state,
-)
+from torchtitan_lr.costs.held_memory import NamedShapes, adam_state, spectral_state, tsr_state
 from torchtitan_lr.costs.messages import Traffic, element_size, merge
 from torchtitan_lr.costs.tsr_messages import TSRMatrix, TSRMesh, tsr_traffic
 from torchtitan_lr.optim.spectral.selection import select_matrices
@@ -52,20 +47,16 @@ TSR_PASSES = 5
 """Passes over a compressed matrix in a step of TSR-Adam without a refresh: the projection reads the
 gradient; the decay and the lift each read the weight and write it."""
 
-TSR_KERNELS = 4
-"""Its products: two to project a gradient, and two to lift a core."""
+TSR_KERNELS = 4  # its products: two to project a gradient, and two to lift a core
 
 
 @dataclass(frozen=True)
 class OptimizerWork:
     """Work of a rank in a step."""
 
-    traffic: float = 0.0
-    """Bytes that kernels read and write, beside those of products."""
-    flops: float = 0.0
-    """Of products in fp32."""
-    kernels: float = 0.0
-    """Kernels per matrix; those on lists and batches take no time of their own."""
+    traffic: float = 0.0  # bytes that kernels read and write, beside those of products
+    flops: float = 0.0  # of products in fp32
+    kernels: float = 0.0  # kernels per matrix; those on lists and batches take no time of their own
 
 
 class OptimizerCost:
@@ -268,11 +259,7 @@ class TSRCost(OptimizerCost):
         return size
 
     def work(self, pp_rank: int) -> OptimizerWork:
-        """Return projections and lifts.
-
-        Refreshes are left out: decompositions of (k, k) matrices take most of their time, for which
-        a machine's file has no number.
-        """
+        """Return projections and lifts, without refreshes: mostly decompositions of (k, k)."""
         traffic, flops, count = 0.0, 0.0, 0
         others = {}
         for name, piece in self.run.pieces_of(pp_rank).items():

@@ -1,14 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Tensors that autograd keeps between forward and backward, counted on blocks without data.
 
-Which activations survive depends on the family, the plan, the checkpointing mode and on how each
-operator is written. Instead of a formula for every combination, the blocks themselves run on fake
-tensors (shapes without memory) as one rank of a process group that does not exist; what is still
-alive after the forward pass is what a real run keeps. The backward pass is rehearsed too: it tells
-how much memory it takes on top, and which collectives checkpointing repeats.
-
-The CPU's operators are rehearsed. Its RMSNorm keeps the input and the normalized input in fp32,
-which a fused kernel does not: on a GPU the true number is smaller, see `memory.rehearse_run`.
+The blocks themselves run on fake tensors as one rank of a process group that does not exist. What
+is alive after forward is what a real run keeps; backward tells how much memory it takes on top, and
+which collectives checkpointing repeats. The CPU's RMSNorm keeps more than a GPU's, which
+`rank_memory.rehearse_run` subtracts.
 """
 
 import gc
@@ -46,29 +42,17 @@ and dtype."""
 
 @dataclass(frozen=True)
 class Workload:
-    """The computation of one rank for one micro-batch.
-
-    Args:
-        args: The model.
-        settings: A resolved plan; ignored when T is 1.
-        tp_degree: Tensor-parallel ranks T.
-        batch: Sequences b of a micro-batch.
-        seq_len: Tokens s of a sequence.
-        dtype: The dtype that blocks compute in.
-        cp_degree: Context-parallel ranks C, which share the tokens.
-        gather: What they gather, ``kv`` or ``latents``.
-        splits_backward: Whether a pipeline computes the gradients of inputs first, and those of
-            weights later.
-    """
+    """The computation of one rank for one micro-batch."""
 
     args: LlamaArgs
-    settings: TPSettings
-    tp_degree: int
-    batch: int
-    seq_len: int
-    dtype: torch.dtype
-    cp_degree: int = 1
-    gather: str = "kv"
+    settings: TPSettings  # a resolved plan; ignored when T is 1
+    tp_degree: int  # tensor-parallel ranks T
+    batch: int  # sequences b of a micro-batch
+    seq_len: int  # tokens s of a sequence
+    dtype: torch.dtype  # the dtype that blocks compute in
+    cp_degree: int = 1  # context-parallel ranks C, which share the tokens
+    gather: str = "kv"  # what they gather, ``kv`` or ``latents``
+    # Whether a pipeline computes gradients of inputs first, and those of weights later
     splits_backward: bool = False
 
     def inputs(self) -> tuple[Tensor, dict[str, Tensor]]:
@@ -82,40 +66,26 @@ class Workload:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The memory of one rank for one micro-batch.
+    """The memory of one rank for one micro-batch."""
 
-    Args:
-        block: Bytes kept by a decoder block, its input included, its output not; a mean where
-            checkpointing treats blocks in turns.
-        ends: Bytes kept by the embedding, the final norm, the head and the loss.
-        working: Bytes that backward needs at its worst beyond what forward left, the gradients of
-            whole parameters aside.
-        repeated: Collectives that run again, by mesh dimension, operation and dtype: calls and
-            elements of one period of checkpointing.
-        repeated_in_halves: Likewise of a backward in two halves, which the first stage of a
-            pipeline does not have.
-    """
-
+    # Bytes kept by a block, its input included, its output not; a mean over ``selective`` turns
     block: float
-    ends: int
-    working: int
+    ends: int  # bytes kept by the embedding, the final norm, the head and the loss
+    working: int  # bytes that backward needs beyond what forward left, whole gradients aside
+    # Collectives that run again in a period of checkpointing: calls and elements
     repeated: "PerPeriod" = field(default_factory=dict)
+    # Likewise of a backward in two halves, which the first stage of a pipeline does not have
     repeated_in_halves: "PerPeriod" = field(default_factory=dict)
 
 
+# By mesh dimension, operation and dtype
 PerPeriod = dict[tuple[str, str, str], tuple[int, int]]
 
 
 def rehearse(workload: Workload, prepare: Prepare | None = None, period: int = 1) -> Rehearsal:
     """Run a short model forward and backward on tensors without data.
 
-    Args:
-        workload: The computation; one and three of the model's blocks run, or as many periods.
-        prepare: Applied to the model after tensor parallelism.
-        period: Blocks after which checkpointing starts over (``selective_ac_option``).
-
-    Raises:
-        RuntimeError: If this process has a process group already and T > 1.
+    It has one and three blocks, or periods of ``selective_ac_option``, of which the mean counts.
     """
     short = [replace(workload.args, n_layers=n * period) for n in (1, 3)]
     halves: PerPeriod = {}
@@ -147,22 +117,15 @@ def _per_period(one: Repeats, three: Repeats) -> PerPeriod:
 
 @contextmanager
 def fake_ranks(tp_degree: int, cp_degree: int = 1) -> Iterator[DeviceMesh | None]:
-    """Be rank 0 of ranks that do not exist; their mesh of ``tp`` or ``cp, tp``, None for one rank.
-
-    Raises:
-        RuntimeError: If this process has a process group already.
-    """
+    """Be rank 0 of absent ranks; yield their mesh of ``tp`` or ``cp, tp``, None for one rank."""
     if tp_degree * cp_degree == 1:
         yield None
         return
     if dist.is_initialized():
         raise RuntimeError("a rehearsal needs a process without a process group")
-    degrees: tuple[int, ...] = (tp_degree,)
-    names: tuple[str, ...] = ("tp",)
-    if cp_degree > 1:
-        degrees, names = (cp_degree, tp_degree), ("cp", "tp")
+    sizes = {"cp": cp_degree, "tp": tp_degree} if cp_degree > 1 else {"tp": tp_degree}
     with fake_process_group(tp_degree * cp_degree):
-        yield init_device_mesh("cpu", degrees, mesh_dim_names=names)
+        yield init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
 
 
 def _attend_without_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -183,13 +146,7 @@ class Count:
 def build_prepared(
     workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None
 ) -> LlamaModel:
-    """Build a workload's model, split it over the mesh and wrap it; call it under fake tensors.
-
-    Args:
-        workload: The model and its batch.
-        mesh: Returned by `fake_ranks`.
-        prepare: Wraps the model for activation checkpointing, if given.
-    """
+    """Build a workload's model, split it over the mesh and wrap it; call it under fake tensors."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(workload.dtype)  # a cast afterwards would swap fake parameters
     try:
@@ -265,14 +222,7 @@ def _address(x: Tensor) -> int:
 
 
 class LivingStorages(RehearsalMode):
-    """Tracks the storages that operators allocate, and which of them are alive.
-
-    Args:
-        outside: Addresses of storages to ignore: parameters, buffers, inputs.
-
-    Attributes:
-        peak: Maximum of the live bytes after any operator.
-    """
+    """Tracks the storages that operators allocate, and which of them are alive."""
 
     def __init__(self, outside: set[int]) -> None:
         super().__init__()

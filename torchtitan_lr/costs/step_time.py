@@ -1,17 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A step-time model: products, element-wise kernels, the optimizer, and α-β for collectives.
 
-A product takes its FLOPs over the speed that large products reach, plus its bytes over the memory
-bandwidth, plus the launch of a kernel. So thin products, which move many bytes per FLOP, are slow;
-that products and memory do not overlap fits the products that BOOST's authors measured on A100s
-(``docs/results.md``). Fused attention has a speed of its own. Other kernels take their bytes
-over the memory bandwidth plus a launch.
-
-A collective of N ranks costs α per call, plus its bytes times the share that crosses a link
+A product takes its FLOPs over the speed of large products, plus its bytes over the memory
+bandwidth, plus a launch: that both do not overlap fits BOOST's products on A100s
+(``docs/results.md``). Fused attention has a speed of its own; other kernels take their bytes and a
+launch. A collective of N ranks costs α per call, plus its bytes times the share that crosses a link
 (2(N-1)/N for an all-reduce, (N-1)/N for a gather, a scatter or an all-to-all, 1 for a message) over
-the link's bandwidth. Tensor-parallel activations and pipeline messages lie between two products and
-are exposed. The online norm's statistic and data-parallel traffic overlap with computation and are
-exposed only where they take longer. TSR-Adam's traffic at the end of a step is exposed.
+the link's bandwidth. Tensor-parallel activations and messages are exposed, and so is TSR-Adam's
+traffic; the online norm's statistic and data-parallel traffic only where they take longer.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,23 +30,14 @@ _OVERLAPPED = ("parameter", "gradient", "index", "statistic")
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step of one rank.
+    """Seconds of an optimizer step of one rank."""
 
-    Args:
-        compute: Time of matrix products, attention included.
-        exposed_communication: Communication that does not overlap with computation.
-        hidden_communication: Communication that overlaps with computation.
-        bubble: Idle time in the pipeline.
-        element_wise: Time of all other kernels of forward and backward.
-        optimizer: Time of the optimizer's kernels.
-    """
-
-    compute: float
-    exposed_communication: float
-    hidden_communication: float
+    compute: float  # time of matrix products, attention included
+    exposed_communication: float  # communication that does not overlap with computation
+    hidden_communication: float  # communication that overlaps with computation
     bubble: float = 0.0
-    element_wise: float = 0.0
-    optimizer: float = 0.0
+    element_wise: float = 0.0  # time of all other kernels of forward and backward
+    optimizer: float = 0.0  # time of the optimizer's kernels
 
     @property
     def total(self) -> float:
@@ -92,22 +79,10 @@ def model_step_time(
     element_size: Callable[[Traffic], int],
     mesh: dict[str, MeshDim],
     hardware: Hardware,
-    bubble: float = 0.0,
     element_wise: float = 0.0,
     optimizer: float = 0.0,
 ) -> StepTime:
-    """Model one optimizer step of one rank.
-
-    Args:
-        compute: Seconds of its products, recomputation included.
-        traffic: Every collective of the step.
-        element_size: Returns the bytes per element of a row.
-        mesh: Mesh dimensions by name; must contain every dimension in `traffic`.
-        hardware: The machine.
-        bubble: Idle seconds of the pipeline rank.
-        element_wise: Seconds of its other kernels in forward and backward.
-        optimizer: Seconds of its optimizer's kernels.
-    """
+    """Model one optimizer step of one rank."""
     exposed, overlapped = 0.0, 0.0
     for row in traffic:
         seconds = collective_seconds(row, element_size(row), mesh[row.mesh_dim], hardware)
@@ -117,7 +92,7 @@ def model_step_time(
             exposed += seconds
     hidden = min(overlapped, compute + element_wise)
     exposed += overlapped - hidden
-    return StepTime(compute, exposed, hidden, bubble, element_wise, optimizer)
+    return StepTime(compute, exposed, hidden, 0.0, element_wise, optimizer)
 
 
 def exposed_seconds(
@@ -153,14 +128,7 @@ def collective_seconds(row: Traffic, element_size: int, dim: MeshDim, hardware: 
 def step_time(
     run: Run, traffic: list[list[Traffic]], hardware: Hardware, work: PassWork
 ) -> StepTime:
-    """Model a step on the pipeline rank that is busy longest.
-
-    Args:
-        run: The run.
-        traffic: The traffic of every pipeline rank in a whole step.
-        hardware: The machine.
-        work: Recorded by `work_of_run`.
-    """
+    """Model a step on the pipeline rank that is busy longest."""
     sizes = partial(element_size, dtypes=run.wire_dtypes)
     times = []
     for pp_rank, rows in enumerate(traffic):
@@ -170,17 +138,8 @@ def step_time(
         count = run.microbatches * run.accumulation
         products, others = (sum(part) * count for part in zip(*passes, strict=True))
         others += _staging_seconds(run, pp_rank, hardware)
-        times.append(
-            model_step_time(
-                products,
-                rows,
-                sizes,
-                run.mesh,
-                hardware,
-                element_wise=others,
-                optimizer=optimizer_seconds(run, pp_rank, hardware),
-            )
-        )
+        own = optimizer_seconds(run, pp_rank, hardware)
+        times.append(model_step_time(products, rows, sizes, run.mesh, hardware, others, own))
     longest = max(times, key=lambda time: time.total)
     if run.pp == 1:
         return longest

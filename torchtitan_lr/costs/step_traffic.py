@@ -1,9 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Collectives of one step of a run, from the formulas.
 
-The scalars of clipping, logging and stop signals (the ledger's scope ``step``) are not included,
-except those of the optimizer. With a pipeline and ``fsdp_reshard_after_forward = "always"``, weight
-gathers are counted once per pass, although each micro-batch repeats them.
+The scalars of the ledger's scope ``step`` are left out, except an optimizer's. With a pipeline that
+always reshards, weight gathers count once per pass, although each micro-batch repeats them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,13 +25,7 @@ from torchtitan_lr.parallel.stages import stage_boundaries
 
 
 def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> list[Traffic]:
-    """Return a rank's traffic in an ordinary step of its optimizer.
-
-    Args:
-        run: The run.
-        pp_rank: Pipeline rank.
-        rehearsal: Contains the collectives that activation checkpointing repeats; None for none.
-    """
+    """Return a rank's traffic in an ordinary step of its optimizer."""
     model = _here(run, pp_rank, model_traffic(run.args, run.settings, run.tp, run.tokens))
     model += run_context_traffic(run, pp_rank, run.gather)
     rows = _times(model, run.microbatches * run.accumulation)
@@ -52,13 +45,7 @@ def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> 
 
 
 def run_context_traffic(run: Run, pp_rank: int, gather: str) -> list[Traffic]:
-    """Return a pipeline rank's traffic of context parallelism in a micro-batch.
-
-    Args:
-        run: The run.
-        pp_rank: Pipeline rank.
-        gather: A value of ``parallelism.cp_gather``, the run's or another.
-    """
+    """Return a pipeline rank's traffic of context parallelism in a micro-batch."""
     rows = context_traffic(run.args, run.settings, run.tp, run.cp, run.tokens, gather)
     return _here(run, pp_rank, rows)
 
@@ -72,8 +59,7 @@ def bytes_by_dim(rows: Iterable[Traffic], dtypes: Mapping[str, str]) -> dict[str
     return result
 
 
-WIRES = ("float32", "bfloat16")
-"""Values of ``training.mixed_precision_reduce``."""
+WIRES = ("float32", "bfloat16")  # values of ``training.mixed_precision_reduce``
 
 
 def gradient_bytes(run: Run, pp_rank: int) -> dict[str, int]:

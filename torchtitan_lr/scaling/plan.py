@@ -1,8 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The runs of a scaling experiment: their models, lengths and learning rates, as points of a sweep.
+"""The runs of a scaling experiment as points of a sweep: models, lengths and learning rates.
 
-Learning rates are searched at the first budget and seed of the searched sizes. What a finished
-search determines can be planned then, so the points follow from the losses that are known.
+Rates are searched at the first budget and seed of a size; points follow from known losses.
 """
 
 import math
@@ -18,7 +17,7 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.paths import find_config
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.scaling.experiment import Experiment
-from torchtitan_lr.scaling.experiments import place_run
+from torchtitan_lr.scaling.start import place_run
 from torchtitan_lr.scaling.sweep import Point, refuse_keys
 
 if TYPE_CHECKING:
@@ -34,11 +33,8 @@ EXPERIMENT_KEYS = dict.fromkeys(
 )
 """Keys that cannot be overridden, and why."""
 
-WARMUP = 0.1
-"""Share of the steps in which the learning rate grows."""
-
-WIDENED = 8
-"""Rates by which a search goes beyond either end of its grid, before it is given up."""
+WARMUP = 0.1  # share of the steps in which the learning rate grows
+WIDENED = 8  # rates by which a search goes beyond either end of its grid, before it is given up
 
 Rates = Mapping[tuple[str, str], float | None]
 """Learning rate by family and size; None while it is unknown, or if a search is given up."""
@@ -50,18 +46,12 @@ Searches = Mapping[tuple[str, str], list[Point]]
 
 @dataclass(frozen=True)
 class Cost:
-    """The model of a family at a size.
+    """The model of a family at a size."""
 
-    Args:
-        counted: N, the parameters without embedding and head.
-        flops_per_token: Forward and backward, without recomputation, and a spectral optimizer's
-            products.
-        tokens_per_step: Tokens of all ranks per optimizer step.
-    """
-
-    counted: int
+    counted: int  # N, the parameters without embedding and head
+    # Forward and backward, without recomputation, and a spectral optimizer's products
     flops_per_token: float
-    tokens_per_step: int
+    tokens_per_step: int  # tokens of all ranks per optimizer step
 
 
 def rate_at(grid: Sequence[float], place: int) -> float:
@@ -75,19 +65,7 @@ def rate_at(grid: Sequence[float], place: int) -> float:
 
 
 class Plan:
-    """An experiment with the cost of every family at every size.
-
-    Args:
-        experiment: The experiment.
-        work: Folder of all runs; the models of the sizes are written to ``models`` in it.
-
-    Attributes:
-        costs: By family and size.
-        measures: What families share, in one run of each size, budget and seed for each.
-
-    Raises:
-        ConfigError: A configuration is not valid, or an override sets a key of the experiment.
-    """
+    """An experiment with the cost of every family at every size."""
 
     def __init__(self, experiment: Experiment, work: Path) -> None:
         self.experiment, self.work = experiment, work
@@ -154,19 +132,7 @@ class Plan:
     def point(
         self, family: str, size: str, budget: float, seed: int, rate: float | None, equal: str = ""
     ) -> Point:
-        """Return a run as a point of a sweep.
-
-        Args:
-            family: Its family.
-            size: Its size.
-            budget: Tokens per parameter.
-            seed: ``debug.seed``.
-            rate: Learning rate; None where a search is still to choose it.
-            equal: One of the experiment's `measures`; the first by default.
-
-        Returns:
-            The point; its settings have these, N, the tokens D, and the FLOPs of all ranks.
-        """
+        """Return a run as a point of a sweep, with N, the tokens D and all ranks' FLOPs."""
         experiment, cost = self.experiment, self.costs[family, size]
         first, *others = self.measures
         steps = self._steps(family, size, budget, equal or first)
@@ -205,15 +171,9 @@ class Plan:
     def searches(self, losses: Mapping[str, float]) -> Searches:
         """Return the points of every search, in the order of the grid.
 
-        A family's first size tries all its rates, a later size the best rate of the size before
-        it and the two rates beside. Each goes on, also beyond the ends of its grid, until its own
-        best rate has both neighbours.
-
-        Args:
-            losses: Validation loss by run.
-
-        Returns:
-            The points by family and size; none where the size before has not chosen yet.
+        A family's first size tries all its rates, a later size the best rate of the size before it
+        and the two rates beside. Each goes on, also beyond the ends of its grid, until its own best
+        rate has both neighbours. A size whose size before has not chosen yet has none.
         """
         found: dict[tuple[str, str], list[Point]] = {}
         for family, arm in self.experiment.families.items():
@@ -235,15 +195,7 @@ class Plan:
         return found
 
     def rates(self, searches: Searches, losses: Mapping[str, float]) -> tuple[Rates, list[str]]:
-        """Choose every learning rate that finished runs determine.
-
-        Args:
-            searches: Those of these losses.
-            losses: Validation loss by run; infinite for a run that diverged.
-
-        Returns:
-            The rates, and one line for each search that is given up.
-        """
+        """Choose every rate that finished runs determine; say of each search that is given up."""
         found: dict[tuple[str, str], float | None] = {}
         edges = []
         for (family, size), points in searches.items():
@@ -264,10 +216,7 @@ class Plan:
         return found, edges
 
     def _beyond(self, rates: Rates, family: str, size: str) -> float | None:
-        """Return the rate at a size without a search, from the rates of all searched sizes.
-
-        Two sizes of a coarse grid determine no slope, so that a line needs three.
-        """
+        """Return the rate of a size without a search, by a line through three searched or more."""
         searched = self.experiment.search
         known = [rate for s in searched if (rate := rates[family, s]) is not None]
         if len(known) < len(searched):

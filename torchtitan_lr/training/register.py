@@ -33,8 +33,7 @@ def build_lr_schedulers(
 def register_model_family(family: ModelFamily) -> None:
     """Make a family known: its name, its flavors and its TrainSpec, as ``llama_`` and its name.
 
-    For one from outside the package, a run names the module that calls this by
-    ``experimental.custom_import``. A registered name keeps its TrainSpec.
+    Another's module is named by ``experimental.custom_import``.
     """
     FAMILIES[family.name] = family
     flavors = FLAVORS.setdefault(family.name, FlavorTable(family))

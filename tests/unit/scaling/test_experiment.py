@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.commands import ROOT, Command
-from torchtitan_lr.checks.optimizer import _warn_of_scale
+from torchtitan_lr.checks.rates import _warn_of_scale
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.flavors import read_model_args
 from torchtitan_lr.models.llama import LlamaModel
@@ -21,9 +21,9 @@ from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.spectral.selection import select_matrices
 from torchtitan_lr.scaling.experiment import read_experiment
-from torchtitan_lr.scaling.experiments import place_run
 from torchtitan_lr.scaling.plan import WIDENED, Plan
-from torchtitan_lr.scaling.report import draw_rows, fits_of, judged, law_table, rows_of
+from torchtitan_lr.scaling.results import draw_rows, fits_of, judged, law_table, rows_of
+from torchtitan_lr.scaling.start import place_run
 from torchtitan_lr.scaling.sweep import settings_of
 
 scaling = Command("scaling")

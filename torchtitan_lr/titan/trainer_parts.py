@@ -1,9 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""torchtitan's trainer, and the parts that its constructor creates without arguments.
-
-Each function below replaces a name in a torchtitan module, never in torch, and raises if the name
-is missing.
-"""
+"""torchtitan's trainer, and replacements, in its modules, of what its constructor creates."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,13 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The matrix products that a rank issues between the start of a collective and its wait.
 
-A device can run these products during the collective. A collective without any is exposed: the
-device waits for it, unless products issued before its start are still running.
-
-A functional collective has an operator that waits. A ``c10d`` collective has none, so it is waited
-for where the first operator reads its result. FSDP2's reduce-scatter is waited for where the next
-one starts, or where backward ends. What runs behind it on FSDP2's streams does not count as a read:
-a cast of its result, which then is the result, or the end of an exchange of compressed gradients.
+Without any the device waits for it. A functional collective has an operator that waits, a ``c10d``
+one ends where an operator reads its result, FSDP2's reduce-scatter where the next one starts or
+backward ends. What runs behind that on FSDP2's streams is no read: a cast of its result, which then
+is the result, or the end of an exchange of compressed gradients.
 """
 
 from collections import Counter
@@ -19,13 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchtitan_lr.compat.dispatch import (
-    CAST,
-    changes_arguments,
-    product_flops,
-    storage_address,
-    tree_leaves,
-)
+from torchtitan_lr.compat import dispatch
 from torchtitan_lr.compat.process_groups import functional
 
 
@@ -49,69 +40,59 @@ class Overlap:
     _unread: dict[int, list[_Running]] = field(default_factory=dict)
 
     def start(self, key: Hashable, result: Any, written: Sequence[Tensor] = ()) -> None:
-        """Record the start of a collective.
-
-        Args:
-            key: The counter's key.
-            result: The result of the operator; a functional collective's is a tensor to wait for.
-            written: Tensors that a ``c10d`` collective writes.
-        """
+        """Record the start of a collective."""
         if isinstance(result, Tensor):
-            self._running[storage_address(result)] = (key, self._issued)
+            self._running[dispatch.storage_address(result)] = (key, self._issued)
         elif written:
             # Several tensors arrive together: the first to be read ends the collective.
             first = written[0]
             storage = StorageWeakRef(first.untyped_storage())
             found = _Running(key, self._issued, storage, *_span(first))
-            self._unread.setdefault(storage_address(first), []).append(found)
+            self._unread.setdefault(dispatch.storage_address(first), []).append(found)
 
     def observe(
         self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any, reducing: bool = False
     ) -> None:
-        """Record an operator that is no collective: a product, a wait, a read, or neither.
-
-        Backward does not wait for what FSDP2 runs behind a reduction (``reducing``).
-        """
+        """Record an operator that is no collective; ``reducing`` is what FSDP2 runs behind one."""
         packet = getattr(func, "overloadpacket", None)
         if packet is functional.wait_tensor:
-            if (found := self._running.pop(storage_address(args[0]), None)) is not None:
+            if (found := self._running.pop(dispatch.storage_address(args[0]), None)) is not None:
                 key, issued_before = found
                 self.flops[key] += self._issued - issued_before
             return
         if self._unread and not reducing:
             self._read(func, (args, kwargs), result)
-        elif self._unread and packet is CAST:
+        elif self._unread and packet is dispatch.CAST:
             self._follow(args[0], result)
-        self._issued += product_flops(packet, args, kwargs, result)
+        self._issued += dispatch.product_flops(packet, args, kwargs, result)
 
     def _follow(self, cast: Tensor, result: Tensor) -> None:
         """Let the collectives that a cast reads end where its result is read."""
         begin, end = _span(result)
-        for running in self._unread.pop(storage_address(cast), []):
+        for running in self._unread.pop(dispatch.storage_address(cast), []):
             storage = StorageWeakRef(result.untyped_storage())
             moved = running._replace(storage=storage, begin=begin, end=end)
-            self._unread.setdefault(storage_address(result), []).append(moved)
+            self._unread.setdefault(dispatch.storage_address(result), []).append(moved)
 
     def _read(self, func: Any, arguments: Any, result: Any) -> None:
         """End the ``c10d`` collectives of which an operator reads a result."""
-        inputs = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
-        read = {storage_address(x) for x in inputs}
+        inputs = [x for x in dispatch.tree_leaves(arguments) if isinstance(x, Tensor)]
+        read = {dispatch.storage_address(x) for x in inputs}
         if not read & self._unread.keys():
             return
-        made = {storage_address(x) for x in tree_leaves(result) if isinstance(x, Tensor)}
-        is_view = made and made <= read and not changes_arguments(func)
+        made = {
+            dispatch.storage_address(x)
+            for x in dispatch.tree_leaves(result)
+            if isinstance(x, Tensor)
+        }
+        is_view = made and made <= read and not dispatch.changes_arguments(func)
         if is_view:  # it reads nothing
             return
         for x in inputs:
-            self.end(partial(_overlaps, _span(x)), storage_address(x))
+            self.end(partial(_overlaps, _span(x)), dispatch.storage_address(x))
 
     def end(self, ends: Callable[[Any], bool], at: int | None = None) -> None:
-        """End the ``c10d`` collectives that something waits for here.
-
-        Args:
-            ends: Says of a running collective whether it ends here.
-            at: Address of the storage that the collectives write; None for any.
-        """
+        """End the ``c10d`` collectives that something waits for here."""
         for address in list(self._unread) if at is None else [at]:
             kept = []
             for running in self._unread.pop(address, []):

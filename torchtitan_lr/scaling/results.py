@@ -10,28 +10,21 @@ from typing import Any
 import numpy as np
 
 from torchtitan_lr.checkpoints.folders import write_whole
-from torchtitan_lr.console.figures import DOTS, THICK, finish, new_figure
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.launch.run_state import FINISHED
 from torchtitan_lr.scaling.fit import Fit, fit_points, student
-from torchtitan_lr.scaling.pictures import colors_of
 from torchtitan_lr.scaling.plan import Plan
 from torchtitan_lr.scaling.sweep import Point
+from torchtitan_lr.training.figures import DOTS, THICK, colors_of, finish, new_figure
 
 Row = Mapping[str, Any]
 
 
 def rows_of(points: Sequence[Point], reference: str) -> list[dict[str, Any]]:
-    """Return one row per family, size, budget and shared measure.
+    """Return one row per family, size, budget and shared measure: the settings without ``seed``.
 
-    Args:
-        points: Returned by `Plan.main_points`, with the rows of a sweep.
-        reference: The family that others are compared with.
-
-    Returns:
-        The settings of a point without ``seed``, ``seeds`` (their number), ``losses`` (by finished
-        seed), and ``loss`` and ``minus_reference`` (of seeds that both have), each the mean and the
-        ends of its interval: None with one seed, as the whole is without any.
+    Added are ``seeds`` (their number), ``losses`` (by finished seed), and ``loss`` and
+    ``minus_reference`` (of seeds that both have): the mean and the ends of its interval or None.
     """
     rows: dict[Any, dict[str, Any]] = {}
     for point in points:
@@ -95,16 +88,10 @@ def fits_of(rows: Sequence[Row]) -> dict[str, Fit]:
 
 
 def judged(rows: Sequence[Row], fits: Mapping[str, Fit]) -> list[dict[str, Any]]:
-    """Say of every point how its family's law describes it.
+    """Say of every point how its family's law describes it: three None without a law or a loss.
 
-    Args:
-        rows: Returned by `rows_of`.
-        fits: Returned by `fits_of`.
-
-    Returns:
-        The rows with ``fitted`` (whether the law was fitted to the point), ``minus_law`` (its mean
-        loss minus the law's) and ``missed`` (the law's band and the range of the point's seeds do
-        not touch); None, None and None without a law or a loss.
+    ``fitted``: the law was fitted to it; ``minus_law``: its mean loss minus the law's; ``missed``:
+    the law's band and the range of its seeds do not touch.
     """
     kept = set()
     for family in fits:
@@ -124,12 +111,7 @@ def judged(rows: Sequence[Row], fits: Mapping[str, Fit]) -> list[dict[str, Any]]
 
 
 def law_table(rows: Sequence[Row], fits: Mapping[str, Fit]) -> str:
-    """Return the laws as Markdown, with the points that each one misses.
-
-    Args:
-        rows: Returned by `judged`.
-        fits: Returned by `fits_of`.
-    """
+    """Return the laws as Markdown, with the points that each one misses."""
     lines = []
     for name, fit in fits.items():
         own = [row for row in rows if row["family"] == name and row["losses"]]
@@ -146,14 +128,7 @@ def law_table(rows: Sequence[Row], fits: Mapping[str, Fit]) -> str:
 
 
 def write(plan: Plan, edges: Sequence[str], rows: Sequence[Row], fits: Mapping[str, Fit]) -> str:
-    """Write scaling.md, scaling.json and scaling.png into the plan's folder; return the first.
-
-    Args:
-        plan: The plan.
-        edges: Lines on searches without a result.
-        rows: Returned by `rows_of`.
-        fits: Returned by `fits_of`.
-    """
+    """Write scaling.md, scaling.json and scaling.png into the plan's folder; return the first."""
     experiment = plan.experiment
     rows = judged(rows, fits)
     parts = [f"# {experiment.name}", experiment.description]
@@ -174,14 +149,7 @@ def write(plan: Plan, edges: Sequence[str], rows: Sequence[Row], fits: Mapping[s
 
 
 def draw(title: str, rows: Sequence[Row], fits: Mapping[str, Fit], path: Path) -> Any:
-    """Draw the loss over FLOPs: means and ranges of seeds, and each family's law with its band.
-
-    Args:
-        title: First line of the title.
-        rows: Returned by `judged`.
-        fits: Returned by `fits_of`.
-        path: The PNG to write.
-    """
+    """Draw the loss over FLOPs: means and ranges of seeds, and each family's law with its band."""
     figure = new_figure()
     axes = figure.add_subplot()
     families = list(dict.fromkeys(row["family"] for row in rows if row["losses"]))
@@ -208,14 +176,7 @@ def draw(title: str, rows: Sequence[Row], fits: Mapping[str, Fit], path: Path) -
 
 
 def draw_rows(title: str, rows: Sequence[Row], reference: str, path: Path) -> Any:
-    """Draw one size and budget, a line per family: its loss, and its difference from the reference.
-
-    Args:
-        title: First line of the title.
-        rows: Returned by `rows_of`.
-        reference: The family that is subtracted.
-        path: The PNG to write.
-    """
+    """Draw one size and budget, a line per family: its loss, and that minus the reference's."""
     rows = [row for row in rows if row["losses"]]
     several = len({row["equal"] for row in rows}) > 1
     names = [f"{row['family']}, equal {row['equal']}" if several else row["family"] for row in rows]

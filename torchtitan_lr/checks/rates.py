@@ -10,8 +10,7 @@ from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.optim.entries import ENTRIES, imported
 from torchtitan_lr.titan import logger
 
-ADAMW_RATES = (1e-5, 1e-2)
-"""Lowest and highest learning rate of AdamW beside another optimizer."""
+ADAMW_RATES = (1e-5, 1e-2)  # lowest and highest learning rate of AdamW beside another optimizer
 
 
 def check_rates(config: Any, world_size: int, device_type: str) -> None:
@@ -90,11 +89,7 @@ def check_outside(config: Any, world_size: int, device_type: str) -> None:
 
 
 def _what_ignores_rates(config: Any) -> str:
-    """Name what builds the run's optimizer without reading the keys of rates; "" if it reads them.
-
-    Raises:
-        ConfigError: It is torchtitan, which does not have the optimizer.
-    """
+    """Name what builds the optimizer without reading the keys of rates; "" if it reads them."""
     from torchtitan_lr.titan.components import build_optimizers
     from torchtitan_lr.titan.specs import get_train_spec
 

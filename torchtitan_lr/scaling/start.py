@@ -16,11 +16,7 @@ from typing import IO, Any
 
 from torchtitan_lr.checks.job import Data, check_job_config
 from torchtitan_lr.errors import ConfigError, RunFailedError
-from torchtitan_lr.launch.environment import (
-    Environment,
-    loopback_variables,
-    read_environment,
-)
+from torchtitan_lr.launch.environment import Environment, loopback_variables, read_environment
 from torchtitan_lr.launch.placement import Placement, find_device, place
 from torchtitan_lr.launch.processes import end_with, exit_without_teardown
 
@@ -38,15 +34,10 @@ class Started:
 
     process: subprocess.Popen[bytes]
     stderr: IO[str]
-    began: float
-    """Seconds since the epoch."""
+    began: float  # seconds since the epoch
 
     def finish(self) -> None:
-        """Wait for the run's end.
-
-        Raises:
-            RunFailedError: The launcher's exit status was not 0.
-        """
+        """Wait for the run's end; another exit status than 0 raises a `RunFailedError`."""
         if status := self.process.wait():
             self.stderr.seek(0)
             raise RunFailedError(last_error(self.stderr.read(), status))
@@ -60,16 +51,7 @@ def start(
     variables: Mapping[str, str] | None = None,
     keep_open: Sequence[int] = (),
 ) -> Started:
-    """Start training through the launcher; a run with a checkpoint resumes.
-
-    Args:
-        config: The TOML file.
-        folder: The run's dump folder.
-        arguments: Overrides, ``--section.key=value``.
-        ranks: Number of processes on this machine; ``NGPU`` by default.
-        variables: Added to the environment.
-        keep_open: File descriptors that the launcher inherits, such as that of a lock.
-    """
+    """Start training through the launcher; a run with a checkpoint resumes."""
     command = [
         *(sys.executable, "-m", "torchtitan_lr", "train"),
         *(f"--job.config_file={config}", f"--job.dump_folder={folder}", *arguments),
@@ -94,16 +76,7 @@ def start(
 def place_run(
     arguments: Sequence[str], ranks: int | None = None, data: Data = "prepare"
 ) -> Placement:
-    """Check a run's configuration and return its ranks, as the launcher chooses them.
-
-    Args:
-        arguments: The run's arguments.
-        ranks: Their number; None for ``NGPU``.
-        data: How far to go with its corpora (`check_job_config`).
-
-    Raises:
-        ConfigError: The configuration is not valid.
-    """
+    """Check a run's configuration and return its ranks, as the launcher chooses them."""
     placed = place(_one_machine(ranks), list(arguments))
     ranks = placed.environment.ranks
     check_job_config(placed.config, ranks, placed.device, data=data)
@@ -124,14 +97,8 @@ def _one_machine(ranks: int | None) -> Environment:
 def run_on_ranks(module: str, arguments: Sequence[str], ranks: int | None = None) -> Any:
     """Run a module on this machine's ranks with torchrun and return rank 0's result.
 
-    Args:
-        module: Its name; its ranks call `report_from_rank`.
-        arguments: Arguments of a training run; a temporary dump folder is added.
-        ranks: Number of processes on this machine; ``NGPU`` by default.
-
-    Raises:
-        ConfigError: The ranks cannot run on this machine.
-        RunFailedError: A rank failed; the message names the file with its full output.
+    Its ranks call `report_from_rank`; a failed one raises a `RunFailedError` with its output's
+    file.
     """
     environment = _one_machine(ranks)
     find_device(environment)

@@ -59,11 +59,7 @@ def check_pipeline(config: Any, world_size: int, device_type: str) -> None:
 
 
 def _check_stages(config: Any) -> list[list[str]]:
-    """Check the split of the model: each module once, in order, a block in every inner stage.
-
-    Returns:
-        The names of the modules, by stage.
-    """
+    """Check the split of the model: each module once, in order, a block in every inner stage."""
     section, args = config.parallelism, configured_args(config)
     degree, schedule = section.pipeline_parallel_degree, section.pipeline_parallel_schedule
     per_rank = stages_per_rank(section, args.n_layers)
