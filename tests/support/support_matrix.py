@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``docs/support_matrix.toml``: its table, its refusals, and combinations drawn from it."""
+"""``docs/support_matrix.toml``: its lists, its refusals, and combinations drawn from it."""
 
 import math
 import random
@@ -14,7 +14,6 @@ import tomli
 PATH = Path(__file__).resolve().parents[2] / "docs/support_matrix.toml"
 GLOBAL_BATCH = 16
 MICRO_BATCHES = 4  # of a pipeline, at most
-COLUMN_AXES = ("data", "tensor", "pipeline")
 NONE = "none"
 
 Combination = dict[str, str]
@@ -41,16 +40,6 @@ class SupportMatrix:
     def draw(self, source: random.Random) -> Combination:
         """Draw a value for every axis, whether refused or not."""
         return {axis: source.choice(values) for axis, values in self._values.items()}
-
-    @cached_property
-    def cells(self) -> set[Any]:
-        """Return the pairs of values that the table marks as supported."""
-        pairs_of_cells = (
-            tuple(sorted([row, column]))
-            for row, column in product(self._rows, self._columns)
-            if row[0] != column[0]
-        )
-        return {pair for pair in pairs_of_cells if pair in self.working_pairs}
 
     @cached_property
     def every_draw(self) -> list[Combination]:
@@ -146,47 +135,27 @@ class SupportMatrix:
         return arguments
 
     def table(self) -> str:
-        """Return the table of ``docs/choose.md`` and its notes."""
-        lines = [
-            "| | " + " | ".join(self._title(*column) for column in self._columns) + " |",
-            "|---|" + "---|" * len(self._columns),
-        ]
-        for row in self._rows:
-            cells = [self._cell(row, column) for column in self._columns]
-            lines.append(f"| {self._title(*row)} | " + " | ".join(cells) + " |")
+        """Return the lists of ``docs/choose.md``: every axis with its values, every refusal."""
+        lists = []
+        for axis, values in self.axes.items():
+            titles = [value["title"] for name, value in values.items() if name != NONE]
+            lists.append(f"- `{axis}`: {'; '.join(titles)}")
         notes = [f"{i}. {self._note(rule)}" for i, rule in enumerate(self.rules, 1)]
-        legend = "A dash: no family supports both. Errors, each in one line that names the key:"
-        return "\n".join([*lines, "", legend, "", *notes])
-
-    @property
-    def _columns(self) -> list[tuple[str, str]]:
-        return [(a, v) for a in COLUMN_AXES for v in self.axes[a] if v != NONE]
-
-    @property
-    def _rows(self) -> list[tuple[str, str]]:
-        return [(a, v) for a in self.axes for v in self.axes[a] if v != NONE and a != "data"]
+        return "\n".join([*lists, "", "All go together but these:", "", *notes])
 
     def _title(self, axis: str, value: str) -> str:
         return str(self.axes[axis][value]["title"])
 
-    def _cell(self, row: tuple[str, str], column: tuple[str, str]) -> str:
-        if row[0] == column[0]:
-            return "●" if row == column else ""
-        others = {axis: NONE for axis in self.axes if NONE in self.axes[axis]}
-        found = self.refusals(others | dict([row, column]))
-        if found:
-            return f"({self.rules.index(found[0]) + 1})"
-        return "●" if tuple(sorted([row, column])) in self.working_pairs else "–"
-
     def _note(self, rule: dict[str, Any]) -> str:
         parts = []
         for axis, values in rule["when"].items():
+            others = [self._title(axis, v) for v in self.axes[axis] if v not in (NONE, *values)]
             if values == [NONE]:
-                parts.append(f"no {axis} parallelism")
-                continue
-            whole = set(values) == self.axes[axis].keys() - {NONE}
-            titles = " or ".join(self._title(axis, value) for value in values)
-            parts.append(f"any {axis} parallelism" if whole and len(values) > 1 else titles)
+                parts.append(f"no `{axis}`")
+            elif len(values) > 2 and len(others) < 2:
+                parts.append(" but ".join([f"any `{axis}`", *others]))
+            else:
+                parts.append(" or ".join(self._title(axis, value) for value in values))
         return f"{' with '.join(parts)} (`{rule['key']}`): {rule['why']}."
 
 

@@ -90,7 +90,7 @@ def keep_freed_memory() -> None:
     """
     # By default it returns large tensors to the kernel, which gives empty pages, one fault per
     # 4 KiB, to the tensors of the next step. In a virtual machine the faults can take most of a
-    # step (docs/results.md).
+    # step.
     if platform.libc_ver()[0] != "glibc" or not _MALLOC_VARIABLES.isdisjoint(os.environ):
         return
     libc = ctypes.CDLL(None)

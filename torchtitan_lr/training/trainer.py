@@ -104,7 +104,7 @@ class Trainer(TitanTrainer):
         half = job_config.training.mixed_precision_param != "float32"
         tf32 = ENTRIES[job_config.optimizer.name].tf32_products
         if self.device.type == "cuda" and half and tf32:
-            # The optimizer's are the only fp32 products of such a run (docs/numerics.md).
+            # The optimizer's are the only fp32 products of such a run (docs/step.md).
             torch.set_float32_matmul_precision("high")
         args = self.model_parts[0].model_args
         if isinstance(args, LlamaArgs):
