@@ -149,13 +149,7 @@ class SpectralOptimizer(Optimizer):
         rule: One of `rules.RULES`.
         pairs: A (r, d_in) and B (d_out, r) of every linear B A. Only Muon takes matrices that are
             in no pair.
-        lr: η.
-        weight_decay: λ.
-        momentum: β.
-        nesterov: Whether N looks ahead.
-
-    Raises:
-        ValueError: A wrong argument.
+        lr: η, with the decay λ, the momentum β, and whether N looks ahead (``nesterov``).
 
     Attributes:
         matrices: All matrices.

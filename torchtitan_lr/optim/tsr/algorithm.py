@@ -114,28 +114,22 @@ class TSRAdam(Optimizer):
         named_parameters: Name and parameter, as ``model.named_parameters()`` yields them, or groups
             of them as torch has them: ``[{"params": model.named_parameters(), "lr": 0.01}]``.
         settings: Rank, refreshes and the other ``tsr_*`` settings.
-        lr: η.
-        beta1: β₁.
-        beta2: β₂.
-        eps: ε.
-        weight_decay: λ.
+        lr: η, with β₁, β₂, ε and λ (``weight_decay``).
         group: Ranks with equal parameters and different data; None if there is only one.
         stages: Pipeline ranks, each with other parameters; None without pipelining.
         average: Whether gradients are averaged over ``group``, as DDP does. Else they are summed,
             for a loss that is already divided by the tokens of the global batch.
-        wire_dtype: Dtype in which sums over ``group`` travel, such as bf16; None for that of the
-            tensors.
-        order: The trained parameters in the model's order, which groups may not have: sums start
-            while backward goes through it from its end. By default that of the groups.
+        wire_dtype: Dtype in which sums over ``group`` travel; None for that of the tensors.
+        order: The trained parameters in the model's order, by default that of the groups: sums
+            start while backward goes through it from its end.
 
     Attributes:
         stacks: The compressed matrices.
         groups: The process groups.
         counters: The numbers of steps, refreshes and cores, on the host.
-        found_inf: 1 if the next step must not change weights, bases and moments, else 0; an fp32
-            scalar on the device, equal on all ranks. None if every step counts. Torch's fused Adam
-            has the same attribute. `counters` of a rejected step are right again once `settle`,
-            `begin` or `state_dict` was called, or the next `step`.
+        found_inf: 1 if the next step must not change weights, bases and moments, else 0, as torch's
+            fused Adam has it: an fp32 scalar on the device, equal on all ranks. None if every step
+            counts. `settle`, `begin`, `state_dict` or the next `step` mend the `counters`.
     """
 
     found_inf: Tensor | None = None

@@ -19,17 +19,8 @@ from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
 class TSROptimizers(NamedOptimizers):
     """One `TSRAdam` for all model parts of a rank, with one exchange for all their cores.
 
-    Args:
-        model_parts: The pipeline stages of this rank (one without pipelining).
-        settings: The settings.
-        defaults: ``lr``, ``beta1``, ``beta2``, ``eps`` and ``weight_decay``.
-        replicas: Ranks with equal parameters and different data.
-        stages: Pipeline ranks.
-        rates: Of all parameters by name; without it ``defaults`` has them.
-        wire_dtype: Dtype in which sums over the replicas travel; None for the tensors' own.
-
-    Attributes:
-        gradients: The optimizer, which is also the `Gradients` of a step.
+    It is also the `Gradients` of a step, ``gradients``. Without ``rates``, of parameters by name,
+    ``defaults`` has them.
     """
 
     def __init__(

@@ -189,14 +189,8 @@ def tsqr(
     corrects the local Q, in one round per mesh dimension. The diagonal of R is made non-negative,
     so that both factors are unique (at full rank).
 
-    Args:
-        talls: This rank's rows (b, m, k); m may be less than k, or 0, but not of all ranks.
-        axis: The axis of G that these rows belong to.
-        most: The largest m of a rank. Fewer rows are padded: all ranks must send alike.
-        exchange: Gathers.
-
-    Returns:
-        Q (b, m, k), sharded like the input, and R (b, k, k), equal on all ranks.
+    Of this rank's rows (b, m, k), m may be less than k, or 0; ``most`` is a rank's largest m. Q
+    (b, m, k) is sharded like them, and R (b, k, k) equal on all ranks.
     """
     found = [_factors(_padded(tall, rows)) for tall, rows in zip(talls, most, strict=True)]
     bases, triangles = [q for q, _ in found], [r for _, r in found]
