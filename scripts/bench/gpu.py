@@ -13,7 +13,6 @@ Nothing is fetched. The parts:
     optimizer TSR-Adam's plain and refresh step against fused AdamW's
     spectral  a step of Muon, Spectron and LoRA-Muon for the factors of CoLA's blocks, beside AdamW,
               torch's Muon (products in bf16), and Muon by the usual five iterations in fp32
-    decoding  one prompt and 32: tokens/s of full rank and CoLA
     codec     TAGC: one exchange of a gradient with this process alone, by codec
     block     a decoder block of one rank of four, compiled: BTP's forward and backward beside full
               rank's at two batches, and its longest kernels; nothing is sent
@@ -39,7 +38,6 @@ import argparse
 import gc
 import json
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -47,7 +45,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -75,7 +72,6 @@ from torchtitan_lr.compression.sizes import LEVELS, CodecSizes
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.inference.decode import Decoder, Sampling
 from torchtitan_lr.models import linears
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import empty_model
@@ -352,31 +348,6 @@ def spectral(device: str, small: bool) -> Iterator[Row]:
             row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         del factors, step
         yield row
-
-
-def decoding(device: str, small: bool) -> Iterator[Row]:
-    """Yield the tokens/s of greedy decoding at batch 1 and 32."""
-    prompt, new = (8, 4) if small else (128, 64)
-    for family in ("full", "cola"):
-        _reset(device)
-        args = replace(FLAVORS[family]["debug" if small else "1B"], max_seq_len=prompt + new)
-        model = empty_model(args).to(torch.bfloat16 if device == "cuda" else torch.float32)
-        model.to_empty(device=device)
-        model.init_weights()
-        for batch in (1, 32):
-            speeds = [_decode(model.eval(), batch, prompt, new, device) for _ in range(4)]
-            yield {"family": family, "batch": batch, "tokens_per_s": median(speeds[1:])}
-
-
-def _decode(model: LlamaModel, batch: int, prompt: int, new: int, device: str) -> float:
-    """Return the tokens/s of greedy decoding behind random prompts."""
-    tokens = torch.randint(model.model_args.vocab_size, (batch, prompt)).tolist()
-    decoder = Decoder(model, tokens, [new] * batch, Sampling(0), [0] * batch, ())
-    decoder.step()  # the prompts
-    begin = time.perf_counter()
-    while any(decoder.running):
-        decoder.step()  # it reads its tokens, so the device has ended
-    return batch * (new - 1) / (time.perf_counter() - begin)
 
 
 def codec(device: str, small: bool) -> Iterator[Row]:
@@ -703,7 +674,7 @@ def _errors(to_prefix: Callable[..., torch.Tensor], *chunk: torch.Tensor) -> lis
 PARTS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
     part.__name__: part
     for part in (
-        *(parity, training, optimizer, spectral, decoding, codec, block, graphs, context, profile),
+        *(parity, training, optimizer, spectral, codec, block, graphs, context, profile),
         *(products, eigenvectors, padded, captured, split, modes),
     )
 }

@@ -9,7 +9,7 @@ parallelism replaces the modules that apply linears (`models.linears`), and noth
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +31,6 @@ from torchtitan_lr.models.linears import (
 )
 from torchtitan_lr.titan.base import BlockMask, ModelProtocol, create_attention_mask, flex_attention
 from torchtitan_lr.titan.specs import RoPEScalingArgs
-
-if TYPE_CHECKING:
-    from torchtitan_lr.inference.cache import KeyValueCache, LayerCache
 
 Latents: TypeAlias = tuple[Tensor, ...]
 """The seven pre-activation latents A x (b, s, r) that LaX passes from block to block,
@@ -131,7 +128,6 @@ class Attention(nn.Module):
         norm: nn.Module,
         table: Tensor,
         carried: Latents | None,
-        cache: "LayerCache | None" = None,
         mask: Mask | None = None,
         row_table: Tensor | None = None,
     ) -> tuple[Tensor, Latents]:
@@ -142,7 +138,6 @@ class Attention(nn.Module):
             norm: The block's attention norm.
             table: Rotary table, see `apply_rope`.
             carried: The previous block's q, k, v, o latents (b, s, r), or None.
-            cache: Keys and values of earlier tokens; None if x has the whole sequence.
             mask: Of the documents, see `separate`; None for causal attention.
             row_table: Rotary table of the whole row if x has a part of it, else None.
 
@@ -152,11 +147,7 @@ class Attention(nn.Module):
         """
         previous, previous_o = carried and carried[:3], carried and carried[3:]
         (q, k, v), latents = self.qkv(x, [self.wq, self.wk, self.wv], norm, previous)
-        if cache is None:
-            x = self.attend(q, k, v, table, mask, row_table)  # (b, h, s, head_dim)
-        else:
-            q, k = split_heads(q, self.head_dim, table), split_heads(k, self.head_dim, table)
-            x = cache.attend(q, k, split_heads(v, self.head_dim))
+        x = self.attend(q, k, v, table, mask, row_table)  # (b, h, s, head_dim)
         x = x.transpose(1, 2).flatten(2)  # (b, s, h · head_dim)
         (out,), latents_o = self.o(x, [self.wo], None, previous_o)
         return out, (*latents, *latents_o)
@@ -219,7 +210,6 @@ class TransformerBlock(nn.Module):
         x: Tensor,
         table: Tensor,
         carried: Latents | None = None,
-        cache: "LayerCache | None" = None,
         mask: Mask | None = None,
         row_table: Tensor | None = None,
     ) -> tuple[Tensor, Latents | None]:
@@ -230,7 +220,6 @@ class TransformerBlock(nn.Module):
             table: Rotary table, see `apply_rope`.
             carried: The previous block's seven latents, or None in the first block and in
                 families without them.
-            cache: Keys and values of earlier tokens; None if x has the whole sequence.
             mask: As in `Attention.forward`.
             row_table: Likewise.
 
@@ -239,7 +228,7 @@ class TransformerBlock(nn.Module):
         """
         n = N_ATTENTION_LATENTS
         update, latents_attention = self.attention(
-            x, self.attention_norm, table, carried and carried[:n], cache, mask, row_table
+            x, self.attention_norm, table, carried and carried[:n], mask, row_table
         )
         x = x + update
         update, latents_ffn = self.feed_forward(x, self.ffn_norm, carried and carried[n:])
@@ -283,7 +272,6 @@ class LlamaModel(ModelProtocol):
         self,
         tokens: Tensor,
         *carried: Tensor,
-        cache: "KeyValueCache | None" = None,
         documents: Tensor | None = None,
         places: Tensor | None = None,
         targets: Tensor | None = None,
@@ -293,7 +281,6 @@ class LlamaModel(ModelProtocol):
         Args:
             tokens: Token ids (b, s); in a later pipeline stage, the residual stream (b, s, d).
             *carried: LaX in a later pipeline stage: the seven latents sent by the stage before.
-            cache: Keys and values of the tokens before these; None if there are none.
             documents: Index of each token's document (b, s), on every pipeline stage; None for one
                 document per row. Documents do not see each other (`separate`).
             places: Places of the tokens in their rows (b, s), on every pipeline stage; then a row
@@ -302,10 +289,9 @@ class LlamaModel(ModelProtocol):
                 A head that gathers its logits over the ranks does not use them.
 
         Returns:
-            Logits (b, s, V), with a cache of the last position alone, (b, 1, V); with targets
-            instead the scalar sum of -log p(target), without whole logits (`models.ends`). In
-            an earlier pipeline stage, the residual stream (b, s, d), with lanes at full rank
-            (b, s, G, d), for LaX followed by the last block's latents.
+            Logits (b, s, V); with targets instead the scalar sum of -log p(target), without whole
+            logits (`models.ends`). In an earlier pipeline stage, the residual stream (b, s, d),
+            with lanes at full rank (b, s, G, d), for LaX followed by the last block's latents.
         """
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         latents: Latents | None = carried or None
@@ -313,8 +299,6 @@ class LlamaModel(ModelProtocol):
         # Arguments that are not given at all let a compiled block keep its one graph.
         options: dict[str, Any] = {}
         if documents is not None:
-            if cache is not None:
-                raise ValueError("a cache holds one document per row")
             positions, mask = separate(documents, x.dtype, places)
             table, options["mask"] = table[positions], mask
         if places is not None:
@@ -325,13 +309,8 @@ class LlamaModel(ModelProtocol):
             else:
                 rows = torch.arange(len(places), device=places.device)[:, None]
                 table = table[rows, places]
-        if cache is not None:
-            table = cache.begin(table, tokens.shape[1])
-        for i, block in enumerate(self.layers.values()):
-            own = {} if cache is None else {"cache": cache.layers[i]}
-            x, latents = block(x, table, latents, **options, **own)
-        if cache is not None:
-            x = x[:, -1:]  # generation reads no other prediction
+        for block in self.layers.values():
+            x, latents = block(x, table, latents, **options)
         if self.output is not None:
             out: Tensor = self.output(x, self.norm, targets)
             return out

@@ -24,7 +24,7 @@ from torchtitan_lr.checkpoints.safe_metadata import DamagedError, load, read_met
 from torchtitan_lr.compression.residuals import saved_residuals
 from torchtitan_lr.config.files import files_kept
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.hf.loading import load_model
+from torchtitan_lr.training.loading import load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
