@@ -158,6 +158,5 @@ def _write(weights: Weights, out_dir: Path, dtype: torch.dtype) -> int:
     except SafetensorError as error:  # an error of the system, such as a full disk
         raise OSError(str(error)) from error
     for file in out_dir.glob("*.safetensors"):  # safetensors lets only the owner read it
-        mode = next(path for path in out_dir.glob("*.json")).stat().st_mode
-        file.chmod(mode)
+        file.chmod(next(out_dir.glob("*.json")).stat().st_mode)
     return sum(tensor.numel() for tensor in rounded.values())
