@@ -80,8 +80,8 @@ def check_args(args: argparse.Namespace) -> None:
     """
     if args.max_new_tokens is not None and args.max_new_tokens < 1:
         raise ConfigError("--max_new_tokens", args.max_new_tokens, "a positive integer")
-    if not 0 <= args.temperature < float("inf"):
-        raise ConfigError("--temperature", args.temperature, "0 (greedy) or a positive number")
+    if args.temperature != 0 and not 0.01 <= args.temperature < float("inf"):
+        raise ConfigError("--temperature", args.temperature, "0 (greedy) or a number from 0.01")
     if not 0 <= args.top_k < 2**63:
         raise ConfigError("--top_k", args.top_k, "0 (all tokens) or an integer up to 2**63 - 1")
     if not 0 < args.top_p <= 1:

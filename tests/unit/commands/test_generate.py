@@ -219,6 +219,7 @@ def test_prompts_that_cannot_be_continued_are_refused(tmp_path, capsys, text, pa
     [
         (["--max_new_tokens", "0"], "--max_new_tokens"),
         (["--temperature", "nan"], "--temperature"),
+        (["--temperature", "1e-30"], "--temperature"),  # fp32 has no logits divided by it
         (["--top_k", "9" * 30], "--top_k"),
         (["--top_p", "1.5"], "--top_p"),
         (["--stop", ""], "--stop"),
