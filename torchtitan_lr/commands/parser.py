@@ -80,9 +80,6 @@ def _path(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"got {error.got!r}, expected {error.want}") from error
 
 
-_ALLOW = "--checkpoint.allow_unverified"
-
-
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose help shows every default and whose errors are one line with status 2."""
 
@@ -110,8 +107,6 @@ class OneLineParser(argparse.ArgumentParser):
         given = sys.argv[1:] if args is None else list(args)
         if self.takes_all and not {"-h", "--help"} & {*given}:
             return argparse.Namespace(arguments=given)
-        # `train` takes the option in this form, and the refusal of such a checkpoint names it so.
-        given = [_ALLOW if argument == f"{_ALLOW}=true" else argument for argument in given]
         options, rest = super().parse_known_args(given, namespace)
         if self.takes_overrides:
             options.overrides = rest
@@ -128,14 +123,14 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"error: {escaped(message)}\n")
 
 
-def add_allow_unverified(parser: OneLineParser) -> None:
-    """Add ``--checkpoint.allow_unverified``, for commands that read a checkpoint."""
-    parser.add_argument(
-        _ALLOW,
-        dest="allow_unverified",
-        action="store_true",
-        help="read a checkpoint whose manifest.json is missing, damaged or not of all files",
-    )
+def refuse_torchrun() -> None:
+    """Refuse several ranks, for commands that read a model in one process.
+
+    Raises:
+        ConfigError: torchrun started this process.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError("torchrun", "several ranks", "one process; to serve a model, export it")
 
 
 def add_text_column(parser: OneLineParser) -> None:

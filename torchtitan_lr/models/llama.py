@@ -9,7 +9,7 @@ apply linears (`models.linears`), and nothing else.
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +32,6 @@ from torchtitan_lr.models.linears import (
 )
 from torchtitan_lr.titan.base import BlockMask, ModelProtocol, create_attention_mask, flex_attention
 from torchtitan_lr.titan.specs import RoPEScalingArgs
-
-if TYPE_CHECKING:
-    from torchtitan_lr.inference.cache import KeyValueCache, LayerCache
 
 # The seven pre-activation latents A x (b, s, r) that LaX passes from block to block: q, k, v, o,
 # gate, up, down.
@@ -103,20 +100,14 @@ class Attention(nn.Module):
         norm: nn.Module,
         table: Tensor,
         carried: Latents | None,
-        cache: "LayerCache | None" = None,
         mask: Mask | None = None,
         row_table: Tensor | None = None,
     ) -> tuple[Tensor, Latents]:
         """Return the update of x (b, s, d), and q, k, v, o latents (none at full rank)."""
-        # ``carried`` has the previous block's latents (b, s, r). With a cache of earlier tokens x
-        # has the next ones; see `Attend` for the rest.
+        # ``carried`` has the previous block's latents (b, s, r). See `Attend` for the rest.
         previous, previous_o = carried and carried[:3], carried and carried[3:]
         (q, k, v), latents = self.qkv(x, [self.wq, self.wk, self.wv], norm, previous)
-        if cache is None:
-            x = self.attend(q, k, v, table, mask, row_table)  # (b, h, s, head_dim)
-        else:
-            q, k = split_heads(q, self.head_dim, table), split_heads(k, self.head_dim, table)
-            x = cache.attend(q, k, split_heads(v, self.head_dim))
+        x = self.attend(q, k, v, table, mask, row_table)  # (b, h, s, head_dim)
         x = x.transpose(1, 2).flatten(2)  # (b, s, h · head_dim)
         (out,), latents_o = self.o(x, [self.wo], None, previous_o)
         return out, (*latents, *latents_o)
@@ -164,7 +155,6 @@ class TransformerBlock(nn.Module):
         x: Tensor,
         table: Tensor,
         carried: Latents | None = None,
-        cache: "LayerCache | None" = None,
         mask: Mask | None = None,
         row_table: Tensor | None = None,
     ) -> tuple[Tensor, Latents | None]:
@@ -173,7 +163,7 @@ class TransformerBlock(nn.Module):
         # families. The other arguments are those of `Attention.forward`.
         n = N_ATTENTION_LATENTS
         update, latents_attention = self.attention(
-            x, self.attention_norm, table, carried and carried[:n], cache, mask, row_table
+            x, self.attention_norm, table, carried and carried[:n], mask, row_table
         )
         x = x + update
         update, latents_ffn = self.feed_forward(x, self.ffn_norm, carried and carried[n:])
@@ -213,23 +203,20 @@ class LlamaModel(ModelProtocol):
         self,
         tokens: Tensor,  # (b, s); in a later pipeline stage the residual stream (b, s, d)
         *carried: Tensor,  # LaX in a later pipeline stage: seven latents of the stage before
-        cache: "KeyValueCache | None" = None,  # of the tokens before these
         documents: Tensor | None = None,  # index of each token's document (b, s), see `separate`
         places: Tensor | None = None,  # of the tokens (b, s), if they are a part of longer rows
         targets: Tensor | None = None,  # token ids (b, s) whose log-probabilities are summed
     ) -> Tensor | tuple[Tensor, ...]:
         """Predict the next token at every position: return logits (b, s, V), or a loss."""
-        # With a cache the logits are the last position's, (b, 1, V). A head that gathers its logits
-        # over the ranks ignores targets. An earlier pipeline stage returns the stream (b, s, d),
-        # with lanes (b, s, G, d), for LaX followed by the last block's latents.
+        # A head that gathers its logits over the ranks ignores targets. An earlier pipeline stage
+        # returns the stream (b, s, d), with lanes (b, s, G, d), for LaX followed by the last
+        # block's latents.
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         latents: Latents | None = carried or None
         table = torch.view_as_real(self.freqs_cis)
         # Arguments that are not given at all let a compiled block keep its one graph.
         options: dict[str, Any] = {}
         if documents is not None:
-            if cache is not None:
-                raise ValueError("a cache holds one document per row")
             positions, mask = separate(documents, x.dtype, places)
             table, options["mask"] = table[positions], mask
         if places is not None:
@@ -240,13 +227,8 @@ class LlamaModel(ModelProtocol):
             else:
                 rows = torch.arange(len(places), device=places.device)[:, None]
                 table = table[rows, places]
-        if cache is not None:
-            table = cache.begin(table, tokens.shape[1])
-        for i, block in enumerate(self.layers.values()):
-            own = {} if cache is None else {"cache": cache.layers[i]}
-            x, latents = block(x, table, latents, **options, **own)
-        if cache is not None:
-            x = x[:, -1:]  # generation reads no other prediction
+        for block in self.layers.values():
+            x, latents = block(x, table, latents, **options)
         if self.output is not None:
             out: Tensor = self.output(x, self.norm, targets)
             return out

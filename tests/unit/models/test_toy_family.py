@@ -90,7 +90,7 @@ def test_formulas_ask_what_holds_for_a_family_and_not_its_name(family, like):
 def test_its_checkpoints_carry_its_name_and_it_is_no_llama():
     args = tiny_toy().model_args
     assert model_fingerprint(args)["model.name"] == "llama_tanh"
-    with pytest.raises(ConfigError, match="'factored' for this model"):
+    with pytest.raises(ConfigError, match="--format factored writes every family"):
         check_hf_exportable(args)
 
 

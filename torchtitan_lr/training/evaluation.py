@@ -1,39 +1,37 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The whole text of documents, for an evaluation: every token is a label once.
+"""The loss of a model on a text, in one process: every token is a label once.
 
 A window begins with the last token of the one before, and the last one is filled up, so bits per
 byte of the text are exact. A pair is a window of its own; its bytes are those of the answers that
-are labels. Windows are dealt to the ranks in turn, and all have the same number of rows in every
-batch, where windows are missing rows of ignored labels: no rank waits for another.
+are labels.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from torchtitan_lr.data.corpus import Batch, Corpus, labelled
+from torchtitan_lr.console.progress import progress
+from torchtitan_lr.data.corpus import Batch, labelled, moved
 from torchtitan_lr.data.pairs import PairEncoder
 from torchtitan_lr.data.sources import Reader, Source
 from torchtitan_lr.data.tokenizer import Tokenizer
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.titan import IGNORE_INDEX
 
 
 class Document(NamedTuple):
-    """An encoded document or pair.
-
-    Attributes:
-        tokens: The document's ids (n,), with those that surround a document in training.
-        num_bytes: Bytes of its text in UTF-8; of a pair they are counted from its answers.
-        targets: For a pair, 1 for the tokens of an answer (n,).
-    """
+    """An encoded document or pair."""
 
     tokens: npt.NDArray[np.integer[Any]]
+    """Its ids (n,), with those that surround a document in training."""
     num_bytes: int = 0
+    """Bytes of its text in UTF-8; of a pair they are counted from its answers."""
     targets: npt.NDArray[np.integer[Any]] | None = None
+    """For a pair, 1 for the tokens of an answer (n,)."""
 
 
 class EvaluationSet:
@@ -43,15 +41,14 @@ class EvaluationSet:
         documents: Reads the text from its start; called in each pass.
         decode: Token ids to text, for the bytes of pairs.
         seq_len: Tokens per window, the longest context of a label.
-        batch_size: Windows per batch and rank; the last batch may have fewer.
-        dp_world_size: Data-parallel ranks that share the windows, ``D``.
-        dp_rank: This rank.
+        batch_size: Windows per batch; the last batch may have fewer.
         mask_documents: Whether documents are kept apart.
-
-    Attributes:
-        num_documents: Documents read so far, the same on every rank.
-        num_bytes: Bytes of their text in UTF-8.
     """
+
+    num_documents: int
+    """Documents read so far."""
+    num_bytes: int
+    """Bytes of their text in UTF-8."""
 
     def __init__(
         self,
@@ -59,21 +56,18 @@ class EvaluationSet:
         decode: Callable[[list[int]], str],
         seq_len: int,
         batch_size: int,
-        dp_world_size: int = 1,
-        dp_rank: int = 0,
         mask_documents: bool = False,
     ) -> None:
         self._documents, self._decode = documents, decode
-        self._seq_len, self._batch_size = seq_len, batch_size
-        self._ranks, self._rank, self._apart = dp_world_size, dp_rank, mask_documents
+        self._seq_len, self._batch_size, self._apart = seq_len, batch_size, mask_documents
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches of up to ``batch_size`` windows."""
         self.num_documents = self.num_bytes = 0
         windows = self._windows()
-        while found := list(islice(windows, self._batch_size * self._ranks)):
-            rows = np.zeros((3, -(-len(found) // self._ranks), self._seq_len + 1), dtype=np.int64)
-            for index, window in enumerate(found[self._rank :: self._ranks]):
+        while found := list(islice(windows, self._batch_size)):
+            rows = np.zeros((3, len(found), self._seq_len + 1), dtype=np.int64)
+            for index, window in enumerate(found):
                 rows[:, index, : window.shape[1]] = window
             yield labelled(rows[0], rows[1] > 0, rows[2] > 0 if self._apart else None)
 
@@ -104,12 +98,7 @@ class EvaluationSet:
 
 
 def encoded(source: Source, tokenizer: Tokenizer, held_out: bool = True) -> Iterator[Document]:
-    """Read and encode a source, document by document.
-
-    Args:
-        source: The corpus to read.
-        tokenizer: Encodes the documents.
-        held_out: The part.
+    """Read and encode one part of a source, document by document.
 
     Raises:
         ConfigError: The source does not exist.
@@ -126,15 +115,14 @@ def encoded(source: Source, tokenizer: Tokenizer, held_out: bool = True) -> Iter
             yield Document(np.maximum(pair, ~pair), 0, (pair >= 0).astype(np.int64))
 
 
-def prepared(corpora: Sequence[Corpus], tokenizer: Tokenizer) -> Iterator[Document]:
-    """Read the held-out documents of prepared corpora; bytes are counted in the decoded text."""
-    shards = ((corpus, info) for corpus in corpora for info in corpus.held_out)
-    for corpus, info in shards:
-        shard, start = corpus.shard(info), 0
-        for end in shard.ends.tolist():
-            ids = shard.read(start, end)
-            if corpus.kind == "pairs":
-                yield Document(ids, 0, corpus.shard(info, loss=True).read(start, end))
-            else:
-                yield Document(ids, len(tokenizer.decode(ids.tolist()).encode()))
-            start = end
+@torch.inference_mode()
+def total_loss(model: LlamaModel, batches: Iterable[Batch]) -> tuple[float, int]:
+    """Return the loss summed over all valid tokens, in nats, and their number."""
+    device, num_tokens = model.freqs_cis.device, 0
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    total = len(batches) if isinstance(batches, Sized) else None
+    for batch in progress(batches, "evaluation", total):
+        tokens, labels, arguments = moved(batch, device)
+        loss_sum += model(tokens, targets=labels, **arguments)
+        num_tokens += int((labels != IGNORE_INDEX).sum())
+    return float(loss_sum), num_tokens
