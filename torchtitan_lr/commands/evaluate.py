@@ -78,9 +78,9 @@ def add_arguments(parser: OneLineParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate and print the results on rank 0; return the exit status."""
     from torchtitan_lr.launch.environment import forget_other_ranks
-    from torchtitan_lr.launch.processes import end_with_torchrun, exit_without_teardown
+    from torchtitan_lr.launch.processes import begin_rank, exit_without_teardown
 
-    end_with_torchrun()
+    begin_rank()
     forget_other_ranks()
     check_at_least(args, documents=0, seq_len=0, batch_size=1)
     check_corpus(args)

@@ -52,7 +52,7 @@ def write_state(
         state: One of the states above.
         error: The cause, in one line.
         rank: The rank at fault.
-        step: The step that it ended in.
+        step: The step at fault.
         began: When this start began, in seconds since the epoch.
     """
     path = Path(dump_folder) / STATE_FILE

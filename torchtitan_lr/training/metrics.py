@@ -286,7 +286,6 @@ class LowRankMetricsProcessor(MetricsProcessor):
         exit_status: The run's; wandb shows a run with another status than 0 as failed.
         logger: TensorBoard and wandb, once the run has started.
         history: ``metrics.jsonl``, on rank 0.
-        before_writing: Called before each record; an exception prevents it.
     """
 
     logger: Loggers
@@ -304,7 +303,6 @@ class LowRankMetricsProcessor(MetricsProcessor):
             super().__init__(job_config, parallel_dims)
         self._model_args = model_args
         self.exit_status = 0
-        self.before_writing: Callable[[], None] = lambda: None
         self._pace = Pace(job_config.training.steps)
         self.history: HistoryLogger | None = None
         self.logger = Loggers()
@@ -373,7 +371,6 @@ class LowRankMetricsProcessor(MetricsProcessor):
         The losses are nats per token: the mean over all valid tokens of all ranks, and the largest
         mean of a rank. The norm is the full gradient's before clipping.
         """
-        self.before_writing()
         seconds = time.perf_counter() - self.time_last_log
         steps = step - self._last_logged_step
         # Tokens per second per device: the ranks of a tensor-parallel group read the same tokens.
@@ -426,7 +423,6 @@ class LowRankMetricsProcessor(MetricsProcessor):
         self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
     ) -> None:
         """Log a validation after ``step``: its token-weighted mean loss in nats, and more."""
-        self.before_writing()
         memory = self.device_memory_monitor.get_peak_stats()
         metrics = {
             history.VALIDATION_LOSS: loss,

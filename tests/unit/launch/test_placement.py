@@ -71,8 +71,8 @@ def test_fewer_gpus_than_ranks(gpus):
 @pytest.mark.parametrize(
     ("count", "ranks", "degree", "note"),
     [
-        (0, 4, 2, "no GPU here: training on 4 CPU processes"),
-        (1, 1, 1, f"1 GPU here: training on 1 rank, with {TP}=1"),
+        (0, 4, 2, "no GPU here: training on 4 ranks"),
+        (1, 1, 1, f"1 GPU here: training on 1 rank with {TP}=1"),
         (2, 2, 2, "2 GPUs here: training on 2 ranks"),
         # Three ranks cannot share 16 sequences.
         (3, 2, 2, "3 GPUs here: training on 2 ranks"),
@@ -95,7 +95,7 @@ def test_the_main_job_on_as_many_ranks_as_requested(gpus):
     found = placed(MAIN)
     assert (found.environment.ranks, found.device, batch(found)) == (1, "cpu", 16)
     assert found.arguments == [MAIN, f"{TP}=1"]
-    assert found.note == f"1 rank: training with {TP}=1"
+    assert found.note == f"training on 1 rank with {TP}=1"
     # What the command line says is not touched.
     patch.setenv("NGPU", "8")
     found = placed(MAIN)
