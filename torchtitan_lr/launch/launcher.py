@@ -106,6 +106,7 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
         write_state(folder, FAILED, why)
         return 128 + signals.number
 
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     signals = Signals(lambda why: exit_without_teardown(stopped(why)))
     command = [environment.train_module, *arguments]
     shown = [int(rank) for rank in environment.log_ranks.split(",")]

@@ -17,14 +17,13 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import split_arguments
 from torchtitan_lr.config.paths import shipped_configs
 from torchtitan_lr.config.schema import least_ranks
-from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import Environment, check_log_ranks
 
 DEFAULT_CONFIG_FILE = "./train_configs/debug_cola.toml"
 """The main job: what the launcher runs without ``CONFIG_FILE``."""
 
-_TP = "parallelism.tensor_parallel_degree"
-_BATCH, _LOCAL = "training.global_batch_size", "training.local_batch_size"
+_LOCAL = "training.local_batch_size"
 
 _LOWERED = ("tensor_parallel_degree", "data_parallel_replicate_degree")
 """Degrees of a debug file that follow the ranks."""
@@ -47,8 +46,7 @@ def place(environment: Environment, arguments: list[str]) -> Placement:
     """Choose the device and the number of a run's ranks, and fit a debug file to them.
 
     Raises:
-        ConfigError: The configuration cannot be read, there are fewer GPUs than requested ranks,
-            or the degrees or batches do not fit the ranks. The message says what does.
+        ConfigError: The configuration cannot be read, or there are fewer GPUs than requested ranks.
     """
     config, count, wanted = build_job_config(arguments), accelerator()[1], environment.ranks
     # With several machines nothing is chosen: all of them must start alike.
@@ -60,12 +58,9 @@ def place(environment: Environment, arguments: list[str]) -> Placement:
         environment = replace(environment, ranks=ranks)
     device, ranks = find_device(environment), environment.ranks
     overrides = fit(config, arguments, ranks) if environment.nodes == 1 else []
-    if overrides is None and _is_debug(config):
-        _refuse_ranks(config, arguments, ranks)
     if overrides:
         arguments = [*arguments, *overrides]
         config = build_job_config(arguments)
-    _refuse_tensor_parallel(config, environment.world_size)
     notes = []
     if overrides or (free and (not count or ranks < wanted)):
         where = f"{_count(count, 'GPU')} here: " if count else "no GPU here: "
@@ -133,30 +128,6 @@ def _is_debug(config: Any) -> bool:
     path = Path(config.job.config_file or "")
     shipped = shipped_configs().get(path.stem) if path.stem.startswith("debug_") else None
     return shipped is not None and shipped.resolve() == path.resolve()
-
-
-def _refuse_ranks(config: Any, arguments: Sequence[str], ranks: int) -> None:
-    """Refuse a number of ranks that a debug file does not fit, with those near it that it does."""
-    given = {override.key for override in split_arguments(list(arguments))}
-    if _BATCH in given:
-        return  # the check of the batch says what fits
-    near = [str(n) for n in range(1, 2 * ranks) if fit(config, arguments, n) is not None]
-    batch = config.training.global_batch_size
-    want = f"{' or '.join(near)}, which can share the {batch} sequences of a step"
-    require(not near, "NGPU", ranks, want)
-
-
-def _refuse_tensor_parallel(config: Any, ranks: int) -> None:
-    """Refuse a tensor-parallel degree that does not divide the ranks, with one that does."""
-    layout = vars(config.parallelism)
-    degree, others = (
-        layout["tensor_parallel_degree"],
-        least_ranks(layout | {"tensor_parallel_degree": 1}),
-    )
-    if degree > 0 and ranks % others == 0 and ranks // others % degree:
-        fits = math.gcd(degree, ranks // others)
-        want = f"a divisor of {ranks // others} on {_count(ranks, 'rank')}, as in --{_TP}={fits}"
-        raise ConfigError(_TP, degree, want)
 
 
 def _count(number: int, what: str) -> str:

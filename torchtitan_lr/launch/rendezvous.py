@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from torchtitan_lr.launch.environment import Environment
 
@@ -80,7 +81,7 @@ def meeting(environment: Environment) -> tuple[RendezvousHandler, dict[str, str]
     """
     if environment.nodes == 1:
         return LoopbackRendezvous(), {"GLOO_SOCKET_IFNAME": _LOOPBACK_INTERFACE}
-    host, port = split_endpoint(environment.endpoint)
+    host, port = parse_rendezvous_endpoint(environment.endpoint, DEFAULT_PORT)
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing, and chooses the interface on the way there
@@ -106,13 +107,7 @@ def shared_store(host: str, port: int, seconds: int, hosts: bool | None = None) 
     """Serve the store of several machines, or connect to it.
 
     The port decides which, as one process alone can bind it: torchrun decides by the machine's
-    names, and two launchers of one machine would both serve.
-
-    Args:
-        host: Of the endpoint.
-        port: Of the endpoint.
-        seconds: Time to reach the store.
-        hosts: Whether this machine serves; None if the endpoint's address says it.
+    names, and two launchers of one machine would both serve. ``hosts`` overrides the decision.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     # A machine's own name may mean its loopback interface, which the others cannot reach.
@@ -134,11 +129,3 @@ def interface_of(address: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
-
-
-def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """Return host and port of ``host:port``, ``[address]:port`` or ``host``."""
-    host, colon, port = endpoint.rpartition(":")
-    if not colon or not port.isdecimal():
-        return endpoint.strip("[]"), DEFAULT_PORT
-    return host.strip("[]"), int(port)

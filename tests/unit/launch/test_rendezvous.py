@@ -8,12 +8,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from torchtitan_lr.launch.environment import Environment
-from torchtitan_lr.launch.rendezvous import (
-    LoopbackRendezvous,
-    meeting,
-    shared_store,
-    split_endpoint,
-)
+from torchtitan_lr.launch.rendezvous import LoopbackRendezvous, meeting, shared_store
 
 LOOPBACK = "127.0.0.1"
 
@@ -64,16 +59,3 @@ def test_machines_meet_at_the_endpoint():
     found = handler.next_rendezvous()
     assert (found.rank, found.world_size) == (0, 1)
     handler.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("a:12", ("a", 12)),
-        ("a", ("a", 29400)),
-        ("[::1]:12", ("::1", 12)),
-        ("[::1]", ("::1", 29400)),
-    ],
-)
-def test_endpoints(text, found):
-    assert split_endpoint(text) == found
