@@ -1,10 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Start training runs from commands and read their results."""
 
-import functools
 import json
 import os
-import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,13 +15,9 @@ from typing import IO, Any
 
 from torchtitan_lr.checks.job import Data, check_job_config
 from torchtitan_lr.errors import ConfigError, RunFailedError
-from torchtitan_lr.launch.environment import Environment, loopback_variables, read_environment
+from torchtitan_lr.launch.environment import Environment, read_environment
 from torchtitan_lr.launch.placement import Placement, find_device, place
-from torchtitan_lr.launch.processes import end_with, exit_without_teardown
-
-_ERROR = re.compile(
-    r"^(?:\[rank\d+\]: *)?(?:error: (.*)|([\w.]*(?:Error|Exception)\b:.*))", re.MULTILINE
-)
+from torchtitan_lr.launch.processes import LAUNCHER_VARIABLE, begin_rank, exit_without_teardown
 
 RANKS_RESULT = "TORCHTITAN_LR_RANKS_RESULT"
 """Environment variable of a module's ranks: the file for rank 0's result."""
@@ -100,44 +95,34 @@ def run_on_ranks(module: str, arguments: Sequence[str], ranks: int | None = None
     Its ranks call `report_from_rank`; a failed one raises a `RunFailedError` with its output's
     file.
     """
-    environment = _one_machine(ranks)
+    environment = replace(_one_machine(ranks), max_restarts=0)
     find_device(environment)
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = [
-            *(sys.executable, "-m", "torchtitan_lr.launch.agent", "--rdzv_backend=loopback"),
-            *(f"--nproc_per_node={environment.ranks}", "-m", module),
-            *(*arguments, f"--job.dump_folder={folder}"),
-        ]
-        variables = {"OMP_NUM_THREADS": "1"} | loopback_variables() | os.environ
-        variables[RANKS_RESULT] = str(result)
-        done = subprocess.run(
-            command,
-            env=variables,
-            capture_output=True,
-            text=True,
-            preexec_fn=functools.partial(end_with, os.getpid()),
-        )
-        if done.returncode != 0 or not result.exists():
-            raise RunFailedError(_first_error(done.stderr, done.returncode))
-        return json.loads(result.read_text())
+    from torchtitan_lr.launch.ranks import run_ranks  # late: it imports torch
 
-
-def _first_error(output: str, status: int) -> str:
-    """Keep the output of ranks that failed; return a line with their first error and its file."""
-    descriptor, kept = tempfile.mkstemp(".txt", "torchtitan_lr-ranks-")
-    with open(descriptor, "w") as file:
-        file.write(output)
-    found = _ERROR.search(output)
-    what = found[1] or found[2] if found else f"they ended with status {status}"
-    return f"error: the ranks failed: {what}; their output: {kept}"
+    folder = Path(tempfile.mkdtemp(prefix="torchtitan_lr-ranks-"))
+    result = folder / "result.json"
+    variables = {
+        LAUNCHER_VARIABLE: str(os.getpid()),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1",
+        RANKS_RESULT: str(result),
+    }
+    command = [module, *arguments, f"--job.dump_folder={folder}"]
+    _, failure = run_ranks(environment, command, folder, variables)
+    if failure is not None:
+        raise RunFailedError(f"error: {failure}; its output: {failure.output}")
+    found = json.loads(result.read_text())
+    shutil.rmtree(folder)
+    return found
 
 
 def report_from_rank(measure: Callable[[list[str]], Any], arguments: list[str]) -> None:
     """Measure and exit if `run_on_ranks` started this process; else do nothing."""
     if RANKS_RESULT not in os.environ:
         return
-    found = measure(arguments)
+    begin_rank()
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    found = record(measure)(arguments)
     if os.environ["RANK"] == "0":
         Path(os.environ[RANKS_RESULT]).write_text(json.dumps(found))
     exit_without_teardown(0)

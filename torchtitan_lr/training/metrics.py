@@ -277,7 +277,6 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
             super().__init__(job_config, parallel_dims)
         self._model_args = model_args
         self.exit_status = 0
-        self.before_writing: Callable[[], None] = lambda: None  # may raise, to prevent a record
         self._pace = Pace(job_config.training.steps)
         self.history: HistoryLogger | None = None
         self.logger = Loggers()
@@ -339,7 +338,6 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
         The losses are nats per token: the mean over all valid tokens of all ranks, and the largest
         mean of a rank. The norm is the full gradient's before clipping.
         """
-        self.before_writing()
         seconds = time.perf_counter() - self.time_last_log
         steps = step - self._last_logged_step
         # Tokens per second per device: the ranks of a tensor-parallel group read the same tokens.
@@ -399,7 +397,6 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
         self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
     ) -> None:
         """Log a validation after ``step``: its token-weighted mean loss in nats, and more."""
-        self.before_writing()
         memory = self.device_memory_monitor.get_peak_stats()
         metrics = {
             history.VALIDATION_LOSS: loss,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 MACHINES_CHANGED = "a change of machines"
-"""Name of SIGUSR2, with which `launch.agent` ends the ranks to start them again."""
+"""Name of SIGUSR2, with which the launcher ends the ranks to start them again."""
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
