@@ -46,7 +46,7 @@ WITHOUT_EFFECT = frozenset(
         *("model.hf_assets_path", "model.tokenizer_path", "model.print_after_conversion"),
         "training.dataloader",
         *("training.shuffle", "training.shuffle_seed", "training.enable_cpu_offload"),
-        *("training.token_folder", "training.token_folder_gb", "training.check_memory"),
+        *("training.token_folder", "training.check_memory"),
         *("training.step_graph", "lr_scheduler.warmup_ratio"),  # the ratio sets warmup_steps
         *("training.gc_freq", "training.gc_debug", "training.allow_changed_corpus"),
         *("training.max_bad_records", "training.max_skipped_steps", "optimizer.implementation"),

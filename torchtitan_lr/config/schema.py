@@ -205,12 +205,8 @@ class Training:
 
     token_folder: str = ""
     """Folder of the prepared tokens of raw corpora, which all runs share; empty for
-    ``torchtitan_lr/tokens`` in the user's cache folder. Its folders may be deleted while no run
-    reads them."""
-
-    token_folder_gb: float = 100.0
-    """Size of ``token_folder``: after a preparation the folders that no run has used for longest
-    are deleted, until the others fit."""
+    ``torchtitan_lr/tokens`` in the user's cache folder. Nothing in it is deleted: delete folders
+    there while no run reads them."""
 
 
 @dataclass

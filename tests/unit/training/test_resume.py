@@ -149,7 +149,7 @@ WITHOUT_EFFECT = {
     "optimizer": "implementation tsr_refresh tsr_overlap_buckets early_step_in_backward",
     "training": """enable_cpu_offload gc_freq gc_debug dataloader.num_workers
         dataloader.persistent_workers dataloader.pin_memory dataloader.prefetch_factor
-        token_folder token_folder_gb max_bad_records max_skipped_steps allow_changed_corpus
+        token_folder max_bad_records max_skipped_steps allow_changed_corpus
         check_memory step_graph""",
     # It draws the first weights; the order of the data has training.shuffle_seed's record.
     "debug": "seed deterministic deterministic_warn_only moe_force_load_balance",
