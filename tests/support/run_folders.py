@@ -11,8 +11,9 @@ import torch.distributed.checkpoint as dcp
 from tests.commands import Command
 from torchtitan_lr.checkpoints.record import Record, read_step
 from torchtitan_lr.checkpoints.saving import StepWriter
-from torchtitan_lr.hf.loading import build_model_args
+from torchtitan_lr.hf.folders import read_any, read_args, read_weights
 from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.training.loading import as_model, build_model_args
 
 export = Command("export")
 
@@ -60,3 +61,15 @@ def rewrite_record(step, record):
     """Let a step be one of a run with another record."""
     (step.parent.parent / "job_config.json").write_text(json.dumps(record))
     replace(read_step(step), run=record).write(step)
+
+
+def loaded(folder):
+    """The trainer's model of a run, a step or an export, and the tokenizer."""
+    args, weights, tokenizer, _ = read_any(folder)
+    return as_model(args, weights), tokenizer
+
+
+def model_in(folder):
+    """The trainer's model with the weights of an export, which needs no tokenizer."""
+    args, tied = read_args(folder)
+    return as_model(args, read_weights(folder, args, tied))

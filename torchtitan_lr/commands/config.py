@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def list_configs() -> list[dict[str, Any]]:
-    """Return one row per shipped configuration; its ranks are without FSDP's free degree."""
+    """Return one row per shipped configuration; ranks are the least that its degrees need."""
     rows = []
     for name, path in shipped_configs().items():
         toml = load_toml(str(path))

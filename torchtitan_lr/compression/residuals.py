@@ -18,9 +18,9 @@ from torchtitan_lr.numerics import joint_norm
 class Residuals:
     """The state and the counts of a run's compressors.
 
-    For every unit, a checkpoint has one DTensor (world, W, m), sharded along the first dimension,
-    and the number of exchanges, which determines the seeds. A residual belongs to one rank's part
-    of the batch, so only the same layout can load it (`training.fingerprint`).
+    For every unit, a checkpoint has one DTensor (world, W, m), Shard(0), and the number of
+    exchanges, which determines the seeds. A residual belongs to one rank's part of the batch, so
+    only the same layout can load it (`training.fingerprint`).
     """
 
     compressors: Sequence[Compressor]
@@ -51,11 +51,9 @@ class Residuals:
             compressor.residual.copy_(local.reshape(compressor.residual.shape))
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last measured step, over all ranks; call it on every rank.
-
-        ``unpeeled_share`` is that of sent entries which were not decoded, ``bytes_saved`` counts
-        this rank's in one step; HSDP's plain all-reduce counts its shard once, as in the ledger.
-        """
+        """Return metrics of the last measured step, if any; all ranks call this."""
+        # ``unpeeled_share`` is of the sent entries. ``bytes_saved`` is of this rank in one step;
+        # HSDP's plain all-reduce counts its shard once, as in the ledger.
         measured = [
             torch.cat([c.counts, joint_norm([c.residual]).double().square().view(1)])
             for c in self.compressors

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.checkpoints.folders import RESIDUALS, TRAIN_STATE
 from torchtitan_lr.checkpoints.run_record import data_ranks
-from torchtitan_lr.config.build import rule_of
 from torchtitan_lr.config.files import read_regular
-from torchtitan_lr.config.schema import OPTIMIZER, TSR, base_of, meanings
+from torchtitan_lr.config.schema import OPTIMIZER, meanings
 from torchtitan_lr.data.tokenizer import HF_FILE, resolve_assets_path
+from torchtitan_lr.optim.entries import like, unread_keys
 
 if TYPE_CHECKING:  # checks use this before torch is loaded
     from torchtitan_lr.models.args import LlamaArgs
@@ -38,11 +38,11 @@ def identity_of(config: Any, ranks: int, args: Any, tokenizer: str) -> dict[str,
     identity: dict[str, dict[str, Any]] = {TRAIN_STATE: {}, "model": {}, "optimizer": {}}
     if isinstance(args, LlamaArgs):
         identity["model"] = model_fingerprint(args) | {TOKENIZER: tokenizer}
-    is_tsr = base_of(config.optimizer.name) == TSR
+    unread = unread_keys(config.optimizer.name)
     for key, meaning in meanings().items():
-        if meaning is OPTIMIZER and (is_tsr or ".tsr_" not in key):
+        if meaning is OPTIMIZER and not key.startswith(unread):
             identity["optimizer"][key] = operator.attrgetter(key)(config)
-    rule = identity["optimizer"]["optimizer.name"] = rule_of(config.optimizer.name)
+    rule = identity["optimizer"]["optimizer.name"] = like(config.optimizer.name)
     layout, section = config.parallelism, config.grad_compression
     shards = data_ranks(config, ranks) // layout.data_parallel_replicate_degree
     if section.codec != "none" and shards * layout.context_parallel_degree > 1:

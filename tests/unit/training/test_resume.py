@@ -16,18 +16,17 @@ from tests.unit.tiny_trainer import history, tiny_trainer
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.config.build import config_class
 from torchtitan_lr.config.parse import _keys
-from torchtitan_lr.config.schema import (
-    BASES,
-    FREE,
-    OPTIMIZERS,
-    READS_GROUPS,
-    SUMS_REPLICAS,
-    meaning_of,
-)
+from torchtitan_lr.config.schema import FREE, meaning_of
 from torchtitan_lr.console.log import console
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.optim.entries import (
+    ENTRIES,
+    OptimizerEntry,
+    build_optimizers,
+    register_optimizer,
+    variant,
+)
 from torchtitan_lr.titan.components import OptimizersContainer
-from torchtitan_lr.training.register import FROM_OUTSIDE, build_optimizers, register_optimizer
 
 BASE = {
     "training.dataset": "local",
@@ -271,14 +270,11 @@ def outside(monkeypatch):
     names = {"MomentumSGD", "TSR-turned"}
     for name in names:
         monkeypatch.setitem(RECIPES, name, BASE | TSR | {"optimizer.name": name})
-    register_optimizer("MomentumSGD", momentum_sgd)
-    register_optimizer("TSR-turned", turned_tsr, base="TSRAdam")
+    register_optimizer(OptimizerEntry("MomentumSGD", momentum_sgd))
+    register_optimizer(variant("TSRAdam", "TSR-turned", turned_tsr))
     yield
-    for table in (OPTIMIZERS, SUMS_REPLICAS, READS_GROUPS):
-        table[:] = [name for name in table if name not in names]
     for name in names:
-        del FROM_OUTSIDE[name]
-    del BASES["TSR-turned"]
+        del ENTRIES[name]
 
 
 @pytest.mark.parametrize(("name", "other"), [("MomentumSGD", "TSRAdam"), ("TSR-turned", "AdamW")])

@@ -1,0 +1,224 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A training checkpoint in one process: its run's record, its model, its weights on the CPU."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from torchtitan_lr.checkpoints.folders import (
+    RUN_CONFIG,
+    TRAINING_STATES,
+    newest_step,
+    step_folder,
+)
+from torchtitan_lr.checkpoints.record import DamagedError, read_step
+from torchtitan_lr.checkpoints.resume import Start, check_start
+from torchtitan_lr.checkpoints.safe_metadata import load, read_metadata
+from torchtitan_lr.checkpoints.saving import verified
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.files import read_json
+from torchtitan_lr.config.parse import in_folder
+from torchtitan_lr.config.schema import ITS_MODULE
+from torchtitan_lr.data.tokenizer import HUB, build_tokenizer, require_cached, vocabulary
+from torchtitan_lr.errors import ConfigError, one_of, require
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.configured import empty_model, model_shapes
+from torchtitan_lr.models.families import FAMILIES, find_family
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.training.fingerprint import TOKENIZER, model_fingerprint, tokenizer_digest
+
+Weights = dict[str, Tensor]
+"""Whole parameters on the CPU, by this package's names or by LLaMA's."""
+
+_SECTIONS = ("model", "low_rank", "caat", "training", "validation", "debug")
+"""Sections of a run's record that decide its model and its corpora."""
+
+
+def read_record(step_dir: Path) -> dict[str, Any]:
+    """Read the record of a checkpoint's run; it may be somebody else's, so nothing is downloaded.
+
+    Raises:
+        ConfigError: There is no readable record, or the tokenizer that it names is not here.
+    """
+    try:
+        text = json.dumps(read_step(step_dir).run)
+    except DamagedError as error:
+        raise _no_checkpoint(step_dir, str(error)) from error
+    record: dict[str, Any] = json.loads(in_folder(text, step_dir.resolve().parent.parent))
+    model = record.get("model")
+    if isinstance(model, dict) and str(model.get("hf_assets_path")).startswith(HUB):
+        require_cached(model["hf_assets_path"])
+    return record
+
+
+def read_run_config(step_dir: Path) -> Any:
+    """Return the JobConfig of a checkpoint's run as far as its model and corpora are concerned.
+
+    Raises:
+        ConfigError: There is no readable record.
+    """
+    record = read_record(step_dir)
+    kept = {name: record[name] for name in _SECTIONS if name in record}
+    model = kept.get("model")
+    names = isinstance(model, dict) and {"name", "flavor"} <= model.keys()
+    require(names, RUN_CONFIG, "no model's name and flavor", "the complete record of a run")
+    return build_job_config([], kept)
+
+
+def find_step(folder: Path) -> Path:
+    """Return the step of a run's dump folder that is resumed; any other folder as it is.
+
+    Raises:
+        ConfigError: The run has no complete checkpoint.
+    """
+    if not (folder / RUN_CONFIG).is_file():
+        return folder
+    try:
+        name = read_json(folder / RUN_CONFIG).get("checkpoint", {}).get("folder", "checkpoint")
+        fits = name and not os.path.isabs(name) and ".." not in Path(name).parts
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(str(folder / RUN_CONFIG), str(error), "the run's record") from error
+    want = f"a folder within {folder}, or a step's folder"
+    require(fits, "checkpoint.folder", name, want)
+    newest = newest_step(folder / name)
+    want = f"a run with a complete checkpoint in {folder / name}"
+    require(newest >= 0, "CHECKPOINT", str(folder), want)
+    return Path(step_folder(folder / name, newest))
+
+
+def build_model_args(config: Any) -> LlamaArgs:
+    """Build the model's arguments as the trainer does: the flavor, then the job's overrides.
+
+    Raises:
+        ConfigError: The model or flavor is unknown, or an override is invalid.
+    """
+    name, flavor = config.model.name, config.model.flavor
+    family = find_family(str(name))
+    if family is None:
+        known = one_of((family.model_name for family in FAMILIES.values()), name)
+        raise ConfigError("model.name", name, f"{known}, or {ITS_MODULE}")
+    flavors = FLAVORS[family.name]
+    require(flavor in flavors, "model.flavor", flavor, one_of(flavors, flavor))
+    args = flavors[flavor]
+    args.update_from_config(config)
+    return args
+
+
+def load_weights(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> Weights:
+    """Verify a checkpoint of any number of ranks and read its weights, all of one dtype.
+
+    Args:
+        step_dir: Folder of a distributed checkpoint (DCP).
+        args: The model's arguments.
+        assets_path: Folder of the tokenizer to use with it, if any.
+
+    Raises:
+        ConfigError: The folder is not a complete checkpoint, is damaged, or contains another model.
+    """
+    try:
+        record, metadata = verified(step_dir), read_metadata(step_dir)
+    except DamagedError as error:
+        raise _no_checkpoint(step_dir, str(error)) from error
+    stored = metadata.state_dict_metadata
+    check_depth(args, len(stored), "CHECKPOINT", step_dir)
+    shapes = model_shapes(args)
+    dtype = _check_stored(step_dir, stored, args, shapes)
+    model = {**record.states.get("model", {}), **model_fingerprint(args)}
+    if assets_path:
+        model[TOKENIZER] = tokenizer_digest(assets_path)
+    check_start(Start(str(step_dir)), record, {"model": model})
+    weights = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+    try:
+        load(weights, step_dir, no_dist=True, metadata=metadata)
+    # A damaged file can raise any exception; DCP wraps some of them in CheckpointException, which
+    # derives from BaseException.
+    except (Exception, CheckpointException) as error:
+        raise _no_checkpoint(step_dir, "damaged files") from error
+    return weights
+
+
+def as_model(args: LlamaArgs, weights: Weights) -> LlamaModel:
+    """Return the model of the trainer with these weights, in evaluation mode."""
+    dtype = next(iter(weights.values())).dtype
+    model: LlamaModel = empty_model(args).to(dtype).to_empty(device="cpu")
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
+
+
+def load_model(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> LlamaModel:
+    """Load a checkpoint's model onto the CPU; arguments and errors as for `load_weights`."""
+    return as_model(args, load_weights(step_dir, args, assets_path))
+
+
+def load_tokenizer(assets_path: str, args: LlamaArgs) -> Any:
+    """Return the tokenizer of a folder.
+
+    Raises:
+        ConfigError: No tokenizer is found, or it does not fit the model's vocabulary.
+    """
+    model = SimpleNamespace(hf_assets_path=assets_path)
+    tokenizer = build_tokenizer(SimpleNamespace(model=model))
+    want = f"a tokenizer within the model's vocabulary of {args.vocab_size}"
+    fits = vocabulary(tokenizer) <= args.vocab_size
+    require(fits, "model.hf_assets_path", assets_path, want)
+    return tokenizer
+
+
+def find_device(name: str) -> str:
+    """Return the name of the device to compute on: by default cuda if there is one, else cpu.
+
+    Raises:
+        ConfigError: The device is not there, or has no numbers (``meta``).
+    """
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError("--device", name, "a device of this machine, such as cpu") from error
+    return name
+
+
+def check_depth(args: LlamaArgs, tensors: int, key: str, folder: Path) -> None:
+    """Refuse more blocks than stored tensors, before a model of so many is built.
+
+    Raises:
+        ConfigError: A block has more than one tensor.
+    """
+    want = f"the weights of {args.n_layers} blocks, not {tensors} tensors"
+    require(args.n_layers <= tensors, key, str(folder), want)
+
+
+def _no_checkpoint(step_dir: Path, why: str) -> ConfigError:
+    """Return the error of a folder that is no whole checkpoint."""
+    if not step_dir.is_dir():
+        why = "no such folder; a run that trains keeps its newest checkpoint.keep_latest_k steps"
+    want = f"a complete checkpoint such as outputs/checkpoint/step-100 (found: {why})"
+    return ConfigError("CHECKPOINT", str(step_dir), want)
+
+
+def _check_stored(
+    step_dir: Path, stored: dict[str, Any], args: LlamaArgs, expected: dict[str, tuple[int, ...]]
+) -> torch.dtype:
+    """Check names and shapes, since DCP ignores extra tensors, and return the dtype."""
+    found = {
+        name: tuple(value.size) if isinstance(value, TensorStorageMetadata) else None
+        for name, value in stored.items()
+        if name.split(".")[0] not in TRAINING_STATES
+    }
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            what = f"{args.model_family.model_name} with {name} of shape {expected.get(name)}"
+            want = f"a checkpoint of {what}, not {found.get(name)}"
+            raise ConfigError("CHECKPOINT", str(step_dir), want)
+    dtype: torch.dtype = stored["tok_embeddings.weight"].properties.dtype
+    want = f"weights in floating point, not {dtype}"
+    require(dtype.is_floating_point, "CHECKPOINT", str(step_dir), want)
+    return dtype
