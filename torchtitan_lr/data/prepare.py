@@ -184,7 +184,7 @@ def find_prepared(config: Any, section: Section) -> dict[str, str]:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         else:
             want = "tokens that are prepared here, since reading a run downloads none: name a text"
-            want += " with --corpus, or with --config the run's TOML to prepare them"
+            want += " with --corpus"
             name = ", ".join(map(str, part.sources))
             require(part.sources[0].name != "hf", f"{section}.dataset", name, want)
             temporary = tempfile.mkdtemp(prefix="torchtitan_lr-")
