@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Starts Python programs by fork from a process that has imported torch, torchtitan and ours.
 
-Importing them costs seconds of CPU in each process, and a whole run has many: the launcher,
-torchrun and every rank. Here a program starts in milliseconds, and is otherwise what a true start
+Importing them costs seconds of CPU in each process, and a whole run has many: the launcher and
+every rank. Here a program starts in milliseconds, and is otherwise what a true start
 makes it: a process with its own id, session and signal handlers, a child of the one that started
 it, with the arguments, environment, working directory and files that this one chose.
-`subprocess.Popen` in such a program forks in the same way, so torchrun is a real child of the
-launcher and the ranks are of torchrun. What is different: modules are imported already, and a
+`subprocess.Popen` in such a program forks in the same way, so the ranks are real children of the
+launcher. What is different: modules are imported already, and a
 child begins with a copy of its parent's. ``Process(truly=True)`` in `tests/integration/runs.py` is
 a true start.
 """
@@ -37,7 +37,7 @@ _PRELOAD = (
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "torch.profiler",
-    "torchtitan_lr.launch.agent",
+    "torchtitan_lr.launch.ranks",
     "torchtitan_lr.launch.launcher",
     "torchtitan_lr.hf.export",
     "torchtitan_lr.train",

@@ -9,19 +9,20 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+import traceback
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 from torchtitan_lr.compat.interpreter import collector_off
-from torchtitan_lr.launch.processes import end_with_torchrun, exit_without_teardown
+from torchtitan_lr.launch.processes import begin_rank, exit_without_teardown
 
 with collector_off():
     # Call this before the slow imports: torchrun may be killed during them.
-    end_with_torchrun()
+    begin_rank()
 
     import torch
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     # Our models, also where `experimental.custom_import` names another module.
     import torchtitan_lr.training.register  # noqa: F401
@@ -31,10 +32,11 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.log import init_console
 from torchtitan_lr.data.prepare import prepare_for_ranks
-from torchtitan_lr.errors import ConfigError, RunFailedError, describe_error, escaped
+from torchtitan_lr.errors import ConfigError, describe_error, escaped, require
 from torchtitan_lr.launch.check_once import checked_once
 from torchtitan_lr.launch.environment import launched_ranks
-from torchtitan_lr.launch.folder_lock import StillOurs, locked_by_rank
+from torchtitan_lr.launch.folder_lock import locked_by_rank, still_ours
+from torchtitan_lr.launch.placement import accelerator
 from torchtitan_lr.launch.run_state import (
     DIVERGED,
     EXIT_STATUS,
@@ -52,106 +54,109 @@ from torchtitan_lr.training.verdict import NonFiniteError
 
 
 def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) -> int:
-    """Train with the configuration of the command line.
-
-    Args:
-        argv: Arguments without the program's name, as for torchtitan; ``sys.argv[1:]`` by default.
-        trainer_class: The trainer to build.
-
-    Returns:
-        The exit status: `EXIT_STATUS` of how the run ended.
-    """
+    """Train with the configuration of the command line; return `EXIT_STATUS` of how it ended."""
     init_console()
+    began = time.time()
+    with ExitStack() as until:
+        try:
+            config = checked_config(sys.argv[1:] if argv is None else argv)
+            until.enter_context(locked_by_rank(config.job.dump_folder))
+        except Exception as error:  # nothing is recorded: the folder may be another job's
+            return EXIT_STATUS[tell(error)[0]]
+        return train(config, trainer_class, began)
+
+
+def checked_config(argv: list[str]) -> Any:
+    """Return the configuration, which can run on these ranks.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    config = build_job_config(argv)
+    init_console(config.metrics.verbose)
     device_type = bind_device()
+    ranks, devices = launched_ranks(config.comm.mode), accelerator()[1]
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # A machine that has lost one: restarts would fail in the same way.
+    want = f"at most {devices}, the GPUs of this machine"
+    require(not devices or here <= devices, "LOCAL_WORLD_SIZE", here, want)
+
+    def check() -> None:
+        with holder_named(config.job.dump_folder):
+            check_job_config(config, ranks, device_type)
+
+    checked_once(config.job.dump_folder, check, partial(prepare_for_ranks, config))
+    return config
+
+
+def train(config: Any, trainer_class: type[Trainer], began: float) -> int:
+    """Train in a folder that is this job's, and record how the run ends; return its status."""
+    record = partial(record_state, config.job.dump_folder, began)
     trainer: Trainer | None = None
-    lock = ExitStack()
-    status, began = EXIT_STATUS[FAILED], time.time()
-    record: Callable[..., None] = _no_record
     try:
-        config = build_job_config(sys.argv[1:] if argv is None else argv)
-        init_console(config.metrics.verbose)
-        folder, ranks = config.job.dump_folder, launched_ranks(config.comm.mode)
-        check = partial(_check, config, ranks, device_type)
-        checked_once(folder, check, partial(prepare_for_ranks, config))
-        still_ours = lock.enter_context(locked_by_rank(folder, os.environ))
-        record = partial(_record, folder, still_ours, began)
         trainer = trainer_class(config)
-        trainer.checkpointer.before_save = still_ours
-        trainer.metrics_processor.before_writing = still_ours
+        if os.environ.get("RANK", "0") == "0":
+            trainer.checkpointer.before_save = still_ours(config.job.dump_folder)
         trainer.before_start = partial(record, RUNNING)
-        trainer.more_summary = partial(_sent, config, trainer.parallel_dims.world_size)
+        trainer.more_summary = partial(sent, config, trainer.parallel_dims.world_size)
         trainer.train()
-        status = 0
+        state, why = FINISHED, ""
         if trainer.stopped_by:
-            why = f"{trainer.stopped_by} after step {trainer.step}"
-            record(STOPPED, why, step=trainer.step)
-        else:
-            record(FINISHED, step=trainer.step)
-    except (ConfigError, RunFailedError) as error:
-        state = REFUSED if isinstance(error, ConfigError) else FAILED
-        state = DIVERGED if isinstance(error, NonFiniteError) else state
-        record(state, str(error), getattr(error, "rank", None), getattr(error, "step", None))
-        # Print on every rank: torchrun kills the other ranks as soon as any rank fails.
-        print(escaped(f"error: {error}"), file=sys.stderr, flush=True)
-        status = EXIT_STATUS[state]
+            state, why = STOPPED, f"{trainer.stopped_by} after step {trainer.step}"
+        record(state, why, step=trainer.step)
     except Exception as error:
-        line = describe_error(error)
-        why = line or f"{type(error).__name__}: {error}".partition("\n")[0]
-        record(FAILED, why.removeprefix("error: "), step=getattr(trainer, "step", None))
-        if line is None:
-            raise
-        logging.getLogger(__name__).info(line, exc_info=True)  # its place is in details.log
-        print(escaped(line), file=sys.stderr, flush=True)
-    finally:
-        if trainer is not None:
-            trainer.metrics_processor.exit_status = status
-            # A run that has failed has told why; what fails in its wake is no news.
-            with suppress(Exception) if status else nullcontext():
-                trainer.close()
-        lock.close()
+        state, why = tell(error)
+        step = getattr(error, "step", None) or getattr(trainer, "step", None)
+        record(state, why, getattr(error, "rank", None), step)
+    status = EXIT_STATUS[state]
+    if trainer is not None:
+        trainer.metrics_processor.exit_status = status
+        # A run that has failed has told why; what fails in its wake is no news.
+        with suppress(Exception) if status else nullcontext():
+            trainer.close()
     if status == 0:
         torch.distributed.destroy_process_group()
     return status
 
 
-def _check(config: Any, ranks: int, device_type: str) -> None:
-    """Check the configuration; a refusal in the folder of a running job names that job."""
-    with holder_named(config.job.dump_folder):
-        check_job_config(config, ranks, device_type)
+def tell(error: Exception) -> tuple[str, str]:
+    """Print why this rank fails, and leave it for torchrun's report; return the state and why."""
+    state = REFUSED if isinstance(error, ConfigError) else FAILED
+    state = DIVERGED if isinstance(error, NonFiniteError) else state
+    why = str(error) if isinstance(error, ConfigError) else describe_error(error)
+    if why is None:  # only a bug raises it
+        traceback.print_exc()
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+    elif state == FAILED:
+        logging.getLogger(__name__).info(why, exc_info=True)  # its place is in details.log
+    why = why.removeprefix("error: ")
+    # On every rank: torchrun ends the others as soon as any rank fails.
+    print(escaped(f"error: {why}"), file=sys.stderr, flush=True)
+    with suppress(OSError):  # a full disk
+        get_error_handler().record_exception(error)
+    return state, why
 
 
-def _record(
+def record_state(
     dump_folder: str,
-    still_ours: StillOurs,
     began: float,
     state: str,
     error: str = "",
     rank: int | None = None,
     step: int | None = None,
 ) -> None:
-    """Record the run's state, unless the folder is another run's by now.
-
-    Rank 0 does it; a failure is recorded by whichever rank has it first.
-    """
+    """Record the run's state: rank 0, and of a failure whichever rank has it first."""
     here = int(os.environ.get("RANK", "0"))
-    if here and state not in FAILURES:
-        return
-    if state == FAILED and rank is None:
-        rank = here
-    with suppress(ConfigError):
-        still_ours()
+    if here == 0 or state in FAILURES:
+        rank = here if state == FAILED and rank is None else rank
         write_state(dump_folder, state, error, rank, step, began)
 
 
-def _sent(config: Any, ranks: int) -> dict[str, int]:
+def sent(config: Any, ranks: int) -> dict[str, int]:
     """Return `sent_per_step`; its room is imported at the end of a run, on one rank."""
     from torchtitan_lr.costs.step_traffic import sent_per_step
 
     return sent_per_step(config, ranks)
-
-
-def _no_record(*_: Any, **__: Any) -> None:
-    """Record nothing: the folder belongs to another job, or is unknown."""
 
 
 if __name__ == "__main__":

@@ -18,16 +18,12 @@ Nothing is fetched. The parts:
               rank's at two batches, and its longest kernels; nothing is sent
     captured  the same of full rank and BTP at one and four rows, plain and as one CUDA graph
     modes     a block of CoLA, compiled by default, with deferred norms, grouped, and autotuned
-    graphs    a compiled step of CoLA and full rank with CUDA graphs of the blocks, and without
     context   attention at 8B of one of the ranks that share a row of 32k or 128k tokens, beside a
               C-th of a whole row's on one device; nothing is sent
     split     the same as two calls per chunk, merged by their log-sum-exp, by kernel
     profile   the kernels of one compiled step of CoLA, the longest first
     padded    a compiled step of CoLA and full rank at 1B, whose feed-forward width is odd: padded
               where products use it, and not
-    products  products of Gram matrices, Muon's direction, Cholesky's factors and TSR-Adam's four
-              products: fp32, TF32, three bf16 products, and what each gets wrong
-    eigenvectors   those of a refresh's matrices, one by one, batched, and by cuSOLVER itself
 
 Every row is printed, and written to --out, as it ends: a time limit costs the rows after it.
 
@@ -43,7 +39,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +51,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import torchtitan_lr.training.register  # noqa: F401
 from scripts.bench import block as bench_block
 from scripts.bench.deferred import defer_norms, group_products
-from scripts.bench.harness import in_turns, machine, median_ms
+from scripts.bench.harness import in_turns, machine, median_ms, relative_error, timed_rows
 from scripts.bench.peers import Runner, Workload
-from scripts.bench.products import eigenvectors, products, relative_error, timed_rows
 from scripts.bench.spectral import USUAL, UsualMuon, factors_of, our_optimizer
 from scripts.bench.split_attention import CPU, CUDNN, FLASH, split_attention, with_repeated_heads
 from tests.oracle.flops import flops_per_token
@@ -72,7 +66,6 @@ from torchtitan_lr.compression.sizes import LEVELS, CodecSizes
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models import linears
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.families import FAMILIES
@@ -213,8 +206,10 @@ def padded(device: str, small: bool) -> Iterator[Row]:
         workload = replace(workload, ffn_dim=341) if small else replace(workload, batch=batch)
         runner = Runner(family, workload)
         runner.compile()
-        plain, other = (_padding(on, runner.forward).item() for on in (False, True))
-        calls = {f"padded {on}": partial(_padding, on, runner.step) for on in (False, True)}
+        modules = [m for m in runner.model.modules() if getattr(m, "pads", False) is None]
+        plain, other = (_padding(modules, on, runner.forward).item() for on in (False, True))
+        step = partial(_padding, modules)
+        calls = {f"padded {on}": partial(step, on, runner.step) for on in (False, True)}
         timed = in_turns(calls, 2 if small else 5, warmup=2)
         flops = flops_per_token(workload.args(family), workload.seq_len)
         tokens = runner.tokens.numel()
@@ -229,13 +224,11 @@ def padded(device: str, small: bool) -> Iterator[Row]:
         del runner, calls
 
 
-def _padding(on: bool, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Call what pads odd widths, or not, and leave the setting as it was."""
-    before, linears.pads_odd_widths = linears.pads_odd_widths, on
-    try:
-        return call()
-    finally:
-        linears.pads_odd_widths = before
+def _padding(modules: list[Any], on: bool, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Call what pads odd widths, or not."""
+    for module in modules:
+        module.pads = on
+    return call()
 
 
 def profile(device: str, small: bool) -> Iterator[Row]:
@@ -509,20 +502,6 @@ def _block_pass(
     return out.detach(), x.grad
 
 
-def graphs(device: str, small: bool) -> Iterator[Row]:
-    """Yield the milliseconds of compiled training steps whose blocks are CUDA graphs, or not."""
-    for batch, family, mode in product((2, 8), ("cola", "full"), (None, "reduce-overhead")):
-        _reset(device)
-        workload = replace(_workload(device, small, "1B_boost"), batch=batch)
-        runner = Runner(family, workload)
-        runner.compile(mode)
-        milliseconds = median_ms(runner.step, device, 3)
-        row = {"family": family, "flavor": workload.flavor, "batch": batch, "graphs": bool(mode)}
-        tokens = batch * workload.seq_len
-        del runner
-        yield {**row, "ms": milliseconds, "tokens_per_s": 1e3 * tokens / milliseconds}
-
-
 CONTEXTS = ((4, 32_768), (16, 131_072))
 """Ranks C that share a row, and its tokens, of each row of `context`."""
 
@@ -674,8 +653,8 @@ def _errors(to_prefix: Callable[..., torch.Tensor], *chunk: torch.Tensor) -> lis
 PARTS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
     part.__name__: part
     for part in (
-        *(parity, training, optimizer, spectral, codec, block, graphs, context, profile),
-        *(products, eigenvectors, padded, captured, split, modes),
+        *(parity, training, optimizer, spectral, codec, block, captured, modes, context, split),
+        *(profile, padded),
     )
 }
 

@@ -36,17 +36,6 @@ SMALL = [
     *("--comm.mode=fake_backend", "--validation.no_enable", "--metrics.no_enable_tensorboard"),
     *("--checkpoint.no_enable", "--metrics.no_enable_wandb", "--metrics.no_comm_ledger"),
 ]
-RANKS = """
-import signal, subprocess, sys, time
-rank = "import signal, time; signal.signal(signal.SIGTERM, print); time.sleep(SECONDS)"
-rank = rank.replace("SECONDS", sys.argv[1])
-ranks = [subprocess.Popen([sys.executable, "-c", rank], start_new_session=True) for _ in range(4)]
-for process in ranks:
-    print(f"process {process.pid} started as a rank", file=sys.stderr, flush=True)
-for process in ranks:
-    process.wait()
-"""
-"""Stands for torchrun and its ranks."""
 
 
 def counted_files() -> list[str]:
@@ -63,16 +52,17 @@ def counted_files() -> list[str]:
 
 def launcher(seconds: float) -> dict[str, float]:
     """Wait for ranks that sleep, and return what the waiting costs per second."""
-    from torchtitan_lr.launch.processes import RankGroup
+    from torchtitan_lr.launch.environment import Environment
+    from torchtitan_lr.launch.ranks import run_ranks
 
     processes = sum(path.name.isdecimal() for path in Path("/proc").iterdir())
     opened = counted_files()
-    command = [sys.executable, "-c", RANKS, str(seconds)]
+    environment = Environment(4, 1, "0", "", "timeit")
+    sleep = ["timeit", "-n1", "-r1", f"__import__('time').sleep({seconds})"]
     with tempfile.TemporaryDirectory() as folder:
-        group = RankGroup(command, dict(os.environ), Path(folder) / "log", expected=4)
         usage, begin = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         files = len(opened)
-        if group.wait():
+        if run_ranks(environment, sleep, Path(folder), {})[1]:
             raise RuntimeError("the ranks failed")
     after, took = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter() - begin
     cpu = after.ru_utime + after.ru_stime - usage.ru_utime - usage.ru_stime
@@ -92,7 +82,7 @@ def check(ranks: int, arguments: list[str]) -> dict[str, float]:
     from torchtitan_lr.checks.job import check_job_config
     from torchtitan_lr.config.build import build_job_config
     from torchtitan_lr.data.prepare import prepare_for_ranks
-    from torchtitan_lr.launch.agent import LOOPBACK, loopback_store
+    from torchtitan_lr.launch.rendezvous import LOOPBACK, loopback_store
 
     with tempfile.TemporaryDirectory() as folder:
         config = build_job_config([*arguments, *SMALL, f"--job.dump_folder={folder}"])

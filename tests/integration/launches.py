@@ -7,6 +7,11 @@ from tests.integration.runs import ROOT
 STANDIN = """
 import json, os, signal, sys
 from pathlib import Path
+from torch.distributed.elastic.multiprocessing.errors import record
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.launch.processes import begin_rank
+
+begin_rank()
 
 mode, rank = os.environ["STANDIN"], os.environ.get("RANK", "0")
 folder = Path(next(a for a in sys.argv if a.startswith("--job.dump_folder=")).partition("=")[2])
@@ -30,18 +35,17 @@ leave(f"pid{rank}", str(os.getpid()))
 print("threads", os.environ["OMP_NUM_THREADS"], flush=True)
 print("ready", rank, flush=True)
 print("a warning", file=sys.stderr, flush=True)
-if mode.startswith("refuse"):
-    # The ranks that STANDIN names say it, one after the other; the last one ends.
-    order = mode.removeprefix("refuse")
-    if rank == order[0]:
-        print("error: some.key: got 1, expected 2", file=sys.stderr, flush=True)
-        if order[1:]:
-            (folder / "turn").open("w").close()
-    elif rank == order[-1]:
-        (folder / "turn").open().close()
-        print("error: some.key: got 1, expected 2", file=sys.stderr, flush=True)
-    if rank == order[-1]:
+@record
+def fail(error):
+    raise error
+
+
+if mode == "refuse" + rank:
+    try:
+        fail(ConfigError("some.key", 1, "2"))
+    except ConfigError:
         sys.exit(2)
+if mode.startswith("refuse"):
     wait_for_signal()  # torchrun's
     sys.exit(2)
 if mode in ("wait", "deaf", "stubborn"):
@@ -50,13 +54,7 @@ if mode == "stubborn":
     leave(f"asked{rank}")
     wait_for_signal()
 if mode == "fail" and rank == "1":
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    @record
-    def boom():
-        raise ValueError("no such luck\\nsecond line")
-
-    boom()
+    fail(ValueError("no such luck\\nsecond line"))
 if mode == "full" and rank == "1":
     try:
         with (folder / "filler").open("wb", buffering=0) as file:
@@ -76,7 +74,7 @@ leave(f"saved{rank}")
 class Launch(runs.Process):
     """A launcher of that program."""
 
-    def __init__(self, folder, mode, ranks=2, ignored=(), **variables):
+    def __init__(self, folder, mode, *arguments, ranks=2, ignored=(), **variables):
         (folder / "standin.py").write_text(STANDIN)
         self.folder, self.ranks = folder, ranks
         standard = {
@@ -86,7 +84,7 @@ class Launch(runs.Process):
             "NGPU": str(ranks),
             "CONFIG_FILE": str(ROOT / "train_configs" / "debug_cola.toml"),
         }
-        command = [*runs.LAUNCH, f"--job.dump_folder={folder}"]
+        command = [*runs.LAUNCH, f"--job.dump_folder={folder}", *arguments]
         super().__init__(command, ignored=ignored, **standard | variables)
 
     def wait_for(self, what):

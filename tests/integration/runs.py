@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.fork_server import AVAILABLE, ROOT, ForkServer
-from tests.support.kills import below, child_pids, process_state
+from tests.support.kills import child_pids, process_state
 
 LIMIT = 480  # seconds a process may take before it counts as hung; a quiet machine needs ten
 
@@ -162,9 +162,8 @@ class Process:
         self._popen.send_signal(number)
 
     def rank_pids(self):
-        """The ranks below the launcher's torchrun, in order; process ids wrap around."""
-        pids = [rank for torchrun in child_pids(self.pid) for rank in child_pids(torchrun)]
-        return sorted(pids, key=rank_of)
+        """The ranks below the launcher, in order; process ids wrap around."""
+        return sorted(child_pids(self.pid), key=rank_of)
 
     def wait_for_held(self, count):
         """Waits until that many ranks hold, see `tests.integration.held_train`."""
@@ -186,7 +185,7 @@ class Process:
 
     def _give_up(self):
         """Ends the process and all below it; each prints the stacks of its threads."""
-        pids = [self.pid, *below(self.pid)]
+        pids = [self.pid, *child_pids(self.pid)]
         for number in (signal.SIGCONT, signal.SIGABRT):
             send_all(pids, number)
         wait_until_gone(pids[1:])

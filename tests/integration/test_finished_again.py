@@ -43,7 +43,7 @@ def test_the_same_command_has_nothing_to_do(again, finished):
         "already at step 6 of 6: nothing to train; choose more training.steps, or another folder, "
         f"as in --job.dump_folder={copy}-2"
     )
-    assert summary[0].split() == ["steps", "6"] and len(summary) == 12
+    assert summary[0].split() == ["steps", "6"] and len(summary) == 13
     assert contents(copy) == contents(finished.folder)
 
 

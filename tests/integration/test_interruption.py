@@ -137,7 +137,7 @@ def test_a_signal_saves_that_very_step(life, name, step):
     )
     assert "Traceback" not in stage.done.out + stage.done.err
     (line,) = stage.done.own_lines()
-    assert ": the run ends its step, saves and stops" in line
+    assert ": training ends its step, saves and stops" in line
     # An unfinished run has no summary to be taken for a finished one's.
     assert not stage.summary
 
@@ -153,7 +153,7 @@ def test_a_second_signal_kills(life):
     stage = life.stage("twice")
     assert stage.done.status == 128 + signal.SIGTERM, stage.done.everything
     (said, line) = stage.done.own_lines()
-    assert said.startswith("SIGTERM: the run ends its step")
+    assert said.startswith("SIGTERM: training ends its step")
     assert line.startswith("error: killed by SIGTERM; logs: ")
     assert (stage.state["state"], stage.state["error"]) == ("failed", "killed by SIGTERM")
     assert "Traceback" not in stage.done.out + stage.done.err

@@ -62,7 +62,7 @@ def test_a_stopped_rank_is_not_taken_for_a_killed_one(tmp_path):
     runs.wait_until_gone(ranks)
     (line,) = done.own_lines()
     assert line.startswith("error: rank 0 failed: "), done.everything
-    assert "imed out" in line and " (trainer.py: forward_backward_step)" in line
+    assert "imed out" in line
     assert "; rank 1 did not end on SIGTERM: stopped, or stuck; its output: " in line
 
 

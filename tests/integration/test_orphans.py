@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Whoever of launcher, torchrun and ranks is killed: the others end too."""
+"""Whoever of launcher and ranks is killed: the others end too."""
 
 import signal
 import sys
@@ -12,10 +12,6 @@ from tests.integration.launches import Launch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
 
-STATUS = {"launcher": -signal.SIGKILL, "torchrun": 1, "rank": 1}
-TOLD = {"torchrun": "torchrun was ended by SIGKILL, and its ranks with it; their output: "}
-TOLD |= {"rank": "rank 1 was ended by SIGKILL", "launcher": ""}
-
 
 def end_survivors(pids):
     """Ends ranks in the way that leaves a trace, if there are any left."""
@@ -24,24 +20,22 @@ def end_survivors(pids):
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("victim", ["launcher", "torchrun", "rank"])
+@pytest.mark.parametrize("victim", ["launcher", "rank"])
 def test_nobody_outlives_a_killed_one(tmp_path, victim):
     """The ranks wait for ever, and one SIGTERM does not end them."""
     run = Launch(tmp_path, "stubborn")
     ranks = run.wait_for_ranks()
-    (torchrun,) = runs.child_pids(run.pid)
-    runs.send_all([{"launcher": run.pid, "torchrun": torchrun, "rank": ranks[1]}[victim]], 9)
+    runs.send_all([run.pid if victim == "launcher" else ranks[1]], 9)
     done = run.finish()
-    runs.wait_until_gone([torchrun])
     # Before a process is seen to be gone, the kernel has sent SIGKILL to those bound to it.
     end_survivors(ranks)
-    # Only torchrun, when it ends the rank that is left, sends a SIGTERM first.
+    # Only the launcher, when it ends the rank that is left, sends a SIGTERM first.
     asked = {path.name for path in tmp_path.glob("asked*")}
     assert asked == ({"asked0"} if victim == "rank" else set())
-    assert done.status == STATUS[victim], done.everything
+    assert done.status == (-signal.SIGKILL if victim == "launcher" else 1), done.everything
     told = [line for line in done.err.splitlines() if line.startswith("error: ")]
-    assert len(told) == (victim != "launcher")
-    assert all(line.startswith(f"error: {TOLD[victim]}") for line in told)
+    assert len(told) == (victim == "rank")
+    assert all(line.startswith("error: rank 1 was ended by SIGKILL (the kernel") for line in told)
 
 
 def test_ranks_of_torchrun_itself_end_with_it(tmp_path):

@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Kill a run repeatedly, mostly during saves, and compare it with an undisturbed run.
 
-Each attempt starts the run through the launcher and ends with SIGKILL of the launcher, of torchrun,
-of one rank, or of all of them. The next attempt resumes. A seed determines the victim and the time,
+Each attempt starts the run through the launcher and ends with SIGKILL of the launcher, of one rank,
+or of all of them. The next attempt resumes. A seed determines the victim and the time,
 which is random after the start of a save. After the last kill the run trains to its end.
 
 
@@ -29,7 +29,7 @@ ORPHAN_SECONDS = 5.0
 PATIENCE = 600.0
 """Seconds without progress after which an attempt counts as hung."""
 
-VICTIMS = ("launcher", "torchrun", "rank", "all")
+VICTIMS = ("launcher", "rank", "all")
 
 SMALL = [
     *("--training.local_batch_size=2", "--training.seq_len=32", "--metrics.log_freq=1"),
@@ -93,7 +93,7 @@ def live_and_die(start: Start, arguments: Sequence[str], folder: Path, draw: ran
             raise Broken(f"no save of step {step}:\n{life.finish().everything}")
         time.sleep(0.002)
     time.sleep(delay)
-    family = [life.pid, *below(life.pid)]
+    family = [life.pid, *child_pids(life.pid)]
     for pid in chosen(victim, family, draw):
         os.kill(pid, signal.SIGKILL)
     begin = time.monotonic()
@@ -106,16 +106,11 @@ def live_and_die(start: Start, arguments: Sequence[str], folder: Path, draw: ran
 
 
 def chosen(victim: str, family: Sequence[int], draw: random.Random) -> list[int]:
-    """Return the processes of a victim; ``family`` is launcher, torchrun, ranks."""
-    launcher, torchrun, *ranks = family
+    """Return the processes of a victim; ``family`` is launcher, ranks."""
+    launcher, *ranks = family
     if victim == "rank":
         return [draw.choice(ranks)]
-    return {"launcher": [launcher], "torchrun": [torchrun], "all": list(family)}[victim]
-
-
-def below(pid: int) -> list[int]:
-    """Return torchrun and the ranks below a launcher."""
-    return [found for child in child_pids(pid) for found in (child, *child_pids(child))]
+    return {"launcher": [launcher], "all": list(family)}[victim]
 
 
 def child_pids(parent: int) -> list[int]:

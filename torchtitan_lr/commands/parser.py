@@ -21,14 +21,9 @@ from torchtitan_lr.errors import ConfigError, describe_error, escaped
 
 
 def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
-    """Decorate a program's main function to print errors in one line and return a status.
+    """Decorate a main function to print errors in one line and return a status.
 
-    Args:
-        main: Takes the arguments, or None for the process's own.
-
-    Returns:
-        A function that returns 2 for a `ConfigError`, and 1 for a `RunFailedError`, a closed
-        output, or an error of the system such as a full disk.
+    It is 2 for a `ConfigError`; 1 for a failed run, a closed output or an error of the system.
     """
 
     @functools.wraps(main)
@@ -86,32 +81,16 @@ def _path(text: str) -> Path:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose help shows every default and whose errors are one line with status 2.
-
-    Args:
-        **options: Options of `argparse.ArgumentParser`; a description keeps its line breaks.
-
-    Attributes:
-        takes_overrides: Whether ``--section.key=value`` is taken; the parsed attributes then have
-            the list ``overrides``. A command sets it in ``add_arguments``.
-        takes_all: Whether all arguments but ``--help`` are taken as they are, as ``arguments``.
-    """
+    """A parser whose help shows every default and whose errors are one line with status 2."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        self.takes_overrides = self.takes_all = False
+        self.takes_overrides = False  # of --section.key=value, as the attribute `overrides`
+        self.takes_all = False  # of all arguments but --help, as they are
         super().__init__(**options)
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        """Add an argument as in `argparse`; its help ends with the default, if any.
-
-        Args:
-            *names: Names of the argument.
-            **options: Options of `argparse.ArgumentParser.add_argument`.
-
-        Returns:
-            The action that `argparse` created.
-        """
+        """Add an argument as in `argparse`; its help ends with the default, if any."""
         if options.get("type") is Path:
             options["type"] = _path
         default, text = options.get("default"), options.get("help") or ""
@@ -124,15 +103,7 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse a command line, with overrides of the TOML if `takes_overrides`.
-
-        Args:
-            args: The arguments; None for the process's own.
-            namespace: The namespace to fill; None for a new one.
-
-        Returns:
-            The attributes.
-        """
+        """Parse a command line, with overrides of the TOML if `takes_overrides`."""
         given = sys.argv[1:] if args is None else list(args)
         if self.takes_all and not {"-h", "--help"} & {*given}:
             return argparse.Namespace(arguments=given)
@@ -147,11 +118,7 @@ class OneLineParser(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
-        """Print ``error: ...`` to stderr and exit with status 2.
-
-        Args:
-            message: The error message.
-        """
+        """Print ``error: ...`` to stderr and exit with status 2."""
         _wait_for_first_rank()
         self.exit(2, f"error: {escaped(message)}\n")
 
@@ -185,30 +152,14 @@ def add_extension(parser: OneLineParser) -> None:
 
 
 def check_toml(path: str, name: str = "CONFIG") -> None:
-    """Refuse a configuration file that does not exist.
-
-    Args:
-        path: The file, or the name of a shipped one.
-        name: Name of the argument in the message.
-
-    Raises:
-        ConfigError: There is no such file.
-    """
+    """Refuse a configuration file that does not exist."""
     if not Path(find_config(path)).is_file():
         near = near_configs(path)
         raise ConfigError(name, path, "a TOML file" + (f": did you mean {near}?" if near else ""))
 
 
 def check_at_least(args: argparse.Namespace, **minima: float) -> None:
-    """Refuse options below their minimum.
-
-    Args:
-        args: The attributes.
-        **minima: The smallest allowed value of each option.
-
-    Raises:
-        ConfigError: An option is below its minimum.
-    """
+    """Refuse options below their minimum."""
     for name, minimum in minima.items():
         if not getattr(args, name) >= minimum:
             raise ConfigError(f"--{name}", getattr(args, name), f"at least {minimum}")

@@ -1,59 +1,181 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Private parts of torchrun: how it starts and ends its ranks, and the store by which they meet.
+"""torchrun's agent, which starts, watches and restarts the ranks of one machine.
 
-torchrun has neither a hook before a rank starts nor a time limit for the other ranks to end after
-one has failed. Ranks of several machines meet at one store in all starts: after a restart they
-would read keys of an earlier start, at the address of a machine that may be gone. Torch's own way
-out, ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE``, picks a port and closes it again; rank 0 binds it
-seconds later, when another process may have it.
-
+It runs in the launcher's own process and differs from torchrun in what torchrun has no setting for.
 Tested with torch 2.11, 2.13 and 2.15.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext as SubprocessContext
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-from torch.distributed.elastic.rendezvous import RendezvousInfo
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-Close = Callable[..., None]
-"""Ends the ranks of a context: ``close(context, death_sig, timeout=30)``, as torchrun calls it."""
-
-close_ranks: Close = SubprocessContext._close
-"""torchrun's own function; it waits up to 30 s."""
+GRACE_SECONDS = 2
+"""Time for the other ranks to end after one has failed; without that rank none can save."""
 
 
-_meet = DynamicRendezvousHandler.next_rendezvous
+@dataclass(frozen=True)
+class Failure:
+    """The end of the rank whose end made the others end."""
+
+    rank: int | None  # by its number in the run; None if none could start
+    status: int | None  # negative for a signal; None likewise
+    error: str  # what it reported
+    output: Path  # the folder of its output
+    stuck: Sequence[int] = ()  # ranks that did not end on SIGTERM
+
+    def __str__(self) -> str:
+        """Say in one line which rank failed, and how."""
+        if self.status is None:
+            return self.error
+        if self.status < 0 and not self.error:
+            return f"rank {self.rank} was ended by {signal.Signals(-self.status).name}"
+        what = f": {self.error}" if self.error else f" with status {self.status}"
+        for rank in self.stuck:
+            what += f"; rank {rank} did not end on SIGTERM: stopped, or stuck"
+        return f"rank {self.rank} failed{what}"
 
 
-def _meet_at_a_new_store(handler: DynamicRendezvousHandler) -> RendezvousInfo:
-    """Open a store for the next start of the ranks, on a port that stays bound from now on."""
-    handler._bootstrap_store_info = handler._shared_tcp_store_server = None
-    return _meet(handler)
+class RankLogs(DefaultLogsSpecs):
+    """torchrun's files of the ranks' output; ranks of the run are shown, not of the machine."""
+
+    def __init__(self, folder: Path, shown: Collection[int], variables: Mapping[str, str]) -> None:
+        super().__init__(log_dir=str(folder), tee=Std.ALL)
+        self._shown, self._variables = shown, variables
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Choose the files of a start, and add the variables to its ranks' environments."""
+        shown = {local for local, env in envs.items() if int(env["RANK"]) in self._shown}
+        self._local_ranks_filter = shown or {-1}  # an empty filter would show all
+        for env in envs.values():
+            env.update(self._variables)
+        return super().reify(envs)
 
 
-def stop_copying(context: SubprocessContext) -> None:
-    """End the threads that copy the ranks' output, which torchrun does after ``close`` returns."""
-    # The interpreter waits for them, so an exception out of ``close`` must come after this.
-    for log in context._tail_logs:
-        log.stop()
+class Agent(LocalElasticAgent):
+    """torchrun's agent, which does not restart what would end in the same way.
 
+    When a rank has failed, the others are killed after `GRACE_SECONDS`. When the number of machines
+    changes, SIGUSR2 tells the ranks that they will start again. A restart is one line.
 
-@contextmanager
-def ranks_started_with(popen: Callable[..., Any], close: Close) -> Iterator[None]:
-    """Make torchrun start its ranks with ``popen``, each time with a new store, and end them.
-
-    Replaces ``Popen`` in torchrun's module of subprocesses, ``SubprocessContext._close`` by
-    ``close``, and ``DynamicRendezvousHandler.next_rendezvous``.
+    Attributes:
+        failure: The last one.
+        meeting: Whether the ranks of a start are not there yet.
+        restarts: Whether failed ranks may start again.
     """
-    # If upstream starts ranks differently, they outlive a killed launcher; a test detects this.
-    with (
-        patch.object(subprocess_handler, "Popen", popen),
-        patch.object(SubprocessContext, "_close", close),
-        patch.object(DynamicRendezvousHandler, "next_rendezvous", _meet_at_a_new_store),
-    ):
-        yield
+
+    def __init__(
+        self,
+        command: Sequence[str],  # the module that each rank runs, and its arguments
+        ranks: int,
+        rendezvous: RendezvousHandler,
+        logs: RankLogs,
+        max_restarts: int,
+        final: Collection[int],  # exit statuses that are not restarted
+    ) -> None:
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=ranks,
+            entrypoint=sys.executable,
+            args=("-u", "-m", *command),
+            rdzv_handler=rendezvous,
+            max_restarts=max_restarts,
+            monitor_interval=0.1,
+        )
+        super().__init__(spec, logs, log_line_prefix_template="[rank${rank}]:")
+        self.failure: Failure | None = None
+        self.meeting = self.restarts = True
+        self._final, self._cause = final, ""
+        # Not those that the launcher, or a command, handles itself.
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+
+    @property
+    def first_rank(self) -> int:
+        """The number in the run of this machine's first rank."""
+        return int(self.get_worker_group().workers[0].global_rank)
+
+    def living(self) -> list[subprocess.Popen[bytes]]:
+        """Return the ranks that run."""
+        return [process for process in self._processes().values() if process.poll() is None]
+
+    def _processes(self) -> dict[int, subprocess.Popen[bytes]]:
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        return {local: handler.proc for local, handler in handlers.items()}
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self.meeting = True
+        if not self.restarts:
+            raise RuntimeError("stopped before the ranks started again")
+        handler = worker_group.spec.rdzv_handler
+        if isinstance(handler, DynamicRendezvousHandler):
+            # The ranks of several machines would meet at one store in all starts: after a restart
+            # they would read keys of an earlier one, at the address of a machine that may be gone.
+            handler._bootstrap_store_info = handler._shared_tcp_store_server = None
+        super()._rendezvous(worker_group)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._cause:
+            most, machines = worker_group.spec.max_restarts, worker_group.group_world_size or 1
+            done, world = most - self._remaining_restarts, worker_group.workers[0].world_size
+            size = f"{machines} machine{'s'[: machines > 1]}, {world} rank{'s'[: world > 1]}"
+            line = f"restart ({done} of {most} after failures): {self._cause}; {size}"
+            print(line, file=sys.stderr, flush=True)
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        self.meeting = False
+        return started
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        if self.living():  # none has failed
+            self._cause = "the machines of the run changed"
+        self._shutdown(signal.SIGUSR2)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        codes = {local: process.poll() for local, process in self._processes().items()}
+        failed = [local for local, code in codes.items() if code]
+        left = [local for local, code in codes.items() if code is None]
+        if left and not failed:
+            return RunResult(state=WorkerState.HEALTHY)
+        assert self._pcontext is not None  # the ranks have started
+        self._pcontext.close(signal.SIGTERM, GRACE_SECONDS)
+        result = super()._monitor_workers(worker_group)
+        if failed:
+            first = self.first_rank
+            rank = min((first + local for local in failed), key=lambda r: self._order(result, r))
+            found, output = result.failures[rank], self._pcontext.stdouts[rank - first]
+            codes = {local: process.poll() for local, process in self._processes().items()}
+            stuck = [first + local for local in left if codes[local] == -signal.SIGKILL]
+            error = _reported(found).strip().partition("\n")[0]
+            self.failure = Failure(rank, found.exitcode, error, Path(output).parent, stuck)
+            self._cause = str(self.failure)
+            if not self.restarts or found.exitcode in self._final:
+                self._remaining_restarts = 0
+        return result
+
+    def _order(self, result: RunResult, rank: int) -> tuple[bool, bool, int, int]:
+        """Order the ranks that ended by themselves: the cause, then those that saw its end."""
+        found = result.failures[rank]
+        # A rank that a signal ends reports nothing, and makes the others fail.
+        killed = found.exitcode < 0 and not _reported(found)
+        return found.exitcode not in self._final, not killed, found.timestamp, rank
+
+
+def _reported(failure: ProcessFailure) -> str:
+    """Return the error that a rank has left for torchrun; empty if it left none."""
+    message: Any = failure.message
+    return str(message["message"]) if isinstance(message, dict) else ""

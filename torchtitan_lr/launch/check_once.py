@@ -23,14 +23,12 @@ def checked_once(
 ) -> None:
     """Check a run in one process, prepare it in one of each machine, raise refusals in all.
 
-    The ranks meet at the store of ``env://``, at which the process group then meets too. Most ranks
-    make two requests.
+    The ranks meet at the store of ``env://``, at which the process group then meets too.
 
     Args:
         dump_folder: ``job.dump_folder``.
         check: Checks the run.
-        prepare: Prepares what a machine needs, whose folders may be its own, and returns
-            environment variables for its ranks.
+        prepare: Prepares what a machine needs, and returns environment variables for its ranks.
 
     Raises:
         ConfigError: The run cannot start; the same on all ranks that it was found for.

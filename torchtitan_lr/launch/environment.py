@@ -2,18 +2,11 @@
 """The environment variables of a launch."""
 
 import os
-import sys
 from dataclasses import dataclass
 
 from torchtitan_lr.errors import ConfigError
 
 DEFAULT_RANKS = 4
-
-# Limits of NGPU; a dry run starts only one process.
-MAX_RANKS = 1024
-MAX_DRY_RANKS = 1_000_000
-MAX_NODES = 100_000
-MAX_MAX_RESTARTS = 1000
 
 _RDZV_SETTINGS = (
     *("join_timeout", "last_call_timeout", "close_timeout", "read_timeout"),
@@ -24,31 +17,18 @@ _RDZV_SETTINGS = (
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment variables of a launch, checked.
+    """The environment variables of a launch, checked."""
 
-    Args:
-        ranks: Ranks on this machine.
-        nodes: Number of machines; the largest, if a range was given.
-        log_ranks: Ranks whose output is shown, by their number in the run, e.g. ``0,1``.
-        comm_mode: torchtitan's ``comm.mode``, empty for a real run.
-        train_module: The module that every rank runs.
-        ranks_given: Whether the user set ``NGPU``.
-        min_nodes: The smallest number of machines of a range such as ``2:4``, else None.
-        max_restarts: How often the ranks of a machine are started again after a failure.
-        rdzv_settings: torchrun's settings of the rendezvous, from ``RDZV_CONF``.
-        endpoint: Where several machines meet, ``host:port``; empty for one machine.
-    """
-
-    ranks: int
-    nodes: int
-    log_ranks: str
-    comm_mode: str
-    train_module: str
-    ranks_given: bool = True
-    min_nodes: int | None = None
-    max_restarts: int = 0
-    rdzv_settings: tuple[tuple[str, str], ...] = ()
-    endpoint: str = ""
+    ranks: int  # on this machine
+    nodes: int  # machines; the most, if a range was given
+    log_ranks: str  # whose output is shown, by their number in the run, e.g. ``0,1``
+    comm_mode: str  # torchtitan's ``comm.mode``, empty for a real run
+    train_module: str  # that every rank runs
+    ranks_given: bool = True  # whether the user set ``NGPU``
+    min_nodes: int | None = None  # of a range such as ``2:4``, else None
+    max_restarts: int = 0  # how often failed ranks of a machine are started again
+    rdzv_settings: tuple[tuple[str, str], ...] = ()  # torchrun's, from ``RDZV_CONF``
+    endpoint: str = ""  # where several machines meet, ``host:port``
 
     @property
     def world_size(self) -> int:
@@ -70,14 +50,12 @@ def read_environment() -> Environment:
     comm_mode = os.environ.get("COMM_MODE", "")
     if comm_mode not in ("", "default", "fake_backend"):
         raise ConfigError("COMM_MODE", comm_mode, "'fake_backend', or leave it out")
-    limit = MAX_DRY_RANKS if comm_mode == "fake_backend" else MAX_RANKS
-    ranks = _positive("NGPU", os.environ.get("NGPU") or str(DEFAULT_RANKS), limit)
-    restarts = os.environ.get("MAX_RESTARTS") or "0"
-    if restarts != "0":
-        _positive("MAX_RESTARTS", restarts, MAX_MAX_RESTARTS)
-    first, colon, last = (os.environ.get("NNODES") or "1").partition(":")
-    least = _positive("NNODES", first, MAX_NODES)
-    nodes = _positive("NNODES", last, MAX_NODES) if colon else least
+    # A dry run starts only one process.
+    most = 1_000_000 if comm_mode == "fake_backend" else 1024
+    ranks = _number("NGPU", os.environ.get("NGPU") or str(DEFAULT_RANKS), most)
+    restarts = _number("MAX_RESTARTS", os.environ.get("MAX_RESTARTS") or "0", 1000, least=0)
+    first, _, last = (os.environ.get("NNODES") or "1").partition(":")
+    least, nodes = (_number("NNODES", text, 100_000) for text in (first, last or first))
     if least > nodes:
         raise ConfigError("NNODES", f"{first}:{last}", f"a range such as {nodes}:{least}")
     endpoint = (os.environ.get("RDZV_ENDPOINT") or "").strip() if nodes > 1 else ""
@@ -98,7 +76,7 @@ def read_environment() -> Environment:
         train_module=os.environ.get("TRAIN_FILE") or "torchtitan_lr.train",
         ranks_given=bool(os.environ.get("NGPU")),
         min_nodes=None if least == nodes else least,
-        max_restarts=int(restarts),
+        max_restarts=restarts,
         rdzv_settings=tuple(settings),
         endpoint=endpoint,
     )
@@ -116,23 +94,10 @@ def check_log_ranks(text: str, ranks: int) -> str:
     return ",".join(str(int(rank)) for rank in shown)
 
 
-def _positive(name: str, text: str, limit: int) -> int:
-    # Check the length first: int() raises for very long strings of digits.
-    if not text.isdecimal() or (len(text) < 99 and int(text) == 0):
-        raise ConfigError(name, text, "a positive integer such as 4")
-    if len(text) >= 99 or int(text) > limit:
-        got = text if len(text) < 20 else f"{text[:16]}..."
-        raise ConfigError(name, got, f"at most {limit:,}")
+def _number(name: str, text: str, most: int, least: int = 1) -> int:
+    if not (text.isdecimal() and len(text) < 10 and least <= int(text) <= most):
+        raise ConfigError(name, text, f"a number from {least} to {most:,}")
     return int(text)
-
-
-def loopback_variables() -> dict[str, str]:
-    """Return the variables that restrict the ranks of one machine to its loopback interface.
-
-    Ranks unpickle what gloo receives, so other machines must not reach its sockets. NCCL uses none
-    between the GPUs of one machine.
-    """
-    return {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 
 
 def forget_other_ranks() -> None:
@@ -158,10 +123,7 @@ def forget_other_ranks() -> None:
 
 
 def launched_ranks(comm_mode: str) -> int:
-    """Return the number of ranks that torchrun or the launcher started.
-
-    Args:
-        comm_mode: ``comm.mode``; a dry run is one process without torchrun.
+    """Return the number of ranks that torchrun or the launcher started, or a dry run pretends.
 
     Raises:
         ConfigError: A variable is missing: this process was not started as a rank.

@@ -2,12 +2,9 @@
 """One job per dump folder: two jobs would mix their metrics and delete each other's checkpoints.
 
 The kernel releases the lock (``flock``) when its process ends for any reason. The file ``run.lock``
-remains and records the last holder. On one machine the launcher takes the lock before any rank
+remains and names the last holder. On one machine the launcher takes the lock before any rank
 starts, otherwise rank 0 does. On NFS a lock holds between machines if the server's lock service
 runs; with the mount options ``nolock`` or ``local_lock``, each machine sees only its own locks.
-There rank 0 compares the recorded holder with itself before it writes a save or a metric: the start
-that signed last goes on, and an earlier one ends without writing. So does a run whose ``run.lock``
-was deleted, since nothing keeps another start out of its folder any more.
 """
 
 import fcntl
@@ -16,9 +13,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -31,46 +27,10 @@ LOCK_FILE = "run.lock"
 HELD_VARIABLE = "TORCHTITAN_LR_LOCKED"
 """Environment variable of the ranks: the dump folder that the launcher has locked."""
 
-SIGNATURE_VARIABLE = "TORCHTITAN_LR_LOCK"
-"""Environment variable of the ranks: what the launcher has written into ``run.lock``."""
-
-StillOurs = Callable[[], None]
-"""Raises a ConfigError if another start has taken the folder, or could take it."""
-
-
-@dataclass(frozen=True)
-class FolderLock:
-    """The lock of a start; calling it checks that the folder is still this start's.
-
-    Args:
-        dump_folder: ``job.dump_folder``.
-        signature: The line that this start has written into ``run.lock``.
-    """
-
-    dump_folder: str
-    signature: str
-
-    def __call__(self) -> None:
-        """Raise a ConfigError if the lock's file is gone, or another start has signed it."""
-        path = Path(self.dump_folder) / LOCK_FILE
-        try:
-            found = path.read_bytes()
-        except FileNotFoundError:
-            want = f"a folder whose {LOCK_FILE} stays: it was deleted, and another run may start "
-            want += "there, so this one ends without writing; run the same command to resume"
-            raise ConfigError("job.dump_folder", self.dump_folder, want) from None
-        except OSError:  # a file server that does not answer proves nothing
-            return
-        if found not in (self.signature.encode(), b""):  # a start that signs has emptied it before
-            raise taken(self.dump_folder)
-
 
 @contextmanager
-def locked(dump_folder: str) -> Iterator[FolderLock]:
+def locked(dump_folder: str) -> Iterator[None]:
     """Lock a job's dump folder, which is created if needed.
-
-    Yields:
-        What checks that the folder is still this start's.
 
     Raises:
         ConfigError: Another job uses the folder, or the folder is not writable.
@@ -88,47 +48,48 @@ def locked(dump_folder: str) -> Iterator[FolderLock]:
                 lock_file(file, path)
             since = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
             who = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
-            signature = json.dumps(who)
             file.truncate(0)
-            file.write(signature.encode())
+            file.write(json.dumps(who).encode())
         except BlockingIOError:
             raise taken(dump_folder) from None
         except OSError as error:
             want = f"a folder in which {path} can be written ({error.strerror})"
             raise ConfigError("job.dump_folder", dump_folder, want) from error
-        yield FolderLock(dump_folder, signature)
+        yield
 
 
 @contextmanager
-def locked_by_rank(dump_folder: str, variables: Mapping[str, str]) -> Iterator[StillOurs]:
+def locked_by_rank(dump_folder: str) -> Iterator[None]:
     """Lock the dump folder on rank 0, unless the launcher has locked it.
-
-    Args:
-        dump_folder: ``job.dump_folder``.
-        variables: The rank's environment.
-
-    Yields:
-        As `locked`, also of the launcher's lock; what does nothing on other ranks.
 
     Raises:
         ConfigError: As for `locked`.
     """
-    if variables.get("RANK", "0") != "0":
-        yield lambda: None
-        return
-    if variables.get(HELD_VARIABLE) == os.path.realpath(dump_folder):
-        yield FolderLock(dump_folder, variables[SIGNATURE_VARIABLE])
-        return
-    with locked(dump_folder) as check:
-        yield check
+    held = os.environ.get(HELD_VARIABLE) == os.path.realpath(dump_folder)
+    if held or os.environ.get("RANK", "0") != "0":
+        yield
+    else:
+        with locked(dump_folder):
+            yield
+
+
+def still_ours(dump_folder: str) -> Callable[[], None]:
+    """Return what raises a ConfigError once the locked folder was emptied, or locked again."""
+    path = Path(dump_folder) / LOCK_FILE
+    signed = path.read_bytes()
+
+    def check() -> None:
+        if not path.exists() or path.read_bytes() not in (signed, b""):  # empty: it is being signed
+            want = f"a folder whose {LOCK_FILE} stays: another run may write there, and this one "
+            raise ConfigError("job.dump_folder", dump_folder, f"{want}ends before its save")
+
+    return check
 
 
 def lock_file(file: IO[Any], path: Path) -> None:
     """Lock a file until it is closed, or warn that this file system cannot.
 
-    Args:
-        file: The file, open for writing; processes that inherit it keep the lock.
-        path: Its path, for the warning.
+    Processes that inherit the open file keep the lock.
 
     Raises:
         BlockingIOError: Another process holds the lock.

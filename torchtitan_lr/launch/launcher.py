@@ -8,13 +8,14 @@ invalid configuration is reported before any rank starts, in one line, with exit
 import getpass
 import math
 import os
+import shutil
+import signal
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_lr.checkpoints.folders import is_finite, newest_step, step_folder
 from torchtitan_lr.checks.stored import nothing_to_train
@@ -22,29 +23,14 @@ from torchtitan_lr.compat.interpreter import cores
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import CONFIG_FILE_KEY, split_arguments
 from torchtitan_lr.errors import ConfigError, escaped
-from torchtitan_lr.launch.environment import (
-    Environment,
-    loopback_variables,
-    read_environment,
-)
-from torchtitan_lr.launch.folder_lock import (
-    HELD_VARIABLE,
-    SIGNATURE_VARIABLE,
-    FolderLock,
-    locked,
-)
-from torchtitan_lr.launch.machines import check_machines, rendezvous_arguments
-from torchtitan_lr.launch.placement import DEFAULT_CONFIG_FILE, place
-from torchtitan_lr.launch.processes import RankGroup
-from torchtitan_lr.launch.report import (
-    describe_failure,
-    disk_trouble,
-    hidden_errors,
-    killed_rank,
-    read_summary,
-    summary_lines,
-)
+from torchtitan_lr.launch.environment import Environment, read_environment
+from torchtitan_lr.launch.folder_lock import HELD_VARIABLE, locked
+from torchtitan_lr.launch.machines import check_machines
+from torchtitan_lr.launch.placement import DEFAULT_CONFIG_FILE, Placement, place
+from torchtitan_lr.launch.processes import LAUNCHER_VARIABLE, Signals, exit_without_teardown
+from torchtitan_lr.launch.report import read_summary, summary_lines
 from torchtitan_lr.launch.run_state import (
+    AGAIN_THE_SAME,
     EXIT_STATUS,
     FAILED,
     FINISHED,
@@ -55,13 +41,16 @@ from torchtitan_lr.launch.run_state import (
     write_state,
 )
 
+if TYPE_CHECKING:  # it imports torch
+    from torchtitan_lr.compat.elastic import Failure
+
+_LITTLE_SPACE = 1 << 20  # bytes; a disk with less free space counts as full
+
 
 def train_arguments(argv: list[str], environment: Environment) -> list[str]:
     """Complete the command line with the configuration file and the settings of a dry run.
 
-    Args:
-        argv: The launcher's arguments; the first may be CONFIG, a TOML file or a shipped name.
-        environment: Result of :func:`read_environment`.
+    The first argument may be CONFIG, a TOML file or a shipped name.
 
     Raises:
         ConfigError: Two configuration files, or an argument that is no override.
@@ -83,158 +72,84 @@ def train_arguments(argv: list[str], environment: Environment) -> list[str]:
     return arguments
 
 
-def build_command(
-    environment: Environment, arguments: list[str], log_folder: Path
-) -> tuple[list[str], dict[str, str]]:
-    """Build the command that starts all ranks of this machine, and its environment.
-
-    torchrun writes each rank's output into ``log_folder``.
-    """
-    variables = dict(os.environ)
+def rank_variables(environment: Environment) -> dict[str, str]:
+    """Return the variables that the ranks find beside those of this process."""
+    variables = {LAUNCHER_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     # torchrun would set 1. Divide all cores among the ranks; more threads than cores are slower.
-    if not variables.get("OMP_NUM_THREADS"):
+    if not os.environ.get("OMP_NUM_THREADS"):
         variables["OMP_NUM_THREADS"] = str(max(1, cores() // environment.ranks))
-    variables["PYTHONUNBUFFERED"] = "1"
-    # The run's ranks, not this machine's. `RankGroup` knows their lines by this prefix.
-    variables["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank${rank}]:"
     try:
         getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name: torch's compiler asks for one
         variables["LOGNAME"] = f"uid_{os.getuid()}"
-    if environment.comm_mode:
-        variables |= {"NGPU": str(environment.ranks), "LOCAL_RANK": "0", "RANK": "0"}
-        return [sys.executable, "-m", environment.train_module, *arguments], variables
-    rendezvous = ["--rdzv_backend=loopback"]
-    if environment.nodes == 1:
-        variables = loopback_variables() | variables
-    else:
-        rendezvous, gloo = rendezvous_arguments(environment)
-        variables = gloo | variables
-    if environment.max_restarts:
-        rendezvous.append(f"--max_restarts={environment.max_restarts}")
-    command = [
-        # Unbuffered: of several machines the launcher reads its output line by line.
-        *(sys.executable, "-u", "-m", "torchtitan_lr.launch.agent", *rendezvous),
-        f"--nproc_per_node={environment.ranks}",
-        f"--local-ranks-filter={_tailed_ranks(environment)}",
-        *("--role", "rank", "--tee", "3", "--log-dir", str(log_folder)),
-        *("-m", environment.train_module, *arguments),
-    ]
-    return command, variables
+    if environment.comm_mode:  # the one rank of a dry run pretends that there are so many
+        variables["NGPU"] = str(environment.ranks)
+    return variables
 
 
-def _tailed_ranks(environment: Environment) -> str:
-    """Return the local ranks whose lines torchrun passes on.
+def run(environment: Environment, arguments: list[str], log_folder: Path, config: Any) -> int:
+    """Run the ranks of this machine to their end and report; return the exit status."""
+    from torchtitan_lr.data.prepare import prepare_for_ranks  # late, as are the checks
+    from torchtitan_lr.launch.ranks import run_ranks
 
-    Of several machines all: which of them has rank 0 is known when they have met, and `RankGroup`
-    chooses by the ranks' numbers in the run.
-    """
-    if environment.nodes == 1:
-        return environment.log_ranks
-    return ",".join(map(str, range(environment.ranks)))
-
-
-def run(
-    environment: Environment,
-    arguments: list[str],
-    log_folder: Path,
-    config: Any,
-    lock: FolderLock | None,
-) -> int:
-    """Run all ranks to their end and report; arguments as for `build_command`.
-
-    Args:
-        environment: The launch's environment.
-        arguments: The command line.
-        log_folder: Where the ranks' output goes.
-        config: The configuration.
-        lock: The dump folder's, if this launcher has locked it.
-
-    Returns:
-        The exit status: 0 for a run that finished, or that a signal stopped and that saved.
-    """
-    dump_folder = Path(config.job.dump_folder)
-    begin = time.time()
-    # A dry run is one process without torchrun; its output goes to the console.
-    expected = 0 if environment.comm_mode else environment.ranks
-    command, variables = build_command(environment, arguments, log_folder)
-    if environment.nodes == 1:
-        from torchtitan_lr.data.prepare import prepare_for_ranks  # late, as are the checks
-
+    folder, began = Path(config.job.dump_folder), time.time()
+    one_machine = environment.nodes == 1
+    variables = rank_variables(environment)
+    if one_machine:
         variables |= prepare_for_ranks(config)
-    if lock is not None:
-        variables[HELD_VARIABLE] = os.path.realpath(dump_folder)
-        variables[SIGNATURE_VARIABLE] = lock.signature
-    shown, missing = None, ""
-    if environment.nodes > 1:
-        shown = set(map(int, environment.log_ranks.split(",")))
-        missing = f"another machine has not come to {environment.endpoint} yet"
-    group = RankGroup(command, variables, log_folder / "launcher.log", expected, shown, missing)
-    status = group.wait()
-    if shown is None:
-        shown_here = set(map(int, environment.log_ranks.split(",")))
+        variables[HELD_VARIABLE] = os.path.realpath(folder)
     else:
-        shown_here = {here for rank, here in group.local_ranks.items() if rank in shown}
-    if group.killed:
-        what = "killed" if group.was_ready else "stopped before training began"
-        print(f"error: {what} by {group.signal_name}; logs: {log_folder}", file=sys.stderr)
-        _record_failure(lock, dump_folder, f"{what} by {group.signal_name}", FAILED)
-        return 128 + group.signal_number
-    if expected:
-        for line in hidden_errors(log_folder, shown_here):
-            print(escaped(line), file=sys.stderr)
-    if status != 0:
-        if expected:
-            failure = describe_failure(log_folder, status)
-            advice = _advice(str(failure), environment, variables, log_folder, config)
-            print(escaped(f"error: {failure}{advice}"), file=sys.stderr)
-            if environment.nodes == 1 or not is_held(dump_folder):
-                # What a rank has recorded since stays, unless it only saw a killed one's end.
-                since = math.inf if failure.by_signal else begin
-                states = {number: state for state, number in EXIT_STATUS.items()}
-                state = states.get(status, FAILED)
-                _record_failure(lock, dump_folder, str(failure), state, failure.rank, since)
-        return status if 0 < status < 126 else 1
-    if not expected:
+        print(f"waiting for the other machines at {environment.endpoint}", flush=True)
+
+    def stopped(why: str) -> int:
+        print(f"error: {why}; logs: {log_folder}", file=sys.stderr, flush=True)
+        write_state(folder, FAILED, why)
+        return 128 + signals.number
+
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    signals = Signals(lambda why: exit_without_teardown(stopped(why)))
+    command = [environment.train_module, *arguments]
+    shown = [int(rank) for rank in environment.log_ranks.split(",")]
+    has_first, failure = run_ranks(environment, command, log_folder, variables, shown, signals)
+    if signals.killed:
+        return stopped(f"killed by {signals.name}")
+    if failure is not None:
+        # A rank that trains handles the signal.
+        if signals.number and failure.status in (None, -signals.passed_on):
+            return stopped(f"stopped before training began by {signals.name}")
+        print(failure_line(failure, config), file=sys.stderr)
+        if one_machine or not is_held(folder):  # of several machines rank 0 holds it
+            record_failure(failure, folder, began)
+        return failure.status if failure.status in AGAIN_THE_SAME else EXIT_STATUS[FAILED]
+    if environment.comm_mode:
         print(f"dry run passed: one step as rank 0 of {environment.world_size}")
-        return 0
-    summary = read_summary(dump_folder, newer_than=begin)
-    if summary is not None and (environment.nodes == 1 or 0 in group.local_ranks):
-        print("\n".join(summary_lines(summary, dump_folder, log_folder)))
-    return 0
+    elif has_first and (summary := read_summary(folder, newer_than=began)) is not None:
+        print("\n".join(summary_lines(summary, folder, log_folder)))
+    return EXIT_STATUS[FINISHED]
 
 
-def _advice(
-    failure: str,
-    environment: Environment,
-    variables: Mapping[str, str],
-    log_folder: Path,
-    config: Any,
-) -> str:
-    """Return what to do about a failure of the ranks, as the end of a sentence; may be empty."""
-    advice = disk_trouble(Path(config.job.dump_folder), failure)
-    if environment.nodes > 1 and "gloo" in failure.lower():
-        interface = variables.get("GLOO_SOCKET_IFNAME", "that of the machine's name")
-        advice += f"; gloo's interface is {interface}, set by GLOO_SOCKET_IFNAME"
-    several = environment.nodes > 1 or environment.max_restarts
-    if advice or several or killed_rank(log_folder):
-        advice += how_to_resume(config)
-    return advice
+def failure_line(failure: "Failure", config: Any) -> str:
+    """Say which rank failed, why, where its output is and how to go on."""
+    line = f"error: {failure}"
+    if failure.status == -signal.SIGKILL:
+        line += " (the kernel sends it when memory runs out)"
+    folder = config.job.dump_folder
+    free = shutil.disk_usage(folder).free
+    if free < _LITTLE_SPACE:  # the rank may have found no place for its own words
+        line += f"; no space left in {folder} ({free / 2**20:.1f} MiB free)"
+    line += f"; its output: {failure.output}"
+    if failure.status not in AGAIN_THE_SAME:
+        line += how_to_resume(config)
+    return escaped(line)
 
 
-def _record_failure(
-    lock: FolderLock | None,
-    dump_folder: Path,
-    error: str,
-    state: str,
-    rank: int | None = None,
-    began: float = math.inf,
-) -> None:
-    """Record why a run failed, unless its folder is another run's by now."""
-    with suppress(ConfigError):
-        if lock is not None:
-            lock()
-        write_state(dump_folder, state, error, rank, began=began)
+def record_failure(failure: "Failure", dump_folder: Path, began: float) -> None:
+    """Record a failure that no rank has recorded since a time."""
+    states = {number: state for state, number in EXIT_STATUS.items()}
+    # Others may have recorded what they saw of the end of a rank that a signal ended.
+    since = math.inf if (failure.status or 0) < 0 else began
+    state = states.get(failure.status or EXIT_STATUS[FAILED], FAILED)
+    write_state(dump_folder, state, str(failure), failure.rank, began=since)
 
 
 def how_to_resume(config: Any) -> str:
@@ -247,48 +162,57 @@ def how_to_resume(config: Any) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the launcher.
+    """Check a run, lock its folder and run it; return the exit status.
 
-    Args:
-        argv: Arguments without the program's name; ``sys.argv[1:]`` by default.
-
-    Returns:
-        The exit status: `EXIT_STATUS` of how the run ended, or 128 and the number of the signal
-        that killed it.
+    It is `EXIT_STATUS` of how the run ended, or 128 and the number of the signal that killed it.
     """
-    argv = sys.argv[1:] if argv is None else argv
     try:
-        environment = read_environment()
-        arguments = train_arguments(argv, environment)
-        placed = place(environment, arguments)
-        environment, arguments, config = placed.environment, placed.arguments, placed.config
-        if environment.comm_mode:
-            # A folder of its own: do not overwrite the real run's curve.
-            arguments.append(f"--job.dump_folder={Path(config.job.dump_folder) / 'dry_run'}")
-            config = build_job_config(arguments)
-        # The launchers of several machines share the folder; then rank 0 locks it.
-        one_machine = environment.nodes == 1
-        with holder_named(config.job.dump_folder) if one_machine else nullcontext():
-            check_machines(config, environment, placed.device)
-        if one_machine and (line := nothing_to_train(config)):
-            results = Path(config.job.dump_folder)
-            state = read_state(results)
-            summary = read_summary(results, newer_than=0)
-            # A run that was killed after its last step still has to validate.
-            if state is not None and state["state"] == FINISHED and summary is not None:
-                print("\n".join([line, *summary_lines(summary, results, results / "logs")]))
-                return 0
+        placed, config = checked(sys.argv[1:] if argv is None else argv)
+        one_machine = placed.environment.nodes == 1
+        if one_machine and (done := already_finished(config)):
+            print("\n".join(done))
+            return EXIT_STATUS[FINISHED]
         if placed.note:
             print(placed.note, flush=True)
         folder = config.job.dump_folder
-        with locked(folder) if one_machine else nullcontext() as lock:
+        # The launchers of several machines share the folder; then rank 0 locks it.
+        with locked(folder) if one_machine else nullcontext():
             log_folder = Path(folder, "logs", f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
             try:
                 log_folder.mkdir(parents=True)
             except OSError as error:
                 want = f"a folder in which {log_folder} can be created ({error.strerror})"
                 raise ConfigError("job.dump_folder", folder, want) from error
-            return run(environment, arguments, log_folder, config, lock)
+            return run(placed.environment, placed.arguments, log_folder, config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_STATUS[REFUSED]
+
+
+def checked(argv: list[str]) -> tuple[Placement, Any]:
+    """Return the ranks of a run and its configuration, which can start.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    environment = read_environment()
+    placed = place(environment, train_arguments(argv, environment))
+    config = placed.config
+    if placed.environment.comm_mode:
+        # A folder of its own: do not overwrite the real run's curve.
+        placed.arguments.append(f"--job.dump_folder={Path(config.job.dump_folder) / 'dry_run'}")
+        config = build_job_config(placed.arguments)
+    with holder_named(config.job.dump_folder) if environment.nodes == 1 else nullcontext():
+        check_machines(config, placed.environment, placed.device)
+    return placed, config
+
+
+def already_finished(config: Any) -> list[str]:
+    """Return what to print for a run that has nothing left to do; empty for any other."""
+    line = nothing_to_train(config)
+    folder = Path(config.job.dump_folder)
+    state, summary = read_state(folder), read_summary(folder, newer_than=0)
+    # A run that was killed after its last step still has to validate.
+    if not line or summary is None or state is None or state["state"] != FINISHED:
+        return []
+    return [line, *summary_lines(summary, folder, folder / "logs")]

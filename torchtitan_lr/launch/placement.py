@@ -17,14 +17,13 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import split_arguments
 from torchtitan_lr.config.paths import shipped_configs
 from torchtitan_lr.config.schema import least_ranks
-from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import Environment, check_log_ranks
 
 DEFAULT_CONFIG_FILE = "./train_configs/debug_cola.toml"
 """The main job: what the launcher runs without ``CONFIG_FILE``."""
 
-_TP = "parallelism.tensor_parallel_degree"
-_BATCH, _LOCAL = "training.global_batch_size", "training.local_batch_size"
+_LOCAL = "training.local_batch_size"
 
 _LOWERED = ("tensor_parallel_degree", "data_parallel_replicate_degree")
 """Degrees of a debug file that follow the ranks."""
@@ -34,33 +33,22 @@ _DATA = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
 
 @dataclass(frozen=True)
 class Placement:
-    """The ranks of a run and what they are started with.
+    """The ranks of a run and what they are started with."""
 
-    Args:
-        environment: The launch's environment with the final number of ranks.
-        arguments: The command line, with the overrides that fit a debug file to the ranks.
-        config: Result of :func:`build_job_config` for ``arguments``.
-        device: ``cuda``, ``xpu`` or ``cpu``.
-        note: One line on what was chosen; empty if nothing was.
-    """
-
-    environment: Environment
-    arguments: list[str]
-    config: Any
-    device: str
-    note: str
+    environment: Environment  # with the final number of ranks
+    arguments: list[str]  # with the overrides that fit a debug file to the ranks
+    config: Any  # of ``arguments``
+    device: str  # ``cuda``, ``xpu`` or ``cpu``
+    note: str  # what was chosen, in one line; may be empty
 
 
 def place(environment: Environment, arguments: list[str]) -> Placement:
     """Choose the device and the number of a run's ranks, and fit a debug file to them.
 
     Raises:
-        ConfigError: The configuration cannot be read, there are fewer GPUs than requested ranks,
-            or the degrees or batches do not fit the ranks. The message says what does.
+        ConfigError: The configuration cannot be read, or there are fewer GPUs than requested ranks.
     """
-    config = build_job_config(arguments)
-    count = _accelerator()[1]
-    wanted = environment.ranks
+    config, count, wanted = build_job_config(arguments), accelerator()[1], environment.ranks
     # With several machines nothing is chosen: all of them must start alike.
     free = not (environment.ranks_given or environment.comm_mode or environment.nodes > 1)
     if free and 0 < count < wanted:
@@ -68,35 +56,28 @@ def place(environment: Environment, arguments: list[str]) -> Placement:
         ranks = next(fits, count)
         check_log_ranks(environment.log_ranks, ranks)
         environment = replace(environment, ranks=ranks)
-    device = find_device(environment)
-    overrides = None
-    if environment.nodes == 1:
-        overrides = fit(config, arguments, environment.ranks)
-        if overrides is None and _is_debug(config):
-            _refuse_ranks(config, arguments, environment.ranks)
+    device, ranks = find_device(environment), environment.ranks
+    overrides = fit(config, arguments, ranks) if environment.nodes == 1 else []
     if overrides:
         arguments = [*arguments, *overrides]
         config = build_job_config(arguments)
-    _refuse_tensor_parallel(config, environment.world_size)
-    note = _note(environment, count, environment.ranks < wanted, overrides or []) if free else ""
-    if overrides and not note:
-        note = f"{_count(environment.ranks, 'rank')}: training with {' '.join(overrides)}"
+    notes = []
+    if overrides or (free and (not count or ranks < wanted)):
+        where = f"{_count(count, 'GPU')} here: " if count else "no GPU here: "
+        what = f"training on {_count(ranks, 'rank')}" + (" with " * bool(overrides))
+        notes.append(where * free + what + " ".join(overrides or []))
     if config.grad_compression.codec != "none" and environment.world_size > 1:
-        note += f"{'; ' if note else ''}each rank compresses its own gradients: losses depend on"
-        note += " the number of ranks"
-    return Placement(environment, arguments, config, device, note)
+        notes.append("each rank compresses its own gradients: losses depend on the number of ranks")
+    return Placement(environment, arguments, config, device, "; ".join(notes))
 
 
 def find_device(environment: Environment) -> str:
-    """Return the device type of the ranks: ``cuda``, ``xpu`` or ``cpu``.
-
-    Args:
-        environment: The launch's environment; a dry run needs one GPU whatever ``NGPU`` is.
+    """Return the device type of the ranks; a dry run needs one GPU, whatever ``NGPU`` is.
 
     Raises:
         ConfigError: There are GPUs, but fewer than ranks.
     """
-    name, count = _accelerator()
+    name, count = accelerator()
     if count and environment.ranks > count and not environment.comm_mode:
         hide = "CUDA_VISIBLE_DEVICES=" if name == "cuda" else "ZE_AFFINITY_MASK="
         want = f"at most {count}, the GPUs of this machine (or {hide} to train on the CPU)"
@@ -104,7 +85,7 @@ def find_device(environment: Environment) -> str:
     return name
 
 
-def _accelerator() -> tuple[str, int]:
+def accelerator() -> tuple[str, int]:
     """Return the type and number of this machine's accelerators; ``cpu`` and 0 without any."""
     import torch
 
@@ -149,43 +130,5 @@ def _is_debug(config: Any) -> bool:
     return shipped is not None and shipped.resolve() == path.resolve()
 
 
-def _degree(config: Any) -> int:
-    return int(config.parallelism.tensor_parallel_degree)
-
-
-def _others(config: Any) -> int:
-    """Return the product of the degrees besides the tensor-parallel one."""
-    return least_ranks(vars(config.parallelism) | {"tensor_parallel_degree": 1})
-
-
-def _refuse_ranks(config: Any, arguments: Sequence[str], ranks: int) -> None:
-    """Refuse a number of ranks that a debug file does not fit, with those near it that it does."""
-    given = {override.key for override in split_arguments(list(arguments))}
-    if _BATCH in given:
-        return  # the check of the batch says what fits
-    near = [str(n) for n in range(1, 2 * ranks) if fit(config, arguments, n) is not None]
-    batch = config.training.global_batch_size
-    want = f"{' or '.join(near)}, which can share the {batch} sequences of a step"
-    require(not near, "NGPU", ranks, want)
-
-
-def _refuse_tensor_parallel(config: Any, ranks: int) -> None:
-    """Refuse a tensor-parallel degree that does not divide the ranks, with one that does."""
-    degree, others = _degree(config), _others(config)
-    if degree > 0 and ranks % others == 0 and ranks // others % degree:
-        fits = math.gcd(degree, ranks // others)
-        want = f"a divisor of {ranks // others} on {_count(ranks, 'rank')}, as in --{_TP}={fits}"
-        raise ConfigError(_TP, degree, want)
-
-
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _note(environment: Environment, gpus: int, chosen: bool, overrides: list[str]) -> str:
-    if not gpus:
-        return f"no GPU here: training on {environment.ranks} CPU processes"
-    if not chosen:
-        return ""
-    changed = f", with {' '.join(overrides)}" if overrides else ""
-    return f"{_count(gpus, 'GPU')} here: training on {_count(environment.ranks, 'rank')}{changed}"

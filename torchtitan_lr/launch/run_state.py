@@ -37,23 +37,15 @@ AGAIN_THE_SAME = (EXIT_STATUS[REFUSED], EXIT_STATUS[DIVERGED])
 def write_state(
     dump_folder: str | Path,
     state: str,
-    error: str = "",
-    rank: int | None = None,
+    error: str = "",  # one line
+    rank: int | None = None,  # at fault
     step: int | None = None,
-    began: float = math.inf,
+    began: float = math.inf,  # when this start began, in seconds since the epoch
 ) -> None:
     """Record a run's state; a disk without space or the right to write leaves the old record.
 
     A failure replaces neither of the ends "finished" and "stopped": training that began after them
     has recorded "running". Nor does it replace a failure of the same start, which was the first.
-
-    Args:
-        dump_folder: ``job.dump_folder``; nothing is written if it does not exist.
-        state: One of the states above.
-        error: The cause, in one line.
-        rank: The rank at fault.
-        step: The step that it ended in.
-        began: When this start began, in seconds since the epoch.
     """
     path = Path(dump_folder) / STATE_FILE
     before = read_state(dump_folder)

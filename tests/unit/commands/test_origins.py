@@ -23,7 +23,7 @@ def machine(monkeypatch, tmp_path):
     for name in ("NGPU", "NNODES", "LOG_RANK", "COMM_MODE", "CONFIG_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(placement, "_accelerator", lambda: ("cpu", 0))
+    monkeypatch.setattr(placement, "accelerator", lambda: ("cpu", 0))
 
 
 def shown(config, *overrides):

@@ -21,7 +21,7 @@ from tokenizers import (
 from transformers import AutoTokenizer, GenerationConfig
 
 from tests.commands import ROOT
-from torchtitan_lr.data import sandbox
+from torchtitan_lr.data import template
 from torchtitan_lr.data.pairs import PairEncoder, parse_pair
 from torchtitan_lr.data.tokenizer import Tokenizer as Ours
 from torchtitan_lr.data.tokenizer import encode_documents
@@ -335,7 +335,7 @@ def test_the_end_of_a_document_cannot_be_forged(tmp_path):
     ],
 )
 def test_a_template_without_end_is_refused(tmp_path, monkeypatch, source, want):
-    monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.2 if want == "seconds" else 60)
+    monkeypatch.setattr(template, "MOST_SECONDS", 0.2 if want == "seconds" else 60)
     folder = write_folder("no_template", tmp_path / "in")
     (folder / "chat_template.jinja").write_text(source)
     encoder = PairEncoder(Ours(str(folder)))

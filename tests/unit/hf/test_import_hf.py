@@ -299,6 +299,7 @@ def test_the_written_toml_is_a_valid_job(plain, tmp_path, capsys):
     )
     config = build_job_config([f"--job.config_file={result['config']}"])
     assert config.checkpoint.initial_load_path == result["checkpoint"]
+    assert config.training.global_batch_size == 16 and config.validation.enable
     check_job_config(config, 1, "cpu")
     assert read_manifest(result["checkpoint"]).model["model.hf_assets_path"].startswith("sha256:")
     # The fingerprint keeps another model from loading it.

@@ -152,13 +152,10 @@ def library(small_library, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dataset", ["python_stdlib", "local"])
 def test_evaluating_a_run_writes_nowhere(run, library, tmp_path, capsys, dataset):
-    """Of a record with a store of a limit 0: other corpora were deleted from it."""
     kept = tmp_path / "store" / "local-0123456789abcdef0123"
     kept.mkdir(parents=True)
     (kept / "corpus.json").write_text("{}")
-    (tmp_path / "store" / "locks").mkdir()
-    (tmp_path / "store" / "locks" / kept.name).write_text("")
-    store = {"token_folder": str(tmp_path / "store"), "token_folder_gb": 0.0}
+    store = {"token_folder": str(tmp_path / "store")}
     text = tmp_path / "a.jsonl"
     text.write_text("".join(f'{{"text": "x = {n} * {n}"}}\n' for n in range(999)))
     store["dataset_path"] = str(text) if dataset == "local" else None

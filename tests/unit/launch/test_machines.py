@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""How many machines a run may have, and how they find one another."""
+"""How many machines a run may have."""
 
-import socket
 from dataclasses import replace
 
 import pytest
@@ -67,36 +66,3 @@ def test_what_could_not_go_on(config, arguments, told):
     if "load_step" not in told:
         one_start = replace(TWO_TO_FOUR, min_nodes=None, max_restarts=0)
         machines.check_machines(config(*arguments), one_start, "cpu")
-
-
-def test_the_owner_of_the_address_opens_the_store(monkeypatch):
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        free = other.getsockname()[1]
-    assert machines.owns("127.0.0.1", free)
-    assert not machines.owns("192.0.2.1", free)  # of no machine
-    with socket.create_server(("127.0.0.1", free)):
-        assert not machines.owns("127.0.0.1", free)
-    here = replace(TWO_TO_FOUR, endpoint=f"127.0.0.1:{free}")
-    arguments, gloo = machines.rendezvous_arguments(here)
-    assert gloo == {"GLOO_SOCKET_IFNAME": "lo"}  # of the address, whatever the machine's name is
-    assert "--nnodes=2:4" in arguments and "--local_addr=127.0.0.1" in arguments
-    assert "--rdzv_conf" not in " ".join(arguments)  # torchrun knows its own loopback interface
-    monkeypatch.setattr(machines, "owns", lambda *_: True)
-    there = replace(TWO_TO_FOUR, endpoint="192.0.2.1:29400")
-    assert "--rdzv_conf=is_host=1" in machines.rendezvous_arguments(there)[0]
-    given = replace(there, rdzv_settings=(("is_host", "0"), ("join_timeout", "9")))
-    assert "--rdzv_conf=is_host=0,join_timeout=9" in machines.rendezvous_arguments(given)[0]
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("a:12", ("a", 12)),
-        ("a", ("a", 29400)),
-        ("[::1]:12", ("::1", 12)),
-        ("[::1]", ("::1", 29400)),
-    ],
-)
-def test_endpoints(text, found):
-    assert machines._split(text) == found

@@ -19,7 +19,7 @@ from torchtitan_lr.hf.export import check_hf_exportable
 from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.titan.specs import REGISTERED_SPECS
 from torchtitan_lr.training.fingerprint import model_fingerprint
 from torchtitan_lr.training.register import register_model_family

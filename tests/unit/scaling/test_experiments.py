@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from torchtitan_lr.scaling import experiments
-from torchtitan_lr.scaling.experiments import (
+from torchtitan_lr.scaling import start as starting
+from torchtitan_lr.scaling.start import (
     RunFailedError,
     run_on_ranks,
     start,
 )
 
-POPEN = experiments.subprocess.Popen
+POPEN = starting.subprocess.Popen
 
 
 def stand_in(monkeypatch, program):
@@ -26,7 +26,7 @@ def stand_in(monkeypatch, program):
         started.append(POPEN([sys.executable, "-c", program, *command[4:]], **options))
         return started[-1]
 
-    monkeypatch.setattr(experiments.subprocess, "Popen", popen)
+    monkeypatch.setattr(starting.subprocess, "Popen", popen)
     return started
 
 
@@ -56,13 +56,16 @@ def test_arguments_and_environment(monkeypatch, tmp_path):
     assert (ranks, x) == ("3", "y")
 
 
-def test_ranks_that_fail_are_one_line_and_a_file(monkeypatch, tmp_path):
-    """The module of these ranks raises; torchrun's report and their tracebacks are in the file."""
-    (tmp_path / "broken.py").write_text("raise ValueError('no such luck')\n")
+def test_ranks_that_fail_are_one_line_and_a_folder(monkeypatch, tmp_path):
+    (tmp_path / "broken.py").write_text(
+        "from torchtitan_lr.scaling.experiments import report_from_rank\n"
+        "report_from_rank(lambda _: 1 // 0, [])\n"
+    )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(RunFailedError) as info:
         run_on_ranks("broken", [], ranks=1)
-    (kept,) = tmp_path.glob("torchtitan_lr-ranks-*.txt")
-    line = f"error: the ranks failed: ValueError: no such luck; their output: {kept}"
-    assert str(info.value) == line and "Traceback" in kept.read_text()
+    (kept,) = tmp_path.glob("torchtitan_lr-ranks-*/*/attempt_0/0")
+    line = "error: rank 0 failed: ZeroDivisionError: integer division or modulo by zero"
+    assert str(info.value) == f"{line}; its output: {kept}"
+    assert "Traceback" in (kept / "stderr.log").read_text()
