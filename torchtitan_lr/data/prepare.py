@@ -34,7 +34,7 @@ from torchtitan_lr.data.sources import LIBRARIES, ONE_IN, Reader, Source, data_p
 from torchtitan_lr.data.template import ChatTemplate
 from torchtitan_lr.data.tokenize import BEGUN, signature_of, tokenize
 from torchtitan_lr.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan_lr.errors import ConfigError, DataError, one_of, require
+from torchtitan_lr.errors import ConfigError, one_of, require
 
 TRAINING = (*LIBRARIES, "local", "prepared", "c4", "c4_validation", "hf")
 VALIDATION = ("training", *LIBRARIES, "local", "c4_validation")
@@ -196,25 +196,6 @@ def described_held_out(name: str, corpus: Corpus) -> str:
 def holds_out_more(corpus: Corpus) -> bool:
     """Return whether a corpus was so small that more than the usual share is held out."""
     return any(share > 1 / ONE_IN for share in corpus.record.get("held_out_share", ()))
-
-
-StoredPart = tuple[Part, Corpus | None]
-"""A corpus of a run, and its prepared tokens if they are on this machine."""
-
-
-def stored_corpora(config: Any) -> list[StoredPart]:
-    """Return what a run trains on; nothing is downloaded or prepared. Errors as for `wanted`."""
-    found: list[StoredPart] = []
-    for part in wanted(config):
-        corpus = None
-        with suppress(ConfigError, DataError, OSError):  # moved, changed or deleted since
-            folder = Path(part.folder)
-            if not part.folder:
-                readers = [Reader(source) for source in part.sources]
-                folder = _place(config, part, readers, build_tokenizer(config))
-            corpus = Corpus.open(folder)
-        found.append((part, corpus))
-    return found
 
 
 def open_rows(config: Any, section: Section, folders: dict[str, str] | None = None) -> list[Rows]:
