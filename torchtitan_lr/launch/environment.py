@@ -100,28 +100,6 @@ def _number(name: str, text: str, most: int, least: int = 1) -> int:
     return int(text)
 
 
-def forget_other_ranks() -> None:
-    """Drop rank 0 of 1 from the environment, and refuse ranks that no launcher has started whole.
-
-    A cluster's pod and a shell may have ``RANK`` and ``WORLD_SIZE``, and nothing started this
-    command as a rank: it would wait for the others.
-
-    Raises:
-        ConfigError: The variables are not those of torchrun.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return
-    if (os.environ.get("WORLD_SIZE") or "1", os.environ.get("RANK") or "0") == ("1", "0"):
-        os.environ.pop("WORLD_SIZE", None)
-        os.environ.pop("RANK", None)
-        return
-    try:
-        launched_ranks("")
-    except ConfigError as error:
-        want = "what torchrun sets: start with torchrun, or unset RANK and WORLD_SIZE"
-        raise ConfigError(error.key, error.got, want) from error
-
-
 def launched_ranks(comm_mode: str) -> int:
     """Return the number of ranks that torchrun or the launcher started, or a dry run pretends.
 
