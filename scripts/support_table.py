@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Write the table of ``docs/choose.md`` from ``docs/support_matrix.toml``.
+"""Write what works with what into ``docs/choose.md``, from ``docs/support_matrix.toml``.
 
-The table is inserted between the page's two markers.
+The lists stand between the page's two markers.
 """
 
 import sys

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.families import RANKS, ModelFamily
+from torchtitan_lr.models.families import ModelFamily
 from torchtitan_lr.training.register import register_model_family
 
 
@@ -20,8 +20,8 @@ class TanhEdge(nn.Module):
 
 
 class Tanh(ModelFamily):
-    def defaults(self, size):
-        return {"rank_attention": RANKS[size], "rank_ffn": RANKS[size], "activation": "fullrank"}
+    def defaults(self, size, rank):
+        return {"rank_attention": rank, "rank_ffn": rank, "activation": "fullrank"}
 
     def build_mix(self):
         return TanhEdge()

@@ -8,10 +8,16 @@ and at full rank as by ``megatron``. A run names this module by ``experimental.c
 from torchtitan_lr.config.schema import TP_PLANS
 from torchtitan_lr.costs.messages import backward, forward
 from torchtitan_lr.costs.tp_messages import FORMULAS, PlanFormula
-from torchtitan_lr.parallel.edge import MixEdge, WholeDense, WholeDown, WholeUp
-from torchtitan_lr.parallel.ends import EmbedEdge, HeadEdge
+from torchtitan_lr.parallel.edge import (
+    EmbedEdge,
+    HeadEdge,
+    MixEdge,
+    WholeDense,
+    WholeDown,
+    WholeUp,
+)
 from torchtitan_lr.parallel.megatron import ColumnEdge, RowEdge, VanillaDown, VanillaUp
-from torchtitan_lr.parallel.placement import (
+from torchtitan_lr.parallel.plan_parts import (
     COLUMN_ROW,
     WHOLE,
     Plan,

@@ -16,9 +16,15 @@ from torchtitan_lr.costs.fsdp_messages import named_parameters
 from torchtitan_lr.costs.messages import forward
 from torchtitan_lr.costs.tp_messages import FORMULAS, PlanFormula
 from torchtitan_lr.models.linears import activated, down_products
-from torchtitan_lr.parallel.edge import Edge, MixEdge, gather_from_ranks, normalize
-from torchtitan_lr.parallel.ends import EmbedEdge, HeadEdge
-from torchtitan_lr.parallel.placement import Plan, low_rank_blocks, model_ends, on_ranks
+from torchtitan_lr.parallel.edge import (
+    Edge,
+    EmbedEdge,
+    HeadEdge,
+    MixEdge,
+    gather_from_ranks,
+    normalize,
+)
+from torchtitan_lr.parallel.plan_parts import Plan, low_rank_blocks, model_ends, on_ranks
 from torchtitan_lr.parallel.plans import PLANS
 
 

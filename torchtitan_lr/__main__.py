@@ -26,13 +26,10 @@ def main() -> int:
 
 
 def own_process() -> None:
-    """Set up this process for one command: its streams and its signals.
-
-    A signal raises KeyboardInterrupt, so that the command cleans up; what stops its own work on a
-    signal, such as the launcher of ranks, sets handlers of its own. Signals that ``nohup`` or
-    ``cmd &`` set to be ignored stay so. A rank of torchrun keeps Python's handlers: torchrun sends
-    SIGTERM to the others when one rank has failed.
-    """
+    """Set up this process for one command: its streams and its signals."""
+    # A signal raises KeyboardInterrupt, so that the command cleans up. Signals that ``nohup`` or
+    # ``cmd &`` set to be ignored stay so. A rank of torchrun keeps Python's handlers: torchrun
+    # sends SIGTERM to the others when one rank has failed.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # the shell has closed it
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
@@ -52,10 +49,9 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _read_in_utf8() -> None:
-    """Start this process again in Python's UTF-8 mode if its locale has another encoding.
-
-    Files and their names are UTF-8, those of torch's own source too. The terminal's encoding stays.
-    """
+    """Start this process again in Python's UTF-8 mode if its locale has another encoding."""
+    # Files and their names are UTF-8, those of torch's own source too. The terminal's encoding
+    # stays.
     if sys.flags.ignore_environment or locale.getpreferredencoding(False).lower() == "utf-8":
         return
     os.environ.setdefault("PYTHONIOENCODING", f"{sys.stdout.encoding}:backslashreplace")

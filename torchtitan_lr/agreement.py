@@ -1,16 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What ranks tell each other outside tensors.
 
-With a process group (every rank of it calls the function, and no other collective of the group may
-run at that moment):
-
-- `from_first_rank`, `from_all_ranks`: Python values, pickled;
-- `first_rank_where`, `first_rank_with`: the first rank for which something holds, and its text. No
-  rank receives the texts of all others.
-
-Before there is one, with a store:
-
-- `done_by_first`: one rank works, and the others receive its result or its refusal.
+With a process group every rank of it calls the function, and no other collective of the group may
+run at that moment.
 """
 
 import json
@@ -22,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from torchtitan_lr.compat.collectives import least_of_all
+from torchtitan_lr.compat.process_groups import least_of_all
 from torchtitan_lr.errors import ConfigError
 
 T = TypeVar("T")
@@ -32,10 +24,8 @@ _READ_SECONDS = 10.0  # in which the other ranks must have read a refusal: then 
 
 
 def from_first_rank(value: T, rank: int = 0) -> T:
-    """Return the first rank's value, or that of another rank; one process returns its own.
-
-    A rank that leaves this function knows that ``rank`` has entered it.
-    """
+    """Return the first rank's value, or that of another rank; one process returns its own."""
+    # A rank that leaves this function knows that ``rank`` has entered it.
     box = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(box, src=rank)
@@ -59,27 +49,14 @@ def first_rank_where(condition: bool) -> int | None:
 
 
 def first_rank_with(found: str | None) -> tuple[int, str] | None:
-    """Return the first rank with a ``found``, and that; None if no rank has one.
-
-    The result is the same on all ranks.
-    """
+    """Return the first rank with a ``found``, and that, on all ranks; None if none has one."""
     rank = first_rank_where(found is not None)
     return None if rank is None else (rank, str(from_first_rank(found, rank)))
 
 
 def done_by_first(store: Any, key: str, first: bool, ranks: int, work: Callable[[], T]) -> T:
-    """Do some work on the first of some ranks; return its result, or raise its refusal, on all.
-
-    Args:
-        store: A store that all of these ranks have reached.
-        key: The work's name in the store.
-        first: Whether this rank works.
-        ranks: Number of the ranks that need the result.
-        work: Its result is sent as JSON.
-
-    Raises:
-        ConfigError: What the work raised on the first rank, whatever it was.
-    """
+    """Do some work on the first of some ranks; return its result, or raise its refusal, on all."""
+    # Whatever the work raised on the first rank, others raise a ConfigError.
     if not first:
         # If the first rank ends without an answer, torchrun ends this one too.
         store.wait([key], _LONGEST_WORK)

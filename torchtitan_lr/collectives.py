@@ -1,10 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Collectives over the tensor-parallel ranks, without autograd.
+"""Collectives over the tensor-parallel ranks, without autograd, on plain local tensors.
 
 The functions use torch's functional collectives: `torch.compile` traces them, and every call is a
-`torch.ops._c10d_functional` operator. Tensors are plain local ones; the docstrings state whether a
-tensor is a replica, a shard or one term of a sum. `parallel.edge` has the collectives with their
-partners in backward.
+`torch.ops._c10d_functional` operator. `parallel.edge` has them with their partners in backward.
 """
 
 from collections.abc import Sequence
@@ -16,29 +14,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lr.compat.collectives import functional
 from torchtitan_lr.compat.dispatch import results_are_cached
+from torchtitan_lr.compat.process_groups import functional
 
-TOKENS = 1
-"""The token dimension of an activation (b, s, d)."""
-
-FEATURES = -1
-"""The feature dimension of an activation (b, s, d)."""
+TOKENS, FEATURES = 1, -1  # dimensions of an activation (b, s, d)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that share a tensor, in a form that a compiled graph can hold.
+    """The ranks that share a tensor, in a form that a compiled graph can hold."""
 
-    Args:
-        group: Name of their process group.
-        size: Number T of the ranks.
-        rank: This rank's index.
-    """
-
-    group: str = ""
+    group: str = ""  # name of their process group
     size: int = 1
-    rank: int = 0
+    rank: int = 0  # this one
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> "Ranks":
@@ -46,8 +34,7 @@ class Ranks:
         return cls(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 
 
-SINGLE = Ranks()
-"""One rank: the model on one device."""
+SINGLE = Ranks()  # the model on one device
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -56,15 +43,9 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def start_sum(x: Tensor, ranks: Ranks, dim: int | None = None, owned: bool = False) -> Tensor:
-    """Start summing equal-shaped tensors over the ranks; `wait` makes the result usable.
-
-    Args:
-        x: One rank's term.
-        ranks: More than one rank.
-        dim: Each rank keeps its slice of this dimension of the sum; None for the whole sum.
-        owned: Whether the caller gives x away: the whole sum then takes its memory. Otherwise x
-            keeps its values.
-    """
+    """Start summing equal-shaped tensors over the ranks; `wait` makes the result usable."""
+    # Each rank keeps its slice of dimension ``dim`` of the sum; None is for the whole sum, which
+    # takes the memory of x if the caller gives that away (``owned``). Otherwise x keeps its values.
     if dim is None:
         if torch.compiler.is_compiling():  # it drops the copy that the operator makes
             started: Tensor = functional.all_reduce(x.contiguous(), "sum", ranks.group)
@@ -96,18 +77,8 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 def reduce(
     x: Tensor, ranks: Ranks, dim: int | None = None, wide: bool = False, owned: bool = False
 ) -> Tensor:
-    """Sum the ranks' tensors, without autograd.
-
-    Args:
-        x: One rank's term; ``dim`` divides by the ranks.
-        ranks: The ranks; one rank sums nothing.
-        dim: As in `start_sum`.
-        wide: Whether to sum in fp32 or better, by an all-to-all.
-        owned: As in `start_sum`.
-
-    Returns:
-        The sum, or this rank's slice of it, in the dtype of x.
-    """
+    """Return the sum of the ranks' tensors, or its slice of ``dim``; see `start_sum`."""
+    # ``wide`` sums in fp32 or better, by an all-to-all, and returns the dtype of x.
     if ranks.size == 1:
         return x
     if not wide:
@@ -128,14 +99,8 @@ def reduce(
 
 
 def all_gather(tensors: Sequence[Tensor], ranks: Ranks, dim: int) -> list[Tensor]:
-    """Concatenate the ranks' tensors along a dimension, without autograd.
-
-    Args:
-        tensors: This rank's tensors; each is equal in shape on all ranks. All gathers start before
-            the first is awaited.
-        ranks: The ranks; one rank gathers nothing.
-        dim: The gathered dimension.
-    """
+    """Concatenate the ranks' tensors along a dimension, without autograd."""
+    # Each tensor is equal in shape on all ranks. All gathers start before the first is awaited.
     if ranks.size == 1:
         return list(tensors)
     gather = functional.all_gather_into_tensor

@@ -8,8 +8,8 @@ import os
 import re
 from collections.abc import Iterable
 
+# Torch's words for a device, or a machine, without memory.
 OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory", re.IGNORECASE)
-"""Torch's words for a device, or a machine, without memory."""
 
 # Controls (C0 but tab and newline, DEL, C1), line and paragraph separators, overrides of the
 # writing direction, and halves of surrogate pairs, which no output can encode.
@@ -21,17 +21,9 @@ _LONGEST = 500  # characters of a value in a message
 
 
 def escaped(text: str, keep: str = "") -> str:
-    r"""Return a text without control characters, which could change or forge what a terminal shows.
-
-    Everything that prints names, paths, values or texts from a file uses this function.
-
-    Args:
-        text: Any text.
-        keep: Control characters that stay as they are, such as a newline.
-
-    Returns:
-        The text with escapes such as ``\x1b`` in the place of control characters.
-    """
+    r"""Return a text without control characters, which could forge what a terminal shows."""
+    # They become escapes such as ``\x1b``, but those to ``keep``. Everything that prints names,
+    # paths, values or texts from a file uses this function.
     found = _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
     for control, written in (("\t", "\\t"), ("\n", "\\n")):
         if control not in keep:
@@ -40,19 +32,12 @@ def escaped(text: str, keep: str = "") -> str:
 
 
 class ConfigError(ValueError):
-    """Invalid setting; the message names the key, the value and the expected values on one line.
-
-    Args:
-        key: The TOML key in dotted form, e.g. ``training.steps``, or the name of another input
-            (``--config-file``, a path).
-        got: The invalid value.
-        want: The expected values, as a phrase: ``an integer such as 1000``.
-    """
+    """Invalid setting; the message has the key, the value and the expected values on one line."""
 
     def __init__(self, key: str, got: object, want: str) -> None:
-        self.key = key
+        self.key = key  # in dotted form, ``training.steps``, or another input: ``--config-file``
         self.got = got
-        self.want = want
+        self.want = want  # a phrase: ``an integer such as 1000``
         shown = repr(got)
         if len(shown) > _LONGEST:
             shown = f"{shown[: _LONGEST - 100]}...{shown[-50:]}"
@@ -70,12 +55,7 @@ def require(ok: object, key: str, got: object, want: str) -> None:
 
 
 def one_of(choices: Iterable[object], got: object) -> str:
-    """Return the phrase for a choice among names, with the one that was probably meant.
-
-    Args:
-        choices: The names that would work.
-        got: The name that does not.
-    """
+    """Return the phrase for a choice among names, with the one that was probably meant."""
     by_text = {str(choice).lower(): str(choice) for choice in choices}
     near = difflib.get_close_matches(str(got).lower(), by_text, 1)
     hint = f" (did you mean {by_text[near[0]]}?)" if near else ""
@@ -87,13 +67,7 @@ class DataError(ConfigError):
 
 
 class RunFailedError(RuntimeError):
-    """A run ended with an error; the message is one line.
-
-    Args:
-        message: The line.
-        rank: The rank at fault; None for the one that raises it.
-        step: The step at fault, if it is known.
-    """
+    """A run ended with an error, at a rank (None for the one that raises) and a step, if known."""
 
     def __init__(self, message: str, rank: int | None = None, step: int | None = None) -> None:
         super().__init__(message)
@@ -101,10 +75,8 @@ class RunFailedError(RuntimeError):
 
 
 def describe_error(error: BaseException) -> str | None:
-    """Return the line for an error that is no `ConfigError`; None for one that only a bug raises.
-
-    Libraries wrap the errors of the system in their own: causes are looked at too.
-    """
+    """Return the line for an error that is no `ConfigError`; None for one that a bug raises."""
+    # Libraries wrap the errors of the system in their own: causes are looked at too.
     if isinstance(error, RunFailedError):
         return str(error)
     causes = [error]

@@ -1,11 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Norms and products that torch's own operators would round, or compute from a hidden copy.
 
-And numbers that the host reads without waiting for the device's later work, `HostCopy`.
-
 On a CPU, and for fp64 on a GPU too, a reduction with another dtype first casts the whole tensor
 within the kernel: `torch.linalg.vector_norm` of an fp32 tensor in fp64 takes memory for twice the
-tensor. A `TorchDispatchMode` does not see such a copy.
+tensor.
 """
 
 from collections import defaultdict
@@ -20,17 +18,12 @@ from torch import Tensor
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.compat.linalg import norms_of
 
-BLOCK = 2**15
-"""Entries of a norm that a CPU casts at a time; the fp64 copy stays in its cache."""
+BLOCK = 2**15  # entries that a CPU casts at a time; the fp64 copy stays in its cache
 
 
 def blocks(tensor: Tensor, entries: int) -> Iterator[Tensor]:
-    """Yield a tensor in views, in an order that depends on its shape and strides alone.
-
-    Args:
-        tensor: A tensor of any shape. A contiguous one is cut as if it were flat, others by rows.
-        entries: Largest number of entries of a view.
-    """
+    """Yield a tensor in views of at most ``entries``, in an order that shape and strides decide."""
+    # A contiguous one is cut as if it were flat, others by rows.
     if tensor.is_contiguous():
         yield from tensor.view(-1).split(entries)
         return
@@ -43,12 +36,8 @@ def blocks(tensor: Tensor, entries: int) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def joint_norm(tensors: Iterable[Tensor], fp64: bool | None = None) -> Tensor:
-    """Return the joint 2-norm of this rank's parts of some tensors, in at least fp32.
-
-    Args:
-        tensors: Plain tensors or DTensors; at least one.
-        fp64: Whether to sum in fp64, a plain scalar; by default if all tensors are on a CPU.
-    """
+    """Return the joint 2-norm of this rank's parts of some tensors, in at least fp32."""
+    # By default the sum is in fp64, a plain scalar, if all tensors are on a CPU.
     parts = [local_part(tensor) for tensor in tensors]
     if fp64 is None:
         # On a CPU torch sums the squares of a large fp32 tensor sequentially, with an error of 2e-5
@@ -70,12 +59,7 @@ def joint_norm(tensors: Iterable[Tensor], fp64: bool | None = None) -> Tensor:
 
 
 def scale_(tensors: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiply plain tensors in place by one scalar, and round the products alone.
-
-    Args:
-        tensors: Tensors of any dtypes, on one device.
-        factor: A scalar tensor in at least fp32, on any device.
-    """
+    """Multiply plain tensors in place by one scalar, in at least fp32; round the products alone."""
     by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         by_dtype[tensor.dtype].append(tensor)
@@ -92,10 +76,8 @@ def scale_(tensors: Iterable[Tensor], factor: Tensor) -> None:
 
 @contextmanager
 def rounded_once(weights: Sequence[Tensor], dtype: torch.dtype) -> Iterator[list[Tensor]]:
-    """Yield weights in a dtype; what is written to them is rounded to their own once, at the end.
-
-    Each operator on a bf16 weight would round it. A weight of that dtype is yielded itself.
-    """
+    """Yield weights in a dtype; what is written there is rounded to their own once, at the end."""
+    # Each operator on a bf16 weight would round it. A weight of that dtype is yielded itself.
     exact = [weight.to(dtype) for weight in weights]
     yield exact
     for weight, wide in zip(weights, exact, strict=True):
@@ -115,25 +97,17 @@ def exact_products() -> Iterator[None]:
 
 
 class HostCopy:
-    """Numbers of the device that the host reads later, without waiting for what follows them.
-
-    Args:
-        numbers: The numbers; they are copied when the device has them.
-    """
+    """Numbers of the device that the host reads later, without waiting for what follows them."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers
         self._copied: torch.Event | None = None
         if numbers.device.type != "cpu":
-            self._start()
-
-    def _start(self) -> None:
-        # Into pinned memory, else the host would wait for the device here.
-        host = torch.empty_like(self._numbers, device="cpu", pin_memory=True)
-        device = torch.get_device_module(self._numbers.device)
-        self._numbers = host.copy_(self._numbers, non_blocking=True)
-        self._copied = device.Event()
-        self._copied.record()
+            # Into pinned memory, else the host would wait for the device here.
+            host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self._numbers = host.copy_(numbers, non_blocking=True)
+            self._copied = torch.get_device_module(numbers.device).Event()
+            self._copied.record()
 
     def read(self) -> list[Any]:
         """Return the numbers; waits until they are there."""

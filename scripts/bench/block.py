@@ -40,7 +40,7 @@ from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.parallelize import apply_compile
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import apply_tensor_parallel, resolve_settings
 from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 

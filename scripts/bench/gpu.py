@@ -13,22 +13,17 @@ Nothing is fetched. The parts:
     optimizer TSR-Adam's plain and refresh step against fused AdamW's
     spectral  a step of Muon, Spectron and LoRA-Muon for the factors of CoLA's blocks, beside AdamW,
               torch's Muon (products in bf16), and Muon by the usual five iterations in fp32
-    decoding  one prompt and 32: tokens/s of full rank and CoLA
     codec     TAGC: one exchange of a gradient with this process alone, by codec
     block     a decoder block of one rank of four, compiled: BTP's forward and backward beside full
               rank's at two batches, and its longest kernels; nothing is sent
     captured  the same of full rank and BTP at one and four rows, plain and as one CUDA graph
     modes     a block of CoLA, compiled by default, with deferred norms, grouped, and autotuned
-    graphs    a compiled step of CoLA and full rank with CUDA graphs of the blocks, and without
     context   attention at 8B of one of the ranks that share a row of 32k or 128k tokens, beside a
               C-th of a whole row's on one device; nothing is sent
     split     the same as two calls per chunk, merged by their log-sum-exp, by kernel
     profile   the kernels of one compiled step of CoLA, the longest first
     padded    a compiled step of CoLA and full rank at 1B, whose feed-forward width is odd: padded
               where products use it, and not
-    products  products of Gram matrices, Muon's direction, Cholesky's factors and TSR-Adam's four
-              products: fp32, TF32, three bf16 products, and what each gets wrong
-    eigenvectors   those of a refresh's matrices, one by one, batched, and by cuSOLVER itself
 
 Every row is printed, and written to --out, as it ends: a time limit costs the rows after it.
 
@@ -39,15 +34,12 @@ import argparse
 import gc
 import json
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -59,9 +51,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import torchtitan_lr.training.register  # noqa: F401
 from scripts.bench import block as bench_block
 from scripts.bench.deferred import defer_norms, group_products
-from scripts.bench.harness import in_turns, machine, median_ms
+from scripts.bench.harness import in_turns, machine, median_ms, relative_error, timed_rows
 from scripts.bench.peers import Runner, Workload
-from scripts.bench.products import eigenvectors, products, relative_error, timed_rows
 from scripts.bench.spectral import USUAL, UsualMuon, factors_of, our_optimizer
 from scripts.bench.split_attention import CPU, CUDNN, FLASH, split_attention, with_repeated_heads
 from tests.oracle.flops import flops_per_token
@@ -75,8 +66,6 @@ from torchtitan_lr.compression.sizes import LEVELS, CodecSizes
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.inference.decode import Decoder, Sampling
-from torchtitan_lr.models import linears
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.families import FAMILIES
@@ -217,8 +206,10 @@ def padded(device: str, small: bool) -> Iterator[Row]:
         workload = replace(workload, ffn_dim=341) if small else replace(workload, batch=batch)
         runner = Runner(family, workload)
         runner.compile()
-        plain, other = (_padding(on, runner.forward).item() for on in (False, True))
-        calls = {f"padded {on}": partial(_padding, on, runner.step) for on in (False, True)}
+        modules = [m for m in runner.model.modules() if getattr(m, "pads", False) is None]
+        plain, other = (_padding(modules, on, runner.forward).item() for on in (False, True))
+        step = partial(_padding, modules)
+        calls = {f"padded {on}": partial(step, on, runner.step) for on in (False, True)}
         timed = in_turns(calls, 2 if small else 5, warmup=2)
         flops = flops_per_token(workload.args(family), workload.seq_len)
         tokens = runner.tokens.numel()
@@ -233,13 +224,11 @@ def padded(device: str, small: bool) -> Iterator[Row]:
         del runner, calls
 
 
-def _padding(on: bool, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Call what pads odd widths, or not, and leave the setting as it was."""
-    before, linears.pads_odd_widths = linears.pads_odd_widths, on
-    try:
-        return call()
-    finally:
-        linears.pads_odd_widths = before
+def _padding(modules: list[Any], on: bool, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Call what pads odd widths, or not."""
+    for module in modules:
+        module.pads = on
+    return call()
 
 
 def profile(device: str, small: bool) -> Iterator[Row]:
@@ -352,31 +341,6 @@ def spectral(device: str, small: bool) -> Iterator[Row]:
             row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         del factors, step
         yield row
-
-
-def decoding(device: str, small: bool) -> Iterator[Row]:
-    """Yield the tokens/s of greedy decoding at batch 1 and 32."""
-    prompt, new = (8, 4) if small else (128, 64)
-    for family in ("full", "cola"):
-        _reset(device)
-        args = replace(FLAVORS[family]["debug" if small else "1B"], max_seq_len=prompt + new)
-        model = empty_model(args).to(torch.bfloat16 if device == "cuda" else torch.float32)
-        model.to_empty(device=device)
-        model.init_weights()
-        for batch in (1, 32):
-            speeds = [_decode(model.eval(), batch, prompt, new, device) for _ in range(4)]
-            yield {"family": family, "batch": batch, "tokens_per_s": median(speeds[1:])}
-
-
-def _decode(model: LlamaModel, batch: int, prompt: int, new: int, device: str) -> float:
-    """Return the tokens/s of greedy decoding behind random prompts."""
-    tokens = torch.randint(model.model_args.vocab_size, (batch, prompt)).tolist()
-    decoder = Decoder(model, tokens, [new] * batch, Sampling(0), [0] * batch, ())
-    decoder.step()  # the prompts
-    begin = time.perf_counter()
-    while any(decoder.running):
-        decoder.step()  # it reads its tokens, so the device has ended
-    return batch * (new - 1) / (time.perf_counter() - begin)
 
 
 def codec(device: str, small: bool) -> Iterator[Row]:
@@ -538,20 +502,6 @@ def _block_pass(
     return out.detach(), x.grad
 
 
-def graphs(device: str, small: bool) -> Iterator[Row]:
-    """Yield the milliseconds of compiled training steps whose blocks are CUDA graphs, or not."""
-    for batch, family, mode in product((2, 8), ("cola", "full"), (None, "reduce-overhead")):
-        _reset(device)
-        workload = replace(_workload(device, small, "1B_boost"), batch=batch)
-        runner = Runner(family, workload)
-        runner.compile(mode)
-        milliseconds = median_ms(runner.step, device, 3)
-        row = {"family": family, "flavor": workload.flavor, "batch": batch, "graphs": bool(mode)}
-        tokens = batch * workload.seq_len
-        del runner
-        yield {**row, "ms": milliseconds, "tokens_per_s": 1e3 * tokens / milliseconds}
-
-
 CONTEXTS = ((4, 32_768), (16, 131_072))
 """Ranks C that share a row, and its tokens, of each row of `context`."""
 
@@ -703,8 +653,8 @@ def _errors(to_prefix: Callable[..., torch.Tensor], *chunk: torch.Tensor) -> lis
 PARTS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
     part.__name__: part
     for part in (
-        *(parity, training, optimizer, spectral, decoding, codec, block, graphs, context, profile),
-        *(products, eigenvectors, padded, captured, split, modes),
+        *(parity, training, optimizer, spectral, codec, block, captured, modes, context, split),
+        *(profile, padded),
     )
 }
 

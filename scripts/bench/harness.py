@@ -8,7 +8,7 @@ each turn, which is steadier than the ratio of two medians.
 
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
@@ -115,3 +115,22 @@ def _processor() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def timed_rows(calls: Mapping[str, Call], turns: int) -> Iterator[dict[str, Any]]:
+    """Time calls in turns; yield a row each, and a row with the reason for one that fails."""
+    working: dict[str, Call] = {}
+    for name, call in calls.items():
+        try:
+            call()
+            working[name] = call
+        except (RuntimeError, TypeError, NotImplementedError, OSError) as error:
+            yield {"how": name, "failed": str(error).partition("\n")[0][:160]}
+    if working:
+        for name, found in in_turns(working, turns, warmup=1).items():
+            yield {"how": name, **found.as_dict()}
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return |found - exact| / |exact|, by Frobenius norms in fp64."""
+    return float((found.detach().double() - exact.detach()).norm() / exact.detach().norm())

@@ -38,7 +38,6 @@ from torchtitan.models.llama3.model.model import Transformer
 from scripts.bench.harness import machine
 from torchtitan_lr.commands.parser import OneLineParser, check_at_least, in_one_line
 from torchtitan_lr.compat.compiler import remake_inputs_of_products
-from torchtitan_lr.console.figures import TEXT, finish, new_figure
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
@@ -48,6 +47,7 @@ from torchtitan_lr.models.llama import LlamaModel, loss_arguments
 from torchtitan_lr.titan.base import LossFunction
 from torchtitan_lr.titan.device import keep_freed_memory
 from torchtitan_lr.titan.specs import RoPEScalingArgs
+from torchtitan_lr.training.figures import TEXT, finish, new_figure
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linears of a block by transformers' names."""

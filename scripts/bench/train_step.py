@@ -10,8 +10,7 @@ The parts, all compiled, bf16 with fp32 weights and fused AdamW, on random token
            without captured passes, which must be equal in every bit
     start  32 x 256 tokens: both kinds of step of CoLA and full rank in turns, and the host's
            milliseconds in each part of a step
-    ratio  8 x 1,024 tokens, captured: full rank and CoLA in turns; then CoLA, CoLA that keeps the
-           inputs of products, and CoLA without a compiled loss; and the kernels of a step of CoLA
+    ratio  8 x 1,024 tokens, captured: full rank and CoLA in turns; then CoLA's kernels
     wide   24 x 1,024 tokens, captured: full rank and CoLA in turns
     short  2 x 1,024 tokens, both kinds of step: CoLA, full rank, and CoLA's spectral optimizers
 
@@ -44,7 +43,6 @@ from scripts.bench.harness import machine
 from tests.gpu.trainers import trainer_on
 from tests.oracle.flops import flops_per_token
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
-from torchtitan_lr.compat.compiler import remake_inputs_of_products
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.titan.device import peak_flops
@@ -67,15 +65,10 @@ class Rank:
         options: The command line's.
         shape: Sequences of a step, and the tokens of each.
         *arguments: Of the configuration.
-        keeps: Whether compiled blocks keep the inputs of products.
     """
 
     def __init__(
-        self,
-        options: argparse.Namespace,
-        shape: tuple[int, int],
-        *arguments: str,
-        keeps: bool = False,
+        self, options: argparse.Namespace, shape: tuple[int, int], *arguments: str
     ) -> None:
         self.device, self.stack = options.device, ExitStack()
         flavor, dtype = "1B_boost", "bfloat16"
@@ -102,8 +95,6 @@ class Rank:
         self.trainer: Trainer = self.stack.enter_context(
             trainer_on(self.device, folder, patch, *given)
         )
-        if keeps:
-            remake_inputs_of_products(False)
         self.trainer.step = 1  # the first step is logged
         self.batches = self._random(batch)
         self.losses: list[float] = []
@@ -245,7 +236,7 @@ def start(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def ratio(options: argparse.Namespace) -> Iterator[Row]:
-    """Yield captured steps of full rank and CoLA in turns, and of CoLA's variants."""
+    """Yield captured steps of full rank and CoLA in turns."""
     shape = (8, 1024)
     full, cola = Rank(options, shape, FULL, ON), Rank(options, shape, COLA, ON)
     for rank in (full, cola):
@@ -253,15 +244,7 @@ def ratio(options: argparse.Namespace) -> Iterator[Row]:
     yield from in_turns({"full": (full, False), "cola": (cola, False)}, 8, 4)
     full.close()
     yield from _kernels(partial(cola.run, 1), options.device, 40)
-    keeps = Rank(options, shape, COLA, ON, keeps=True)
-    torch._dynamo.reset()
-    keeps.run(WARM_UP)
-    plain = Rank(options, shape, COLA, ON, "--compile.components=model")
-    plain.run(WARM_UP)
-    rows = {"cola": cola, "cola, keeps": keeps, "cola, loss not compiled": plain}
-    yield from in_turns({name: (rank, False) for name, rank in rows.items()}, 8, 4)
-    for rank in rows.values():
-        rank.close()
+    cola.close()
 
 
 def wide(options: argparse.Namespace) -> Iterator[Row]:

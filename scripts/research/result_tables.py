@@ -5,12 +5,12 @@
     python -m scripts.research.result_tables spectral
 
 What scripts/research/experiments/NAME.json says stands between the lines `<!-- table: NAME -->` and
-`<!-- end of table: NAME -->` of the page.
+`<!-- end of table: NAME -->` of the page. Tables without a place there are printed.
 """
 
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import stdev
@@ -21,7 +21,7 @@ from scripts.support_table import insert
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.commands.scaling import losses_of
 from torchtitan_lr.console.tables import markdown_table
-from torchtitan_lr.scaling.report import Row, rows_of, with_interval
+from torchtitan_lr.scaling.results import Row, rows_of, with_interval
 from torchtitan_lr.scaling.sweep import Sweep
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results.md"
@@ -33,11 +33,6 @@ MEASURES = {
 }
 """Titles of tables by what the families share."""
 
-SEARCH = (
-    "Searches with one seed: the lowest loss (its learning rate; how much higher the loss is at the"
-    " next lower and at the next higher rate):"
-)
-
 
 @dataclass(frozen=True)
 class Results:
@@ -46,24 +41,10 @@ class Results:
     Args:
         reference: The family with which the others are compared.
         rows: Those of `torchtitan-lr scaling fit` that have a finished run.
-        searches: Losses by learning rate, by family and size.
     """
 
     reference: str
     rows: Sequence[Row]
-    searches: Mapping[tuple[str, str], dict[float, float]]
-
-
-def best_loss(losses: dict[float, float]) -> str:
-    """Return the text of one cell, from losses by rate."""
-    rates = sorted(losses)
-    place = min(range(len(rates)), key=lambda i: losses[rates[i]])
-    best = losses[rates[place]]
-    rises = []
-    for beside in (place - 1, place + 1):
-        known = 0 <= beside < len(rates)
-        rises.append(f"+{losses[rates[beside]] - best:.2f}" if known else "-")
-    return f"{best:.3f} ({rates[place]:g}; {', '.join(rises)})"
 
 
 def read_results(name: str) -> Results:
@@ -83,38 +64,22 @@ def read_results(name: str) -> Results:
         Sweep(work, points)  # reads the results, and refuses those of other settings
     experiment = plan.experiment
     rows = [row for row in rows_of(points, experiment.reference) if row["losses"]]
-    found = {}
-    for pair, tried in searches.items():
-        known = [point for point in tried if point.name in losses]
-        found[pair] = {p.settings["learning_rate"]: losses[p.name] for p in known}
-    return Results(experiment.reference, rows, found)
+    return Results(experiment.reference, rows)
 
 
 def section(name: str) -> str:
     """Return what stands between the markers of an experiment: its tables and their origin."""
     results = read_results(name)
     parts = []
-    if any(len(losses) > 1 for losses in results.searches.values()):
-        parts += [SEARCH, search_table(results.searches)]
     groups: dict[str, list[Row]] = {}
     for row in results.rows:
         budget = row["tokens_per_parameter"]
         title = MEASURES[row["equal"]].format(budget=budget, reference=results.reference)
         groups.setdefault(title, []).append(row)
     for title, group in groups.items():
-        parts += [f"{title}:", table(group, results.reference)]
+        parts += [f"{title}:[^{name}]", table(group, results.reference)]
     seeds = sorted({seed for row in results.rows for seed in row["losses"]})
     return "\n\n".join([*parts, origin(name, seeds)])
-
-
-def search_table(searches: Mapping[tuple[str, str], dict[float, float]]) -> str:
-    """Return a Markdown table of searches: a row per family that has one, a column per size."""
-    sizes = dict.fromkeys(size for (_, size), losses in searches.items() if losses)
-    lines = []
-    for family in dict.fromkeys(pair[0] for pair, losses in searches.items() if len(losses) > 1):
-        found = [searches[family, size] for size in sizes]
-        lines.append([family, *(best_loss(losses) if losses else "-" for losses in found)])
-    return markdown_table(["family", *sizes], lines)
 
 
 def table(rows: Sequence[Row], reference: str) -> str:
@@ -147,15 +112,21 @@ def cells(row: Row) -> list[str]:
 
 
 def origin(name: str, seeds: Sequence[int]) -> str:
-    """Return a line that says where the runs of an experiment come from, and how to repeat them."""
+    """Return the footnote: where the runs come from, and how to repeat them."""
     runs = stored_runs(name).values()
     where, numbers = versions_text(runs), ", ".join(map(str, seeds))
-    return f"{len(runs)} runs, seeds {numbers}; {where}; `scripts/research/results.sh {name}`."
+    command = f"scripts/research/results.sh {name}"
+    return f"[^{name}]: {len(runs)} runs, seeds {numbers}; {where}; `{command}`."
 
 
 def names() -> list[str]:
     """Return the experiments with stored runs."""
     return sorted(path.stem for path in finished_runs.FOLDER.glob("*.json"))
+
+
+def placed(page: str) -> list[str]:
+    """Return the experiments with stored runs whose tables have a place on the page."""
+    return [name for name in names() if f"<!-- table: {name} -->" in page]
 
 
 def with_tables(page: str, name: str) -> str:
@@ -176,11 +147,14 @@ def with_tables(page: str, name: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Write the tables; return the exit status."""
     parser = OneLineParser(prog="scripts.research.result_tables", description=__doc__)
-    parser.add_argument("name", nargs="?", choices=names(), help="of the JSON; all by default")
+    parser.add_argument("name", nargs="?", choices=names(), help="by default all on the page")
     options = parser.parse_args(argv)
     page = PAGE.read_text()
-    for name in [options.name] if options.name else names():
-        page = with_tables(page, name)
+    for name in [options.name] if options.name else placed(page):
+        if name in placed(page):
+            page = with_tables(page, name)
+        else:
+            print(section(name))
     PAGE.write_text(page)
     return 0
 

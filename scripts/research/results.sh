@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 # Measure figures of docs/results.md again: run what is missing of an experiment, keep its runs as
-# JSON beside its TOML file, and write its tables into the page.
+# JSON beside its TOML file, and write its tables into the page (or print them).
 #     scripts/research/results.sh                  lists the experiments
 #     scripts/research/results.sh caat --jobs 2    two runs at once
 # Stop an experiment at any time: the same command goes on, also in another clone once the JSON is

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from torchtitan_lr.compression import sizes
-from torchtitan_lr.compression.fsdp import apply_gradient_compression
 from torchtitan_lr.compression.settings import CompressionSettings
 from torchtitan_lr.compression.sizes import CodecSizes
+from torchtitan_lr.compression.units import apply_gradient_compression
 from torchtitan_lr.parallel.data_parallel import sum_gradients, synchronize_gradients
 
 SHAPES = {"wide": (37, 11), "tiny": (3,), "tall": (50, 7), "odd": (5, 13), "scale": (1,)}

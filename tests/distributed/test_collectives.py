@@ -16,7 +16,7 @@ from tests.support import parity_runs
 from tests.support.parity_cases import tp_mesh
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.collectives import Ranks
-from torchtitan_lr.compat.collectives import second_group, set_timeouts
+from torchtitan_lr.compat.process_groups import second_group, set_timeouts
 from torchtitan_lr.parallel import edge
 from torchtitan_lr.training.trainer import Trainer
 

@@ -10,7 +10,7 @@ import torch
 from tests.distributed.training import small_trainer
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.compat.dtensor import local_part
-from torchtitan_lr.compression.fsdp import compressors_of
+from torchtitan_lr.compression.units import compressors_of
 from torchtitan_lr.errors import ConfigError
 
 BASE = [

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.compression_cases import CASES, Weighted, compress, layout, step_gradients
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.compat.collectives import second_group
+from torchtitan_lr.compat.process_groups import second_group
 from torchtitan_lr.compression.codecs import SketchCodec
 from torchtitan_lr.ledger.ledger import identify
 from torchtitan_lr.parallel.data_parallel import sum_gradients
@@ -27,7 +27,7 @@ class Calls(TorchDispatchMode):
         self.seen: list[tuple[str, str]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with patch("torchtitan_lr.compat.collectives._FIRST_NAMES", {}):
+        with patch("torchtitan_lr.compat.process_groups._FIRST_NAMES", {}):
             call = identify(func, args, kwargs or {})
         if call is not None:
             self.seen.append((call.op, call.group))

@@ -1,8 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """FSDP2 with A (r, d_in) split along d_in: which factors, and what compresses their gradients.
 
-That every layout trains like one process, and resumes in another one, is in
-`test_spectral_training`.
+That every layout trains like one process, and resumes in another one, is in `test_layout`.
 """
 
 from typing import Any
@@ -10,36 +9,25 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.distributed.data_layouts import LAYOUTS
 from tests.distributed.training import train
-from tests.support.parity_runs import EXACT, largest_difference, model
+from tests.support.parity_runs import degrees, model
 from tests.support.rank_pool import RankPool
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.compat.fake import fake_process_group
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.data_parallel import split_outside_rank
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import apply_tensor_parallel
 
 COLA = [*model("cola"), "--training.seq_len=64"]
 MUON = ["--optimizer.name=Muon", "--optimizer.lr=1e-3"]
-EVERYTHING = [
-    "--grad_compression.codec=sparse",
-    "--grad_compression.level=custom",
-    "--grad_compression.theta=0",
-]
-
-
-def test_compressed_exchange(four_ranks: RankPool, reference: Any) -> None:
-    """A codec that sends everything, whose rows follow FSDP2's buffer."""
-    run = four_ranks.run(train, [*COLA, *MUON, *LAYOUTS["fsdp4"], *EVERYTHING])[0]
-    assert largest_difference(run, reference(*COLA, *MUON)) < EXACT
+FSDP4 = degrees(local_batch=2)
 
 
 def test_residuals_of_the_other_split_are_refused(four_ranks: RankPool) -> None:
     """Of equal shapes and tensors, but in another order."""
-    options = [*COLA, *LAYOUTS["fsdp4"], "--training.steps=4", "--checkpoint.enable"]
+    options = [*COLA, *FSDP4, "--training.steps=4", "--checkpoint.enable"]
     options += ["--grad_compression.codec=sparse", "--grad_compression.min_size=1"]
     stopped = four_ranks.run(train, [*options, *MUON], "sigterm@2")[0]
     adamw = [*options, "--checkpoint.exclude_from_loading=optimizer"]

@@ -20,7 +20,7 @@ from tests.distributed.compression_cases import (
     step_gradients,
 )
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.compression.fsdp import COMPRESSORS, compressors_of
+from torchtitan_lr.compression.units import COMPRESSORS, compressors_of
 
 
 def true_sum(name: str, case: Case, step: int) -> Tensor:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.distributed.training import train
-from tests.support.model_weights import ModelWeights
 from tests.support.parity_runs import EXACT, LAYOUTS, largest_difference
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.hf.export import export_hf
@@ -31,7 +30,7 @@ def dense_folder(tmp_path_factory: Any) -> Path:
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.data += 0.1 * noise
     folder: Path = tmp_path_factory.mktemp("dense")
-    export_hf(ModelWeights(model), folder)
+    export_hf(model.model_args, model.state_dict(), folder)
     return folder
 
 

@@ -1,16 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""In bf16 every layout rounds as one process does, in the same regime: fp32 masters and sums."""
+"""Weights in bf16: another regime than fp32 masters, but the same in every layout."""
 
-import pytest
-
-from tests.distributed.data_layouts import LAYOUTS as DATA
 from tests.distributed.training import LOSS_GAP, loss_gap, train
-from tests.support.nightly import nightly
 from tests.support.parity_runs import (
     BF16,
-    CAAT,
-    DEEP,
-    LAYOUTS,
     ROUNDING,
     bf16_references,
     degrees,
@@ -20,35 +13,20 @@ from tests.support.parity_runs import (
 from tests.support.rank_pool import RankPool
 
 PURE = [*BF16, "--training.dtype=bfloat16"]
-TP2, TP4, PP2 = (LAYOUTS[name][1] for name in ("fsdp2_tp2", "tp4", "fsdp2_pp2"))
-SEQUENCE = ["--parallelism.tp_comm=sequence"]
-# In the fixed order: in the shuffled one, batches are alike and the controls are weaker.
-COLA = [*model("cola"), "--training.no_shuffle"]
-
-CASES = {
-    "data": (COLA, [DATA["fsdp4"], DATA["replicate4_accumulate2"]]),
-    "tensors": (model("cola"), [TP4, [*TP2, *SEQUENCE]]),
-    "stages": ([*model("lax"), *DEEP], [LAYOUTS["pp4"][1], PP2]),
-    "lanes": (CAAT, [TP4, [*TP2, "--caat.backward_sum=activation"]]),
-}
+# In the fixed order: in the shuffled one, batches are alike and the control is weaker.
+COLA = [*model("cola"), *degrees(), "--training.no_shuffle"]
+REPLICATE4 = [
+    *degrees(local_batch=2),
+    "--parallelism.data_parallel_replicate_degree=4",
+    "--parallelism.data_parallel_shard_degree=1",
+]
 
 
-@pytest.mark.parametrize("case", ["data", "tensors", *nightly("stages", "lanes")])
-def test_the_regime_is_that_of_one_process(
-    case: str, four_ranks: RankPool, one_rank: RankPool
-) -> None:
-    arguments, layouts = CASES[case]
-    references = bf16_references(one_rank, [*arguments, *degrees()], train)
-    for layout in layouts:
-        run = four_ranks.run(train, [*arguments, *BF16, *layout])[0]
-        assert rounding_excess(run, references) < ROUNDING, layout
-    if case == "data":
-        half = [*BF16, "--training.mixed_precision_reduce=bfloat16", *DATA["hsdp2x2_accumulate2"]]
-        run = four_ranks.run(train, [*arguments, *half])[0]
-        assert rounding_excess(run, references) < ROUNDING
-        # The control: master weights in bf16 are another regime.
-        pure = one_rank.run(train, [*arguments, *PURE, *degrees()])[0]
-        assert rounding_excess(pure, references) > 5 * ROUNDING
+def test_master_weights_in_bf16_are_another_regime(one_rank: RankPool) -> None:
+    """The control of what test_layout.py accepts in bf16."""
+    references = bf16_references(one_rank, COLA, train)
+    pure = one_rank.run(train, [*COLA, *PURE])[0]
+    assert rounding_excess(pure, references) > 5 * ROUNDING
 
 
 def test_pure_bf16_replicas_train_like_one_process(
@@ -57,5 +35,14 @@ def test_pure_bf16_replicas_train_like_one_process(
     """bf16 master weights round every update, so losses are compared, not weights."""
     options = [*model("cola"), *PURE, "--training.steps=5", "--optimizer.lr=1e-2"]
     alone = one_rank.run(train, [*options, *degrees()])[0]["losses"]
-    run = four_ranks.run(train, [*options, *DATA["replicate4"]])[0]["losses"]
+    run = four_ranks.run(train, [*options, *REPLICATE4])[0]["losses"]
     assert loss_gap(run, alone) < LOSS_GAP
+
+
+def test_tsr_adam_of_bf16_weights_keeps_fp32_states(four_ranks: RankPool) -> None:
+    """Replicas of bf16 weights end equal in every bit, and the state is what it is elsewhere."""
+    options = [*model("full"), *PURE, "--optimizer.name=TSRAdam", "--optimizer.tsr_rank=12"]
+    runs = four_ranks.run(train, [*options, *REPLICATE4], "", "", True, True)
+    assert runs[0]["state_dtypes"] == {"float32", "int64"}
+    for name, value in runs[0]["parameters"].items():
+        assert all((run["parameters"][name] == value).all() for run in runs), name

@@ -18,7 +18,7 @@ from torchtitan_lr.models.configured import llama_args
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel import btp, megatron
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 
 TOKENS = 2 * 8
 SHARDED = ["--parallelism.data_parallel_shard_degree=2", "--training.local_batch_size=4"]
@@ -26,7 +26,7 @@ SHARDED = ["--parallelism.data_parallel_shard_degree=2", "--training.local_batch
 
 def rows_of_a_block(family: str, choices: dict[str, Any], hurried: bool) -> list[dict[str, Any]]:
     """Forward and backward; the ledger's rows of block 1; on a rank."""
-    case = Case(family, TPSettings(**choices), degree=2, dtype=torch.float32)
+    case = Case(family, TPSettings(**choices))
     model = LlamaModel(model_args(case))
     shard_model(case)(model)
     tokens = torch.arange(TOKENS).view(2, -1) % 7
@@ -68,7 +68,7 @@ def weights_flops(plan: str, args: Any) -> int:
 def test_weights_gradients_overlap(
     family: str, choices: dict[str, Any], two_ranks: RankPool
 ) -> None:
-    args = model_args(Case(family, TPSettings(**choices), degree=2, dtype=torch.float32))
+    args = model_args(Case(family, TPSettings(**choices)))
     want = weights_flops(choices["plan"], args)
     for rows in two_ranks.run(rows_of_a_block, family, choices, False):
         found = [row for row in rows if row["pass"] == "backward"]
@@ -82,7 +82,7 @@ def test_weights_gradients_overlap(
 def test_btp_forward(grouping: bool, two_ranks: RankPool) -> None:
     """The norms' statistics run beside A x; without grouping, latents run beside the next A."""
     choices = {"plan": "btp", "grouping": grouping}
-    args = model_args(Case("cola", TPSettings(**choices), degree=2, dtype=torch.float32))
+    args = model_args(Case("cola", TPSettings(**choices)))
     normed = TOKENS * args.dim * (3 * args.rank_attention + 2 * args.rank_ffn)  # 2 FLOPs / 2 ranks
     ungrouped = normed - TOKENS * args.dim * (args.rank_attention + args.rank_ffn)
     for rows in two_ranks.run(rows_of_a_block, "cola", choices, False):

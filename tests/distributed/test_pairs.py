@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Pairs on several ranks train like one process, also where a rank has no label (fp64)."""
+"""Pairs train like one process where a rank has no label (fp64); others are in `test_layout`."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.distributed.training import train
-from tests.support.nightly import nightly
-from tests.support.parity_runs import EXACT, LAYOUTS, degrees, largest_difference, model
+from tests.support.parity_runs import EXACT, largest_difference, model
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.data import dataloader
 from torchtitan_lr.data.corpus import Batch, read_parts
@@ -19,13 +18,6 @@ from torchtitan_lr.training.reader import StepData, StepReader
 
 REPLICATE4 = ["--parallelism.data_parallel_replicate_degree=4", "--training.local_batch_size=2"]
 REPLICATE4_BY_ONE = [*REPLICATE4[:1], "--training.local_batch_size=1"]
-CASES = {
-    "fsdp4": degrees(local_batch=2),
-    "replicate4_accumulate2": REPLICATE4_BY_ONE,
-    "context2_pp2": [*degrees(pipeline=2), "--parallelism.context_parallel_degree=2"],
-    "fsdp2_tp2": LAYOUTS["fsdp2_tp2"][1],
-    "fsdp2_pp2": LAYOUTS["fsdp2_pp2"][1],
-}
 OPTIONS = ["--training.dataset=local", "--training.steps=3", *model("cola")]
 # Bases are recomputed in the second step; no gradient of a matrix is sent.
 CORES = ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=8", "--optimizer.tsr_embedding_rank=8"]
@@ -71,18 +63,16 @@ def reference(one_rank: RankPool, corpus: str) -> dict[str, Any]:
     return alone
 
 
-@pytest.mark.parametrize("case", [*list(CASES)[:3], *nightly(*list(CASES)[3:])])
 def test_ranks_equal_one_process(
-    case: str, four_ranks: RankPool, corpus: str, reference: dict[str, Any]
+    four_ranks: RankPool, corpus: str, reference: dict[str, Any]
 ) -> None:
-    runs = four_ranks.run(train_on, corpus, CASES[case])
+    runs = four_ranks.run(train_on, corpus, REPLICATE4_BY_ONE)
     counts = [run["seen"] for run in runs]
     totals = [total for _, total in reference["seen"]]
     assert all([total for _, total in run] == totals for run in counts)
     records = read_history(Path(runs[0]["dump_folder"]) / HISTORY_FILE)
     assert [record["label_tokens"] for record in records] == totals
-    if "4" in case:
-        assert any(own == 0 < total for run in counts for own, total in run)
+    assert any(own == 0 < total for run in counts for own, total in run)
     assert largest_difference(runs[0], reference) < EXACT
 
 

@@ -19,8 +19,7 @@ from tests.support.parity_runs import degrees, largest_difference
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part
-from torchtitan_lr.config.schema import OPTIMIZERS
-from torchtitan_lr.training.register import register_optimizer
+from torchtitan_lr.optim.entries import ENTRIES, register_optimizer, variant
 
 REPLICAS = [
     *degrees(local_batch=4),
@@ -94,8 +93,8 @@ def diloco_train(name: str, steps: int, *arguments: str) -> dict[str, np.ndarray
     """Train with DiLoCo; H = 2 is added to the race's."""
     from scripts.research.race.diloco import diloco
 
-    if "DiLoCo-2" not in OPTIMIZERS:
-        register_optimizer("DiLoCo-2", diloco(2), sums_replicas=True, base="AdamW")
+    if "DiLoCo-2" not in ENTRIES:
+        register_optimizer(variant("AdamW", "DiLoCo-2", diloco(2), sums_replicas=True))
     with patch.object(parity_runs, "full_parameters", own_parameters):
         run = train_with(name, steps, 10, *arguments)
     return run["parameters"]

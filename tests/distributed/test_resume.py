@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.distributed.training import train
-from tests.distributed.tsr_runs import TSR
 from tests.support.nightly import nightly
 from tests.support.parity_runs import (
     DEEP,
@@ -79,6 +78,10 @@ HSDP = [*FSDP64, "--parallelism.data_parallel_replicate_degree=8"]
 TP4_SAVING = [*degrees(tensor=4, local_batch=4), "--activation_checkpoint.mode=low_rank"]
 PP2_TP2_ZB = [*degrees(tensor=2, pipeline=2, local_batch=4), *schedule("ZBVZeroBubble")]
 MANY = [*model("cola"), *DEEP, "--training.global_batch_size=64"]
+TSR = [
+    *("--optimizer.name=TSRAdam", "--optimizer.tsr_rank=12", "--optimizer.tsr_refresh_interval=3"),
+    *("--optimizer.tsr_embedding_rank=8", "--optimizer.tsr_embedding_refresh_interval=2"),
+]
 MOVES = {
     "plans": (
         model("cola"),
@@ -120,38 +123,6 @@ def test_a_checkpoint_moves_between_layouts(
         assert run["step"] == step
         folder = run["dump_folder"]
     assert largest_difference(run, reference(*arguments)) < EXACT
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        ["--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=2"],
-        *nightly(
-            [
-                "--parallelism.data_parallel_replicate_degree=4",
-                "--parallelism.data_parallel_shard_degree=1",
-                "--training.local_batch_size=1",
-            ]
-        ),
-    ],
-    ids=["hsdp2x2", "replicate4_accumulate2"],
-)
-def test_another_layout_continues(
-    stopped: str,
-    layout: list[str],
-    four_ranks: RankPool,
-    undisturbed: dict[str, Any],
-    tmp_path: Path,
-) -> None:
-    resumed = four_ranks.run(train, [*OPTIONS, *layout], "", stopped)[0]
-    assert largest_difference(resumed, undisturbed) < EXACT
-
-
-def test_another_number_of_ranks_continues(
-    stopped: str, two_ranks: RankPool, one_rank: RankPool, undisturbed: dict[str, Any]
-) -> None:
-    resumed = one_rank.run(train, [*OPTIONS, "--training.local_batch_size=8"], "", stopped)[0]
-    assert largest_difference(resumed, undisturbed) < EXACT
 
 
 def test_a_validation_cut_off_is_made_up_for_once(

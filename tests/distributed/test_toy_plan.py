@@ -6,61 +6,58 @@ The modules are imported on the ranks only: a registered plan stays for the proc
 
 import importlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.distributed.ledger_cases import disagreements, expected, measure
-from tests.distributed.tp_cases import Case, parities, worst
 from tests.distributed.training import train
-from tests.support.parity_runs import EXACT, largest_difference
+from tests.support import parity_runs
+from tests.support.parity_runs import EXACT, TINY, degrees, largest_difference, model, use_float64
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.parallel.placement import TPSettings
 
-TOY, MIXED, DENSE = TPSettings("gathered"), TPSettings("mixed"), TPSettings("mixed_dense")
-CASES = [
-    Case("cola", TOY),
-    Case("svd", TOY, gqa=False, degree=2),
-    Case("lax", TOY, gate="scalar"),
-    Case("cola", replace(TOY, loss_parallel=False)),
-    Case("cola", MIXED, degree=2),
-    Case("svd", replace(MIXED, grouping=False)),
-    Case("lax", MIXED, degree=2, gate="scalar"),
-    Case("full", DENSE, degree=2),
-    *(Case("tanh", TPSettings(plan)) for plan in ("btp", "vanilla", "gathered")),
-    Case("tanh", TPSettings("btp", comm="sequence")),
-]
-RUN = ["--training.steps=3"]
-LAYOUT = ["--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=4"]
+CASES = {
+    "gathered": ("lax", ["--low_rank.lax_gate=scalar"], []),
+    "mixed": ("svd", [], ["--parallelism.no_tp_grouping"]),
+    "mixed_dense": ("full", [], []),
+    "btp": ("tanh", [], ["--parallelism.tp_comm=sequence"]),
+    "vanilla": ("tanh", [], []),
+}
+"""By plan: a family, what one process has too, and options of the plan."""
+
+LAYOUT = degrees(tensor=2, local_batch=4)
+"""FSDP shards what the plan leaves of a parameter."""
 
 
-def with_toy(function: Callable[..., Any], *args: Any) -> Any:
-    importlib.import_module("tests.toy_family")
-    importlib.import_module("tests.toy_plan")
-    importlib.import_module("tests.toy_mixed_plan")
+def with_toys(function: Callable[..., Any], *args: Any) -> Any:
+    for name in ("toy_family", "toy_plan", "toy_mixed_plan"):
+        importlib.import_module(f"tests.{name}")
+    parity_runs.add_parity_flavors()
     return function(*args)
 
 
-def ledger_disagreements(case: Case) -> list[Any]:
-    return disagreements(measure(case), expected(case), case)
+def trained_and_counted(arguments: list[str]) -> dict[str, Any]:
+    """Train; add what the last step sent otherwise than the formulas say."""
+    from torchtitan_lr.config.build import build_job_config
+    from torchtitan_lr.costs.comparison import compare, differences
+    from torchtitan_lr.costs.described_run import read_run
+    from torchtitan_lr.costs.step_traffic import step_traffic
+
+    run = train([*arguments, "--metrics.comm_ledger"])
+    config = build_job_config([*TINY, *arguments])
+    use_float64(config)
+    paper = read_run(config, 4)
+    dtypes = {role: name.replace("float32", "float64") for role, name in paper.wire_dtypes.items()}
+    assert any(row["mesh_dim"] == "tp" for row in run["ledger"])
+    wrong = differences(compare(run["ledger"], step_traffic(paper, 0), dtypes))
+    return run | {"wrong": wrong}
 
 
-def test_parity(four_ranks: RankPool) -> None:
-    for errors in zip(*four_ranks.run(with_toy, parities, CASES), strict=True):
-        assert worst(list(errors)) <= 1e-12
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_ledger_equals_its_own_formula(case: Case, four_ranks: RankPool) -> None:
-    assert four_ranks.run(with_toy, ledger_disagreements, case) == [[]] * 4
-
-
-def test_they_train_as_one_process(one_rank: RankPool, four_ranks: RankPool) -> None:
-    """Two replicas of two ranks: FSDP shards what the plan left of a parameter."""
-    model = ["--model.name=llama_lax", *RUN]
-    (alone,) = one_rank.run(train, model)
-    for plan, module in (("gathered", "toy_plan"), ("mixed", "toy_mixed_plan")):
-        named = [f"--parallelism.tp_plan={plan}", f"--experimental.custom_import=tests.{module}"]
-        run = four_ranks.run(with_toy, train, [*model, *LAYOUT, *named])[0]
-        assert largest_difference(run, alone) <= EXACT, plan
+@pytest.mark.parametrize("plan", CASES)
+def test_they_train_as_one_process(plan: str, one_rank: RankPool, four_ranks: RankPool) -> None:
+    family, common, options = CASES[plan]
+    arguments = [*model(family), *common]
+    alone = one_rank.run(with_toys, train, [*arguments, *degrees()])[0]
+    arguments += [*LAYOUT, *options, f"--parallelism.tp_plan={plan}"]
+    run = four_ranks.run(with_toys, trained_and_counted, arguments)[0]
+    assert largest_difference(run, alone) < EXACT
+    assert run["wrong"] == []

@@ -1,7 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""TSR-Adam on any mesh equals its one-process twin (fp64)."""
+"""Replicas of TSR-Adam whose bases drift apart, and TSR-Adam alone with a group (fp64).
 
-from dataclasses import replace
+That every layout trains like one process is in `test_layout`, that one process does what the
+algorithm says in `tests/unit/optim/tsr`.
+"""
+
 from typing import Any
 from unittest.mock import patch
 
@@ -10,99 +13,123 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.distributed.tsr_cases import (
-    BASE,
-    LAYOUTS,
-    MAX_NORM,
-    STEPS,
-    Case,
-    parity,
-    place,
-    train,
-    twin,
-)
+from tests.reference.tsr_adam import Hyper, ReferenceTSR
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
+from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.optim.tsr.drift import differences
-from torchtitan_lr.optim.tsr.selection import TSRSettings
-from torchtitan_lr.optim.tsr.svd import SVD
+from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 
+SHAPES: dict[str, tuple[int, ...]] = {
+    "tok_embeddings.weight": (14, 8),
+    "layers.0.attention.wq.weight": (8, 6),
+    "layers.0.attention.wo.weight": (5, 8),
+    "layers.1.feed_forward.w2.weight": (6, 12),
+    "layers.1.ffn_norm.weight": (6,),
+}
+SETTINGS = TSRSettings(
+    rank=3,
+    refresh_interval=3,
+    oversampling=1,
+    embedding_rank=4,
+    embedding_refresh_interval=2,
+    refresh="sketch",
+    overlap_buckets=1,
+)
+HYPER = Hyper(lr=0.05, eps=1e-6, weight_decay=0.1, scale=0.75)
+STEPS = 7
+MAX_NORM = 2.0
+RANKS = 4
 TOLERANCE = 1e-10
 """The twin computes UᵀGV on a refresh; its rounding off the diagonal is divided by Adam's ε."""
 
-MULTI = [name for name in LAYOUTS if name != "alone"]
-MOMENTS = [replace(BASE, moments=moments) for moments in ("keep", "rotate")]
-OPTIONS = [
-    replace(BASE, refresh="dense"),
-    replace(BASE, refresh="auto", moments="keep"),
-    replace(BASE, stagger=True),
-    replace(BASE, stagger=True, start="random", compress_head=True),
-    replace(BASE, projection="one_sided"),
-    replace(BASE, projection="one_sided", moments="keep", refresh="dense"),
-    replace(BASE, compress_head=True, overlap_buckets=3),
-    replace(BASE, embedding_rank=0, power_iterations=0),
-]
-LAYOUTS_OF_OPTIONS = ("hsdp2x2", "tp2xdp2", "fsdp2xtp2")
-CASES = [
-    Case(layout, settings, micro)
-    for layout in MULTI
-    for kinds, counts in ((MOMENTS, (1, 4)), (OPTIONS, (2,)))
-    for settings in kinds
-    for micro in counts
-]
+
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in SHAPES.items()
+    }
 
 
-def shared_out(case: Case) -> Any:
-    """The layouts share the rules for the moments, accumulating; three share the options.
-
-    With ``--full`` every layout meets everything.
-    """
-    turn = MULTI.index(case.layout) % len(MOMENTS)
-    often = case.microbatches == 4 and case.settings == MOMENTS[turn]
-    if case.settings in OPTIONS:
-        turn = OPTIONS.index(case.settings) % len(LAYOUTS_OF_OPTIONS)
-        often = case.layout == LAYOUTS_OF_OPTIONS[turn]
-    return pytest.param(case, id=str(case), marks=() if often else pytest.mark.nightly)
-
-
-@pytest.mark.parametrize("case", map(shared_out, CASES))
-def test_equals_the_twin(case: Case, four_ranks: RankPool) -> None:
-    for errors in four_ranks.run(parity, case):
-        assert max(errors.values()) < TOLERANCE, errors
+def gradient(name: str, step: int, rank: int) -> torch.Tensor:
+    """A gradient with a decaying spectrum; those of the ranks add up to the step's."""
+    shape = SHAPES[name]
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * rank + len(name))
+    full = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if len(shape) == 1:
+        return full
+    values = 2.0 ** -torch.arange(min(shape), dtype=torch.float64)
+    shared = torch.Generator().manual_seed(step + 1)
+    right = torch.randn(len(values), shape[1], generator=shared, dtype=torch.float64)
+    return (full[:, : len(values)] * values) @ right
 
 
-def norms_of(case: Case) -> list[float]:
-    return train(case)[2]
+def model_of_weights() -> nn.Module:
+    """Modules with the parameters under their names."""
+    root = nn.Module()
+    for name, full in weights().items():
+        *path, leaf = name.split(".")
+        owner = root
+        for part in path:
+            if not hasattr(owner, part):
+                owner.add_module(part, nn.Module())
+            owner = getattr(owner, part)
+        owner.register_parameter(leaf, nn.Parameter(full))
+    return root
 
 
-@pytest.mark.parametrize("layout", ["hsdp2x2", "fsdp2xtp2"])
-def test_every_rank_has_the_same_norm(layout: str, four_ranks: RankPool) -> None:
-    first, *others = four_ranks.run(norms_of, Case(layout))
-    assert len(first) == STEPS and max(first) > MAX_NORM > 0  # clipping happens
-    assert all(norms == first for norms in others)
+def train() -> nn.Module:
+    """Train on four replicas; call it on each."""
+    model = model_of_weights()
+    optimizer = TSROptimizers(
+        [model], SETTINGS, HYPER.defaults(), replicas=dist.group.WORLD, stages=None
+    )
+    gradients = optimizer.gradients
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        gradients.begin()
+        with gradients.micro_batch(last=True):
+            for name, parameter in model.named_parameters():
+                parameter.grad = gradient(name, step, dist.get_rank())
+        norm = gradients.finish_sums()
+        dist.all_reduce(norm)
+        gradients.clip(MAX_NORM, norm.sqrt())
+        optimizer.step()
+        gradients.settle(rejected=False)
+    return model
+
+
+def twin() -> dict[str, torch.Tensor]:
+    """Train in one process, with the whole gradient."""
+    reference = ReferenceTSR(weights(), plan_matrices(SHAPES, SETTINGS), SETTINGS, HYPER, MAX_NORM)
+    for step in range(STEPS):
+        parts = {name: [gradient(name, step, rank) for rank in range(RANKS)] for name in SHAPES}
+        reference.step({name: torch.stack(found).sum(0) for name, found in parts.items()})
+    return reference.weights
 
 
 def train_with_a_drifting_replica(
-    case: Case, side: str = "U", odd: int = 2, error: float = 1e-9
+    side: str, odd: int, error: float
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Disturb one replica's bases as another machine's rounding would."""
     from torchtitan_lr.optim.tsr import refresh
     from torchtitan_lr.titan import logger
 
-    layout, original, lines = place(case.layout), refresh.solve_together, []
+    original, lines = refresh.randomized_svd, []
 
     def disturbed(*args: Any) -> list[Any]:
         results = original(*args)
         for svd in results:
-            if layout.replica[0] == odd and isinstance(svd, SVD):
+            if dist.get_rank() == odd:
                 getattr(svd, side)[0].view(-1)[0] += error
         return results
 
     with (
-        patch.object(refresh, "solve_together", disturbed),
+        patch.object(refresh, "randomized_svd", disturbed),
         patch.object(logger, "warning", lambda text, *rest: lines.append(text % rest)),
     ):
-        model, _, _ = train(case, layout)
+        model = train()
     return {name: p.detach().clone() for name, p in model.named_parameters()}, lines
 
 
@@ -119,8 +146,8 @@ def train_with_a_drifting_replica(
 def test_a_drifting_replica_is_repaired_and_told(
     side: str, odd: int, error: float, four_ranks: RankPool
 ) -> None:
-    results = four_ranks.run(train_with_a_drifting_replica, Case("replicate4"), side, odd, error)
-    expected, _ = twin(Case("replicate4"))
+    results = four_ranks.run(train_with_a_drifting_replica, side, odd, error)
+    expected = twin()
     first, _ = results[0]
     for weights, lines in results:
         assert lines and all("Replicas computed different bases" in line for line in lines)

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.support import parity_runs
 from tests.support.rank_pool import new_folder
@@ -95,8 +96,10 @@ def known_setup() -> Iterator[None]:
     """Set up once per process what is equal in all runs and takes longer than a `TINY` run's steps.
 
     These are the device meshes of equal degrees, which FSDP2 concatenates with tensor parallelism's
-    anew for every parameter, and the list of the corpus's files.
+    anew for every parameter, and the list of the corpus's files. DTensor's cache would give
+    parameters the equal mesh of an earlier run, which has other groups.
     """
+    _clear_sharding_prop_cache()
     with (
         patch.object(sources, "library_files", _LIBRARY_FILES),
         patch.object(ParallelDims, "build_mesh", _build_meshes_once),
@@ -166,6 +169,20 @@ def _spoil(block: Any, args: Any, output: Any) -> Any:
     x = x.clone()
     x.view(-1)[0] = float("nan")
     return (x, *latents) if isinstance(output, tuple) else x
+
+
+@contextmanager
+def spoil_last_block(model_parts: list[Any]) -> Iterator[None]:
+    """Make one entry of the gradient of the output of rank 1's last block NaN."""
+    import torch.distributed as dist
+
+    if dist.get_rank() != min(1, dist.get_world_size() - 1):
+        yield
+        return
+    blocks = [block for part in model_parts for block in part.get_submodule("layers").children()]
+    handle = blocks[-1].register_forward_hook(_spoil_gradient)
+    yield
+    handle.remove()
 
 
 def _spoil_gradient(block: Any, args: Any, output: Any) -> None:

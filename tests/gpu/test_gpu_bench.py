@@ -8,7 +8,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEventAvg
 
-from scripts.bench import gpu, products
+from scripts.bench import gpu
 from torchtitan_lr.models.families import FAMILIES
 
 
@@ -55,29 +55,11 @@ def test_a_rehearsal_of_the_spectral_part(tmp_path):
     assert all(row["ms"] > 0 for row in rows)
 
 
-def test_a_rehearsal_of_products(device):
-    rows = [*products.products("cpu", small=True)]
-    assert not [row for row in rows if "failed" in row]
-    errors = {row["how"]: row["error"] for row in rows if row["product"].startswith("Muon")}
-    assert errors["fp32"] < 1e-5 and errors["three bf16"] < 1e-3
-    assert errors["three bf16"] == pytest.approx(errors["three bf16 as one"], rel=0.5)
-    (narrow,) = (row["error"] for row in rows if row["how"] == "one bf16, fp32 sums, no split")
-    assert narrow > 1e-3  # the control
-
-
 def test_a_rehearsal_of_split_attention(device):
     rows = [*gpu.split("cpu", small=True)]
     assert [row for row in rows if "failed" in row] == []
     errors = [row["errors"] for row in rows if row["errors"] is not None]
     assert len(errors) == 2 and max(map(max, errors)) < 1e-6
-
-
-def test_eigenvectors_by_cusolver(device):
-    if device.type != "cuda":
-        pytest.skip("there is no cuSOLVER here")
-    x = torch.randn(3, 40, 40, device=device, dtype=torch.float64)
-    values, vectors = products.batched_eigh(x + x.mT)
-    torch.testing.assert_close((vectors * values[:, None]) @ vectors.mT, x + x.mT)
 
 
 @pytest.mark.parametrize("part", ["parity", "optimizer"])

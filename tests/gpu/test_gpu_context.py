@@ -79,7 +79,7 @@ def train(model: LlamaModel, device: torch.device, **arguments: Tensor) -> Itera
 def test_what_is_gathered_does_not_stay(how: str, masked: bool, device: torch.device) -> None:
     """On a rank alone, which gathers its own row: blocks as in training, and no group."""
     if how == "compiled" and device.type == "cpu":
-        pytest.skip("takes long, and tests/distributed/test_context.py compiles on a CPU")
+        pytest.skip("takes long, and tests/distributed/test_layout.py compiles on a CPU")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float64
     documents = {"documents": (torch.arange(32) // 20).expand(2, 32)} if masked else {}
     shape = {"dim": 128, "n_kv_heads": 2}

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tests.support.units import backward
 from torchtitan_lr.compression.codecs import Resumable, complete
-from torchtitan_lr.compression.overlap import ExchangeOverlap
+from torchtitan_lr.compression.exchange_overlap import ExchangeOverlap
 
 CYCLES = 2**31
 """A second or so of a busy stream."""

@@ -23,7 +23,7 @@ import torchtitan_lr
 from torchtitan_lr.collectives import FEATURES, TOKENS, Ranks
 from torchtitan_lr.models import ends as head_loss
 from torchtitan_lr.models.lanes import lane_terms, share_channels
-from torchtitan_lr.models.linears import Gated, down_products, gated_linear, padded_linear
+from torchtitan_lr.models.linears import Gated, down_products, gated_linear
 from torchtitan_lr.parallel import edge
 from torchtitan_lr.parallel.btp import (
     Reduction,
@@ -65,7 +65,7 @@ class Collectives(TorchDispatchMode):
 TARGETS = torch.arange(B * S).remainder(7).mul(6).sub(1).reshape(B, S)
 TARGETS[TARGETS < 0] = -100  # does not count
 
-ALONE = {"_LinearLoss", "_DownProducts", "_PaddedLinear", "_GatedLinear", "_ContiguousGradient"}
+ALONE = {"_LinearLoss", "_DownProducts", "_GatedLinear", "_ContiguousGradient"}
 """The Functions that communicate nothing here."""
 
 LIMITS = {torch.float64: 1e-12, torch.bfloat16: 2.0**-7}
@@ -180,10 +180,11 @@ def cases() -> Iterator[Case]:
     yield Case("_DownProducts", alone, side_by_side, ((B, S, D), *weights))
     summed = lambda ranks, x, *w: torch.cat(down_projections(x, w, Reduction(ranks)), -1)  # noqa: E731
     yield Case(
-        "_PaddedLinear",
-        lambda ranks, x, w: padded_linear(x, w, 32),
+        "_GatedLinear",
+        lambda ranks, x, w: gated_linear(Gated(x, None, False), w, 32),
         lambda x, w: F.pad(F.linear(x, w), (0, 32 - D + 1)),
         ((B, S, D), (D - 1, D)),
+        "padded",
     )
     yield Case("_Down", summed, side_by_side, ((B, S, D), *weights))
     column = lambda ranks, x, *w: torch.cat(column_parallel(x, w, ranks), -1)  # noqa: E731

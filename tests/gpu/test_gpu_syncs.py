@@ -26,12 +26,12 @@ from tests.gpu.syncs import no_synchronization
 from tests.gpu.trainers import MICRO_BATCHES, micro_batches, trainer_on
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.compression.codecs import Codec, SketchCodec, SparseCodec, left_over
-from torchtitan_lr.config.schema import SPECTRAL
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.numerics import HostCopy
+from torchtitan_lr.optim.entries import build_optimizers
+from torchtitan_lr.optim.spectral.rules import RULES
 from torchtitan_lr.optim.tsr import stack
 from torchtitan_lr.optim.tsr.container import TSROptimizers
-from torchtitan_lr.training.register import build_optimizers
 from torchtitan_lr.training.step import Step
 from torchtitan_lr.training.trainer import Trainer
 from torchtitan_lr.training.verdict import Findings, Verdict
@@ -85,7 +85,7 @@ RUNS = {
     "AdamW": [],
     "checkpointed": ["--activation_checkpoint.mode=low_rank"],
     "TSR-Adam": ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=8"],
-    **{rule: [f"--optimizer.name={rule}"] for rule in SPECTRAL},
+    **{rule: [f"--optimizer.name={rule}"] for rule in RULES},
 }
 RUNS["refreshes"] = [
     *RUNS["TSR-Adam"],

@@ -108,15 +108,6 @@ def test_the_export_is_the_model_for_transformers(afternoon):
     words = ("generate", "outputs/own", "--prompt", prompt, "--temperature", "0")
     ours = json.loads(afternoon.do(*words, "--max_new_tokens", "8", "--json"))
     assert tokenizer.decode(theirs, skip_special_tokens=True) == ours["text"]
-    # The card's command runs as it is written, where the data are.
-    card = (folder / "README.md").read_text()
-    assert "`NGPU=2 torchtitan-lr train repeat.toml`" in card
-    repeated = [str(folder / "repeat.toml"), "--job.dump_folder=outputs/again"]
-    afternoon.do("train", *repeated, NGPU="2")
-    there, again = (
-        runs.exact(runs.history(afternoon.folder / "outputs" / n)) for n in ("alone", "again")
-    )
-    assert again == there
 
 
 def test_an_import_is_moved_fine_tuned_and_answers(afternoon):
@@ -144,12 +135,10 @@ def test_an_import_is_moved_fine_tuned_and_answers(afternoon):
     assert said == ["yes yes yes"] * 2
     assert talk(afternoon, "outputs/own") != said  # the control: before it was fine-tuned
 
-    # Some steps more at another rate; the export tells all of it, and its card's lines run.
-    afternoon.do(*tune, "--training.steps=42", "--optimizer.lr=1e-4", NGPU="1")
+    # The lines of the export's card run.
     afternoon.do("export", "moved/run", "tuned", "--format", "hf", "--license", "mit")
     card = (afternoon.folder / "tuned/README.md").read_text()
-    assert "fine-tuned from me/notes on local" in card and "license: mit" in card
-    assert "| changed after step 40 | " in card and "optimizer.lr = 0.0001 (was 0.005)" in card
+    assert "fine-tuned from me/notes with" in card and "license: mit" in card
     code = card.partition("```python\n")[2].partition("```")[0] + "print(type(model).__name__)"
     done = runs.run([sys.executable, "-c", code], cwd=afternoon.folder / "tuned", truly=True)
     assert done.out.endswith("TorchtitanLRForCausalLM\n"), done.everything

@@ -22,7 +22,6 @@ codec = "sign"
 custom_import = "toys"
 """
 IMPORT = "--experimental.custom_import=toys"
-GREEDY = ("--prompt", "def", "--temperature", "0", "--max_new_tokens", "6", "--json")
 
 
 @pytest.fixture
@@ -47,16 +46,12 @@ def test_extensions_work_in_the_commands(every, command, tmp_path):
     records = runs.exact(runs.history(tmp_path / "run"))
     losses = [record["loss_metrics/global_avg_loss"] for record in records[:3]]
     assert losses[2] < losses[0]
-    text = json.loads(command("generate", "run", IMPORT, *GREEDY).out)["text"]
+    loss = json.loads(command("evaluate", "run", IMPORT, "--json").out)["loss"]
+    assert loss == records[-1]["validation_metrics/loss"]
     command("export", "run", "exported", IMPORT)
-    assert json.loads(command("generate", "exported", IMPORT, *GREEDY).out)["text"] == text
-    assert IMPORT.partition("=")[0] in (tmp_path / "exported/README.md").read_text()
     if every:
         assert "as configured" in command("estimate", "run.toml").out
         rows = json.loads(command("measure-comm", "run.toml", "--json").out)
         assert "uint8" in {row["dtype"] for row in rows}  # the signs, as the formula says
-        assert json.loads(command("evaluate", "run", IMPORT, "--json").out)["loss"] > 1
-        command("train", "exported/repeat.toml", IMPORT, "--job.dump_folder=again")
-        assert runs.exact(runs.history(tmp_path / "again")) == records
-    refused = command("generate", "exported", *GREEDY, status=2).everything
+    refused = command("evaluate", "exported", "--corpus", "cpython", status=2).everything
     assert "--experimental.custom_import=MODULE" in refused and "Traceback" not in refused

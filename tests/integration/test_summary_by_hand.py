@@ -14,7 +14,7 @@ from tests.integration import runs
 from tests.reference.validation_loss import sequence_losses, windows
 from torchtitan_lr.data.sources import Reader, Source
 from torchtitan_lr.data.tokenizer import build_tokenizer
-from torchtitan_lr.hf.loading import build_model_args, load_model, read_run_config
+from torchtitan_lr.training.loading import build_model_args, load_model, read_run_config
 
 SEQ_LEN = 32
 VALIDATED = 4 * 2 * 2  # ranks, batches, rows

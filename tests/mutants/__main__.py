@@ -79,14 +79,15 @@ def find_tests(mutant: Mutant, root: Path = ROOT) -> list[str]:
     found = []
     for name in mutant.tests:
         file, _, function = name.partition("::")
-        function = function.partition("[")[0]
+        function, bracket, case = function.partition("[")
         has = re.compile(rf"^def {function}\(", re.MULTILINE)
         paths = [p for p in root.glob(f"tests/**/{file}") if has.search(p.read_text())]
         if not function:
             paths = list(root.glob(f"tests/**/{file}"))
         if not paths:
             raise BrokenMutant(f"{mutant.what}: there is no test {name}")
-        found += [f"{path.relative_to(root)}::{function}".removesuffix("::") for path in paths]
+        test = f"::{function}{bracket}{case}".removesuffix("::")
+        found += [f"{path.relative_to(root)}{test}" for path in paths]
     return found
 
 

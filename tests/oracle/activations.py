@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tests.oracle.parameters import attention_sides, feed_forward_sides
 from torchtitan_lr.costs.tp_messages import FORMULAS, PlanFormula
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 
 
 @dataclass(frozen=True)

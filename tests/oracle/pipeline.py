@@ -8,7 +8,7 @@ block mixes in.
 
 from torchtitan_lr.costs.tp_messages import FORMULAS
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 
 
 def boundary_elements(

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_lr.data.corpus import PARTS, Corpus, save_record, write_index
+from torchtitan_lr.data import corpus
+from torchtitan_lr.data.corpus import PARTS, Corpus, ShardInfo, save_record
 
 Documents = Sequence[Sequence[int]]
 
@@ -28,33 +29,40 @@ def write_corpus(
         masks: Of pairs: 1 for each token of the train and the held-out shards that is a target.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    counts: list[list[list[int]]] = []
+    parts: list[list[ShardInfo]] = []
     for part, shards in zip(PARTS, (train, held_out), strict=True):
-        counts.append([])
+        first = len(train) if part == "held_out" else 0
+        parts.append([])
         for index, documents in enumerate(shards):
-            prefix = str(folder / f"{part}-{index:05d}")
-            tokens, size = write_shard(prefix, np.uint16, documents)
-            if masks is not None:
-                first = len(train) if part == "held_out" else 0
-                write_shard(f"{prefix}.loss", np.uint8, masks[first + index])
-            counts[-1].append([size, tokens])
+            mask = None if masks is None else masks[first + index]
+            parts[-1].append(
+                write_shard(folder / f"{part}-{index:05d}", np.uint16, documents, mask)
+            )
     kind, tokenizer = "text" if masks is None else "pairs", {"sha256": "", "bos": None, "eos": None}
-    return save_record(folder, {"kind": kind, "tokenizer": tokenizer}, counts)
+    save_record(folder, {"kind": kind, "tokenizer": tokenizer}, parts)
+    return Corpus.open(folder)
 
 
-def write_shard(prefix: Any, dtype: Any, documents: Documents) -> tuple[int, int]:
-    """Write one pair of files; return the tokens and the documents in it."""
-    tokens = np.array([token for document in documents for token in document], dtype=dtype)
-    tokens.tofile(f"{prefix}.bin")
-    write_index(prefix, dtype, np.array([len(document) for document in documents], dtype=np.int32))
-    return len(tokens), len(documents)
+def write_shard(
+    prefix: Path, dtype: Any, documents: Documents, mask: Documents | None = None
+) -> ShardInfo:
+    """Write the files of one shard."""
+    files = {"": _joined(documents, dtype)}
+    if mask is not None:
+        files[".loss"] = _joined(mask, np.uint8)
+    lengths = np.array([len(document) for document in documents], dtype="<i4")
+    return corpus.write_shard(prefix.parent, prefix.name, lengths, files)
 
 
-def read_documents(corpus: Corpus, held_out: bool = False, loss: bool = False) -> list[list[int]]:
+def _joined(documents: Documents, dtype: Any) -> np.ndarray:
+    return np.array([token for document in documents for token in document], dtype=dtype)
+
+
+def read_documents(found_in: Corpus, held_out: bool = False, loss: bool = False) -> list[list[int]]:
     """Return the documents of a part in their order, or the masks of pairs."""
     found: list[list[int]] = []
-    for info in corpus.held_out if held_out else corpus.train:
-        shard = corpus.shard(info, loss)
+    for info in found_in.held_out if held_out else found_in.train:
+        shard = found_in.shard(info, loss)
         found += [part.tolist() for part in np.split(shard.read(), shard.ends[:-1])]
     return found
 

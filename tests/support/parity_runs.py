@@ -76,7 +76,7 @@ def add_parity_flavors() -> None:
                 vocab_size=4096,
                 rank_attention=12 if low_rank else 0,
                 rank_ffn=20 if low_rank else 0,
-                activation="fullrank" if family in ("full", "svd") else "both",
+                activation="fullrank" if family in ("full", "svd", "tanh") else "both",
             )
 
 
@@ -314,7 +314,7 @@ def rounding_excess(
 
     assert run["parameters"].keys() == exact.keys()
     usual = errors(alone)
-    assert 1e-3 < statistics.median(usual.values()) < 0.2, "the reference is no bf16 run"
+    assert 1e-3 < statistics.median(usual.values()) < 0.2, f"the reference is no bf16 run: {usual}"
     least = floor([*usual.values()])
     return max(error / max(usual[name], least) for name, error in errors(run["parameters"]).items())
 
@@ -325,12 +325,21 @@ def _state_dtypes(optimizers: Any) -> set[str]:
     return {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
 
 
-def full_parameters(model_parts: list[Any], everywhere: bool) -> dict[str, Any]:
-    """Gather full parameters as arrays by name; only on rank 0 unless ``everywhere``."""
+def full_parameters(
+    model_parts: list[Any],
+    everywhere: bool = False,
+    what: Callable[[Any], torch.Tensor | None] = lambda parameter: parameter,
+) -> dict[str, Any]:
+    """Gather full parameters as arrays by name; only on rank 0 unless ``everywhere``.
+
+    ``what`` gives another tensor of a parameter: its gradient, or None for nothing.
+    """
     parts: dict[str, _Part] = {}
     for part in model_parts:
         for name, parameter in part.named_parameters():
-            parts[clean_name(name)] = _part_of(parameter)
+            tensor = what(parameter)
+            if tensor is not None:
+                parts[clean_name(name)] = _part_of(tensor)
     ranks: list[Any] = [None] * dist.get_world_size()
     if everywhere:
         dist.all_gather_object(ranks, parts)

@@ -8,11 +8,9 @@ import torch.distributed.checkpoint as dcp
 
 from tests.commands import Command
 from torchtitan_lr.checkpoints.manifest import ManifestWriter
-from torchtitan_lr.hf.loading import (
-    build_model_args,
-    read_run_config,
-)
+from torchtitan_lr.hf.folders import read_any, read_args, read_weights
 from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.training.loading import as_model, build_model_args, read_run_config
 
 export = Command("export")
 
@@ -53,3 +51,15 @@ def write_run(folder, family, dtype=torch.float32, vocab_size=None, **low_rank):
     state["grad_compression"] = {"layers.0.residual": torch.ones(2, 5), "layers.0.exchanges": 20}
     dcp.save(state, storage_writer=ManifestWriter(step, {}), no_dist=True)
     return step, model
+
+
+def loaded(folder):
+    """The trainer's model of a run, a step or an export, and the tokenizer."""
+    args, weights, tokenizer, _ = read_any(folder)
+    return as_model(args, weights), tokenizer
+
+
+def model_in(folder):
+    """The trainer's model with the weights of an export, which needs no tokenizer."""
+    args, tied = read_args(folder)
+    return as_model(args, read_weights(folder, args, tied))

@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``docs/support_matrix.toml``: its table, its refusals, and combinations drawn from it."""
+"""``docs/support_matrix.toml``: its lists, its refusals, and combinations drawn from it."""
 
 import math
 import random
@@ -14,7 +14,6 @@ import tomli
 PATH = Path(__file__).resolve().parents[2] / "docs/support_matrix.toml"
 GLOBAL_BATCH = 16
 MICRO_BATCHES = 4  # of a pipeline, at most
-COLUMN_AXES = ("data", "tensor", "pipeline")
 NONE = "none"
 
 Combination = dict[str, str]
@@ -43,19 +42,9 @@ class SupportMatrix:
         return {axis: source.choice(values) for axis, values in self._values.items()}
 
     @cached_property
-    def cells(self) -> set[Any]:
-        """Return the pairs of values that the table marks as supported."""
-        pairs_of_cells = (
-            tuple(sorted([row, column]))
-            for row, column in product(self._rows, self._columns)
-            if row[0] != column[0]
-        )
-        return {pair for pair in pairs_of_cells if pair in self.working_pairs}
-
-    @cached_property
     def every_draw(self) -> list[Combination]:
-        """Return combinations that cover every cell; ``--full`` trains all of them."""
-        source, missing = random.Random(0), set(self.cells)
+        """Return combinations that have every working pair; ``--full`` trains all of them."""
+        source, missing = random.Random(0), set(self.working_pairs)
         chosen: list[Combination] = []
         for ranks in (4, 8):  # most need at most four
             for cell in sorted(missing):
@@ -70,9 +59,8 @@ class SupportMatrix:
                     missing.difference_update(pairs(chosen[-1]))
         return chosen
 
-    @property
-    def usual_draws(self) -> list[Combination]:
-        """Return some of `every_draw` that have every value of every axis.
+    def usual_draws(self, others: list[Combination]) -> list[Combination]:
+        """Return some of `every_draw` that have, with others, every value of every axis.
 
         Of those with as many new values it takes one without compilation, which costs most, then on
         few ranks, then in full precision, where the comparison is sharpest.
@@ -84,6 +72,7 @@ class SupportMatrix:
         chosen: list[Combination] = []
         cheapest_first = sorted(self.every_draw, key=cost)
         missing = {item for combination in cheapest_first for item in combination.items()}
+        missing -= {item for combination in others for item in combination.items()}
         while missing:
             chosen.append(max(cheapest_first, key=lambda c: len(c.items() & missing)))
             missing -= chosen[-1].items()
@@ -137,7 +126,7 @@ class SupportMatrix:
 
     def reference(self, combination: Combination) -> list[str]:
         """Return the arguments of the same training in one process."""
-        kept = ("family", "precision", "optimizer")
+        kept = ("family", "precision", "optimizer", "text", "rates")
         alone = {axis: combination[axis] if axis in kept else NONE for axis in self.axes}
         return self.arguments(alone)
 
@@ -146,43 +135,27 @@ class SupportMatrix:
         return arguments
 
     def table(self) -> str:
-        """Return the table of ``docs/choose.md`` and its notes."""
-        lines = [
-            "| | " + " | ".join(self._title(*column) for column in self._columns) + " |",
-            "|---|" + "---|" * len(self._columns),
-        ]
-        for row in self._rows:
-            cells = [self._cell(row, column) for column in self._columns]
-            lines.append(f"| {self._title(*row)} | " + " | ".join(cells) + " |")
+        """Return the lists of ``docs/choose.md``: every axis with its values, every refusal."""
+        lists = []
+        for axis, values in self.axes.items():
+            titles = [value["title"] for name, value in values.items() if name != NONE]
+            lists.append(f"- `{axis}`: {'; '.join(titles)}")
         notes = [f"{i}. {self._note(rule)}" for i, rule in enumerate(self.rules, 1)]
-        legend = "A dash: no family supports both. Errors, each in one line that names the key:"
-        return "\n".join([*lines, "", legend, "", *notes])
-
-    @property
-    def _columns(self) -> list[tuple[str, str]]:
-        return [(a, v) for a in COLUMN_AXES for v in self.axes[a] if v != NONE]
-
-    @property
-    def _rows(self) -> list[tuple[str, str]]:
-        return [(a, v) for a in self.axes for v in self.axes[a] if v != NONE and a != "data"]
+        return "\n".join([*lists, "", "All go together but these:", "", *notes])
 
     def _title(self, axis: str, value: str) -> str:
         return str(self.axes[axis][value]["title"])
 
-    def _cell(self, row: tuple[str, str], column: tuple[str, str]) -> str:
-        if row[0] == column[0]:
-            return "●" if row == column else ""
-        found = self.refusals(dict([row, column]))
-        if found:
-            return f"({self.rules.index(found[0]) + 1})"
-        return "●" if tuple(sorted([row, column])) in self.working_pairs else "–"
-
     def _note(self, rule: dict[str, Any]) -> str:
         parts = []
         for axis, values in rule["when"].items():
-            whole = set(values) == self.axes[axis].keys() - {NONE}
-            titles = " or ".join(self._title(axis, value) for value in values)
-            parts.append(f"any {axis} parallelism" if whole and len(values) > 1 else titles)
+            others = [self._title(axis, v) for v in self.axes[axis] if v not in (NONE, *values)]
+            if values == [NONE]:
+                parts.append(f"no `{axis}`")
+            elif len(values) > 2 and len(others) < 2:
+                parts.append(" but ".join([f"any `{axis}`", *others]))
+            else:
+                parts.append(" or ".join(self._title(axis, value) for value in values))
         return f"{' with '.join(parts)} (`{rule['key']}`): {rule['why']}."
 
 
@@ -208,3 +181,12 @@ def world_size(combination: Combination) -> int:
 
 def _degree(combination: Combination, axis: str) -> int:
     return 1 if combination[axis] == NONE else 2
+
+
+def neighbour(matrix: SupportMatrix, combination: Combination) -> Combination:
+    """Return a combination with one dimension of the mesh less, not compiled, which works too."""
+    for axis in ("context", "pipeline", "tensor", "data"):
+        near = combination | {axis: NONE, "compile": NONE}
+        if combination[axis] != NONE and not matrix.refusals(near):
+            return near
+    raise ValueError(f"{combination} has no neighbour")

@@ -17,7 +17,7 @@ from typing import Any
 
 from torchtitan_lr.checkpoints.folders import RUN_CONFIG, write_whole
 from torchtitan_lr.config.files import read_json
-from torchtitan_lr.config.schema import SPECTRAL, TSR, base_of
+from torchtitan_lr.optim.entries import unread_keys
 from torchtitan_lr.titan import logger
 
 CHANGES = "changes"
@@ -46,7 +46,7 @@ WITHOUT_EFFECT = frozenset(
         *("model.hf_assets_path", "model.tokenizer_path", "model.print_after_conversion"),
         "training.dataloader",
         *("training.shuffle", "training.shuffle_seed", "training.enable_cpu_offload"),
-        *("training.token_folder", "training.token_folder_gb", "training.check_memory"),
+        *("training.token_folder", "training.check_memory"),
         *("training.step_graph", "lr_scheduler.warmup_ratio"),  # the ratio sets warmup_steps
         *("training.gc_freq", "training.gc_debug", "training.allow_changed_corpus"),
         *("training.max_bad_records", "training.max_skipped_steps", "optimizer.implementation"),
@@ -159,10 +159,8 @@ def _is_same(key: str, was: object, here: object) -> bool:
 
 def _is_unused(key: str, config: Any) -> bool:
     """Return whether this run does not read a key, since it has another optimizer or no codec."""
-    if key.startswith("optimizer.tsr_"):
-        return base_of(config.optimizer.name) != TSR
-    if key in ("optimizer.momentum", "optimizer.nesterov"):
-        return base_of(config.optimizer.name) not in SPECTRAL
+    if key.startswith(unread_keys(config.optimizer.name)):
+        return True
     section, _, name = key.partition(".")
     return (
         section == "grad_compression"

@@ -5,16 +5,13 @@ import math
 from typing import Any
 
 from torchtitan_lr.compression.settings import compression_settings, is_compressed
-from torchtitan_lr.config.schema import SUMS_REPLICAS
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import llama_args, model_shapes
+from torchtitan_lr.optim.entries import ENTRIES
 
 
 def check_grad_compression(config: Any, world_size: int, device_type: str) -> None:
-    """Check the layout, that the sketch peels, and that some tensor is selected.
-
-    Call this after the checks of the model and of the parallel degrees.
-    """
+    """Check the layout, that the sketch peels, and that some tensor is selected."""
     section = config.grad_compression
     if section.codec == "none":
         return
@@ -26,7 +23,7 @@ def check_grad_compression(config: Any, world_size: int, device_type: str) -> No
         want = "'none' with pipeline_parallel_degree > 1"
     elif replicate > 1 and shard == 1:
         want = "'none' unless FSDP shards: parallelism.data_parallel_shard_degree is 1 here"
-    elif config.optimizer.name in SUMS_REPLICAS:
+    elif ENTRIES[config.optimizer.name].sums_replicas:
         want = f"'none' with optimizer.name = {config.optimizer.name!r}, which reduces by itself"
     require(not want, "grad_compression.codec", section.codec, want)
     ranks = replicate if replicate > 1 else max(1, shard)

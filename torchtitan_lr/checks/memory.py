@@ -1,8 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The check that CPU ranks fit in their machine's memory, by the estimate of `costs.rank_memory`.
 
-A GPU that has too little memory raises an error. A machine first slows down, and then its kernel
-kills a process, which may be any.
+A machine that has too little slows down, and then its kernel kills any process.
 """
 
 import math
@@ -14,13 +13,11 @@ from typing import Any
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.configured import llama_args, model_shapes
 
-COMPILED = 1.5
-"""Share that a compiled block may save; the estimate counts blocks as uncompiled."""
+COMPILED = 1.5  # share that a compiled block may save; the estimate counts blocks as uncompiled
 
 _GIB = 2**30
 
-BARE = 0.3 * _GIB
-"""Bytes of a rank before it builds its model: the interpreter and torch."""
+BARE = 0.3 * _GIB  # bytes of a rank before it builds its model: the interpreter and torch
 
 _CGROUPS, _OLD_LIMIT = Path("/sys/fs/cgroup"), "memory.limit_in_bytes"
 
@@ -78,8 +75,8 @@ def _needed(config: Any, world_size: int, ranks: int) -> tuple[float, float]:
 def _mask_bytes(config: Any) -> int:
     """Return the bytes of attention's mask on a rank, which the estimate leaves out.
 
-    GPUs have none. On a CPU documents have one (b, s/C, s) that stays for the step, and the late
-    chunk of a shared row one (s/2C, s), of which torch makes a copy in the queries' precision.
+    On a CPU documents have one (b, s/C, s), and the late chunk of a shared row one (s/2C, s), of
+    which torch makes a copy in the queries' precision.
     """
     training, degree = config.training, config.parallelism.context_parallel_degree
     itemsize = 2 if training.mixed_precision_param == "bfloat16" else 4

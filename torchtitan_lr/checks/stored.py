@@ -32,10 +32,10 @@ from torchtitan_lr.checkpoints.run_record import (
     record_path,
 )
 from torchtitan_lr.config.files import read_json
-from torchtitan_lr.config.schema import ADAMS, SPECTRAL, TSR, base_of, vocabulary_rows
+from torchtitan_lr.config.schema import vocabulary_rows
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import llama_args
-from torchtitan_lr.optim.tsr.selection import stored_settings
+from torchtitan_lr.optim.entries import ENTRIES, imported
 
 # Keys with which no run is resumed; 0, -1 and an empty text stand for another key's value.
 _NEVER_RESUMED = ("model.name", "low_rank.rank", "training.dataset")
@@ -211,8 +211,6 @@ def check_stored_optimizer(config: Any, world_size: int, device_type: str) -> No
 
     Its hyperparameters may differ: those of the configuration are used.
     """
-    from torchtitan_lr.optim.spectral.selection import stored_rule
-
     folder, metadata = _stored_states(config)
     prefix = "optimizer.state."
     stored = metadata.state_dict_metadata if metadata else {}
@@ -224,15 +222,16 @@ def check_stored_optimizer(config: Any, world_size: int, device_type: str) -> No
     # If the model alone was saved, there is nothing to compare.
     if not sizes or "optimizer" in left_out(config, resumed(config)[0]):
         return
-    section, settings = config.optimizer, stored_settings(sizes)
-    base = base_of(section.name)
-    if not settings["name"]:
-        # The states of AdamW, Adam and an optimizer from outside have no mark.
-        unmarked = ADAMS[0] if base in (TSR, *SPECTRAL) else base
-        settings["name"] = stored_rule(sizes) or unmarked
+    section, marks = config.optimizer, {name.rpartition(".")[2] for name in sizes}
+    own = ENTRIES[section.name]
+    saved = next((entry for entry in ENTRIES.values() if entry.mark in marks), None)
+    # States without a mark are taken for AdamW's, unless this optimizer's has none either.
+    settings = {"name": saved.like if saved else "AdamW" if own.mark else own.like}
+    if saved is not None and saved.stored is not None:
+        settings |= imported(saved.stored)(sizes)
     for name, there in settings.items():
         here = getattr(section, name)
-        fits = there in (here, base) if name == "name" else there == here
+        fits = there == (own.like if name == "name" else here)
         want = f"{there!r} as in the checkpoint {folder}, whose optimizer has another state"
         want += "; checkpoint.exclude_from_loading = ['optimizer'] starts without it"
         with _cured(config, "optimizer"):

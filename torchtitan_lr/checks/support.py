@@ -7,9 +7,9 @@ import os
 import shutil
 from typing import Any
 
-from torchtitan_lr.config.schema import SPECTRAL, TSR, base_of
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.models.configured import llama_args, model_shapes
+from torchtitan_lr.optim.entries import ENTRIES, imported
 from torchtitan_lr.titan import logger
 
 
@@ -39,13 +39,12 @@ def check_parallelism(config: Any, world_size: int, device_type: str) -> None:
 
 def check_plans(config: Any, world_size: int, device_type: str) -> None:
     """Check that the model fits the tensor-parallel plan, at degree 1 too, and the optimizer."""
-    from torchtitan_lr.optim.spectral.selection import check_rule
-    from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
+    from torchtitan_lr.optim.spectral.selection import select_matrices
     from torchtitan_lr.parallel.plans import check_gather, tp_settings
 
-    offload, base = config.training.enable_cpu_offload, base_of(config.optimizer.name)
-    fits = not offload or base not in (TSR, *SPECTRAL)  # they communicate tensors of the state
-    require(fits, "training.enable_cpu_offload", True, f"false with {config.optimizer.name}")
+    entry = ENTRIES[config.optimizer.name]
+    fits = not (config.training.enable_cpu_offload and entry.sends_state)
+    require(fits, "training.enable_cpu_offload", True, f"false with {entry.name}")
     args = llama_args(config)
     if args is None:  # another package's model: it has a plan of its own, and the ranks check it
         return
@@ -58,10 +57,12 @@ def check_plans(config: Any, world_size: int, device_type: str) -> None:
             "parallelism.tp_comm falls back from 'sequence' to 'all_reduce': "
             f"{degree} ranks cannot share the tokens of every training and validation row evenly"
         )
-    if base in SPECTRAL:
-        check_rule(model_shapes(args), base)
-    if base == TSR:
-        plan_matrices(model_shapes(args), TSRSettings.from_config(config.optimizer))
+    shapes = model_shapes(args)
+    if entry.updates != "all":
+        want = "'Muon' or 'AdamW' for a model without low-rank factors"
+        require(select_matrices(shapes, entry.updates).names, "optimizer.name", entry.name, want)
+    if entry.fits is not None:
+        imported(entry.fits)(config.optimizer, shapes)
 
 
 def check_context(config: Any, world_size: int, device_type: str) -> None:

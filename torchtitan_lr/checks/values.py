@@ -1,9 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Checks of the values of a configuration: one topic each, one line each.
-
-Every check takes the configuration, the number of ranks of the whole run and the device type
-(``cpu``, ``cuda`` or ``xpu``), and raises :class:`ConfigError` or returns nothing.
-"""
+"""Checks of the values of a configuration, for a number of ranks and a device type."""
 
 import math
 import operator
@@ -151,12 +147,7 @@ def check_vocabulary(config: Any, world_size: int, device_type: str) -> None:
 
 
 def check_corpora(config: Any, world_size: int, device_type: str) -> None:
-    """Check that the corpora of a run are there and fit together; none of them is prepared.
-
-    Raises:
-        ConfigError: A corpus that does not exist, a streamed one of an unknown size, or a
-            validation corpus with training files.
-    """
+    """Check that the corpora of a run are there and fit together; none of them is prepared."""
     from torchtitan_lr.data.prepare import used_sections, wanted
     from torchtitan_lr.data.sources import Reader
 
@@ -182,12 +173,7 @@ def check_corpora(config: Any, world_size: int, device_type: str) -> None:
 
 
 def check_data(config: Any, world_size: int, device_type: str) -> None:
-    """Check the tokens of a run after `check_corpora`; prepare them if that was not done.
-
-    Raises:
-        ConfigError: A corpus that cannot be prepared, or that has no whole row.
-        DataError: A record or a shard is unreadable.
-    """
+    """Check the tokens of a run after `check_corpora`; prepare them if that was not done."""
     from torchtitan_lr.data.prepare import ensure_prepared, open_rows, used_sections
 
     validation, used = config.validation, used_sections(config)

@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 
 from torchtitan_lr.data.pairs import MESSAGES, PairEncoder
-from torchtitan_lr.inference.completion import SEEDS, USUAL_NEW_TOKENS, Settings, complete_batch
-from torchtitan_lr.inference.decode import max_new_tokens
-from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.hf.generation import Settings, continue_ids, max_new_tokens
 
 Message = dict[str, str]
 
 
 def converse(
-    model: LlamaModel,
+    model: Any,
     tokenizer: Any,
+    window: int,
+    limit: int,
     settings: Settings,
+    seed: int,
     ask: Callable[[], str | None],
     write: Callable[[str], Any],
 ) -> list[Message]:
@@ -30,9 +31,12 @@ def converse(
     fit in the trained window is forgotten, the oldest question and its answer first.
 
     Args:
-        model: The model, on one device.
+        model: Result of `hf.generation.build_generator`.
         tokenizer: Its tokenizer.
-        settings: How answers are drawn; answer i has ``seed + i``.
+        window: Length of the sequences that the model was trained on.
+        limit: Most tokens of an answer.
+        settings: How answers are drawn.
+        seed: Answer i has ``seed + i``.
         ask: Returns the next message, None after the last one.
         write: Called with the pieces of an answer, then with a line break.
 
@@ -46,27 +50,24 @@ def converse(
     # An answer ends at the template's mark, such as ``<|im_end|>``.
     mark = encoder.end_mark()
     ids = tokenizer.encode_text(mark, special=True).ids
-    if ids and tokenizer.decode(ids[:1], skip_special_tokens=True):
+    if ids and tokenizer.decode(ids[:1]):
         settings = replace(settings, stops=[*settings.stops, mark])
     elif ids:  # special tokens have no text
-        settings = replace(settings, stop_ids=[*settings.stop_ids, ids[0]])
+        settings = replace(settings, stop_ids=ids[:1])
     messages: list[Message] = []
     while (question := ask()) is not None:
         messages.append({"role": "user", "content": question})
-        limit = settings.max_new_tokens or USUAL_NEW_TOKENS
         while True:
             record = {MESSAGES: [*messages, {"role": "assistant", "content": ""}]}
             tokens = encoder.encode(json.dumps(record), answered=False)
             ids = np.maximum(tokens, ~tokens).tolist()  # complements are no labels
-            if len(ids) + limit <= model.model_args.max_seq_len:
-                break
-            if len(messages) == 1:  # nothing to forget: a shorter answer, or none
-                limit = min(limit, max_new_tokens(model.model_args, len(ids), "message"))
+            if len(ids) + limit <= window or len(messages) == 1:
                 break
             del messages[:2]
-        row = ("", ids, limit, settings.seed % SEEDS)
-        (answer,) = complete_batch(model, tokenizer, [row], settings, write)
+        # With nothing left to forget: a shorter answer, or none.
+        most = min(limit, max_new_tokens(window, len(ids), "message"))
+        answer = continue_ids(model, tokenizer, ids, most, settings, seed, write)
         write("\n")
         messages.append({"role": "assistant", "content": answer.text})
-        settings = replace(settings, seed=settings.seed + 1)
+        seed += 1
     return messages

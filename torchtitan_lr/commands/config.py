@@ -68,12 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def list_configs() -> list[dict[str, Any]]:
-    """Return one row per shipped configuration.
-
-    Returns:
-        ``name``, ``model``, ``flavor``, ``optimizer``, ``dataset``, ``ranks`` (the product of the
-        degrees without FSDP's free one), ``steps`` and ``description``.
-    """
+    """Return one row per shipped configuration; ranks are the least that its degrees need."""
     rows = []
     for name, path in shipped_configs().items():
         toml = load_toml(str(path))

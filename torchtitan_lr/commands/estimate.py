@@ -7,22 +7,17 @@
     torchtitan-lr estimate CONFIG --plans full,vanilla_replicated,btp
     torchtitan-lr estimate cola_1b full_1b tsr_1b --world 8
 
-Prints parameters, FLOPs per token, the memory of the rank that needs most by part, the bytes that a
-rank passes to its collectives per step by mesh dimension and operation, and a modelled step time.
-One CONFIG stands beside its model on the same ranks with the same batches and with AdamW under
---plans, by default full rank, vanilla tensor parallelism and BTP. Several CONFIGs stand beside each
-other. Further arguments override the TOMLs, as in a run.
+Prints parameters, FLOPs per token, the memory of the rank that needs most, the bytes that a rank
+passes to its collectives per step, and a modelled step time. One CONFIG stands beside its model on
+the same ranks and batches with AdamW under --plans; several CONFIGs stand beside each other.
+Further arguments override the TOMLs, as in a run. All plans have the same activation checkpointing,
+"full" where full rank stands beside "low_rank".
 
-The plans use the same mode of activation checkpointing: the configured one, or "full" if that is
-"low_rank" and full rank is compared, which does not support it.
-
-Weights, gradients, optimizer state and bytes are exact. Activations are counted by running blocks
-on tensors without data ("working" is the additional memory of backward); "buffers" include FSDP's
-unsharded weights. Memory counts blocks as uncompiled. The step time is a model, compared with
-published times in docs/results.md; "compute" is products and attention. A checkpoint holds every
-weight and optimizer state once, and TAGC's residuals; --storage 2.5 adds its seconds at 2.5 GB/s.
-With context parallelism both values of parallelism.cp_gather are compared. With a pipeline every
-rank is listed; the table shows the ranks with most memory and most bytes.
+Weights, gradients, optimizer state and bytes are exact. Activations are counted by
+running uncompiled blocks on tensors without data ("working" is the additional memory of backward);
+"buffers" include FSDP's unsharded weights. The step time is a model, compared with published times
+in docs/results.md; "compute" is products and attention. With context parallelism both
+values of parallelism.cp_gather are compared.
 
 --hardware h100 has 400 Gbit/s a device between nodes; h100_400gbit has it a node of eight devices.
 
@@ -32,7 +27,6 @@ Exit status: 0, or 2 for an invalid configuration, number of ranks or hardware.
 import argparse
 import json
 from collections.abc import Sequence
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,20 +51,11 @@ def add_arguments(parser: OneLineParser) -> None:
         default="full,vanilla,btp",
         help="of one CONFIG: some of full, vanilla, vanilla_replicated, btp, or of your own",
     )
-    parser.add_argument(
-        "--storage",
-        type=float,
-        default=0.0,
-        metavar="GB/s",
-        help="bandwidth of the storage for all ranks together: adds the seconds of a checkpoint",
-    )
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the estimate; return the exit status."""
-    if not (args.storage >= 0 and isfinite(args.storage)):
-        raise ConfigError("--storage", args.storage, "GB/s such as 2.5")
     if args.world is not None:
         check_at_least(args, world=1)
     for path in args.configs:
@@ -91,15 +76,12 @@ def run(args: argparse.Namespace) -> int:
         plans = read_plans(args.plans)
         runs = {"as configured": first, **dict(alternatives(first, plans))}
     report = estimate(runs, hardware)
-    print(json.dumps(report, indent=2) if args.json else as_text(report, hardware, args.storage))
+    print(json.dumps(report, indent=2) if args.json else as_text(report, hardware))
     return 0
 
 
 def read_paper_run(path: str, world: int | None, overrides: Sequence[str]) -> "Run":
-    """Read a run and check it for ``world`` ranks, to which a debug file is fitted as in training.
-
-    By default they are the product of its degrees.
-    """
+    """Read a run, fitted as in training, and check it for ``world`` ranks, by default its least."""
     import torchtitan_lr.training.register  # noqa: F401
     from torchtitan_lr.checks.job import check_job_config
     from torchtitan_lr.config.build import build_job_config

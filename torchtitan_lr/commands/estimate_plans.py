@@ -5,23 +5,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torchtitan_lr.checks.job import check_job_config
-from torchtitan_lr.costs.described_run import Run, with_checkpointing
+from torchtitan_lr.costs.described_run import Run
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import PLANS, check_gather, resolve_settings
 
-FULL_RANK = "full"
-"""The alternative that is a family; ``auto`` selects its plan."""
+FULL_RANK = "full"  # the alternative that is a family; ``auto`` selects its plan
 
 
 def read_plans(text: str) -> list[str]:
-    """Read names of alternatives, separated by commas, once the user's module is imported.
-
-    Raises:
-        ConfigError: There is no such plan.
-    """
+    """Read names of alternatives, separated by commas, once the user's module is imported."""
     # Models with lanes have one plan each, and full rank has its own.
     known = [FULL_RANK, *(name for name, plan in PLANS.items() if plan.low_rank and not plan.lanes)]
     plans = text.split(",")
@@ -32,18 +27,15 @@ def read_plans(text: str) -> list[str]:
 
 
 def alternatives(run: Run, plans: Sequence[str]) -> Iterator[tuple[str, Run | ConfigError]]:
-    """Yield the run's model under each plan; the reason instead, where one cannot be carried out.
+    """Yield the run's model under each plan, or the reason why it cannot have it.
 
-    What a run repeats in backward belongs to its mode of activation checkpointing, not to its plan,
-    so all have one: the run's, or ``full`` for ``low_rank`` beside full rank, which has no latents
-    to keep. A full-rank model is compared with the CoLA model of its flavor.
-
-    Raises:
-        ConfigError: The run cannot have that mode.
+    All have one mode of checkpointing: the run's, or ``full`` for ``low_rank`` beside full rank,
+    which has no latents to keep. A full-rank model is compared with its flavor's CoLA model.
     """
     config = run.config
     if FULL_RANK in plans and run.checkpointing == "low_rank":
-        config = with_checkpointing(config, "full")
+        section = replace(config.activation_checkpoint, mode="full")
+        config = replace(config, activation_checkpoint=section)
         check_job_config(config, run.world, "cuda", on_paper=True)
     low = _low_rank(run)
     dense = replace(low, family="full", rank_attention=0, rank_ffn=0, activation="fullrank")

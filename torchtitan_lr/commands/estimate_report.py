@@ -7,31 +7,14 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from torchtitan_lr.config.schema import BUILT_IN_OPTIMIZERS
 from torchtitan_lr.costs.described_run import Run, with_wire
 from torchtitan_lr.costs.gather_choice import GIB, gather_lines, gather_report
-from torchtitan_lr.costs.gram_messages import rank_small_flops, small_flops
 from torchtitan_lr.costs.hardware import Hardware
 from torchtitan_lr.costs.messages import Traffic
-from torchtitan_lr.costs.rank_memory import (
-    checkpoint_bytes,
-    in_flight,
-    rank_memory,
-    rehearse_run,
-)
+from torchtitan_lr.costs.rank_memory import checkpoint_bytes, in_flight, rank_memory, rehearse_run
 from torchtitan_lr.costs.rehearsal import Rehearsal
 from torchtitan_lr.costs.step_time import fp32_seconds, step_time
-from torchtitan_lr.costs.step_traffic import (
-    WIRES,
-    average_optimizer_traffic,
-    bytes_by_dim,
-    gradient_bytes,
-    optimizer_traffic,
-    peak_optimizer_traffic,
-    spectral_matrices,
-    step_traffic,
-    tsr_names,
-)
+from torchtitan_lr.costs.step_traffic import WIRES, bytes_by_dim, gradient_bytes, step_traffic
 from torchtitan_lr.costs.work import work_of_run
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.configured import empty_model
@@ -42,24 +25,11 @@ OWN = "counts as AdamW does, without what it sends itself"
 
 
 def estimate(runs: Mapping[str, Run | ConfigError], hardware: Hardware) -> dict[str, Any]:
-    """Estimate runs that are compared.
+    """Estimate runs that are compared: the first is that of the report, others are alternatives.
 
-    Args:
-        runs: By the name of their column, the run of the report first; or why one is left out.
-        hardware: The machine.
-
-    Returns:
-        ``checkpointing`` (the mode), ``parameters``, ``flops_per_token``, ``memory_bytes`` (of the
-        rank that needs most), ``activations_by_mode``, ``comm_bytes`` (of the pipeline rank that
-        sends most, by mesh dimension and operation), ``gradient_bytes`` (of the same rank: the part
-        of gradients, if they travelled in float32 and in bfloat16), ``checkpoint_bytes`` (of all
-        ranks together, by part), ``step_time`` and ``pipeline_ranks``; with
-        context parallelism also ``context`` (`gather_report`); with a spectral optimizer also
-        ``spectral`` (the numbers that it sends, and its products of (r, r)); with TSR-Adam also
-        ``tsr_comm_bytes``, by kind of step and dtype of gradients (then ``comm_bytes`` are for a
-        step without refresh, ``gradient_bytes`` and the time for an average step); and the same
-        keys for every other run in ``alternatives``.
-        ``tokens_per_s`` in ``step_time`` counts all ranks together.
+    Memory is of the rank that needs most, bytes of the pipeline rank that sends most, checkpoints
+    and tokens/s of all ranks. Where an optimizer's steps differ, ``comm_bytes`` are those of an
+    ordinary one, ``gradient_bytes`` and the time of an average one.
     """
     (name, first), *others = runs.items()
     assert isinstance(first, Run)
@@ -80,13 +50,10 @@ def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
     ranks = [_pipeline_rank(run, p, rehearsal, traffic[p]) for p in range(run.pp)]
     heaviest = max(ranks, key=lambda rank: int(rank["memory_bytes"]["peak"]))
     busiest = max(ranks, key=lambda rank: _total(rank["comm_bytes"]))
-    averaged, average = traffic, []
-    if run.tsr is not None:
-        averaged = []
-        for pp_rank, rows in enumerate(traffic):
-            passes = [row for row in rows if row.scope != "step"]
-            averaged.append(passes + average_optimizer_traffic(run, pp_rank))
-        average = [row for row in averaged[busiest["rank"]] if row.scope == "step"]
+    averaged = []
+    for pp_rank, rows in enumerate(traffic):
+        passes = [row for row in rows if row.pass_ != "optimizer"]
+        averaged.append(passes + run.optimizer.mean_traffic(pp_rank))
     time = step_time(run, averaged, hardware, work_of_run(run))
     tokens_per_s = run.tokens_per_step / time.total
     parameters, flops = run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len)
@@ -97,16 +64,16 @@ def _estimate(run: Run, hardware: Hardware, every_mode: bool) -> dict[str, Any]:
         "flops_per_token": flops,
         "memory_bytes": heaviest["memory_bytes"],
         "comm_bytes": busiest["comm_bytes"],
-        "gradient_bytes": gradient_bytes(run, busiest["rank"], average),
+        "gradient_bytes": gradient_bytes(run, busiest["rank"]),
         "checkpoint_bytes": checkpoint_bytes(run),
         "step_time": asdict(time) | {"total": time.total, "tokens_per_s": tokens_per_s},
     }
-    if run.tsr is not None:
-        report["tsr_comm_bytes"] = _tsr_bytes(run, busiest["rank"], average)
-    if run.spectral:
-        report["spectral"] = _spectral(run, busiest["rank"], hardware)
-    name = run.config.optimizer.name
-    if not run.baseline and name not in BUILT_IN_OPTIMIZERS:
+    name, kinds = run.entry.name, run.optimizer.kinds_of_steps(busiest["rank"])
+    if kinds:
+        report["kinds_of_steps"] = _kinds_of_steps(run, kinds)
+    if run.optimizer.small_flops(busiest["rank"])[0]:
+        report["of_matrices"] = _of_matrices(run, busiest["rank"], hardware)
+    if run.entry.cost is None:
         report["own_optimizer"] = name
     if run.cp > 1:
         report["context"] = gather_report(run, busiest["rank"], hardware)
@@ -143,45 +110,29 @@ def _by_mode(run: Run, pp_rank: int, own: Rehearsal) -> dict[str, dict[str, int]
     return result
 
 
-def _tsr_bytes(run: Run, pp_rank: int, average: list[Traffic]) -> dict[str, Any]:
-    """Return the optimizer's bytes by kind of step, dtype of gradients, dimension and operation.
-
-    Args:
-        run: The run.
-        pp_rank: Pipeline rank.
-        average: The optimizer's traffic in an average step.
-    """
-    refreshing = range(len(tsr_names(run, pp_rank)))
-    first, largest = peak_optimizer_traffic(run, pp_rank)
-    rows = {
-        "ordinary": optimizer_traffic(run, pp_rank, ()),
-        "all_refresh": optimizer_traffic(run, pp_rank, refreshing),
-        "first": first,
-        "largest later": largest,
-        "average": average,
-    }
-    found: dict[str, Any] = {name: {} for name in rows}
+def _kinds_of_steps(run: Run, kinds: Mapping[str, list[Traffic]]) -> dict[str, Any]:
+    """Return an optimizer's bytes by kind of step, dtype of gradients, dimension and operation."""
+    found: dict[str, Any] = {name: {} for name in kinds}
     for wire in WIRES:
         dtypes = with_wire(run, wire).wire_dtypes
-        for name, traffic in rows.items():
+        for name, traffic in kinds.items():
             found[name][wire] = bytes_by_dim(traffic, dtypes)
-    return found
+    return {"name": run.entry.name, "bytes": found}
 
 
-def _spectral(run: Run, pp_rank: int, hardware: Hardware) -> dict[str, Any]:
-    """Return the numbers that a spectral optimizer sends, and its products of (r, r)."""
+def _of_matrices(run: Run, pp_rank: int, hardware: Hardware) -> dict[str, Any]:
+    """Return the numbers that an optimizer of matrices sends, and its products of (r, r)."""
     sent = dict.fromkeys(("summed", "returned", "gathered"), 0)
-    for row in step_traffic(run, pp_rank):
+    for row in run.optimizer.traffic(pp_rank):
         if row.role == "gram":
             sent["returned" if row.op == "all_gather" else "summed"] += row.elements
         elif row.role == "momentum":
             sent["gathered"] += row.elements
-    matrices = spectral_matrices(run, pp_rank)
-    own = rank_small_flops(run.spectral, matrices, run.ranks)
+    whole, own = run.optimizer.small_flops(pp_rank)
     return {
-        "rule": run.spectral,
+        "name": run.entry.name,
         "numbers": sent,
-        "small_flops": sum(small_flops(run.spectral, matrix.r) for matrix in matrices),
+        "small_flops": whole,
         "small_flops_per_rank": own,
         "small_seconds": fp32_seconds(own, hardware),
     }
@@ -202,20 +153,14 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def as_text(report: dict[str, Any], hardware: Hardware, storage: float = 0.0) -> str:
-    """Format the report as a table with one column per plan.
-
-    Args:
-        report: Result of `estimate`.
-        hardware: The machine.
-        storage: Bandwidth of the storage for all ranks together, GB/s; 0 if unknown.
-    """
+def as_text(report: dict[str, Any], hardware: Hardware) -> str:
+    """Format the report as a table with one column per plan."""
     refused = {n: c["refused"] for n, c in report["alternatives"].items() if "refused" in c}
     columns = {report["name"]: report}
     columns |= {n: c for n, c in report["alternatives"].items() if n not in refused}
     width = max(16, 2 + max(map(len, columns)))
     lines = [f"{report['hardware']:44}" + "".join(f"{name:>{width}}" for name in columns)]
-    for name, cells in _rows(list(columns.values()), storage):
+    for name, cells in _rows(list(columns.values())):
         lines.append(f"{name:44}" + "".join(f"{cell:>{width}}" for cell in cells))
     lines += ["", "activations by checkpointing mode: kept + at work in backward (GiB)"]
     for mode, sizes in report["activations_by_mode"].items():
@@ -224,11 +169,12 @@ def as_text(report: dict[str, Any], hardware: Hardware, storage: float = 0.0) ->
         lines.append(_rank_line(rank))
     if "context" in report:
         lines += gather_lines(report["context"])
-    for kind, by_wire in report.get("tsr_comm_bytes", {}).items():
+    kinds = report.get("kinds_of_steps", {"bytes": {}})
+    for kind, by_wire in kinds["bytes"].items():
         sizes = [f"{_total(dims) / GIB:,.3f} in {wire}" for wire, dims in by_wire.items()]
-        lines.append(f"TSR-Adam, {kind} step (GiB): {', '.join(sizes)}")
-    if "spectral" in report:
-        lines.append(_spectral_line(report["spectral"]))
+        lines.append(f"{kinds['name']}, {kind} step (GiB): {', '.join(sizes)}")
+    if "of_matrices" in report:
+        lines.append(_matrices_line(report["of_matrices"]))
     lines += [f"{name}: {reason}" for name, reason in refused.items()]
     for name, column in columns.items():
         if "own_optimizer" in column:
@@ -238,17 +184,17 @@ def as_text(report: dict[str, Any], hardware: Hardware, storage: float = 0.0) ->
     return "\n".join(lines)
 
 
-def _spectral_line(cost: dict[str, Any]) -> str:
+def _matrices_line(cost: dict[str, Any]) -> str:
     millions = {kind: f"{count / 1e6:,.1f} M" for kind, count in cost["numbers"].items()}
     return (
-        f"{cost['rule']}, per step: {millions['summed']} numbers of Gram matrices summed, "
+        f"{cost['name']}, per step: {millions['summed']} numbers of Gram matrices summed, "
         f"{millions['returned']} of Q returned, {millions['gathered']} of momenta gathered; "
         f"{cost['small_flops_per_rank'] / 1e12:.2f} of {cost['small_flops'] / 1e12:.2f} TFLOP of "
         f"r x r products in fp32 on each rank, {1e3 * cost['small_seconds']:.1f} ms (modelled)"
     )
 
 
-def _rows(columns: list[dict[str, Any]], storage: float) -> Iterator[tuple[str, list[str]]]:
+def _rows(columns: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     yield "ranks", [f"{c['world']:,}" for c in columns]
     yield "activation checkpointing", [c["checkpointing"] for c in columns]
     yield "parameters (M)", [f"{c['parameters'] / 1e6:,.1f}" for c in columns]
@@ -270,9 +216,6 @@ def _rows(columns: list[dict[str, Any]], storage: float) -> Iterator[tuple[str, 
         yield f"gradients, if in {wire} (GiB per step)", cells
     sizes = [sum(c["checkpoint_bytes"].values()) for c in columns]
     yield "checkpoint (GiB, all ranks)", [_number(size / GIB) for size in sizes]
-    if storage:
-        seconds = [_number(size / storage / 1e9) for size in sizes]
-        yield f"checkpoint at {storage:g} GB/s (s)", seconds
     for part in columns[0]["step_time"]:
         speed = part == "tokens_per_s"
         name = "tokens/s (all ranks, modelled)" if speed else f"{part} (s, modelled)"

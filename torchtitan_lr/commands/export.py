@@ -1,15 +1,12 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Write a training checkpoint as safetensors.
+"""Write a training checkpoint as safetensors, with its tokenizer and a model card.
 
-Each export has a model card, and `repeat.toml` with the run's settings.
-
-With this package's factored names, for every model:
+With this package's names, for every model:
 
     torchtitan-lr export outputs/checkpoint/step-100 exported
 
-For transformers' AutoModelForCausalLM, with the tokenizer and a model card. A model that equals a
-full-rank LLaMA (llama_full, llama_svd) becomes one; others bring their code, to be loaded with
-trust_remote_code=True:
+For transformers' AutoModelForCausalLM. A model that equals a full-rank LLaMA (llama_full,
+llama_svd) becomes one; others bring their code, to be loaded with trust_remote_code=True:
 
     torchtitan-lr export outputs/checkpoint/step-100 exported --format hf
 """
@@ -17,9 +14,10 @@ trust_remote_code=True:
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from torchtitan_lr.checkpoints.folders import is_free, unfinished
-from torchtitan_lr.commands.parser import OneLineParser, add_allow_unverified, add_extension
+from torchtitan_lr.commands.parser import OneLineParser, add_extension
 from torchtitan_lr.errors import ConfigError, escaped
 
 DTYPES = ("checkpoint", "float32", "bfloat16")
@@ -38,17 +36,12 @@ def add_arguments(parser: OneLineParser) -> None:
         "--format", choices=["factored", "hf"], default="factored", help="names of the weights"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="checkpoint", help="precision written")
-    parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
-    add_allow_unverified(parser)
     add_extension(parser)
     parser.add_argument(
         "--keep_factors", action="store_true", help="hf: keep the factors of llama_svd too"
     )
     parser.add_argument(
         "--license", default="", help="licence for the model card, such as apache-2.0"
-    )
-    parser.add_argument(
-        "--max_shard_size", default="5GB", help="of one file of weights: 5GB, 500MB or bytes"
     )
 
 
@@ -82,56 +75,74 @@ def run(args: argparse.Namespace) -> int:
 def export(args: argparse.Namespace) -> None:
     """Load, convert, write.
 
-    Args:
-        args: the parsed arguments.
-
     Raises:
         ConfigError: The checkpoint cannot be read, converted or written.
     """
     import torch
 
     from torchtitan_lr.config.build import import_extension
-    from torchtitan_lr.hf.card import Exported, write_card
-    from torchtitan_lr.hf.export import check_hf_exportable, export_factored
-    from torchtitan_lr.hf.folder import add_tokenizer, export_folder, find_tokenizer
-    from torchtitan_lr.hf.loading import (
+    from torchtitan_lr.hf.card import Kind, write_card
+    from torchtitan_lr.hf.export import (
+        check_hf_exportable,
+        export_factored,
+        export_hf,
+        is_hf_llama,
+    )
+    from torchtitan_lr.training.loading import (
         build_model_args,
         find_step,
-        open_weights,
+        load_weights,
         read_run_config,
     )
-    from torchtitan_lr.hf.shards import plan_shards
 
     import_extension(args.custom_import)
-    plan_shards({}, args.max_shard_size)  # refuse a wrong size before anything is written
-    args.checkpoint = find_step(args.checkpoint, args.allow_unverified)
-    config = read_run_config(args.checkpoint, args.config)
-    model_args, size = build_model_args(config), args.max_shard_size
-    hf = args.format == "hf"
-    if args.keep_factors and not hf:
-        raise ConfigError(
-            "--keep_factors", args.format, "--format hf; 'factored' always keeps them"
-        )
-    if hf:
+    args.checkpoint = find_step(args.checkpoint)
+    config = read_run_config(args.checkpoint)
+    model_args = build_model_args(config)
+    kind: Kind = "factored"
+    if args.format == "hf":
         check_hf_exportable(model_args, args.keep_factors)
-    assets = find_tokenizer(config, model_args)
-    allow = args.allow_unverified
-    source = open_weights(args.checkpoint, model_args, assets, allow_unverified=allow)
+        kind = "llama" if is_hf_llama(model_args, args.keep_factors) else "coded"
+    elif args.keep_factors:
+        want = "--format hf; 'factored' always keeps them"
+        raise ConfigError("--keep_factors", args.format, want)
+    assets = config.model.hf_assets_path
+    tokenizer = _tokenizer(assets, model_args)
+    weights = load_weights(args.checkpoint, model_args, assets if tokenizer else "")
     dtype = None if args.dtype == "checkpoint" else getattr(torch, args.dtype)
     try:
         with unfinished(args.out) as aside:
-            if hf:
-                export_folder(
-                    source, config, aside, dtype, size, args.keep_factors, assets, args.license
-                )
+            if args.format == "hf":
+                export_hf(model_args, weights, aside, dtype, args.keep_factors)
             else:
-                written = export_factored(source, aside, dtype, size)
-                if assets:
-                    add_tokenizer(config, aside, model_args.max_seq_len)
-                exported = Exported(aside, written, "factored", args.license)
-                write_card(model_args, config, source.step_dir, exported)
+                export_factored(model_args, weights, aside, dtype)
+            if tokenizer is not None:
+                _add_tokenizer(tokenizer, aside, model_args.max_seq_len)
+            write_card(model_args, config, args.checkpoint, aside, kind, args.license)
     except OSError as error:
         raise ConfigError("OUT", str(args.out), f"a writable folder ({error})") from error
-    if not assets:
-        path = config.model.hf_assets_path
-        print(escaped(f"no tokenizer in {path}: exported without one"), file=sys.stderr)
+    if tokenizer is None:
+        print(escaped(f"no tokenizer in {assets}: exported without one"), file=sys.stderr)
+
+
+def _tokenizer(assets: str, model_args: Any) -> Any:
+    """Return a run's tokenizer; None if it is no longer there."""
+    from torchtitan_lr.data.tokenizer import HF_FILE, resolve_assets_path
+    from torchtitan_lr.training.loading import load_tokenizer
+
+    there = (resolve_assets_path(assets) / HF_FILE).is_file()
+    return load_tokenizer(assets, model_args) if there else None
+
+
+def _add_tokenizer(tokenizer: Any, out: Path, length: int) -> None:
+    """Write a tokenizer into an export; ``config.json`` gets its ids of BOS and EOS."""
+    from torchtitan_lr.config.files import read_json
+    from torchtitan_lr.hf.export import write_json
+    from torchtitan_lr.hf.folders import HF_CONFIG
+    from torchtitan_lr.hf.tokenizer import export_tokenizer
+
+    ids = export_tokenizer(tokenizer, Path(tokenizer.tokenizer_path), out, length)
+    if (out / HF_CONFIG).is_file():
+        # Not the padding's: transformers would leave that row of the embedding out of training.
+        known = {name: ids[name] for name in ("bos_token_id", "eos_token_id") if name in ids}
+        write_json(out / HF_CONFIG, read_json(out / HF_CONFIG) | known)

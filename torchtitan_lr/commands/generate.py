@@ -10,10 +10,6 @@ A file of prompts, or stdin, gives one line of JSON per prompt:
     torchtitan-lr generate outputs/debug_cola --prompts prompts.txt --out texts.jsonl
     echo "import os" | torchtitan-lr generate outputs/debug_cola --prompts -
 
-torchrun splits the model over ranks by a plan of training; rank 0 prints the same text:
-
-    torchrun --nproc_per_node=4 -m torchtitan_lr generate outputs/debug_cola --prompt "def"
-
 A model that was fine-tuned on chats answers on the terminal, by its chat template; Ctrl-D ends:
 
     torchtitan-lr generate outputs/debug_cola --chat
@@ -28,18 +24,16 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
-from torchtitan_lr.commands.parser import OneLineParser, add_allow_unverified, add_extension
+from torchtitan_lr.commands.parser import OneLineParser, refuse_torchrun
 from torchtitan_lr.config.files import parse_json, read_regular
-from torchtitan_lr.errors import ConfigError, DataError, escaped, require
-from torchtitan_lr.launch.environment import forget_other_ranks
+from torchtitan_lr.errors import ConfigError, DataError, escaped
 
 
 def add_arguments(parser: OneLineParser) -> None:
     """Add the checkpoint and the options."""
-    parser.takes_overrides = True
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
@@ -64,64 +58,42 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="ends a text; repeatable"
     )
-    parser.add_argument(
-        "--stop_token", action="append", default=[], type=int, metavar="ID", help="likewise"
-    )
     parser.add_argument("--seed", type=int, default=0, help="prompt i samples with seed + i")
-    parser.add_argument("--batch_size", type=int, default=16, help="prompts decoded together")
-    parser.add_argument("--compile", action="store_true", help="compile the step; slow to start")
     parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
-    parser.add_argument("--config", type=Path, help="the run's TOML; default: the run's own record")
-    add_allow_unverified(parser)
-    add_extension(parser)
     parser.add_argument("--json", action="store_true", help="print a dictionary instead")
 
 
 def run(args: argparse.Namespace) -> int:
     """Continue the prompts; return the exit status."""
-    forget_other_ranks()
-    # Every rank reports a wrong option: torchrun ends the others as soon as one of them has failed.
+    refuse_torchrun()
     check_args(args)
-    prompts = None
-    if os.environ.get("RANK", "0") == "0":
-        prompts = [args.prompt or ""] if args.prompts is None else read_prompts(args.prompts)
+    prompts = [args.prompt or ""] if args.prompts is None else read_prompts(args.prompts)
     write_texts(args, prompts)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from torch.distributed import destroy_process_group
-
-        destroy_process_group()
     return 0
 
 
 def check_args(args: argparse.Namespace) -> None:
     """Raise for invalid values.
 
-    Args:
-        args: the parsed arguments.
-
     Raises:
         ConfigError: An option has an invalid value; the error names the first one.
     """
     if args.max_new_tokens is not None and args.max_new_tokens < 1:
         raise ConfigError("--max_new_tokens", args.max_new_tokens, "a positive integer")
-    if not 0 <= args.temperature < float("inf"):
-        raise ConfigError("--temperature", args.temperature, "0 (greedy) or a positive number")
+    if args.temperature != 0 and not 0.01 <= args.temperature < float("inf"):
+        raise ConfigError("--temperature", args.temperature, "0 (greedy) or a number from 0.01")
     if not 0 <= args.top_k < 2**63:
         raise ConfigError("--top_k", args.top_k, "0 (all tokens) or an integer up to 2**63 - 1")
     if not 0 < args.top_p <= 1:
         raise ConfigError("--top_p", args.top_p, "a number above 0 and at most 1 (all tokens)")
     if not 0 <= args.seed < 2**63:
         raise ConfigError("--seed", args.seed, "an integer from 0 to 2**63 - 1")
-    if args.batch_size < 1:
-        raise ConfigError("--batch_size", args.batch_size, "a positive integer")
     for key, texts in (("--prompt", [args.prompt or ""]), ("--stop", args.stop)):
         for text in texts:
             _check_text(key, text, text)
     for name in ("out", "json"):
         if args.chat and getattr(args, name):
             raise ConfigError(f"--{name}", str(getattr(args, name)), "no such option with --chat")
-    if args.chat and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("--chat", "several ranks", "one process, without torchrun")
     if "" in args.stop:
         raise ConfigError("--stop", "", "a text of at least one character")
     if args.out is not None and (args.out.is_dir() or not args.out.absolute().parent.is_dir()):
@@ -177,71 +149,55 @@ def read_prompts(source: Path) -> list[str]:
     return prompts
 
 
-def write_texts(args: argparse.Namespace, prompts: list[str] | None) -> None:
-    """Continue the prompts; rank 0 writes the results.
-
-    Args:
-        args: the parsed arguments.
-        prompts: The texts to continue; None on the other ranks, which receive them.
+def write_texts(args: argparse.Namespace, prompts: list[str]) -> None:
+    """Continue the prompts and write the results; all prompts are checked before the first.
 
     Raises:
         ConfigError: The model cannot be loaded, or a prompt cannot be continued.
     """
-    from torchtitan_lr.agreement import from_first_rank
-    from torchtitan_lr.config.build import import_extension
-    from torchtitan_lr.hf.generate_ranks import load_on_ranks
-    from torchtitan_lr.hf.loading import find_step
-    from torchtitan_lr.inference.completion import Settings, complete
-    from torchtitan_lr.inference.decode import Sampling, compile_blocks
+    from torchtitan_lr.hf.folders import read_any
+    from torchtitan_lr.hf.generation import (
+        USUAL_NEW_TOKENS,
+        Settings,
+        build_generator,
+        continue_ids,
+        max_new_tokens,
+    )
+    from torchtitan_lr.training.loading import find_device
 
-    import_extension(args.custom_import)
-    first = prompts is not None
-    model, tokenizer, choice = load_on_ranks(
-        find_step(args.checkpoint, args.allow_unverified),
-        args.config,
-        args.device,
-        args.overrides,
-        args.allow_unverified,
-    )
-    _check_stop_tokens(args.stop_token, set(tokenizer.get_vocab().values()))
-    prompts = from_first_rank(prompts) or []  # stdin has one reader
-    settings = Settings(
-        max_new_tokens=args.max_new_tokens,
-        sampling=Sampling(args.temperature, args.top_k, args.top_p),
-        seed=args.seed,
-        stops=args.stop,
-        stop_ids=args.stop_token,
-        batch_size=args.batch_size,
-        compiled=args.compile,
-        choice=choice,
-    )
-    if args.compile:
-        compile_blocks(model)
+    device = find_device(args.device)
+    model_args, weights, tokenizer, _ = read_any(args.checkpoint)
+    window = model_args.max_seq_len
+    settings = Settings(args.temperature, args.top_k, args.top_p, args.stop)
     if args.chat:
         from torchtitan_lr.commands.chat import converse
 
-        converse(model, tokenizer, settings, _ask, _print)
+        model = build_generator(model_args, weights, device)
+        limit = args.max_new_tokens or USUAL_NEW_TOKENS
+        converse(model, tokenizer, window, limit, settings, args.seed, _ask, _print)
         return
-    streaming = args.prompt is not None and not args.json and args.out is None
-    write = _print if streaming and first else None
-    done = complete(model, tokenizer, prompts, settings, write)
-    if not first:
-        list(done)
-    elif streaming:
-        _print(prompts[0])
-        list(done)
+    rows: list[tuple[str, list[int], int]] = []
+    for index, prompt in enumerate(prompts, start=1):
+        key = "--prompt" if args.prompts is None else f"--prompts, prompt {index}"
+        ids = tokenizer.encode(prompt, add_bos=True, special=True)
+        most = max_new_tokens(window, len(ids), key, args.max_new_tokens)
+        rows.append((prompt, ids, args.max_new_tokens or min(USUAL_NEW_TOKENS, most)))
+    model = build_generator(model_args, weights, device)
+
+    def finish(row: int, write: Any) -> dict[str, Any]:
+        prompt, ids, limit = rows[row]
+        found = continue_ids(model, tokenizer, ids, limit, settings, args.seed + row, write)
+        return {"prompt": prompt} | dataclasses.asdict(found) | {"text": prompt + found.text}
+
+    if args.prompt is not None and not args.json and args.out is None:
+        _print(args.prompt)
+        finish(0, _print)
         _print("\n")
-    else:
-        to_stdout = contextlib.nullcontext(sys.stdout)
-        with to_stdout if args.out is None else args.out.open("w", encoding="utf-8") as file:
-            for completion in done:
-                print(json.dumps(dataclasses.asdict(completion)), file=file, flush=True)
-
-
-def _check_stop_tokens(tokens: Iterable[int], ids: Collection[int]) -> None:
-    for token in tokens:
-        want = f"the id of a token, from 0 to {max(ids)}"
-        require(token in ids, "--stop_token", token, want)
+        return
+    to_stdout = contextlib.nullcontext(sys.stdout)
+    with to_stdout if args.out is None else args.out.open("w", encoding="utf-8") as file:
+        for row in range(len(rows)):
+            print(json.dumps(finish(row, lambda piece: None)), file=file, flush=True)
 
 
 def _ask() -> str | None:

@@ -76,11 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_matrix(matrix: Any) -> None:
-    """Print the error of one factorised matrix.
-
-    Args:
-        matrix: A `torchtitan_lr.hf.svd_import.MatrixReport`.
-    """
+    """Print the error of one factorised matrix, a `hf.svd_import.MatrixReport`."""
     shape = "x".join(map(str, matrix.shape))
     line = f"{matrix.name:<28}{shape:>12}  rank {matrix.rank:<5} error {matrix.error:.4f}"
     if matrix.weighted_error is not None:
@@ -89,12 +85,7 @@ def print_matrix(matrix: Any) -> None:
 
 
 def as_text(result: dict[str, Any], custom_import: str | None) -> str:
-    """Format the result, with the command that trains it.
-
-    Args:
-        result: What `torchtitan_lr.hf.import_hf.import_folder` returned.
-        custom_import: The module of a family from outside the package, which training needs too.
-    """
+    """Format the result of `hf.import_hf.import_folder`, with the command that trains it."""
     lines = {"model": f"{result['model']}, {result['parameters']:,} parameters"}
     for key in ("error", "weighted_error"):
         errors = [row[key] for row in result["matrices"] if row[key] is not None]

@@ -44,22 +44,14 @@ COMMANDS = {
 
 
 def module_of(name: str) -> ModuleType:
-    """Import the module of a subcommand.
-
-    Raises:
-        ConfigError: There is no such subcommand.
-    """
+    """Import the module of a subcommand."""
     if name not in COMMANDS:
         raise ConfigError("COMMAND", name, one_of(COMMANDS, name))
     return importlib.import_module(f"torchtitan_lr.commands.{COMMANDS[name]}")
 
 
 def parser_of(name: str) -> OneLineParser:
-    """Return the parser of a subcommand with all its arguments.
-
-    Raises:
-        ConfigError: There is no such subcommand.
-    """
+    """Return the parser of a subcommand with all its arguments."""
     module = module_of(name)
     parser = OneLineParser(prog=f"{PROGRAM} {name}", description=module.__doc__)
     module.add_arguments(parser)
@@ -79,17 +71,7 @@ def version() -> str:
 
 @in_one_line
 def main(argv: list[str] | None = None) -> int:
-    """Run a subcommand.
-
-    Args:
-        argv: The arguments; ``sys.argv[1:]`` by default.
-
-    Returns:
-        The exit status of the subcommand; 2 for invalid arguments, 1 for a run that failed.
-
-    Raises:
-        SystemExit: After ``--help`` (0) and for arguments that the parser refuses (2).
-    """
+    """Run a subcommand; return its status, 2 for invalid arguments, 1 for a run that failed."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0].startswith("-"):
         usage = "%(prog)s COMMAND [...]"

@@ -3,18 +3,15 @@
 
     torchtitan-lr measure-comm CONFIG [--json] [--section.key=value ...]
 
-CONFIG is a TOML file or a shipped name; further arguments override it. The step is executed
-on NGPU ranks of this machine (default: its GPUs, at most 4, or 4 gloo processes without GPUs).
-Elements are those of the logical tensor, once per call. If all decoder blocks are equal, they are
-shown as one, `block`; otherwise each has its own rows. Formulas describe the model, and in the
-scope `optimizer` the messages of a spectral optimizer; the scalars of the scope `step` (clipping,
-logging) have none. A message over two mesh dimensions has both names, `fsdp_tp`. Collectives that
-activation checkpointing recomputes have no formula: they are counted by running the model on
-tensors without data. The last lines have the formulas' bytes of gradients between data-parallel
-ranks, in an average step, if they travelled in float32 and in bfloat16.
-"Overlapped MFLOP" are the matrix products that a rank issues between the start of a collective and
-its wait, the least and the most of a block if blocks differ. FSDP2's collectives are rated as on a
-device: gloo's hold up the rank, whatever it issues next.
+CONFIG is a TOML file or a shipped name; further arguments override it. The step runs on NGPU ranks
+of this machine (default: its GPUs, at most 4, or 4 gloo processes without GPUs). Elements are those
+of the logical tensor, once per call. Equal decoder blocks are shown as one, `block`. The scalars of
+the scope `step` (clipping, logging) have no formula; collectives that activation checkpointing
+repeats are counted by running the model on tensors without data. A message over two mesh dimensions
+has both names, `fsdp_tp`. The last lines have the formulas' bytes of gradients between
+data-parallel ranks, in an average step, if they travelled in float32 and in bfloat16.
+"Overlapped MFLOP" are the products that a rank issues between the start of a collective and its
+wait, the least and the most of a block if blocks differ, rated as on a device.
 
 Exit status: 0 all rows agree, 1 rows differ or the run failed, 2 invalid configuration.
 """
@@ -31,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.scaling.experiments import place_run, report_from_rank, run_on_ranks
+from torchtitan_lr.scaling.start import place_run, report_from_rank, run_on_ranks
 
 if TYPE_CHECKING:
     from torchtitan_lr.costs.described_run import Run
@@ -52,14 +49,7 @@ OVERLAP = ("overlapped_flops", "most_overlapped_flops")
 
 
 def measure(arguments: list[str]) -> list[dict[str, Any]]:
-    """Run one step on this rank.
-
-    Args:
-        arguments: Arguments of a training run.
-
-    Returns:
-        The ledger's rows.
-    """
+    """Run one step on this rank."""
     import torchtitan_lr.training.register  # noqa: F401
     from torchtitan_lr.config.build import build_job_config
     from torchtitan_lr.training.trainer import Trainer
@@ -74,47 +64,30 @@ def measure(arguments: list[str]) -> list[dict[str, Any]]:
 
 
 def one_block(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge equal blocks into one, with the scope ``block``.
-
-    What overlaps may differ between blocks: ``overlapped_flops`` is the least of a row's, and the
-    additional ``most_overlapped_flops`` the most.
-    """
+    """Merge equal blocks into one, with the least and the most FLOPs that overlap."""
     whole = [row | {"most_overlapped_flops": row["overlapped_flops"]} for row in table]
     blocks: dict[str, list[dict[str, Any]]] = {}
+    compared: dict[str, list[dict[str, Any]]] = {}
     for row in whole:
         if row["scope"].startswith("block "):
+            same = {key: value for key, value in row.items() if key not in ("scope", *OVERLAP)}
             blocks.setdefault(row["scope"], []).append(row)
-    compared = []
-    for rows in blocks.values():
-        known = []
-        for row in rows:
-            known.append({k: v for k, v in row.items() if k not in ("scope", *OVERLAP)})
-        compared.append(known)
-    if not compared or any(block != compared[0] for block in compared):
+            compared.setdefault(row["scope"], []).append(same)
+    first, *others = compared.values() or [[]]
+    if not first or any(other != first for other in others):
         return whole
     merged = []
     for rows in zip(*blocks.values(), strict=True):
         flops = [row["overlapped_flops"] for row in rows]
         ends = {"overlapped_flops": min(flops), "most_overlapped_flops": max(flops)}
         merged.append(rows[0] | {"scope": "block"} | ends)
-    first = next(i for i, row in enumerate(whole) if row["scope"].startswith("block "))
-    others = [row for row in whole[first:] if not row["scope"].startswith("block ")]
-    return [*whole[:first], *merged, *others]
+    place = next(i for i, row in enumerate(whole) if row["scope"] in blocks)
+    rest = [row for row in whole[place:] if row["scope"] not in blocks]
+    return [*whole[:place], *merged, *rest]
 
 
 def run_ranks(arguments: list[str]) -> tuple[list[dict[str, Any]], Run]:
-    """Run one step on all ranks of this machine and compare the counts with the formulas.
-
-    Args:
-        arguments: Arguments of a training run.
-
-    Returns:
-        The rows of the comparison, and the run on paper.
-
-    Raises:
-        ConfigError: The configuration is invalid.
-        RunFailedError: A rank failed.
-    """
+    """Run one step on all ranks of this machine and compare the counts with the formulas."""
     from torchtitan_lr.costs.comparison import compare
     from torchtitan_lr.costs.described_run import read_run
     from torchtitan_lr.costs.rank_memory import repeated_by_block
@@ -181,12 +154,11 @@ def total_as_text(table: list[dict[str, Any]]) -> str:
 
 def gradients_as_text(run: Run) -> str:
     """Format the bytes of a run's gradients in an average step, and AdamW's, by wire dtype."""
-    from torchtitan_lr.costs.step_traffic import WIRES, average_optimizer_traffic, gradient_bytes
+    from torchtitan_lr.costs.step_traffic import WIRES, gradient_bytes
 
-    cores = [] if run.tsr is None else average_optimizer_traffic(run, 0)
     adamw = replace(run, baseline=True)
     sizes = {
-        "as configured": gradient_bytes(run, 0, cores),
+        "as configured": gradient_bytes(run, 0),
         "AdamW, uncompressed": gradient_bytes(adamw, 0),
     }
     lines = []

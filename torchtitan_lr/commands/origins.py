@@ -8,27 +8,21 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchtitan_lr.checks.values import check_model
+from torchtitan_lr.config import parse
 from torchtitan_lr.config.build import build_job_config, config_class, with_own_rates
-from torchtitan_lr.config.parse import (
-    CONFIG_FILE_KEY,
-    apply_overrides,
-    split_arguments,
-    toml_files,
-)
 from torchtitan_lr.config.paths import shown_config
-from torchtitan_lr.config.schema import DEFAULTS_OF, base_of
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import read_environment
 from torchtitan_lr.launch.machines import check_machines
 from torchtitan_lr.launch.placement import place
 from torchtitan_lr.models.configured import llama_args
+from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.titan.base import drop_marker
 
 DEFAULT, FLAVOR, SHARE = "default", "flavor", "warmup_ratio"
 COMMAND_LINE, LAUNCHER = "command line", "launcher"
 
-_SHAPE = "model."
-"""Prefix of the flavor's values that are no keys, such as ``model.dim``."""
+_SHAPE = "model."  # prefix of the flavor's values that are no keys, such as ``model.dim``
 
 _CONFIGURED = (
     *("family", "vocab_size", "max_seq_len", "rank_", "activation", "lax_gate", "init_seed"),
@@ -39,45 +33,31 @@ _CONFIGURED = (
 
 @dataclass(frozen=True)
 class Setting:
-    """One value of a run.
+    """One value of a run."""
 
-    Args:
-        key: The dotted key.
-        value: What the run uses; for a key that leaves its value to the flavor, the flavor's.
-        origin: `DEFAULT`, `FLAVOR`, `SHARE`, `COMMAND_LINE`, `LAUNCHER` or the TOML file.
-        is_key: Whether a TOML file can set it; False for a value that only the flavor has.
-    """
-
-    key: str
-    value: Any
-    origin: str
+    key: str  # the dotted key
+    value: Any  # what the run uses; for a key that leaves its value to the flavor, the flavor's
+    origin: str  # `DEFAULT`, `FLAVOR`, `SHARE`, `COMMAND_LINE`, `LAUNCHER` or the TOML file
+    # Whether a TOML file can set it; False for a value that only the flavor has
     is_key: bool = True
 
 
 def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], str]:
-    """Read a configuration as a run on this machine would.
-
-    Args:
-        config: A TOML file, or the name of a shipped one.
-        overrides: Overrides, ``--section.key=value``.
-
-    Returns:
-        Every key in the order of its section, and a line about the launcher's choices or about why
-        the configuration cannot run here; empty if there is nothing to say.
-
-    Raises:
-        ConfigError: The configuration cannot be read, or there is no such model.
-    """
-    arguments = [f"--{CONFIG_FILE_KEY}={config}", *overrides]
+    """Read a configuration as a run on this machine would; a note says what does not run here."""
+    arguments = [f"--{parse.CONFIG_FILE_KEY}={config}", *overrides]
     built = build_job_config(arguments)
     origins: dict[str, str] = {}
-    files, given, name = toml_files(built.job.config_file), _set_by(arguments), built.optimizer.name
+    files, given, name = (
+        parse.toml_files(built.job.config_file),
+        _set_by(arguments),
+        built.optimizer.name,
+    )
     named = name if "optimizer.name" in given else None
     kept = with_own_rates([*files.values()], named)
     for (file, values), own in zip(files.items(), kept, strict=True):
         origins |= dict.fromkeys(set(_leaves(values)) - set(_leaves(own)), f"{DEFAULT} of {name}")
         origins |= dict.fromkeys(_leaves(own), shown_config(file))
-    for key in DEFAULTS_OF.get(base_of(name), {}):
+    for key in ENTRIES[name].defaults:
         origins.setdefault(key, f"{DEFAULT} of {name}")
     origins |= dict.fromkeys(given, COMMAND_LINE)
     if built.lr_scheduler.warmup_ratio >= 0:
@@ -97,13 +77,7 @@ def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], 
 
 
 def as_toml(settings: Sequence[Setting]) -> str:
-    """Format settings as a TOML file; behind each key is its origin.
-
-    A value that TOML cannot express (None), that is no key, or that follows `SHARE`, is a comment.
-
-    Args:
-        settings: Settings, sorted by section.
-    """
+    """Format settings as a TOML file with origins; what it cannot say is a comment."""
     lines: list[str] = []
     section = ""
     for setting in settings:
@@ -128,7 +102,9 @@ def _leaves(table: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _set_by(arguments: Sequence[str]) -> list[str]:
     """Return the keys that overrides set; ``--a.no_b`` sets ``a.b``."""
-    return list(_leaves(apply_overrides({}, split_arguments(list(arguments)), config_class())))
+    return list(
+        _leaves(parse.apply_overrides({}, parse.split_arguments(list(arguments)), config_class()))
+    )
 
 
 def _values(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -145,16 +121,7 @@ def _values(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _with_flavor(settings: list[Setting], config: Any) -> list[Setting]:
-    """Replace each setting that leaves its value to the flavor by the flavor's value.
-
-    Args:
-        settings: Settings of all keys.
-        config: The configuration.
-
-    Returns:
-        The settings, and behind ``[model]`` the flavor's values that no key can change. A model of
-        another package has none of them.
-    """
+    """Replace what is left to the flavor by its values, and add those that no key can change."""
     args = llama_args(config)
     if args is None:
         return settings

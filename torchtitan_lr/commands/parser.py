@@ -21,14 +21,9 @@ from torchtitan_lr.errors import ConfigError, describe_error, escaped
 
 
 def in_one_line(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
-    """Decorate a program's main function to print errors in one line and return a status.
+    """Decorate a main function to print errors in one line and return a status.
 
-    Args:
-        main: Takes the arguments, or None for the process's own.
-
-    Returns:
-        A function that returns 2 for a `ConfigError`, and 1 for a `RunFailedError`, a closed
-        output, or an error of the system such as a full disk.
+    It is 2 for a `ConfigError`; 1 for a failed run, a closed output or an error of the system.
     """
 
     @functools.wraps(main)
@@ -85,36 +80,17 @@ def _path(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"got {error.got!r}, expected {error.want}") from error
 
 
-_ALLOW = "--checkpoint.allow_unverified"
-
-
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose help shows every default and whose errors are one line with status 2.
-
-    Args:
-        **options: Options of `argparse.ArgumentParser`; a description keeps its line breaks.
-
-    Attributes:
-        takes_overrides: Whether ``--section.key=value`` is taken; the parsed attributes then have
-            the list ``overrides``. A command sets it in ``add_arguments``.
-        takes_all: Whether all arguments but ``--help`` are taken as they are, as ``arguments``.
-    """
+    """A parser whose help shows every default and whose errors are one line with status 2."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        self.takes_overrides = self.takes_all = False
+        self.takes_overrides = False  # of --section.key=value, as the attribute `overrides`
+        self.takes_all = False  # of all arguments but --help, as they are
         super().__init__(**options)
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        """Add an argument as in `argparse`; its help ends with the default, if any.
-
-        Args:
-            *names: Names of the argument.
-            **options: Options of `argparse.ArgumentParser.add_argument`.
-
-        Returns:
-            The action that `argparse` created.
-        """
+        """Add an argument as in `argparse`; its help ends with the default, if any."""
         if options.get("type") is Path:
             options["type"] = _path
         default, text = options.get("default"), options.get("help") or ""
@@ -127,20 +103,10 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse a command line, with overrides of the TOML if `takes_overrides`.
-
-        Args:
-            args: The arguments; None for the process's own.
-            namespace: The namespace to fill; None for a new one.
-
-        Returns:
-            The attributes.
-        """
+        """Parse a command line, with overrides of the TOML if `takes_overrides`."""
         given = sys.argv[1:] if args is None else list(args)
         if self.takes_all and not {"-h", "--help"} & {*given}:
             return argparse.Namespace(arguments=given)
-        # `train` takes the option in this form, and the refusal of such a checkpoint names it so.
-        given = [_ALLOW if argument == f"{_ALLOW}=true" else argument for argument in given]
         options, rest = super().parse_known_args(given, namespace)
         if self.takes_overrides:
             options.overrides = rest
@@ -152,23 +118,19 @@ class OneLineParser(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
-        """Print ``error: ...`` to stderr and exit with status 2.
-
-        Args:
-            message: The error message.
-        """
+        """Print ``error: ...`` to stderr and exit with status 2."""
         _wait_for_first_rank()
         self.exit(2, f"error: {escaped(message)}\n")
 
 
-def add_allow_unverified(parser: OneLineParser) -> None:
-    """Add ``--checkpoint.allow_unverified``, for commands that read a checkpoint."""
-    parser.add_argument(
-        _ALLOW,
-        dest="allow_unverified",
-        action="store_true",
-        help="read a checkpoint whose manifest.json is missing, damaged or not of all files",
-    )
+def refuse_torchrun() -> None:
+    """Refuse several ranks, for commands that read a model in one process.
+
+    Raises:
+        ConfigError: torchrun started this process.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError("torchrun", "several ranks", "one process; to serve a model, export it")
 
 
 def add_text_column(parser: OneLineParser) -> None:
@@ -190,30 +152,14 @@ def add_extension(parser: OneLineParser) -> None:
 
 
 def check_toml(path: str, name: str = "CONFIG") -> None:
-    """Refuse a configuration file that does not exist.
-
-    Args:
-        path: The file, or the name of a shipped one.
-        name: Name of the argument in the message.
-
-    Raises:
-        ConfigError: There is no such file.
-    """
+    """Refuse a configuration file that does not exist."""
     if not Path(find_config(path)).is_file():
         near = near_configs(path)
         raise ConfigError(name, path, "a TOML file" + (f": did you mean {near}?" if near else ""))
 
 
 def check_at_least(args: argparse.Namespace, **minima: float) -> None:
-    """Refuse options below their minimum.
-
-    Args:
-        args: The attributes.
-        **minima: The smallest allowed value of each option.
-
-    Raises:
-        ConfigError: An option is below its minimum.
-    """
+    """Refuse options below their minimum."""
     for name, minimum in minima.items():
         if not getattr(args, name) >= minimum:
             raise ConfigError(f"--{name}", getattr(args, name), f"at least {minimum}")

@@ -8,9 +8,9 @@ r"""Write the tokens of text into a folder that training reads.
 
 A source is a file, folder or pattern of .txt, .jsonl (also .gz, .zst, .bz2 and .xz) or .parquet;
 cpython, python_stdlib or python_stdlib_docs; or a dataset of the Hugging Face Hub. The folder has
-Megatron's indexed format; it must be new, empty or this command's own. A killed command goes on
-where it was. `train` prepares its dataset by itself: the command is for corpora that several
-machines share, or that are prepared elsewhere.
+Megatron's indexed format; it must be new, empty or this command's own. The same command goes on
+with what a killed one has left. `train` prepares its dataset by itself: this command is for corpora
+that several machines share, or that are prepared elsewhere.
 """
 
 import argparse
@@ -40,7 +40,6 @@ def add_arguments(parser: OneLineParser) -> None:
         type=float,
         help="of each source at least; it ends with the piece of text that reaches them",
     )
-    parser.add_argument("--workers", type=int, help="processes; by default one per core")
     parser.add_argument(
         "--max_bad_records", type=int, default=0, help="records that may be lost (default 0)"
     )
@@ -83,8 +82,6 @@ def _prepare(args: argparse.Namespace) -> "Corpus":
         raise ConfigError("--tokenizer", args.tokenizer, "a folder, such as my_tokenizer")
     if args.tokens is not None and not 1 <= args.tokens < 2**63:
         raise ConfigError("--tokens", args.tokens, "a positive number such as 1e9")
-    if args.workers is not None and args.workers < 1:
-        raise ConfigError("--workers", args.workers, "a positive number of processes")
     check_at_least(args, max_bad_records=0)
     model = SimpleNamespace(hf_assets_path=args.tokenizer)
     try:
@@ -92,8 +89,7 @@ def _prepare(args: argparse.Namespace) -> "Corpus":
     except ConfigError as error:
         raise ConfigError("--tokenizer", error.got, error.want) from error
     readers = [Reader(source) for source in _sources(args)]
-    most = {"workers": args.workers, "max_bad_records": args.max_bad_records}
-    return prepare_folder(readers, tokenizer, args.out, key="--out", **most)
+    return prepare_folder(readers, tokenizer, args.out, "--out", args.max_bad_records)
 
 
 def _sources(args: argparse.Namespace) -> "list[Source]":

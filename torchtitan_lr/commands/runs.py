@@ -7,11 +7,9 @@
 
 A run is a dump folder, with metrics.jsonl, or with job_config.json and run.lock. Its state is
 "running" (a process holds its run.lock), "finished", "stopped" (by a signal, after a checkpoint) or
-"failed", and why. The losses are those of a summary: the last validation's, and the mean of the
-steps since the last logged step but one, in nats per token. The keys in which the runs differ are
-listed below the table, with what all share: ranks, tokens per step, torch and commit. --columns
-lists other keys, and --sort orders the runs by a column or a key. What is damaged in a run's files
-is shown as unknown.
+"failed", and why. The losses are those of a summary, in nats per token. Below the table are the
+keys in which the runs differ, and what all share; --columns lists other keys, and --sort orders the
+runs by a column or a key. What is damaged in a run's files is shown as unknown.
 
 Exit status: 0 success, 1 there is no run, 2 invalid arguments.
 """
@@ -31,52 +29,28 @@ from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.schema import NO_EFFECT
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError, escaped, one_of
+from torchtitan_lr.launch import run_state
 from torchtitan_lr.launch.folder_lock import LOCK_FILE
-from torchtitan_lr.launch.run_state import (
-    FAILED,
-    RUNNING,
-    STOPPED,
-    is_held,
-    read_state,
-)
-from torchtitan_lr.training.history import (
-    HISTORY_FILE,
-    TRAIN_LOSS,
-    VALIDATION_LOSS,
-    is_number,
-    read_history,
-    train_loss,
-)
+from torchtitan_lr.training import history as logged
 
 _NOT_SEARCHED = {"checkpoint", "logs", "tb", "wandb", "comm_traces"}
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run in the list.
-
-    Args:
-        folder: Its dump folder.
-        config: Its TOML file, else its model and flavor.
-        step: The last logged step, 0 if there is none.
-        steps: The last step of the configuration, None if that is unknown.
-        state: running, finished, stopped or failed.
-        why: Why it stopped or failed; empty if it did not.
-        loss: The last training loss, as in a summary, nats per token.
-        val_loss: The last validation loss, nats per token.
-        settings: Its values of the keys in which the listed runs differ, or of chosen ones.
-        shared: Ranks, tokens per step, torch and commit, where they are those of all listed runs.
-    """
+    """A run in the list."""
 
     folder: str
-    config: str
-    step: int
-    steps: int | None
-    state: str
-    why: str
-    loss: float | None
-    val_loss: float | None
+    config: str  # its TOML file, else its model and flavor
+    step: int  # the last logged step, 0 if there is none
+    steps: int | None  # the last step of the configuration, None if that is unknown
+    state: str  # running, finished, stopped or failed
+    why: str  # why it stopped or failed; empty if it did not
+    loss: float | None  # the last training loss, as in a summary, nats per token
+    val_loss: float | None  # the last validation loss, nats per token
+    # Its values of the keys in which the listed runs differ, or of chosen ones
     settings: dict[str, Any] = field(default_factory=dict)
+    # Ranks, tokens per step, torch and commit, where they are those of all listed runs
     shared: dict[str, Any] = field(default_factory=dict)
 
 
@@ -108,11 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_runs(paths: list[Path]) -> list[Path]:
-    """Return the dump folders at and below some folders, in order of their names.
-
-    Raises:
-        ConfigError: A path is no folder.
-    """
+    """Return the dump folders at and below some folders, in order of their names."""
     found = set()
     for path in paths:
         if not path.is_dir():
@@ -121,26 +91,22 @@ def find_runs(paths: list[Path]) -> list[Path]:
         for folder, names, files in os.walk(path):
             names[:] = [name for name in names if name not in _NOT_SEARCHED]
             # What `import` wrote has a record too, but no run was there.
-            if HISTORY_FILE in files or {RUN_CONFIG, LOCK_FILE} <= set(files):
+            if logged.HISTORY_FILE in files or {RUN_CONFIG, LOCK_FILE} <= set(files):
                 found.add(Path(folder))
     return sorted(found)
 
 
 def describe(folder: Path) -> RunInfo:
-    """Read a run's configuration, history and state.
-
-    Args:
-        folder: Its dump folder.
-    """
+    """Read a run's configuration, history and state."""
     config = _read_json(folder / RUN_CONFIG)
-    history = read_history(folder / HISTORY_FILE)
+    history = logged.read_history(folder / logged.HISTORY_FILE)
     job, model, training = (_table(config, name) for name in ("job", "model", "training"))
     name = job.get("config_file")
     if not name or not isinstance(name, str):
         found = [model.get(key) for key in ("name", "flavor")]
         name = " ".join(value for value in found if isinstance(value, str))
     steps = training.get("steps")
-    steps = steps if type(steps) is int and is_number(steps) else None
+    steps = steps if type(steps) is int and logged.is_number(steps) else None
     step = max((record["step"] for record in history), default=0)
     state, why = _state_of(folder, step)
     return RunInfo(
@@ -150,8 +116,8 @@ def describe(folder: Path) -> RunInfo:
         steps=steps,
         state=state,
         why=why,
-        loss=_last([train_loss(record) for record in history]),
-        val_loss=_last([record.get(VALIDATION_LOSS) for record in history]),
+        loss=_last([logged.train_loss(record) for record in history]),
+        val_loss=_last([record.get(logged.VALIDATION_LOSS) for record in history]),
     )
 
 
@@ -164,13 +130,7 @@ _DERIVED = {
 
 
 def with_settings(runs: list[RunInfo], columns: list[str]) -> list[RunInfo]:
-    """Return the runs with their values of some keys; by default of those in which they differ.
-
-    A key that some record lacks, such as that of another version, is not compared.
-
-    Raises:
-        ConfigError: No record has such a key.
-    """
+    """Return the runs with their values of some keys, else of common ones in which they differ."""
     records = [_settings(_read_json(Path(run.folder) / RUN_CONFIG)) for run in runs]
     known = [record for record in records if record]
     for key in columns:
@@ -194,11 +154,7 @@ _ENVIRONMENT = tuple(
 
 
 def ordered(runs: list[RunInfo], key: str) -> list[RunInfo]:
-    """Return the runs in the ascending order of a column of the table, or of a listed key.
-
-    Raises:
-        ConfigError: There is no such column.
-    """
+    """Return the runs in the ascending order of a column of the table, or of a listed key."""
     columns = {"run": "folder", "config": "config", "step": "step", "state": "state"}
     columns |= {"loss": "loss", "validation": "val_loss"}
     keys = dict.fromkeys(chain.from_iterable(run.settings for run in runs))
@@ -207,7 +163,7 @@ def ordered(runs: list[RunInfo], key: str) -> list[RunInfo]:
 
     def place(run: RunInfo) -> tuple[int, float, str]:
         value = getattr(run, columns[key]) if key in columns else run.settings.get(key)
-        if isinstance(value, (int, float)) and is_number(value):
+        if isinstance(value, (int, float)) and logged.is_number(value):
             return 0, float(value), ""
         return (2, 0.0, "") if value is None else (1, 0.0, str(value))
 
@@ -243,13 +199,13 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
 
 def _state_of(folder: Path, step: int) -> tuple[str, str]:
     """Return a run's state, and why it stopped or failed."""
-    if is_held(folder):
-        return RUNNING, ""
-    record = read_state(folder)
+    if run_state.is_held(folder):
+        return run_state.RUNNING, ""
+    record = run_state.read_state(folder)
     if not record:  # lost, or copied without it
-        return STOPPED, f"after step {step}; why is not recorded"
-    if record["state"] == RUNNING:
-        return FAILED, "killed, or its machine was: it could not record why"
+        return run_state.STOPPED, f"after step {step}; why is not recorded"
+    if record["state"] == run_state.RUNNING:
+        return run_state.FAILED, "killed, or its machine was: it could not record why"
     return record["state"], str(record.get("error") or "")
 
 
@@ -300,23 +256,17 @@ def as_text(runs: list[RunInfo]) -> str:
 
 
 def plot(runs: list[RunInfo], path: Path) -> None:
-    """Draw the losses of several runs in one picture.
+    """Draw the losses of several runs in one picture."""
+    from torchtitan_lr.training.figures import draw_runs
 
-    Args:
-        runs: The runs; those without a logged step are left out.
-        path: The PNG to write.
-
-    Raises:
-        ConfigError: No run has a logged step, or the file cannot be written.
-    """
-    from torchtitan_lr.scaling.pictures import draw_runs
-
-    histories = {run.folder: read_history(Path(run.folder) / HISTORY_FILE) for run in runs}
+    histories = {
+        run.folder: logged.read_history(Path(run.folder) / logged.HISTORY_FILE) for run in runs
+    }
     common = os.path.commonpath([str(Path(name).parent) for name in histories] or [""])
     short = {os.path.relpath(name, common or "."): rows for name, rows in histories.items()}
     drawn = {}
     for name, rows in short.items():
-        if any(TRAIN_LOSS in row for row in rows):
+        if any(logged.TRAIN_LOSS in row for row in rows):
             drawn[name] = rows
     if not drawn:
         raise ConfigError("--plot", str(path), "runs with at least one logged step")

@@ -10,14 +10,11 @@ arguments, --section.key=value, apply to all runs, and are given to each of the 
 
 plan prints families, sizes and budgets with their parameters, tokens and FLOPs, and starts no run.
 run executes what is missing, the cheapest first, as a sweep does: it may be stopped and goes on.
-Learning rates are searched first: all at the first size, then at each later one those beside the
-best. A grid whose best rate is at its end goes on by the ratio of its last two. A run that fails
-holds up only the runs that need it, and is named at the end.
-In wandb (--metrics.enable_wandb) all runs are one group.
-
-fit prints the table with the losses, and fits L = E + A C^(-alpha) to four points or more by the
-Huber loss of log L, with bootstrap intervals. It writes scaling.md, scaling.json and scaling.png to
---out.
+Learning rates are searched first: all at the first size, then those beside the best; a grid whose
+best is at its end goes on. A failed run holds up only the runs that need it. In wandb
+(--metrics.enable_wandb) all runs are one group.
+fit prints the losses, fits L = E + A C^(-alpha) to four points or more by the Huber loss of log L,
+with bootstrap intervals, and writes scaling.md, scaling.json and scaling.png to --out.
 
 Exit status: 0; 1 a run failed or a search found no best rate; 2 an invalid experiment;
 130 stopped.
@@ -101,7 +98,7 @@ def losses_of(work: Path) -> dict[str, float]:
 def show(plan: "Plan", fit: bool) -> int:
     """Print the table, with the fitted laws or with what is left to do; return the exit status."""
     from torchtitan_lr.console.tables import text_table
-    from torchtitan_lr.scaling.report import fits_of, rows_of, table, write
+    from torchtitan_lr.scaling.results import fits_of, rows_of, table, write
     from torchtitan_lr.scaling.sweep import Sweep
 
     losses = losses_of(plan.work)

@@ -9,11 +9,11 @@ all combinations. Further arguments, --section.key=value, apply to all points. A
 of this machine (default: its GPUs, at most 4, or 4 CPU processes without GPUs); --jobs runs several
 points at once, on GPUs of their own or on the cores.
 
-The whole grid is checked before the first run. The sweep may be stopped at any time (Ctrl-C saves
-the active runs) or killed: the same command skips points with a result (finished or diverged),
-resumes interrupted ones from their last checkpoint, and repeats failed ones. In wandb
-(--metrics.enable_wandb) all points are one group. The table is written to sweep.md, sweep.csv and
-sweep.json in --out after every point; each point has its own folder there.
+The whole grid is checked before the first run. A sweep that is stopped (Ctrl-C saves the active
+runs) or killed goes on by the same command: it skips points with a result (finished or diverged),
+resumes interrupted ones, and repeats failed ones; `torchtitan-lr runs OUT` shows where they are. In
+wandb (--metrics.enable_wandb) all points are one group. sweep.md, sweep.csv and sweep.json in --out
+have the table after every point; each point has its own folder there.
 
 Exit status: 0 all points have a result, 1 some failed, 2 invalid configuration, 130 stopped.
 """

@@ -1,10 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Autograd node numbers, and the wrappers of modules.
+"""Autograd node numbers, and the wrappers of modules; tested with torch 2.11 and 2.13.
 
-The ledger needs the part of the model whose backward is running. Torch has no public function for
-the running node, and module hooks miss compiled blocks and FSDP2's own nodes.
-
-Tested with torch 2.11 and 2.13.
+Torch has no public function for the running node, by which the ledger knows the running part;
+module hooks miss compiled blocks and FSDP2's own nodes.
 """
 
 import re
@@ -27,10 +25,7 @@ def version_of(x: torch.Tensor) -> int:
 
 
 def backward_may_repeat() -> bool:
-    """Return whether the running backward pass keeps its graph, so that a node may run again.
-
-    A node of another pass may overwrite what it saved.
-    """
+    """Return whether backward keeps its graph, so that a node may run and read its saves again."""
     # If the function is gone, every pass counts as one that keeps its graph, and the head's loss
     # takes memory for one more gradient.
     keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
@@ -62,10 +57,7 @@ attributes backward collectives to the wrong module.
 
 
 def running_node_number() -> int | None:
-    """Return the number of the autograd node that is running.
-
-    None in a callback, and in a node that no forward pass created (``AccumulateGrad``).
-    """
+    """Return the running autograd node's number; None in a callback or ``AccumulateGrad``."""
     node = torch._C._current_autograd_node()
     if node is None or type(node).__name__ == "AccumulateGrad":
         return None

@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Private parts of torch's distributed checkpoints (DCP): nested values and metadata classes.
-
-Tested with torch 2.11 and 2.13.
-"""
+"""Private parts of torch's distributed checkpoints (DCP); tested with torch 2.11 and 2.13."""
 
 from itertools import product
 from pathlib import PurePath

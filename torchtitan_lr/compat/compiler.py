@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Choices of torch's compiler without a public name.
-
-Tested with torch 2.13.
-"""
+"""Choices of torch's compiler without a public name; tested with torch 2.13."""
 
 from typing import Any
 
@@ -10,10 +7,7 @@ from torch._functorch import config as functorch_config
 
 
 def remake_inputs_of_products(enabled: bool = True) -> None:
-    """Let compiled backward passes make the inputs of products again, if they are element-wise.
-
-    Applies to what this process compiles from now on.
-    """
+    """Let backward passes compiled from now on make element-wise inputs of products again."""
     # By default the partitioner of forward and backward keeps whatever a product of backward reads:
     # σ(h) beside h, SwiGLU's product beside its factors, the normalized stream beside the stream.
     # If the setting is gone, the results are the same and compiled blocks keep more for backward.
@@ -22,11 +16,7 @@ def remake_inputs_of_products(enabled: bool = True) -> None:
 
 
 def lower_as_identity(operator: Any) -> None:
-    """Make Inductor compile an operator of one tensor to the identity.
-
-    Args:
-        operator: An overload; ignored if it is already registered.
-    """
+    """Make Inductor compile an operator of one tensor to the identity."""
     # Inductor has no public registry for this. If upstream changes the private one, compiling with
     # low-rank checkpointing fails, or calls the operator, which copies its argument. Late: the
     # import takes seconds.

@@ -1,11 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Operators below autograd: dispatch modes, trees, schemas, storages, and the attention kernels.
+"""Operators below autograd: dispatch modes, trees, schemas, storages, and attention kernels.
 
-The ledger, the recomputation of low-rank checkpointing and the rehearsal intercept operators when
-they are dispatched. Torch's own notes recommend `torch.utils._python_dispatch` and
-`torch.utils._pytree` for this, but the modules are private.
-
-Tested with torch 2.11 and 2.13.
+Torch's notes recommend these modules, although they are private. Tested with torch 2.11 and 2.13.
 """
 
 from typing import Any
@@ -53,14 +49,8 @@ function, the only one of a block that torch wraps so. If upstream renames it, t
 def flash_attention_to_prefix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return attention's output of the last tokens of a prefix, by CUDA's flash kernel.
 
-    Args:
-        q: Queries (b, h, n, head_dim) of the last n tokens.
-        k: Keys (b, h_kv, s, head_dim) of all s.
-        v: Values, likewise.
-
-    Raises:
-        RuntimeError: The kernel does not fit the tensors: they are in half precision, and 8
-            divides head_dim.
+    q (b, h, n, head_dim) are the last n tokens' queries, k and v (b, h_kv, s, head_dim) are of all
+    s. They are in half precision, and 8 divides head_dim: else a `RuntimeError`.
     """
     # For this operator ``is_causal`` means from the lower right, as `torch.nn.attention.bias` says.
     kernel = torch.ops.aten._scaled_dot_product_flash_attention
@@ -84,14 +74,7 @@ def changes_arguments(func: Any) -> bool:
 def product_flops(operator: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
     """Return the FLOPs of an operator's matrix products; 0 for one without any.
 
-    Torch 2.11 refuses to count attention with grouped queries, so each group's keys and values are
-    shown to the count once per head of its queries, as a kernel multiplies them.
-
-    Args:
-        operator: The operator, without its overload.
-        args: Its arguments; tensors of attention are (b, heads, s, d).
-        kwargs: Its other arguments.
-        result: What it returned.
+    Torch 2.11 cannot count grouped queries: keys and values are shown once per head of queries.
     """
     if operator not in flop_registry:
         return 0
@@ -108,11 +91,7 @@ def product_flops(operator: Any, args: tuple[Any, ...], kwargs: Any, result: Any
 
 
 def results_are_cached() -> bool:
-    """Return whether selective checkpointing keeps the results of operators here.
-
-    It gives them to the recomputation, so nothing may overwrite them. Torch notices a change by the
-    tensor's version, and a collective in place does not count in it.
-    """
+    """Return whether selective checkpointing keeps results, which nothing may overwrite."""
     # If upstream renames these, the import fails.
     caching = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
     return any(isinstance(mode, caching) for mode in _get_current_dispatch_mode_stack())

@@ -1,11 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A rank's part of a tensor under DTensor placements, the private ``_StridedShard`` included.
 
-FSDP2 over tensor parallelism uses the placement ``_StridedShard``, which torch does not export.
-Initialization, TSR-Adam and its checkpoints need the slice that such a rank holds.
-
-Tested with torch 2.11 and 2.13. If the meaning of ``split_factor`` changes, `local_slice` raises,
-or initialization differs between layouts; tests compare it with `distribute_tensor`.
+FSDP2 over tensor parallelism uses it. Tested with torch 2.11 and 2.13. If the meaning of
+``split_factor`` changes, `local_slice` raises, or initialization differs between layouts; tests
+compare it with `distribute_tensor`.
 """
 
 import math
@@ -29,12 +27,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def with_local_part(tensor: Tensor, part: Tensor) -> Tensor:
-    """Return a tensor like another one, with another local part; ``part`` for a plain tensor.
-
-    Args:
-        tensor: A DTensor or a plain tensor.
-        part: A tensor of the local part's shape and dtype, on any device.
-    """
+    """Return a tensor like another one, with another local part; ``part`` for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return part
     # The public `DTensor.from_local` moves the part to the mesh's device, and a copy on the host
@@ -50,17 +43,8 @@ def local_slice(
 ) -> Tensor:
     """Cut the part of a tensor that one rank holds.
 
-    Args:
-        full: The whole tensor.
-        mesh_shape: Size of every mesh dimension.
-        coordinate: The rank's index along every mesh dimension.
-        placements: One placement per mesh dimension: Replicate, Shard or _StridedShard.
-
-    Returns:
-        A view of ``full``; uneven splits follow torch.chunk, so later ranks get less or nothing.
-
-    Raises:
-        RuntimeError: The placement does not define a slice (Partial, or an unsupported stride).
+    Uneven splits follow torch.chunk, so later ranks get less or nothing. A placement that defines
+    no slice (Partial, or an unsupported stride) raises a `RuntimeError`.
     """
     # Torch's `_compute_local_shape_and_global_offset` cuts 9 rows on 4 x 2 ranks otherwise than
     # FSDP2 does.
@@ -84,8 +68,7 @@ def local_slice(
 def split_order(placements: Sequence[Any]) -> list[int]:
     """Return the mesh dimensions that split a tensor, in the order in which they split it.
 
-    FSDP2 over tensor parallelism splits a dimension that the mesh dimensions to its right already
-    split, and marks it as _StridedShard: such splits come last, right to left.
+    FSDP2's splits of what is already split to the right, _StridedShard, come last, right to left.
     """
     strided = [i for i, p in enumerate(placements) if isinstance(p, _StridedShard)]
     plain = [i for i, p in enumerate(placements) if isinstance(p, Shard) and i not in strided]
@@ -93,13 +76,7 @@ def split_order(placements: Sequence[Any]) -> list[int]:
 
 
 def shard_dims(parameter: Tensor, dim: int, order: Iterable[str]) -> tuple[int, ...]:
-    """Return which mesh dimensions split a tensor dimension, by index in ``order``.
-
-    Args:
-        parameter: A plain tensor (not sharded) or a DTensor.
-        dim: The tensor dimension.
-        order: Names of the run's mesh dimensions.
-    """
+    """Return which mesh dimensions split a tensor dimension, by index in ``order``."""
     if not isinstance(parameter, DTensor):
         return ()
     names = parameter.device_mesh.mesh_dim_names or ()
@@ -114,13 +91,9 @@ def shard_dims(parameter: Tensor, dim: int, order: Iterable[str]) -> tuple[int, 
 def wrap_like(
     parameter: Tensor, part: Tensor, size: tuple[int, ...], dims: Mapping[int, int]
 ) -> Tensor:
-    """Wrap a rank's part as a DTensor that is sharded like a parameter.
+    """Wrap a rank's part, without a copy, as a DTensor that is sharded like a parameter.
 
-    Args:
-        parameter: The parameter.
-        part: This rank's part; the result shares its memory.
-        size: Global size of the result.
-        dims: Maps a dimension of the parameter to the dimension of the result that follows it.
+    `dims` maps a dimension of the parameter to that of the result, of global `size`.
     """
     if not isinstance(parameter, DTensor):
         return part

@@ -1,10 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Running without data and ranks: fake tensors, a fake process group, DTensor's shape inference.
 
-The rehearsal runs blocks on tensors without memory, as one rank of a fake process group. Torch uses
-the same classes in its own tests but does not publish them.
-
-Tested with torch 2.11 and 2.13.
+Torch uses the classes in its own tests. Tested with torch 2.11 and 2.13.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,16 +24,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def rms_norm_by(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Replace `torch.nn.functional.rms_norm`, which an estimate counts as one kernel.
-
-    `torch.nn.RMSNorm` looks the function up at every call.
-
-    Args:
-        function: Called instead, with the same arguments.
-
-    Yields:
-        The original function.
-    """
+    """Replace `torch.nn.functional.rms_norm`, which `torch.nn.RMSNorm` looks up at every call."""
     # If upstream calls another function, the norms of a block are counted as the CPU's several
     # kernels, and its tests fail.
     original = F.rms_norm
@@ -60,23 +48,15 @@ def fake_process_group(size: int, rank: int = 0) -> Iterator[None]:
 class RehearsalMode(TorchDispatchMode):
     """A dispatch mode that observes operators on local tensors.
 
-    It leaves out those by which DTensor infers shapes: they run on global tensors (fake ones in a
-    rehearsal), whose results are not memory of the run. There is no hook, so a private method is
-    replaced: ``ShardingPropagator._propagate_tensor_meta_non_cached``. If DTensor infers shapes
+    It leaves out those by which DTensor infers shapes, on global tensors: there is no hook, so
+    ``ShardingPropagator._propagate_tensor_meta_non_cached`` is replaced. If DTensor infers shapes
     elsewhere, memory estimates are too large and the tests of the rehearsal fail.
     """
 
     _finding_shapes = 0
 
     def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Look at an operator that has run.
-
-        Args:
-            func: The operator.
-            args: Its arguments.
-            kwargs: Its other arguments.
-            out: What it returned.
-        """
+        """Look at an operator that has run."""
         raise NotImplementedError
 
     def __torch_dispatch__(

@@ -1,13 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Private parts of FSDP2: a unit's sharded parameters and its communication calls.
 
-Gradient compression needs the layout of a unit's buffer, and the ledger needs the unit that
-communicates; FSDP2 publishes neither. A rejected step is explained by a rank's own gradients,
-which FSDP2 frees when they are summed. Gradients in bf16 on the wire need a dtype for the wire
-alone. A run without ``[grad_compression]`` and without the ledger uses only `replicate`,
-`watch_gradients` and `send_in` from this module.
-
-Tested with torch 2.11, 2.13 and 2.15, between which the fields of a parameter group changed.
+FSDP2 publishes neither the layout of a unit's buffer, for gradient compression, nor the unit that
+communicates, for the ledger, and frees a rank's own gradients, which explain a rejected step, when
+they are summed. Tested with torch 2.11, 2.13 and 2.15, between which parameter groups changed.
 """
 
 from collections.abc import Callable, Iterator
@@ -61,17 +57,10 @@ Norms = list[tuple[tuple[Tensor, ...], Tensor]]
 
 
 class OwnParamGroup(FSDPParamGroup):
-    """A parameter group that notes the norms of this rank's own gradients before it reduces them.
+    """A parameter group that notes its rank's own gradients' norms, and sends in its own dtype."""
 
-    It also sends them in a dtype of its own.
-
-    Attributes:
-        norms: Gets an entry at every reduction; None for none.
-        wire_dtype: The dtype of the reductions; None for that in which FSDP2 adds up micro-batches.
-    """
-
-    norms: Norms | None = None
-    wire_dtype: torch.dtype | None = None
+    norms: Norms | None = None  # gets an entry at every reduction
+    wire_dtype: torch.dtype | None = None  # None for that in which FSDP2 adds up micro-batches
 
     def post_backward(self, *unused: Any) -> None:
         """Note the norms, and go on as FSDP2 does."""
@@ -114,10 +103,7 @@ def send_in(module: FSDPModule, wire_dtype: torch.dtype) -> None:
 
 
 def unit_parameters(module: FSDPModule) -> Iterator[tuple[Tensor, int]]:
-    """Yield the sharded parameters of a unit with the number of entries per rank.
-
-    The order and the padding are those of the buffer that FSDP2 reduce-scatters.
-    """
+    """Yield a unit's sharded parameters and their entries per rank, as in FSDP2's buffer."""
     # A codec needs them, because the buffer does not mark where a tensor begins. If upstream
     # changes the order, the sizes of a unit no longer match and `Compressor` raises in the first
     # step.
@@ -129,13 +115,7 @@ def unit_parameters(module: FSDPModule) -> Iterator[tuple[Tensor, int]]:
 def reads_sums_at_once(module: FSDPModule, sums: Tensor) -> bool:
     """Return whether FSDP2 reads a unit's sums as soon as its communicator returns.
 
-    Otherwise it only makes views of them, as gradients, and they may be written later. It reads
-    them to cast them, to add them to gradients that are already there, to copy them to the host,
-    and in hooks of the parameters.
-
-    Args:
-        module: The unit.
-        sums: The output of its reduce-scatter.
+    It casts them, adds them, copies them to the host, or runs hooks; else it only makes views.
     """
     for group in param_groups(module):
         for parameter in group.fsdp_params:
@@ -150,17 +130,9 @@ def reads_sums_at_once(module: FSDPModule, sums: Tensor) -> bool:
 def wrap_unit_calls(
     module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Wrap the methods in which a unit communicates: ``unshard`` and ``post_backward``.
+    """Wrap the methods in which a unit communicates; return what undoes that.
 
-    A compressed exchange continues later, in the method ``resume`` of its communicator, which is
-    wrapped too.
-
-    Args:
-        module: An FSDP2 unit; any other module is left unchanged.
-        wrap: Takes a method and returns its replacement.
-
-    Returns:
-        A function that undoes the replacement.
+    A compressed exchange continues later, in ``resume`` of its communicator.
     """
     replaced = ExitStack()
     for group in param_groups(module):

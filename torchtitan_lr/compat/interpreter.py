@@ -17,8 +17,7 @@ from typing import Any
 def collector_off() -> Iterator[None]:
     """Disable garbage collection while torchtitan is imported, which takes a fifth of the time.
 
-    Objects that exist at the end are frozen, that is, never collected: modules live as long as the
-    process. Does nothing if torchtitan is already loaded.
+    Modules live as long as the process: what exists at the end is never collected.
     """
     if "torchtitan" in sys.modules:
         yield
@@ -50,11 +49,7 @@ def cores() -> int:
 
 
 def end_with(parent: int) -> None:
-    """Make the kernel kill this process when its parent dies (Linux only).
-
-    Args:
-        parent: Process id. If that process has already ended, this one exits at once.
-    """
+    """Make the kernel kill this process when its parent dies, or has died (Linux only)."""
     if sys.platform != "linux":
         return
     # The kernel tracks the thread that forked this process: that thread must not end earlier.
@@ -72,8 +67,7 @@ _LIBC = ctypes.CDLL(None)
 def end_if_unheard(worker: int) -> None:
     """Let this worker process end if it cannot send what it has made.
 
-    Python prints such an error (a socket, descriptors or /dev/shm fail) and drops the message: who
-    waits for it would wait for ever, but does notice that a process has ended.
+    Python would print the error and drop the message, for which the parent waits.
     """
 
     def end(error: Exception, message: object) -> None:

@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Decompositions that do not wait for the device, and operators on many tensors at once.
-
-Tested with torch 2.11, 2.13 and 2.15.
-"""
+"""Decompositions without a wait, and operators on lists; tested with torch 2.11, 2.13, 2.15."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,12 +12,7 @@ from torch.library import _scoped_library
 
 
 def norms_of(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Return the 2-norm of each plain tensor; a GPU needs one launch for tensors of one dtype.
-
-    Args:
-        tensors: At least one.
-        dtype: To sum in; by default the tensors' own, to which a norm is rounded in any case.
-    """
+    """Return plain tensors' 2-norms, rounded to their dtype: one launch on a GPU for one dtype."""
     # Torch publishes no such function; `torch.nn.utils.get_total_norm` takes no dtype.
     return list(torch._foreach_norm(list(tensors), 2, dtype))
 
@@ -35,15 +27,8 @@ def between(starts: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> 
 def convergence_on_device(device: torch.device) -> Iterator[list[Tensor]]:
     """Let `torch.linalg.eigh` and `svd` keep on the device whether they converged.
 
-    Both end with the operator ``aten::_linalg_check_errors``, which reads this on the host to raise
-    an error; torch has no argument against it. Inside of the context the operator does nothing, in
-    all threads.
-
-    Args:
-        device: The device of the matrices.
-
-    Yields:
-        What the operator gets, int32 (b,) per call: 0 where the result is good.
+    Inside of the context, in all threads, ``aten::_linalg_check_errors`` raises nothing; each call
+    adds its int32 (b,) to the yielded list, 0 where the result is good.
     """
     # If upstream checks in another way, the host waits again and the list stays empty; a test fails
     # first.

@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Private parts of torch's pipeline schedules.
-
-Tested with torch 2.11, 2.13 and 2.15.
-"""
+"""Private parts of torch's pipeline schedules; tested with torch 2.11, 2.13 and 2.15."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +7,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage as TorchStage
 from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import _PipelineSchedule, _PipelineScheduleRuntime
 
 SPLITS_BACKWARD = torch.__version__ >= "2.13"
@@ -22,6 +21,13 @@ Before torch 2.13 the second half fails at a custom Function whose node nothing 
 the gradients of a node's several outputs, and counts a gradient twice that passes two of the nodes
 where it begins.
 """
+
+
+def backward_in_halves(loss: Tensor, x: Tensor, weights: list[nn.Parameter]) -> None:
+    """Run a later stage's backward as a schedule that splits it: of the input, then of weights."""
+    _, groups = stage_backward_input([loss.clone()], None, [x], iter(weights))
+    stage_backward_weight(iter(weights), groups)
+
 
 PipelineSchedule = _PipelineSchedule
 """The common base class of all schedules, which torch does not export; used as a type only."""
@@ -35,12 +41,9 @@ class PipelineStage(TorchStage):
 
     Before torch 2.13 every stage sends one element to each neighbour before the first step, and the
     rank at the turn of a V sends to itself, which gloo refuses.
-
-    Attributes:
-        enable_reductions: Enables the gradient reductions of FSDP2's modules that the end of a
-            round runs.
     """
 
+    # Enables the gradient reductions of FSDP2's modules that the end of a round runs
     enable_reductions: Callable[[], None]
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -75,18 +78,7 @@ def forward_only(schedule: PipelineSchedule) -> PipelineSchedule:
 def rank_order(
     schedule: str, rank: int, ranks: int, stages_per_rank: int, microbatches: int
 ) -> list[tuple[str, int, int]]:
-    """Return torch's order of a rank's actions for a schedule with several stages per rank.
-
-    Args:
-        schedule: Name without its prefix ``Schedule``.
-        rank: Rank in the pipeline.
-        ranks: Pipeline ranks P.
-        stages_per_rank: Stages per pipeline rank.
-        microbatches: Micro-batches m per step.
-
-    Returns:
-        Name of the computation, stage and micro-batch of every action; idle slots are left out.
-    """
+    """Return torch's order of a rank's actions, of several stages, without idle slots."""
     # A schedule's constructor needs stages with models, but the order depends only on a few
     # numbers. So this creates an object without calling the constructor, sets those numbers, and
     # calls ``_calculate_single_rank_operations`` on it. A test compares it with a real schedule's

@@ -1,25 +1,19 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Gradient codecs: reductions of W rows of a gradient, one for each owning rank.
 
-A reduction has four phases, each without a host synchronisation:
+A reduction has four phases, each without a host synchronisation: the codec's ``encode`` converts
+this rank's rows to a message; `exchange` runs its collectives; ``decode`` returns the owner's sum
+and its failed blocks; `left_over` returns this rank's residual. A row's sum plus its residuals on
+all ranks equals the sum of the inputs.
 
-1. the codec's ``encode`` converts this rank's rows to tensors for all-to-all and reduce-scatter;
-2. `exchange` runs the collectives;
-3. its ``decode`` returns the owner's sum and its failed blocks (None if it cannot fail);
-4. `left_over`, after a `gather` of the owners' `Decoded.failed`, returns this rank's residual.
+`SparseCodec` sends the largest entries as a bitmap and values, exact for any number of ranks.
+`SketchCodec` is TAGC's: an index of the sent entries and a count sketch of their values. The sum of
+the ranks' sketches is the sketch of their sum, so one reduce-scatter adds them. The index names the
+entries in the sum, and the owner peels: a cell with one unknown entry gives its value, which is
+then subtracted from its other cells.
 
-A row's sum plus its residuals on all ranks equals the sum of the inputs. `SparseCodec` sends the
-largest entries as a bitmap and values, exact for any number of ranks. `SketchCodec` is TAGC's: an
-index of the sent entries and a count sketch of their values.
-
-A sketch is linear: the sum of the ranks' sketches is the sketch of their sum, so one reduce-scatter
-adds them, also if ranks send different entries. The index names the entries in the sum, and the
-owner peels: a cell with one unknown entry gives its value, which is then subtracted from its other
-cells.
-
-The published index is a sum of the ranks' bits. An entry that two ranks send then carries into the
-next bit, and the sum is silently wrong. Only the owner needs the index, so here the ranks swap
-bitmaps and the owner combines them by OR.
+The published index is a sum of the ranks' bits: an entry that two ranks send carries into the next
+bit, and the sum is silently wrong. Here the ranks swap bitmaps, and the owner joins them by OR.
 """
 
 import zlib
@@ -33,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchtitan_lr.compat.collectives import all_gather, reduce_scatter
+from torchtitan_lr.compat.process_groups import all_gather, reduce_scatter
 from torchtitan_lr.compression.sizes import (
     HASH_ROWS,
     CodecSizes,
@@ -45,56 +39,40 @@ from torchtitan_lr.compression.sizes import (
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-ROUNDS = 24
-"""Rounds of peeling; a million entries take 17 at the limit of 0.75, and 12 at 0.7."""
-
-ROUNDS_PER_GRAPH = 8
-"""Rounds that an accelerator runs as one compiled graph: three graphs for all rounds."""
+ROUNDS = 24  # of peeling; a million entries take 17 at the limit of 0.75, and 12 at 0.7
+ROUNDS_PER_GRAPH = 8  # that an accelerator runs as one compiled graph
 
 _MASK = 0xFFFFFFFF
 
 
 @dataclass
 class Message:
-    """The tensors that one rank sends in one exchange.
+    """The tensors that one rank sends in one exchange."""
 
-    Args:
-        positions: Sent entries (W, k) of every row.
-        values: The values of these entries (W, k), before any rounding.
-        swapped: Tensors (W, a): row i goes to rank i as it is (all-to-all).
-        summed: Tensors (W, a): row i is summed over ranks at rank i (reduce-scatter).
-        lost: What rounding takes from the sent values (W, k); None if they are sent exactly.
-    """
-
-    positions: Tensor
-    values: Tensor
+    positions: Tensor  # sent entries (W, k) of every row
+    values: Tensor  # the values of these entries (W, k), before any rounding
+    # Tensors (W, a): row i goes to rank i as it is (all-to-all), or is summed there over ranks
+    # (reduce-scatter).
     swapped: dict[str, Tensor] = field(default_factory=dict)
     summed: dict[str, Tensor] = field(default_factory=dict)
-    lost: Tensor | None = None
+    lost: Tensor | None = None  # what rounding takes from the sent values (W, k), if any
 
 
 @dataclass
 class Decoded:
-    """An owner's result of an exchange.
+    """An owner's result of an exchange."""
 
-    Args:
-        total: Sum over ranks of the sent entries (m,); zero in failed blocks.
-        failed: Packed bits (v,), one per block of consecutive entries, set if the block could not
-            be decoded; None if the codec cannot fail.
-        counts: Numbers for the metrics, scalar tensors by name.
-    """
-
-    total: Tensor
+    total: Tensor  # sum over ranks of the sent entries (m,); zero in failed blocks
+    # Packed bits (v,), one per block of consecutive entries, set if the block could not be
+    # decoded; None if the codec cannot fail.
     failed: Tensor | None = None
-    counts: dict[str, Tensor] = field(default_factory=dict)
+    counts: dict[str, Tensor] = field(default_factory=dict)  # for the metrics, scalars by name
 
 
-Works = list[dist.Work]
-"""Started collectives."""
-
+Works = list[dist.Work]  # started collectives
 Result = TypeVar("Result")
+# A computation that starts collectives, yields them, and is resumed when they are done.
 Resumable = Generator[Works, None, Result]
-"""A computation that starts collectives, yields them, and is resumed when they are done."""
 
 
 def complete(computation: Resumable[Result], works: Works | None = None) -> Result:
@@ -134,11 +112,7 @@ def gather(tensor: Tensor, group: dist.ProcessGroup) -> Resumable[Tensor]:
 
 
 def fused(function: F) -> F:
-    """Compile an element-wise function to one kernel for accelerators, not for a CPU.
-
-    Args:
-        function: Takes a tensor first, then tensors and integers.
-    """
+    """Compile an element-wise function, of a tensor first, to one kernel, but not for a CPU."""
     # Sizes and integers stay symbolic: seeds differ in every step and must not cause recompilation.
     # At the first call, since `torch.compile` imports the compiler, which takes seconds.
     compiled = cache(lambda: torch.compile(function, dynamic=True))
@@ -179,18 +153,9 @@ def union(packed: Tensor) -> Tensor:
 
 
 def largest(rows: Tensor, theta: float) -> tuple[Tensor, Tensor]:
-    """Return positions and values of the largest entries by magnitude, in no order.
-
-    Each row has exactly ``kept_entries(m, theta)`` entries, so that it reaches θ; the published
-    threshold, estimated from a sample, does not. A NaN counts as the largest and is sent.
-
-    Args:
-        rows: (W, m).
-        theta: Share of unsent entries.
-
-    Returns:
-        Positions (W, k), int64, and values (W, k).
-    """
+    """Return positions (W, k), int64, and values of the largest entries by magnitude."""
+    # Each row (W, m) has exactly ``kept_entries(m, theta)``, so that it reaches θ; the published
+    # threshold, estimated from a sample, does not. A NaN counts as the largest and is sent.
     m = rows.shape[1]
     k = kept_entries(m, theta)
     if k == m:
@@ -200,13 +165,8 @@ def largest(rows: Tensor, theta: float) -> tuple[Tensor, Tensor]:
 
 
 def left_over(rows: Tensor, message: Message, failed: Tensor | None) -> Tensor:
-    """Return a rank's residual: rows without what was received; failed blocks count as unsent.
-
-    Args:
-        rows: The rows that were encoded (W, m); overwritten.
-        message: What the codec made of the rows.
-        failed: `Decoded.failed` of every owner (W, v); None if the codec cannot fail.
-    """
+    """Return a rank's residual: its rows (W, m), overwritten, without what was received."""
+    # Blocks that failed at their owners (W, v) count as unsent; None if the codec cannot fail.
     left: Any = 0 if message.lost is None else message.lost
     if failed is None:
         return rows.scatter_(1, message.positions, left)
@@ -219,34 +179,18 @@ class Codec(Protocol):
     """What a codec does; an exchange calls both methods on every rank."""
 
     def encode(self, rows: Tensor, seed: int) -> Message:
-        """Return what this rank sends.
-
-        Args:
-            rows: Gradient plus residual of this rank (W, m), row i for owner i; not overwritten.
-            seed: The step's seed, equal on all ranks.
-        """
+        """Return what this rank sends of its gradient plus residual (W, m), row i for owner i."""
 
     def decode(self, received: Mapping[str, Tensor], m: int, seed: int) -> Decoded:
-        """Return the owner's sum.
-
-        Args:
-            received: Swapped tensors (W, a), row i from rank i, and summed ones (a,), by name.
-            m: Entries of a row.
-            seed: As in `encode`.
-        """
+        """Return the owner's sum (m,) of swapped tensors (W, a), by rank, and summed ones (a,)."""
 
 
 @dataclass(frozen=True)
 class SparseCodec:
-    """Exactly k entries for each destination: 1 + 32(1 − θ) bits per parameter, or 1 + 16(1 − θ).
+    """Exactly k entries for each destination: 1 + 32(1 − θ) bits a parameter, or 1 + 16(1 − θ)."""
 
-    Args:
-        theta: Share of unsent entries, in [0, 1).
-        half: Whether values travel in bf16; their owner adds them in fp32.
-    """
-
-    theta: float
-    half: bool = False
+    theta: float  # share of unsent entries, in [0, 1)
+    half: bool = False  # whether values travel in bf16; their owner adds them in fp32
 
     def encode(self, rows: Tensor, seed: int) -> Message:
         """Send bitmaps, and values in the order of their bits; see `SketchCodec.encode`."""
@@ -284,24 +228,13 @@ def _positions(marked: Tensor, k: int) -> Tensor:
 
 @dataclass(frozen=True)
 class SketchCodec:
-    """Count sketch with an index: 1 + 32/c bits per parameter, or 1 + 16/c.
-
-    Entries that do not peel are not lost: the owner zeroes their blocks and reports them. Hash
-    seeds follow from the number of the exchange.
-
-    Args:
-        ranks: Ranks W.
-        c: Entries per cell.
-        theta: Share of unsent entries, in [0, 1).
-        rounds: Rounds of peeling.
-        half: Whether cells travel in bf16; their owner adds them in fp32.
-    """
+    """Count sketch with an index: 1 + 32/c bits per parameter, or 1 + 16/c."""
 
     ranks: int
-    c: float
-    theta: float
+    c: float  # entries per cell
+    theta: float  # share of unsent entries, in [0, 1)
     rounds: int = ROUNDS
-    half: bool = False
+    half: bool = False  # whether cells travel in bf16; their owner adds them in fp32
 
     def encode(self, rows: Tensor, seed: int) -> Message:
         """Choose the entries to send: the index, and a sketch for each owner (W, 3·row)."""
@@ -343,17 +276,9 @@ class SketchCodec:
 
 
 def cells_and_signs(positions: Tensor, row: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Hash entries into the rows of a sketch.
-
-    Args:
-        positions: Entries (...), int64, below 2³².
-        row: Cells of one row.
-        seed: Seed of the step.
-
-    Returns:
-        Cells (3, ...), int64, row r within [r·row, (r + 1)·row), and whether the sign is negative
-        (3, ...), bool.
-    """
+    """Hash entries (...), int64, below 2³², into the rows of a sketch."""
+    # Returns cells (3, ...), int64, row r within [r·row, (r + 1)·row), and whether the sign is
+    # negative (3, ...), bool.
     salts = [zlib.crc32(f"{seed}:{r}".encode()) for r in range(HASH_ROWS)]
     return _hash_rows(positions, row, *salts)
 
@@ -384,19 +309,11 @@ def insert(positions: Tensor, values: Tensor, row: int, seed: int) -> Tensor:
 
 
 def cut_to_cells(positions: Tensor, values: Tensor, row: int, seed: int) -> Tensor:
-    """Cut values (W, k) towards zero so that their sketch is exact in bf16.
-
-    An entry is alone in few of its cells. If cells were rounded, no rank could say by how much its
-    entries changed. So entries are rounded instead, to the steps of the coarsest of their three
-    cells: bf16's 8 bits hold 2⁸ steps, and no cell is larger than the sum of its entries'
-    magnitudes. What is cut off is known, and stays on its rank.
-
-    Args:
-        positions: Entries (W, k) of every row.
-        values: Their values.
-        row: Cells of one row of a sketch.
-        seed: Seed of the step.
-    """
+    """Cut values (W, k) towards zero so that their sketch is exact in bf16."""
+    # An entry is alone in few of its cells. If cells were rounded, no rank could say by how much
+    # its entries changed. So entries are rounded instead, to the steps of the coarsest of their
+    # three cells: bf16's 8 bits hold 2⁸ steps, and no cell is larger than the sum of its entries'
+    # magnitudes. What is cut off is known, and stays on its rank.
     cells, _ = cells_and_signs(positions, row, seed)  # (3, W, k)
     largest_sums = values.new_zeros(values.shape[0], HASH_ROWS * row)
     for own in cells:
@@ -409,22 +326,11 @@ def cut_to_cells(positions: Tensor, values: Tensor, row: int, seed: int) -> Tens
 
 
 def peel(sketch: Tensor, unknown: Tensor, m: int, seed: int, rounds: int) -> tuple[Tensor, Tensor]:
-    """Solve a sketch for its entries (TAGC, decompression).
-
-    Each round reads all entries that are alone in one of their three cells, and subtracts them from
-    their other two cells. The index alone determines these entries. Every round visits all
-    entries, so there is no host synchronisation; an accelerator runs several rounds as one graph.
-
-    Args:
-        sketch: (3·row,).
-        unknown: Entries in the sketch (u,), int64; m is padding.
-        m: Entries of the row.
-        seed: Seed of the step.
-        rounds: Number of rounds.
-
-    Returns:
-        Values (u,), and a mask of the entries that remain unknown (u,), bool.
-    """
+    """Solve a sketch (3·row,) for its entries (u,), int64, of which m is padding (TAGC)."""
+    # Each round reads all entries that are alone in one of their three cells, and subtracts them
+    # from their other two cells. The index alone determines these entries. Every round visits all
+    # entries, so there is no host synchronisation; an accelerator runs several rounds as one graph.
+    # Returns values (u,), and a mask of the entries that remain unknown (u,).
     content, load, cells, negative = _loaded(sketch, unknown, m, seed)
     values = sketch.new_zeros(unknown.shape)
     remains = unknown < m
@@ -445,11 +351,9 @@ def _peel_rounds(
     remains: Tensor,
     count: int,
 ) -> tuple[Tensor, Tensor]:
-    """Peel ``count`` rounds; content and load change in place.
-
-    Compiled, a round is two kernels: one chooses the entries, one takes them out of their cells.
-    Masks of all three rows at once would be a third.
-    """
+    """Peel ``count`` rounds; content and load change in place."""
+    # Compiled, a round is two kernels: one chooses the entries, one takes them out of their cells.
+    # Masks of all three rows at once would be a third.
     for _ in range(count):
         lone = [load[row] == 1 for row in cells]
         signed = [content[row] for row in cells]
@@ -468,10 +372,7 @@ def _peel_rounds(
 def peel_remaining(
     sketch: Tensor, unknown: Tensor, m: int, seed: int, rounds: int
 ) -> tuple[Tensor, Tensor]:
-    """Peel by visiting only the remaining entries: several times faster than `peel` on a CPU.
-
-    Arguments and results are those of `peel`, bit by bit.
-    """
+    """Do as `peel`, bit by bit, visiting the remaining entries alone: far faster on a CPU."""
     content, load, cells, negative = _loaded(sketch, unknown, m, seed)
     values = sketch.new_zeros(unknown.shape)
     places = (unknown < m).nonzero().flatten()
@@ -501,10 +402,8 @@ def peel_remaining(
 def _loaded(
     sketch: Tensor, unknown: Tensor, m: int, seed: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return content and load of every cell (3·row + 1,), and cells and signs of the entries.
-
-    Padding falls into the spare cell at the end.
-    """
+    """Return content and load of every cell (3·row + 1,), and cells and signs of the entries."""
+    # Padding falls into the spare cell at the end.
     spare = sketch.numel()
     cells, negative = cells_and_signs(unknown, spare // HASH_ROWS, seed)
     cells = torch.where(unknown < m, cells, spare)

@@ -2,8 +2,7 @@
 """Compressed reductions with error feedback around a codec.
 
 The unsent part of a rank's gradient is its residual, which is added to its next gradient (TAGC,
-Algorithm 1). A residual is as large as the unsharded gradient of the unit. If steps may be skipped,
-an exchange writes a second residual, which replaces the first one when the step is accepted: the
+Algorithm 1). If steps may be skipped, a second residual replaces it when the step is accepted: the
 values sent in a skipped step were not applied.
 """
 
@@ -19,8 +18,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 
-from torchtitan_lr.compat.collectives import reduce_scatter
 from torchtitan_lr.compat.fsdp import DefaultAllocMixin, ReduceScatter, reads_sums_at_once
+from torchtitan_lr.compat.process_groups import reduce_scatter
 from torchtitan_lr.compression.codecs import (
     CODECS,
     Resumable,
@@ -32,16 +31,10 @@ from torchtitan_lr.compression.codecs import (
     pack,
     unpack,
 )
-from torchtitan_lr.compression.overlap import ExchangeOverlap
-from torchtitan_lr.compression.sizes import (
-    CodecSizes,
-    Unit,
-    returned_entries,
-    sent_bytes,
-)
+from torchtitan_lr.compression.exchange_overlap import ExchangeOverlap
+from torchtitan_lr.compression.sizes import CodecSizes, Unit, returned_entries, sent_bytes
 
-COUNTS = ("sent", "unpeeled", "indexed")
-"""The entries of `Compressor.counts`, in order."""
+COUNTS = ("sent", "unpeeled", "indexed")  # the entries of `Compressor.counts`
 
 
 @dataclass(frozen=True)
@@ -54,32 +47,7 @@ class Span:
 
 
 class Compressor(DefaultAllocMixin, ReduceScatter):
-    """Reduces the gradients of one FSDP2 unit and keeps the residual.
-
-    It is FSDP2's reduce-scatter of the unit, or its method `all_reduce` is FSDP2's hook.
-
-    Args:
-        name: Name of the unit, unique in the model.
-        sizes: The codec's name and parameters.
-        spans: The parts of a reduce-scatter's row, or of a whole all-reduced shard.
-        group: The ranks W.
-        device: Device of the gradients.
-        all_reduce: Whether every rank needs the whole sum.
-        revocable: Whether exchanges take effect with `commit`, which needs a second residual.
-        overlap: The model's exchanges; None to end each one before the call returns.
-        module: The unit, whose sums may be written later; None likewise.
-
-    Attributes:
-        residual: The residual (W, m) after the last step that was not rejected.
-        takes_gradients: Whether it compresses this rank's own gradients, not sums over the shards.
-        resume: Ends an exchange; the ledger attributes its collectives to this unit.
-        bytes_saved: Bytes that compression saves this rank per exchange.
-        exchanges: Number of exchanges so far.
-        measuring: Whether the next exchange also counts.
-        counts: The last counts, fp64 (3,), see `COUNTS`; None without a measurement.
-        before_writing: Called before an exchange writes to the `residual`, which a checkpoint
-            may be copying.
-    """
+    """Reduces the gradients of one FSDP2 unit over W ranks and keeps the residual (W, m)."""
 
     def __init__(
         self,
@@ -90,27 +58,30 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         device: torch.device,
         all_reduce: bool = False,
         revocable: bool = False,
-        overlap: ExchangeOverlap | None = None,
-        module: FSDPModule | None = None,
+        overlap: ExchangeOverlap | None = None,  # None ends each exchange before the call returns,
+        module: FSDPModule | None = None,  # and so does None
     ) -> None:
         self.name, self.spans = name, tuple(spans)
         self.group, self.device, self.returns_all = group, device, all_reduce
         ranks, entries = group.size(), sum(span.size for span in spans)
         self.compressed_size = sum(span.size for span in spans if span.compressed)
+        # Whether it compresses this rank's own gradients, not sums over the shards.
         self.takes_gradients = self.compressed_size > 0 and not all_reduce
         # A rank decodes its part, of an all-reduce a W-th of the entries, padded to equal sizes.
         owned = -(-self.compressed_size // ranks) if all_reduce else self.compressed_size
         self.unit = Unit(ranks, owned, entries - self.compressed_size)
         whole = sizes.value_bytes * entries * (1 if all_reduce else ranks)
-        self.bytes_saved = whole - sent_bytes(self.unit, sizes, all_reduce)
+        self.bytes_saved = whole - sent_bytes(self.unit, sizes, all_reduce)  # per exchange
         self.sizes, self.codec = sizes, CODECS[sizes.name](ranks, sizes)
         self.overlap = overlap or ExchangeOverlap(device)
         # The table of compressors, by module, must not keep the modules alive.
         self.module = None if module is None else ref(module)
+        # Ends an exchange; the ledger attributes its collectives to this unit.
         self.resume: Callable[[Resumable[None], Works], None] = complete
         self.exchanges = 0
-        self.measuring = False
-        self.counts: Tensor | None = None
+        self.measuring = False  # whether the next exchange also counts
+        self.counts: Tensor | None = None  # the last ones, fp64 (3,)
+        # Called before an exchange writes to the residual, which a checkpoint may be copying.
         self.before_writing: Callable[[], None] = lambda: None
         self.residual = torch.zeros(ranks, owned, dtype=torch.float32, device=device)
         # Written by an exchange; swapped with the residual by commit.
@@ -118,12 +89,9 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         self._waits = False  # whether the spare one is the residual if the step is accepted
 
     def commit(self, rejected: Tensor | None = None) -> None:
-        """Keep the residual of the exchanges since the last step, unless the step is rejected.
-
-        Args:
-            rejected: Above 0 to discard it, a scalar read on the device only; None to keep it
-                without a copy.
-        """
+        """Keep the residual of the exchanges since the last step, unless the step is rejected."""
+        # ``rejected``, above 0 to discard it, is a scalar read on the device only; None keeps the
+        # residual without a copy.
         if not self._waits:
             return
         self._waits = False
@@ -140,11 +108,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce-scatter the unit's gradients (W·s,), by rank, into this rank's sums (s,).
-
-        Raises:
-            RuntimeError: No synchronous sum, or a tensor of the unit without gradient.
-        """
+        """Reduce-scatter the unit's gradients (W·s,), by rank, into this rank's sums (s,)."""
         if op != dist.ReduceOp.SUM or async_op:
             raise RuntimeError(f"compressed gradients are summed, synchronously; asked for {op}")
         if self.compressed_size:
@@ -154,17 +118,11 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         return None
 
     def all_reduce(self, shard: Tensor) -> None:
-        """Sum the unit's shard (s,) over the replicas, in place.
-
-        Raises:
-            RuntimeError: A tensor of the unit has no gradient.
-        """
+        """Sum the unit's shard (s,) over the replicas, in place."""
         if shard.device.type != "cpu":
             # FSDP2 allocates the shard on its reduce-scatter stream and calls the hook on its
-            # all-reduce stream. If gradients are stored in another dtype than they are summed in,
-            # it frees the shard when the cast is queued; it holds the shard only for its own
-            # all-reduce. The next unit's reduce-scatter could overwrite a shard that is still
-            # being summed.
+            # all-reduce stream. It frees a shard that is stored in another dtype when the cast is
+            # queued: the next unit's reduce-scatter could overwrite it while it is being summed.
             shard.record_stream(torch.get_device_module(shard.device).current_stream())
         self._start(shard, shard)
 
@@ -182,12 +140,7 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         self.overlap.run(self.sum_gradients(sums, gradients), self.resume, [sums, gradients], later)
 
     def sum_gradients(self, sums: Tensor, gradients: Tensor) -> Resumable[None]:
-        """Reduce-scatter the unit's gradients (W, s), or all-reduce its shard (s,).
-
-        Args:
-            sums: Where this rank's sums are written (s,); for an all-reduce, the shard itself.
-            gradients: (W·s,), in which tensors are concatenated by rank; or the shard.
-        """
+        """Reduce-scatter gradients (W·s,), by rank, or all-reduce a shard (s,), into sums (s,)."""
         if not self.compressed_size:
             yield [dist.all_reduce(sums, group=self.group, async_op=True)]
             return
@@ -218,39 +171,21 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
 
     def _in_order(self, compressed: Tensor, others: Tensor, sums: Tensor) -> None:
         """Write the sums of both kinds into ``sums`` (s,), in the order of the unit's tensors."""
-        pieces = []
-        compressed_end = others_end = 0
+        pieces, left = [], {True: compressed, False: others}
         for span in self.spans:
-            if span.compressed:
-                pieces.append(compressed[compressed_end : compressed_end + span.size])
-                compressed_end += span.size
-            else:
-                pieces.append(others[others_end : others_end + span.size])
-                others_end += span.size
+            rest = left[span.compressed]
+            pieces.append(rest[: span.size])
+            left[span.compressed] = rest[span.size :]
         torch.cat(pieces, out=sums)
 
     def exchange_rows(
         self, rows: Tensor, dense: Tensor | None = None
     ) -> Resumable[tuple[Tensor, Tensor]]:
-        """Reduce-scatter rows, compressed, with error feedback.
-
-        If revocable, the residual changes only with the next `commit`. Until then each exchange
-        continues from the one before.
-
-        Args:
-            rows: (W, m); overwritten.
-            dense: (W, e), reduced without compression; none by default.
-
-        Yields:
-            The message's collectives, then those that say which blocks failed. Between the two,
-            the received message is decoded. The next exchange must not start before the end of
-            this one.
-
-        Returns:
-            This rank's sums: (m,) and (e,). Those that travel in bf16 are in bf16.
-        """
-        # Collisions differ between steps. The constant 0 stands for a setting that left: without
-        # it every hash would change.
+        """Reduce-scatter rows (W, m), overwritten, with error feedback, and dense ones (W, e)."""
+        # If revocable, the residual changes only with the next `commit`. Until then each exchange
+        # continues from the one before. The next one must not start before the end of this one.
+        # The sums (m,) and (e,) are in bf16 if they travel so.
+        # Collisions differ between steps. The 0 stands for a setting that left.
         seed = zlib.crc32(f"0/{self.name}/{self.exchanges}".encode())
         self.exchanges += 1
         # The residual of the exchange before, committed or not.
@@ -284,14 +219,8 @@ class Compressor(DefaultAllocMixin, ReduceScatter):
         return total, received.get("dense", rows.new_empty(0))
 
     def spread(self, total: Tensor) -> Resumable[Tensor]:
-        """Return all sums on every rank: sent as bitmap and values if that is smaller.
-
-        Args:
-            total: This rank's sums (m,).
-
-        Returns:
-            (W·m,), bitwise equal on every rank.
-        """
+        """Return all ranks' sums (m,) on every rank, bitwise equal: (W·m,)."""
+        # They are sent as bitmap and values if that is smaller.
         w, m = self.unit.ranks, self.unit.compressed
         sent = returned_entries(self.unit, self.sizes)
         if sent == m:

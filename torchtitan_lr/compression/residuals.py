@@ -18,18 +18,16 @@ from torchtitan_lr.compression.settings import residual_name
 from torchtitan_lr.errors import require
 from torchtitan_lr.numerics import joint_norm
 
-NAMES = "tensors"
-"""Key of the names of the compressed tensors, in a checkpoint."""
+NAMES = "tensors"  # key of the names of the compressed tensors, in a checkpoint
 
 
 @dataclass
 class Residuals:
     """The state and the counts of a run's compressors.
 
-    For every unit, a checkpoint has one DTensor (world, W, m), sharded along the first dimension,
-    and the number of exchanges, which determines the seeds. A residual belongs to one rank's part
-    of the batch, so only the same number of ranks can load it. A checkpoint also has the names of
-    all compressed tensors: shapes do not tell tensors of equal size apart.
+    For every unit, a checkpoint has one DTensor (world, W, m), Shard(0), and the number of
+    exchanges, which determines the seeds. A residual belongs to one rank's part of the batch, so
+    only as many ranks can load it. The names of the tensors tell those of equal size apart.
     """
 
     compressors: Sequence[Compressor]
@@ -60,16 +58,9 @@ class Residuals:
             compressor.residual.copy_(local.reshape(compressor.residual.shape))
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last measured step, over all ranks.
-
-        Call this on every rank, after the step is committed.
-
-        Returns:
-            The achieved ``sparsity``, the ``unpeeled_share`` of sent entries that were not
-            decoded, ``residual_norm`` over all ranks, and ``bytes_saved`` by this rank in one step.
-            HSDP's plain all-reduce counts its shard once, as in the ledger. Empty if no step was
-            measured.
-        """
+        """Return metrics of the last measured step, if any; all ranks call this."""
+        # ``unpeeled_share`` is of the sent entries. ``bytes_saved`` is of this rank in one step;
+        # HSDP's plain all-reduce counts its shard once, as in the ledger.
         measured = [
             torch.cat([c.counts, joint_norm([c.residual]).double().square().view(1)])
             for c in self.compressors
@@ -106,17 +97,8 @@ def check_residuals(
     checkpoint_id: str,
     metadata: Metadata | None = None,
 ) -> None:
-    """Raise for a checkpoint with other residuals, before it is loaded.
-
-    Args:
-        here: Shape (world, W, m) of the residual of every unit of this run.
-        names: Names of the compressed tensors of this run.
-        checkpoint_id: The checkpoint's folder.
-        metadata: The checkpoint's table of contents, if it has been read already.
-
-    Raises:
-        ConfigError: The checkpoint has no residuals, or residuals of other ranks or tensors.
-    """
+    """Refuse a checkpoint with residuals of other ranks or tensors, before it is loaded."""
+    # ``here`` has the shape (world, W, m) of the residual of every unit.
     saved = saved_residuals(checkpoint_id, metadata)
     skip = f"checkpoint.exclude_from_loading = ['{RESIDUALS}'] to start without residuals"
     want = f"'none' as in {checkpoint_id}, not saved with gradient compression, or {skip}"

@@ -23,33 +23,20 @@ _ATTENTION = re.compile(r"\.attention\.w[qkv]\.")
 
 @dataclass(frozen=True)
 class CompressionSettings:
-    """Resolved settings.
-
-    Args:
-        codec: The codec, with its final θ.
-        requested_theta: The configured θ; smaller if ``auto`` raised it.
-        ranks: Ranks that exchange gradients.
-        layers: ``all`` or ``non_attention``.
-        min_size: Smaller tensors are sent dense.
-        revocable: Whether residuals change with the step and not with its exchanges, because the
-            step may be skipped or a checkpoint may still read them. Needs a second residual.
-    """
+    """Resolved settings, with the final θ in the codec."""
 
     codec: CodecSizes
-    requested_theta: float
+    requested_theta: float  # the configured one; smaller if ``auto`` raised it
     ranks: int
-    layers: str
-    min_size: int
+    layers: str  # ``all`` or ``non_attention``
+    min_size: int  # smaller tensors are sent dense
+    # Whether residuals change with the step and not with its exchanges, because the step may be
+    # skipped or a checkpoint may still read them. Needs a second residual.
     revocable: bool = False
 
 
 def compression_settings(config: Any, ranks: int) -> CompressionSettings:
-    """Resolve ``[grad_compression]``.
-
-    Raises:
-        ConfigError: The codec does not support these settings. For a sketch that would not peel,
-            the message has the smallest θ that works.
-    """
+    """Resolve ``[grad_compression]``; a ConfigError if the codec does not support the settings."""
     section = config.grad_compression
     c, requested = LEVELS.get(section.level, (section.c, section.theta))
     if FORMULAS[section.codec].sends_all:
@@ -82,27 +69,14 @@ def compression_settings(config: Any, ranks: int) -> CompressionSettings:
 
 
 def is_compressed(name: str, size: int, settings: CompressionSettings) -> bool:
-    """Return whether a tensor is compressed.
-
-    ``non_attention`` excludes the query, key and value projections; feed-forward, embedding, head
-    and attention's output projection are compressed. Names are those of `clean_name`.
-    """
-    if size < settings.min_size:
-        return False
-    if settings.layers == "non_attention":
-        return _ATTENTION.search(name) is None
-    return True
+    """Return whether a tensor is compressed: not q, k and v for ``non_attention``."""
+    left_out = settings.layers == "non_attention" and _ATTENTION.search(name) is not None
+    return size >= settings.min_size and not left_out
 
 
 def residual_name(name: str, by_columns: bool) -> str:
-    """Return the name of a tensor in the list of those that have residuals.
-
-    A residual is flat, so how FSDP2 splits the tensor belongs to its name.
-
-    Args:
-        name: The parameter's.
-        by_columns: Whether FSDP2 splits it along columns, as for a spectral optimizer.
-    """
+    """Return the name of a tensor in the list of those that have residuals."""
+    # A residual is flat, so how FSDP2 splits the tensor belongs to its name.
     return f"{name}@columns" if by_columns else name
 
 

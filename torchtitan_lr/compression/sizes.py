@@ -3,52 +3,35 @@
 
 W is the number of ranks that exchange a gradient, m the number of compressed entries that each owns
 afterwards, θ the share of unsent entries of a rank, and c the compression of the count sketch.
-`exchange_traffic` is the package's only statement of the bytes; ``tests/oracle/compression.py``
-has a second one, and the ledger counts what is really sent. Nothing here needs torch.
+Nothing here needs torch.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+# Compression c and sparsity θ of the published levels (TAGC, Table 1).
 LEVELS: dict[str, tuple[float, float]] = {"2x": (2, 0.8), "4x": (4, 0.9), "10x": (10, 0.9875)}
-"""Compression c and sparsity θ of the published levels (TAGC, Table 1)."""
 
-FAILURE_BITS = 1024
-"""Largest number of blocks per destination of which an owner says whether they failed."""
+FAILURE_BITS = 1024  # the most blocks per destination of which an owner says if they failed
+HASH_ROWS = 3  # of the count sketch
+PEELING_LIMIT = 0.75  # largest accepted c·(union density); peeling fails between .78 and .82
+SHARP_LIMIT = 0.818  # load at which peeling fails in an infinitely large sketch of three rows
 
-HASH_ROWS = 3
-"""Rows of the count sketch."""
-
-PEELING_LIMIT = 0.75
-"""Largest accepted c·(union density); peeling fails between .78 and .82."""
-
-SHARP_LIMIT = 0.818
-"""Load at which peeling fails in an infinitely large sketch of three rows."""
-
+# A small sketch fails earlier: at `SHARP_LIMIT` minus this times row^(-2/3). At that load 3 to 9%
+# of the entries remain, on 2 to 8 ranks with 3 or more cells per row (measured). From 75 cells on,
+# `PEELING_LIMIT` is the smaller limit, and fewer entries remain.
 SMALL_SKETCH = 1.2
-"""A small sketch fails earlier: at `SHARP_LIMIT` minus this times row^(-2/3).
-
-At that load 3 to 9% of the entries remain, on 2 to 8 ranks with 3 or more cells per row (measured).
-From 75 cells on, `PEELING_LIMIT` is the smaller limit, and fewer entries remain.
-"""
 
 
 @dataclass(frozen=True)
 class CodecSizes:
-    """The parameters that determine the sizes of a codec's messages.
+    """The parameters that determine the sizes of a codec's messages."""
 
-    Args:
-        name: ``sparse``, ``sketch``, or the name of a codec that is registered from outside.
-        c: Entries per cell of the sketch.
-        theta: Share of unsent entries.
-        half: Whether values travel in bf16, not in the gradients' own fp32.
-    """
-
-    name: str
-    c: float = 1.0
-    theta: float = 0.0
-    half: bool = False
+    name: str  # in `FORMULAS`
+    c: float = 1.0  # entries per cell of the sketch
+    theta: float = 0.0  # share of unsent entries
+    half: bool = False  # whether values travel in bf16, not in the gradients' own fp32
 
     @property
     def value_bytes(self) -> int:
@@ -58,39 +41,27 @@ class CodecSizes:
 
 @dataclass(frozen=True)
 class Unit:
-    """Sizes of the exchange of one unit of the model among W ranks.
-
-    Args:
-        ranks: Ranks W.
-        compressed: Compressed entries m of each destination.
-        dense: Uncompressed entries: of each destination of a reduce-scatter, of the whole shard in
-            an all-reduce.
-    """
+    """Sizes of the exchange of one unit of the model among W ranks."""
 
     ranks: int
-    compressed: int
-    dense: int = 0
+    compressed: int  # entries m of each destination
+    dense: int = 0  # of each destination of a reduce-scatter, of the whole shard in an all-reduce
 
 
+# Collectives on one rank: operation, role (``index`` or ``gradient``) and elements, of the input
+# of a reduction or the output of a gather.
 Rows = list[tuple[str, str, int]]
-"""Collectives on one rank: operation, role (``index`` or ``gradient``) and elements, of the input
-of a reduction or the output of a gather."""
 
 
 @dataclass(frozen=True)
 class CodecFormula:
-    """What a codec sends.
+    """What a codec sends."""
 
-    Attributes:
-        messages: Returns the collectives of `codecs.exchange`, and the gather of failed blocks if
-            the codec can fail. Dense entries are not in them.
-        sends_all: Whether a rank sends every entry, so that ``theta`` has no effect.
-        rounds: Whether the codec can send its values in bf16 (`CodecSizes.half`).
-    """
-
+    # The collectives of `codecs.exchange`, and the gather of failed blocks if the codec can fail.
+    # Dense entries are not in them.
     messages: Callable[[Unit, CodecSizes], Rows]
-    sends_all: bool = False
-    rounds: bool = False
+    sends_all: bool = False  # whether a rank sends every entry, so that ``theta`` has no effect
+    rounds: bool = False  # whether the codec can send its values in bf16 (`CodecSizes.half`)
 
 
 def sparse_messages(unit: Unit, codec: CodecSizes) -> Rows:
@@ -122,26 +93,16 @@ FORMULAS = {
     "sparse": CodecFormula(sparse_messages, rounds=True),
     "sketch": CodecFormula(sketch_messages, rounds=True),
 }
-"""Of every codec, by name."""
 
 
 def exchange_unit(
     codec: CodecSizes, compressed: int, dense: int, ranks: int, all_reduce: bool
 ) -> Unit:
-    """Return the sizes of a unit's exchange; all is dense if a sketch could not be decoded.
-
-    An owner must decode all but a few percent of what W independent ranks send it. Whole entries
-    and cells count: each rank sends at least one of m entries, and a row of the sketch has at least
-    one cell. In a small sketch, entries form an undecodable loop at lower loads (finite-size
-    scaling of random hypergraphs, with exponent 2/3).
-
-    Args:
-        codec: The configured codec.
-        compressed: Selected entries of a destination, or of the whole shard for `all_reduce`.
-        dense: The uncompressed entries, counted in the same way.
-        ranks: Ranks W.
-        all_reduce: Whether every rank needs the whole sum; then each owns a W-th part of it.
-    """
+    """Return the sizes of a unit's exchange; all is dense if a sketch could not be decoded."""
+    # Entries are those of a destination, or of the whole shard for `all_reduce`, of which each rank
+    # owns a W-th part. An owner must decode all but a few percent of what W independent ranks send
+    # it. In a small sketch, entries form an undecodable loop at lower loads (finite-size scaling of
+    # random hypergraphs, with exponent 2/3).
     m = -(-compressed // ranks) if all_reduce else compressed
     if codec.name == "sketch" and m > 0 and ranks > 1:
         row = sketch_row(m, codec.c)
@@ -174,23 +135,15 @@ def candidates(ranks: int, m: int, theta: float) -> int:
 
 
 def returned_entries(unit: Unit, codec: CodecSizes) -> int:
-    """Return the entries of each owner's sums that go back to all ranks.
-
-    These are the entries that can differ from zero, if with a bitmap they are less than all m.
-    """
+    """Return the entries of each owner's sums that go back to all ranks."""
+    # These are the entries that can differ from zero, if with a bitmap they are less than all m.
     m, value = unit.compressed, codec.value_bytes
     sent = candidates(unit.ranks, m, codec.theta)
     return sent if -(-m // 8) + value * sent < value * m else m
 
 
 def exchange_traffic(unit: Unit, codec: CodecSizes, all_reduce: bool = False) -> Rows:
-    """Return every collective of an exchange on one rank.
-
-    Args:
-        unit: Sizes of the exchange.
-        codec: The codec.
-        all_reduce: Whether every rank gets all sums, as HSDP's replicas do, and not its own only.
-    """
+    """Return every collective of an exchange on one rank; all get all sums for `all_reduce`."""
     w, m = unit.ranks, unit.compressed
     if m == 0:
         plain = ("all_reduce", 1) if all_reduce else ("reduce_scatter", w)
@@ -220,32 +173,25 @@ def sent_bytes(unit: Unit, codec: CodecSizes, all_reduce: bool = False) -> int:
 
 
 def bits_per_entry(codec: CodecSizes, replicas: int = 0) -> float:
-    """Return the bits per compressed entry and rank in a large tensor.
-
-    That is 1 + b(1 − θ) for the sparse codec and 1 + b/c for the sketch, with values of b = 32 or
-    16 bits. The sums that return to HSDP's W ``replicas`` add min(b, 1 + b·W(1 − θ)); W is 0 for
-    FSDP's reduce-scatter.
-    """
+    """Return the bits per compressed entry and rank in a large tensor."""
+    # That is 1 + b(1 − θ) for the sparse codec and 1 + b/c for the sketch, with values of b = 32 or
+    # 16 bits. The sums that return to HSDP's W ``replicas`` add min(b, 1 + b·W(1 − θ)); W is 0 for
+    # FSDP's reduce-scatter.
     large = Unit(max(1, replicas), 10**9)
     sent = sent_bytes(large, codec, all_reduce=replicas > 0)
     return 8 * sent / (large.ranks * large.compressed)
 
 
 def peels(c: float, theta: float, ranks: int) -> bool:
-    """Return whether a large sketch of compression c decodes: c·(1 − θ^W) ≤ 0.75.
-
-    1 − θ^W is the share of entries that any of W independent ranks sends. `exchange_unit` decides
-    for one unit, by its size.
-    """
+    """Return whether a large sketch of compression c decodes: c·(1 − θ^W) ≤ 0.75."""
+    # 1 − θ^W is the share of entries that any of W independent ranks sends.
     # A theta that is the smallest one but for rounding counts as peeling.
     return c * (1 - theta**ranks) <= PEELING_LIMIT + 1e-12
 
 
 def smallest_theta(c: float, ranks: int) -> float:
-    """Return the smallest θ at which a sketch of compression c decodes, rounded up.
-
-    The steps are 0.0001, or a tenth of 1 − θ if that is less, with many ranks.
-    """
+    """Return the smallest θ at which a sketch of compression c decodes, rounded up."""
+    # The steps are 0.0001, or a tenth of 1 − θ if that is less, with many ranks.
     if peels(c, 0.0, ranks):
         return 0.0
     exact = (1 - PEELING_LIMIT / c) ** (1 / ranks)

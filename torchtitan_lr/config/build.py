@@ -11,33 +11,11 @@ from functools import cache
 from typing import Any
 
 from torchtitan_lr.compat.interpreter import collector_off
-from torchtitan_lr.config.parse import (
-    CONFIG_FILE_KEY,
-    Override,
-    apply_overrides,
-    check_toml,
-    merge_tables,
-    split_arguments,
-    toml_files,
-)
+from torchtitan_lr.config import parse, schema
 from torchtitan_lr.config.paths import expanded, find_config
 from torchtitan_lr.config.ranges import check_ranges
-from torchtitan_lr.config.schema import (
-    AC_MODES,
-    ADAMS,
-    CODEC_NAMES,
-    DEFAULTS_OF,
-    ITS_MODULE,
-    MODELS,
-    OPTIMIZERS,
-    TP_PLANS,
-    TSR,
-    Experimental,
-    JobConfig,
-    Optimizer,
-    base_of,
-)
 from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.optim.entries import ENTRIES, like, unread_keys
 
 _PATHS = ("folder", "path", "_file", "_csv", "flavor")  # how names of keys of paths end
 _IMPORT_KEY = "experimental.custom_import"
@@ -48,11 +26,11 @@ _RATIO = "warmup_ratio"
 _WARMUP = {f"lr_scheduler.{_RATIO}", "lr_scheduler.warmup_steps"}
 
 REGISTERED = {
-    "model.name": MODELS,
-    "parallelism.tp_plan": TP_PLANS,
-    "activation_checkpoint.mode": AC_MODES,
-    "grad_compression.codec": CODEC_NAMES,
-    "optimizer.name": OPTIMIZERS,
+    "model.name": schema.MODELS,
+    "parallelism.tp_plan": schema.TP_PLANS,
+    "activation_checkpoint.mode": schema.AC_MODES,
+    "grad_compression.codec": schema.CODEC_NAMES,
+    "optimizer.name": ENTRIES,
 }
 """Known values of the keys to which ``experimental.custom_import`` may add some."""
 
@@ -60,52 +38,44 @@ REGISTERED = {
 def build_job_config(argv: list[str], record: dict[str, Any] | None = None) -> Any:
     """Build the configuration from ``--job.config_file`` and command-line overrides.
 
-    Args:
-        argv: Arguments such as ``["--job.config_file", "debug_cola", "--training.steps=10"]``,
-            with the name of a shipped file or a path.
-        record: The saved record of a run, instead of a file. Its keys that this version does not
-            have are ignored; what it lacks has its default. It may be somebody else's: modules that
-            it names are neither looked up nor imported (`import_extension`).
-
-    Returns:
-        torchtitan's JobConfig with the sections of ``torchtitan_lr.config.schema`` merged in.
-
-    Raises:
-        ConfigError: The file is missing or not TOML, a key is unknown, a type is wrong.
+    `record` is a run's saved one, read instead of a file: unknown keys are ignored. It may be
+    somebody else's: modules that it names are not imported.
     """
-    overrides, path = split_arguments(argv), None
+    overrides, path = parse.split_arguments(argv), None
     for place, (key, value) in enumerate(overrides):
-        if key == CONFIG_FILE_KEY:
+        if key == parse.CONFIG_FILE_KEY:
             path = find_config(value) if value else value
-            overrides[place] = Override(key, path)
+            overrides[place] = parse.Override(key, path)
     if path == "":
-        raise ConfigError(CONFIG_FILE_KEY, "", "a TOML file such as train_configs/debug_cola.toml")
+        raise ConfigError(
+            parse.CONFIG_FILE_KEY, "", "a TOML file such as train_configs/debug_cola.toml"
+        )
     if record is not None:
         layers = [without_code(record)]
     else:
-        layers = [*toml_files(path).values()] if path else []
+        layers = [*parse.toml_files(path).values()] if path else []
         want = "a TOML file with settings; it has none"
-        require(any(layers) or not path, CONFIG_FILE_KEY, path, want)
+        require(any(layers) or not path, parse.CONFIG_FILE_KEY, path, want)
     return _fill(layers, overrides, record is not None)
 
 
-def _fill(layers: list[dict[str, Any]], overrides: list[Override], of_record: bool) -> Any:
+def _fill(layers: list[dict[str, Any]], overrides: list[parse.Override], of_record: bool) -> Any:
     """Check tables, of a record only its known keys, and overrides; return the configuration."""
-    raw = merge_tables(layers)
+    raw = parse.merge_tables(layers)
     config_cls = config_class()
     from torchtitan_lr.titan.configuration import fill_job_config
 
     experimental = raw.get("experimental")
     named = experimental.get("custom_import") if isinstance(experimental, dict) else None
     module = dict(overrides).get(_IMPORT_KEY, named)
-    if isinstance(module, str) and module != Experimental.custom_import:
+    if isinstance(module, str) and module != schema.Experimental.custom_import:
         import_extension(module)  # its names become known, its faults are told before ranks start
-    raw = merge_tables(with_own_rates(layers, dict(overrides).get("optimizer.name")))
-    checked = check_record(raw) if of_record else check_toml(raw, config_cls)
-    values = apply_overrides(checked, overrides, config_cls)
-    base = base_of(values.get("optimizer", {}).get("name", ""))
-    _set_defaults(values, base)
-    check_ranges(values, config_cls, tsr=base == TSR)
+    raw = parse.merge_tables(with_own_rates(layers, dict(overrides).get("optimizer.name")))
+    checked = check_record(raw) if of_record else parse.check_toml(raw, config_cls)
+    values = parse.apply_overrides(checked, overrides, config_cls)
+    name = values.get("optimizer", {}).get("name", schema.Optimizer.name)
+    _set_defaults(values, name)
+    check_ranges(values, config_cls, unread_keys(name))
     _set_warmup(values, [] if of_record else layers, overrides)
     folder = values.get("job", {}).get("dump_folder", ".")
     require(folder.strip(), "job.dump_folder", folder, "a folder such as ./outputs")
@@ -115,47 +85,33 @@ def _fill(layers: list[dict[str, Any]], overrides: list[Override], of_record: bo
 
 
 def with_own_rates(layers: list[dict[str, Any]], last: Any) -> list[dict[str, Any]]:
-    """Return tables without the learning rates that they set for another optimizer than the run's.
-
-    Args:
-        layers: Each replaces values of those before it.
-        last: The command line's ``optimizer.name``; None if it has none.
-    """
-    rules, name = [], Optimizer.name
+    """Return tables, later ones last, without the rates that they set for another optimizer."""
+    rules, name = [], schema.Optimizer.name
     for layer in layers:
         table = layer.get("optimizer")
         name = table.get("name", name) if isinstance(table, dict) else name
-        rules.append(_rule(name))
+        rules.append(like(name))
     found = []
     for layer, rule in zip(layers, rules, strict=True):
         table = layer.get("optimizer")
-        if isinstance(table, dict) and rule != _rule(last or name):
+        if isinstance(table, dict) and rule != like(last or name):
             kept = {key: value for key, value in table.items() if key not in RATES}
             layer = layer | {"optimizer": kept}
         found.append(layer)
     return found
 
 
-def _rule(name: Any) -> str:
-    """Return one name for optimizers whose learning rates mean the same."""
-    return ADAMS[0] if name in ADAMS else base_of(str(name))
-
-
-def _set_defaults(values: dict[str, Any], base: str) -> None:
-    """Give the keys that are not set the defaults of the optimizer that the run's is or changes."""
-    for key, value in DEFAULTS_OF.get(base, {}).items():
+def _set_defaults(values: dict[str, Any], name: str) -> None:
+    """Give the keys that are not set the defaults of the run's optimizer."""
+    for key, value in ENTRIES[name].defaults.items():
         section, _, option = key.partition(".")
         values.setdefault(section, {}).setdefault(option, value)
 
 
 def _set_warmup(
-    values: dict[str, Any], layers: list[dict[str, Any]], overrides: list[Override]
+    values: dict[str, Any], layers: list[dict[str, Any]], overrides: list[parse.Override]
 ) -> None:
-    """Set ``warmup_steps`` by ``warmup_ratio``, unless a later table or the command line sets it.
-
-    Raises:
-        ConfigError: One of them sets both. (A record has both, and its steps follow its ratio.)
-    """
+    """Set ``warmup_steps`` by ``warmup_ratio``, unless a later table or an override sets it."""
     command_line = {key.rpartition(".")[2]: value for key, value in overrides if key in _WARMUP}
     setting = _RATIO
     for table in [*(layer.get("lr_scheduler", {}) for layer in layers), command_line]:
@@ -193,28 +149,17 @@ def without_code(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_record(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the known keys of a run's record, or of some of its sections.
-
-    Raises:
-        ConfigError: A value has a wrong type, a plan is unknown, or weights of such a run are no
-            longer read.
-    """
+    """Return the known keys of a run's record, or of some of its sections."""
     try:
-        return check_toml(record, config_class(), skip_unknown=True)
+        return parse.check_toml(record, config_class(), skip_unknown=True)
     except ConfigError as error:
         if error.key not in REGISTERED:
             raise
-        raise ConfigError(error.key, error.got, f"{error.want}, or {ITS_MODULE}") from error
+        raise ConfigError(error.key, error.got, f"{error.want}, or {schema.ITS_MODULE}") from error
 
 
 def import_extension(module: str | None) -> None:
-    """Import the module that a command line or its TOML names by ``experimental.custom_import``.
-
-    It may be in the working directory, where the ranks find it too; installed modules go first.
-
-    Raises:
-        ConfigError: The module cannot be imported.
-    """
+    """Import the module of ``experimental.custom_import``, installed or in the working folder."""
     if not module:
         return
     if (here := os.getcwd()) not in sys.path:
@@ -237,4 +182,4 @@ def config_class() -> Any:
 
     # Called late: it imports torch, which takes seconds; a wrong path is reported first.
     with collector_off():
-        return merged_job_config(JobConfig)
+        return merged_job_config(schema.JobConfig)

@@ -1,9 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Reading small files of a folder that somebody else may have made; needs no torch.
+"""Reading files of a folder that somebody else may have made; needs no torch.
 
-A folder can hold links to other places, pipes and devices that never end, files of any size, and
-JSON of any type and depth. Everything that reads a record, a configuration or a manifest reads it
-with these functions.
+It can hold links elsewhere, pipes and devices that never end, and JSON of any size and depth.
 """
 
 import errno
@@ -30,15 +28,7 @@ MOST_BYTES = 1 << 28
 
 @contextmanager
 def open_regular(path: str | Path, most: int = MOST_BYTES) -> Iterator[BufferedReader]:
-    """Open a file that ends, for reading.
-
-    Args:
-        path: The file.
-        most: The largest size in bytes that is read.
-
-    Raises:
-        OSError: The file is not regular (a pipe, a device), or is larger than ``most``.
-    """
+    """Open a file that ends, for reading; OSError for a pipe, a device, or over `most` bytes."""
     # Opening a pipe waits for its writer; opening some devices acts.
     _check_regular(os.stat(path), path, most)
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -61,8 +51,7 @@ def read_regular(path: str | Path, most: int = MOST_BYTES) -> bytes:
         return file.read(os.fstat(file.fileno()).st_size)
 
 
-SAMPLED_BYTES = 64 << 20
-"""Bytes of some files that `sample_of` reads: all of small ones."""
+SAMPLED_BYTES = 64 << 20  # bytes of some files that `sample_of` reads: all of small ones
 
 _BLOCK = 1 << 14
 
@@ -70,11 +59,7 @@ _BLOCK = 1 << 14
 def sample_of(files: Sequence[Path]) -> tuple[list[str], bool]:
     """Return a digest of each file's content, and whether all of it was read.
 
-    Sizes and times do not tell two texts apart: `rsync -t`, `cp -p` and archives keep them. Of
-    files that are large together, blocks are read that lie evenly between the first and the last.
-
-    Raises:
-        OSError: A file cannot be read.
+    Of files that are large together, blocks are read that lie evenly between first and last.
     """
     sizes = [file.stat().st_size for file in files]
     is_whole, digests = sum(sizes) <= SAMPLED_BYTES, list[str]()
@@ -94,12 +79,7 @@ def sample_of(files: Sequence[Path]) -> tuple[list[str], bool]:
 
 
 def read_json(path: str | Path, most: int = MOST_BYTES) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        OSError: As for `open_regular`.
-        ValueError: The file is not UTF-8, not JSON, not an object, or nested too deeply.
-    """
+    """Read a JSON object; ValueError if it is not UTF-8, JSON, an object, or too deeply nested."""
     return parse_json(read_regular(path, most).decode())
 
 
@@ -114,8 +94,7 @@ def parse_json(text: str) -> dict[str, Any]:
     return values
 
 
-SEAL = "checksum"
-"""Key of a record's own checksum."""
+SEAL = "checksum"  # key of a record's own checksum
 
 
 def sealed(content: dict[str, Any]) -> dict[str, Any]:
@@ -124,11 +103,7 @@ def sealed(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record without its checksum.
-
-    Raises:
-        ValueError: It is not what was written.
-    """
+    """Return a record without its checksum; other content raises a `ValueError`."""
     content = {key: value for key, value in record.items() if key != SEAL}
     if SEAL in record and record[SEAL] != _checksum(content):
         raise ValueError("it has another checksum than when it was written")
@@ -156,15 +131,7 @@ def files_kept() -> Iterator[None]:
 
 
 def read_kept(path: Path, read: Callable[[Path], T]) -> T:
-    """Return what ``read`` returns for a file; in `files_kept`, call it once per file as it is.
-
-    Args:
-        path: The file.
-        read: Its result must not be changed.
-
-    Raises:
-        OSError: There is no such file.
-    """
+    """Return, unchanged, what ``read`` returns; in `files_kept` call it once per file."""
     kept = _kept.get()
     if kept is None:
         return read(path)
@@ -177,18 +144,7 @@ def read_kept(path: Path, read: Callable[[Path], T]) -> T:
 
 
 def file_within(folder: Path, name: str) -> Path:
-    """Return a file that does not lead out of a folder (`leads_out`). The folder may be a link.
-
-    Args:
-        folder: The folder.
-        name: The file's path in the folder.
-
-    Returns:
-        The file's path, with every link resolved; the file may not exist.
-
-    Raises:
-        OSError: The name leads out of the folder, by itself or by a link.
-    """
+    """Return a file, links resolved, of a folder (maybe a link); OSError if it leads out."""
     try:
         home = folder.resolve()
         file = (home / name).resolve()

@@ -1,16 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Strict typing of a TOML file and of command-line overrides against a dataclass tree.
+"""Strict typing of a TOML file and of command-line overrides against a dataclass tree."""
 
-Both raise one :class:`ConfigError` with the key, the value and what works.
-"""
-
-# torchtitan only warns about a wrong type in a TOML file, and prints a page of usage for a wrong
-# command line. This file does not import torch, so that a wrong path or a typo is reported at once.
-# Not pydantic 2: its strict mode could replace `_match` and `_parse_text`, 45 lines. But it keeps
-# 2 an int where `float | int` is declared, and limits no int; of texts it takes "1.0" and " 5 "
-# for an int and "yes" for true, but neither "a,b" for a list nor "None" for None. Most of this
-# file, which names the key, the closest one and what works, would stay.
-# Not torchtitan's ConfigManager: its parser, tyro, prints a page and exits at a wrong key.
+# Not torchtitan's ConfigManager: it warns of a wrong type and prints a page for a wrong key.
+# Not pydantic: its strict mode could replace `_match` and `_parse_text`, but keeps 2 an int where a
+# float is declared, and reads "yes" as true. No import of torch: a typo is reported at once.
 import difflib
 import json
 import os
@@ -42,18 +35,12 @@ _LARGEST_INTEGER = 2**63 - 1
 class Override(NamedTuple):
     """One command-line argument: ``--key=value``, ``--key value`` or the flag ``--key``."""
 
-    key: str
-    """Dotted key with dashes turned into underscores, e.g. ``training.local_batch_size``."""
-    value: str | None
-    """The text after it; None for a flag."""
+    key: str  # dotted key with dashes turned into underscores, e.g. ``training.local_batch_size``.
+    value: str | None  # the text after it; None for a flag
 
 
 def split_arguments(argv: list[str]) -> list[Override]:
-    """Split a command line into overrides, of which a later one wins, without checking keys.
-
-    Raises:
-        ConfigError: An argument that does not start with ``--``.
-    """
+    """Split a command line into overrides, of which a later one wins, without checking keys."""
     overrides, rest = [], list(reversed(argv))
     while rest:
         argument = rest.pop()
@@ -82,14 +69,9 @@ def merge_tables(tables: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def toml_files(path: str) -> dict[str, dict[str, Any]]:
-    """Read a TOML file and the files that it includes: the tables by path, the included ones first.
+    """Read a TOML file and those that it includes: tables by path, the included ones first.
 
-    ``include`` is a path from the file's own folder, or a shipped file's name. ``${config_dir}`` is
-    a file's own folder.
-
-    Raises:
-        ConfigError: A file is missing, unreadable or not TOML, or includes itself; a syntax error
-            is reported as ``file:line``.
+    ``include`` is a path from the file's folder, or a shipped name.
     """
     found: dict[str, dict[str, Any]] = {}
     file: str | None = path
@@ -162,16 +144,9 @@ def check_toml(
     prefix: str = "",
     skip_unknown: bool = False,
 ) -> dict[str, Any]:
-    """Check a TOML table against a dataclass, section by section.
+    """Check a TOML table against a dataclass, section by section; floats may be integers.
 
-    Below the top, ``section`` is the table's own dataclass, and ``prefix`` its dotted name with a
-    trailing dot. ``skip_unknown`` leaves unknown keys out of the result.
-
-    Returns:
-        A copy with integers converted to floats where a float is declared.
-
-    Raises:
-        ConfigError: An unknown key or section, or a wrong type.
+    Below the top, ``section`` is the table's dataclass and ``prefix`` its name with a dot.
     """
     checked: dict[str, Any] = {}
     known = {option.name: option for option in fields(section or config_cls)}
@@ -198,12 +173,7 @@ def apply_overrides(
 ) -> dict[str, Any]:
     """Convert command-line overrides to their types and write them over checked TOML values.
 
-    Set a boolean with ``--a.b``, ``--a.no_b`` or ``--a.b=true``. Write None as ``None`` and a list
-    with commas. The result of `check_toml` is changed in place; the allowed keys are the fields of
-    ``config_cls``.
-
-    Raises:
-        ConfigError: An unknown key, a missing value or a wrong type.
+    A boolean is ``--a.b``, ``--a.no_b`` or ``--a.b=true``, None ``None``, a list has commas.
     """
     known = _keys(config_cls)
     for key, text in overrides:
@@ -234,22 +204,20 @@ def unknown_key(key: str, value: object, config_cls: type) -> ConfigError:
     leaves = list(_keys(config_cls))
     if not any("." in leaf for leaf in leaves):  # a table of an experiment has no sections
         return ConfigError(key, value, one_of(leaves, name))
+    close = difflib.get_close_matches
     siblings = [leaf.rpartition(".")[2] for leaf in leaves if leaf.rpartition(".")[0] == section]
-    namesakes = [leaf for leaf in leaves if leaf.rpartition(".")[2] == name]
     sections = [option.name for option in fields(config_cls)]
-    below = [leaf for leaf in leaves if leaf.startswith(key + ".")]
-    if below:
+    guesses = [leaf for leaf in leaves if leaf == section]
+    if section:
+        guesses += [f"{section}.{near}" for near in close(name, siblings, 1)]
+    else:
+        guesses += [f"[{near}]" for near in close(key, sections, 1, cutoff=0.7)]
+    guesses += close(key, leaves, 1, cutoff=0.85)
+    guesses += [leaf for leaf in leaves if leaf.rpartition(".")[2] == name]
+    if below := [leaf for leaf in leaves if leaf.startswith(key + ".")]:
         want = f"a key of this section, such as {below[0]}"
-    elif section in leaves:
-        want = f"a known key: did you mean {section}?"
-    elif not section and (close := difflib.get_close_matches(key, sections, 1, cutoff=0.7)):
-        want = f"a known section: did you mean [{close[0]}]?"
-    elif section and (close := difflib.get_close_matches(name, siblings, 1)):
-        want = f"a known key: did you mean {section}.{close[0]}?"
-    elif close := difflib.get_close_matches(key, leaves, 1, cutoff=0.85):
-        want = f"a known key: did you mean {close[0]}?"
-    elif namesakes:
-        want = f"a known key: did you mean {namesakes[0]}?"
+    elif guesses:
+        want = f"a known key: did you mean {guesses[0]}?"
     elif siblings and section:
         want = f"one of the keys of [{section}]: {', '.join(siblings)}"
     else:
@@ -267,14 +235,10 @@ def _keys(section: Any, prefix: str = "") -> dict[str, Field[Any]]:
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the annotation alone.
-
-    ``Annotated[str, names]`` is one of the names in the list, to which registration adds names;
-    other annotations are ranges (``torchtitan_lr.config.ranges``).
-    """
+    """Return the members of a union, or of ``Annotated[str, names]``; else the annotation."""
     if get_origin(annotation) is Annotated:
         kind, first = get_args(annotation)[:2]
-        return (Literal[tuple(first)],) if isinstance(first, list) else _alternatives(kind)
+        return (Literal[tuple(first)],) if isinstance(first, list | dict) else _alternatives(kind)
     if get_origin(annotation) in (Union, types.UnionType):
         return get_args(annotation)
     return (annotation,)

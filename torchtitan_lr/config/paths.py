@@ -18,14 +18,7 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 def user_path(path: str, key: str) -> Path:
-    """Expand ``~`` and ``${NAME}``, and check that the file system accepts the path.
-
-    Shells expand neither in a file, nor ``~`` behind "=". The path may not exist.
-
-    Raises:
-        ConfigError: A variable that is not set, the home of an unknown user, a name that is too
-            long, or a folder without access permission.
-    """
+    """Expand ``~`` and ``${NAME}``, which shells do not in a file; refuse what no path can be."""
     filled = path
     for name in _VARIABLE.findall(path):
         value = os.environ.get(name, "")
@@ -52,8 +45,7 @@ def expanded(path: str, key: str) -> str:
 def leads_out(path: Path, folder: Path) -> bool:
     """Return whether a path of a folder leads out of it by links.
 
-    In the cache of the Hugging Face Hub, ``snapshots/COMMIT`` holds links into ``blobs``, which
-    belong to it.
+    In the Hugging Face Hub's cache, ``snapshots/COMMIT`` holds links into ``blobs`` beside it.
     """
     target, root = path.resolve(), folder.resolve()
     if target.is_relative_to(root):
@@ -67,21 +59,13 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def find_config(text: str) -> str:
-    """Return the path of a TOML file, of the shipped file of that name, or ``text`` without any.
-
-    A shipped file's name is ``debug_cola``, ``debug_cola.toml`` or
-    ``train_configs/debug_cola.toml``.
-    """
+    """Return the path of a TOML file, of the shipped file of that name, or ``text`` without any."""
     text = expanded(text, "CONFIG")
     return text if os.path.isfile(text) else shipped_config(text) or text
 
 
 def shipped_config(text: str) -> str | None:
-    """Return the path of the shipped file of a name; None without any.
-
-    What only other files include has the name ``base/cola``, as in the files that include it: they
-    work in any folder.
-    """
+    """Return the path of a shipped file, such as ``debug_cola`` or ``base/cola``; None without."""
     name = PurePath(text.removesuffix(".toml"))
     if name.parts[:1] == (FOLDER,):
         name = name.relative_to(FOLDER)

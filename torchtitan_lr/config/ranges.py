@@ -16,10 +16,8 @@ from torchtitan_lr.errors import ConfigError
 class Range(NamedTuple):
     """The values of a key."""
 
-    holds: Callable[[Any], bool]
-    """Whether the key allows a value; must be false for NaN."""
-    want: str
-    """Describes the allowed values in the refusal."""
+    holds: Callable[[Any], bool]  # whether the key allows a value; must be false for NaN
+    want: str  # describes the allowed values in the refusal
 
 
 def at_least(least: int, want: str = "") -> Range:
@@ -106,21 +104,15 @@ OF_TORCHTITAN: dict[str, Range] = {
 """The ranges of torchtitan's own keys; their fields are torchtitan's and cannot be annotated."""
 
 
-def check_ranges(values: dict[str, Any], config_cls: Any, tsr: bool) -> None:
-    """Raise a ConfigError for the first value out of its key's range.
-
-    Args:
-        values: Values of the right types, by section and key.
-        config_cls: The class of the configuration.
-        tsr: Whether the optimizer reads the keys ``tsr_*``.
-    """
+def check_ranges(values: dict[str, Any], config_cls: Any, unread: tuple[str, ...]) -> None:
+    """Raise for the first value out of its key's range, of keys not beginning as in ``unread``."""
     sections: dict[str, Any] = {section.name: section.type for section in fields(config_cls)}
     for section, table in values.items():
         types: dict[str, Any] = {option.name: option.type for option in fields(sections[section])}
         for name, value in table.items():
-            if name.startswith("tsr_") and not tsr:  # unused; sweeps set them for all methods
-                continue
             key, annotation = f"{section}.{name}", types[name]
+            if key.startswith(unread):  # sweeps set them for all methods
+                continue
             own = annotation.__metadata__ if get_origin(annotation) is Annotated else ()
             for allowed in (*own, OF_TORCHTITAN.get(key)):
                 if isinstance(allowed, Range) and not allowed.holds(value):

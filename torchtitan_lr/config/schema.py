@@ -22,6 +22,7 @@ from torchtitan_lr.config.ranges import (
     at_least,
     positive,
 )
+from torchtitan_lr.optim.entries import ENTRIES
 
 CONFIG_MODULE = "torchtitan_lr.config.schema"
 """This module."""
@@ -59,31 +60,7 @@ def vocabulary_rows(wanted: int, tp_degree: int, lanes: int) -> int:
     return -(-wanted // unit) * unit
 
 
-TSR = "TSRAdam"
-"""The value of ``optimizer.name`` that chooses TSR-Adam."""
-
 _DECAY_OR_SAME = Range(lambda x: x == -1 or 0 <= x < math.inf, "at least 0, or -1 for weight_decay")
-
-ADAMS = ("AdamW", "Adam")
-"""The values of ``optimizer.name`` that choose torch's own optimizers."""
-
-SPECTRAL = ("Muon", "Spectron", "LoRAMuon")
-"""The values of ``optimizer.name`` that choose a spectral optimizer."""
-
-BUILT_IN_OPTIMIZERS = (*ADAMS, TSR, *SPECTRAL)
-"""The optimizers of this package and of torch."""
-
-OPTIMIZERS = [*BUILT_IN_OPTIMIZERS]
-"""Values of ``optimizer.name``; registering an optimizer adds its name."""
-
-SUMS_REPLICAS = [TSR]
-"""The values of ``optimizer.name`` whose optimizer sums over the replicas itself."""
-
-READS_GROUPS = [*BUILT_IN_OPTIMIZERS]
-"""The values of ``optimizer.name`` whose optimizer has the rates of ``[[optimizer.groups]]``."""
-
-BASES: dict[str, str] = {}
-"""The optimizer of this package that one from outside changes, by the name of the latter."""
 
 
 def least_ranks(layout: Mapping[str, Any]) -> int:
@@ -91,25 +68,6 @@ def least_ranks(layout: Mapping[str, Any]) -> int:
     kinds = ["tensor_parallel", "pipeline_parallel", "context_parallel"]
     kinds += ["data_parallel_replicate", "data_parallel_shard"]
     return math.prod(max(1, layout.get(f"{kind}_degree", 1)) for kind in kinds)
-
-
-def base_of(name: str) -> str:
-    """Return the optimizer of this package that ``optimizer.name`` is or changes, else the name."""
-    return BASES.get(name, name)
-
-
-DEFAULTS_OF: dict[str, dict[str, Any]] = {
-    # torch.optim.Muon's rate and decay, and Jordan et al.'s momentum. Updates have AdamW's size.
-    "Muon": {"optimizer.lr": 1e-3, "optimizer.weight_decay": 0.1, "optimizer.nesterov": True},
-    # The middle of the paper's rates, 1e-3 to 1e-1; Emerging-Optimizers' momentum and decay.
-    "Spectron": {"optimizer.lr": 1e-2, "optimizer.momentum": 0.9, "optimizer.adamw_lr": 3e-3},
-    # Jordan et al.'s rate for updates of spectral norm 1, which LoRA-Muon's of B A match.
-    "LoRAMuon": {"optimizer.lr": 2e-2, "optimizer.adamw_lr": 3e-3},
-}
-"""Defaults of a spectral optimizer that are not AdamW's, by ``optimizer.name`` and key."""
-
-for _defaults in DEFAULTS_OF.values():
-    _defaults["training.max_norm"] = math.inf  # updates have their size whatever the gradient's
 
 
 _OURS = Range(lambda module: module in ("", CONFIG_MODULE), f"'{CONFIG_MODULE}'")
@@ -247,12 +205,8 @@ class Training:
 
     token_folder: str = ""
     """Folder of the prepared tokens of raw corpora, which all runs share; empty for
-    ``torchtitan_lr/tokens`` in the user's cache folder. Its folders may be deleted while no run
-    reads them."""
-
-    token_folder_gb: float = 100.0
-    """Size of ``token_folder``: after a preparation the folders that no run has used for longest
-    are deleted, until the others fit."""
+    ``torchtitan_lr/tokens`` in the user's cache folder. Nothing in it is deleted: delete folders
+    there while no run reads them."""
 
 
 @dataclass
@@ -319,10 +273,10 @@ class LowRank:
 class Optimizer:
     """Changed defaults of torchtitan's ``[optimizer]`` (CoLA's AdamW), and other optimizers' keys.
 
-    Defaults that depend on ``name`` are in `DEFAULTS_OF`.
+    Defaults that depend on ``name`` are in `optim.entries`.
     """
 
-    name: Annotated[str, OPTIMIZERS] = "AdamW"
+    name: Annotated[str, ENTRIES] = "AdamW"
     """Optimizer to use:
     - 'AdamW', 'Adam': for every parameter
     - 'TSRAdam': replicas exchange r×r cores instead of gradients

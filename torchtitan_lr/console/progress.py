@@ -4,17 +4,15 @@
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from torchtitan_lr.console.log import duration, say
 
 T = TypeVar("T")
 
-QUIET_SECONDS = 10.0
-"""Time before the first plain line, and the shortest time between two."""
-
-BAR_DELAY = 1.0
-"""Time before a bar appears: short work needs none."""
+QUIET_SECONDS = 10.0  # time before the first plain line, and the shortest time between two
+BAR_DELAY = 1.0  # time before a bar appears: short work needs none
 
 
 def progress(
@@ -24,41 +22,38 @@ def progress(
     unit: str = "batches",
     shown: bool = True,
 ) -> Iterator[T]:
-    """Yield ``items`` and show how many are done.
-
-    Without a terminal, as in a rank of the launcher, there is a plain line after `QUIET_SECONDS`,
-    and then at growing intervals.
-
-    Args:
-        items: The items to work through.
-        what: The work, such as ``validation``.
-        total: Number of items, None if unknown.
-        unit: Name of the items.
-        shown: Whether to show anything; only one rank should.
-    """
+    """Yield ``items`` and show how many are done: by a bar, or plain lines without a terminal."""
     if not shown:
         yield from items
-    elif sys.stderr.isatty():
+        return
+    with counting(what, total, unit) as done:
+        for item in items:
+            yield item
+            done(1)
+
+
+@contextmanager
+def counting(what: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
+    """Show how many of ``total`` units are done, by what is called with the numbers of new ones."""
+    if sys.stderr.isatty():
         from tqdm import tqdm  # imported late: most commands show no bar
 
-        yield from tqdm(items, what, total, leave=False, unit=f" {unit}", delay=BAR_DELAY)
-    else:
-        lines = Plain(what, total, unit)
-        for count, item in enumerate(items, 1):
-            yield item
-            lines.done(count)
+        options = {"leave": False, "unit": f" {unit}", "unit_scale": True, "delay": BAR_DELAY}
+        with tqdm(None, what, total, **options) as bar:
+            yield bar.update
+        return
+    lines, count = Plain(what, total, unit), 0
+
+    def done(new: int) -> None:
+        nonlocal count
+        count += new
+        lines.done(count)
+
+    yield done
 
 
 class Plain:
-    """Plain lines of progress, at growing intervals.
-
-    Args:
-        what: The work.
-        total: Number of items, None if unknown; they may be more.
-        unit: Name of the items.
-        clock: Returns seconds.
-        write: Prints a line.
-    """
+    """Plain lines of progress, at growing intervals."""
 
     def __init__(
         self,
@@ -89,56 +84,3 @@ class Plain:
             f"{self._what}: {count:,} of {self._total:,} {self._unit} "
             f"({min(count / self._total, 1):.0%}), {left} left"
         )
-
-
-class Preparing:
-    """The progress of a preparation: documents, tokens, tokens per second and the time left.
-
-    Args:
-        clock: Returns seconds.
-        write: Prints a line, where there is no terminal.
-    """
-
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        write: Callable[[str], None] = say,
-    ) -> None:
-        self._clock, self._write = clock, write
-        self._started = self._due = clock()
-        self._before: tuple[int, float] | None = None
-        self._terminal = sys.stderr.isatty()
-        self._due += 0.0 if self._terminal else QUIET_SECONDS
-
-    def __call__(self, documents: int, tokens: int, share: float | None) -> None:
-        """Show the state if it is time to.
-
-        Args:
-            documents: Documents so far.
-            tokens: Tokens so far, with those of an earlier preparation that was killed.
-            share: Share of the work that is done, None if unknown.
-        """
-        now = self._clock()
-        # The first piece is the start: what was done before it took no time here.
-        self._before = self._before or (tokens, share or 0.0)
-        if now < self._due:
-            return
-        elapsed = max(now - self._started, 1e-9)
-        rate = (tokens - self._before[0]) / elapsed
-        text = f"preparing: {documents:,} documents, {tokens:,} tokens, {rate:,.0f} tokens/s"
-        if share is not None:
-            share = min(share, 1.0)  # an estimate from the sizes of files may be too small
-            new = share - self._before[1]
-            left = f", {duration(elapsed * (1 - share) / new)} left" if new > 0 else ""
-            text += f", {share:.0%}{left}"
-        if self._terminal:
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-            self._due = now + 0.2
-        else:
-            self._write(text)
-            self._due = now + max(QUIET_SECONDS, elapsed / 4)
-
-    def close(self) -> None:
-        """Leave the terminal's line empty."""
-        if self._terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)

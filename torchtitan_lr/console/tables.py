@@ -7,26 +7,13 @@ from torchtitan_lr.errors import escaped
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format cells as a Markdown table, without a newline at its end.
-
-    The ``tabulate`` library pads every cell to its column's width. Long cells would make all lines
-    longer than 100 columns, and one new cell would change every line of its table.
-    """
+    """Format cells as Markdown without padding: one new cell then changes one line."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(escaped, cells))} |" for cells in lines)
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Format cells in aligned columns for a terminal.
-
-    The ``tabulate`` library pads headers by two more columns, which only a module global can
-    change. This function keeps the output as it is without a dependency.
-
-    Args:
-        header: Names of the columns.
-        rows: Cells of each row, one per column.
-        left: Number of left-aligned columns; the others are aligned to the right.
-    """
+    """Format cells in aligned columns for a terminal."""
     lines = [[escaped(cell) for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = []

@@ -8,8 +8,7 @@ from torchtitan_lr.costs.messages import Traffic
 from torchtitan_lr.ledger.ledger import COUNTS, reading_order
 from torchtitan_lr.ledger.scopes import STEP
 
-IDENTITY = ("scope", "pass", "op", "mesh_dim", "dtype")
-"""The keys that identify a row."""
+IDENTITY = ("scope", "pass", "op", "mesh_dim", "dtype")  # the keys that identify a row
 
 
 def compare(
@@ -17,15 +16,8 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Put measured rows and formulas side by side.
 
-    Args:
-        rows: The ledger's rows.
-        expected: The formulas' rows.
-        dtypes: Name of the dtype of each `Traffic.role`.
-
-    Returns:
-        The ledger's rows with ``expected_calls`` and ``expected_elements``: 0 for calls that the
-        formulas do not predict, None in `STEP`, which has no formulas. Calls that are predicted but
-        were not measured have rows with 0 calls.
+    Rows get ``expected_calls`` and ``expected_elements``: 0 where no formula predicts the calls,
+    None in `STEP`, which has none. Calls that were predicted only have rows of 0.
     """
     found = {tuple(row[key] for key in IDENTITY): dict(row) for row in rows}
     wanted: dict[tuple[Any, ...], list[int]] = {}

@@ -1,13 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Context parallelism in closed form: collectives, FLOPs and bytes of a decoder block.
 
-C ranks share every row: each has n = b·s/C tokens of a micro-batch, and gathers what attention
-needs of the C·n tokens of all ranks (Llama 3, section 3.3.2). That is k and v, 2·d_kv/T numbers per
-token, or in a low-rank model the latents σ(A_k x) and σ(A_v x), 2r numbers, from which each rank
-computes k and v of all tokens. What was gathered is not kept: backward gathers it once more, and
-reduce-scatters its gradient. Latents send less while r < d_kv/T.
-
-Independent of the runtime (`parallel.context`), like `costs.tp_messages`.
+C ranks share every row: each has n = b·s/C tokens, and gathers of all C·n tokens (Llama 3, section
+3.3.2) k and v, 2·d_kv/T numbers each, or in a low-rank model the latents σ(A_k x) and σ(A_v x), 2r
+numbers, from which it computes k and v. Backward gathers them once more, and reduce-scatters their
+gradient. Latents send less while r < d_kv/T.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from torchtitan_lr.costs.tp_messages import FORMULAS
 
 if TYPE_CHECKING:
     from torchtitan_lr.models.args import LlamaArgs
-    from torchtitan_lr.parallel.placement import TPSettings
+    from torchtitan_lr.parallel.plan_parts import TPSettings
 
 
 def kv_width(shape: LlamaArgs, settings: TPSettings, tp_degree: int) -> int:
@@ -30,26 +27,9 @@ def kv_width(shape: LlamaArgs, settings: TPSettings, tp_degree: int) -> int:
 
 
 def context_traffic(
-    shape: LlamaArgs,
-    settings: TPSettings,
-    tp_degree: int,
-    cp_degree: int,
-    tokens: int,
-    gather: str,
+    shape: LlamaArgs, settings: TPSettings, tp_degree: int, cp_degree: int, tokens: int, gather: str
 ) -> list[Traffic]:
-    """Return every collective of context parallelism in a micro-batch.
-
-    Args:
-        shape: Shape and family of the model.
-        settings: The tensor-parallel plan; ignored when T is 1.
-        tp_degree: Tensor-parallel ranks T.
-        cp_degree: Ranks C that share a row.
-        tokens: Tokens n on each of them.
-        gather: What is gathered, ``kv`` or ``latents``.
-
-    Returns:
-        Rows for every block; none at C = 1.
-    """
+    """Return every collective of context parallelism in a micro-batch."""
     if cp_degree == 1:
         return []
     width = kv_width(shape, settings, tp_degree) if gather == "kv" else shape.rank_attention
@@ -70,22 +50,7 @@ def latent_flops(
     B_k and B_v take 4·r·d_kv/T per token. Forward applies them to the tokens of the C - 1 other
     ranks too. Backward has two products for each (the gradients of B and of the latent), and
     computes k and v of all C·n tokens once more.
-
-    Returns:
-        FLOPs of a micro-batch forward, and backward.
     """
     one = 4 * shape.rank_attention * kv_width(shape, settings, tp_degree)
     others = (cp_degree - 1) * tokens
     return others * one, 2 * others * one + cp_degree * tokens * one
-
-
-def gathered_kv_bytes(width: int, cp_degree: int, tokens: int, itemsize: int) -> int:
-    """Return the bytes of a block's k and v of all C·n tokens, which its attention needs at once.
-
-    Args:
-        width: Features of k on the rank, see `kv_width`.
-        cp_degree: Ranks C that share a row.
-        tokens: Tokens n on each of them.
-        itemsize: Bytes per number.
-    """
-    return 2 * cp_degree * tokens * width * itemsize

@@ -5,78 +5,54 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from torchtitan_lr.compression.settings import (
-    CompressionSettings,
-    compression_settings,
-)
-from torchtitan_lr.config.schema import SPECTRAL, SUMS_REPLICAS, TSR, base_of
+from torchtitan_lr.compression.settings import CompressionSettings, compression_settings
 from torchtitan_lr.costs.fsdp_messages import named_parameters, split_by_columns
 from torchtitan_lr.costs.hardware import MeshDim
 from torchtitan_lr.costs.held_memory import NamedShapes, Precision, Shape, sharded
+from torchtitan_lr.costs.optimizer_costs import OptimizerCost
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import llama_args, model_shapes
-from torchtitan_lr.optim.spectral.selection import select_matrices
-from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
+from torchtitan_lr.optim.entries import ENTRIES, OptimizerEntry, imported
 from torchtitan_lr.parallel.data_parallel import reshard_after_forward
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import tp_settings
 from torchtitan_lr.parallel.stage_split import modules_per_stage
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
-    """A configuration with the model and the plan to estimate.
+    """A configuration with the model and the plan to estimate."""
 
-    Args:
-        config: Returned by `build_job_config`, checked for ``world`` ranks.
-        world: Number of ranks.
-        args: The model's arguments.
-        settings: The resolved tensor-parallel plan.
-        baseline: Whether AdamW and uncompressed gradients replace the configured ones.
-    """
-
-    config: Any
+    config: Any  # returned by `build_job_config`, checked for ``world`` ranks
     world: int
     args: LlamaArgs
-    settings: TPSettings
-    baseline: bool = False
+    settings: TPSettings  # the resolved tensor-parallel plan
+    baseline: bool = False  # Whether AdamW and uncompressed gradients replace the configured ones
 
-    @property
-    def tp(self) -> int:
-        """Tensor-parallel ranks T."""
-        return int(self.config.parallelism.tensor_parallel_degree)
-
-    @property
-    def pp(self) -> int:
-        """Pipeline ranks P."""
-        return int(self.config.parallelism.pipeline_parallel_degree)
-
-    @property
-    def replicas(self) -> int:
-        """Ranks with equal parameters."""
-        return int(self.config.parallelism.data_parallel_replicate_degree)
-
-    @property
-    def cp(self) -> int:
-        """Ranks C that share each row of tokens."""
-        return int(self.config.parallelism.context_parallel_degree)
-
-    @property
-    def gather(self) -> str:
-        """What attention gathers from those ranks: ``kv`` or ``latents``."""
-        return str(self.config.parallelism.cp_gather)
-
-    @property
-    def shard(self) -> int:
-        """Ranks that share each parameter; those that share a row are among them."""
-        return self.world // (self.tp * self.pp * self.replicas)
-
-    @property
-    def rows_apart(self) -> int:
-        """Groups of ranks that read different rows."""
-        return self.shard // self.cp * self.replicas
+    def __post_init__(self) -> None:
+        section, training = self.config.parallelism, self.config.training
+        self.tp: int = section.tensor_parallel_degree  # T
+        self.pp: int = section.pipeline_parallel_degree  # P
+        self.replicas: int = section.data_parallel_replicate_degree  # ranks with equal parameters
+        self.cp: int = section.context_parallel_degree  # ranks C that share each row of tokens
+        self.gather: str = section.cp_gather  # from those ranks: "kv" or "latents"
+        # Ranks that share each parameter; those that share a row are among them.
+        self.shard = self.world // (self.tp * self.pp * self.replicas)
+        self.seq_len: int = training.seq_len  # tokens s
+        size = section.pipeline_parallel_microbatch_size if self.pp > 1 else 0
+        self.microbatch: int = size or training.local_batch_size  # sequences b
+        # Micro-batches of a pass, 1 without a pipeline, and passes of a step.
+        self.microbatches: int = training.local_batch_size // self.microbatch
+        self.accumulation = 1
+        if training.global_batch_size != -1:
+            rows = training.local_batch_size * (self.shard // self.cp) * self.replicas
+            self.accumulation = training.global_batch_size // rows
+        self.tokens = self.microbatch * self.seq_len // self.cp  # n of a micro-batch on a rank
+        batches = self.microbatches * self.accumulation * self.shard * self.replicas
+        self.tokens_per_step = self.tokens * batches  # on all ranks
+        self.checkpointing: str = self.config.activation_checkpoint.mode
 
     @property
     def mesh(self) -> dict[str, MeshDim]:
@@ -88,49 +64,13 @@ class Run:
             stride *= size
         # FSDP's dimension is torchtitan's dp_shard over cp, of which cp is the inner one.
         mesh["cp"] = MeshDim(self.cp, self.tp)
-        mesh["fsdp_tp"] = MeshDim(self.shard * self.tp, 1)  # a spectral optimizer's group
+        mesh["fsdp_tp"] = MeshDim(self.shard * self.tp, 1)  # of r × r sums
         return mesh
 
     @property
     def ranks(self) -> dict[str, int]:
         """Ranks by mesh dimension."""
         return {name: dim.size for name, dim in self.mesh.items()}
-
-    @property
-    def accumulation(self) -> int:
-        """Gradient accumulation: passes of the local batch per step."""
-        training = self.config.training
-        if training.global_batch_size == -1:
-            return 1
-        return int(training.global_batch_size // (training.local_batch_size * self.rows_apart))
-
-    @property
-    def microbatch(self) -> int:
-        """Sequences b that run through the model at once."""
-        section, training = self.config.parallelism, self.config.training
-        size = section.pipeline_parallel_microbatch_size if self.pp > 1 else 0
-        return int(size or training.local_batch_size)
-
-    @property
-    def microbatches(self) -> int:
-        """Micro-batches per pass of the pipeline; 1 without a pipeline."""
-        return int(self.config.training.local_batch_size // self.microbatch)
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens s of a sequence."""
-        return int(self.config.training.seq_len)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens n of a micro-batch on a rank."""
-        return self.microbatch * self.seq_len // self.cp
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of a step on all ranks."""
-        batches = self.microbatches * self.accumulation * self.shard * self.replicas
-        return self.tokens * batches
 
     @property
     def precision(self) -> Precision:
@@ -149,8 +89,8 @@ class Run:
     def wire_dtypes(self) -> dict[str, str]:
         """Name of the dtype in which tensors are sent, by `Traffic.role`.
 
-        Two additional keys are of the sums of TSR-Adam over the replicas: ``stored`` of dense
-        gradients, and ``replicas`` of cores and sketches.
+        Of an optimizer's sums over the replicas, ``stored`` are dense gradients, ``replicas`` the
+        rest.
         """
         training = self.config.training
         reduced = training.mixed_precision_reduce
@@ -165,11 +105,6 @@ class Run:
             "checksum": "int64",
             "index": "uint8",
         }
-
-    @property
-    def checkpointing(self) -> str:
-        """The mode of activation checkpointing."""
-        return str(self.config.activation_checkpoint.mode)
 
     @property
     def reshards(self) -> bool:
@@ -187,56 +122,36 @@ class Run:
         """How gradients are compressed: over HSDP's replicas, otherwise over the shards."""
         return compression_settings(self.config, self.replicas if self.replicas > 1 else self.shard)
 
-    @cached_property
-    def tsr(self) -> TSRSettings | None:
-        """TSR-Adam's settings; None for an optimizer that is neither it nor a variant of it."""
-        if self.baseline or base_of(self.config.optimizer.name) != TSR:
-            return None
-        return TSRSettings.from_config(self.config.optimizer)
-
-    @cached_property
-    def tsr_plans(self) -> dict[str, MatrixPlan]:
-        """TSR-Adam's compressed matrices."""
-        return {} if self.tsr is None else plan_matrices(self.global_shapes, self.tsr)
-
     @property
-    def sums_replicas(self) -> bool:
-        """Whether the optimizer itself sums gradients over the replicas."""
-        return not self.baseline and self.config.optimizer.name in SUMS_REPLICAS
-
-    @property
-    def spectral(self) -> str:
-        """The spectral optimizer's rule; empty for another optimizer."""
-        base = base_of(self.config.optimizer.name)
-        return base if base in SPECTRAL and not self.baseline else ""
+    def entry(self) -> OptimizerEntry:
+        """The optimizer's entry; of the baseline AdamW's."""
+        return ENTRIES["AdamW" if self.baseline else self.config.optimizer.name]
 
     @cached_property
-    def spectral_vectors(self) -> dict[str, int]:
-        """Length of the vector that Spectron keeps of each matrix, in the model's order."""
-        if not self.spectral:
-            return {}
-        chosen = select_matrices(self.global_shapes, self.spectral)
-        vectors = {}
-        for name, shape in self.global_shapes.items():
-            if name in chosen.names:
-                r = shape[0] if name.endswith(".A.weight") else shape[1]
-                vectors[name] = r if self.spectral == "Spectron" else 0
-        return vectors
+    def optimizer(self) -> OptimizerCost:
+        """What the optimizer sends, holds and computes; AdamW's of one that does not say it."""
+        cost: OptimizerCost = imported(self.entry.cost or OptimizerCost)(self)
+        return cost
 
     @cached_property
     def by_columns(self) -> set[str]:
         """Names of the parameters that FSDP2 splits along their columns, and not their rows."""
-        if not self.spectral:
+        if not self.entry.splits_columns:
             return set()
         return split_by_columns(self.args, self.settings, self.tp, self.shard)
 
-    def piece(self, name: str, shape: Shape) -> Shape:
-        """Return the first FSDP rank's piece of a parameter.
+    def splits(self, name: str, local: Shape) -> list[tuple[str, ...]]:
+        """Return the mesh dimensions that split each dimension of a matrix."""
+        whole, splits = self.global_shapes[name], []
+        for dim in (0, 1):
+            by_fsdp = self.shard > 1 and dim == int(name in self.by_columns)
+            names = ["fsdp"] if by_fsdp else []
+            names += ["tp"] if local[dim] != whole[dim] else []
+            splits.append(tuple(names))
+        return splits
 
-        Args:
-            name: Its name.
-            shape: Its shape on a tensor-parallel rank.
-        """
+    def piece(self, name: str, shape: Shape) -> Shape:
+        """Return the first FSDP rank's piece of a parameter."""
         return sharded(shape, self.shard, dim=int(name in self.by_columns))
 
     @cached_property
@@ -257,10 +172,17 @@ class Run:
             stages.append({unit_of[name]: units[unit_of[name]] for name in names})
         return stages
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether stages compute the gradients of inputs first, and those of weights later."""
+        return self.pp > 1 and (
+            self.config.parallelism.pipeline_parallel_schedule == "ZBVZeroBubble"
+        )
+
     def stages_of(self, pp_rank: int) -> list[int]:
         """Return the stages of a pipeline rank, assigned as in torch."""
         count = len(self.stages)
-        if self.config.parallelism.pipeline_parallel_schedule == "ZBVZeroBubble" and self.pp > 1:
+        if self.splits_backward:
             return [pp_rank, count - 1 - pp_rank]
         return list(range(pp_rank, count, self.pp))
 
@@ -270,6 +192,10 @@ class Run:
         for stage in self.stages_of(pp_rank):
             units |= self.stages[stage]
         return units
+
+    def pieces_of(self, pp_rank: int) -> dict[str, Shape]:
+        """Return the first FSDP rank's pieces of a pipeline rank's parameters."""
+        return {name: self.piece(name, shape) for name, shape in self.shapes_of(pp_rank).items()}
 
     def shapes_of(self, pp_rank: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of a pipeline rank's parameters on a tensor-parallel rank."""
@@ -285,11 +211,7 @@ def blocks_of(units: dict[str, NamedShapes]) -> int:
 
 
 def read_run(config: Any, world: int) -> Run:
-    """Return the run of a checked configuration.
-
-    Raises:
-        ConfigError: The model is not from this package.
-    """
+    """Return the run of a checked configuration."""
     args = llama_args(config)
     if args is None:
         raise ConfigError("model.name", config.model.name, "a model of this package")
@@ -301,8 +223,3 @@ def with_wire(run: Run, dtype: str) -> Run:
     """Return the run whose gradients travel in another dtype."""
     training = replace(run.config.training, mixed_precision_reduce=dtype)
     return replace(run, config=replace(run.config, training=training))
-
-
-def with_checkpointing(config: Any, mode: str) -> Any:
-    """Return a configuration with another mode of activation checkpointing."""
-    return replace(config, activation_checkpoint=replace(config.activation_checkpoint, mode=mode))

@@ -1,10 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Collectives of FSDP2, HSDP and replication in closed form.
 
-The gradients of the linears of L low-rank blocks are L(11dr + 3·d_ff·r) elements, against
-L(4d² + 3d·d_ff) at full rank (BOOST, Table 6). The formulas here are exact: they count all
-parameters of FSDP2's units (the embedding, each block, the head, and the root, which has the final
-norm), each padded to the ranks.
+BOOST (Table 6) counts the gradients of the linears, L(11dr + 3·d_ff·r) elements, against L(4d² +
+3d·d_ff) at full rank. These formulas are exact: all parameters of FSDP2's units, padded.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from torchtitan_lr.costs.tp_messages import FORMULAS
 
 if TYPE_CHECKING:
     from torchtitan_lr.models.args import LlamaArgs
-    from torchtitan_lr.parallel.placement import TPSettings
+    from torchtitan_lr.parallel.plan_parts import TPSettings
 
 
 def data_parallel_traffic(
@@ -38,21 +36,8 @@ def data_parallel_traffic(
 
     In every micro-batch, FSDP gathers a unit's weights for forward (and again for backward if they
     are resharded) and reduce-scatters its gradients. Sums over replicas run only in the last one.
-
-    Args:
-        shape: Shape and family of the model.
-        settings: The tensor-parallel plan; ignored when T is 1.
-        tp_degree: Tensor-parallel ranks T.
-        replicate: Number of replicas.
-        shard: Ranks that shard each parameter.
-        reshard_after_forward: Whether weights are gathered again for backward.
-        reshard_last: The same for the head, the first unit in backward.
-        microbatches: Forward and backward passes per optimizer step.
-        by_columns: Returned by `split_by_columns`, for a spectral optimizer.
-
-    Returns:
-        Rows for the embedding, every block and the head (with the final norm). Elements include
-        FSDP's padding.
+    The head is the first unit in backward: `reshard_last` is its `reshard_after_forward`. Elements
+    include FSDP's padding.
     """
     rows: list[Traffic] = []
     k = microbatches
@@ -84,8 +69,7 @@ def split_by_columns(
 ) -> set[str]:
     """Return the names of the parameters that FSDP2 splits along columns for a spectral optimizer.
 
-    These are the factors A (r, d_in) with a whole r, if the ranks divide their columns. FSDP2
-    splits all others, and all for every other optimizer, along their first dimension.
+    These are the factors A (r, d_in) with a whole r whose columns the ranks divide.
     """
     chosen = set()
     for parameters in named_parameters(shape, settings, tp_degree).values():
@@ -99,11 +83,7 @@ def split_by_columns(
 def named_parameters(
     shape: LlamaArgs, settings: TPSettings, tp_degree: int
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the parameter shapes of each FSDP unit on one of T tensor-parallel ranks.
-
-    Returns:
-        Shapes by name and by unit: ``embedding``, ``block 0`` ..., ``head``, ``root``.
-    """
+    """Return shapes on one of T ranks: of ``embedding``, ``block 0`` ..., ``head``, ``root``."""
     t, d, vocabulary = tp_degree, shape.dim, shape.vocab_size
     # A single rank splits nothing, whatever the plan: ``auto`` may not be resolved there.
     formula = FORMULAS[settings.plan if t > 1 else "megatron"]

@@ -1,45 +1,27 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The two ways of context parallelism, side by side: keys and values gathered, or latents."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torchtitan_lr.costs.context_messages import kv_width, latent_flops
 from torchtitan_lr.costs.described_run import Run, blocks_of
 from torchtitan_lr.costs.hardware import Hardware
+from torchtitan_lr.costs.messages import element_size
 from torchtitan_lr.costs.step_time import collective_seconds, compute_seconds
-from torchtitan_lr.costs.step_traffic import element_size, run_context_traffic
+from torchtitan_lr.costs.step_traffic import run_context_traffic
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.parallel.plans import check_gather
 
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class GatherCost:
-    """What a way of gathering costs a rank per step, beyond attention itself.
+def gather_report(run: Run, pp_rank: int, hardware: Hardware) -> dict[str, Any]:
+    """Return the costs of each ``parallelism.cp_gather`` that the run could have, and the faster.
 
-    Args:
-        bytes: Bytes that it passes to the collectives.
-        send_seconds: Their modelled time.
-        flops: FLOPs of the keys and values that it computes of other ranks' tokens.
-        product_seconds: Their modelled time.
+    Of a rank and step, beyond attention itself; ``flops`` are for other ranks' keys and values.
     """
-
-    bytes: int
-    send_seconds: float
-    flops: int
-    product_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        """Modelled time of both: neither overlaps with anything else."""
-        return self.send_seconds + self.product_seconds
-
-
-def gather_costs(run: Run, pp_rank: int, hardware: Hardware) -> dict[str, GatherCost]:
-    """Return the cost of each value of ``parallelism.cp_gather`` that the run could have."""
-    costs = {}
+    costs: dict[str, dict[str, float]] = {}
     for gather in ("kv", "latents"):
         try:
             check_gather(gather, run.args, run.settings, run.tp)
@@ -56,17 +38,18 @@ def gather_costs(run: Run, pp_rank: int, hardware: Hardware) -> dict[str, Gather
         if gather == "latents":
             of_block = latent_flops(run.args, run.settings, run.tp, run.cp, run.tokens)
             flops = count * blocks_of(run.units_of(pp_rank)) * sum(of_block)
-        costs[gather] = GatherCost(size, send_seconds, flops, compute_seconds(flops, hardware))
-    return costs
-
-
-def gather_report(run: Run, pp_rank: int, hardware: Hardware) -> dict[str, Any]:
-    """Return the costs as a dictionary, with the faster way and the widths that decide."""
-    costs = gather_costs(run, pp_rank, hardware)
+        product_seconds = compute_seconds(flops, hardware)
+        costs[gather] = {
+            "bytes": size,
+            "send_seconds": send_seconds,
+            "flops": flops,
+            "product_seconds": product_seconds,
+            "seconds": send_seconds + product_seconds,  # neither overlaps with anything else
+        }
     return {
         "ranks": run.cp,
-        "costs": {name: asdict(cost) | {"seconds": cost.seconds} for name, cost in costs.items()},
-        "faster": min(costs, key=lambda name: costs[name].seconds),
+        "costs": costs,
+        "faster": min(costs, key=lambda name: costs[name]["seconds"]),
         "rank": run.args.rank_attention,
         "kv_width": kv_width(run.args, run.settings, run.tp),
     }

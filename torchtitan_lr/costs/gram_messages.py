@@ -29,11 +29,8 @@ from math import prod
 
 from torchtitan_lr.costs.messages import Traffic, merge
 
-ITERATIONS = 5
-"""Newton-Schulz iterations of a polar factor."""
-
-ROOT_ITERATIONS = 8
-"""Iterations of LoRA-Muon's inverse roots (A Aᵀ)^(-1/2) and (BᵀB)^(-1/2)."""
+ITERATIONS = 5  # Newton-Schulz iterations of a polar factor
+ROOT_ITERATIONS = 8  # iterations of LoRA-Muon's inverse roots (A Aᵀ)^(-1/2) and (BᵀB)^(-1/2)
 
 Sharing = tuple[tuple[str, ...], bool]
 """Mesh dimensions whose ranks share products (r, r), and whether each rank already has the sums."""
@@ -41,31 +38,18 @@ Sharing = tuple[tuple[str, ...], bool]
 
 @dataclass(frozen=True)
 class SpectralMatrix:
-    """A matrix (r, n) and its split.
+    """A matrix (r, n) and its split."""
 
-    Args:
-        r: Its rank, or its shorter side.
-        n: Its other side.
-        rows: Mesh dimensions that split r, in the mesh's order.
-        columns: Mesh dimensions that split n.
-    """
-
-    r: int
-    n: int
-    rows: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
+    r: int  # its rank, or its shorter side
+    n: int  # its other side
+    rows: tuple[str, ...] = ()  # mesh dimensions that split r, in the mesh's order
+    columns: tuple[str, ...] = ()  # mesh dimensions that split n
 
     @classmethod
     def of(
         cls, name: str, size: Sequence[int], splits: Sequence[tuple[str, ...]]
     ) -> SpectralMatrix:
-        """See a parameter as (r, n).
-
-        Args:
-            name: Its name, by which factors A (r, d_in) and B (d_out, r) are known.
-            size: Its global size.
-            splits: Mesh dimensions that split its first and its second dimension.
-        """
+        """See a parameter as (r, n); factors A (r, d_in), B (d_out, r) are known by their names."""
         side = 0 if size[0] < size[1] else 1
         if name.endswith((".A.weight", ".B.weight")):
             side = int(name.endswith(".B.weight"))
@@ -74,11 +58,7 @@ class SpectralMatrix:
         return cls(size[side], size[1 - side], splits[side], splits[1 - side])
 
     def local_columns(self, ranks: Mapping[str, int]) -> int:
-        """Return the columns that the first rank holds.
-
-        Args:
-            ranks: By mesh dimension.
-        """
+        """Return the columns that the first rank holds."""
         return -(-self.n // prod(ranks[dim] for dim in self.columns))
 
     def padded_rows(self, ranks: Mapping[str, int]) -> int:
@@ -106,14 +86,9 @@ def shared_matrices(
 ) -> tuple[dict[Sharing, list[SpectralMatrix]], list[SpectralMatrix]]:
     """Tell which matrices the ranks share out among them.
 
-    Args:
-        rule: ``Muon``, ``Spectron`` or ``LoRAMuon``.
-        matrices: A rank's, each A followed by its B.
-        ranks: Ranks by mesh dimension.
-
-    Returns:
-        The shared ones by the mesh dimensions of these ranks and by whether each already has the
-        sums, and those of which every rank computes Q.
+    Return the shared ones by the mesh dimensions of these ranks and by whether each already has the
+    sums, and those of which every rank computes Q. `matrices` are a rank's, each A followed by its
+    B.
     """
     together = 1 if rule == "Muon" else 2  # A and B
     kinds: dict[tuple[Sharing, int], list[Sequence[SpectralMatrix]]] = defaultdict(list)
@@ -136,10 +111,9 @@ def spectral_traffic(
 ) -> list[Traffic]:
     """Return a step's collectives on the first rank; arguments as in `shared_matrices`.
 
-    Returns:
-        Rows of the scope and the pass ``optimizer``, with the roles ``gram`` (the gathered Q and
-        Spectron's vectors included) and ``momentum`` (the gathered weights included). A message
-        over several mesh dimensions has their names, such as ``fsdp_tp``.
+    Rows have the roles ``gram`` (the gathered Q and Spectron's vectors included) and ``momentum``
+    (the gathered weights included). A message over several mesh dimensions has their names, such as
+    ``fsdp_tp``.
     """
     by_rows: dict[tuple[str, ...], list[SpectralMatrix]] = defaultdict(list)
     for matrix in matrices:
@@ -177,7 +151,7 @@ def _row(op: str, role: str, calls: int, elements: int, dims: tuple[str, ...]) -
 def small_flops(rule: str, r: int) -> int:
     """Return the FLOPs of the products (r, r) by (r, r) for one matrix.
 
-    An iteration has four, G², P G P and P Q; the first saves P Q, and the last P G P. LoRA-Muon has
+    An iteration has four, G², P G P and P Q; the first saves P Q, the last P G P. LoRA-Muon has
     another root, and two products of it on each side of G and of Q.
     """
     products = 4 * ITERATIONS - 3

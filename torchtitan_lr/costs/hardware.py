@@ -12,42 +12,26 @@ from torchtitan_lr.errors import ConfigError, one_of, require
 
 @dataclass(frozen=True)
 class Hardware:
-    """A kind of machine, described by a file in ``torchtitan_lr/costs/machines/``.
-
-    Args:
-        name: Display name.
-        peak_tflops: Dense bf16 peak of a device, TFLOP/s.
-        matmul_efficiency: Fraction of the peak that large products reach, at most 1.
-        memory_gib: Memory of a device, GiB.
-        devices_per_node: Devices connected by the fast link.
-        intra_node_gbytes_per_s: Bandwidth of that link per device and direction, GB/s.
-        inter_node_gbytes_per_s: Bandwidth between nodes per device and direction, GB/s.
-        latency_us: α, microseconds per collective.
-        memory_gbytes_per_s: Bandwidth of a device's memory that kernels reach, GB/s.
-        kernel_us: Microseconds per kernel beyond its bytes and FLOPs.
-        attention_share: Speed of fused attention over that of large products.
-        direct_links: Whether every pair of a node's devices has links of its own, as in nodes of
-            four A100s without a switch: then N devices have (N-1)/(devices_per_node-1) of the
-            bandwidth among them.
-        product_gbytes_per_s: Bandwidth at which the bytes of products count, GB/s; by default the
-            memory's. A CPU's products work on its caches.
-        fp32_tflops: Peak of a device's fp32 products without TF32, TFLOP/s; by default
-            ``peak_tflops``.
-    """
+    """A kind of machine, described by a file in ``torchtitan_lr/costs/machines/``."""
 
     name: str
-    peak_tflops: float
-    matmul_efficiency: float
-    memory_gib: float
-    devices_per_node: int
-    intra_node_gbytes_per_s: float
-    inter_node_gbytes_per_s: float
-    latency_us: float
-    memory_gbytes_per_s: float = inf
-    kernel_us: float = 0.0
-    attention_share: float = 1.0
+    peak_tflops: float  # dense bf16 peak of a device, TFLOP/s
+    matmul_efficiency: float  # fraction of the peak that large products reach, at most 1
+    memory_gib: float  # memory of a device, GiB
+    devices_per_node: int  # devices connected by the fast link
+    intra_node_gbytes_per_s: float  # bandwidth of that link per device and direction, GB/s
+    inter_node_gbytes_per_s: float  # bandwidth between nodes per device and direction, GB/s
+    latency_us: float  # α, microseconds per collective
+    memory_gbytes_per_s: float = inf  # bandwidth of a device's memory that kernels reach, GB/s
+    kernel_us: float = 0.0  # microseconds per kernel beyond its bytes and FLOPs
+    attention_share: float = 1.0  # speed of fused attention over that of large products
+    # Whether every pair of a node's devices has links of its own, as in nodes of four A100s without
+    # a switch: then N devices have (N-1)/(devices_per_node-1) of the bandwidth among them
     direct_links: bool = False
+    # Bandwidth at which the bytes of products count, GB/s; by default the memory's. A CPU's
+    # products work on its caches.
     product_gbytes_per_s: float = 0.0
+    # Peak of a device's fp32 products without TF32, TFLOP/s; by default ``peak_tflops``
     fp32_tflops: float = 0.0
 
 
@@ -59,20 +43,11 @@ class MeshDim:
     stride: int
 
 
-MACHINES = Path(__file__).parent / "machines"
-"""Folder of the machines that come with the package."""
+MACHINES = Path(__file__).parent / "machines"  # folder of the machines that come with the package
 
 
 def load_hardware(name: str) -> Hardware:
-    """Read a hardware file.
-
-    Args:
-        name: A path that ends in ``.toml``, or the name of a file in `MACHINES`.
-
-    Raises:
-        ConfigError: The file does not exist, or its keys are not the fields of `Hardware`; those
-            with defaults may be left out.
-    """
+    """Read a machine's file by path or shipped name; refuse keys that `Hardware` does not have."""
     path = user_path(name, "--hardware") if name.endswith(".toml") else MACHINES / f"{name}.toml"
     if not path.is_file():
         shipped = one_of(sorted(file.stem for file in MACHINES.glob("*.toml")), name)

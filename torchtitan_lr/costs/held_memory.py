@@ -1,14 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Exact memory of a rank's parameters, gradients and optimizer state, in closed form.
 
-Tensor parallelism splits each parameter according to the plan. FSDP2 splits it along its first
-dimension into pieces of ceil(rows / ranks) rows, so the first rank has the most rows and the last
-may have none. Under a spectral optimizer it splits most factors A along their columns, evenly.
+FSDP2 splits a parameter, or what tensor parallelism left of it, into pieces of ceil(rows / ranks)
+rows: the first rank has most, the last may have none. A spectral optimizer's A split by columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -19,29 +18,21 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 NamedShapes = Mapping[str, Shape]
 
-ADAM_MOMENTS = 2
-"""AdamW's state elements per parameter element."""
+ADAM_MOMENTS = 2  # AdamW's state elements per parameter element
 
 STEP_BYTES = 4
 """A step counter, an fp32 scalar: AdamW has one per tensor, TSR-Adam one per model part."""
 
-COUNTER_BYTES = 8
-"""Bytes of an int64 counter; TSR-Adam counts the refreshes of each matrix."""
+COUNTER_BYTES = 8  # bytes of an int64 counter; TSR-Adam counts the refreshes of each matrix
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes per element.
+    """Bytes per element."""
 
-    Args:
-        parameter: Stored weights, their gradients and moments (``training.dtype``).
-        compute: Gathered weights and activations (``training.mixed_precision_param``).
-        reduce: FSDP2's gradients on the wire (``training.mixed_precision_reduce``).
-    """
-
-    parameter: int = 4
-    compute: int = 2
-    reduce: int = 4
+    parameter: int = 4  # stored weights, their gradients and moments (``training.dtype``)
+    compute: int = 2  # gathered weights and activations (``training.mixed_precision_param``)
+    reduce: int = 4  # FSDP2's gradients on the wire (``training.mixed_precision_reduce``)
 
     @property
     def summed(self) -> int:
@@ -53,53 +44,49 @@ def static_memory(
     parameters: Iterable[NamedShapes],
     shard: int,
     precision: Precision,
-    tsr: Mapping[str, MatrixPlan] | None = None,
+    state_bytes: Callable[[NamedShapes], int] | None = None,
     shard_rank: int = 0,
-    spectral: Mapping[str, int] | None = None,
     by_columns: Collection[str] = (),
 ) -> dict[str, int]:
     """Return the bytes that a rank holds during the whole run, without buffers.
 
-    A matrix that TSR-Adam compresses has U (m, r) and V (n, r), sharded like its rows and columns,
-    and two moments (r, r). With one-sided projection it has U and two moments (r, n). A matrix of a
-    spectral optimizer has a momentum, fp32 or wider, and Spectron's has a vector. All other
-    parameters have AdamW's moments, which are fp32 or wider under TSR-Adam.
-
-    Args:
-        parameters: Shapes on this tensor-parallel rank by name, for each model part of the rank.
-        shard: FSDP ranks; 1 for replicas.
-        precision: Bytes per element.
-        tsr: TSR-Adam's compressed matrices by name; None for AdamW.
-        shard_rank: FSDP rank; the first holds the most.
-        spectral: Length of the vector by name of a spectral optimizer's matrices; None for others.
-        by_columns: Names of the parameters that FSDP2 splits along their columns.
-
-    Returns:
-        ``weights``: its shards of the parameters; ``gradients`` of the same shapes; ``optimizer``:
-        moments, step counters, and TSR-Adam's bases.
+    `parameters` are shapes on this tensor-parallel rank, for each of its model parts; `state_bytes`
+    counts an optimizer's states from a rank's pieces, by default AdamW's.
     """
-    elements = optimizer = 0
-    spectral = spectral or {}
-    size = precision.parameter if tsr is None else max(4, precision.parameter)
+    pieces = {}
     for part in parameters:
-        local = {}
         for name, shape in part.items():
-            local[name] = sharded(shape, shard, shard_rank, int(name in by_columns))
-        elements += sum(map(prod, local.values()))
-        optimizer += STEP_BYTES * (len(local.keys() - spectral.keys()) if tsr is None else 1)
-        for name, shape in local.items():
-            if name in spectral:
-                optimizer += max(4, size) * (prod(shape) + spectral[name])
-                continue
-            plan = None if tsr is None else tsr.get(name)
-            moments = prod(shape)
-            if plan is not None:
-                m, n = reversed(shape) if plan.transposed else shape
-                moments = plan.core_elements(n)
-                optimizer += COUNTER_BYTES + size * plan.rank * (m + n * plan.two_sided)
-            optimizer += ADAM_MOMENTS * size * moments
-    weights = precision.parameter * elements
-    return {"weights": weights, "gradients": weights, "optimizer": optimizer}
+            pieces[name] = sharded(shape, shard, shard_rank, int(name in by_columns))
+    weights = precision.parameter * sum(map(prod, pieces.values()))
+    state = adam_state(pieces, precision.parameter) if state_bytes is None else state_bytes(pieces)
+    return {"weights": weights, "gradients": weights, "optimizer": state}
+
+
+def adam_state(pieces: NamedShapes, size: int) -> int:
+    """Return the bytes of AdamW's moments, of ``size`` bytes an element, and of its counters."""
+    return sum(STEP_BYTES + ADAM_MOMENTS * size * prod(piece) for piece in pieces.values())
+
+
+def tsr_state(pieces: NamedShapes, size: int, plans: Mapping[str, MatrixPlan]) -> int:
+    """Return the bytes of TSR-Adam's states; one optimizer has all model parts of a rank.
+
+    A compressed matrix has U (m, r) and V (n, r), sharded like its rows and columns, and two
+    moments (r, r); with one-sided projection U and two moments (r, n). Others have AdamW's moments.
+    """
+    total = STEP_BYTES
+    for name, piece in pieces.items():
+        moments, plan = prod(piece), plans.get(name)
+        if plan is not None:
+            m, n = reversed(piece) if plan.transposed else piece
+            moments = plan.core_elements(n)
+            total += COUNTER_BYTES + size * plan.rank * (m + n * plan.two_sided)
+        total += ADAM_MOMENTS * size * moments
+    return total
+
+
+def spectral_state(pieces: NamedShapes, size: int, vectors: Mapping[str, int]) -> int:
+    """Return the bytes of momenta, and of a vector of so many elements for each matrix."""
+    return sum(size * (prod(piece) + vectors[name]) for name, piece in pieces.items())
 
 
 def sharded(shape: Shape, ranks: int, rank: int = 0, dim: int = 0) -> Shape:
@@ -115,16 +102,8 @@ def gathered_unit_bytes(
 ) -> int:
     """Return the peak bytes of FSDP2's gathered weights and of the gradients in reduction.
 
-    With resharding, a rank holds the gathered weights of the head (needed first in backward, so not
-    resharded) or one more block, of the running block, and of the prefetched one, plus the
-    gradients of one unit twice: in the compute dtype and in the dtype on the wire. Without
-    resharding, every unit stays gathered.
-
-    Args:
-        units: Shapes of every unit of the rank.
-        head: The head's shapes; None if the rank has no head.
-        reshards: Whether weights are freed between forward and backward.
-        precision: Bytes per element.
+    With resharding these are the weights of the head (first in backward, so kept) or one more
+    block, of the running block and of the prefetched one, and one unit's gradients in both dtypes.
     """
     sizes = sorted((sum(map(prod, unit.values())) for unit in units), reverse=True)
     if not sizes:

@@ -1,9 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Record the kernels of a run on fake tensors: products, attention and element-wise work.
 
-The recorder sees every operator below autograd, backward and recomputation included. So the shapes
-of products and the bytes of the other operators are those of the code that trains, for every
-family, plan and mode of checkpointing.
+The recorder sees every operator below autograd, backward and recomputation included.
 """
 
 from collections import Counter
@@ -18,41 +16,27 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lr.compat.dispatch import (
-    ATTENTION_OPERATORS,
-    changes_arguments,
-    storage_address,
-    tree_leaves,
-)
+from torchtitan_lr.compat import dispatch
 from torchtitan_lr.compat.fake import RehearsalMode, rms_norm_by
 
 _ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
-_ATTENTION = tuple({str(op.overloadpacket).split(".")[-1] for op in ATTENTION_OPERATORS})
+_ATTENTION = tuple({str(op.overloadpacket).split(".")[-1] for op in dispatch.ATTENTION_OPERATORS})
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
 """Operators, and the position of their first factor."""
-_PICKS = ("gather", "embedding")
-"""Operators that read of a table as much as they return."""
+_PICKS = ("gather", "embedding")  # operators that read of a table as much as they return
 _SPREADS = {"scatter_add_": 3}
 """Operators that change as much of a table as they add, and the position of what they add."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product (m, k) by (k, n), or a batch of them.
+    """A matrix product (m, k) by (k, n), or a batch of them."""
 
-    Args:
-        batch: Number of products.
-        m: Rows.
-        n: Columns.
-        k: Length of the sums.
-        itemsize: Bytes per element.
-    """
-
-    batch: int
+    batch: int  # number of products
     m: int
     n: int
-    k: int
-    itemsize: int
+    k: int  # length of the sums
+    itemsize: int  # bytes per element
 
     @property
     def flops(self) -> int:
@@ -68,19 +52,13 @@ class Product:
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a device: for a block, for the ends of a model, or for a whole step.
+    """Work of a device: for a block, for the ends of a model, or for a whole step."""
 
-    Args:
-        products: Calls by shape.
-        attention: FLOPs of fused attention; the masked half of the scores is not computed.
-        traffic: Bytes that the other kernels read and write.
-        kernels: Number of kernels, products and attention included.
-    """
-
-    products: Counter[Product] = field(default_factory=Counter)
+    products: Counter[Product] = field(default_factory=Counter)  # calls by shape
+    # FLOPs of fused attention; the masked half of the scores is not computed
     attention: float = 0.0
-    traffic: float = 0.0
-    kernels: float = 0.0
+    traffic: float = 0.0  # bytes that the other kernels read and write
+    kernels: float = 0.0  # number of kernels, products and attention included
 
     def plus(self, other: "Work", times: float = 1.0) -> "Work":
         """Return this work and ``times`` the other."""
@@ -95,8 +73,7 @@ class Work:
         )
 
 
-_Sizes = dict[tuple[int, int], int]
-"""Bytes by storage and offset."""
+_Sizes = dict[tuple[int, int], int]  # bytes by storage and offset
 
 
 @dataclass
@@ -106,21 +83,16 @@ class _Operator:
     writes: _Sizes
     product: Product | None = None
     attention: float = 0.0
-    extern: bool = False
-    """Whether no compiler fuses it: a product, attention or a collective."""
+    extern: bool = False  # whether no compiler fuses it: a product, attention or a collective
     counted: bool = True
 
 
 class KernelRecorder(RehearsalMode):
-    """Records operators and what they read and write.
-
-    Attributes:
-        backward: Set by the caller when backward begins.
-    """
+    """Records operators and what they read and write."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.backward = False
+        self.backward = False  # set by the caller when backward begins
         self._operators: list[_Operator] = []
         self._held: list[torch.UntypedStorage] = []  # so that no address is used again
         self._ids: dict[int, int] = {}
@@ -131,7 +103,7 @@ class KernelRecorder(RehearsalMode):
         inputs = (args[1:] if func is torch.ops.aten.copy_.default else args, named)
         # An operator on a list in place returns nothing.
         results = args[0] if out is None and "_foreach" in str(func) else out
-        self._record(func, tree_leaves(inputs), tree_leaves(results), args)
+        self._record(func, dispatch.tree_leaves(inputs), dispatch.tree_leaves(results), args)
 
     def _record(self, func: Any, inputs: list[Any], outputs: list[Any], args: Any) -> None:
         reads, writes = self._sizes(inputs), self._sizes(outputs)
@@ -144,7 +116,7 @@ class KernelRecorder(RehearsalMode):
                 self._ids[new] = old
             return
         known = {storage for storage, _ in reads}
-        if not changes_arguments(func) and all(storage in known for storage, _ in writes):
+        if not dispatch.changes_arguments(func) and all(storage in known for storage, _ in writes):
             return  # a view
         if name in _PICKS:
             reads = _at_most(reads, sum(writes.values()))
@@ -171,7 +143,7 @@ class KernelRecorder(RehearsalMode):
         for leaf in leaves:
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
                 storage = leaf.untyped_storage()
-                address = storage_address(storage)
+                address = dispatch.storage_address(storage)
                 if address not in self._ids:
                     self._ids[address] = address
                     self._held.append(storage)
@@ -181,12 +153,7 @@ class KernelRecorder(RehearsalMode):
         return sizes
 
     def work(self, backward: bool, fused: bool) -> Work:
-        """Return the work of a pass.
-
-        Args:
-            backward: Whether the pass is backward.
-            fused: Whether a compiler fuses element-wise kernels between products.
-        """
+        """Return the work of a pass."""
         mine = [operator for operator in self._operators if operator.backward == backward]
         products = Counter(o.product for o in mine if o.product is not None)
         attention = sum(operator.attention for operator in mine)
@@ -200,11 +167,10 @@ class KernelRecorder(RehearsalMode):
         return Work(products, attention, float(traffic), float(heavy + kernels))
 
     def _fused(self, backward: bool) -> tuple[int, int]:
-        """Bytes and kernels where each run of element-wise operators is one kernel.
+        """Return bytes and kernels where each run of element-wise operators is one kernel.
 
-        A kernel reads what it did not make and writes what a product or a collective reads. What
-        only other kernels read, they compute again from the inputs of the kernel that made it, as
-        the partitioner of a compiler does.
+        A kernel writes what a product or a collective reads. What only other kernels read, they
+        compute again from the inputs of its maker, as the partitioner of a compiler does.
         """
         kernels = _runs(self._operators)
         needed: set[int] = set()  # what products and collectives read

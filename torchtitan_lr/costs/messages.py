@@ -1,41 +1,29 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Rows of predicted traffic.
+"""Rows of predicted traffic; elements are counted like in the ledger."""
 
-Elements are those of the logical tensor (input of a reduction, output of a gather), once per call.
-"""
-
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
+
+import torch
 
 Pass = Literal["forward", "backward", "optimizer"]
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Equal collectives of one part of the model, in one micro-batch.
+    """Equal collectives of one part of the model, in one micro-batch."""
 
-    Args:
-        scope: ``block i``, ``embedding`` or ``head``, which computes the loss; ``step`` or
-            ``optimizer``.
-        pass_: ``forward`` or ``backward``; ``optimizer`` for what an optimizer sends.
-        op: ``all_reduce``, ``reduce_scatter``, ``all_gather`` or ``all_to_all``.
-        role: The kind of tensor, which determines the dtype: ``activation`` (or its gradient),
-            ``statistic`` (at least fp32), ``loss`` (at least fp32), ``parameter``, ``gradient``,
-            ``index`` of a codec; TSR-Adam's ``core``, ``sketch`` and ``checksum``; a
-            spectral optimizer's ``gram`` and ``momentum``.
-        calls: Number of calls.
-        elements: Elements of all calls together.
-        mesh_dim: Name of the mesh dimension.
-    """
-
-    scope: str
+    scope: str  # ``block i``, ``embedding``, ``head`` (with the loss), ``step``, ``optimizer``
     pass_: Pass
-    op: str
+    op: str  # ``all_reduce``, ``reduce_scatter``, ``all_gather`` or ``all_to_all``
+    # The kind of tensor, which determines the dtype: ``activation`` (or its gradient), at least
+    # fp32 ``statistic`` and ``loss``, ``parameter``, ``gradient``, a codec's ``index``; TSR-Adam's
+    # ``core``, ``sketch`` and ``checksum``; a spectral optimizer's ``gram`` and ``momentum``
     role: str
     calls: int
-    elements: int
+    elements: int  # elements of all calls together
     mesh_dim: str = "tp"
 
 
@@ -61,20 +49,23 @@ def merge(rows: Iterable[Traffic]) -> list[Traffic]:
     return list(merged.values())
 
 
+def element_size(row: Traffic, dtypes: Mapping[str, str]) -> int:
+    """Return the bytes per element of a row, by its role and `Run.wire_dtypes`."""
+    role = row.role
+    if row.pass_ == "optimizer" and row.mesh_dim == "dp_replicate":
+        own = {"gradient": "stored", "core": "replicas", "sketch": "replicas"}
+        role = own.get(role, role)
+    dtype: torch.dtype = getattr(torch, dtypes[role])
+    return dtype.itemsize
+
+
 def pipeline_traffic(
     boundaries: Sequence[int], local_stages: Collection[int], batch: int, microbatches: int
 ) -> list[Traffic]:
     """Return a rank's messages per pass: one per boundary, micro-batch and direction.
 
-    Args:
-        boundaries: Elements per sequence; boundary i lies between the stages i and i + 1.
-        local_stages: The rank's stages. Neighbouring stages on one rank (the turn of a V-shaped
-            schedule) send no message.
-        batch: Sequences of a micro-batch.
-        microbatches: Micro-batches of the pass.
-
-    Returns:
-        Rows with the scope ``boundary i`` on the mesh dimension ``pp``.
+    Boundary i lies between the stages i and i + 1; `boundaries` are elements per sequence.
+    Neighbouring stages on one rank (the turn of a V-shaped schedule) send no message.
     """
     rows = []
     for index, of_a_sequence in enumerate(boundaries):

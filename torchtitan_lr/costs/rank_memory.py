@@ -15,7 +15,7 @@ from torchtitan_lr.costs.rehearsal import Rehearsal, Workload, fake_ranks, rehea
 from torchtitan_lr.costs.schedule import most_in_flight, pipeline_order
 from torchtitan_lr.costs.step_traffic import boundaries_of, exchanged_units, repeated_row
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.recompute import (
     EAGER_MODES,
     apply_activation_checkpoint,
@@ -23,8 +23,7 @@ from torchtitan_lr.parallel.recompute import (
 )
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP
 
-ROTARY_BYTES = 8
-"""An entry of the rotary table, complex64."""
+ROTARY_BYTES = 8  # an entry of the rotary table, complex64
 
 _KNOWN: dict[str, Rehearsal] = {}
 
@@ -35,7 +34,6 @@ def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
     Gradients grow while activations are used up, so that the peak is less than the sum: both are
     there at once only where an earlier micro-batch left its gradients.
     """
-    plans = None if run.tsr is None else run.tsr_plans
     stages = []
     for stage in run.stages_of(pp_rank):
         shapes: dict[str, tuple[int, ...]] = {}
@@ -43,12 +41,7 @@ def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
             shapes |= unit
         stages.append(shapes)
     parts = static_memory(
-        stages,
-        run.shard,
-        run.precision,
-        plans,
-        spectral=run.spectral_vectors,
-        by_columns=run.by_columns,
+        stages, run.shard, run.precision, run.optimizer.state_bytes, by_columns=run.by_columns
     )
     parts["activations"] = in_flight(run, pp_rank, rehearsal)[0]
     parts["working"] = rehearsal.working
@@ -62,14 +55,7 @@ def rank_memory(run: Run, pp_rank: int, rehearsal: Rehearsal) -> dict[str, int]:
 
 
 def rehearse_run(run: Run, mode: str | None = None, fused_norm: bool = True) -> Rehearsal:
-    """Rehearse a run's blocks.
-
-    Args:
-        run: The run.
-        mode: A mode of activation checkpointing; the run's by default. One that only the compiler
-            carries out is counted as a straight line between two others.
-        fused_norm: Whether RMSNorm is one kernel, as on GPUs.
-    """
+    """Rehearse a run's blocks; the compiler's own mode is a straight line between two others."""
     section = run.config.activation_checkpoint
     mode = run.checkpointing if mode is None else mode
     if mode not in EAGER_MODES:
@@ -77,7 +63,7 @@ def rehearse_run(run: Run, mode: str | None = None, fused_norm: bool = True) -> 
         bounds = rehearse_run(run, least, fused_norm), rehearse_run(run, most, fused_norm)
         block = bounds[0].block + share * (bounds[1].block - bounds[0].block)
         working = max(bound.working for bound in bounds)
-        return Rehearsal(block, bounds[0].ends, working, bounds[0].repeated)
+        return replace(bounds[0], block=block, working=working)
     workload = workload_of(run)
     # Alternatives, and runs that differ in their ranks only, often have the same blocks.
     key = repr((workload, replace(section, mode=mode)))
@@ -95,14 +81,7 @@ def rehearse_run(run: Run, mode: str | None = None, fused_norm: bool = True) -> 
 
 
 def repeated_by_block(run: Run) -> list[Traffic]:
-    """Return what activation checkpointing sends again in a step, block by block.
-
-    Args:
-        run: A run without a pipeline.
-
-    Raises:
-        ConfigError: Only the compiler decides what is repeated.
-    """
+    """Return what activation checkpointing sends again in a step, block by block."""
     mode = run.checkpointing
     if run.tp == 1 or mode == "none":
         return []
@@ -118,6 +97,7 @@ def repeated_by_block(run: Run) -> list[Traffic]:
     return [
         repeated_row(run, *what, count * calls, count * elements)
         for what, (calls, elements) in repeated.items()
+        if what[1] != "cp"  # what attention gathers again in any backward
     ]
 
 
@@ -126,7 +106,7 @@ def workload_of(run: Run) -> Workload:
     settings = run.settings if run.tp > 1 else TPSettings()  # ignored there
     dtype = TORCH_DTYPE_MAP[run.config.training.mixed_precision_param]
     shape = (run.args, settings, run.tp, run.microbatch, run.seq_len, dtype)
-    return Workload(*shape, run.cp, run.gather)
+    return Workload(*shape, run.cp, run.gather, run.splits_backward)
 
 
 def checkpointing_of(run: Run, mode: str) -> partial[None]:
@@ -143,10 +123,7 @@ def checkpointing_of(run: Run, mode: str) -> partial[None]:
 
 
 def in_flight(run: Run, pp_rank: int, rehearsal: Rehearsal) -> tuple[int, int]:
-    """Return the bytes that micro-batches keep on a rank for backward, and how many those are.
-
-    One that two stages of the rank hold counts twice.
-    """
+    """Return the bytes that micro-batches keep for backward, and how many (by stage) they are."""
     sizes = {
         stage: document_bytes(run)
         + blocks_of(run.stages[stage]) * rehearsal.block
@@ -162,10 +139,7 @@ def in_flight(run: Run, pp_rank: int, rehearsal: Rehearsal) -> tuple[int, int]:
 
 
 def document_bytes(run: Run) -> int:
-    """Return what keeps a micro-batch's documents apart on a GPU (`models.llama.separate`).
-
-    Indices of the documents, positions, the rotary table by them, and attention's mask.
-    """
+    """Return what keeps documents apart on a GPU: indices, positions, rotary table and mask."""
     if not run.config.training.mask_documents:
         return 0
     by_token = 2 * torch.int64.itemsize + run.args.head_dim // 2 * ROTARY_BYTES
@@ -175,19 +149,14 @@ def document_bytes(run: Run) -> int:
 def mask_bytes(seq_len: int, cp_degree: int = 1) -> int:
     """Return the bytes of ``flex_attention``'s mask of a row: lists of blocks of 128 tokens.
 
-    The blocks of keys for each block of a rank's queries, with their number, and the reverse; each
-    once for blocks that are seen in part, and once for whole ones.
+    Blocks of keys by a rank's blocks of queries, and the reverse, seen in part and whole.
     """
     keys, queries = -(-seq_len // 128), -(-seq_len // cp_degree // 128)
     return 2 * torch.int32.itemsize * (keys + queries + 2 * keys * queries)
 
 
 def buffer_bytes(run: Run, pp_rank: int) -> int:
-    """Return what a rank holds besides parameters, their state and activations.
-
-    The rotary table of every model part, FSDP2's whole weights and gradients, what gradient
-    compression owes, TSR-Adam's cores, and what a pipeline receives into.
-    """
+    """Return what a rank holds besides parameters, their state and activations."""
     units, precision = run.units_of(pp_rank), run.precision
     stages = run.stages_of(pp_rank)
     total = len(stages) * run.seq_len * (run.args.head_dim // 2) * ROTARY_BYTES
@@ -201,11 +170,7 @@ def buffer_bytes(run: Run, pp_rank: int) -> int:
         total += _residual_bytes(run) * (1 + run.compression.revocable)
         if run.accumulation > 1 and run.replicas == 1:
             total += precision.summed * elements
-    for name, plan in run.tsr_plans.items():
-        for unit in units.values():
-            if name in unit:
-                shape = run.piece(name, unit[name])
-                total += 4 * plan.core_elements(shape[0 if plan.transposed else 1])
+    total += run.optimizer.buffer_bytes(run.pieces_of(pp_rank))
     if run.pp > 1:
         # Torch's buffers: one for every micro-batch, boundary and direction that is received.
         boundaries = boundaries_of(run)
@@ -216,17 +181,8 @@ def buffer_bytes(run: Run, pp_rank: int) -> int:
 
 
 def checkpoint_bytes(run: Run) -> dict[str, int]:
-    """Return the bytes of a checkpoint of all ranks together; every tensor is written once.
-
-    The position in the data, the schedule and the table of contents are left out (kilobytes).
-
-    Returns:
-        Bytes by part: weights, optimizer state, and TAGC's residuals, of which every rank has its
-        own.
-    """
-    plans = None if run.tsr is None else run.tsr_plans
-    vectors = run.spectral_vectors
-    static = static_memory([run.global_shapes], 1, run.precision, plans, spectral=vectors)
+    """Return the bytes of a checkpoint of all ranks together by part; each tensor is in it once."""
+    static = static_memory([run.global_shapes], 1, run.precision, run.optimizer.state_bytes)
     parts = {part: static[part] for part in ("weights", "optimizer")}
     if run.compresses:
         parts["residuals"] = _residual_bytes(run) * run.world

@@ -1,14 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Tensors that autograd keeps between forward and backward, counted on blocks without data.
 
-Which activations survive depends on the family, the plan, the checkpointing mode and on how each
-operator is written. Instead of a formula for every combination, the blocks themselves run on fake
-tensors (shapes without memory) as one rank of a process group that does not exist; what is still
-alive after the forward pass is what a real run keeps. The backward pass is rehearsed too: it tells
-how much memory it takes on top, and which collectives checkpointing repeats.
-
-The CPU's operators are rehearsed. Its RMSNorm keeps the input and the normalized input in fp32,
-which a fused kernel does not: on a GPU the true number is smaller, see `memory.rehearse_run`.
+The blocks themselves run on fake tensors as one rank of a process group that does not exist. What
+is alive after forward is what a real run keeps; backward tells how much memory it takes on top, and
+which collectives checkpointing repeats. The CPU's RMSNorm keeps more than a GPU's, which
+`rank_memory.rehearse_run` subtracts.
 """
 
 import gc
@@ -28,43 +24,36 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.compat.dispatch import storage_address, tree_leaves
 from torchtitan_lr.compat.fake import FakeTensorMode, RehearsalMode, fake_process_group
+from torchtitan_lr.compat.pipelining import backward_in_halves
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import PLACES, LlamaModel
 from torchtitan_lr.parallel.context import GatheredAttention, apply_context_parallel
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import apply_tensor_parallel
 
 Prepare = Callable[[nn.Module], None]
 """What is done to the model between tensor parallelism and the forward pass: checkpointing."""
 
-Repeats = dict[tuple[str, str, str], tuple[int, int]]
-"""Collectives that run again: calls and elements by part of the model, operation and dtype."""
+Repeats = dict[tuple[str, str, str, str], tuple[int, int]]
+"""Collectives that run again: calls and elements by part of the model, mesh dimension, operation
+and dtype."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The computation of one rank for one micro-batch.
-
-    Args:
-        args: The model.
-        settings: A resolved plan; ignored when T is 1.
-        tp_degree: Tensor-parallel ranks T.
-        batch: Sequences b of a micro-batch.
-        seq_len: Tokens s of a sequence.
-        dtype: The dtype that blocks compute in.
-        cp_degree: Context-parallel ranks C, which share the tokens.
-        gather: What they gather, ``kv`` or ``latents``.
-    """
+    """The computation of one rank for one micro-batch."""
 
     args: LlamaArgs
-    settings: TPSettings
-    tp_degree: int
-    batch: int
-    seq_len: int
-    dtype: torch.dtype
-    cp_degree: int = 1
-    gather: str = "kv"
+    settings: TPSettings  # a resolved plan; ignored when T is 1
+    tp_degree: int  # tensor-parallel ranks T
+    batch: int  # sequences b of a micro-batch
+    seq_len: int  # tokens s of a sequence
+    dtype: torch.dtype  # the dtype that blocks compute in
+    cp_degree: int = 1  # context-parallel ranks C, which share the tokens
+    gather: str = "kv"  # what they gather, ``kv`` or ``latents``
+    # Whether a pipeline computes gradients of inputs first, and those of weights later
+    splits_backward: bool = False
 
     def inputs(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Return token ids on a rank, and what else its model is called with."""
@@ -77,65 +66,66 @@ class Workload:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The memory of one rank for one micro-batch.
+    """The memory of one rank for one micro-batch."""
 
-    Args:
-        block: Bytes kept by a decoder block, its input included, its output not; a mean where
-            checkpointing treats blocks in turns.
-        ends: Bytes kept by the embedding, the final norm, the head and the loss.
-        working: Bytes that backward needs at its worst beyond what forward left, the gradients of
-            whole parameters aside.
-        repeated: Collectives that checkpointing runs again, by operation and dtype: calls and
-            elements of one block (a mean, as above).
-    """
-
+    # Bytes kept by a block, its input included, its output not; a mean over ``selective`` turns
     block: float
-    ends: int
-    working: int
-    repeated: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    ends: int  # bytes kept by the embedding, the final norm, the head and the loss
+    working: int  # bytes that backward needs beyond what forward left, whole gradients aside
+    # Collectives that run again in a period of checkpointing: calls and elements
+    repeated: "PerPeriod" = field(default_factory=dict)
+    # Likewise of a backward in two halves, which the first stage of a pipeline does not have
+    repeated_in_halves: "PerPeriod" = field(default_factory=dict)
+
+
+# By mesh dimension, operation and dtype
+PerPeriod = dict[tuple[str, str, str], tuple[int, int]]
 
 
 def rehearse(workload: Workload, prepare: Prepare | None = None, period: int = 1) -> Rehearsal:
     """Run a short model forward and backward on tensors without data.
 
-    Args:
-        workload: The computation; one and three of the model's blocks run, or as many periods.
-        prepare: Applied to the model after tensor parallelism.
-        period: Blocks after which checkpointing starts over (``selective_ac_option``).
-
-    Raises:
-        RuntimeError: If this process has a process group already and T > 1.
+    It has one and three blocks, or periods of ``selective_ac_option``, of which the mean counts.
     """
     short = [replace(workload.args, n_layers=n * period) for n in (1, 3)]
+    halves: PerPeriod = {}
     with fake_ranks(workload.tp_degree, workload.cp_degree) as mesh:
-        one, three = (run_once(replace(workload, args=args), mesh, prepare) for args in short)
-    blocks = 2 * period
-    block = (three.kept - one.kept) / blocks
-    less, repeated = _over_parts(one.repeated), {}
-    for key, (calls, elements) in _over_parts(three.repeated).items():
+        whole = [replace(workload, args=args, splits_backward=False) for args in short]
+        one, three = (run_once(shorter, mesh, prepare) for shorter in whole)
+        repeated = _per_period(one.repeated, three.repeated)
+        if workload.splits_backward and mesh is not None:
+            split = [replace(shorter, splits_backward=True) for shorter in whole]
+            halves = _per_period(*(run_once(again, mesh, prepare).repeated for again in split))
+    for what in [what for what in repeated if what[0] == "cp"]:
+        # What attention gathers again in any backward is no repetition.
+        calls, elements = repeated.pop(what)
+        if what in halves:
+            halves[what] = halves[what][0] - calls, halves[what][1] - elements
+    block = (three.kept - one.kept) / (2 * period)
+    ends = one.kept - round(period * block)
+    return Rehearsal(block, ends, three.peak - three.kept, repeated, halves)
+
+
+def _per_period(one: Repeats, three: Repeats) -> PerPeriod:
+    """Return what a period of blocks repeats, from runs of one and of three periods."""
+    less, found = _over_parts(one), {}
+    for key, (calls, elements) in _over_parts(three).items():
         first = less.get(key, (0, 0))
-        repeated[key] = ((calls - first[0]) / blocks, (elements - first[1]) / blocks)
-    return Rehearsal(block, one.kept - round(period * block), three.peak - three.kept, repeated)
+        found[key] = ((calls - first[0]) // 2, (elements - first[1]) // 2)
+    return found
 
 
 @contextmanager
 def fake_ranks(tp_degree: int, cp_degree: int = 1) -> Iterator[DeviceMesh | None]:
-    """Be rank 0 of ranks that do not exist; their mesh of ``tp`` or ``cp, tp``, None for one rank.
-
-    Raises:
-        RuntimeError: If this process has a process group already.
-    """
+    """Be rank 0 of absent ranks; yield their mesh of ``tp`` or ``cp, tp``, None for one rank."""
     if tp_degree * cp_degree == 1:
         yield None
         return
     if dist.is_initialized():
         raise RuntimeError("a rehearsal needs a process without a process group")
-    degrees: tuple[int, ...] = (tp_degree,)
-    names: tuple[str, ...] = ("tp",)
-    if cp_degree > 1:
-        degrees, names = (cp_degree, tp_degree), ("cp", "tp")
+    sizes = {"cp": cp_degree, "tp": tp_degree} if cp_degree > 1 else {"tp": tp_degree}
     with fake_process_group(tp_degree * cp_degree):
-        yield init_device_mesh("cpu", degrees, mesh_dim_names=names)
+        yield init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
 
 
 def _attend_without_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -156,13 +146,7 @@ class Count:
 def build_prepared(
     workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None
 ) -> LlamaModel:
-    """Build a workload's model, split it over the mesh and wrap it; call it under fake tensors.
-
-    Args:
-        workload: The model and its batch.
-        mesh: Returned by `fake_ranks`.
-        prepare: Wraps the model for activation checkpointing, if given.
-    """
+    """Build a workload's model, split it over the mesh and wrap it; call it under fake tensors."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(workload.dtype)  # a cast afterwards would swap fake parameters
     try:
@@ -196,23 +180,35 @@ def run_once(workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | Non
         if mesh is not None:
             groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
         with CommLedger([model], groups) as ledger, living:
-            loss = model(tokens, **arguments)
+            x = tokens
+            if workload.splits_backward:
+                embed = model.get_submodule("tok_embeddings")
+                x = embed(tokens).detach().requires_grad_()
+                model.tok_embeddings = None  # as in a later stage
+            loss = model(x, **arguments)
             kept = living.bytes() - _storage(loss).nbytes()
-            loss.backward()
-    repeated = {
-        (row["scope"], row["op"], row["dtype"]): (row["calls"], row["elements"])
-        for row in ledger.rows(split_recompute=True)
-        if row["recompute"] and row["mesh_dim"] != "cp"  # what attention gathers again, always
-    }
+            if workload.splits_backward:
+                backward_in_halves(loss, x, list(model.parameters()))
+            else:
+                loss.backward()
+    repeated: Repeats = {}
+    for row in ledger.rows(split_recompute=True):
+        # Attention under context parallelism gathers again without checkpointing too.
+        gathers = row["mesh_dim"] == "cp" and row["op"] == "all_gather"
+        if row["recompute"] or (gathers and row["pass"] == "backward"):
+            what = (row["scope"], row["mesh_dim"], row["op"], row["dtype"])
+            calls, elements = repeated.get(what, (0, 0))
+            repeated[what] = calls + row["calls"], elements + row["elements"]
     return Count(kept, living.peak, repeated)
 
 
-def _over_parts(repeats: Repeats) -> dict[tuple[str, str], tuple[int, int]]:
+def _over_parts(repeats: Repeats) -> PerPeriod:
     """Add up the parts of the model."""
-    found: dict[tuple[str, str], tuple[int, int]] = {}
-    for (_, op, dtype), (calls, elements) in repeats.items():
-        before = found.get((op, dtype), (0, 0))
-        found[op, dtype] = before[0] + calls, before[1] + elements
+    found: PerPeriod = {}
+    for (_, *what), (calls, elements) in repeats.items():
+        dim, op, dtype = what
+        before = found.get((dim, op, dtype), (0, 0))
+        found[dim, op, dtype] = before[0] + calls, before[1] + elements
     return found
 
 
@@ -226,14 +222,7 @@ def _address(x: Tensor) -> int:
 
 
 class LivingStorages(RehearsalMode):
-    """Tracks the storages that operators allocate, and which of them are alive.
-
-    Args:
-        outside: Addresses of storages to ignore: parameters, buffers, inputs.
-
-    Attributes:
-        peak: Maximum of the live bytes after any operator.
-    """
+    """Tracks the storages that operators allocate, and which of them are alive."""
 
     def __init__(self, outside: set[int]) -> None:
         super().__init__()

@@ -1,9 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Simulation of pipeline schedules: idle time and micro-batches in flight.
 
-The order of actions is torch's for the interleaved schedules. For 1F1B and GPipe it is the textbook
-order, which torch uses too. Each action takes its stage's time and waits for its dependencies.
-Closed formulas for bubbles require equal stages; this simulation does not.
+The order is torch's; each action takes its stage's time and waits for what it needs.
 """
 
 from collections import Counter
@@ -15,15 +13,9 @@ from torchtitan_lr.parallel.stage_split import SCHEDULES
 
 @dataclass(frozen=True)
 class Action:
-    """One action of a rank.
+    """One action of a rank."""
 
-    Args:
-        kind: ``F`` forward, ``B`` backward, ``I`` backward of the inputs, ``W`` of the weights.
-        stage: Index of the stage.
-        microbatch: Index of the micro-batch.
-    """
-
-    kind: str
+    kind: str  # ``F`` forward, ``B`` backward, ``I`` backward of the inputs, ``W`` of the weights
     stage: int
     microbatch: int
 
@@ -39,14 +31,7 @@ class StageSeconds:
 def pipeline_order(
     schedule: str, ranks: int, stages_per_rank: int, microbatches: int
 ) -> list[list[Action]]:
-    """Return every rank's actions in order.
-
-    Args:
-        schedule: One of `SCHEDULES`.
-        ranks: Pipeline ranks P.
-        stages_per_rank: Stages per rank.
-        microbatches: Micro-batches m per step.
-    """
+    """Return every rank's actions in order."""
     if not SCHEDULES[schedule][0]:
         ahead = [microbatches if schedule == "GPipe" else ranks - p for p in range(ranks)]
         return [_one_stage(p, min(ahead[p], microbatches), microbatches) for p in range(ranks)]
@@ -71,12 +56,7 @@ def _one_stage(stage: int, ahead: int, microbatches: int) -> list[Action]:
 
 
 def most_in_flight(order: Sequence[Action], stage_bytes: Mapping[int, float]) -> tuple[float, int]:
-    """Return the peak bytes of a rank's micro-batches in flight, and their number at the peak.
-
-    Args:
-        order: The rank's actions.
-        stage_bytes: Bytes that a stage saves per micro-batch between forward and backward.
-    """
+    """Return the peak bytes of a rank's micro-batches in flight, and their number at the peak."""
     held: Counter[int] = Counter()
     worst, count = 0.0, 0
     for action in order:
@@ -91,15 +71,7 @@ def most_in_flight(order: Sequence[Action], stage_bytes: Mapping[int, float]) ->
 
 
 def makespan(orders: Sequence[Sequence[Action]], seconds: Sequence[StageSeconds]) -> float:
-    """Return the seconds from the first action to the end of the last one.
-
-    Args:
-        orders: Every rank's actions.
-        seconds: Times of every stage; a split backward takes half of the time for each part.
-
-    Raises:
-        ValueError: The schedule has a deadlock.
-    """
+    """Return the seconds from the first action to the last's end; half a backward takes half."""
     done: dict[Action, float] = {}
     clocks, places = [0.0] * len(orders), [0] * len(orders)
     while any(place < len(order) for place, order in zip(places, orders, strict=True)):
@@ -121,13 +93,7 @@ def makespan(orders: Sequence[Sequence[Action]], seconds: Sequence[StageSeconds]
 
 
 def _start(needs: list[list[Action]], done: dict[Action, float], clock: float) -> float | None:
-    """Return when an action can start; None as long as one of its needs is not met.
-
-    Args:
-        needs: Result of `_needs`.
-        done: Ends of the actions so far.
-        clock: When the rank is free.
-    """
+    """Return when an action can start; None as long as one of its needs is not met."""
     for alternatives in needs:
         ends = [done[action] for action in alternatives if action in done]
         if not ends:

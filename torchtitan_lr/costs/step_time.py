@@ -1,17 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A step-time model: products, element-wise kernels, the optimizer, and α-β for collectives.
 
-A product takes its FLOPs over the speed that large products reach, plus its bytes over the memory
-bandwidth, plus the launch of a kernel. So thin products, which move many bytes per FLOP, are slow;
-that products and memory do not overlap fits the products that BOOST's authors measured on A100s
-(``docs/results.md``). Fused attention has a speed of its own. Other kernels take their bytes
-over the memory bandwidth plus a launch.
-
-A collective of N ranks costs α per call, plus its bytes times the share that crosses a link
+A product takes its FLOPs over the speed of large products, plus its bytes over the memory
+bandwidth, plus a launch: that both do not overlap fits BOOST's products on A100s
+(``docs/results.md``). Fused attention has a speed of its own; other kernels take their bytes and a
+launch. A collective of N ranks costs α per call, plus its bytes times the share that crosses a link
 (2(N-1)/N for an all-reduce, (N-1)/N for a gather, a scatter or an all-to-all, 1 for a message) over
-the link's bandwidth. Tensor-parallel activations and pipeline messages lie between two products and
-are exposed. The online norm's statistic and data-parallel traffic overlap with computation and are
-exposed only where they take longer. TSR-Adam's traffic at the end of a step is exposed.
+the link's bandwidth. Tensor-parallel activations and messages are exposed, and so is TSR-Adam's
+traffic; the online norm's statistic and data-parallel traffic only where they take longer.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,13 +16,10 @@ from functools import partial
 from math import prod
 
 from torchtitan_lr.costs.described_run import Run, blocks_of
-from torchtitan_lr.costs.gram_messages import rank_small_flops, wide_flops
 from torchtitan_lr.costs.hardware import Hardware, MeshDim
-from torchtitan_lr.costs.held_memory import Shape
 from torchtitan_lr.costs.kernels import Work
-from torchtitan_lr.costs.messages import Traffic
+from torchtitan_lr.costs.messages import Traffic, element_size
 from torchtitan_lr.costs.schedule import StageSeconds, makespan, pipeline_order
-from torchtitan_lr.costs.step_traffic import element_size, spectral_matrices
 from torchtitan_lr.costs.work import PassWork
 
 _WIRE_SHARE = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
@@ -35,48 +28,16 @@ _OVERLAPPED = ("parameter", "gradient", "index", "statistic")
 """Roles whose collectives overlap with computation in forward and backward."""
 
 
-ADAMW_PASSES = 10
-"""Passes over a rank's parameters in a step of fused AdamW: clipping reads the gradients twice and
-writes them once; Adam reads weight, gradient and both moments and writes all but the gradient."""
-
-SPECTRAL_PASSES = {"Muon": 15, "Spectron": 17, "LoRAMuon": 16}
-"""Passes over a rank's matrices in a step of a spectral rule: to read the gradient and the momentum
-and write one of them, by the verdict on the step; to read that and the momentum, write the
-momentum, and read or write Nesterov's form of it three times; to read that for its Gram matrix; and
-two kernels of the update, which read the weight and write it, with that form in one of them.
-Spectron reads the weight twice more, for its norm, and LoRA-Muon once, for its Gram matrix."""
-
-SPECTRAL_KERNELS = {"Muon": 3, "Spectron": 6, "LoRAMuon": 4}
-"""Kernels per matrix in such a step; those of (r, r) matrices work on
-batches, and those of momenta and decays on lists."""
-
-TSR_PASSES = 5
-"""Passes over a compressed matrix in a step of TSR-Adam without a refresh: the projection reads the
-gradient; the decay and the lift each read the weight and write it."""
-
-TSR_KERNELS = 4
-"""Its products: two to project a gradient, and two to lift a core."""
-
-
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step of one rank.
+    """Seconds of an optimizer step of one rank."""
 
-    Args:
-        compute: Time of matrix products, attention included.
-        exposed_communication: Communication that does not overlap with computation.
-        hidden_communication: Communication that overlaps with computation.
-        bubble: Idle time in the pipeline.
-        element_wise: Time of all other kernels of forward and backward.
-        optimizer: Time of the optimizer's kernels.
-    """
-
-    compute: float
-    exposed_communication: float
-    hidden_communication: float
+    compute: float  # time of matrix products, attention included
+    exposed_communication: float  # communication that does not overlap with computation
+    hidden_communication: float  # communication that overlaps with computation
     bubble: float = 0.0
-    element_wise: float = 0.0
-    optimizer: float = 0.0
+    element_wise: float = 0.0  # time of all other kernels of forward and backward
+    optimizer: float = 0.0  # time of the optimizer's kernels
 
     @property
     def total(self) -> float:
@@ -118,22 +79,10 @@ def model_step_time(
     element_size: Callable[[Traffic], int],
     mesh: dict[str, MeshDim],
     hardware: Hardware,
-    bubble: float = 0.0,
     element_wise: float = 0.0,
     optimizer: float = 0.0,
 ) -> StepTime:
-    """Model one optimizer step of one rank.
-
-    Args:
-        compute: Seconds of its products, recomputation included.
-        traffic: Every collective of the step.
-        element_size: Returns the bytes per element of a row.
-        mesh: Mesh dimensions by name; must contain every dimension in `traffic`.
-        hardware: The machine.
-        bubble: Idle seconds of the pipeline rank.
-        element_wise: Seconds of its other kernels in forward and backward.
-        optimizer: Seconds of its optimizer's kernels.
-    """
+    """Model one optimizer step of one rank."""
     exposed, overlapped = 0.0, 0.0
     for row in traffic:
         seconds = collective_seconds(row, element_size(row), mesh[row.mesh_dim], hardware)
@@ -143,7 +92,7 @@ def model_step_time(
             exposed += seconds
     hidden = min(overlapped, compute + element_wise)
     exposed += overlapped - hidden
-    return StepTime(compute, exposed, hidden, bubble, element_wise, optimizer)
+    return StepTime(compute, exposed, hidden, 0.0, element_wise, optimizer)
 
 
 def exposed_seconds(
@@ -179,14 +128,7 @@ def collective_seconds(row: Traffic, element_size: int, dim: MeshDim, hardware: 
 def step_time(
     run: Run, traffic: list[list[Traffic]], hardware: Hardware, work: PassWork
 ) -> StepTime:
-    """Model a step on the pipeline rank that is busy longest.
-
-    Args:
-        run: The run.
-        traffic: The traffic of every pipeline rank in a whole step.
-        hardware: The machine.
-        work: Recorded by `work_of_run`.
-    """
+    """Model a step on the pipeline rank that is busy longest."""
     sizes = partial(element_size, dtypes=run.wire_dtypes)
     times = []
     for pp_rank, rows in enumerate(traffic):
@@ -196,17 +138,8 @@ def step_time(
         count = run.microbatches * run.accumulation
         products, others = (sum(part) * count for part in zip(*passes, strict=True))
         others += _staging_seconds(run, pp_rank, hardware)
-        times.append(
-            model_step_time(
-                products,
-                rows,
-                sizes,
-                run.mesh,
-                hardware,
-                element_wise=others,
-                optimizer=optimizer_seconds(run, pp_rank, hardware),
-            )
-        )
+        own = optimizer_seconds(run, pp_rank, hardware)
+        times.append(model_step_time(products, rows, sizes, run.mesh, hardware, others, own))
     longest = max(times, key=lambda time: time.total)
     if run.pp == 1:
         return longest
@@ -214,41 +147,14 @@ def step_time(
 
 
 def optimizer_seconds(run: Run, pp_rank: int, hardware: Hardware) -> float:
-    """Return the modelled time of the optimizer's kernels in a step.
-
-    TSR-Adam's refreshes are left out: decompositions of (k, k) matrices take most of their time,
-    for which a machine's file has no number.
-    """
-    size, passed, seconds = run.precision.parameter, 0, 0.0
-    for name, shape in run.shapes_of(pp_rank).items():
-        piece = run.piece(name, shape)
-        if name in run.tsr_plans:
-            seconds += _tsr_seconds(run, name, piece, hardware)
-        elif name in run.spectral_vectors:
-            passed += SPECTRAL_PASSES[run.spectral] * max(4, size) * prod(piece)
-        else:
-            passed += ADAMW_PASSES * size * prod(piece)
-    seconds += moved_seconds(passed, hardware)
-    if rule := run.spectral:
-        matrices = spectral_matrices(run, pp_rank)
-        flops = rank_small_flops(rule, matrices, run.ranks)
-        flops += sum(wide_flops(rule, matrix, run.ranks) for matrix in matrices)
-        seconds += fp32_seconds(flops, hardware)
-        seconds += SPECTRAL_KERNELS[rule] * len(matrices) * hardware.kernel_us * 1e-6
-    return seconds
-
-
-def _tsr_seconds(run: Run, name: str, piece: Shape, hardware: Hardware) -> float:
-    """Return the time of TSR-Adam's step for a rank's piece of a compressed matrix."""
-    plan = run.tsr_plans[name]
-    rows, columns = reversed(piece) if plan.transposed else piece
-    flops = plan.step_flops(rows, columns)
-    if run.config.training.mixed_precision_param == "float32":
-        products = fp32_seconds(flops, hardware)
+    """Return the modelled time of the optimizer's kernels in a step."""
+    work = run.optimizer.work(pp_rank)
+    if run.entry.tf32_products and run.config.training.mixed_precision_param != "float32":
+        products = 2 * compute_seconds(work.flops, hardware)  # TF32 has half the speed of bf16
     else:
-        products = 2 * compute_seconds(flops, hardware)  # in TF32, of half the speed of bf16
-    traffic = TSR_PASSES * max(4, run.precision.parameter) * prod(piece)
-    return products + moved_seconds(traffic, hardware) + TSR_KERNELS * hardware.kernel_us * 1e-6
+        products = fp32_seconds(work.flops, hardware)
+    launches = work.kernels * hardware.kernel_us * 1e-6
+    return moved_seconds(work.traffic, hardware) + products + launches
 
 
 def fp32_seconds(flops: float, hardware: Hardware) -> float:

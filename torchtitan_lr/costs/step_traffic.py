@@ -1,43 +1,31 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Collectives of one step of a run, from the formulas.
 
-The scalars of clipping, logging and stop signals (the ledger's scope ``step``) are not included,
-except those of TSR-Adam. With a pipeline and ``fsdp_reshard_after_forward = "always"``, weight
-gathers are counted once per pass, although each micro-batch repeats them.
+The scalars of the ledger's scope ``step`` are left out, except an optimizer's. With a pipeline that
+always reshards, weight gathers count once per pass, although each micro-batch repeats them.
 """
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from math import lcm, prod
+from math import prod
 from typing import Any
-
-import torch
 
 from torchtitan_lr.compression.settings import is_compressed
 from torchtitan_lr.compression.sizes import FORMULAS, Unit, exchange_traffic, exchange_unit
-from torchtitan_lr.config.schema import BUILT_IN_OPTIMIZERS
 from torchtitan_lr.costs.context_messages import context_traffic
-from torchtitan_lr.costs.described_run import Run, blocks_of, read_run, with_wire
+from torchtitan_lr.costs.described_run import Run, read_run, with_wire
 from torchtitan_lr.costs.fsdp_messages import data_parallel_traffic
-from torchtitan_lr.costs.gram_messages import SpectralMatrix, spectral_traffic
-from torchtitan_lr.costs.messages import Traffic, merge, pipeline_traffic
+from torchtitan_lr.costs.messages import Traffic, element_size, merge, pipeline_traffic
 from torchtitan_lr.costs.rehearsal import Rehearsal
 from torchtitan_lr.costs.tp_messages import model_traffic
-from torchtitan_lr.costs.tsr_messages import TSRMatrix, TSRMesh, tsr_traffic
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.optim.tsr.selection import MatrixPlan
-from torchtitan_lr.parallel.pipeline import stage_boundaries
+from torchtitan_lr.optim.entries import ENTRIES
+from torchtitan_lr.parallel.recompute import wrapping_period
+from torchtitan_lr.parallel.stages import stage_boundaries
 
 
 def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> list[Traffic]:
-    """Return a rank's traffic in a step without TSR-Adam refreshes.
-
-    Args:
-        run: The run.
-        pp_rank: Pipeline rank.
-        rehearsal: Contains the collectives that activation checkpointing repeats; None for none.
-    """
+    """Return a rank's traffic in an ordinary step of its optimizer."""
     model = _here(run, pp_rank, model_traffic(run.args, run.settings, run.tp, run.tokens))
     model += run_context_traffic(run, pp_rank, run.gather)
     rows = _times(model, run.microbatches * run.accumulation)
@@ -47,42 +35,19 @@ def step_traffic(run: Run, pp_rank: int, rehearsal: Rehearsal | None = None) -> 
         messages = pipeline_traffic(boundaries, stages, run.microbatch, run.microbatches)
         rows += _times(messages, run.accumulation)
     if rehearsal is not None:
-        count = blocks_of(run.units_of(pp_rank)) * run.microbatches * run.accumulation
-        for (op, dtype), (calls, size) in rehearsal.repeated.items():
-            numbers = round(calls * count), round(size * count)
-            rows.append(repeated_row(run, "blocks", op, dtype, *numbers))
-    if run.tsr is not None:
-        rows += optimizer_traffic(run, pp_rank, ())
-    if run.spectral:
-        rows += spectral_traffic(run.spectral, spectral_matrices(run, pp_rank), run.ranks)
-    return rows
+        for stage in run.stages_of(pp_rank):
+            in_halves = run.splits_backward and stage > 0
+            again = rehearsal.repeated_in_halves if in_halves else rehearsal.repeated
+            count = _periods_of(run, stage) * run.microbatches * run.accumulation
+            for what, (calls, elements) in again.items():
+                rows.append(repeated_row(run, "blocks", *what, calls * count, elements * count))
+    return rows + run.optimizer.traffic(pp_rank)
 
 
 def run_context_traffic(run: Run, pp_rank: int, gather: str) -> list[Traffic]:
-    """Return a pipeline rank's traffic of context parallelism in a micro-batch.
-
-    Args:
-        run: The run.
-        pp_rank: Pipeline rank.
-        gather: A value of ``parallelism.cp_gather``, the run's or another.
-    """
+    """Return a pipeline rank's traffic of context parallelism in a micro-batch."""
     rows = context_traffic(run.args, run.settings, run.tp, run.cp, run.tokens, gather)
     return _here(run, pp_rank, rows)
-
-
-def element_size(row: Traffic, dtypes: Mapping[str, str]) -> int:
-    """Return the bytes per element of a row.
-
-    Args:
-        row: Its role determines the dtype.
-        dtypes: Returned by `Run.wire_dtypes`.
-    """
-    role = row.role
-    if row.pass_ == "optimizer" and row.mesh_dim == "dp_replicate":
-        own = {"gradient": "stored", "core": "replicas", "sketch": "replicas"}
-        role = own.get(role, role)
-    dtype: torch.dtype = getattr(torch, dtypes[role])
-    return dtype.itemsize
 
 
 def bytes_by_dim(rows: Iterable[Traffic], dtypes: Mapping[str, str]) -> dict[str, dict[str, int]]:
@@ -94,21 +59,15 @@ def bytes_by_dim(rows: Iterable[Traffic], dtypes: Mapping[str, str]) -> dict[str
     return result
 
 
-WIRES = ("float32", "bfloat16")
-"""Values of ``training.mixed_precision_reduce``."""
+WIRES = ("float32", "bfloat16")  # values of ``training.mixed_precision_reduce``
 
 
-def gradient_bytes(run: Run, pp_rank: int, optimizer: Iterable[Traffic] = ()) -> dict[str, int]:
-    """Return what the gradients of a step take between data-parallel ranks, by dtype on the wire.
+def gradient_bytes(run: Run, pp_rank: int) -> dict[str, int]:
+    """Return what a mean step's gradients take between data-parallel ranks, by dtype on the wire.
 
-    Args:
-        run: The run.
-        pp_rank: Pipeline rank.
-        optimizer: TSR-Adam's traffic, whose cores and sketches are gradients too.
-
-    Returns:
-        Bytes by the values of `WIRES`, without bf16 for a codec that cannot round.
+    Cores and sketches are gradients too. A codec that cannot round has no bf16.
     """
+    optimizer = run.optimizer.mean_traffic(pp_rank)
     rounds = not run.compresses or FORMULAS[run.compression.codec.name].rounds
     found = {}
     for wire in WIRES if rounds else ("float32",):
@@ -125,21 +84,19 @@ def gradient_bytes(run: Run, pp_rank: int, optimizer: Iterable[Traffic] = ()) ->
 def sent_per_step(config: Any, world: int) -> dict[str, int]:
     """Return the bytes of gradients of a mean step of pipeline rank 0, and AdamW's, by formula.
 
-    Steps that differ, such as TSR-Adam's refreshes, are averaged. A run without a formula, or whose
-    ranks share no gradients, has none.
+    A run without a formula, or whose ranks share no gradients, has none.
     """
     wire = config.training.mixed_precision_reduce
-    if config.optimizer.name not in BUILT_IN_OPTIMIZERS:
+    if ENTRIES[config.optimizer.name].cost is None:
         return {}
     try:
         run = read_run(config, world)
     except ConfigError:  # a family from outside
         return {}
-    cores = [] if run.tsr is None else average_optimizer_traffic(run, 0)
     baseline = gradient_bytes(replace(run, baseline=True), 0)[wire]
     if not baseline:
         return {}
-    sent = gradient_bytes(run, 0, cores)
+    sent = gradient_bytes(run, 0)
     # A codec that cannot round sends fp32.
     return {"sent_bytes": sent.get(wire, sent["float32"]), "adamw_bytes": baseline}
 
@@ -154,11 +111,20 @@ def _here(run: Run, pp_rank: int, rows: Iterable[Traffic]) -> list[Traffic]:
     return [row for row in rows if row.scope in scopes]
 
 
-def repeated_row(run: Run, scope: str, op: str, dtype: str, calls: int, elements: int) -> Traffic:
+def repeated_row(
+    run: Run, scope: str, dim: str, op: str, dtype: str, calls: int, elements: int
+) -> Traffic:
     """Return a row of a repeated collective; an fp32 one in a bf16 run is the norm's statistic."""
     wide = "float32" if run.precision.compute < 4 else ""
     role = "statistic" if dtype == wide else "activation"
-    return Traffic(scope, "backward", op, role, calls, elements)
+    return Traffic(scope, "backward", op, role, calls, elements, dim)
+
+
+def _periods_of(run: Run, stage: int) -> int:
+    """Count the blocks of a stage that end a period of checkpointing, which runs over the model."""
+    period = wrapping_period(run.config.activation_checkpoint, run.checkpointing)
+    blocks = [int(unit.split()[1]) for unit in run.stages[stage] if unit.startswith("block")]
+    return sum((index + 1) % period == 0 for index in blocks)
 
 
 def boundaries_of(run: Run) -> list[int]:
@@ -168,7 +134,7 @@ def boundaries_of(run: Run) -> list[int]:
 
 
 def _data(run: Run, pp_rank: int) -> list[Traffic]:
-    replicas = 1 if run.sums_replicas else run.replicas
+    replicas = 1 if run.entry.sums_replicas else run.replicas
     uncompressed = data_parallel_traffic(
         run.args,
         run.settings,
@@ -213,101 +179,3 @@ def exchanged_units(run: Run) -> list[tuple[str, Unit]]:
         )
         units.append(("head" if name == "root" else name, unit))
     return units
-
-
-def optimizer_traffic(run: Run, pp_rank: int, refreshing: Collection[int]) -> list[Traffic]:
-    """Return TSR-Adam's traffic in a step.
-
-    Args:
-        run: A run with TSR-Adam.
-        pp_rank: Pipeline rank.
-        refreshing: Indices into `tsr_names` of the matrices that refresh.
-    """
-    assert run.tsr is not None
-    sharding = {name: run.mesh[name].size for name in ("fsdp", "tp") if run.mesh[name].size > 1}
-    shapes = run.shapes_of(pp_rank)
-    matrices = [_matrix(run, name, shapes[name]) for name in tsr_names(run, pp_rank)]
-    dense = [
-        prod(run.piece(name, shape))
-        for name, shape in reversed(shapes.items())
-        if name not in run.tsr_plans
-    ]
-    mesh = TSRMesh(sharding, run.replicas)
-    return tsr_traffic(matrices, refreshing, dense, mesh, run.tsr)
-
-
-def tsr_names(run: Run, pp_rank: int) -> list[str]:
-    """Return the names of a rank's compressed matrices, in the order of backward."""
-    return [name for name in reversed(run.shapes_of(pp_rank)) if name in run.tsr_plans]
-
-
-def average_optimizer_traffic(run: Run, pp_rank: int) -> list[Traffic]:
-    """Return TSR-Adam's traffic per step, averaged over its refreshes and rounded."""
-    plans = [run.tsr_plans[name] for name in tsr_names(run, pp_rank)]
-    if not plans:
-        return optimizer_traffic(run, pp_rank, ())
-    steps = lcm(*{plan.interval for plan in plans})
-    times: Counter[tuple[int, ...]] = Counter()  # of the matrices that refresh together
-    for step in range(steps):
-        due = tuple(i for i, plan in enumerate(plans) if step % plan.interval == plan.offset)
-        times[due] += 1
-    rows = []
-    for due, count in times.items():
-        for row in optimizer_traffic(run, pp_rank, due):
-            rows.append(replace(row, calls=row.calls * count, elements=row.elements * count))
-    return [
-        replace(row, calls=round(row.calls / steps), elements=round(row.elements / steps))
-        for row in merge(rows)
-    ]
-
-
-def peak_optimizer_traffic(run: Run, pp_rank: int) -> tuple[list[Traffic], list[Traffic]]:
-    """Return TSR-Adam's traffic in the first step, and in the later step that sends most bytes."""
-    plans = [run.tsr_plans[name] for name in tsr_names(run, pp_rank)]
-    steps = lcm(*{plan.interval for plan in plans})
-    first = _due(plans, 0, 0)
-    later_due = {_due(plans, step, 1) for step in range(1, steps + 1)}
-    later = [optimizer_traffic(run, pp_rank, due) for due in later_due]
-
-    def sent(rows: list[Traffic]) -> int:
-        return sum(row.elements * element_size(row, run.wire_dtypes) for row in rows)
-
-    return optimizer_traffic(run, pp_rank, first), max(later, key=sent)
-
-
-def _due(plans: list[MatrixPlan], step: int, after: int) -> tuple[int, ...]:
-    """Return the places of the matrices that refresh at a step (`MatrixPlan.is_due`)."""
-    return tuple(i for i, plan in enumerate(plans) if plan.is_due(step, after))
-
-
-def _matrix(run: Run, name: str, local: tuple[int, ...]) -> TSRMatrix:
-    plan, splits = run.tsr_plans[name], _splits(run, name, local)
-    rows, columns = (1, 0) if plan.transposed else (0, 1)
-    return TSRMatrix(plan, splits[rows], splits[columns])
-
-
-def spectral_matrices(run: Run, pp_rank: int) -> list[SpectralMatrix]:
-    """Return the matrices of a rank that a spectral optimizer updates."""
-    shapes, matrices = run.shapes_of(pp_rank), []
-    for name in run.spectral_vectors:
-        if name in shapes:  # else another pipeline rank has it
-            splits = _splits(run, name, shapes[name])
-            matrices.append(SpectralMatrix.of(name, run.global_shapes[name], splits))
-    return matrices
-
-
-def _splits(run: Run, name: str, local: tuple[int, ...]) -> list[tuple[str, ...]]:
-    """Return the mesh dimensions that split each dimension of a matrix.
-
-    Args:
-        run: The run.
-        name: The matrix.
-        local: Its shape on a tensor-parallel rank.
-    """
-    whole, splits = run.global_shapes[name], []
-    for dim in (0, 1):
-        by_fsdp = run.shard > 1 and dim == int(name in run.by_columns)
-        names = ["fsdp"] if by_fsdp else []
-        names += ["tp"] if local[dim] != whole[dim] else []
-        splits.append(tuple(names))
-    return splits

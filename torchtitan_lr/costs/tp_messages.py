@@ -1,16 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Collectives of tensor parallelism in closed form: calls and elements, by part and pass.
 
-BOOST counts the elements of the payloads per decoder block and pass: 2bsd at full rank,
-5bsd + 2bs·d_ff for vanilla low-rank tensor parallelism (Eq. 2), 7bsr for BTP (Eq. 3, Table 6). Its
-factor of two for backward holds for BTP and full rank; vanilla's backward differs, and depends on
-which linears share the all-reduce of their input's gradient. Here stands every call of every plan
-in both passes.
-
-The formulas are independent of the plans that run (`parallel.plans`): they state on paper what a
-plan should send, so that a measured step can disagree. Both sides are joined by the plan's name.
-
-n is the number of tokens b·s in a micro-batch on one rank.
+BOOST counts the payloads per block and pass: 2bsd at full rank, 5bsd + 2bs·d_ff for vanilla
+low-rank tensor parallelism (Eq. 2), 7bsr for BTP (Eq. 3, Table 6). Twice that with backward holds
+for BTP and full rank; vanilla's backward differs. Here stands every call of every plan in both
+passes, on paper: a measured step can disagree. n is the number of tokens b·s of a micro-batch on a
+rank.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ from torchtitan_lr.costs.messages import Traffic, backward, forward, merge
 
 if TYPE_CHECKING:
     from torchtitan_lr.models.args import LlamaArgs
-    from torchtitan_lr.parallel.placement import TPSettings
+    from torchtitan_lr.parallel.plan_parts import TPSettings
 
 Parts = dict[str, list[Traffic]]
 """Collectives by part of the model: ``embedding``, ``block`` and ``head``."""
@@ -31,26 +26,17 @@ Parts = dict[str, list[Traffic]]
 
 @dataclass(frozen=True)
 class PlanFormula:
-    """One plan on paper.
+    """One plan on paper."""
 
-    Args:
-        traffic: Takes the model's arguments, the plan's settings, n and T > 1. Returns the
-            collectives of the embedding, of one decoder block, and of final norm and head without
-            the gather of logits; none of a learned gate.
-        attention: Which dimension of attention's A (r, d_in) and B (d_out, r) the ranks split, None
-            for none (Replicate); at full rank of q, k, v and of o. Where they split A along r, 0,
-            a rank holds r/T features of its latents.
-        feed_forward: Likewise, of the feed-forward; at full rank of gate, up and of down.
-        shards_stream: Whether a rank holds d/T features of the residual stream. Its norms then
-            exchange a statistic per token.
-        shards_heads: Whether a rank attends with its share of the heads, and not with all of them.
-    """
-
+    # Takes arguments, settings, n and T > 1; returns the collectives of the embedding, of a block,
+    # and of final norm and head without the gather of logits; none of a learned gate.
     traffic: Callable[[LlamaArgs, TPSettings, int, int], Parts]
+    # The dimension of attention's A (r, d_in) and B (d_out, r), at full rank of q, k, v and of o,
+    # that ranks split; None for none. By A's 0 a rank holds r/T features of its latents.
     attention: tuple[int | None, int | None]
-    feed_forward: tuple[int | None, int | None]
-    shards_stream: bool = False
-    shards_heads: bool = True
+    feed_forward: tuple[int | None, int | None]  # likewise; at full rank of gate, up and of down
+    shards_stream: bool = False  # d/T features each; its norms exchange a statistic per token
+    shards_heads: bool = True  # whether a rank attends with its share of the heads only
 
 
 def chunk_groups(shape: LlamaArgs) -> list[tuple[list[int], bool]]:
@@ -172,11 +158,7 @@ FORMULAS: dict[str, PlanFormula] = {
 def model_traffic(
     shape: LlamaArgs, settings: TPSettings, tp_degree: int, tokens: int
 ) -> list[Traffic]:
-    """Return every tensor-parallel collective of a micro-batch of n tokens on T ranks.
-
-    Returns:
-        Rows for the embedding, every block, the head and the loss; none at T = 1.
-    """
+    """Return every tensor-parallel collective of a micro-batch of n tokens on T ranks."""
     if tp_degree == 1:
         return []
     parts = part_traffic(shape, settings, tokens, tp_degree)
@@ -202,15 +184,8 @@ def model_traffic(
 def part_traffic(shape: LlamaArgs, settings: TPSettings, tokens: int, ranks: int = 1) -> Parts:
     """Return the collectives of each part of the model (T > 1), all with the scope ``block``.
 
-    Args:
-        shape: Shape and family of the model.
-        settings: The plan.
-        tokens: Tokens n of the micro-batch.
-        ranks: T; an fp32 sum's payload is padded to a multiple of it; 1 for no padding.
-
-    Returns:
-        ``embedding``, ``block``, ``gates`` (of a block that mixes latents, so of no first one), and
-        ``head`` with the final norm, and without the loss.
+    An fp32 sum's payload is padded to a multiple of `ranks`. ``gates`` are of a block that mixes
+    latents, so of no first one; ``head`` is with the final norm, and without the loss.
     """
     formula = FORMULAS[settings.plan]
     parts = formula.traffic(shape, settings, tokens, ranks) | {"gates": []}

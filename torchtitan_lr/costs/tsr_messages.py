@@ -1,13 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Collectives of one TSR-Adam step in closed form.
+"""Collectives of one TSR-Adam step in closed form, from the paper.
 
 A step without refresh sums cores over each mesh dimension that splits a matrix and over the
-replicas, in one call per bucket, and dense gradients over the replicas likewise. A refresh adds the
-sketches Y, Z and B (`optim.tsr.svd`), what their QR factorizations gather, and checksums, in rounds
-shared by the refreshing matrices with equal q. Elements are counted like in the ledger.
-
-Of a matrix's plan only the numbers are read: what is sent of them is stated here, from the paper,
-and not asked of the optimizer.
+replicas, one call per bucket, and dense gradients over the replicas. A refresh adds the sketches Y,
+Z and B, what their QR gathers, and checksums, in rounds of matrices with equal q.
 """
 
 from __future__ import annotations
@@ -25,23 +21,16 @@ if TYPE_CHECKING:
 
 Axis = Literal["rows", "columns"]
 
-BUCKET = 2**26
-"""Elements of a bucket of dense gradients, and of what a refresh holds at a time."""
+BUCKET = 2**26  # elements of a bucket of dense gradients, and of what a refresh holds at a time
 
 
 @dataclass(frozen=True)
 class TSRMatrix:
-    """A compressed matrix and its split, transposed if it is projected transposed.
+    """A compressed matrix and its split, transposed if it is projected transposed."""
 
-    Args:
-        plan: Sides m and n, rank r, width k, and iterations q of the matrix.
-        rows: Mesh dimensions that split the rows.
-        columns: Mesh dimensions that split the columns.
-    """
-
-    plan: MatrixPlan
-    rows: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
+    plan: MatrixPlan  # sides m and n, rank r, width k, and iterations q of the matrix
+    rows: tuple[str, ...] = ()  # mesh dimensions that split the rows
+    columns: tuple[str, ...] = ()  # mesh dimensions that split the columns
 
     @property
     def kind(self) -> object:
@@ -53,15 +42,10 @@ class TSRMatrix:
 
 @dataclass(frozen=True)
 class TSRMesh:
-    """The mesh of a run.
+    """The mesh of a run."""
 
-    Args:
-        sharding: Ranks by mesh dimension that splits parameters, in order.
-        replicas: Ranks with equal parameters.
-    """
-
-    sharding: Mapping[str, int]
-    replicas: int = 1
+    sharding: Mapping[str, int]  # ranks by mesh dimension that splits parameters, in order
+    replicas: int = 1  # ranks with equal parameters
 
     def refresh_elements(self, matrix: TSRMatrix) -> tuple[int, int]:
         """Return what a refresh sums over the replicas: as dense gradients, and as sketches.
@@ -121,16 +105,8 @@ def tsr_traffic(
 ) -> list[Traffic]:
     """Return the optimizer's collectives in one step, on the rank with the largest blocks.
 
-    Args:
-        matrices: The compressed matrices, in the order of backward: the last module first.
-        refreshing: Indices of the matrices that refresh.
-        dense: Elements of a rank's part of every other parameter, in the same order.
-        mesh: The mesh of the run.
-        settings: The optimizer's.
-
-    Returns:
-        Rows of the scope ``step`` and the pass ``optimizer``, with the roles ``core``,
-        ``gradient``, ``sketch`` and ``checksum`` (int64).
+    `matrices`, and the elements of a rank's part of all others, `dense`, are in the order of
+    backward: the last module first.
     """
     plain = [m for i, m in enumerate(matrices) if i not in refreshing]
     # The optimizer stacks matrices that are alike, in the model's order.

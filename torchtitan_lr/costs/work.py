@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The work of a model's passes, recorded on tensors without data."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -17,33 +16,25 @@ from torchtitan_lr.parallel.recompute import EAGER_MODES, wrapping_period
 
 @dataclass(frozen=True)
 class PassWork:
-    """Work of a micro-batch on a rank, forward and backward with what checkpointing repeats.
+    """Work of a micro-batch on a rank, forward and backward with what checkpointing repeats."""
 
-    Args:
-        block: Work of a decoder block; the mean if checkpointing treats blocks differently.
-        ends: Work of the embedding, the final norm, the head and the loss.
-    """
-
+    # Work of a decoder block; the mean if checkpointing treats blocks differently
     block: tuple[Work, Work]
-    ends: tuple[Work, Work]
+    ends: tuple[Work, Work]  # work of the embedding, the final norm, the head and the loss
 
 
 _KNOWN: dict[str, PassWork] = {}
 
 
-def work_of_run(run: Run, mode: str | None = None, one_kernel_norm: bool = True) -> PassWork:
-    """Record the work of a run's micro-batch.
+def work_of_run(run: Run, mode: str | None = None) -> PassWork:
+    """Record the work of a run's micro-batch; blocks of a compiled model have fused kernels.
 
-    Args:
-        run: The run. If it compiles the model, element-wise kernels are fused.
-        mode: A mode of activation checkpointing; the run's by default. One that only the compiler
-            carries out is counted as a straight line between two others.
-        one_kernel_norm: Whether RMSNorm is one kernel, as on GPUs.
+    A mode that only the compiler carries out is a straight line between two others.
     """
     section = run.config.activation_checkpoint
     mode = run.checkpointing if mode is None else mode
     if mode not in EAGER_MODES:
-        least, most = (work_of_run(run, each, one_kernel_norm) for each in ("full", "none"))
+        least, most = (work_of_run(run, each) for each in ("full", "none"))
         share = section.memory_budget
         forward, backward, *ends = (
             a.plus(a, -share).plus(b, share)
@@ -53,38 +44,26 @@ def work_of_run(run: Run, mode: str | None = None, one_kernel_norm: bool = True)
     compiled = run.config.compile
     fused = compiled.enable and "model" in compiled.components
     workload = workload_of(run)
-    key = repr((workload, replace(section, mode=mode), fused, one_kernel_norm))
+    key = repr((workload, replace(section, mode=mode), fused))
     if key not in _KNOWN:
         period = wrapping_period(section, mode)
         prepare = checkpointing_of(run, mode)
-        _KNOWN[key] = rehearse_work(workload, fused, prepare, period, one_kernel_norm)
+        _KNOWN[key] = rehearse_work(workload, fused, prepare, period)
     return _KNOWN[key]
 
 
 def rehearse_work(
-    workload: Workload,
-    fused: bool,
-    prepare: Prepare | None = None,
-    period: int = 1,
-    one_kernel_norm: bool = True,
+    workload: Workload, fused: bool, prepare: Prepare | None = None, period: int = 1
 ) -> PassWork:
     """Run a short model forward and backward on tensors without data, and record its kernels.
 
-    Args:
-        workload: The computation; one and two of the model's blocks run, or as many periods.
-        fused: Whether a compiler fuses element-wise kernels of blocks; it leaves the ends alone.
-        prepare: Applied to the model after tensor parallelism.
-        period: Blocks after which checkpointing starts over (``selective_ac_option``).
-        one_kernel_norm: Whether RMSNorm is one kernel, as on GPUs.
-
-    Raises:
-        RuntimeError: If this process has a process group already and T > 1.
+    It has one and two blocks, or periods of ``selective_ac_option``.
     """
     short = [
         replace(workload, args=replace(workload.args, n_layers=n)) for n in (period, 2 * period)
     ]
     with fake_ranks(workload.tp_degree, workload.cp_degree) as mesh:
-        one, two = (_record(each, mesh, prepare, one_kernel_norm) for each in short)
+        one, two = (_record(each, mesh, prepare) for each in short)
     none, block, ends = Work(), [], []
     for backward in (False, True):
         blocks = two.work(backward, fused).plus(one.work(backward, fused), -1)
@@ -95,15 +74,12 @@ def rehearse_work(
     return PassWork((block[0], block[1]), (ends[0], ends[1]))
 
 
-def _record(
-    workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None, one_kernel_norm: bool
-) -> KernelRecorder:
+def _record(workload: Workload, mesh: DeviceMesh | None, prepare: Prepare | None) -> KernelRecorder:
     with FakeTensorMode():
         model = build_prepared(workload, mesh, prepare)
         tokens, arguments = workload.inputs()
         recorder = KernelRecorder()
-        norm = norm_in_one_kernel(recorder) if one_kernel_norm else nullcontext()
-        with recorder, norm:
+        with recorder, norm_in_one_kernel(recorder):
             # The head computes the loss, as in training: its logits exist a chunk at a time.
             loss: Tensor = model(tokens, **arguments)
             recorder.backward = True

@@ -1,13 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 r"""A prepared corpus: a folder of shards in Megatron's format, ``corpus.json``, and its rows.
 
-``train-*`` are trained on, ``held_out-*`` are for validation. Of pairs and chats each shard has a
-second pair of files, ``train-00000.loss``: uint8 of the same lengths, 1 where the token is a
-target. A folder without ``corpus.json``, as Megatron-LM and NeMo Curator write it, is all training.
-
-Opening reads ``corpus.json`` alone, and without it a sample of the tokens, so it costs the same for
-a gigabyte and for a terabyte. Shards are opened when a row needs them, and a few stay open: a
-mapped file holds a descriptor.
+``train-*`` are trained on, ``held_out-*`` are for validation. A shard of pairs or chats has two
+files more, ``train-00000.loss``: uint8 of the same lengths, 1 where the token is a target. A folder
+without ``corpus.json``, as Megatron-LM and NeMo Curator write it, is all training.
 
 Megatron's indexed format holds the tokens of many documents in two files. ``X.bin`` has the tokens
 alone. ``X.idx`` has, little endian: the magic ``MMIDIDX\0\0``, version 1 (u64), a code of the
@@ -21,8 +17,7 @@ with their labels. Text is cut into windows of ``seq_len + 1`` tokens that do no
 torchtitan's ``HuggingFaceTextDataset``; a last one that is not full is dropped, and a window may go
 on in the next document and the next shard. Pairs and chats are packed instead: a row holds whole
 ones, as many in their order as have room. One that is longer than a row is cut; one whose answer
-then has no room is left out. A row is therefore a range of tokens, and where each range begins
-follows from the lengths alone.
+then has no room is left out.
 """
 
 from __future__ import annotations
@@ -35,12 +30,9 @@ import os
 import struct
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
-from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -48,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_lr.checkpoints.folders import write_whole
-from torchtitan_lr.config.files import open_regular, read_json, sample_of, sealed, unsealed
+from torchtitan_lr.config.files import open_regular, read_json, sample_of
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.errors import ConfigError, DataError, require
 from torchtitan_lr.titan import IGNORE_INDEX
@@ -65,11 +57,11 @@ _DTYPES = {1: np.uint8, 4: np.int32, 5: np.int64, 8: np.uint16}
 """Codes of the types that token ids and loss masks can have."""
 
 RECORD = "corpus.json"
-JOURNAL = "preparing.json"  # how far a preparation is
 PARTS = ("train", "held_out")
-FORMAT = "torchtitan_lr tokens 1"
+FORMAT = "torchtitan_lr tokens 2"
 
-OPEN_SHARDS = 24  # stay open in a process: pairs of files, with two descriptors each
+OPEN_SHARDS = 128  # stay open in a process: pairs of files, with two descriptors each
+
 CHECKED_BYTES = 256 << 20  # `Corpus.check` compares checksums of shards up to this size in sum
 
 Indices = npt.NDArray[np.int64]
@@ -93,14 +85,6 @@ class ShardInfo:
     sha256: str  # of its files; empty in a folder without `corpus.json`
     name: str  # of its files without .bin and .idx
 
-    def __post_init__(self) -> None:
-        """Check the types: a stranger may have written the record."""
-        counts, texts = (self.tokens, self.documents), (self.sha256, self.name)
-        if any(type(n) is not int or not 0 <= n < 2**63 for n in counts):
-            raise TypeError(f"tokens and documents of a shard: {counts}")
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError(f"checksum and name of a shard: {texts}")
-
 
 @dataclass(frozen=True, eq=False)  # hashed by its identity
 class Corpus:
@@ -110,7 +94,7 @@ class Corpus:
     train: list[ShardInfo]
     held_out: list[ShardInfo]
     kind: Literal["text", "pairs"]  # pairs have a loss mask
-    identity: str  # digest of the content; the same for equal tokens, wherever they are
+    identity: str  # digest of the content; the same wherever the folder is
     record: dict[str, Any] = field(repr=False)  # all of `corpus.json`
     key: str = KEY  # to name in errors
 
@@ -124,23 +108,19 @@ class Corpus:
         """
         place = Path(folder)
         try:
-            found = unsealed(read_json(place / RECORD))
+            found = read_json(place / RECORD)
             if found["format"] != FORMAT:
                 raise ValueError(f"format {found['format']!r}")
-            train, held_out = ([ShardInfo(**shard) for shard in found[part]] for part in PARTS)
-            given, tokenizer = found["identity"], found["tokenizer"]
-            if given != identity_of(found["kind"], tokenizer["sha256"], [train, held_out]):
+            train, held_out = ([_shard_of(shard) for shard in found[part]] for part in PARTS)
+            given = found["identity"]
+            if given != identity_of(found["kind"], found["tokenizer"], [train, held_out]):
                 raise ValueError("its shards are not those of its identity")
-            if type(tokenizer.get("vocabulary", 0)) is not int:  # earlier versions wrote none
-                raise TypeError(f"vocabulary {tokenizer['vocabulary']!r}")
             return Corpus(place, train, held_out, found["kind"], given, found, key)
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError) as error:
-            want = (
-                f"a record of format {FORMAT!r} ({type(error).__name__}: {error}); {_again(place)}"
-            )
-            raise DataError(key, str(place / RECORD), want) from error
+            want = f"a record of format {FORMAT!r} ({type(error).__name__}: {error})"
+            raise DataError(key, str(place / RECORD), f"{want}; {_again(place)}") from error
         train = []
         for path in sorted(place.glob("*.idx")):
             shard = IndexedDataset(path.with_suffix(""), key)
@@ -149,7 +129,7 @@ class Corpus:
         # Nobody has written checksums there, and two texts can have equal counts.
         files = [Path(f"{place / info.name}.{end}") for info in train for end in ("bin", "idx")]
         samples, _ = sample_of(files)
-        identity = identity_of("text", ",".join(samples), [train, []])
+        identity = identity_of("text", {"samples": samples}, [train, []])
         return Corpus(place, train, [], "text", identity, {}, key)
 
     def tokens(self, held_out: bool = False) -> int:
@@ -158,7 +138,7 @@ class Corpus:
 
     @lru_cache(OPEN_SHARDS)  # noqa: B019 (a corpus is read until the process ends)
     def shard(self, info: ShardInfo, loss: bool = False) -> IndexedDataset:
-        """Open a shard, or its loss mask; the last few stay open.
+        """Open a shard, or its loss mask; the last ones stay open.
 
         Raises:
             DataError: The shard's files are damaged, or do not have the recorded number of tokens.
@@ -175,9 +155,8 @@ class Corpus:
     def check(self) -> None:
         """Check the files of every shard, before a run.
 
-        Sizes, headers and the ends of the index are read of all shards. Whole indices and
-        checksums are compared up to :data:`CHECKED_BYTES`, so that a terabyte starts as fast as a
-        gigabyte; ``torchtitan-lr prepare --verify`` compares them all.
+        Sizes, headers and the ends of indices are read of all shards; checksums are compared up to
+        `CHECKED_BYTES`, so that a terabyte starts as fast as a gigabyte.
 
         Raises:
             DataError: A file is missing, cut, of another pair or changed.
@@ -190,21 +169,25 @@ class Corpus:
                 self.check_shard(info)
 
     def check_shard(self, info: ShardInfo) -> None:
-        """Read a whole shard and compare it with the record; errors as for :meth:`check`."""
+        """Read a whole shard and compare it with the record; errors as for `check`."""
         opened = self._pairs(info)
-        found = checksum(opened[0].prefix, self.kind)
         for shard in opened:
             shard.check()
-        if info.sha256 and found != info.sha256:
-            want = f"files with the checksum {info.sha256[:12]} of {RECORD}, not {found[:12]}"
-            want += f": they were changed; {_again(self.folder)}"
-            raise DataError(self.key, opened[0].prefix, want)
+        digest = hashlib.sha256()
+        for shard in opened:
+            for end in (".bin", ".idx"):
+                with open(shard.prefix + end, "rb") as file:
+                    while piece := file.read(1 << 22):
+                        digest.update(piece)
+        if info.sha256 and digest.hexdigest() != info.sha256:
+            want = f"files with the checksum {info.sha256[:12]} of {RECORD}: they were changed"
+            raise DataError(self.key, opened[0].prefix, f"{want}; {_again(self.folder)}")
 
     def check_ids(self, vocabulary: int) -> None:
-        """Check that all token ids are rows of a model's vocabulary, before a run.
+        """Check that token ids are rows of a model's vocabulary, before a run.
 
-        What was prepared with a tokenizer of as many tokens is read up to :data:`CHECKED_BYTES`;
-        of other writers everything.
+        What was prepared with a tokenizer of as many tokens is read up to `CHECKED_BYTES`; of other
+        writers everything.
 
         Raises:
             DataError: A token is none of ``0 .. vocabulary - 1``; it names the file and the place.
@@ -222,73 +205,41 @@ class Corpus:
 
 
 def _again(folder: Path) -> str:
-    """Return what to do about a folder that was changed."""
     return (
         f"delete {folder}, and `torchtitan-lr prepare ... --out {folder}` writes it again, or "
         "`torchtitan-lr train` if that had prepared it"
     )
 
 
-def is_ours(folder: Path) -> bool:
-    """Return whether a folder was prepared here, or a preparation of it has begun."""
-    if (folder / JOURNAL).is_file():
-        return True
-    with suppress(OSError, ValueError, KeyError):
-        return bool(read_json(folder / RECORD)["format"] == FORMAT)
-    return False
+def _shard_of(record: dict[str, Any]) -> ShardInfo:
+    counts = int(record["tokens"]), int(record["documents"])
+    return ShardInfo(*counts, str(record["sha256"]), str(record["name"]))
 
 
-def save_record(folder: Path, about: dict[str, Any], counts: list[list[list[int]]]) -> Corpus:
+def save_record(folder: Path, about: dict[str, Any], parts: Sequence[Sequence[ShardInfo]]) -> None:
     """Write ``corpus.json``, the last file of a preparation: a folder that has it is whole.
 
-    ``about`` has the ``kind``, the tokenizer with its hash (``sha256``), and anything else. In
-    ``counts`` are documents and tokens of each shard, to train on and held out.
+    ``about`` has the ``kind``, what identifies the ``tokenizer``, and anything else.
     """
-    kind, parts = about["kind"], dict[str, list[ShardInfo]]()
-    with ThreadPoolExecutor() as threads:  # hashing does not hold Python's lock
-        for part, pairs in zip(PARTS, counts, strict=True):
-            names = [f"{part}-{index:05d}" for index in range(len(pairs))]
-            # Read again from the disk, so that the checksums are of what is there.
-            sums = threads.map(checksum, [str(folder / name) for name in names], repeat(kind))
-            found = zip(names, pairs, sums, strict=True)
-            parts[part] = [ShardInfo(size, n, digest, name) for name, (n, size), digest in found]
-    identity = identity_of(kind, about["tokenizer"]["sha256"], list(parts.values()))
-    record = {"format": FORMAT, "kind": kind, "identity": identity} | about
-    for part, infos in parts.items():
-        record[part] = [asdict(info) for info in infos]
-    write_whole(folder / RECORD, json.dumps(sealed(record), indent=1))
-    return Corpus.open(folder)
+    identity = identity_of(about["kind"], about["tokenizer"], parts)
+    record = {"format": FORMAT, "identity": identity} | about
+    for part, shards in zip(PARTS, parts, strict=True):
+        record[part] = [asdict(shard) for shard in shards]
+    write_whole(folder / RECORD, json.dumps(record, indent=1))
 
 
-def checksum(prefix: str, kind: str) -> str:
-    """Return the sha256 of a shard's files: .bin, .idx, and for pairs those of the mask."""
-    digest = hashlib.sha256()
-    for each in [prefix, f"{prefix}.loss"] if kind == "pairs" else [prefix]:
-        for suffix in (".bin", ".idx"):
-            with open(each + suffix, "rb") as file:
-                while piece := file.read(1 << 22):
-                    digest.update(piece)
-    return digest.hexdigest()
-
-
-def identity_of(kind: str, tokenizer: str, parts: list[list[ShardInfo]]) -> str:
+def identity_of(kind: str, tokenizer: dict[str, Any], parts: Sequence[Sequence[ShardInfo]]) -> str:
     """Return the digest of a corpus' content, from those of its shards."""
-    shards = []
-    for part in parts:
-        shards.append([(shard.tokens, shard.documents, shard.sha256) for shard in part])
-    text = json.dumps([FORMAT, kind, tokenizer, shards])
+    shards = [[(shard.tokens, shard.documents, shard.sha256) for shard in part] for part in parts]
+    text = json.dumps([FORMAT, kind, tokenizer, shards], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 class IndexedDataset:
-    """One pair of files, opened for reading.
+    """One pair of files ``PREFIX.bin`` and ``PREFIX.idx``, opened for reading.
 
     Opening reads the header and the ends of the index, whatever the size of the files: it finds a
     file that was cut and an index of other tokens. `check` reads all of the index.
-
-    Args:
-        prefix: Path of the two files without ``.bin`` and ``.idx``.
-        key: The TOML key to name in errors.
 
     Attributes:
         num_sequences, num_documents, num_tokens: Their numbers.
@@ -396,38 +347,47 @@ class IndexedDataset:
             raise self._error(".idx", f"borders of documents from 0 to {self.num_sequences}")
 
 
-def write_index(prefix: str | Path, dtype: npt.DTypeLike, lengths: npt.NDArray[Any]) -> None:
-    """Write the ``.idx`` of a ``.bin``; a pair that has one is whole.
+def write_shard(
+    folder: Path, name: str, lengths: npt.NDArray[Any], files: Mapping[str, npt.NDArray[Any]]
+) -> ShardInfo:
+    """Write the files of a shard, until they are on the disk.
 
-    Args:
-        prefix: Path of the two files without ``.bin`` and ``.idx``.
-        dtype: Type of the tokens.
-        lengths: Tokens of each document ``(n,)``.
-
-    Raises:
-        OSError: The disk is full.
+    ``lengths`` are the tokens of each document (documents,). ``files`` are the tokens (tokens,)
+    under ``""``, and the loss mask of pairs under ``".loss"``.
     """
+    digest = hashlib.sha256()
+    for suffix, values in files.items():
+        for end, content in ((".bin", values.tobytes()), (".idx", _index(values.dtype, lengths))):
+            write_over(folder / f"{name}{suffix}{end}", content)
+            digest.update(content)
+    return ShardInfo(len(files[""]), len(lengths), digest.hexdigest(), name)
+
+
+def _index(dtype: npt.DTypeLike, lengths: npt.NDArray[Any]) -> bytes:
+    """Return the ``.idx`` of one sequence per document."""
     code = next(code for code, known in _DTYPES.items() if known == dtype)
     count, sizes = len(lengths), lengths * np.int64(np.dtype(dtype).itemsize)
     places = np.concatenate([np.cumsum(sizes) - sizes, np.arange(count + 1)])
     header = _HEADER.pack(_MAGIC, 1, code, count, count + 1)
-    content = header + lengths.astype("<i4").tobytes() + places.astype("<i8").tobytes()
-    write_whole(f"{prefix}.idx", content)
+    return header + lengths.astype("<i4").tobytes() + places.astype("<i8").tobytes()
+
+
+def write_over(path: Path, content: bytes) -> None:
+    """Write a file without emptying it first: another machine may write the same bytes there."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
+        file.write(content)
+        file.truncate()
+        file.flush()
+        os.fsync(file.fileno())
 
 
 class Rows:
     """The rows of one part of a corpus, in the order of its tokens.
 
-    Args:
-        corpus: A prepared corpus.
-        seq_len: Tokens of an input, ``s``.
-        held_out: Whether to read the held-out shards; no others are opened.
-        mask_documents: Whether documents are kept apart. Pairs always are.
-        name: Its name in logs, and ``weight``, its share in a mixture.
+    Documents are kept apart with ``mask_documents``, pairs always. ``weight`` is the share in a
+    mixture, and ``name`` is for logs.
 
     Attributes:
-        pairs: Whether answers alone are labels.
-        apart: Whether documents are kept apart.
         cut: Pairs that are longer than a row.
         left_out: Cut pairs that have no label left.
 
@@ -500,41 +460,41 @@ class Rows:
         return labelled(tokens, targets if self.pairs else None, begins if self.apart else None)
 
     def _packed(self) -> tuple[Indices, Indices]:
-        """Return where each row of pairs begins and ends, in tokens (n,).
+        """Return where each row of pairs begins and ends, in tokens (rows,).
 
-        A row holds as many whole pairs of one shard as its s + 1 tokens have room for. A longer
-        pair has a row of its own and is cut; without a label in what is left it has no row. With
-        s + 1 = 10, pairs of 4, 5, 3, 12 and 6 tokens make four rows, which begin at the tokens 0,
-        9, 12 and 24, and end before 9, 12, 22 and 30.
+        A row holds as many whole pairs as its s + 1 tokens have room for. A longer pair has a row
+        of its own and is cut; without a label in what is left it has no row. With s + 1 = 10, pairs
+        of 4, 5, 3, 12 and 6 tokens make four rows, which begin at the tokens 0, 9, 12 and 24, and
+        end before 9, 12, 22 and 30.
         """
-        firsts, lasts = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+        ends = [np.empty(0, dtype=np.int64)]  # of each pair, in tokens of the part (pairs,)
         for info, offset in zip(self._shards, self._starts, strict=False):
-            ends = self.corpus.shard(info).ends  # of each pair, in tokens of the shard (pairs,)
-            starts = np.append(0, ends)[:-1]
-            unusable = self._without_label(info, starts, ends)
-            # For a row that begins with pair i, the pair behind it: 2, 3, 3, 4, 5 in the example.
-            fits = np.searchsorted(ends, starts + self._size, side="right")
-            following = np.maximum(fits, np.arange(len(ends)) + 1)  # a long pair does not fit
-            first_pairs, pair, next_pairs = [], 0, following.tolist()
-            while pair < len(ends):
-                if pair not in unusable:
-                    first_pairs.append(pair)
-                pair = next_pairs[pair]
-            first = starts[first_pairs]
-            last = np.minimum(ends[following[first_pairs] - 1], first + self._size)
-            firsts.append(first + offset)
-            lasts.append(last + offset)
-        return np.concatenate(firsts), np.concatenate(lasts)
+            ends.append(self.corpus.shard(info).ends + offset)
+        pair_ends = np.concatenate(ends)
+        starts = np.append(0, pair_ends)[:-1]
+        unusable = self._without_label(starts, pair_ends)
+        # For a row that begins with pair i, the pair behind it: 2, 3, 3, 4, 5 in the example.
+        fits = np.searchsorted(pair_ends, starts + self._size, side="right")
+        following = np.maximum(fits, np.arange(len(pair_ends)) + 1)  # a long pair does not fit
+        first_pairs, pair, next_pairs = list[int](), 0, following.tolist()
+        while pair < len(pair_ends):
+            if pair not in unusable:
+                first_pairs.append(pair)
+            pair = next_pairs[pair]
+        firsts = starts[first_pairs]
+        return firsts, np.minimum(pair_ends[following[first_pairs] - 1], firsts + self._size)
 
-    def _without_label(self, info: ShardInfo, starts: Indices, ends: Indices) -> set[int]:
-        """Return the pairs of a shard that are cut before their first label; count the cut ones."""
+    def _without_label(self, starts: Indices, ends: Indices) -> set[int]:
+        """Return the pairs that are cut before their first label; count the cut ones."""
         long = np.flatnonzero(ends - starts > self._size).tolist()
-        mask = self.corpus.shard(info, loss=True)
         found = set()
         for pair in long:
-            if not mask.read(starts[pair] + 1, starts[pair] + self._size).any():
+            index = int(np.searchsorted(self._starts, starts[pair], side="right")) - 1
+            mask = self.corpus.shard(self._shards[index], loss=True)
+            first = int(starts[pair] - self._starts[index])
+            if not mask.read(first + 1, first + self._size).any():
                 found.add(pair)
-        self.cut, self.left_out = self.cut + len(long), self.left_out + len(found)
+        self.cut, self.left_out = len(long), len(found)
         return found
 
 
@@ -586,14 +546,8 @@ class ValidationSet:
 
     Sequence ``i`` is of rank ``i mod D``. All ranks have the same number of rows in every batch:
     where sequences are missing, rows of ignored labels take their place. So no rank waits for
-    another, and the token-weighted mean is exact for any ``D``.
-
-    Args:
-        parts: The rows of the held-out part of each corpus.
-        batch_size: Rows per batch, ``b``.
-        dp_world_size: Data-parallel ranks, ``D``.
-        dp_rank: This rank.
-        steps: Batches per rank at most; -1 for all sequences.
+    another, and the token-weighted mean is exact for any ``D``. ``steps`` is the most batches per
+    rank, -1 for all sequences.
     """
 
     def __init__(

@@ -4,11 +4,8 @@
 A run reads prepared tokens only. Those of a raw corpus are prepared once, before any rank starts,
 into ``training.token_folder``, which all runs of a user share. The name of a folder there is a hash
 of all that determines its content: the files with what is in them, the tokenizer, the rule of the
-held-out part. A run locks the folders that it reads, and shares these locks with other runs:
-no folder is deleted while it is read. Who prepares one has a second lock alone. Locks are the
-kernel's (``flock``), so none outlives its process. On a file system without locks the second lock
-is a name of a socket, which one process of a machine can have, and several machines may prepare the
-same folder at once: each writes into a folder of its own, and the first to be ready is used.
+held-out part. So a folder is never changed, and who reads it needs no lock. Who prepares it has a
+lock alone, which only saves work: two that prepare one folder write the same bytes.
 
 What is prepared does not depend on the number of ranks: one process evaluates what 64 train on.
 """
@@ -16,29 +13,26 @@ What is prepared does not depend on the number of ranks: one process evaluates w
 from __future__ import annotations
 
 import atexit
-import fcntl
-import hashlib
 import json
 import math
 import os
-import re
 import shutil
-import socket
 import tempfile
-import time
-from collections.abc import Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol
+from typing import Any, Literal
+
+from filelock import FileLock, Timeout
 
 from torchtitan_lr.compat.interpreter import cores
+from torchtitan_lr.config.files import read_json
 from torchtitan_lr.console.log import duration, say
-from torchtitan_lr.console.progress import Preparing
-from torchtitan_lr.data.corpus import JOURNAL, RECORD, Corpus, Rows, is_ours
+from torchtitan_lr.data.corpus import RECORD, Corpus, Rows
 from torchtitan_lr.data.sources import LIBRARIES, ONE_IN, Reader, Source, data_path
 from torchtitan_lr.data.template import ChatTemplate
-from torchtitan_lr.data.tokenize import signature_of, tokenize
+from torchtitan_lr.data.tokenize import BEGUN, signature_of, tokenize
 from torchtitan_lr.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_lr.errors import ConfigError, DataError, one_of, require
 
@@ -80,15 +74,8 @@ BYTES_PER_TOKEN = 4
 LONG_SECONDS = 600
 """A longer preparation is said before it starts."""
 
-STORED = re.compile(r"[a-z0-9_]+-[0-9a-f]{20}")
-"""Names of folders in the shared store: no others are ever deleted."""
-
-
-class _Lock(Protocol):
-    def close(self) -> None: ...
-
-
-_held: dict[Path, _Lock] = {}  # the locks of the folders that this process reads
+LOCK = ".lock"
+"""File in a folder, locked by who prepares it."""
 
 
 @dataclass(frozen=True)
@@ -136,16 +123,12 @@ def ensure_prepared(
     """Return the corpora of a run with their folders, after preparing those that are missing.
 
     The launcher tells its ranks the folders. Elsewhere the first process prepares the corpora and
-    other processes wait. The folders stay locked until the process ends.
-
-    Args:
-        config: A run's ``JobConfig`` or record.
-        *sections: Sections whose corpora to return, in this order; ``training`` by default.
-        folders: What `find_prepared` found; by default what the launcher has prepared.
+    other processes wait. ``folders`` is what `find_prepared` found; by default what the launcher
+    has prepared.
 
     Raises:
-        ConfigError: As for :func:`wanted` and :func:`tokenize`.
-        DataError: As for :func:`tokenize`.
+        ConfigError: As for `wanted` and `tokenize`.
+        DataError: As for `tokenize`.
     """
     parts = [part for section in sections or ("training",) for part in wanted(config, section)]
     known = json.loads(os.environ.get(PREPARED, "{}")) if folders is None else folders
@@ -163,11 +146,8 @@ def ensure_prepared(
 def find_prepared(config: Any, section: Section) -> dict[str, str]:
     """Find the tokens of somebody's run; its record may name any folder, corpus or limit.
 
-    Nothing is downloaded, and nothing is written, pruned or deleted where the record says. Text on
-    this machine is prepared in a temporary folder where its tokens are missing.
-
-    Returns:
-        Folders for `ensure_prepared`.
+    Nothing is downloaded, and nothing is written where the record says. Text on this machine is
+    prepared in a temporary folder where its tokens are missing.
 
     Raises:
         ConfigError: It is a dataset of the Hub whose tokens are not prepared on this machine.
@@ -178,11 +158,7 @@ def find_prepared(config: Any, section: Section) -> dict[str, str]:
             continue
         readers, tokenizer = [Reader(source) for source in part.sources], build_tokenizer(config)
         folder = _place(config, part, readers, tokenizer)
-        if (folder / RECORD).is_file():
-            with suppress(OSError):  # made by whoever prepared it
-                _held[folder] = lock = (folder.parent / "locks" / folder.name).open("rb")
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        else:
+        if not (folder / RECORD).is_file():
             want = "tokens that are prepared here, since reading a run downloads none: name a text"
             want += " with --corpus, or with --config the run's TOML to prepare them"
             name = ", ".join(map(str, part.sources))
@@ -191,7 +167,7 @@ def find_prepared(config: Any, section: Section) -> dict[str, str]:
             atexit.register(shutil.rmtree, temporary, ignore_errors=True)
             folder = Path(temporary) / "tokens"
             most = config.training.max_bad_records
-            prepare_folder(readers, tokenizer, folder, f"{section}.dataset", max_bad_records=most)
+            prepare_folder(readers, tokenizer, folder, f"{section}.dataset", most)
         found[repr(part.sources)] = str(folder)
     return found
 
@@ -227,11 +203,7 @@ StoredPart = tuple[Part, Corpus | None]
 
 
 def stored_corpora(config: Any) -> list[StoredPart]:
-    """Return what a run trains on; nothing is downloaded, prepared or locked.
-
-    Raises:
-        ConfigError: As for `wanted`.
-    """
+    """Return what a run trains on; nothing is downloaded or prepared. Errors as for `wanted`."""
     found: list[StoredPart] = []
     for part in wanted(config):
         corpus = None
@@ -344,13 +316,9 @@ def _tokens(config: Any) -> tuple[int, int | None]:
 
 
 def _prepared(config: Any, part: Part, readers: Sequence[Reader]) -> str:
-    """Return the folder of a part, locked until this process ends; prepare it if needed."""
-    training, most = config.training, config.training.max_bad_records
+    """Return the folder of a part; prepare it if needed."""
     tokenizer = build_tokenizer(config)
     folder = _place(config, part, readers, tokenizer)
-    store = folder.parent
-    if folder not in _held:
-        _held[folder] = _locked(store / "locks" / folder.name, fcntl.LOCK_SH, KEY)
     is_new = not (folder / RECORD).is_file()
     if is_new:
         say(f"preparing the tokens of {', '.join(map(str, part.sources))} in {folder}")
@@ -360,20 +328,23 @@ def _prepared(config: Any, part: Part, readers: Sequence[Reader]) -> str:
                 " devices wait: the same command with COMM_MODE=fake_backend prepares it first, on"
                 f" a machine without GPUs that shares {KEY}"
             )
-    corpus = prepare_folder(readers, tokenizer, folder, key=KEY, max_bad_records=most)
-    lost = corpus.record["bad_records"]
-    want = f"training.max_bad_records = {len(lost)}: {folder / RECORD} lists what was left out"
-    require(len(lost) <= most, "training.max_bad_records", most, want)
+    corpus = prepare_folder(readers, tokenizer, folder, KEY, config.training.max_bad_records)
     if is_new:
         for line in losses(corpus):
             say(f"warning: {line}")
-        limit = training.token_folder_gb
-        kept = free(store, limit * 1e9) / 1e9
         say(
             f"prepared {corpus.tokens():,} tokens to train on and {corpus.tokens(True):,} held out;"
-            f" {store} has {kept:,.2f} GB of at most {limit:g} GB"
+            f" {folder.parent} has {_gigabytes(folder.parent):,.2f} GB, which no run deletes"
         )
     return str(folder)
+
+
+def _gigabytes(folder: Path) -> float:
+    size = 0
+    for file in folder.rglob("*"):
+        with suppress(OSError):  # another user's, or gone since
+            size += file.stat().st_size
+    return size / 1e9
 
 
 def _place(config: Any, part: Part, readers: Sequence[Reader], tokenizer: Tokenizer) -> Path:
@@ -397,117 +368,68 @@ def preparing_seconds(readers: Sequence[Reader]) -> float:
 def losses(corpus: Corpus, most: int = 20) -> list[str]:
     """Return a line for each of the first records that were left out, and one for those changed."""
     lines = [f"left out {bad}" for bad in corpus.record["bad_records"][:most]]
-    replaced = corpus.record.get("replaced", {"records": 0})  # earlier versions did not count
-    if count := replaced["records"]:
-        lines.append(f"changed {count:,} records, the first {replaced['first'][0]}")
+    if count := corpus.record["changed_records"]:
+        lines.append(f"{count:,} records have half of a character (a lone surrogate), now '?'")
     return lines
 
 
 def prepare_folder(
-    readers: Sequence[Reader], tokenizer: Tokenizer, folder: Path, key: str, **options: Any
+    readers: Sequence[Reader],
+    tokenizer: Tokenizer,
+    folder: Path,
+    key: str,
+    max_bad_records: int = 0,
 ) -> Corpus:
     """Prepare a folder unless it is prepared; a second process waits for the first.
 
-    In the shared store, whose ``key`` is :data:`KEY`, each machine writes into a folder of its own,
-    which is renamed. Arguments and options are those of :func:`tokenize`.
-
     Raises:
-        ConfigError: The folder cannot be written, or was prepared from something else.
-        DataError: As for :func:`tokenize`.
+        ConfigError: As for `tokenize`; the folder was prepared from something else, or with more
+            lost records than may be.
+        DataError: As for `tokenize`.
     """
-    lock, scratch = folder / ".lock", folder
-    if folder.is_dir() and not is_ours(folder):
-        begun = (lock.name, JOURNAL)  # with its ending while it is written
-        foreign = next((name for name in os.listdir(folder) if not name.startswith(begun)), None)
-        want = f"a folder that is new, empty or was begun by this command; it holds {foreign!r}"
-        require(key == KEY or foreign is None, key, str(folder), want)
-    if key == KEY:
-        lock = folder.parent / "preparing" / folder.name
-        scratch = Path(f"{folder}.preparing-{socket.gethostname()}")
+    signature = signature_of(readers, tokenizer)
     if not (folder / RECORD).is_file():
-        with closing(_locked(lock, fcntl.LOCK_EX, key)), closing(Preparing()) as shown:
+        _require_free(folder, signature, key)
+        with _alone(folder, key):
             if not (folder / RECORD).is_file():  # another run may have prepared it meanwhile
-                tokenize(readers, tokenizer, scratch, key=key, report=shown, **options)
-                if scratch != folder:
-                    if not (folder / RECORD).is_file():  # what a killed `free` has left
-                        shutil.rmtree(folder, ignore_errors=True)
-                    with suppress(OSError):  # another machine was faster
-                        os.rename(scratch, folder)
-                    shutil.rmtree(scratch, ignore_errors=True)
+                tokenize(readers, tokenizer, folder, key=key, max_bad_records=max_bad_records)
     corpus = Corpus.open(folder, key)
-    want = "another folder: it was prepared from other sources, with another tokenizer, or by an"
-    want += " earlier version that read these differently"
-    require(
-        corpus.record.get("signature") == signature_of(readers, tokenizer), key, str(folder), want
-    )
+    want = "another folder: it was prepared from other sources, or with another tokenizer"
+    require(corpus.record.get("signature") == signature, key, str(folder), want)
+    lost = len(corpus.record["bad_records"])
+    want = f"training.max_bad_records = {lost}: {folder / RECORD} lists what was left out"
+    require(lost <= max_bad_records, "training.max_bad_records", max_bad_records, want)
     return corpus
 
 
-def _locked(path: Path, kind: int, key: str) -> _Lock:
-    """Open and lock a file; its time is that of the last use.
+def _require_free(folder: Path, signature: str, key: str) -> None:
+    """Refuse a folder that holds anything but the begun preparation of a signature."""
+    with suppress(OSError, ValueError):
+        if read_json(folder / BEGUN).get("signature") == signature:
+            return
+    names = os.listdir(folder) if folder.is_dir() else []
+    foreign = next((name for name in names if name not in (LOCK, BEGUN)), None)
+    want = f"a folder that is new, empty or was begun by this command; it holds {foreign!r}"
+    require(foreign is None, key, str(folder), want)
 
-    Where its file system has no locks, a shared one is none.
-    """
+
+@contextmanager
+def _alone(folder: Path, key: str) -> Iterator[None]:
+    """Lock a folder to prepare it; without a lock where its file system has none."""
+    lock = FileLock(folder / LOCK)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        own = kind == fcntl.LOCK_EX or not path.is_file() or os.access(path, os.W_OK)
-        # Another user's lock can be shared, as the tokens can be read.
-        file: IO[bytes] = path.open("ab" if own else "rb")
-        if own:
-            os.utime(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            say(f"waiting for another run, which prepares {folder}")
+            lock.acquire()
+    except NotImplementedError:
+        pass
     except OSError as error:
         want = f"a folder that can be written ({error.strerror})"
-        raise ConfigError(key, str(path.parent), want) from error
-    waiting = f"waiting for another run, which has locked {path} to prepare the same tokens"
+        raise ConfigError(key, str(folder), want) from error
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        say(waiting)
-        fcntl.flock(file, kind)
-    except OSError:
-        return _named(path, waiting) if kind == fcntl.LOCK_EX else file
-    return file
-
-
-def _named(path: Path, waiting: str) -> _Lock:
-    """Take the name of a path on this machine, as soon as no other process has it.
-
-    The kernel keeps the names of abstract sockets, and drops one when its process ends.
-    """
-    name = f"\0torchtitan_lr-{hashlib.sha256(os.path.realpath(path).encode()).hexdigest()}"
-    held = socket.socket(socket.AF_UNIX)
-    while True:
-        try:
-            held.bind(name)
-            return held
-        except OSError:
-            if waiting:
-                say(waiting)
-            waiting = ""
-            time.sleep(0.5)
-
-
-def free(store: Path, limit: float) -> int:
-    """Delete the least recently used folders until the remaining ones fit a limit in bytes.
-
-    A folder that a run reads or prepares is kept, and so is every folder where the file system has
-    no locks, or whose name is not one of :data:`STORED`. Returns the bytes that are left.
-    """
-    locks = [lock for lock in (store / "locks").iterdir() if STORED.fullmatch(lock.name)]
-    locks.sort(key=lambda lock: lock.stat().st_mtime)
-    sizes = {lock.name: 0 for lock in locks}
-    for folder in store.iterdir():  # those of the locks, and those of machines that prepare them
-        named = STORED.match(folder.name)
-        if named and named[0] in sizes:
-            # Another run has just renamed or deleted its own, it is a file, or another user's.
-            with suppress(OSError), os.scandir(folder) as files:
-                sizes[named[0]] += sum(file.stat().st_size for file in files)
-    left = sum(sizes.values())
-    for lock in locks:
-        with suppress(OSError), lock.open("ab") as file:
-            if left > limit:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for folder in store.glob(f"{lock.name}*"):
-                    shutil.rmtree(folder)
-                left -= sizes[lock.name]
-    return left
+        yield
+    finally:
+        lock.release()

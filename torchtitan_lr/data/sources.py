@@ -1,11 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Where text comes from: files, the interpreter's library, and datasets of the Hugging Face Hub.
 
-A source is read once, in order, in pieces of about 1 MiB. A piece is raw: the process that reads
-passes it to another that decodes it, and records the position behind it, where reading can go on.
-Documents are a line's ``"text"`` (.jsonl), a row's ``text`` (.parquet, Hub), a module of the
-library, or the lines of a .txt file. A .jsonl file may hold pairs or chats instead
-(:mod:`torchtitan_lr.data.pairs`).
+A source is read once, in order, in raw pieces of about 1 MiB. Documents are a line's ``"text"``
+(.jsonl), a row's ``text`` (.parquet, Hub), a module of the library, or the lines of a .txt file. A
+.jsonl file may hold pairs or chats instead (:mod:`torchtitan_lr.data.pairs`).
 
 A document is held out for validation if its hash is among the lowest 1/200 of all hashes. The
 choice depends on the document alone, so all copies of one are in the same part. Of a few MiB that
@@ -14,8 +12,8 @@ to a tenth of the text or 16 KiB. A pair is chosen by its question, a module of 
 20) by its path. A .txt file has no documents: its pieces of 4 KiB are chosen by their place.
 
 Of a folder or a pattern, hidden files and folders are not read (backups of editors,
-``.ipynb_checkpoints``), nor what was prepared there. A link that leads out of the folder is
-refused: who sent the folder could have named any file of this machine.
+``.ipynb_checkpoints``). A link that leads out of the folder is refused: who sent the folder could
+have named any file of this machine.
 """
 
 from __future__ import annotations
@@ -33,13 +31,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import accumulate, count, groupby, islice
+from itertools import accumulate, count, groupby
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
 from torchtitan_lr.config.files import sample_of
 from torchtitan_lr.config.paths import leads_out, user_path
-from torchtitan_lr.data.corpus import is_ours
 from torchtitan_lr.data.pairs import MESSAGES, PROMPT, parse_pair, question_of
 from torchtitan_lr.errors import ConfigError, DataError, require
 
@@ -66,9 +63,7 @@ LONGEST = 1 << 24
 
 A tokenizer takes some 130 bytes of memory per byte of one document: 2 GB for these 16 MiB."""
 
-ROWS_BYTES = 1 << 29
-"""Bytes up to which rows of a .parquet file are read at once, if each has its chunk's longest text:
-661 bytes can hold 256 rows of 13 MB each."""
+ROWS = 64  # of a .parquet file are read at once
 
 BOM = b"\xef\xbb\xbf"  # some editors write it before a text in UTF-8
 
@@ -106,11 +101,14 @@ class Piece(NamedTuple):
 
     file: str  # for errors
     data: bytes | list[str | bytes]  # whole lines, or texts; as bytes if they are no UTF-8
-    position: Any  # where the next document begins (JSON)
-    share: float = 0.0  # of the source that is read then; 0 if unknown
     start: int | None = None  # bytes of a .txt file before it; None of others, with documents
     line: int = 1  # the number of its first line or row
     held_out: bool | None = None  # the part of all its documents; None to choose by hash
+
+    @property
+    def size(self) -> int:
+        """Its bytes or characters."""
+        return sum(map(len, self.data)) if isinstance(self.data, list) else len(self.data)
 
 
 class Bad(NamedTuple):
@@ -194,42 +192,32 @@ class Reader:
             held += sizes[key]
         return last  # the document with the highest hash is always left for training
 
-    def pieces(self, position: Any = None) -> Iterator[Piece]:
-        """Read the source, from its beginning or from the ``position`` of a piece.
+    def pieces(self) -> Iterator[Piece]:
+        """Read the source.
 
         Raises:
             DataError: A file is unreadable, or breaks off in the middle.
             ConfigError: A dataset cannot be opened.
         """
-        kind, (first, rest) = self.source.name, position or (0, None)
-        units = self.files if kind == "local" else [Path(str(self.source))]
-        sizes = [unit.stat().st_size if kind == "local" else 1 for unit in units]
-        ends = list(accumulate(sizes))
-        for number, unit in enumerate(units[first:], first):
-            of_file = self._rows if unit.suffix == ".parquet" else self._lines
+        kind = self.source.name
+        for file in self.files if kind == "local" else [Path(str(self.source))]:
+            of_file = self._rows if file.suffix == ".parquet" else self._lines
             read = {"local": of_file, "hf": self._dataset}.get(kind, self._modules)
             try:
-                for piece in read(unit, rest):
-                    share = (ends[number] - sizes[number] * (1 - piece.share)) / ends[-1]
-                    yield piece._replace(position=(number, piece.position), share=share)
+                yield from read(file)
             except ConfigError:
                 raise
             except Exception as error:  # pyarrow, datasets and its HTTP layer raise any type
                 why = f"{type(error).__name__}: {str(error)[:200]}"
                 want = f"a source that opens and does not break off in the middle ({why})"
                 if kind == "hf":
-                    want += (
-                        "; without a network name a folder, or files of --training.dataset=local"
-                    )
-                raise DataError(self.source.key, str(unit), want) from error
-            rest = None
+                    want += "; without a network name a folder, or files of training.dataset=local"
+                raise DataError(self.source.key, str(file), want) from error
 
     def documents(self, piece: Piece) -> tuple[tuple[list[str], list[str]], list[Bad]]:
-        """Decode a piece of :meth:`pieces`.
+        """Decode a piece: documents to train on and held out, and records that cannot be read.
 
-        Returns:
-            The documents to train on and those held out (of pairs their canonical records), without
-            empty ones; and the records that cannot be read.
+        Empty documents are left out. Pairs are canonical records.
         """
         known = {"train": False, "held_out": True}.get(self.source.part, piece.held_out)
         parts, bad = (list[str](), list[str]()), list[Bad]()
@@ -313,15 +301,13 @@ class Reader:
             raise ValueError(f'a JSON object with a string "{column}"')
         return [text] if text else []
 
-    def _lines(self, path: Path, rest: Any) -> Iterator[Piece]:
-        """Read a .txt or .jsonl file behind ``rest``: so many bytes, and the number of the line."""
-        (start, line), is_plain = rest or (0, 1), kind_of(path) == ".txt"
+    def _lines(self, path: Path) -> Iterator[Piece]:
+        """Read a .txt or .jsonl file, in pieces that end with a line."""
+        is_plain = kind_of(path) == ".txt"
         with path.open("rb") as raw, _decompressed(raw, path) as file:
-            left = start - (raw.seek(start) if file is raw else 0)
-            while left:
-                left -= len(file.read(min(left, PIECE_BYTES)))
-            held, place = bytearray(), start  # of a line that goes on; bytes that were read
-            # Up to multiples of the size: what is resumed is cut as if it had not been stopped.
+            held = bytearray()  # of a line that goes on
+            start, line, place = 0, 1, 0  # of the piece, and the bytes that were read
+            # Up to multiples of the size, however few bytes a codec gives at once.
             while new := file.read(PIECE_BYTES - place % PIECE_BYTES):
                 if not place:
                     self._refuse_other_encodings(path, new[:HEAD_BYTES])
@@ -332,14 +318,11 @@ class Reader:
                 # The rest of a line that is too long is not kept.
                 held += new[:cut] if cut else new[: max(0, LONGEST + 1 - len(held))]
                 if cut:
-                    after = (place - len(new) + cut, line + held.count(b"\n"))
-                    share = raw.tell() / path.stat().st_size
-                    before = start if is_plain else None
-                    yield Piece(str(path), bytes(held), after, share, before, line)
-                    (start, line), held = after, bytearray(new[cut:])
+                    yield Piece(str(path), bytes(held), start if is_plain else None, line)
+                    start, line = place - len(new) + cut, line + held.count(b"\n")
+                    held = bytearray(new[cut:])
             if held:
-                before = start if is_plain else None
-                yield Piece(str(path), bytes(held), (place, line), 1.0, before, line)
+                yield Piece(str(path), bytes(held), start if is_plain else None, line)
 
     def _refuse_other_encodings(self, path: Path, head: bytes) -> None:
         """Raise a DataError for what is no text in UTF-8; a few bad bytes are bad lines."""
@@ -348,35 +331,25 @@ class Reader:
             want = "text in UTF-8; this is UTF-16, another encoding (iconv converts it) or binary"
             raise DataError(self.source.key, str(path), want)
 
-    def _rows(self, path: Path, rest: Any) -> Iterator[Piece]:
-        """Read a .parquet file behind its first ``rest`` rows."""
+    def _rows(self, path: Path) -> Iterator[Piece]:
         # Imported late: text files do not need pyarrow.
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        done, column = rest or 0, self.source.column
+        column = self.source.column
         with pq.ParquetFile(path) as file:
             kinds = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
             kind = kinds.get(column)
             kind = kind.value_type if isinstance(kind, pa.DictionaryType) else kind
             if kind not in (pa.string(), pa.large_string(), pa.string_view()):
                 raise DataError(self.source.key, str(path), f"strings in column '{column}'")
-            groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-            leaves = [file.metadata.schema.column(i).path for i in range(file.metadata.num_columns)]
-            sizes = (group.column(leaves.index(column)).total_uncompressed_size for group in groups)
-            many = min(256, max(1, ROWS_BYTES // max([1, *sizes])))
-            batches = file.iter_batches(many, columns=[column], use_threads=False)
-            texts = (text for batch in batches for text in _strings(batch.column(0)))
-            for some in _grouped(islice(texts, done, None)):
-                share = (done + len(some)) / file.metadata.num_rows
-                yield Piece(str(path), some, done + len(some), share, line=done + 1)
-                done += len(some)
+            batches = file.iter_batches(ROWS, columns=[column], use_threads=False)
+            yield from _grouped(path, (text for each in batches for text in _strings(each[0])))
 
-    def _modules(self, path: Path, rest: Any) -> Iterator[Piece]:
-        """Read the library's files behind the first ``rest``.
+    def _modules(self, path: Path) -> Iterator[Piece]:
+        """Read the library's files: those to train on, then those held out, by their hashes.
 
-        Those to train on come first, both parts in the order of their hashes. In the order of the
-        names, one batch would be all asyncio and the next all character tables.
+        In the order of the names, one batch would be all asyncio and the next all character tables.
         """
         if self.source.name in SHIPPED:
             with self.files[0].open("rb") as raw, _decompressed(raw, self.files[0]) as file:
@@ -387,15 +360,14 @@ class Reader:
                 for file in self.files
             }
         hashes = {name: int(hashlib.sha256(name.encode()).hexdigest(), 16) for name in texts}
-        names = sorted(texts, key=lambda name: (hashes[name] % 20 == 0, hashes[name]))
-        done = rest or 0
-        for held_out, group in groupby(names[done:], lambda name: hashes[name] % 20 == 0):
-            for some in _grouped(texts[name] for name in group):
-                done += len(some)
-                yield Piece(str(path), some, done, done / len(names), held_out=held_out)
+        for held_out in (False, True):
+            names = sorted(texts, key=hashes.__getitem__)
+            own = (texts[name] for name in names if (hashes[name] % 20 == 0) == held_out)
+            for piece in _grouped(path, own):
+                yield piece._replace(held_out=held_out)
 
-    def _dataset(self, path: Path, rest: Any) -> Iterator[Piece]:
-        """Read a dataset from the state ``rest``; a folder that exists needs no network.
+    def _dataset(self, path: Path) -> Iterator[Piece]:
+        """Read a dataset; a folder that exists needs no network.
 
         Sets the commit, and reads this one if it is known: a name such as ``main`` moves.
         """
@@ -420,12 +392,7 @@ class Reader:
         want = f"one of the columns of {given!r}: {', '.join(known)}"
         require(source.column in known, "training.text_column", source.column, want)
         rows = rows.to_iterable_dataset() if isinstance(rows, datasets.Dataset) else rows
-        done, state = rest or (0, None)
-        if state is not None:
-            rows.load_state_dict(state)
-        for some in _grouped(_text_of_row(row, source.column) for row in rows):
-            yield Piece(str(path), some, (done + len(some), rows.state_dict()), line=done + 1)
-            done += len(some)
+        yield from _grouped(path, (_text_of_row(row, source.column) for row in rows))
 
 
 def document_hash(document: str) -> int:
@@ -447,8 +414,6 @@ def kind_of(path: Path) -> str:
 def find_files(paths: tuple[str, ...], key: str) -> list[Path]:
     """Return the files of paths, folders and patterns that hold text, sorted by path.
 
-    Those in prepared folders, such as a list of bad records, are read only where they are named.
-
     Raises:
         ConfigError: No file is found, or a link leads out of a folder.
     """
@@ -465,8 +430,6 @@ def find_files(paths: tuple[str, ...], key: str) -> list[Path]:
         require(files, key, path, "an existing file or folder, or a pattern that matches")
         known = [file for file in files if file.name.endswith(ENDINGS) and file.is_file()]
         if folder is not None:
-            prepared = set(filter(is_ours, {file.parent for file in known}))
-            known = [file for file in known if file.parent not in prepared]
             _refuse_links(known, folder, key)
         for file in known:
             found.setdefault(file.parent.resolve() / file.name, Path(os.path.abspath(file)))
@@ -578,15 +541,15 @@ def _text_of_row(row: dict[str, Any], column: str) -> str:
     return text
 
 
-def _grouped(documents: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield texts in lists of about :data:`PIECE_BYTES`."""
-    some, size = list[Any](), 0
+def _grouped(path: Path, documents: Iterable[Any]) -> Iterator[Piece]:
+    """Yield texts in pieces of about `PIECE_BYTES`, numbered from 1."""
+    some, size, first = list[Any](), 0, 1
     for document in documents:
         # The rest of a text that is too long is not kept.
         some.append(document[: LONGEST + 1])
         size += len(some[-1])
         if size >= PIECE_BYTES:
-            yield some
-            some, size = [], 0
+            yield Piece(str(path), some, line=first)
+            some, size, first = [], 0, first + len(some)
     if some:
-        yield some
+        yield Piece(str(path), some, line=first)

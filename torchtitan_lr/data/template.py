@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The chat template of a tokenizer's folder: chats to text, and the places of answers in it.
 
-A template is found and rendered as transformers' ``apply_chat_template`` does: in a sandbox, with
-the folder's special tokens, without tools and documents. One thing differs: a template is not given
-the date, because the tokens of a corpus would then depend on the day.
+transformers renders it in its sandbox, as ``apply_chat_template`` does, with the folder's special
+tokens. Two things differ. A template is not given the date, because the tokens of a corpus would
+then depend on the day; and a stranger's template has limits of time and length.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import resource
+import signal
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torchtitan_lr.config.files import file_within, read_regular
 from torchtitan_lr.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
@@ -26,6 +30,13 @@ MORE_TEMPLATES = "additional_chat_templates"
 _MOST_BYTES = 1 << 26  # of a template's file
 _KEY, _WANT = "model.hf_assets_path", "a chat template in Jinja, or none at all"
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_UNDATED = "{% set strftime_now = no_such_function %}\n"
+"""In front of a template: it then finds no function of the date. The sandbox drops the line."""
+
+MOST_SECONDS = 10.0
+"""Time to render one chat: a template can have a loop without end."""
+MOST_CHARACTERS = 1 << 26
+"""Length of one rendered chat."""
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -47,13 +58,7 @@ def template_files(folder: Path) -> dict[str, str]:
 
 
 class ChatTemplate:
-    """The chat templates of a tokenizer.
-
-    Args:
-        tokenizer: The tokenizer.
-
-    Attributes:
-        digest: Identity of the templates; empty where there are none.
+    """The chat templates of a tokenizer; ``digest`` is their identity, empty where there are none.
 
     Raises:
         ConfigError: A template is unreadable or has no text.
@@ -76,33 +81,31 @@ class ChatTemplate:
                 raise ValueError("it has no text")
         except Exception as error:  # unreadable, or of another type
             raise ConfigError(_KEY, self._where, f"{_WANT} ({error})") from error
-        self._compiled: dict[str, Any] = {}
         used = [self._sources[n] for n in ("default", "tool_use") if n in self._sources]
         identity = "\0".join(used) or repr(self._sources)
         self.digest = hashlib.sha256(identity.encode()).hexdigest()[:8] if self._sources else ""
 
     def render(self, messages: list[Message], tools: Any = None, opened: bool = False) -> Rendered:
-        """Render a chat.
+        """Render a chat, with ``opened`` up to an answer that is to follow.
 
-        Args:
-            messages: The messages; each has ``role`` and ``content``.
-            tools: The tools that the chat may use, as transformers takes them.
-            opened: Whether an answer is to follow.
-
-        Returns:
-            The text; its answers are those that the template marks with ``{% generation %}``.
+        The answers are those that the template marks with ``{% generation %}``.
 
         Raises:
             Exception: The template cannot render it: a template can raise anything.
         """
-        from torchtitan_lr.data import sandbox
+        # Imported late: few runs have a template.
+        from transformers.utils.chat_template_utils import render_jinja_template
 
-        name = self._name(tools)
-        if name not in self._compiled:  # prompts with completions need none
-            self._compiled[name] = sandbox.environment().from_string(self._sources[name])
-        given = {"messages": messages, "tools": tools or None, "documents": None}
-        given |= {"add_generation_prompt": opened}
-        return Rendered(*sandbox.render(self._compiled[name], self._special | given))
+        source = _UNDATED + self._sources[self._name(tools)]
+        options = {"return_assistant_tokens_mask": bool(_MARKED.search(source))}
+        options |= {"add_generation_prompt": opened}
+        with _limited():
+            texts, answers = render_jinja_template(
+                [messages], tools or None, None, source, **options, **self._special
+            )
+        if len(texts[0]) > MOST_CHARACTERS:
+            raise ValueError(_TOO_LONG)
+        return Rendered(texts[0], answers[0] if answers else [])
 
     def answered(self, messages: list[Message], tools: Any = None) -> Rendered:
         """Render a chat and find its answers, each with its end mark.
@@ -114,7 +117,7 @@ class ChatTemplate:
         """
         try:
             whole = self.render(messages, tools)
-            if not _MARKED.search(self._sources[self._name(tools)]):
+            if not _MARKED.search(self._sources[self._name(tools)]):  # transformers finds no answer
                 whole = Rendered(whole.text, list(self._by_prefixes(messages, tools, whole.text)))
             if any(begin == end for begin, end in whole.answers) or not whole.answers:
                 raise ValueError("it needs some text for every answer")
@@ -123,11 +126,7 @@ class ChatTemplate:
             raise self._error(error, messages) from error
 
     def asked(self, messages: list[Message], tools: Any = None) -> str:
-        """Return the text up to the next answer.
-
-        Raises:
-            ConfigError: The template cannot render it.
-        """
+        """Return the text up to the next answer; errors as for `answered`."""
         try:
             return self.render(messages, tools, opened=True).text
         except Exception as error:  # a template can raise anything
@@ -169,3 +168,38 @@ def _of_config(given: Any) -> dict[str, str]:
     if isinstance(given, dict):
         return given
     return {} if given is None else {"default": given}
+
+
+_TOO_LONG = f"it makes more than {MOST_CHARACTERS} characters"
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Raise after `MOST_SECONDS` of work, or for memory that `MOST_CHARACTERS` do not need.
+
+    Only the main thread has a limit of time: other threads receive no signal. The timer counts the
+    process's own time, so `signal.alarm` stays free for others.
+    """
+
+    def stop(*_: Any) -> NoReturn:
+        raise TimeoutError(f"it takes more than {MOST_SECONDS:g} seconds")
+
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    timed = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGVTALRM, stop) if timed else None
+    try:
+        if timed:
+            signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
+        if limits[0] == resource.RLIM_INFINITY:
+            # 4 bytes per character, of the text and of its pieces, twice.
+            most = used + 16 * MOST_CHARACTERS
+            resource.setrlimit(resource.RLIMIT_DATA, (most, limits[1]))
+        yield
+    except MemoryError as error:
+        raise ValueError(_TOO_LONG) from error
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+        if timed:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, before)

@@ -334,7 +334,8 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Tokens]
     The ids are those of ``encode(text, add_bos=True, add_eos=True)``, which keeps the lock.
     """
     rust = tokenizer.tokenizer
-    rust.encode_special_tokens = True
+    if not rust.encode_special_tokens:  # another thread may be encoding
+        rust.encode_special_tokens = True
     # The fast call omits the offsets of the tokens in the text.
     found = rust.encode_batch_fast(list(texts), add_special_tokens=False)
     begin, end = tokenizer.begin, tokenizer.end

@@ -1,29 +1,24 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Export weights as safetensors: with our names, as Hugging Face's LLaMA, or with model code."""
 
+import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 
 from torchtitan_lr import hf
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.hf.folders import HF_CONFIG
 from torchtitan_lr.hf.read_llama import CODED, CODED_ACT, CODED_KEYS
-from torchtitan_lr.hf.shards import (
-    DEFAULT_SHARD,
-    Piece,
-    Tensors,
-    WeightSource,
-    write_json,
-    write_shards,
-)
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import MODEL_ARGS, write_model_args
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
+from torchtitan_lr.training.loading import Weights
 
-HF_CONFIG = "config.json"
 HF_CODE = "modeling_torchtitan_lr"
 """The module that an export of a model that is no LLaMA holds."""
 
@@ -32,45 +27,21 @@ _CODED_FAMILIES = ("full", "svd", "cola", "lax")
 
 
 def export_factored(
-    source: WeightSource,
-    out_dir: Path,
-    dtype: torch.dtype | None = None,
-    max_size: str = DEFAULT_SHARD,
+    args: LlamaArgs, weights: Weights, out_dir: Path, dtype: torch.dtype | None = None
 ) -> int:
-    """Write the weights with our names, and ``model_args.json``.
-
-    Args:
-        source: The weights.
-        out_dir: An existing folder.
-        dtype: Precision of the files; the model's own by default.
-        max_size: Largest size of a file, such as ``5GB``.
-
-    Returns:
-        The number of written parameters.
-    """
-    written = write_shards(source, _as_they_are(source), out_dir, dtype, max_size)
-    write_model_args(source.args, out_dir / MODEL_ARGS)
-    return written
+    """Write weights with our names, and ``model_args.json``; return the number of parameters."""
+    write_model_args(args, out_dir / MODEL_ARGS)
+    return _write(weights, out_dir, dtype or _dtype(weights))
 
 
 def export_hf(
-    source: WeightSource,
+    args: LlamaArgs,
+    weights: Weights,
     out_dir: Path,
     dtype: torch.dtype | None = None,
-    max_size: str = DEFAULT_SHARD,
     keep_factors: bool = False,
 ) -> int:
     """Write weights, ``config.json`` and, for what is no LLaMA, the code of the model.
-
-    What equals a full-rank LLaMA becomes transformers' own; factors are multiplied in fp32 or
-    better and rounded once. All others keep their tensors, by LLaMA's names.
-
-    Args:
-        source: The weights.
-        out_dir: An existing folder.
-        dtype: Precision of the files; the model's own by default.
-        max_size: Largest size of a file, such as ``5GB``.
-        keep_factors: Whether llama_svd keeps its factors too.
 
     Returns:
         The number of written parameters.
@@ -78,16 +49,32 @@ def export_hf(
     Raises:
         ConfigError: The exported code cannot compute this model.
     """
-    args = source.args
-    check_hf_exportable(args, keep_factors)
-    dtype = dtype or source.dtype
-    coded = not is_hf_llama(args, keep_factors)
-    written = write_shards(source, _as_llama(source, coded), out_dir, dtype, max_size)
-    build = build_coded_config if coded else build_hf_config
-    write_json(out_dir / HF_CONFIG, build(args, dtype))
-    if coded:
+    dtype = dtype or _dtype(weights)
+    config, converted = for_transformers(args, weights, dtype, keep_factors)
+    write_json(out_dir / HF_CONFIG, config)
+    if CODED in config:
         shutil.copyfile(Path(hf.__path__[0]) / f"{HF_CODE}.py", out_dir / f"{HF_CODE}.py")
-    return written
+    return _write(converted, out_dir, dtype)
+
+
+def for_transformers(
+    args: LlamaArgs, weights: Weights, dtype: torch.dtype, keep_factors: bool = False
+) -> tuple[dict[str, Any], Weights]:
+    """Return the contents of ``config.json``, and the weights by LLaMA's names.
+
+    What equals a full-rank LLaMA becomes transformers' own, unless ``keep_factors``: factors are
+    multiplied in fp32 or better.
+
+    Raises:
+        ConfigError: The exported code cannot compute this model.
+    """
+    check_hf_exportable(args, keep_factors)
+    coded = not is_hf_llama(args, keep_factors)
+    if not coded:
+        wide = torch.promote_types(_dtype(weights), torch.float32)
+        weights = {name: tensor.to(wide) for name, tensor in weights.items()}
+    adapter = LlamaStateDictAdapter(args, None, coded=coded)
+    return build_hf_config(args, dtype, coded), adapter.to_hf(weights)
 
 
 def is_hf_llama(args: LlamaArgs, keep_factors: bool = False) -> bool:
@@ -108,18 +95,17 @@ def check_hf_exportable(args: LlamaArgs, keep_factors: bool = False) -> None:
         raise ConfigError("--keep_factors", name, "a low-rank family: llama_full has no factors")
     if not is_hf_llama(args) and args.family not in _CODED_FAMILIES:
         names = ", ".join(f"llama_{family}" for family in _CODED_FAMILIES)
-        raise ConfigError("--format", "hf", f"'factored' for this model: hf exports {names}")
+        want = f"one of {names} for transformers; export --format factored writes every family"
+        raise ConfigError("model.name", args.model_family.model_name, want)
 
 
-def build_hf_config(args: LlamaArgs, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the configuration of a model for transformers' LlamaForCausalLM.
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write a dictionary, indented."""
+    path.write_text(json.dumps(values, indent=2) + "\n")
 
-    The rotary settings have the format of transformers before version 5, which later versions also
-    read.
 
-    Returns:
-        The contents of ``config.json``.
-    """
+def build_hf_config(args: LlamaArgs, dtype: torch.dtype, coded: bool = False) -> dict[str, Any]:
+    """Return ``config.json``; the rotary settings are of version 4, which later versions read."""
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -151,38 +137,26 @@ def build_hf_config(args: LlamaArgs, dtype: torch.dtype) -> dict[str, Any]:
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_max_position_embeddings,
         }
+    if coded:
+        name = "TorchtitanLRForCausalLM"
+        config["architectures"] = [name]
+        config["auto_map"] = {"AutoModelForCausalLM": f"{HF_CODE}.{name}"}
+        config["hidden_act"] = CODED_ACT
+        config[CODED] = {key: getattr(args, key) for key in CODED_KEYS}
     return config
 
 
-def build_coded_config(args: LlamaArgs, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the configuration of a model whose code is exported with it: LLaMA's, and more."""
-    name = "TorchtitanLRForCausalLM"
-    return build_hf_config(args, dtype) | {
-        "architectures": [name],
-        "auto_map": {"AutoModelForCausalLM": f"{HF_CODE}.{name}"},
-        "hidden_act": CODED_ACT,
-        CODED: {key: getattr(args, key) for key in CODED_KEYS},
-    }
+def _dtype(weights: Weights) -> torch.dtype:
+    return next(iter(weights.values())).dtype
 
 
-def _as_they_are(source: WeightSource) -> Iterator[Piece]:
-    for name in source.shapes:
-        yield Piece((name,), lambda tensors: tensors)
-
-
-def _as_llama(source: WeightSource, coded: bool) -> Iterator[Piece]:
-    """Yield one piece per tensor of the export, of one stored tensor or of two factors."""
-    adapter = LlamaStateDictAdapter(source.args, hf_assets_path=None, coded=coded)
-
-    def convert(tensors: Tensors) -> Tensors:
-        dtype = torch.promote_types(source.dtype, torch.float32)
-        weights: Tensors = adapter.to_hf({name: t.to(dtype) for name, t in tensors.items()})
-        return weights
-
-    for name in source.shapes:
-        if coded:
-            yield Piece((name,), adapter.to_hf)
-        elif name.endswith(".B.weight"):
-            yield Piece((name, name.removesuffix("B.weight") + "A.weight"), convert)
-        elif not name.endswith(".A.weight"):
-            yield Piece((name,), convert)
+def _write(weights: Weights, out_dir: Path, dtype: torch.dtype) -> int:
+    """Write one file, or numbered files of at most 5 GB and their index."""
+    rounded = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    try:
+        save_torch_state_dict(rounded, out_dir, max_shard_size="5GB")
+    except SafetensorError as error:  # an error of the system, such as a full disk
+        raise OSError(str(error)) from error
+    for file in out_dir.glob("*.safetensors"):  # safetensors lets only the owner read it
+        file.chmod(next(out_dir.glob("*.json")).stat().st_mode)
+    return sum(tensor.numel() for tensor in rounded.values())

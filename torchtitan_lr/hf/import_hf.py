@@ -2,43 +2,55 @@
 """Turn a folder of weights into a checkpoint of step 0: a Hugging Face LLaMA, or an export."""
 
 import argparse
-import math
+import json
+import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import tomli_w
 import torch
+import torch.distributed.checkpoint as dcp
+from huggingface_hub import snapshot_download
+from torch.distributed.checkpoint.api import CheckpointException
 
-from torchtitan_lr.checkpoints.folders import unfinished
+from torchtitan_lr.checkpoints.folders import RUN_CONFIG, step_folder, unfinished
+from torchtitan_lr.checkpoints.manifest import ManifestWriter
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.parse import CONFIG_DIR
+from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.data.sources import Source
 from torchtitan_lr.data.tokenizer import build_tokenizer, resolve_assets_path, vocabulary
-from torchtitan_lr.errors import ConfigError, one_of
-from torchtitan_lr.hf.exported import open_source
-from torchtitan_lr.hf.loading import find_device
-from torchtitan_lr.hf.origin import find_model, write_origin
-from torchtitan_lr.hf.shards import WeightSource
-from torchtitan_lr.hf.step_zero import (
-    LONGEST_TRAINED,
-    TOKENIZER_FOLDER,
-    TRAIN_TOML,
-    step_zero_of,
-    write_step_zero,
-)
+from torchtitan_lr.errors import ConfigError, one_of, require
+from torchtitan_lr.hf.folders import read_args, read_weights
+from torchtitan_lr.hf.origin import write_origin
 from torchtitan_lr.hf.svd_import import (
     Batch,
     MatrixReport,
-    TruncatedWeights,
     check_factorisable,
+    factorise,
     factorised_args,
     limit_tokens,
 )
-from torchtitan_lr.hf.text import EvaluationSet, encoded
 from torchtitan_lr.hf.tokenizer import import_tokenizer
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families import FAMILIES
+from torchtitan_lr.models.flavors import MODEL_ARGS, write_model_args
+from torchtitan_lr.training.evaluation import EvaluationSet, encoded
+from torchtitan_lr.training.fingerprint import TOKENIZER, model_fingerprint, tokenizer_digest
+from torchtitan_lr.training.loading import Weights, find_device
+
+TRAIN_TOML = "train.toml"
+TOKENIZER_FOLDER = "tokenizer"
+
+LONGEST_TRAINED = 2048
+"""Longest ``training.seq_len`` of the written TOML; the model's own window may be longer."""
+
+_PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "README.md"]
+"""Files of a repository on the Hub that an import reads."""
 
 _SHIPPED = ("cpython", "python_stdlib")
 """Values of ``--calibration`` that are no paths: the corpus's training part."""
@@ -62,53 +74,152 @@ def import_folder(
         ConfigError: The folder cannot be read, or its model cannot become the wanted one.
     """
     (folder, repository), out = find_model(str(options.folder)), options.out
-    source, tied = open_source(folder)
-    if options.dtype is not None:
-        source = replace(source, dtype=getattr(torch, options.dtype))
-    family = _wanted_family(options, source.args)
-    args = source.args if family is None else factorised_args(source.args, family, options.rank)
+    args, tied = read_args(folder)
+    family = _wanted_family(options, args)
+    made = args if family is None else factorised_args(args, family, options.rank)
     device = find_device(options.device)
+    weights = read_weights(folder, args, tied)
+    dtype = torch.promote_types(next(iter(weights.values())).dtype, torch.float32)
+    dtype = dtype if options.dtype is None else getattr(torch, options.dtype)
+    weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
     if tied:
         notice("the embedding is also the head there; here both are trained on their own")
+    reports: list[MatrixReport] = []
     try:
         with unfinished(out) as aside:
             write_origin(folder, repository, aside)
             tokenizer = _copy_tokenizer(options.tokenizer, folder, aside, args, notice)
-            weights: WeightSource = source
             if family is not None:
                 batches = _calibration(options, tokenizer, args)
-                weights = TruncatedWeights(source, args, batches, device, report)
-            write_step_zero(weights, aside)
+                weights, reports = factorise(args, weights, made, batches, device, report)
+            write_step_zero(made, weights, aside)
     except OSError as error:
         raise ConfigError("OUT", str(out), f"a writable folder ({error})") from error
     return {
-        "checkpoint": str(step_zero_of(out)),
+        "checkpoint": step_folder(out / "checkpoint", 0),
         "config": str(out / TRAIN_TOML),
-        "model": args.model_family.model_name,
-        "parameters": sum(math.prod(shape) for shape in weights.shapes.values()),
+        "model": made.model_family.model_name,
+        "parameters": sum(tensor.numel() for tensor in weights.values()),
         "tied": tied,
         "tokenizer": "" if tokenizer is None else str(out / TOKENIZER_FOLDER),
-        "matrices": [asdict(report) for report in getattr(weights, "reports", [])],
+        "matrices": [asdict(each) for each in reports],
     }
+
+
+def find_model(name: str) -> tuple[Path, str]:
+    """Find the folder of a model: one of this machine, else of the Hub, downloaded if need be.
+
+    Returns:
+        The folder, and the name on the Hub; "" for a folder of this machine.
+
+    Raises:
+        ConfigError: The Hub has no such model, or cannot be reached.
+    """
+    folder = user_path(name, "DIR")
+    parts = name.split("/")
+    if folder.exists() or len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
+        return folder, ""
+    try:
+        return Path(snapshot_download(name, allow_patterns=_PATTERNS, etag_timeout=5)), name
+    # Not found, gated, no network: each version and each layer below has exceptions of its own.
+    except Exception as error:
+        want = f"a folder, or a model of the Hub that can be read here ({type(error).__name__}); on"
+        want += f" a machine with a network `hf download {name} --local-dir FOLDER` writes a folder"
+        raise ConfigError("DIR", name, want) from error
+
+
+def write_step_zero(args: LlamaArgs, weights: Weights, out_dir: Path) -> None:
+    """Write the checkpoint, its run's record, the model's arguments and a TOML to train with.
+
+    The folder is laid out as a run's dump folder, so that every command for checkpoints reads it.
+
+    Raises:
+        ConfigError: The weights are not finite.
+    """
+    write_model_args(args, out_dir / MODEL_ARGS)
+    toml = out_dir / TRAIN_TOML
+    toml.write_text(_train_toml(args, out_dir))
+    fingerprint = model_fingerprint(args)
+    tokenizer = out_dir / TOKENIZER_FOLDER
+    if tokenizer.is_dir():
+        fingerprint[TOKENIZER] = tokenizer_digest(str(tokenizer))
+    write_weights(weights, Path(step_folder(out_dir / "checkpoint", 0)), fingerprint)
+    # The longest text that the model can read; the TOML has the length to train with.
+    window = f"--training.seq_len={args.max_seq_len}"
+    config = build_job_config(
+        [f"--job.config_file={toml.resolve()}", window, f"--job.dump_folder={out_dir.resolve()}"]
+    )
+    own = json.dumps(str(out_dir.resolve()))[1:-1]
+    record = json.dumps(config.to_dict(), indent=2).replace(own, CONFIG_DIR)  # it may be moved
+    (out_dir / RUN_CONFIG).write_text(record)
+
+
+def write_weights(weights: Weights, step_dir: Path, fingerprint: dict[str, Any]) -> None:
+    """Write weights as a distributed checkpoint (DCP) with a manifest; errors as above."""
+    for name, tensor in weights.items():
+        require(tensor.isfinite().all(), "DIR", name, "finite weights")
+    step_dir.mkdir(parents=True)
+    try:
+        with warnings.catch_warnings():
+            # DCP warns that it runs without a process group, which is what we ask for.
+            warnings.simplefilter("ignore")
+            writer = ManifestWriter(step_dir, fingerprint)
+            dcp.save(dict(weights), storage_writer=writer, no_dist=True)
+    except CheckpointException as error:  # derives from BaseException
+        cause = next(iter(error.failures.values()))[0]
+        raise cause from error
+
+
+def _train_toml(args: LlamaArgs, out_dir: Path) -> str:
+    """Return the TOML of a run that starts from the checkpoint."""
+    seq_len = min(args.max_seq_len, LONGEST_TRAINED)
+    model = {"name": args.model_family.model_name, "flavor": f"{CONFIG_DIR}/{MODEL_ARGS}"}
+    if (out_dir / TOKENIZER_FOLDER).is_dir():
+        model["hf_assets_path"] = f"{CONFIG_DIR}/{TOKENIZER_FOLDER}"
+    sections: dict[str, dict[str, Any]] = {
+        "job": {"dump_folder": f"{CONFIG_DIR}/run"},
+        "model": model,
+        "training": {
+            "dataset": "cpython",
+            "local_batch_size": 1,
+            "global_batch_size": 16,
+            "seq_len": seq_len,
+            "steps": 1000,
+        },
+        "optimizer": {"lr": 1e-4},
+        "lr_scheduler": {"warmup_ratio": 0.1, "decay_type": "cosine", "min_lr_factor": 0.1},
+        "validation": {"enable": True, "seq_len": seq_len, "freq": 100, "steps": 20},
+        "checkpoint": {
+            "enable": True,
+            "initial_load_path": f"{CONFIG_DIR}/checkpoint/step-0",
+            "interval": 500,
+        },
+    }
+    if args.model_family.gated:
+        sections["low_rank"] = {"lax_gate": args.lax_gate}
+    if args.lanes > 1:
+        sections["caat"] = {"lanes": args.lanes, "sync_fraction": args.sync_fraction}
+    head = f"# Written by torchtitan-lr import. Run: torchtitan-lr train {TRAIN_TOML}\n"
+    head += "# Your own text: --training.dataset=local --training.dataset_path=FILES\n\n"
+    return head + tomli_w.dumps(sections)
 
 
 def _wanted_family(options: argparse.Namespace, args: LlamaArgs) -> Any:
     """Return what a dense model is to become, None if every weight stays as it is."""
     name = options.family or args.family
-    if name not in FAMILIES:
-        raise ConfigError("--family", name, one_of(FAMILIES, name))
+    require(name in FAMILIES, "--family", name, one_of(FAMILIES, name))
     if name == args.family:
         for key in ("rank", "calibration"):
-            if getattr(options, key) is not None:
-                want = "nothing, or --family svd with a dense model: the weights stay as they are"
-                raise ConfigError(f"--{key}", getattr(options, key), want)
+            want = "nothing, or --family svd with a dense model: the weights stay as they are"
+            given = getattr(options, key)
+            require(given is None, f"--{key}", given, want)
         return None
     if not FAMILIES[name].low_rank:
         want = f"{args.family} as in DIR; `torchtitan-lr export --format hf` multiplies factors"
         raise ConfigError("--family", name, want)
     family = check_factorisable(args, name)
-    if options.rank is None:
-        raise ConfigError("--rank", "nothing", "a rank such as a quarter of the model's width")
+    want = "a rank such as a quarter of the model's width"
+    require(options.rank is not None, "--rank", "nothing", want)
     return family
 
 
@@ -128,9 +239,8 @@ def _copy_tokenizer(
     try:
         tokenizer = build_tokenizer(config)
         tokens = vocabulary(tokenizer)
-        if tokens > args.vocab_size:
-            want = f"at most {args.vocab_size} tokens, not {tokens}"
-            raise ConfigError("--tokenizer", str(folder), want)
+        want = f"at most {args.vocab_size} tokens, not {tokens}"
+        require(tokens <= args.vocab_size, "--tokenizer", str(folder), want)
     except ConfigError as error:
         if given:
             raise ConfigError("--tokenizer", error.got, error.want) from error
@@ -147,8 +257,8 @@ def _calibration(
     name = options.calibration
     if name is None:
         return None
-    if tokenizer is None:
-        raise ConfigError("--calibration", name, "a tokenizer in DIR or in --tokenizer, too")
+    want = "a tokenizer in DIR or in --tokenizer, too"
+    require(tokenizer is not None, "--calibration", name, want)
     source = Source("local", (name,), "--calibration", "train", options.text_column)
     if name in _SHIPPED:
         source = Source(name, (), "--calibration")

@@ -130,14 +130,7 @@ class Block(LlamaDecoderLayer):
         return LaneRows(d_in, d_out, bias=False)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run LLaMA's block on its residual stream.
-
-        Args:
-            hidden_states: (b, s, d) in the first block; in others with LaX (b, s, d + seven
-                ranks), with lanes (b, s, G · d).
-            *args: As LLaMA's block has them.
-            **kwargs: Likewise.
-        """
+        """Run LLaMA's block on (b, s, d), with LaX's seven latents behind, or on (b, s, G · d)."""
         if not self.carries:
             if hidden_states.shape[-1] == self.hidden_size:  # lanes start with the same vectors
                 hidden_states = hidden_states.repeat(1, 1, self.lanes)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Factorise the linears of a ``llama_full`` block by block, as its weights are read."""
+"""Factorise the linears of a ``llama_full`` block by block."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.hf.shards import Tensors, WeightSource
 from torchtitan_lr.hf.truncation import truncate
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
 from torchtitan_lr.models.llama import TransformerBlock, build_freqs_cis
 from torchtitan_lr.titan import IGNORE_INDEX
+from torchtitan_lr.training.loading import Weights
 
 SHARED_INPUTS = {
     "attention.wq": "attention.wq",
@@ -36,21 +36,17 @@ Batch = tuple[dict[str, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class MatrixReport:
-    """The loss by truncating one matrix.
-
-    Attributes:
-        name: Its name, ``layers.0.attention.wq``.
-        shape: (d_out, d_in).
-        rank: Rank r of the factors.
-        error: |W - B A| / |W|.
-        weighted_error: The same over the calibration inputs; None without them.
-    """
+    """The loss by truncating one matrix."""
 
     name: str
+    """``layers.0.attention.wq``"""
     shape: tuple[int, ...]
+    """(d_out, d_in)"""
     rank: int
     error: float
+    """|W - B A| / |W|"""
     weighted_error: float | None
+    """The same over the calibration inputs; None without them."""
 
 
 def factorised_args(args: LlamaArgs, family: ModelFamily, rank: int) -> LlamaArgs:
@@ -67,91 +63,63 @@ def factorised_args(args: LlamaArgs, family: ModelFamily, rank: int) -> LlamaArg
     )
 
 
-class TruncatedWeights:
-    """The weights of the factorised model; reading a block's first factor factorises the block.
-
-    Read in the model's order, one block's dense weights and factors are in memory, and with a
-    calibration text its residual stream, (tokens, d) in fp32.
+def factorise(
+    args: LlamaArgs,
+    weights: Weights,
+    made: LlamaArgs,
+    calibration: Iterable[Batch] | None = None,
+    device: str = "cpu",
+    report: Callable[[MatrixReport], object] = lambda report: None,
+) -> tuple[Weights, list[MatrixReport]]:
+    """Factorise a dense model block by block.
 
     Args:
-        source: The dense model's weights.
-        args: Result of `factorised_args`.
+        args: The dense model's arguments.
+        weights: Its weights.
+        made: Result of `factorised_args`.
         calibration: Batches of tokens whose activations in the dense model weigh the errors; None
             for the plain SVD.
         device: Where to compute.
         report: Called for every matrix.
+
+    Returns:
+        The weights of the factorised model, in its order, and one report per matrix.
+
+    Raises:
+        ConfigError: The calibration text has no tokens.
     """
-
-    def __init__(
-        self,
-        source: WeightSource,
-        args: LlamaArgs,
-        calibration: Iterable[Batch] | None = None,
-        device: str = "cpu",
-        report: Callable[[MatrixReport], object] = lambda report: None,
-    ) -> None:
-        self.args = args
-        self.reports: list[MatrixReport] = []
-        self._source, self.dtype = source, source.dtype
-        self._device = device
-        self._report = report
-        self.shapes = model_shapes(args)
-        self._factors: Tensors = {}
-        self._next = 0
-        self._stream = None
-        if calibration is not None:
-            self._stream = CalibrationStream(source, calibration, device)
-
-    def read(self, names: Sequence[str]) -> Tensors:
-        """Read parameters onto the CPU, each factor once."""
-        found = self._source.read([name for name in names if name in self._source.shapes])
-        for name in (name for name in names if name not in found):
-            while name not in self._factors:
-                self._factorise(self._next)
-                self._next += 1
-            found[name] = self._factors.pop(name)
-        return found
-
-    def _factorise(self, index: int) -> None:
+    stream = None if calibration is None else CalibrationStream(args, weights, calibration, device)
+    found, reports = dict(weights), list[MatrixReport]()
+    for index in range(args.n_layers):
         prefix = f"layers.{index}."
-        names = [name for name in self._source.shapes if name.startswith(prefix)]
-        weights = self._source.read(names)
-        moments: Tensors = {}
-        if self._stream is not None:
-            moments = self._stream.advance(
-                index, {n.removeprefix(prefix): weights[n] for n in names}
-            )
+        block = {n.removeprefix(prefix): weights[n] for n in weights if n.startswith(prefix)}
+        moments = {} if stream is None else stream.advance(index, block)
         for order, (linear, first) in enumerate(SHARED_INPUTS.items()):
-            weight = weights.pop(f"{prefix}{linear}.weight").to(self._device)
-            is_ffn = linear.startswith("feed_forward")
-            rank = self.args.rank_ffn if is_ffn else self.args.rank_attention
+            weight = found.pop(f"{prefix}{linear}.weight")
+            rank = made.rank_ffn if linear.startswith("feed_forward") else made.rank_attention
             seed = index * len(SHARED_INPUTS) + order
-            found = truncate(weight, rank, moments[first] if moments else None, seed)
-            for letter, factor in (("A", found.A), ("B", found.B)):
-                self._factors[f"{prefix}{linear}.{letter}.weight"] = factor.to("cpu", self.dtype)
-            errors = found.error, found.weighted_error
-            made = MatrixReport(prefix + linear, tuple(weight.shape), rank, *errors)
-            self.reports.append(made)
-            self._report(made)
+            cut = truncate(weight.to(device), rank, moments[first] if moments else None, seed)
+            for letter, factor in (("A", cut.A), ("B", cut.B)):
+                found[f"{prefix}{linear}.{letter}.weight"] = factor.to("cpu", weight.dtype)
+            shape = tuple(weight.shape)
+            each = MatrixReport(prefix + linear, shape, rank, cut.error, cut.weighted_error)
+            reports.append(each)
+            report(each)
+    return {name: found[name] for name in model_shapes(made)}, reports
 
 
 class CalibrationStream:
     """The residual stream of a text in the dense model, carried from block to block.
 
-    Args:
-        source: The dense model's weights.
-        batches: The text's tokens.
-        device: Where to compute.
-
     Raises:
         ConfigError: The calibration text has no tokens.
     """
 
-    def __init__(self, source: WeightSource, batches: Iterable[Batch], device: str) -> None:
-        self._args = source.args
-        self._device = device
-        name = "tok_embeddings.weight"
-        embedding = source.read([name])[name].float()
+    def __init__(
+        self, args: LlamaArgs, weights: Weights, batches: Iterable[Batch], device: str
+    ) -> None:
+        self._args, self._device = args, device
+        embedding = weights["tok_embeddings.weight"].float()
         self._batches: list[tuple[Tensor, Tensor]] = []
         for inputs, labels in batches:
             self._batches.append((embedding[inputs["input"]], labels != IGNORE_INDEX))
@@ -164,12 +132,8 @@ class CalibrationStream:
             self._table = torch.view_as_real(build_freqs_cis(self._args.head_dim, length, *rotary))
 
     @torch.no_grad()
-    def advance(self, index: int, weights: Tensors) -> Tensors:
-        """Run one block on the stream.
-
-        Args:
-            index: The block; the next one at every call.
-            weights: Its weights, by their names within the block.
+    def advance(self, index: int, weights: Weights) -> Weights:
+        """Run the next block, with its weights by their names within it, on the stream.
 
         Returns:
             The second moments XᵀX / n of the inputs X (n, d_in) of each linear that is the first
@@ -179,7 +143,7 @@ class CalibrationStream:
             block = TransformerBlock(index, self._args)
         block.to_empty(device=self._device).float()
         block.load_state_dict(weights)
-        moments: Tensors = {}
+        moments: Weights = {}
         valid = torch.empty(0)
 
         def note(first: str, linear: Any, inputs: tuple[Tensor]) -> None:

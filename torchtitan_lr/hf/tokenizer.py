@@ -19,7 +19,7 @@ from torchtitan_lr.data.tokenizer import (
     stop_ids_of,
 )
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.hf.shards import write_json
+from torchtitan_lr.hf.export import write_json
 
 _FILES = (HF_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "added_tokens.json", GENERATION_CONFIG)
 
@@ -28,12 +28,7 @@ _REPLACED = ("add_bos_token", "add_eos_token", "auto_map")
 
 
 def import_tokenizer(folder: Path, model: Path, out_dir: Path) -> None:
-    """Copy a tokenizer's files.
-
-    Args:
-        folder: The tokenizer's folder.
-        model: The folder of its model, which says what ends a generated text if the first does not.
-        out_dir: A new folder.
+    """Copy a tokenizer's files; what ends a text is said by its folder, else by its model's.
 
     Raises:
         ConfigError: A file is a link to a place outside of the folder, or cannot be read.
@@ -69,16 +64,8 @@ def export_tokenizer(
 ) -> dict[str, Any]:
     """Write ``tokenizer.json``, ``tokenizer_config.json`` and ``generation_config.json``.
 
-    The exported tokenizer puts BOS in front exactly where training did: for every text, if there
-    is a BOS. It adds no EOS, unless the tokenizer does so by itself. Batches are padded on the
-    left; padding is the EOS where the tokenizer has no token for it. A ``generation_config.json``
-    and chat templates of the folder go along as they are.
-
-    Args:
-        tokenizer: The run's tokenizer.
-        folder: The folder of the tokenizer.
-        out_dir: An existing folder.
-        length: Length of the sequences that the model was trained on.
+    The exported tokenizer puts BOS in front where training did. It adds no EOS, unless the
+    tokenizer does so by itself. Padding, on the left, is the EOS where there is no token for it.
 
     Returns:
         The ids of the special tokens, by their names in ``config.json``.

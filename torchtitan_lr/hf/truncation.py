@@ -13,19 +13,16 @@ the calibration text never uses."""
 
 @dataclass(frozen=True)
 class Truncation:
-    """Factors of a matrix W ≈ B A.
-
-    Attributes:
-        A: (r, d_in).
-        B: (d_out, r).
-        error: |W - B A| / |W|, Frobenius norms.
-        weighted_error: |(W - B A) X| / |W X| over the calibration inputs X; None without them.
-    """
+    """Factors of a matrix W ≈ B A."""
 
     A: Tensor
+    """(r, d_in)"""
     B: Tensor
+    """(d_out, r)"""
     error: float
+    """|W - B A| / |W|, Frobenius norms."""
     weighted_error: float | None
+    """|(W - B A) X| / |W X| over the calibration inputs X; None without them."""
 
 
 def truncate(weight: Tensor, rank: int, moments: Tensor | None = None, seed: int = 0) -> Truncation:
@@ -39,15 +36,14 @@ def truncate(weight: Tensor, rank: int, moments: Tensor | None = None, seed: int
 
     Both factors then get the root of B A's singular values: A Aᵀ = Bᵀ B.
 
+    Above the smaller side of W, surplus rows of A are random, of the size of the others, and
+    surplus columns of B zero: B A does not change, and both train.
+
     Args:
         weight: W (d_out, d_in).
-        rank: Rank r. Above the smaller side of W the surplus rows of A are random, of the size of
-            the others, and the surplus columns of B zero: B A does not change, and both train.
+        rank: Rank r.
         moments: C (d_in, d_in), up to a factor; None for the plain SVD.
         seed: Seed of the surplus rows.
-
-    Returns:
-        The factors in fp64, on the device of ``weight``.
     """
     weight = weight.double()
     root = None

@@ -1,11 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The running part of the model and the running pass.
 
-In forward, hooks record the part. They also record the range of sequence numbers of the autograd
-nodes that each part creates. In backward the running node's number identifies the part: for
-compiled blocks (one node), for checkpointed blocks (the node whose saved tensor is unpacked) and in
-any order of execution. FSDP2 prefetches weights, so its calls are attributed to the parameters'
-owner, not to the running part.
+Forward hooks record the part, and the sequence numbers of the autograd nodes that it creates. In
+backward the running node's number identifies the part, also of compiled and checkpointed blocks.
+FSDP2 prefetches weights, so its calls are attributed to the parameters' owner.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,38 +14,19 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchtitan_lr.compat.autograd import (
-    backward_number,
-    checkpointed_modules,
-    next_node_number,
-    running_node_number,
-)
+from torchtitan_lr.compat import autograd
 from torchtitan_lr.compat.dispatch import tree_leaves
 from torchtitan_lr.compat.fsdp import wrap_unit_calls
 
-STEP = "step"
-"""Scope of all calls outside the model and its loss: clipping, TSR-Adam, logging."""
-
-OPTIMIZER = "optimizer"
-"""Scope of the calls in the step of an optimizer that the ledger was given."""
+STEP = "step"  # scope of all calls outside the model and its loss: clipping, TSR-Adam, logging
+OPTIMIZER = "optimizer"  # scope of the calls in the step of an optimizer that the ledger was given
 
 LOSS = "loss"
 """Scope of the calls between the end of the model's forward and the start of its backward."""
 
 
 class ScopeTracker:
-    """Follows a model through forward and backward, until its hooks are closed.
-
-    Args:
-        model_parts: Modules with ``tok_embeddings``, ``layers`` (by number) and ``output``, as in
-            torchtitan's models; a pipeline stage may lack the first and the last.
-        optimizers: Optimizers whose steps are a scope of their own.
-
-    Attributes:
-        hooks: All hooks, which ``close`` removes.
-        reducing: Whether FSDP2 is reducing a unit's gradients, on streams of its own if there are
-            any.
-    """
+    """Follows a model, or a stage without its ends, through forward and backward until closed."""
 
     def __init__(
         self, model_parts: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()
@@ -84,8 +63,8 @@ class ScopeTracker:
         """Return scope, pass (forward, backward, optimizer), and whether it is a recomputation."""
         if self._in_optimizer:
             return OPTIMIZER, "optimizer", False
-        if backward_number() is not None:
-            number = running_node_number()
+        if autograd.backward_number() is not None:
+            number = autograd.running_node_number()
             if self._owner is None and number is not None:
                 # The last range first: a later micro-batch's numbers are larger.
                 owners = (scope for a, b, scope in reversed(self._ranges) if a <= number < b)
@@ -98,7 +77,7 @@ class ScopeTracker:
 
     def _end_model(self, module: nn.Module, args: Any, output: Any) -> None:
         self._in_loss = True
-        self._model_ends.append(next_node_number())
+        self._model_ends.append(autograd.next_node_number())
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leave = leaf.register_hook(lambda _: setattr(self, "_in_loss", False))
@@ -122,11 +101,11 @@ class ScopeTracker:
         def before(*_: Any) -> None:
             self._in_loss = False
             self._stack.append(scope)
-            starts.append(next_node_number())
+            starts.append(autograd.next_node_number())
 
         def after(*_: Any) -> None:
             self._stack.pop()
-            self._ranges.append((starts.pop(), next_node_number(), scope))
+            self._ranges.append((starts.pop(), autograd.next_node_number(), scope))
 
         # Before FSDP's hook, which creates the node that reduces the gradients.
         handle = module.register_forward_pre_hook(before, prepend=True)
@@ -136,10 +115,10 @@ class ScopeTracker:
 
         def recompute(change: int, *_: Any) -> None:
             # The first forward pass runs the inner module too.
-            self._recomputing += change * (backward_number() is not None)
+            self._recomputing += change * (autograd.backward_number() is not None)
 
         begin, end = partial(recompute, 1), partial(recompute, -1)
-        for inner in checkpointed_modules(module):
+        for inner in autograd.checkpointed_modules(module):
             self.hooks.callback(inner.register_forward_pre_hook(begin).remove)
             # Recomputation may stop early with an exception.
             self.hooks.callback(inner.register_forward_hook(end, always_call=True).remove)

@@ -17,88 +17,37 @@ Activation = Literal["both", "lowrank", "reduced", "fullrank", "none"]
 LaxGate = Literal["identity", "scalar"]
 BackwardSum = Literal["float32", "activation"]
 
-_LARGEST = 1 << 24  # of any size of a model
-_LONGEST = 1 << 24  # positions
-
-ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+_LARGEST = 1 << 24  # of any size of a model, and of positions
 
 
 @dataclass
 class LlamaArgs(BaseModelArgs):
-    """Shape and kind of a LLaMA, full-rank or factorised: one code path, four families.
+    """Shape and kind of a LLaMA, full-rank or factorised; values that do not fit are refused."""
 
-    Attributes:
-        low_rank: Whether the linears are factorised.
-        head_dim: Width of one attention head.
-        kv_heads: Number of key/value heads, with None resolved.
-        kv_dim: Output width of wk and wv.
-        outer_silu: Whether SwiGLU keeps its own SiLU on the gate.
-
-    Raises:
-        ConfigError: On creation and on ``update_from_config``, when the values do not fit together.
-    """
-
-    family: str = "cola"
-    """What a linear becomes, one of `FAMILIES`: W (full), BA (svd), B σ(A ·) (cola), the same with
-    the previous block's latent added in front of σ (lax)."""
-
-    dim: int = 256
-    """Width d of the residual stream."""
-
-    n_layers: int = 4
-    """Number L of decoder blocks."""
-
-    n_heads: int = 8
-    """Number of query heads; the head width is dim / n_heads."""
-
-    n_kv_heads: int | None = None
-    """Number of key/value heads (grouped-query attention); None means n_heads."""
-
-    ffn_dim: int = 688
-    """Hidden width f of the SwiGLU."""
-
-    vocab_size: int = 32000
-    """Rows of the embedding and of the head, which are never tied."""
-
-    norm_eps: float = 1e-6
-    """Added to the mean square in every RMSNorm."""
-
-    rope_theta: float = 10000.0
-    """Base of the rotary frequencies."""
-
-    rope_scaling: RoPEScalingArgs | None = None
-    """Frequency scaling of Llama 3.1; None leaves the frequencies alone."""
-
-    max_seq_len: int = 2048
-    """Positions in the rotary table; the job's training.seq_len replaces it."""
-
-    rank_attention: int = 64
-    """Rank r of wq, wk, wv, wo, at most d; 0 for the full-rank family."""
-
-    rank_ffn: int = 64
-    """Rank r of w1, w2, w3; 0 for the full-rank family."""
-
+    family: str = "cola"  # one of `FAMILIES`
+    dim: int = 256  # width d of the residual stream
+    n_layers: int = 4  # decoder blocks L
+    n_heads: int = 8  # query heads, dim / n_heads wide
+    n_kv_heads: int | None = None  # heads of keys and values (grouped queries); None is n_heads
+    ffn_dim: int = 688  # hidden width f of the SwiGLU
+    vocab_size: int = 32000  # rows of the embedding and of the head, which are never tied
+    norm_eps: float = 1e-6  # added to the mean square in every RMSNorm
+    rope_theta: float = 10000.0  # base of the rotary frequencies
+    rope_scaling: RoPEScalingArgs | None = None  # of Llama 3.1
+    max_seq_len: int = 2048  # positions in the rotary table; the job's training.seq_len
+    rank_attention: int = 64  # r of wq, wk, wv, wo, at most d; 0 at full rank
+    rank_ffn: int = 64  # r of w1, w2, w3; 0 at full rank
+    # Where the nonlinearities sit (CoLA, Table 10): ``both``, only in the bottlenecks
+    # (``lowrank``), only in the gate's bottleneck (``reduced``), only SwiGLU's own (``fullrank``),
+    # or nowhere (``none``). Without meaning at full rank.
     activation: Activation = "both"
-    """Where the nonlinearities sit (CoLA, Table 10): ``both``, only in the bottlenecks
-    (``lowrank``), only in the gate's bottleneck (``reduced``), only SwiGLU's own (``fullrank``),
-    or nowhere (``none``). Without meaning at full rank."""
-
-    lax_gate: LaxGate = "identity"
-    """Factor on the carried latent: 1, or a learned scalar per projection (shape (1,))."""
-
-    init_seed: int = 0
-    """Seed of the initial weights."""
-
+    lax_gate: LaxGate = "identity"  # on the carried latent: 1, or a learned scalar (1,) each
+    init_seed: int = 0  # of the initial weights
+    # CAAT-Net: number G of streams that share only a part of what they add; 1 but at full rank.
     lanes: int = 1
-    """CAAT-Net: number G of streams that share only a part of what they add. 1 is the ordinary
-    model; only the full-rank family has more."""
-
-    sync_fraction: float = 1.0
-    """CAAT-Net: p, the share of the channels that all lanes sum, the first int(p · width)."""
-
+    sync_fraction: float = 1.0  # CAAT-Net's p: all lanes sum the first int(p · width) channels
+    # CAAT-Net: in which backward adds the lanes' gradients of half precision up.
     backward_sum: BackwardSum = "float32"
-    """CAAT-Net: precision in which backward adds the lanes' gradients up, where the activations
-    are of half precision."""
 
     @property
     def model_family(self) -> ModelFamily:
@@ -121,18 +70,15 @@ class LlamaArgs(BaseModelArgs):
         return int(self.sync_fraction * width)
 
     def check(self) -> None:
-        """Check every value alone and against the others, and derive what follows.
-
-        Raises:
-            ConfigError: With the first value that cannot work.
-        """
+        """Check every value alone and against the others (ConfigError), and derive what follows."""
         self._check_choices()
         self._check_numbers()
         # No fields, since they follow from the fields, and files hold those alone.
         self.low_rank = self.model_family.low_rank
         self.head_dim = self.dim // self.n_heads
         self.kv_heads = self.n_heads if self.n_kv_heads is None else self.n_kv_heads
-        self.kv_dim = self.kv_heads * self.head_dim
+        self.kv_dim = self.kv_heads * self.head_dim  # output width of wk and wv
+        # Whether SwiGLU keeps its own SiLU on the gate.
         self.outer_silu = not self.low_rank or self.activation in ("both", "fullrank")
         self.model_family.check(self)
         want = f"a divisor of the model's width {self.dim} that leaves an even head width"
@@ -145,9 +91,8 @@ class LlamaArgs(BaseModelArgs):
         self._check_lanes()
 
     def _check_choices(self) -> None:
-        """Check what is one of several names."""
         for key, value, choices in (
-            ("low_rank.activation", self.activation, ACTIVATIONS),
+            ("low_rank.activation", self.activation, get_args(Activation)),
             ("low_rank.lax_gate", self.lax_gate, get_args(LaxGate)),
             ("caat.backward_sum", self.backward_sum, get_args(BackwardSum)),
         ):
@@ -158,7 +103,6 @@ class LlamaArgs(BaseModelArgs):
             raise ConfigError("model.name", self.family, want)
 
     def _check_lanes(self) -> None:
-        """Check CAAT-Net's keys, also against the widths that its lanes share out."""
         lanes, fraction = self.lanes, self.sync_fraction
         require(lanes >= 1, "caat.lanes", lanes, "1 (an ordinary model) or more streams")
         require(0 <= fraction <= 1, "caat.sync_fraction", fraction, "a number from 0 to 1")
@@ -170,7 +114,6 @@ class LlamaArgs(BaseModelArgs):
             require(width % lanes == 0, "caat.lanes", lanes, want)
 
     def _check_numbers(self) -> None:
-        """Check the types of all numbers, which a file may set, and what each may be."""
         integers = ("n_layers", "n_heads", "dim", "ffn_dim", "vocab_size", "max_seq_len", "lanes")
         for name in (*integers, "n_kv_heads", "rank_attention", "rank_ffn", "init_seed"):
             value = getattr(self, name)
@@ -191,23 +134,14 @@ class LlamaArgs(BaseModelArgs):
             require(fits, key, value, "a finite number of at least 0")
         # The rotary table divides by its powers.
         require(self.rope_theta > 0, "model.rope_theta", self.rope_theta, "a positive number")
-        want = f"at most {_LONGEST}, for which the rotary table has gigabytes"
-        require(self.max_seq_len <= _LONGEST, "training.seq_len", self.max_seq_len, want)
+        want = f"at most {_LARGEST}, for which the rotary table has gigabytes"
+        require(self.max_seq_len <= _LARGEST, "training.seq_len", self.max_seq_len, want)
 
     def __post_init__(self) -> None:
         self.check()
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
-        """Apply the job's settings of the model; called once by the trainer.
-
-        Args:
-            job_config: Anything with the sections ``low_rank``, ``training`` and ``debug``; of
-                ``model``, ``parallelism`` and ``caat`` what there is.
-            **kwargs: Part of torchtitan's interface; unused.
-
-        Raises:
-            ConfigError: When an override does not fit the family or the shape.
-        """
+        """Apply the job's settings of the model; called once by the trainer."""
         section = job_config.low_rank
         self.model_family.check_overrides(section)
         for group in ("attention", "ffn") if self.low_rank else ():
@@ -221,9 +155,8 @@ class LlamaArgs(BaseModelArgs):
             self.activation = section.activation
         if self.model_family.gated:
             self.lax_gate = section.lax_gate
-        # The record of a run from before there were lanes, or a vocabulary's key, has none.
-        lanes = getattr(job_config, "caat", None)
-        if lanes is not None:
+        # A record may have no lanes and no vocabulary's key.
+        if (lanes := getattr(job_config, "caat", None)) is not None:
             self.lanes, self.sync_fraction = lanes.lanes, float(lanes.sync_fraction)
             self.backward_sum = lanes.backward_sum
         wanted = getattr(getattr(job_config, "model", None), "vocab_size", 0)
@@ -239,20 +172,10 @@ class LlamaArgs(BaseModelArgs):
         self.check()
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Size and cost of the model, counted from its tensors.
-
-        A product with a weight or with the keys or values costs 2 FLOPs per entry, and backward
-        repeats it for the gradient of each operand. Causal attention counts in full: each token
-        uses the keys and values of all ``seq_len`` tokens, in every head.
-
-        Args:
-            model: The whole `LlamaModel`, before it is split; may be on the meta device.
-            seq_len: Tokens in a sequence.
-
-        Returns:
-            The number of parameters, and the FLOPs of the matrix products per token, forward and
-            backward: those of MFU.
-        """
+        """Count the parameters of a whole model, and the FLOPs per token of a step, for MFU."""
+        # A product with a weight or with the keys or values costs 2 FLOPs per entry, and backward
+        # repeats it for the gradient of each operand. Causal attention counts in full: each token
+        # uses the keys and values of all ``seq_len`` tokens, in every head.
         linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
         products = sum(linear.weight.numel() for linear in linears)
         products += self.n_layers * 2 * seq_len * self.dim

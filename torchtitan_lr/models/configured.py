@@ -5,11 +5,7 @@ from typing import Any
 
 
 def configured_args(config: Any) -> Any:
-    """Return the model's arguments as a run has them; name and flavor are known ones.
-
-    Raises:
-        ConfigError: A key changes the model to one that does not fit together.
-    """
+    """Return the model's arguments as a run has them; a ConfigError if they do not fit together."""
     from torchtitan_lr.titan.specs import get_train_spec
 
     # A copy, which the job's settings may change: see `FlavorTable`.

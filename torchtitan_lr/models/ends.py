@@ -2,17 +2,11 @@
 """The two ends of the model: the embedding, and the final norm with the head and its loss.
 
 `TokenEmbedding` and `OutputProjection` own the weights and call a module without parameters:
-`Embed` and `Head` here, on several ranks a plan's edges (`parallel.ends`).
+`Embed` and `Head` here, on several ranks a plan's edges.
 
-The loss is cross entropy summed over tokens, of logits or of a head. Of a head it is computed a
-chunk of tokens at a time: the logits never exist whole. The loss of a chunk and its gradients with
-respect to the head's input and weight are computed while the chunk's logits exist: no product is
-computed twice, and no logits outlive their chunk. The whole form keeps (b s, V) numbers at least
-three times in its peak: log-probabilities, and the gradients of the label's entries and of the
-logits.
-
-``torch.nn.functional.linear_cross_entropy`` (from torch 2.13) chunks in the same way. It subtracts
-the label's row of the weight from each token's gradient after the product, not within it, which
+A head's loss is computed a chunk of tokens at a time, and the gradients of the head's input and
+weight while the chunk's logits exist: no product is computed twice, and the logits never exist
+whole. ``torch.nn.functional.linear_cross_entropy`` (from torch 2.13) chunks in the same way. It
 rounds an fp32 gradient to 1.3e-6 of its largest entry where this one has 1e-7, takes no shard of a
 vocabulary, and can run backward only once, where a zero-bubble pipeline needs it twice.
 """
@@ -26,61 +20,40 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lr.collectives import Ranks, all_gather, reduce
+from torchtitan_lr.collectives import Ranks, all_gather, local, reduce
 from torchtitan_lr.compat.autograd import backward_may_repeat
 from torchtitan_lr.models.lanes import lane_linear
 from torchtitan_lr.numerics import scale_
 from torchtitan_lr.titan import IGNORE_INDEX, logger
 from torchtitan_lr.titan.base import JobConfig, LossFunction
 
-CHUNKS = 8
-"""Number of chunks of a batch, within the limits below."""
-
-SMALLEST_CHUNK = 512
-"""Tokens of a chunk at least: thinner products are slow."""
-
-LARGEST_CHUNK = 4096
-"""Tokens of a chunk at most: wider ones gain nothing."""
+CHUNKS = 8  # of a batch, within these limits:
+SMALLEST_CHUNK = 512  # tokens: thinner products are slow
+LARGEST_CHUNK = 4096  # tokens: wider products gain nothing
 
 
 class Embed(nn.Module):
-    """The look-up of tokens."""
+    """The look-up of tokens, in all features or in this rank's: nothing is sent."""
 
     def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
-        """Look tokens (b, s) up in weight (V, d); returns (b, s, d)."""
-        return F.embedding(tokens, embedding.weight)
+        """Look tokens (b, s) up in weight (V, d/T), Shard(1); returns (b, s, d/T), Shard(-1)."""
+        return F.embedding(tokens, local(embedding.weight))
 
 
-Errors = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Arguments and result of `errors_in_place`."""
+Errors = Callable[[Tensor, Tensor, Tensor], Tensor]  # `errors_in_place`
 
 
 class Head(nn.Module):
-    """The final norm, then the logits or the loss.
+    """The final norm, then the logits or the loss."""
 
-    Attributes:
-        errors: `errors_in_place` compiled, for a loss in half precision; None computes the same in
-            passes of their own.
-    """
-
+    # Compiled, for a loss in half precision; None computes the same in passes of their own.
     errors: Errors | None = None
 
     def forward(
         self, x: Tensor, norm: nn.Module, output: nn.Linear, targets: Tensor | None = None
     ) -> Tensor:
-        """Compute logits, or the loss without whole logits.
-
-        Args:
-            x: The residual stream (b, s, d), or with lanes (b, s, G, d), of which each lane scores
-                its part of the vocabulary.
-            norm: The final norm.
-            output: The head; weight (V, d).
-            targets: Token ids (b, s).
-
-        Returns:
-            With targets the sum of -log p(target), a scalar, see `linear_loss`. Else logits
-            (b, s, V).
-        """
+        """Return logits (b, s, V) of x (b, s, d), or with targets (b, s) the loss."""
+        # With lanes x is (b, s, G, d), and each lane scores its part of the vocabulary.
         x = norm(x)
         if targets is not None:
             return linear_loss(x, output.weight, targets, errors=self.errors)
@@ -122,27 +95,14 @@ def chunk_tokens(tokens: int, dim: int) -> int:
 
 
 def linear_loss(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ranks: Ranks | None = None,
+    x: Tensor,  # (b, s, d), with lanes (b, s, g, d), each for its own rows of the weight
+    weight: Tensor,  # (V/T, d), Shard(0)
+    targets: Tensor,  # token ids (b, s), of which `IGNORE_INDEX` does not count
+    ranks: Ranks | None = None,  # that share the vocabulary
     errors: Errors | None = None,
 ) -> Tensor:
-    """Sum -log p(target) over the valid tokens, in nats, where p is the softmax of x Wᵀ.
-
-    The result and its gradients are those of `cross_entropy_sum` of the whole logits.
-
-    Args:
-        x: Input of the head (b, s, d); with lanes (b, s, g, d), each lane for its own rows of the
-            weight.
-        weight: (V/T, d), Shard(0).
-        targets: Token ids (b, s); `IGNORE_INDEX` does not count.
-        ranks: The ranks that share the vocabulary; None if the weight has all of it.
-        errors: See `Head`; used if the weight has the whole vocabulary.
-
-    Returns:
-        A scalar in at least fp32, replicated. The gradient of x is this rank's term of a sum.
-    """
+    """Sum -log p(target) over the valid tokens, in nats, where p is the softmax of x Wᵀ."""
+    # The result is a replicated scalar in at least fp32. The gradient of x is this rank's term.
     rows = x.flatten(0, 1)
     rows = rows.unsqueeze(1) if rows.ndim == 2 else rows
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
@@ -217,35 +177,19 @@ class _LinearLoss(torch.autograd.Function):
 
 
 def _chunk_loss(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    counts: Tensor,
-    logits: Tensor,
-    p: Tensor,
-    ranks: Ranks | None,
+    x: Tensor,  # (n, g, d)
+    weight: Tensor,  # (V/T, d)
+    targets: Tensor,  # (n,)
+    counts: Tensor,  # whether each label counts (n,)
+    logits: Tensor,  # memory (n, V/T), of the dtype of x
+    p: Tensor,  # the same in at least fp32; the same tensor if x is
+    ranks: Ranks | None,  # that share the vocabulary
     wanted: bool,
     errors: Errors | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the loss of n tokens, of the targets in this rank's part of the vocabulary.
-
-    The logits become probabilities in one pass, and log p is computed for the targets alone.
-
-    Args:
-        x: The head's input (n, g, d).
-        weight: (V/T, d).
-        targets: Token ids (n,).
-        counts: Whether each label counts (n,).
-        logits: Memory (n, V/T), of the dtype of x.
-        p: The same in at least fp32; the same tensor if x is.
-        ranks: The ranks that share the vocabulary; None if the weight has all of it.
-        wanted: Whether the errors are.
-        errors: See `Head`.
-
-    Returns:
-        The sum of -log p(target), and p less the targets' one-hot rows, in the memory of the
-        logits.
-    """
+    """Return the sum of -log p(target) of n tokens, and p less one-hot rows (n, V/T) if wanted."""
+    # The second result is in the memory of ``logits``. The logits become probabilities in one pass,
+    # and log p is computed for the targets alone.
     lanes = x.shape[1]
     columns = logits.chunk(lanes, 1)
     for lane, rows in enumerate(weight.chunk(lanes)):
@@ -279,13 +223,8 @@ def _chunk_loss(
 
 
 def errors_in_place(logits: Tensor, place: Tensor, here: Tensor) -> Tensor:
-    """Turn logits (n, V) into p less the targets' one-hot rows; return log p (n,) in fp32.
-
-    Args:
-        logits: Of half precision.
-        place: The targets (n, 1).
-        here: Whether each counts (n,).
-    """
+    """Turn logits (n, V) of half precision into p less one-hot rows; return log p (n,) in fp32."""
+    # ``place`` (n, 1) has the targets, ``here`` (n,) whether each counts.
     wide = logits.float()
     of_target = wide.gather(1, place)[:, 0]
     largest = wide.amax(1, keepdim=True)
@@ -300,10 +239,7 @@ def errors_in_place(logits: Tensor, place: Tensor, here: Tensor) -> Tensor:
 def _add_gradients(
     errors: Tensor, x: Tensor, weight: Tensor, dx: Tensor, dweight: Tensor, first: bool
 ) -> None:
-    """Write errors · W into dx (n, g, d), and add errorsᵀ · x to dweight (V/T, d), lane by lane.
-
-    The first chunk overwrites ``dweight``.
-    """
+    """Write errors · W into dx (n, g, d), and add errorsᵀ · x to dweight (V/T, d), lane by lane."""
     lanes = x.shape[1]
     parts = zip(errors.chunk(lanes, 1), weight.chunk(lanes), dweight.chunk(lanes), strict=True)
     for lane, (part, rows, drows) in enumerate(parts):
@@ -316,16 +252,8 @@ def _add_gradients(
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of ``-log p(label)`` over the valid tokens of a batch, in nats.
-
-    Args:
-        logits: (b, s, V), a plain tensor, or a DTensor Shard(-1) in loss-parallel context.
-        labels: (b, s); positions equal to `IGNORE_INDEX` do not count.
-
-    Returns:
-        A scalar. The caller divides by the number of valid tokens of the global batch, so that
-        gradients add up over ranks and micro-batches without any averaging.
-    """
+    """Return the sum of ``-log p(label)`` over the valid tokens of a batch, in nats, a scalar."""
+    # The logits (b, s, V) are a plain tensor, or a DTensor Shard(-1) in loss-parallel context.
     # Half precision is raised to fp32; fp64 stays fp64, which upstream's loss would round.
     compute = torch.promote_types(logits.dtype, torch.float32)
     loss = F.cross_entropy(
@@ -338,25 +266,12 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def summed_loss(output: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of a model's output, see `cross_entropy_sum`.
-
-    Args:
-        output: Logits (b, s, V); or, if the model was given the labels and its head has computed
-            the loss, that loss, a scalar.
-        labels: (b, s).
-    """
+    """Return the loss of logits (b, s, V), or the output if the head has computed its loss."""
     return output if output.ndim == 0 else cross_entropy_sum(output, labels)
 
 
 def build_loss(job_config: JobConfig, **kwargs: Any) -> LossFunction:
-    """Build the loss: `summed_loss`, compiled if ``compile.components`` names the loss.
-
-    Args:
-        job_config: The run's configuration. Only with ``parallelism.disable_loss_parallel`` under
-            tensor parallelism has a rank whole logits to compile for; else the head computes the
-            loss.
-        **kwargs: What torchtitan also passes (``parallel_dims``); unused.
-    """
+    """Build the loss: `summed_loss`, or its compiled form for a model that returns logits."""
     compiled = job_config.compile.enable and "loss" in job_config.compile.components
     if compiled and not head_computes_loss(job_config):
         logger.info("Compiling the loss function with torch.compile")

@@ -6,12 +6,9 @@
     cola    y = B σ(A x),  σ = SiLU                  CoLA (Liu et al., 2025), Eq. 3
     lax     y_i = B_i σ(A_i x_i + g · A_j x_j)       LaX (Zhang et al., 2025), block j = i - 1
 
-A is (r, d_in), B is (d_out, r). `models.linears` applies them. Where σ acts is a setting,
-``low_rank.activation`` (CoLA, Table 10), read from `LlamaArgs.latent_silu` and
-`LlamaArgs.outer_silu`. svd's product is a matrix, so that a trained model merges into a full-rank
-LLaMA; the way back is not unique. No linear map equals cola or lax, so none is exported. Nothing
-here depends on ranks or on training: `parallel.plans` splits the families, and `costs` states
-their parameters, products and messages independently.
+A is (r, d_in), B is (d_out, r). Where σ acts is a setting, ``low_rank.activation`` (CoLA, Table
+10). svd's product is a matrix, so that a trained model merges into a full-rank LLaMA; the way back
+is not unique. No linear map equals cola or lax. Nothing here depends on ranks or on training.
 """
 
 from dataclasses import dataclass
@@ -27,51 +24,22 @@ if TYPE_CHECKING:
 
 _PREFIX = "llama_"
 
-RANKS = {
-    "debug": 32,
-    "tiny": 64,
-    "60M": 128,
-    "130M": 256,
-    "350M": 256,
-    "1B": 512,
-    "1B_boost": 512,
-    "3B": 768,
-    "7B": 1024,
-    "8B": 1024,
-    "13B": 1280,
-    "30B": 2048,
-}
-"""Rank r of every linear by size: CoLA's (Table 5) and BOOST's, d/4 but at 130M."""
-
+# SwiGLU's own SiLU helps up to 130M and no longer at 350M (CoLA, Appendix on Table 10).
 KEEPS_OUTER_SILU = ("debug", "tiny", "60M", "130M")
-"""Sizes at which SwiGLU keeps its own SiLU: it helps up to 130M and no longer at 350M (CoLA,
-Appendix on Table 10)."""
 
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """One form of a block's seven linears (q, k, v, o, gate, up, down).
+    """One form of a block's seven linears (q, k, v, o, gate, up, down); others are subclasses."""
 
-    A family from outside the package is a subclass with methods of its own. The defaults are those
-    of a low-rank family with σ and without carried latents.
-
-    Attributes:
-        name: The value of ``LlamaArgs.family``.
-        low_rank: Whether the linears are factorised; else they are dense.
-        lanes: Whether the model can have CAAT-Net's lanes.
-        carries_latents: Whether a block gives its latents A x to the next one, which then also
-            cross pipeline stages.
-        gated: Whether the carried latents may have a learned factor g, one number per linear
-            (``low_rank.lax_gate = "scalar"``); else g = 1.
-        factorises: Whether its factors approximate a given matrix, W ≈ B A, so that a dense model
-            is a start for it. Then nothing may act between them.
-    """
-
-    name: str
-    low_rank: bool = True
-    lanes: bool = False
+    name: str  # the value of ``LlamaArgs.family``
+    low_rank: bool = True  # whether the linears are factorised, or dense
+    lanes: bool = False  # whether the model can have CAAT-Net's lanes
+    # Whether a block gives its latents A x to the next one, also across pipeline stages.
     carries_latents: bool = False
-    gated: bool = False
+    gated: bool = False  # whether the carried latents may have a learned factor g per linear
+    # Whether its factors approximate a given matrix, W ≈ B A, so that a dense model is a start
+    # for it. Then nothing may act between them.
     factorises: bool = False
 
     @property
@@ -79,14 +47,10 @@ class ModelFamily:
         """The value of ``model.name``."""
         return _PREFIX + self.name
 
-    def defaults(self, size: str) -> dict[str, Any]:
-        """Return the family's own settings of a flavor.
-
-        Returns:
-            Fields of `LlamaArgs`: ``rank_attention``, ``rank_ffn`` and ``activation``. svd has
-            CoLA's ranks, so that the two compare, and LLaMA's SwiGLU: the model then merges.
-        """
-        rank = RANKS[size] if self.low_rank else 0
+    def defaults(self, size: str, rank: int) -> dict[str, Any]:
+        """Return the family's ``rank_attention``, ``rank_ffn`` and ``activation`` of a flavor."""
+        # svd has CoLA's ranks, so that the two compare, and LLaMA's SwiGLU: the model then merges.
+        rank = rank if self.low_rank else 0
         activation = "both" if size in KEEPS_OUTER_SILU else "lowrank"
         if self.factorises or not self.low_rank:
             activation = "fullrank"
@@ -95,37 +59,19 @@ class ModelFamily:
     def build_linear(
         self, args: "LlamaArgs", d_in: int, d_out: int, rank: int, first_block: bool
     ) -> nn.Linear | LowRankLinear:
-        """Build one linear of a block.
-
-        Args:
-            args: The model's arguments.
-            d_in: Input width.
-            d_out: Output width.
-            rank: Rank r of the linear's group; 0 at full rank.
-            first_block: Whether it belongs to the first block, which receives no latents.
-
-        Returns:
-            A `LowRankLinear` with A (r, d_in), B (d_out, r) and, where it is learned, the gate g
-            (1,); at full rank an ``nn.Linear`` without bias.
-        """
+        """Build one linear of a block; the first block receives no latents, and has no gates."""
         if not self.low_rank:
             return nn.Linear(d_in, d_out, bias=False)
         return LowRankLinear(d_in, d_out, rank, args.learns_gates and not first_block)
 
     def build_mix(self) -> nn.Module | None:
-        """Build the module between A and σ, see `models.linears.LowRankGroup`; None without one.
-
-        Plans put their own edge in place of LaX's. They may hold a latent in shards along r:
-        without carried latents the module must therefore act on each element by itself.
-        """
+        """Build the module between A and σ, see `models.linears.LowRankGroup`; None without one."""
+        # Plans put their own edge in place of LaX's. They may hold a latent in shards along r:
+        # without carried latents the module must therefore act on each element by itself.
         return Mix() if self.carries_latents else None
 
     def check(self, args: "LlamaArgs") -> None:
-        """Refuse arguments that the family cannot have.
-
-        Raises:
-            ConfigError: With the first value that does not fit.
-        """
+        """Refuse arguments that the family cannot have, by a ConfigError."""
         if self.factorises and args.activation not in ("fullrank", "none"):
             want = f"'fullrank' or 'none' for {self.model_name} "
             want += "(with σ in the bottleneck it is llama_cola)"
@@ -136,11 +82,7 @@ class ModelFamily:
             raise ConfigError("caat.lanes", args.lanes, want)
 
     def check_overrides(self, section: Any) -> None:
-        """Refuse keys of ``[low_rank]`` that would have no effect.
-
-        Raises:
-            ConfigError: With the first key that is set in vain.
-        """
+        """Refuse keys of ``[low_rank]`` that would have no effect, by a ConfigError."""
         for name in () if self.low_rank else ("rank", "rank_attention", "rank_ffn"):
             if getattr(section, name) != 0:
                 want = f"0 for {self.model_name}, which has no low-rank factors"
@@ -154,10 +96,7 @@ class ModelFamily:
             raise ConfigError("low_rank.lax_gate", section.lax_gate, want)
 
     def fingerprint(self, args: "LlamaArgs") -> dict[str, Any]:
-        """Return what the family adds to a checkpoint's fingerprint, by TOML key.
-
-        At full rank that is nothing: the shape identifies the model.
-        """
+        """Return what the family adds to a checkpoint's fingerprint, by TOML key."""
         names = ["rank_attention", "rank_ffn", "activation"] if self.low_rank else []
         names += ["lax_gate"] if self.gated else []
         return {f"low_rank.{name}": getattr(args, name) for name in names}

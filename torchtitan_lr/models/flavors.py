@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The shapes by name, common to all families, or from a file; each family adds its ranks.
+"""The shapes by name, common to all families, or from a file.
 
 Sources: ``60M`` to ``7B`` are CoLA's (Table 5), ``1B_boost``, ``3B``, ``13B`` and ``30B`` are
 BOOST's, ``8B`` is Llama 3.1's. CoLA's 1B has d_ff 5461, which no tensor-parallel degree divides;
-BOOST's 5472 is divisible by 2, 4 and 8.
+BOOST's 5472 is divisible by 2, 4 and 8. Ranks are d/4 but at 130M.
 """
 
 import copy
@@ -22,20 +22,20 @@ from torchtitan_lr.models.families import FAMILIES, ModelFamily
 from torchtitan_lr.titan.base import drop_marker
 from torchtitan_lr.titan.specs import RoPEScalingArgs
 
-# dim, ffn_dim, n_heads, n_layers
-_SHAPES: dict[str, tuple[int, int, int, int]] = {
-    "debug": (128, 344, 8, 4),
-    "tiny": (256, 688, 8, 2),
-    "60M": (512, 1376, 8, 8),
-    "130M": (768, 2048, 12, 12),
-    "350M": (1024, 2736, 16, 24),
-    "1B": (2048, 5461, 32, 24),
-    "1B_boost": (2048, 5472, 32, 24),
-    "3B": (3072, 8192, 24, 28),
-    "7B": (4096, 11008, 32, 32),
-    "8B": (4096, 14336, 32, 32),
-    "13B": (5120, 13824, 40, 40),
-    "30B": (8192, 22016, 64, 36),
+# dim, ffn_dim, n_heads, n_layers, rank of every linear
+_SHAPES: dict[str, tuple[int, int, int, int, int]] = {
+    "debug": (128, 344, 8, 4, 32),
+    "tiny": (256, 688, 8, 2, 64),
+    "60M": (512, 1376, 8, 8, 128),
+    "130M": (768, 2048, 12, 12, 256),
+    "350M": (1024, 2736, 16, 24, 256),
+    "1B": (2048, 5461, 32, 24, 512),
+    "1B_boost": (2048, 5472, 32, 24, 512),
+    "3B": (3072, 8192, 24, 28, 768),
+    "7B": (4096, 11008, 32, 32, 1024),
+    "8B": (4096, 14336, 32, 32, 1024),
+    "13B": (5120, 13824, 40, 40, 1280),
+    "30B": (8192, 22016, 64, 36, 2048),
 }
 
 _EXTRAS: dict[str, dict[str, Any]] = {
@@ -58,15 +58,9 @@ _EXTRAS: dict[str, dict[str, Any]] = {
 MODEL_ARGS = "model_args.json"
 SUFFIX = ".json"
 
-_WRITERS = "what torchtitan-lr export or torchtitan-lr import wrote"
-
 
 def read_model_args(path: Path) -> LlamaArgs:
-    """Read the ``model_args.json`` next to weights.
-
-    Raises:
-        ConfigError: The file is missing or unreadable, or does not describe a valid model.
-    """
+    """Read the ``model_args.json`` next to weights; a ConfigError if it has no valid model."""
     try:
         values = read_json(path)
         scaling = values.pop("rope_scaling", None)
@@ -74,7 +68,8 @@ def read_model_args(path: Path) -> LlamaArgs:
     except ConfigError:
         raise
     except (OSError, ValueError, ArithmeticError, TypeError, AttributeError) as error:
-        raise ConfigError(str(path), str(error), _WRITERS) from error
+        want = "what torchtitan-lr export or torchtitan-lr import wrote"
+        raise ConfigError(str(path), str(error), want) from error
 
 
 def write_model_args(args: LlamaArgs, path: Path) -> None:
@@ -85,17 +80,13 @@ def write_model_args(args: LlamaArgs, path: Path) -> None:
 
 
 class FlavorTable(UserDict[str, LlamaArgs]):
-    """Flavors of one family by name, or from a file; each look-up gives a fresh copy.
-
-    torchtitan looks a flavor up and then changes it in place, so a plain dict would carry one
-    job's settings into the next.
-    """
+    """Flavors of one family by name or file; each look-up copies, as torchtitan changes it."""
 
     def __init__(self, family: ModelFamily) -> None:
         self.family = family
         super().__init__()
-        for size, (dim, ffn_dim, n_heads, n_layers) in _SHAPES.items():
-            own: dict[str, Any] = family.defaults(size) | _EXTRAS.get(size, {})
+        for size, (dim, ffn_dim, n_heads, n_layers, rank) in _SHAPES.items():
+            own: dict[str, Any] = family.defaults(size, rank) | _EXTRAS.get(size, {})
             own |= {"dim": dim, "ffn_dim": ffn_dim, "n_heads": n_heads, "n_layers": n_layers}
             self[size] = LlamaArgs(family=family.name, **own)
 
@@ -105,16 +96,8 @@ class FlavorTable(UserDict[str, LlamaArgs]):
         return self[str(flavor)] is not None if is_file else flavor in self.data
 
     def __getitem__(self, flavor: str) -> LlamaArgs:
-        """Return a flavor.
-
-        Args:
-            flavor: A name, or the path of a ``.json`` file, relative to the working directory,
-                else to the package's parent folder.
-
-        Raises:
-            KeyError: No flavor has this name.
-            ConfigError: The file is refused by `read_model_args`, or has another family's model.
-        """
+        """Return a flavor by its name (KeyError), or of a ``.json`` file (ConfigError)."""
+        # The path is relative to the working directory, else to the package's parent folder.
         if not flavor.endswith(SUFFIX):
             return copy.deepcopy(super().__getitem__(flavor))
         here = user_path(flavor, "model.flavor")

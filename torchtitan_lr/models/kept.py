@@ -2,8 +2,7 @@
 """What backward reuses of forward when low-rank checkpointing recomputes a block.
 
 Autograd Functions compute by `keep` what backward must not compute twice: the r-wide latents, with
-the collective behind them, and the norms' statistics. Without low-rank checkpointing
-(`parallel.recompute`) `keep` only calls its argument.
+the collective behind them, and the norms' statistics. Otherwise `keep` only calls its argument.
 """
 
 import threading
@@ -28,20 +27,9 @@ torch.library.register_autograd("torchtitan_lr::keep", lambda ctx, gradient: gra
 
 
 def keep(compute: Callable[[], T]) -> T:
-    """Compute tensors that backward reuses when it recomputes the rest.
-
-    Call it where autograd records nothing: in the forward of an autograd Function.
-
-    Args:
-        compute: Returns a tuple of tensors. Its other effects happen in forward only.
-
-    Returns:
-        The tensors; in a compiled graph behind the operator ``torchtitan_lr::keep``, which costs
-        nothing: there the compiler drops what only leads to kept tensors.
-
-    Raises:
-        RuntimeError: In backward, a kept tensor was changed in place since.
-    """
+    """Compute tensors that backward reuses when it recomputes the rest."""
+    # Call it where autograd records nothing: in the forward of an autograd Function. In a compiled
+    # graph the compiler drops what only leads to the operator ``torchtitan_lr::keep``.
     if torch.compiler.is_compiling():
         made: Any = compute()
         if _marks_in_graphs:
@@ -52,11 +40,9 @@ def keep(compute: Callable[[], T]) -> T:
 
 
 def end_recomputation(*last: Tensor | None) -> None:
-    """Stop recomputing here if backward only still needs these tensors.
-
-    Call it in the forward of an autograd Function before its product, with what the Function saves.
-    Autograd itself collects that only afterwards: the block's last product would run for nothing.
-    """
+    """Stop recomputing here if backward only still needs these tensors."""
+    # Call it in the forward of a Function before its product, with what the Function saves.
+    # Autograd collects that only afterwards: the block's last product would run for nothing.
     running = None if torch.compiler.is_compiling() else getattr(_thread, "running", None)
     if running is not None:
         running.end_with([x for x in last if x is not None])

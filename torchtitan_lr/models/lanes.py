@@ -6,14 +6,11 @@ before the residual addition is a_i; the *partial reduction* P replaces it by
 
     y_i[:s] = Σ_j a_j[:s],    y_i[s:] = a_i[s:],    s = int(p · d)
 
-(CAAT-Net, equations 8 and 12). P is its own adjoint: backward applies it to the gradients, which
-have passed through the norms by then, as unequal streams require (section 4 and appendix B); so the
-gradients of the norms' weights are summed over the ranks. Weights have the shapes, names and
-placements of the model without lanes, lane i owning the i-th part of each: p = 1 is that model
-exactly. One device has all lanes, and a rank of the plan `parallel.caat` has g = G/T of them.
-
-A stream is (b, s, g, d) with the lanes that are here as the third dimension, so that everything
-that cuts a batch finds it in front.
+(CAAT-Net, equations 8 and 12). P is its own adjoint (section 4 and appendix B). The norms' weights
+get gradients of unequal streams, which are summed over the ranks. Lane i owns the i-th part of each
+weight: p = 1 is the model without lanes exactly. One device has all lanes, a rank of
+`parallel.caat` g = G/T. A stream is (b, s, g, d), so that everything that cuts a batch finds it in
+front.
 """
 
 from collections.abc import Sequence
@@ -23,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lr.collectives import SINGLE, Ranks, reduce
+from torchtitan_lr.collectives import SINGLE, Ranks, local, reduce
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -41,15 +38,7 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 def lane_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Map each lane by its own rows of a weight.
-
-    Args:
-        x: One input per lane (b, s, g, d_in).
-        weight: (g · o, d_in), the lanes' rows one after the other.
-
-    Returns:
-        The lanes' outputs side by side, (b, s, g · o).
-    """
+    """Map each lane of x (b, s, g, d_in) by its own rows of a weight (g · o, d_in): (b, s, g o)."""
     batch, tokens, lanes, _ = x.shape
     if lanes == 1:
         return F.linear(x.squeeze(2), weight)
@@ -59,16 +48,8 @@ def lane_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def lane_terms(x: Tensor, weight: Tensor, lanes: int) -> Tensor:
-    """Map each lane's part of the features by its own columns of a weight.
-
-    Args:
-        x: The lanes' inputs side by side, (b, s, g · i).
-        weight: (d_out, g · i), the lanes' columns one after the other.
-        lanes: Number g of the lanes here.
-
-    Returns:
-        One term of the whole product per lane, (b, s, g, d_out).
-    """
+    """Map each lane's part of x (b, s, g · i) by its own columns of a weight (d_out, g · i)."""
+    # Returns one term of the whole product per lane, (b, s, g, d_out).
     if lanes == 1:
         return F.linear(x, weight).unsqueeze(2)
     inputs = x.unflatten(-1, (lanes, -1)).flatten(0, 1).transpose(0, 1)  # (g, b s, i)
@@ -78,16 +59,8 @@ def lane_terms(x: Tensor, weight: Tensor, lanes: int) -> Tensor:
 
 
 def lane_sum(x: Tensor, shared: int, wide: bool = True) -> Tensor:
-    """Sum the shared channels over the lanes of this device.
-
-    Args:
-        x: (b, s, g, d).
-        shared: The number of shared channels.
-        wide: Whether half precision is summed in fp32 and rounded once, not after every term.
-
-    Returns:
-        Tensor (b, s, 1, shared), of the dtype of x.
-    """
+    """Sum the shared first channels of x (b, s, g, d) over the lanes here: (b, s, 1, shared)."""
+    # Half precision is summed in fp32 and rounded once; without ``wide``, after every term.
     x = x[..., :shared]
     if x.shape[2] == 1:
         return x
@@ -130,17 +103,9 @@ class _ShareChannels(torch.autograd.Function):
 
 
 def share_channels(x: Tensor, shared: int, wide_sums: bool = True, ranks: Ranks = SINGLE) -> Tensor:
-    """Apply the partial reduction P to the lanes of all ranks.
-
-    Args:
-        x: The terms of this rank's lanes (b, s, g, d).
-        shared: The number of channels that are summed, the first ones; 0 communicates nothing.
-        wide_sums: Whether backward sums in fp32 while it sends the dtype of x.
-        ranks: The tensor-parallel ranks.
-
-    Returns:
-        The result for each lane of this rank, (b, s, g, d).
-    """
+    """Apply the partial reduction P to the terms (b, s, g, d) of the lanes of all ranks."""
+    # The first ``shared`` channels are summed; 0 communicates nothing. ``wide_sums`` lets backward
+    # sum in fp32 while it sends the dtype of x.
     if shared == 0:
         return x
     out: Tensor = _ShareChannels.apply(x, shared, wide_sums, ranks)
@@ -153,52 +118,29 @@ class LaneRows(nn.Module):
     def forward(
         self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.Module | None = None
     ) -> list[Tensor]:
-        """Normalize every lane and map it by its rows of each linear.
-
-        Args:
-            x: The streams (b, s, G, d).
-            linears: The group; weight (d_out, d).
-            norm: Norm before them, if any.
-
-        Returns:
-            One output (b, s, d_out) per linear: the lanes' side by side, heads in their order.
-        """
+        """Return one output (b, s, d_out) per linear of x (b, s, G, d): the lanes' side by side."""
         x = x if norm is None else norm(x)
         return [lane_linear(x, linear.weight) for linear in linears]
 
 
 class LaneTerms(nn.Module):
-    """W x of a linear that ends in the lanes' streams, through the partial reduction.
+    """W x of a linear that ends in the lanes' streams, through `share_channels`."""
 
-    Args:
-        lanes: Their number G.
-        shared: The number of channels that the lanes sum.
-        wide_sums: Whether backward sums in fp32 while it sends half precision.
-    """
-
-    def __init__(self, lanes: int, shared: int, wide_sums: bool) -> None:
+    def __init__(self, ranks: Ranks, lanes: int, shared: int, wide_sums: bool) -> None:
         super().__init__()
-        self.lanes, self.shared, self.wide_sums = lanes, shared, wide_sums
+        self.ranks, self.lanes = ranks, lanes // ranks.size
+        self.shared, self.wide_sums = shared, wide_sums
 
     def forward(
         self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.Module | None = None
     ) -> list[Tensor]:
-        """Map each lane's part of the features x (b, s, d_in).
-
-        Returns:
-            The term added to the streams, (b, s, G, d), per linear.
-        """
-        x = x if norm is None else norm(x)
-        terms = [lane_terms(x, linear.weight, self.lanes) for linear in linears]
-        return [share_channels(term, self.shared, self.wide_sums) for term in terms]
+        """Map x (b, s, d_in/T), Shard(-1), by weight (d, d_in/T), Shard(1): (b, s, g, d) each."""
+        terms = [lane_terms(x, local(linear.weight), self.lanes) for linear in linears]
+        return [share_channels(term, self.shared, self.wide_sums, self.ranks) for term in terms]
 
 
 class LaneEmbed(nn.Module):
-    """The look-up of tokens; all lanes start with the same vectors.
-
-    Args:
-        lanes: Their number G.
-    """
+    """The look-up of tokens; all lanes start with the same vectors."""
 
     def __init__(self, lanes: int) -> None:
         super().__init__()

@@ -2,16 +2,13 @@
 """Low-rank and dense linears on one device, applied group by group.
 
 The linears of a group have one input: q, k, v; o; gate, up; down. A group's module has no
-parameters: it is called with the linears, which the sublayers own under their usual names. A plan
-of tensor parallelism replaces the modules of a group by its edges (`torchtitan_lr.parallel.edge`),
-which have the same arguments.
+parameters: it is called with the linears, which the sublayers own. A plan of tensor parallelism
+replaces the modules of a group by its edges (`parallel.edge`), which have the same arguments.
 
-A product keeps its input for the gradient of its weight. That is waste where the input is an
-elementwise function of tensors that backward needs anyway: σ(h) beside h, and silu(gate) · up
-beside gate and up. `gated_linear` keeps these tensors alone and recomputes its input in backward.
-Memory falls by r for every bottleneck with σ but a block's last, and by 2 f for every SwiGLU, per
-token, for one more elementwise pass each. In compiled blocks the compiler decides what is kept
-(`compat.compiler`).
+A product keeps its input for the gradient of its weight. `gated_linear` keeps σ's or SwiGLU's
+factors alone and recomputes its input in backward: per token, memory falls by r for every
+bottleneck with σ but a block's last, and by 2 f for every SwiGLU. In compiled blocks the compiler
+decides what is kept (`compat.compiler`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,21 +21,9 @@ from torch.autograd.function import once_differentiable
 
 from torchtitan_lr.models.kept import end_recomputation, keep
 
-pads_odd_widths: bool | None = None
-"""Whether feed-forward widths that 8 does not divide are padded where products use them, while
-gradients are computed; None pads on a GPU. Rows of an odd width begin at addresses that its fast
-kernels do not take. Parameters, their gradients and what is stored keep their width."""
-
 
 class LowRankLinear(nn.Module):
-    """The factors of one linear map, W ≈ B A; applied by the group, not by a call.
-
-    Args:
-        d_in: Input width; A.weight is (r, d_in).
-        d_out: Output width; B.weight is (d_out, r).
-        rank: Rank r.
-        gated: Whether to hold a learned factor on the latent carried from the previous block.
-    """
+    """Factors of W ≈ B A, applied by the group: A (r, d_in), B (d_out, r), LaX's gate (1,)."""
 
     def __init__(self, d_in: int, d_out: int, rank: int, gated: bool = False) -> None:
         super().__init__()
@@ -49,20 +34,13 @@ class LowRankLinear(nn.Module):
 
 
 class LowRankGroup(nn.Module):
-    """B σ(A x + g · carried) of every linear of a group (CoLA, Eq. 3; LaX).
-
-    Args:
-        use_silu: Whether σ is SiLU, by linear; otherwise it is the identity.
-        down: Applies A of every linear.
-        up: Applies σ and B of every linear.
-        mix: Adds the carried latents, for families that have them.
-    """
+    """B σ(A x + g · carried) of every linear of a group (CoLA, Eq. 3; LaX)."""
 
     def __init__(
         self, use_silu: Iterable[bool], down: nn.Module, up: nn.Module, mix: nn.Module | None
     ) -> None:
         super().__init__()
-        self.use_silu = list(use_silu)
+        self.use_silu = list(use_silu)  # by linear whether σ is SiLU, or the identity
         self.down, self.mix, self.up = down, mix, up
 
     def forward(
@@ -72,17 +50,8 @@ class LowRankGroup(nn.Module):
         norm: nn.Module | None = None,
         carried: Sequence[Tensor] | None = None,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Apply the group.
-
-        Args:
-            x: Input (b, s, d_in).
-            linears: The group's linears.
-            norm: Applied to x first.
-            carried: The latents of the previous block; None in the first block.
-
-        Returns:
-            One output (b, s, d_out) per linear, and their latents A x (b, s, r), before the mix.
-        """
+        """Return outputs (b, s, d_out), and latents A x (b, s, r) before the mix."""
+        # The input x is (b, s, d_in); ``carried`` has the latents of the previous block, if any.
         latents = self.down(x, linears, norm)  # A x: (b, s, r) per linear
         h = latents
         if self.mix is not None:
@@ -91,11 +60,7 @@ class LowRankGroup(nn.Module):
 
 
 class DenseGroup(nn.Module):
-    """W x of every linear of a full-rank group.
-
-    Args:
-        product: Applies the linears.
-    """
+    """W x of every linear of a full-rank group, by ``product``."""
 
     def __init__(self, product: nn.Module) -> None:
         super().__init__()
@@ -113,15 +78,11 @@ class DenseGroup(nn.Module):
 
 
 class Dense(nn.Module):
-    """The norm, if any, and W x.
+    """The norm, if any, and W x; see `used_width` for ``pads``."""
 
-    Args:
-        widens: Whether the outputs are features of the feed-forward, see `used_width`.
-    """
-
-    def __init__(self, widens: bool = False) -> None:
+    def __init__(self, pads: bool | None = False) -> None:
         super().__init__()
-        self.widens = widens
+        self.pads = pads
 
     def forward(
         self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.Module | None = None
@@ -129,10 +90,11 @@ class Dense(nn.Module):
         """Return one output (b, s, d_out) per linear of x (b, s, d_in)."""
         x = x if norm is None else norm(x)
         weights = [linear.weight for linear in linears]
-        widths = [used_width(w, self.widens) for w in weights]
+        widths = [used_width(w, self.pads) for w in weights]
         if widths == [w.shape[0] for w in weights] and x.shape[-1] == weights[0].shape[1]:
             return [linear(x) for linear in linears]
-        return [padded_linear(x, w, width) for w, width in zip(weights, widths, strict=True)]
+        whole = Gated(x, None, False)
+        return [gated_linear(whole, w, width) for w, width in zip(weights, widths, strict=True)]
 
 
 class Down(nn.Module):
@@ -162,43 +124,27 @@ class GatedDown(nn.Module):
 
 
 class Up(nn.Module):
-    """B σ(h).
+    """B σ(h); see `used_width` for ``pads``."""
 
-    Args:
-        keeps_input: Whether σ(h) is kept for backward, and not h alone. So does the last group of
-            a block: checkpointing stops at the last tensor that a product saves. With σ(h) saved
-            in front of it, the product is not repeated.
-        widens: Whether the outputs are features of the feed-forward, see `used_width`.
-    """
-
-    def __init__(self, keeps_input: bool = False, widens: bool = False) -> None:
+    def __init__(self, keeps_input: bool = False, pads: bool | None = False) -> None:
         super().__init__()
-        self.keeps_input, self.widens = keeps_input, widens
+        # Whether σ(h) is kept for backward, not h alone, as by the last group of a block: with σ(h)
+        # saved in front of the product, checkpointing does not repeat it.
+        self.keeps_input, self.pads = keeps_input, pads
 
     def forward(
-        self,
-        latents: Sequence[Tensor],
-        linears: Sequence[LowRankLinear],
-        use_silu: Sequence[bool],
+        self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear], use_silu: Sequence[bool]
     ) -> list[Tensor]:
-        """Return one output (b, s, d_out) per linear.
-
-        Args:
-            latents: One h (b, s, r) per linear, before σ.
-            linears: The group.
-            use_silu: Whether σ is SiLU, by linear.
-        """
+        """Return one output (b, s, d_out) per linear of its latent h (b, s, r), before σ."""
         if self.keeps_input or not torch.is_grad_enabled():
             active = activated(latents, use_silu)
             return [linear.B(h) for h, linear in zip(active, linears, strict=True)]
         outputs = []
         for h, linear, silu in zip(latents, linears, use_silu, strict=True):
             b = linear.B
-            width = used_width(b.weight, self.widens)
-            if silu:
-                outputs.append(gated_linear(Gated(h, None, True), b.weight, width))
-            elif width != b.weight.shape[0]:
-                outputs.append(padded_linear(h, b.weight, width))
+            width = used_width(b.weight, self.pads)
+            if silu or width != b.weight.shape[0]:
+                outputs.append(gated_linear(Gated(h, None, silu), b.weight, width))
             else:
                 outputs.append(b(h))
         return outputs
@@ -213,22 +159,12 @@ class Mix(nn.Module):
         carried: Sequence[Tensor] | None,
         linears: Sequence[LowRankLinear],
     ) -> list[Tensor]:
-        """Compute A_i x_i + g · A_(i-1) x_(i-1).
-
-        Args:
-            latents: This block's A_i x_i, one (b, s, r) per linear.
-            carried: The previous block's, in the same order; None in the first block.
-            linears: The group, with the gates g (1,) where they are learned (else g = 1).
-        """
+        """Compute A_i x_i + g · A_(i-1) x_(i-1), (b, s, r) per linear."""
         return mix(latents, carried, [linear.gate for linear in linears])
 
 
 class Swiglu(nn.Module):
-    """σ(gate) · up.
-
-    Args:
-        silu: Whether σ is SiLU; otherwise it is the identity.
-    """
+    """σ(gate) · up, where σ is SiLU or the identity."""
 
     def __init__(self, silu: bool) -> None:
         super().__init__()
@@ -267,14 +203,9 @@ def activated(latents: Sequence[Tensor], use_silu: Sequence[bool]) -> list[Tenso
 class Gated(NamedTuple):
     """The factors of σ(gate) · up, multiplied only where they are used."""
 
-    gate: Tensor
-    """(b, s, f), or a latent (b, s, r)."""
-
-    up: Tensor | None
-    """(b, s, f); None for σ(gate) alone."""
-
-    silu: bool
-    """Whether σ is SiLU; otherwise it is the identity."""
+    gate: Tensor  # (b, s, f), or a latent (b, s, r)
+    up: Tensor | None  # (b, s, f); None for σ(gate) alone
+    silu: bool  # whether σ is SiLU, or the identity
 
     def product(self) -> Tensor:
         """Multiply."""
@@ -282,20 +213,14 @@ class Gated(NamedTuple):
         return active if self.up is None else active * self.up
 
 
-def used_width(weight: Tensor, widens: bool) -> int:
-    """Return the number of features that products with a weight compute.
-
-    Args:
-        weight: (features, inputs).
-        widens: Whether they belong to the feed-forward, whose next product takes as many as come.
-
-    Returns:
-        The next multiple of 32 for a width that 8 does not divide. The features that are added are
-        0, and so are their gradients.
-    """
+def used_width(weight: Tensor, pads: bool | None) -> int:
+    """Return the number of features that products with a weight (features, inputs) compute."""
+    # With ``pads`` that is the next multiple of 32 for a width that 8 does not divide, while
+    # gradients are computed: rows of an odd width begin at addresses that a GPU's fast kernels do
+    # not take. None pads on a GPU. The added features are 0, and so are their gradients.
     width = weight.shape[0]
-    pads = weight.is_cuda if pads_odd_widths is None else pads_odd_widths
-    if not (widens and pads and torch.is_grad_enabled()) or width % 8 == 0:
+    pads = weight.is_cuda if pads is None else pads
+    if not (pads and torch.is_grad_enabled()) or width % 8 == 0:
         return width
     return -(-width // 32) * 32
 
@@ -316,38 +241,8 @@ def unpadded(gradient: Tensor, weight: Tensor) -> Tensor:
     return gradient[:m, :n].contiguous()
 
 
-class _PaddedLinear(torch.autograd.Function):
-    """Forward W x with a padded W, which is not kept."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,  # (b, s, d_in), d_in padded or not
-        weight: Tensor,  # (d_out, d_in), not padded
-        width: int,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        end_recomputation(x, weight)
-        ctx.width = width
-        return F.linear(x, padded(weight, width, x.shape[-1]))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        dweight = gradient.flatten(0, -2).T @ x.flatten(0, -2)
-        dx = gradient @ padded(weight, ctx.width, x.shape[-1])
-        return dx, unpadded(dweight, weight), None
-
-
-def padded_linear(x: Tensor, weight: Tensor, width: int) -> Tensor:
-    """Apply a linear (d_out, d_in) to x (b, s, d_in or more); returns (b, s, width)."""
-    out: Tensor = _PaddedLinear.apply(x, weight, width)
-    return out
-
-
 class _GatedLinear(torch.autograd.Function):
-    """Forward W (σ(gate) · up); backward recomputes the product."""
+    """Forward W (σ(gate) · up), with a padded W that is not kept; backward repeats the product."""
 
     @staticmethod
     def forward(
@@ -386,16 +281,9 @@ class _GatedLinear(torch.autograd.Function):
 
 
 def gated_linear(hidden: Gated, weight: Tensor, width: int | None = None) -> Tensor:
-    """Apply A (σ(gate) · up), or B σ(h) to a latent h (CoLA, Eq. 3); keeps the factors alone.
-
-    Args:
-        hidden: The factors; A takes as many features as come, see `used_width`.
-        weight: A (r, f), or B (d_out, r).
-        width: Features of the result; by default r, or d_out.
-
-    Returns:
-        Tensor (b, s, width).
-    """
+    """Apply A (σ(gate) · up), or B σ(h) to a latent h (CoLA, Eq. 3); keep the factors alone."""
+    # A (r, f) takes as many features as come, see `used_width`; the result (b, s, width) has r
+    # features by default, of B (d_out, r) it has d_out.
     out: Tensor = _GatedLinear.apply(*hidden, weight, width or weight.shape[0])
     return out
 
@@ -423,15 +311,8 @@ class _DownProducts(torch.autograd.Function):
 
 
 def down_products(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """Apply several linears to one input, with one product per kind of gradient.
-
-    Args:
-        x: Input (b, s, d_in).
-        weights: One (r_i, d_in) per linear.
-
-    Returns:
-        One output (b, s, r_i) per linear. Low-rank checkpointing saves them.
-    """
+    """Apply linears (r_i, d_in) to one x (b, s, d_in), with one product per kind of gradient."""
+    # Low-rank checkpointing saves the outputs (b, s, r_i).
     return list(_DownProducts.apply(x, *weights))
 
 

@@ -2,19 +2,20 @@
 """The LLaMA model of every family on one device.
 
 This code is independent of ranks and meshes. It takes head counts and hidden widths from the
-tensors, so it also runs on a shard of the heads or of the feed-forward: a plan of tensor
-parallelism replaces the modules that apply linears (`models.linears`), and nothing else.
+tensors, so it also runs on a shard of them: a plan of tensor parallelism replaces the modules that
+apply linears (`models.linears`), and nothing else.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan_lr.collectives import SINGLE
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.ends import Embed, Head, OutputProjection, TokenEmbedding
 from torchtitan_lr.models.initialization import init_parameters
@@ -32,41 +33,27 @@ from torchtitan_lr.models.linears import (
 from torchtitan_lr.titan.base import BlockMask, ModelProtocol, create_attention_mask, flex_attention
 from torchtitan_lr.titan.specs import RoPEScalingArgs
 
-if TYPE_CHECKING:
-    from torchtitan_lr.inference.cache import KeyValueCache, LayerCache
-
+# The seven pre-activation latents A x (b, s, r) that LaX passes from block to block: q, k, v, o,
+# gate, up, down.
 Latents: TypeAlias = tuple[Tensor, ...]
-"""The seven pre-activation latents A x (b, s, r) that LaX passes from block to block,
-in the order q, k, v, o, gate, up, down."""
+N_ATTENTION_LATENTS = 4  # q, k, v, o
 
-N_ATTENTION_LATENTS = 4
-"""How many of them attention owns."""
-
-Mask: TypeAlias = Tensor | BlockMask
-"""Which tokens attention sees, see `separate`."""
-
-PLACES = "places"
-"""Name of the tokens' places in a batch's inputs, and of the model's argument."""
-
+Mask: TypeAlias = Tensor | BlockMask  # which tokens attention sees, see `separate`
+PLACES = "places"  # the tokens' places in a batch's inputs, and the model's argument
+# Where torch's ``flex_attention`` has a backward pass; on a CPU it has none (2.15).
 BLOCK_MASK_DEVICES = ("cuda", "xpu")
-"""Types of devices where torch's ``flex_attention`` has a backward pass; a CPU has none (2.15)."""
 
 
 def build_groups(args: LlamaArgs, first: Sequence[str], second: str) -> tuple[nn.Module, nn.Module]:
-    """Build what applies the two groups of linears of attention or the feed-forward.
-
-    Args:
-        args: The model's arguments.
-        first: The projections that read the residual stream.
-        second: The one that adds to it.
-    """
+    """Build what applies the projections that read the residual stream, and the one that adds."""
     if args.lanes > 1:
         shared, wide_sums = args.shared_channels(args.dim), args.backward_sum == "float32"
-        return DenseGroup(LaneRows()), DenseGroup(LaneTerms(args.lanes, shared, wide_sums))
+        return DenseGroup(LaneRows()), DenseGroup(LaneTerms(SINGLE, args.lanes, shared, wide_sums))
     family, ends_block = args.model_family, second == "down"
+    pads = None if ends_block else False  # the feed-forward's width, on a GPU
     if not args.low_rank:
-        return DenseGroup(Dense(widens=ends_block)), DenseGroup(Dense())
-    up = Up(widens=ends_block)
+        return DenseGroup(Dense(pads)), DenseGroup(Dense())
+    up = Up(pads=pads)
     opening = LowRankGroup(map(args.latent_silu, first), Down(), up, family.build_mix())
     down = GatedDown() if ends_block else Down()
     up = Up(keeps_input=ends_block)
@@ -74,11 +61,7 @@ def build_groups(args: LlamaArgs, first: Sequence[str], second: str) -> tuple[nn
 
 
 class Attend(nn.Module):
-    """Rotary positions, and attention of all tokens of a row to those before them.
-
-    Args:
-        head_dim: Width of a head.
-    """
+    """Rotary positions, and attention of all tokens of a row to those before them."""
 
     def __init__(self, head_dim: int) -> None:
         super().__init__()
@@ -86,34 +69,20 @@ class Attend(nn.Module):
 
     def forward(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        table: Tensor,
-        mask: Mask | None = None,
-        row_table: Tensor | None = None,
+        q: Tensor,  # (b, s, h · head_dim), not rotated
+        k: Tensor,  # (b, s, h_kv · head_dim), not rotated
+        v: Tensor,  # (b, s, h_kv · head_dim)
+        table: Tensor,  # rotations of these tokens, see `apply_rope`
+        mask: Mask | None = None,  # of the documents, see `separate`; None is causal
+        row_table: Tensor | None = None,  # of the whole row, if these tokens are a part of it
     ) -> Tensor:
-        """Return attention's output (b, h, s, head_dim).
-
-        Args:
-            q: Queries (b, s, h · head_dim), not rotated.
-            k: Keys (b, s, h_kv · head_dim), likewise.
-            v: Values (b, s, h_kv · head_dim).
-            table: Rotary table of these tokens, see `apply_rope`.
-            mask: Of the documents, see `separate`; None for causal attention.
-            row_table: Rotary table of the whole row if these tokens are a part of it, else None.
-        """
+        """Return attention's output (b, h, s, head_dim)."""
         q, k = split_heads(q, self.head_dim, table), split_heads(k, self.head_dim, table)
         return attend(q, k, split_heads(v, self.head_dim), mask)
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions and grouped queries; the groups qkv and o.
-
-    Args:
-        args: The model's arguments.
-        first_block: Whether the block receives no latents.
-    """
+    """Causal self-attention with rotary positions and grouped queries; the groups qkv and o."""
 
     def __init__(self, args: LlamaArgs, first_block: bool) -> None:
         super().__init__()
@@ -131,44 +100,21 @@ class Attention(nn.Module):
         norm: nn.Module,
         table: Tensor,
         carried: Latents | None,
-        cache: "LayerCache | None" = None,
         mask: Mask | None = None,
         row_table: Tensor | None = None,
     ) -> tuple[Tensor, Latents]:
-        """Compute attention.
-
-        Args:
-            x: Residual stream (b, s, d).
-            norm: The block's attention norm.
-            table: Rotary table, see `apply_rope`.
-            carried: The previous block's q, k, v, o latents (b, s, r), or None.
-            cache: Keys and values of earlier tokens; None if x has the whole sequence.
-            mask: Of the documents, see `separate`; None for causal attention.
-            row_table: Rotary table of the whole row if x has a part of it, else None.
-
-        Returns:
-            The update of the residual stream (b, s, d), and this block's q, k, v, o latents
-            (none at full rank).
-        """
+        """Return the update of x (b, s, d), and q, k, v, o latents (none at full rank)."""
+        # ``carried`` has the previous block's latents (b, s, r). See `Attend` for the rest.
         previous, previous_o = carried and carried[:3], carried and carried[3:]
         (q, k, v), latents = self.qkv(x, [self.wq, self.wk, self.wv], norm, previous)
-        if cache is None:
-            x = self.attend(q, k, v, table, mask, row_table)  # (b, h, s, head_dim)
-        else:
-            q, k = split_heads(q, self.head_dim, table), split_heads(k, self.head_dim, table)
-            x = cache.attend(q, k, split_heads(v, self.head_dim))
+        x = self.attend(q, k, v, table, mask, row_table)  # (b, h, s, head_dim)
         x = x.transpose(1, 2).flatten(2)  # (b, s, h · head_dim)
         (out,), latents_o = self.o(x, [self.wo], None, previous_o)
         return out, (*latents, *latents_o)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU feed-forward, down(gate · up), with σ on the gate; the groups gate_up and out.
-
-    Args:
-        args: The model's arguments.
-        first_block: Whether the block receives no latents.
-    """
+    """SwiGLU feed-forward, down(gate · up), with σ on the gate; the groups gate_up and out."""
 
     def __init__(self, args: LlamaArgs, first_block: bool) -> None:
         super().__init__()
@@ -185,17 +131,7 @@ class FeedForward(nn.Module):
     def forward(
         self, x: Tensor, norm: nn.Module, carried: Latents | None
     ) -> tuple[Tensor, Latents]:
-        """Apply the feed-forward to every token.
-
-        Args:
-            x: Residual stream (b, s, d).
-            norm: The block's feed-forward norm.
-            carried: The previous block's gate, up, down latents (b, s, r), or None.
-
-        Returns:
-            The update of the residual stream (b, s, d), and this block's gate, up, down latents
-            (none at full rank).
-        """
+        """Return the update of x (b, s, d), and gate, up, down latents (none at full rank)."""
         previous, previous_down = carried and carried[:2], carried and carried[2:]
         (gate, up), latents = self.gate_up(x, [self.w1, self.w3], norm, previous)
         hidden = self.swiglu(gate, up)  # (b, s, f)
@@ -219,27 +155,15 @@ class TransformerBlock(nn.Module):
         x: Tensor,
         table: Tensor,
         carried: Latents | None = None,
-        cache: "LayerCache | None" = None,
         mask: Mask | None = None,
         row_table: Tensor | None = None,
     ) -> tuple[Tensor, Latents | None]:
-        """Run the block.
-
-        Args:
-            x: Residual stream (b, s, d); with lanes at full rank (b, s, G, d), see `lanes`.
-            table: Rotary table, see `apply_rope`.
-            carried: The previous block's seven latents, or None in the first block and in
-                families without them.
-            cache: Keys and values of earlier tokens; None if x has the whole sequence.
-            mask: As in `Attention.forward`.
-            row_table: Likewise.
-
-        Returns:
-            The residual stream, as x, and this block's latents for LaX, else None.
-        """
+        """Return the stream (b, s, d), with lanes (b, s, G, d), and the seven latents for LaX."""
+        # ``carried`` has the previous block's latents; None in the first block and in other
+        # families. The other arguments are those of `Attention.forward`.
         n = N_ATTENTION_LATENTS
         update, latents_attention = self.attention(
-            x, self.attention_norm, table, carried and carried[:n], cache, mask, row_table
+            x, self.attention_norm, table, carried and carried[:n], mask, row_table
         )
         x = x + update
         update, latents_ffn = self.feed_forward(x, self.ffn_norm, carried and carried[n:])
@@ -248,11 +172,7 @@ class TransformerBlock(nn.Module):
 
 
 class LlamaModel(ModelProtocol):
-    """LLaMA of any family, or the part of a pipeline stage.
-
-    A stage has ``tok_embeddings``, ``norm`` or ``output`` set to None and layers removed, as
-    torchtitan's ``pipeline_llm`` leaves it.
-    """
+    """LLaMA of any family, or the part of a pipeline stage that ``pipeline_llm`` leaves."""
 
     freqs_cis: Tensor
 
@@ -281,40 +201,22 @@ class LlamaModel(ModelProtocol):
 
     def forward(
         self,
-        tokens: Tensor,
-        *carried: Tensor,
-        cache: "KeyValueCache | None" = None,
-        documents: Tensor | None = None,
-        places: Tensor | None = None,
-        targets: Tensor | None = None,
+        tokens: Tensor,  # (b, s); in a later pipeline stage the residual stream (b, s, d)
+        *carried: Tensor,  # LaX in a later pipeline stage: seven latents of the stage before
+        documents: Tensor | None = None,  # index of each token's document (b, s), see `separate`
+        places: Tensor | None = None,  # of the tokens (b, s), if they are a part of longer rows
+        targets: Tensor | None = None,  # token ids (b, s) whose log-probabilities are summed
     ) -> Tensor | tuple[Tensor, ...]:
-        """Predict the next token at every position.
-
-        Args:
-            tokens: Token ids (b, s); in a later pipeline stage, the residual stream (b, s, d).
-            *carried: LaX in a later pipeline stage: the seven latents sent by the stage before.
-            cache: Keys and values of the tokens before these; None if there are none.
-            documents: Index of each token's document (b, s), on every pipeline stage; None for one
-                document per row. Documents do not see each other (`separate`).
-            places: Places of the tokens in their rows (b, s), on every pipeline stage; then a row
-                is longer, and has all its documents. None if the tokens are whole rows.
-            targets: Token ids (b, s) whose log-probabilities are summed, on every pipeline stage.
-                A head that gathers its logits over the ranks does not use them.
-
-        Returns:
-            Logits (b, s, V), with a cache of the last position alone, (b, 1, V); with targets
-            instead the scalar sum of -log p(target), without whole logits (`models.ends`). In
-            an earlier pipeline stage, the residual stream (b, s, d), with lanes at full rank
-            (b, s, G, d), for LaX followed by the last block's latents.
-        """
+        """Predict the next token at every position: return logits (b, s, V), or a loss."""
+        # A head that gathers its logits over the ranks ignores targets. An earlier pipeline stage
+        # returns the stream (b, s, d), with lanes (b, s, G, d), for LaX followed by the last
+        # block's latents.
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         latents: Latents | None = carried or None
         table = torch.view_as_real(self.freqs_cis)
         # Arguments that are not given at all let a compiled block keep its one graph.
         options: dict[str, Any] = {}
         if documents is not None:
-            if cache is not None:
-                raise ValueError("a cache holds one document per row")
             positions, mask = separate(documents, x.dtype, places)
             table, options["mask"] = table[positions], mask
         if places is not None:
@@ -325,13 +227,8 @@ class LlamaModel(ModelProtocol):
             else:
                 rows = torch.arange(len(places), device=places.device)[:, None]
                 table = table[rows, places]
-        if cache is not None:
-            table = cache.begin(table, tokens.shape[1])
-        for i, block in enumerate(self.layers.values()):
-            own = {} if cache is None else {"cache": cache.layers[i]}
-            x, latents = block(x, table, latents, **options, **own)
-        if cache is not None:
-            x = x[:, -1:]  # generation reads no other prediction
+        for block in self.layers.values():
+            x, latents = block(x, table, latents, **options)
         if self.output is not None:
             out: Tensor = self.output(x, self.norm, targets)
             return out
@@ -362,10 +259,7 @@ class LlamaModel(ModelProtocol):
 
 
 def split_heads(x: Tensor, head_dim: int, table: Tensor | None = None) -> Tensor:
-    """Return the heads (b, h, s, head_dim) of x (b, s, h · head_dim), rotated if there is a table.
-
-    The table is as for `apply_rope`.
-    """
+    """Return the heads (b, h, s, head_dim) of x (b, s, h · head_dim), rotated by a table if any."""
     heads = x.unflatten(-1, (-1, head_dim))  # (b, s, h, head_dim)
     if table is not None:
         heads = apply_rope(heads, table)
@@ -373,14 +267,8 @@ def split_heads(x: Tensor, head_dim: int, table: Tensor | None = None) -> Tensor
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
-    """Return attention's output (b, h, s, head_dim).
-
-    Args:
-        q: Queries (b, h, s, head_dim).
-        k: Keys (b, h_kv, s, head_dim).
-        v: Values, likewise.
-        mask: Of the documents, see `separate`; None for causal attention.
-    """
+    """Return attention's output (b, h, s, head_dim) of q, likewise, and k, v (b, h_kv, ...)."""
+    # Without the mask of the documents (`separate`) attention is causal.
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
         out: Tensor = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
@@ -392,24 +280,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
 
 
 def separate(
-    documents: Tensor, dtype: torch.dtype, places: Tensor | None = None
+    documents: Tensor,  # index of each token's document (b, s), different for all of a row
+    dtype: torch.dtype,
+    places: Tensor | None = None,  # of the tokens that attend (b, q); None for all s
 ) -> tuple[Tensor, Mask]:
-    """Return the positions of tokens in their documents, and the mask of attention.
-
-    A token attends to the earlier tokens of its own document, as if that were alone.
-
-    Args:
-        documents: Index of each token's document (b, s). It changes where a document begins, and is
-            different for all documents of a row.
-        dtype: Of the queries.
-        places: Places of the tokens that attend (b, q); None for all s.
-
-    Returns:
-        Positions (b, s), int64, from 0. The first token of a row begins a document: what a row
-        continues from an earlier one is not there. And the mask: the blocks of 128 × 128 scores
-        that ``flex_attention`` computes, which takes no memory of s²; on a CPU, what is added to
-        the scores (b, 1, q, s): 0 for the tokens up to one's own of the same document, else -inf.
-    """
+    """Return the positions of tokens in their documents (b, s), and the mask of attention."""
+    # A token attends to the earlier tokens of its own document. The first token of a row begins a
+    # document. The mask is the blocks of 128 × 128 scores that ``flex_attention`` computes, without
+    # memory of s²; on a CPU, what is added to the scores (b, 1, q, s) in ``dtype``: 0 or -inf.
     b, s = documents.shape
     keys = torch.arange(s, device=documents.device).expand_as(documents)
     first = torch.ones_like(documents[:, :1], dtype=torch.bool)
@@ -442,29 +320,11 @@ def build_freqs_cis(
     scaling: RoPEScalingArgs | None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Table of rotations exp(i · position · frequency) (RoFormer, section 3.2.2).
-
-    The pairs of a head are neighbours, (x0, x1), (x2, x3), ...: Meta's convention. Hugging Face
-    pairs the two halves of a head instead, hence the permutation in the state-dict adapter.
-
-    Under Llama 3.1's scaling, pairs that turn often within the original context keep their
-    frequency, those that turn rarely have it divided by the factor, and the ones between are
-    interpolated linearly in the number of turns.
-
-    The model keeps the table complex, so that no cast of the model rounds it, and hands its blocks
-    the same memory as real numbers: compilers generate no code for complex ones.
-
-    Args:
-        head_dim: Width of a head (even).
-        seq_len: Number of positions.
-        theta: Base of the frequencies, a geometric series.
-        scaling: Llama 3.1's frequency scaling, or None.
-        dtype: Precision of the real and imaginary parts, fp32 or fp64.
-
-    Returns:
-        Tensor of shape (seq_len, head_dim / 2), complex64 or complex128, on the current default
-        device; the angles are computed in fp64 and rounded once.
-    """
+    """Return exp(i · position · frequency) (RoFormer, section 3.2.2), (seq_len, head_dim / 2)."""
+    # The pairs of a head are neighbours, (x0, x1), (x2, x3), ...: Meta's convention. Hugging Face
+    # pairs the two halves of a head instead. Under Llama 3.1's scaling, pairs that turn often
+    # within the original context keep their frequency, those that turn rarely have it divided by
+    # the factor, and the ones between are interpolated linearly in the number of turns.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     frequencies = torch.pow(theta, -exponents)  # radians per position
     if scaling is not None:
@@ -478,17 +338,9 @@ def build_freqs_cis(
 
 
 def apply_rope(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate every pair of every head by its position's angle, in fp32 or better.
-
-    Args:
-        x: Queries or keys (b, s, h, head_dim); any number of heads, so a shard of them too.
-        table: Cosines and sines (s', head_dim / 2, 2) with s' >= s, or the complex table
-            (s', head_dim / 2) of `build_freqs_cis`; not rounded below fp32. For rows with
-            different positions (b, s, head_dim / 2, 2).
-
-    Returns:
-        The rotated tensor, of the shape and dtype of ``x``.
-    """
+    """Rotate every pair of x (b, s, h, head_dim) by its position's angle, in fp32 or better."""
+    # The table has cosines and sines (s' >= s, head_dim / 2, 2), for rows with different positions
+    # (b, s, head_dim / 2, 2); or it is that of `build_freqs_cis`.
     table = torch.view_as_real(table) if table.is_complex() else table
     # ([b,] s, 1, head_dim / 2, 2)
     table = table[:, :, None] if table.dim() == 4 else table[: x.shape[1], None]

@@ -10,21 +10,15 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.titan.specs import Llama3StateDictAdapter
 
-_FACTORS = ("A.weight", "B.weight", "gate")
-"""What a low-rank linear has in the place of ``weight``."""
+_FACTORS = ("A.weight", "B.weight", "gate")  # in the place of ``weight``
 
 
 class LlamaStateDictAdapter(Llama3StateDictAdapter):
     """Converts state dicts between our names and Hugging Face's.
 
-    Full rank goes both ways, with the permutation between the two conventions of RoPE (torchtitan's
-    own). svd merges into full-rank weights, one way. Others keep their tensors, which the code of
-    an export (`hf.modeling_torchtitan_lr`) has by LLaMA's names, both ways.
-
-    Args:
-        model_args: The model's arguments.
-        hf_assets_path: A folder of weights, if any.
-        coded: Whether svd is not merged either.
+    Full rank goes both ways, with torchtitan's permutation of RoPE. svd merges into full-rank
+    weights, one way. Others, and svd if ``coded``, keep their tensors under LLaMA's names, both
+    ways.
     """
 
     def __init__(
@@ -60,12 +54,9 @@ class LlamaStateDictAdapter(Llama3StateDictAdapter):
         return converted
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Convert Hugging Face's weights.
-
-        Raises:
-            ConfigError: For svd, whose factors a full matrix does not determine, and for lanes with
-                channels of their own; but not if ``coded``.
-        """
+        """Convert Hugging Face's weights."""
+        # Unless ``coded``, a ConfigError refuses svd, whose factors a full matrix does not
+        # determine, and lanes with channels of their own.
         args, family = self.llama_args, self.llama_args.model_family
         if not self.coded and family.factorises:
             want = "llama_full: a full-rank matrix does not determine the factors of "
@@ -88,15 +79,8 @@ class LlamaStateDictAdapter(Llama3StateDictAdapter):
 
 
 def merge_factors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Replace every pair of factors by its product.
-
-    Args:
-        state_dict: Weights, among them pairs ``*.A.weight`` (r, d_in), ``*.B.weight`` (d_out, r).
-
-    Returns:
-        The weights with ``*.weight`` = B A (d_out, d_in) in place of the pairs, multiplied in fp32
-        or better and given in the factors' dtype.
-    """
+    """Replace pairs ``*.A.weight`` (r, d_in), ``*.B.weight`` (d_out, r) by ``*.weight`` = B A."""
+    # Multiplied in fp32 or better, in the factors' dtype.
     merged: dict[str, Any] = {}
     for name, value in state_dict.items():
         if name.endswith(".A.weight"):

@@ -5,11 +5,7 @@ from collections.abc import Sequence
 
 
 def split_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Split entries into consecutive buckets of at most ``limit`` elements, or one larger entry.
-
-    Returns:
-        The indices of each bucket's entries.
-    """
+    """Split the indices of entries into buckets of at most ``limit`` elements, or one larger."""
     result: list[list[int]] = []
     room = 0
     for index, size in enumerate(sizes):

@@ -3,7 +3,9 @@
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -11,21 +13,21 @@ from torchtitan_lr.compat.autograd import clean_name
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.titan.components import OptimizersContainer, init_optimizer_container
 
+REPLICAS_WIRE: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary()
+"""Dtype in which an optimizer sums a model part's gradients over the replicas, if not their own.
+
+torchtitan builds optimizers from model parts and ``[optimizer]``, without ``[training]``.
+"""
+
 
 class NamedOptimizers(OptimizersContainer):
     """Optimizers whose groups name their parameters, and whose state exists from the start.
 
-    The state loads in any layout: it is saved by the names of parameters, as torchtitan's
-    containers save theirs. Those have one optimizer per model part.
+    The state is saved by the names of parameters, so that it loads in any layout.
     """
 
     def contain(self, optimizers: Sequence[Optimizer], defaults: dict[str, Any]) -> None:
-        """Take the optimizers of this rank; a constructor calls it last, with ``model_parts`` set.
-
-        Args:
-            optimizers: No two have a parameter in common.
-            defaults: Hyperparameters, for torch's constructor.
-        """
+        """Take optimizers without common parameters; called last, with ``model_parts`` set."""
         self.optimizers = list(optimizers)
         parameters: list[Tensor] = []
         for optimizer in optimizers:

@@ -44,9 +44,8 @@ class Gradients(Protocol):
     def finish_sums(self) -> Tensor:
         """Wait for sums over the ranks that still run; return this rank's share of the norm.
 
-        Returns:
-            A plain fp64 scalar. The shares of all ranks add up to the square of the full gradient's
-            norm, so that the sum can travel with other sums in one collective.
+        The shares of all ranks, plain fp64 scalars, add up to the square of the full gradient's
+        norm, so that the sum can travel with other sums in one collective.
         """
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
@@ -56,11 +55,7 @@ class Gradients(Protocol):
         """
 
     def settle(self, rejected: bool) -> None:
-        """Correct on the host what the step has changed, once the verdict on it is known there.
-
-        Args:
-            rejected: Whether the device has left the step out.
-        """
+        """Correct on the host what a step has changed that the device has rejected or not."""
 
     def nonfinite(self, part: nn.Module) -> list[str]:
         """Return the names of a part's parameters whose gradient is not finite on this rank."""
@@ -68,15 +63,12 @@ class Gradients(Protocol):
 
 @dataclass
 class StoredGradients(Gradients):
-    """Gradients that FSDP or DDP reduces into ``parameter.grad``; see `Gradients`.
-
-    Args:
-        model_parts: The pipeline stages of this rank (one without pipelining).
-        pp_mesh: Pipeline ranks whose gradients belong to the same norm.
-    """
+    """Gradients that FSDP or DDP reduces into ``parameter.grad``; see `Gradients`."""
 
     model_parts: Sequence[nn.Module]
+    """The pipeline stages of this rank (one without pipelining)."""
     pp_mesh: DeviceMesh | None
+    """Pipeline ranks whose gradients belong to the same norm."""
 
     def begin(self) -> None:
         """Do nothing: autograd accumulates."""
@@ -122,15 +114,10 @@ class StoredGradients(Gradients):
 
 
 def share_of_square(pieces: Iterable[tuple[Tensor, int]], stages: int) -> Tensor:
-    """Return this rank's share of the square of a norm; the shares of all ranks add up to it.
+    """Return this rank's share of the square of a norm, fp64; the shares of all ranks add up to it.
 
-    Args:
-        pieces: This rank's tensors, each with the number of ranks that it is split over. What
-            several ranks hold alike is divided by their number.
-        stages: Number of pipeline ranks: each has tensors of its own.
-
-    Returns:
-        An fp64 scalar.
+    ``pieces`` are this rank's tensors, each with the number of ranks that it is split over; what
+    several ranks hold alike is divided by their number. Pipeline ranks have tensors of their own.
     """
     ranks = dist.get_world_size() // stages if dist.is_initialized() else 1
     alike: dict[int, list[Tensor]] = defaultdict(list)

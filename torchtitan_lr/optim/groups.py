@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchtitan_lr.config.schema import SPECTRAL, base_of
 from torchtitan_lr.errors import ConfigError, one_of, require
+from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.optim.spectral.selection import select_matrices
 
 KEY = "optimizer.groups"
@@ -51,23 +51,15 @@ class Rates(NamedTuple):
 
 @dataclass(frozen=True)
 class ParameterGroups:
-    """How the parameters of a model are grouped.
-
-    Args:
-        rules: A parameter belongs to the first one whose pattern is found in its name.
-        decay_on: Which parameters have a weight decay.
-    """
+    """How the parameters of a model are grouped."""
 
     rules: tuple[GroupRule, ...] = ()
+    """A parameter belongs to the first one whose pattern is found in its name."""
     decay_on: DecayOn = "all"
 
     @classmethod
     def from_config(cls, optimizer: Any) -> "ParameterGroups":
-        """Read ``[[optimizer.groups]]`` and ``optimizer.weight_decay_on``.
-
-        Raises:
-            ConfigError: A table has an unknown key or a wrong value.
-        """
+        """Read ``[optimizer]``; a ConfigError names an unknown key or a wrong value of a table."""
         rules = [_read_rule(index, entry) for index, entry in enumerate(optimizer.groups)]
         return cls(tuple(rules), optimizer.weight_decay_on)
 
@@ -88,15 +80,8 @@ class ParameterGroups:
         return self.decay_on == "all" or dims > 1
 
     def rates(self, optimizer: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, Rates]:
-        """Return the rates of parameters by name.
-
-        Args:
-            optimizer: ``[optimizer]``.
-            shapes: Global shape by name.
-        """
-        base = base_of(optimizer.name)
-        spectral = base if base in SPECTRAL else "Muon"  # which takes every matrix
-        matrices = select_matrices(shapes, spectral).names
+        """Return the rates by ``[optimizer]`` of parameters, from their global shapes by name."""
+        matrices = select_matrices(shapes, ENTRIES[optimizer.name].updates).names
         of_matrices = Rates("lr", optimizer.lr, optimizer.weight_decay)
         found = {}
         for name, shape in shapes.items():
@@ -112,13 +97,9 @@ ONE_GROUP = ParameterGroups()
 
 
 def of_others(optimizer: Any) -> Rates:
-    """Return the rates of embedding, head, norms and gates, before a rule's factors.
-
-    Args:
-        optimizer: ``[optimizer]``.
-    """
+    """Return the rates by ``[optimizer]`` of embedding, head, norms and gates, before factors."""
     lr, weight_decay = optimizer.adamw_lr, optimizer.adamw_weight_decay
-    own = base_of(optimizer.name) in SPECTRAL or lr != 0 or weight_decay != -1
+    own = ENTRIES[optimizer.name].updates != "all" or lr != 0 or weight_decay != -1
     return Rates(
         "adamw_lr" if own else "lr",
         lr or optimizer.lr,
@@ -129,13 +110,9 @@ def of_others(optimizer: Any) -> Rates:
 def split(
     named_parameters: Iterable[tuple[str, Tensor]], rates: Mapping[str, Rates]
 ) -> list[dict[str, Any]]:
-    """Return torch's groups of parameters, one for all that have the same rates.
+    """Return torch's groups of named parameters, one for all that have the same rates.
 
     Groups without a rule come first, then those of the first rule; of each, those without decay.
-
-    Args:
-        named_parameters: Name and parameter.
-        rates: By name.
     """
     groups: dict[Rates, dict[str, Any]] = {}
     for name, parameter in named_parameters:
@@ -150,15 +127,10 @@ class LoggedRates:
     """The learning rates of a step as metrics: ``lr``, and ``lr/PATTERN`` of each group.
 
     ``adamw_lr`` and ``adamw_lr/PATTERN`` are those of embedding, head, norms and gates, with a
-    spectral optimizer or where their rates are configured. A rate is the one that an optimizer of
-    this rank has; where only other pipeline stages have the group, the configured one. So all ranks
-    log the same names: those of rates that a parameter has, and ``lr`` and ``adamw_lr``, which
-    groups multiply.
-
-    Args:
-        optimizer: ``[optimizer]``.
-        rates: Of all parameters of the model, by name.
-        names: Of this rank's parameters.
+    optimizer of matrices or where their rates are configured. A rate is the one that an optimizer
+    of this rank has; where only other pipeline stages have the group, the configured one. So all
+    ranks log the same names: those of rates that a parameter of the whole model has, and ``lr`` and
+    ``adamw_lr``, which groups multiply.
     """
 
     def __init__(
@@ -170,12 +142,7 @@ class LoggedRates:
         self._configured |= {own.metric: own.lr for own in rates.values()}
 
     def of_step(self, schedule: LambdaLR, optimizers: Iterable[Optimizer]) -> dict[str, float]:
-        """Return the rates that the next step of the optimizers uses.
-
-        Args:
-            schedule: Of any stage's optimizer.
-            optimizers: Those of this rank.
-        """
+        """Return what the next step of this rank's optimizers uses, by any one's schedule."""
         factor = schedule.lr_lambdas[0](schedule.last_epoch)
         found = {metric: rate * factor for metric, rate in self._configured.items()}
         for optimizer in optimizers:
@@ -194,16 +161,7 @@ def regroup(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
 
 
 def check_names(names: Iterable[str], groups: ParameterGroups, shown: str) -> None:
-    """Check that every rule has a parameter.
-
-    Args:
-        names: Those of all parameters of the model.
-        groups: The rules.
-        shown: The names in one line, for the error.
-
-    Raises:
-        ConfigError: A pattern is in no name, or earlier rules take all parameters that it is in.
-    """
+    """Refuse a pattern that is in no name of the model, or whose parameters earlier rules take."""
     known = list(names)
     taken = {groups.place(name) for name in known}
     for index, rule in enumerate(groups.rules):

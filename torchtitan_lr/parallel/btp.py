@@ -1,22 +1,35 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """BTP: bottleneck-aware tensor parallelism of low-rank blocks (BOOST, sections 3 and 4).
 
-A *chunk* begins with a group's up-projections B and ends with the next group's down-projections A.
-Ranks communicate where the activations are r-wide:
+The residual stream x is sharded along d. A *chunk* begins with a group's up-projections B and ends
+with the next group's down-projections A. T ranks communicate where activations are r-wide:
 
-- The residual stream is sharded along d, so A is row-parallel. Forward sums A x over the ranks
-  (`DownEdge`). Every rank then has the whole latents, and from them h, the input of B: σ and LaX's
-  additions send nothing.
-- B is column-parallel: forward of `UpEdge`, O = B h, sends nothing. Every rank used all of h for
-  its own features of O, so that backward sums over the ranks: dh = Σ_ranks dO_rank B_rank
-  (`_UpProjections.backward`). Backward has one sum per group (per linear without ``tp_grouping``).
-  Two settings add sums: the norm ``sync`` that of its statistic (`_SyncNorm`), and token shards
-  that of LaX's learned gates (`MixEdge`). Where context parallelism gathers the latents of q, k
-  and v, `UpEdge.whole` sums dh instead of `_UpProjections`.
-- Tensor-parallel ranks send nothing for the gradients of A, B and the norms. A rank's dB = dOᵀ h
-  needs its own dO and the whole h. Its dA = dPᵀ x, where P is the product that forward summed,
-  needs its own x and the whole dP, which every rank computes from dh. (Data-parallel ranks sum the
-  results, as ever.)
+=========================  ===========  =============================  =============================
+module                     placement    sent in forward                sent in backward
+=========================  ===========  =============================  =============================
+tok_embeddings             Shard(1)     --                             --
+attention_norm, ffn_norm   Shard(0)     Σx² (b, s)                     --
+A of q, k, v               Shard(1)     all-reduce A x (b, s, 3 r)     --
+B of q, k, v               Shard(0)     --                             all-reduce dh (b, s, 3 r)
+A of o                     Shard(1)     all-reduce A x (b, s, r)       --
+B of o                     Shard(0)     --                             all-reduce dh (b, s, r)
+A of gate, up              Shard(1)     all-reduce A x (b, s, 2 r)     --
+B of gate, up              Shard(0)     --                             all-reduce dh (b, s, 2 r)
+A of down                  Shard(1)     all-reduce A x (b, s, r)       --
+B of down                  Shard(0)     --                             all-reduce dh (b, s, r)
+LaX's learned gates (1,)   Replicate()  --                             --
+norm                       Shard(0)     Σx² (b, s)                     <dU, U> (b, s)
+output                     Shard(0)     all-gather γ ⊙ x (b, s, d)     reduce-scatter its gradient
+=========================  ===========  =============================  =============================
+
+- Every rank has the whole latents, and from them h, the input of B: σ and LaX's additions send
+  nothing. Every rank used all of h for its own features of O = B h: dh = Σ_ranks dO_rank B_rank.
+- A rank's dB = dOᵀ h needs its own dO and the whole h. Its dA = dPᵀ x, where P is the product that
+  forward summed, needs its own x and the whole dP, which every rank computes from dh.
+- Without ``tp_grouping`` each linear has a message of its own. The norm ``sync`` sends Σx² before
+  the product, and a sum (b, s) in backward. Under ``comm = "sequence"`` an all-reduce is a
+  reduce-scatter over the tokens, and an all-gather at the latents' next use; the gates' gradients
+  are summed. If context parallelism gathers latents, `UpEdge.whole` sums dh of q, k and v.
 
 RMSNorm needs the features of all ranks. `online_down` (BOOST's online RMSNorm, in the deferred
 form) multiplies first and normalizes the r-wide product afterwards, so that statistic and product
@@ -53,17 +66,18 @@ from torchtitan_lr.collectives import (
     wait,
 )
 from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.ends import Embed
 from torchtitan_lr.models.kept import end_recomputation, keep
 from torchtitan_lr.models.linears import LowRankLinear, activated, concatenated
 from torchtitan_lr.parallel.edge import (
     Edge,
+    HeadEdge,
     MixEdge,
     copy_to_ranks,
     gather_and_copy_to_ranks,
     summed_products,
 )
-from torchtitan_lr.parallel.ends import HeadEdge
-from torchtitan_lr.parallel.placement import (
+from torchtitan_lr.parallel.plan_parts import (
     ROW_COLUMN,
     Plan,
     Styles,
@@ -75,38 +89,22 @@ from torchtitan_lr.parallel.placement import (
 
 
 class DownEdge(Edge):
-    """End of a chunk: A of every linear of a group, and the sums over the ranks.
-
-    It takes the place of a group's ``down``, as `megatron.VanillaDown` does, which starts a pair.
-
-    Args:
-        ranks: The tensor-parallel ranks.
-        grouping: Whether the latents of a group share one collective.
-        norm: Whether the norm's statistic is reduced with the latents (``online``), or before them
-            (``sync``).
-        comm: An ``all_reduce``, or for ``sequence`` a reduce-scatter over the tokens.
-    """
+    """End of a chunk: A of every linear of a group, and the sums over the ranks."""
 
     def __init__(
         self, ranks: Ranks, grouping: bool = True, norm: str = "online", comm: str = "all_reduce"
     ) -> None:
         super().__init__(ranks)
+        # The latents of a group share one collective; the norm's statistic is reduced with them
+        # (``online``) or before (``sync``); ``sequence`` reduce-scatters over the tokens.
         self.grouping, self.norm, self.comm = grouping, norm, comm
 
     def forward(
         self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
     ) -> list[Tensor]:
-        """Compress one input into the latents of a group.
-
-        Args:
-            x: Input (b, s, d_in/T), Shard(-1).
-            linears: The group; all take the same input. A (r, d_in/T) is Shard(1).
-            norm: Norm before them; weight (d_in/T,), Shard(0).
-
-        Returns:
-            One latent A x (b, s, r) per linear, replicated; (b, s/T, r), Shard(1), for
-            ``sequence``.
-        """
+        """Map one x (b, s, d_in/T), Shard(-1), by A (r, d_in/T), Shard(1), of every linear."""
+        # The norm's weight (d_in/T,) is Shard(0). Latents are (b, s, r), replicated; for
+        # ``sequence`` (b, s/T, r), Shard(1).
         weights = [local(linear.A.weight) for linear in linears]
         how = Reduction(self.ranks, self.grouping, self.comm == "sequence")
         if norm is None:
@@ -117,36 +115,16 @@ class DownEdge(Edge):
 
 
 class UpEdge(Edge):
-    """Start of a chunk: σ, and column-parallel B of every linear of the group.
-
-    Args:
-        ranks: The tensor-parallel ranks.
-        grouping: Whether the latents of a group share one collective and, if their shapes are
-            equal, one batched product.
-        comm: For ``sequence`` the latents arrive as token shards.
-    """
+    """Start of a chunk: σ, and column-parallel B, batched under ``grouping`` for equal shapes."""
 
     def __init__(self, ranks: Ranks, grouping: bool = True, comm: str = "all_reduce") -> None:
         super().__init__(ranks)
         self.grouping, self.comm = grouping, comm
 
     def forward(
-        self,
-        latents: Sequence[Tensor],
-        linears: Sequence[LowRankLinear],
-        use_silu: Sequence[bool],
+        self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear], use_silu: Sequence[bool]
     ) -> list[Tensor]:
-        """Expand the latents of a group.
-
-        Args:
-            latents: One h (b, s, r) per linear, replicated; (b, s/T, r), Shard(1), for
-                ``sequence``.
-            linears: The group; B (d_out/T, r) is Shard(0).
-            use_silu: Whether σ is SiLU, by linear; otherwise it is the identity.
-
-        Returns:
-            One output B σ(h) (b, s, d_out/T), Shard(-1), per linear.
-        """
+        """Map latents as `DownEdge` returns them by B (d_out/T, r), Shard(0): (b, s, d_out/T)."""
         latents = activated(latents, use_silu)
         weights = [local(linear.B.weight) for linear in linears]
         dim = TOKENS if self.comm == "sequence" else None
@@ -156,14 +134,8 @@ class UpEdge(Edge):
         return [up_projections([latent], [weight], self.ranks, dim)[0] for latent, weight in pairs]
 
     def whole(self, latents: Sequence[Tensor]) -> list[Tensor]:
-        """Return the latents of a group for products that other modules compute.
-
-        Args:
-            latents: As for `forward`.
-
-        Returns:
-            One h (b, s, r) per linear, replicated; its gradient is summed over the ranks.
-        """
+        """Return the latents (b, s, r), replicated, for products that other modules compute."""
+        # Their gradients are summed over the ranks.
         messages = [concatenated(latents, dim=-1)] if self.grouping else latents
         copies = []
         for message in messages:
@@ -176,38 +148,25 @@ class UpEdge(Edge):
         return list(copies[0].split([latent.shape[-1] for latent in latents], dim=-1))
 
 
-class ShardedEmbed(Edge):
-    """The look-up of tokens in this rank's features: nothing is sent."""
-
-    def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
-        """Look tokens (b, s) up in weight (V, d/T), Shard(1); returns (b, s, d/T), Shard(-1)."""
-        return F.embedding(tokens, local(embedding.weight))
-
-
 class FeaturesHead(HeadEdge):
-    """The head of a stream that is sharded along its features.
-
-    γ ⊙ x is gathered and then scaled by rstd, so that the gathered tensor's gradient is
-    reduce-scattered at once instead of all-reduced and sliced.
-    """
+    """The head of a stream that is sharded along its features."""
 
     def normalized(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
         """Normalize and gather x (b, s, d/T), Shard(-1); the norm's weight (d/T,) is Shard(0)."""
+        # γ ⊙ x is gathered and then scaled by rstd, so that the gathered tensor's gradient is
+        # reduce-scattered at once instead of all-reduced and sliced.
         return sync_norm(x, *norm_numbers(norm), self.ranks, gather=True)
 
 
 def btp(args: LlamaArgs, settings: TPSettings) -> Styles:
-    """Return the plan: A row-parallel, B column-parallel, the residual stream sharded along d.
-
-    Attention heads, SwiGLU and residual additions work on shards.
-    """
+    """Return the plan of the module's table."""
     grouping, comm = settings.grouping, settings.comm
     down = on_ranks(DownEdge, grouping=grouping, norm=settings.norm, comm=comm)
     up = on_ranks(UpEdge, grouping=grouping, comm=comm)
     mix = on_ranks(MixEdge, sharded=comm == "sequence")
     blocks = low_rank_blocks(args, BTP, down, up, mix)
     head = on_ranks(FeaturesHead, loss_parallel=settings.loss_parallel)
-    return blocks | model_ends(on_ranks(ShardedEmbed), head, Shard(0))
+    return blocks | model_ends(lambda _: Embed(), head, Shard(0))
 
 
 BTP = Plan(btp, ROW_COLUMN, ROW_COLUMN, shards_stream=True, choices={"grouping", "norm", "comm"})
@@ -215,18 +174,12 @@ BTP = Plan(btp, ROW_COLUMN, ROW_COLUMN, shards_stream=True, choices={"grouping",
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the products of a group's down-projections are summed over the ranks.
-
-    Args:
-        ranks: The ranks that share the features.
-        grouping: Whether the linears' products are one message or one message each.
-        sequence: Whether each rank keeps only its shard of the tokens.
-    """
+    """How the products of a group's down-projections are summed over the ranks."""
 
     # No default: torch 2.11 compiles no dataclass whose default is an object.
-    ranks: Ranks
-    grouping: bool = True
-    sequence: bool = False
+    ranks: Ranks  # that share the features
+    grouping: bool = True  # whether the linears' products are one message, or one each
+    sequence: bool = False  # whether each rank keeps only its shard of the tokens
 
     def start(self, term: Tensor) -> Tensor:
         """Start the sum of this rank's term (b, s, ...), which is given away."""
@@ -244,10 +197,7 @@ class Reduction:
 
 
 class _OnlineDown(torch.autograd.Function):
-    """Forward: one reduction per message and one of the statistic.
-
-    Backward sends nothing (see the module), or gathers token shards.
-    """
+    """Forward: one reduction per message and one of the statistic; backward: see the module."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
@@ -308,10 +258,9 @@ class _OnlineDown(torch.autograd.Function):
 def online_down(
     x: Tensor, gamma: Tensor, dim: int, eps: float, weights: Sequence[Tensor], how: Reduction
 ) -> list[Tensor]:
-    """Project a sharded stream down and normalize the product (deferred RMSNorm).
-
-    The arguments are those of `sync_norm` and `down_projections`, the result is that of the latter.
-    """
+    """Project a sharded stream down and normalize the product (deferred RMSNorm)."""
+    # The arguments are those of `sync_norm` and `down_projections`, the result is that of the
+    # latter.
     return how.by_weight(_OnlineDown.apply(x, gamma, dim, eps, how, *weights), weights)
 
 
@@ -348,17 +297,9 @@ class _Down(torch.autograd.Function):
 
 
 def down_projections(x: Tensor, weights: Sequence[Tensor], how: Reduction) -> list[Tensor]:
-    """Apply the row-parallel down-projections of a group to one input, and sum over the ranks.
-
-    Args:
-        x: Input (b, s, d_in/T), Shard(-1).
-        weights: A of every linear of the group, (r_i, d_in/T), Shard(1).
-        how: How the products are summed.
-
-    Returns:
-        One latent (b, s, r_i) per linear, replicated; (b, s/T, r_i), Shard(1), for token shards.
-        Low-rank checkpointing saves them.
-    """
+    """Map one x (b, s, d_in/T), Shard(-1), by A (r_i, d_in/T), Shard(1), and sum over the ranks."""
+    # Latents are (b, s, r_i), replicated, or for token shards (b, s/T, r_i), Shard(1). Low-rank
+    # checkpointing saves them.
     return how.by_weight(_Down.apply(x, how, *weights), weights)
 
 
@@ -404,18 +345,9 @@ class _UpProjections(torch.autograd.Function):
 def up_projections(
     latents: Sequence[Tensor], weights: Sequence[Tensor], ranks: Ranks, dim: int | None = None
 ) -> list[Tensor]:
-    """Apply the column-parallel up-projections of a group, each to its own latent.
-
-    Args:
-        latents: One (b, s, r_i) per linear; replicated, or sharded along ``dim``.
-        weights: B of every linear of the group, (d_out_i/T, r_i), Shard(0).
-        ranks: The tensor-parallel ranks.
-        dim: The sharded dimension, which forward gathers and backward reduce-scatters; None for
-            replicated latents, whose gradient is all-reduced.
-
-    Returns:
-        One output (b, s, d_out_i/T), Shard(-1), per linear.
-    """
+    """Map each latent (b, s, r_i) by its own B (d_out_i/T, r_i), Shard(0): (b, s, d_out_i/T)."""
+    # Forward gathers the latents along ``dim`` and backward reduce-scatters; None is for replicated
+    # latents, whose gradient is all-reduced.
     side_by_side = concatenated(latents, dim=-1)
     outputs = _UpProjections.apply(side_by_side, ranks, dim, *weights)
     found: list[Tensor] = []
@@ -426,10 +358,8 @@ def up_projections(
 
 
 def _runs(weights: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Put neighbours of equal shape together: each run of n is one product, batched if n > 1.
-
-    Under grouped-query attention q has another shape and its own product; k and v share one.
-    """
+    """Put neighbours of equal shape together: each run of n is one product, batched if n > 1."""
+    # Under grouped-query attention q has another shape and its own product; k and v share one.
     return [list(run) for _, run in groupby(weights, key=lambda weight: weight.shape)]
 
 
@@ -490,10 +420,7 @@ class _SyncNorm(torch.autograd.Function):
 
 
 class _ScatteredNorm(torch.autograd.Function):
-    """Forward all-gather and statistic's all-reduce, backward reduce-scatter and all-reduce.
-
-    The output is N = U · rstd with U the gathered γ ⊙ x.
-    """
+    """N = U · rstd, U the gathered γ ⊙ x; backward reduce-scatters dU and all-reduces <dU, U>."""
 
     @staticmethod
     def forward(
@@ -528,20 +455,9 @@ class _ScatteredNorm(torch.autograd.Function):
 def sync_norm(
     x: Tensor, gamma: Tensor, dim: int, eps: float, ranks: Ranks, gather: bool = False
 ) -> Tensor:
-    """Normalize a sharded stream after reducing its statistic.
-
-    Args:
-        x: Residual stream (b, s, d/T), Shard(-1).
-        gamma: The norm's weight (d/T,), Shard(0).
-        dim: Features d over all ranks.
-        eps: ε, added to the mean square.
-        ranks: The ranks that share the features.
-        gather: Whether to gather the result, for vocabulary shards.
-
-    Returns:
-        Normalized stream (b, s, d/T), Shard(-1); gathered (b, s, d), replicated, whose gradient is
-        summed over the ranks.
-    """
+    """Normalize x (b, s, d/T), Shard(-1), after reducing its statistic; γ (d/T,) is Shard(0)."""
+    # There are ``dim`` features on all ranks. With ``gather`` the result is (b, s, d), replicated,
+    # for vocabulary shards, and its gradient is summed over the ranks.
     kind = _ScatteredNorm if gather else _SyncNorm
     out: Tensor = kind.apply(x, gamma, dim, eps, ranks)
     return out

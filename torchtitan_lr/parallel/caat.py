@@ -1,9 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """CAAT-Net on several ranks: each rank has g = G/T lanes of `models.lanes`, in order.
 
-The placements are Megatron's. A block sends the shared channels alone, by the partial reduction
-behind its row-parallel linears. Nothing is reduced in front of the column-parallel linears: each
-lane's stream is an input of its own, and only the norms' weights are shared.
+The placements are Megatron's. A block sends the shared channels alone, behind its row-parallel
+linears: each lane's stream is an input of its own, and only the norms' weights are shared.
 """
 
 from collections.abc import Sequence
@@ -13,11 +12,10 @@ from torch import Tensor, nn
 
 from torchtitan_lr.collectives import Ranks, local
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.lanes import lane_linear, lane_terms, share_channels
+from torchtitan_lr.models.lanes import LaneTerms, lane_linear
 from torchtitan_lr.models.linears import down_products
-from torchtitan_lr.parallel.edge import Edge, gather_and_copy_to_ranks, normalize
-from torchtitan_lr.parallel.ends import HeadEdge
-from torchtitan_lr.parallel.placement import (
+from torchtitan_lr.parallel.edge import Edge, HeadEdge, gather_and_copy_to_ranks, normalize
+from torchtitan_lr.parallel.plan_parts import (
     COLUMN_ROW,
     Plan,
     Styles,
@@ -29,23 +27,12 @@ from torchtitan_lr.parallel.placement import (
 
 
 class LaneColumnEdge(Edge):
-    """Norm and a group that starts from the lanes' own streams.
-
-    No collective but that of the norm's weight.
-    """
+    """Norm and a group that starts from the lanes' own streams."""
 
     def forward(self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.RMSNorm) -> list[Tensor]:
-        """Normalize every lane and map it by its rows of each linear.
-
-        Args:
-            x: The streams of this rank's lanes (b, s, g, d).
-            linears: The group; weight (d_out/T, d) is Shard(0).
-            norm: Norm before them; weight (d,), Replicate.
-
-        Returns:
-            One output (b, s, d_out/T), Shard(-1), per linear: the lanes' side by side, heads in
-            their order.
-        """
+        """Map x (b, s, g, d) by weights (d_out/T, d), Shard(0): (b, s, d_out/T), Shard(-1)."""
+        # The lanes' outputs are side by side, heads in their order. The norm's weight (d,) is
+        # Replicate, and its gradient the only thing that is sent.
         x = normalize(x, norm, self.ranks)
         weights = [local(linear.weight) for linear in linears]
         if x.shape[2] > 1:
@@ -53,56 +40,15 @@ class LaneColumnEdge(Edge):
         return down_products(x.squeeze(2), weights)  # one product per kind of gradient
 
 
-class LaneRowEdge(Edge):
-    """A linear that ends in the lanes' streams, through the partial reduction.
-
-    Args:
-        ranks: The tensor-parallel ranks.
-        lanes: Number G of the model's lanes.
-        shared: The number of channels that the lanes sum.
-        wide_sums: Whether backward sums in fp32 while it sends half precision.
-    """
-
-    def __init__(self, ranks: Ranks, lanes: int, shared: int, wide_sums: bool) -> None:
-        super().__init__(ranks)
-        self.lanes, self.shared, self.wide_sums = lanes // ranks.size, shared, wide_sums
-
-    def forward(
-        self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.Module | None = None
-    ) -> list[Tensor]:
-        """Map each lane's part of the features.
-
-        Args:
-            x: Input (b, s, d_in/T), Shard(-1).
-            linears: One linear; weight (d, d_in/T) is Shard(1).
-            norm: None.
-
-        Returns:
-            The term added to the streams of this rank's lanes, (b, s, g, d), per linear.
-        """
-        terms = [lane_terms(x, local(linear.weight), self.lanes) for linear in linears]
-        return [share_channels(term, self.shared, self.wide_sums, self.ranks) for term in terms]
-
-
 class LaneEmbedEdge(Edge):
-    """The look-up of tokens; all lanes start with the same vectors.
-
-    Args:
-        ranks: The tensor-parallel ranks.
-        lanes: Number G of the model's lanes.
-        wide_sums: As in `LaneRowEdge`.
-    """
+    """The look-up of tokens; all lanes start with the same vectors."""
 
     def __init__(self, ranks: Ranks, lanes: int, wide_sums: bool) -> None:
         super().__init__(ranks)
         self.lanes, self.wide_sums = lanes // ranks.size, wide_sums
 
     def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
-        """Look tokens (b, s) up in weight (V, d/T), Shard(1).
-
-        Returns:
-            The streams of this rank's lanes (b, s, g, d).
-        """
+        """Look tokens (b, s) up in weight (V, d/T), Shard(1): (b, s, g, d)."""
         x = F.embedding(tokens, local(embedding.weight))  # (b, s, d/T)
         # The gradient is a sum over all lanes, the only reduction of the embedding. A rank owns
         # d/T of the embedding, so a reduce-scatter is enough.
@@ -126,7 +72,7 @@ def caat(args: LlamaArgs, settings: TPSettings) -> Styles:
     """Return the plan: Megatron's placements, with a residual stream for every lane."""
     wide_sums = settings.wide_sums
     shared = args.shared_channels(args.dim)
-    row = on_ranks(LaneRowEdge, lanes=args.lanes, shared=shared, wide_sums=wide_sums)
+    row = on_ranks(LaneTerms, lanes=args.lanes, shared=shared, wide_sums=wide_sums)
     embed = on_ranks(LaneEmbedEdge, lanes=args.lanes, wide_sums=wide_sums)
     head = on_ranks(LaneHead, loss_parallel=settings.loss_parallel)
     return dense_blocks(CAAT, on_ranks(LaneColumnEdge), row) | model_ends(embed, head)

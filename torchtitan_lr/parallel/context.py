@@ -1,21 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Context parallelism: C ranks share the tokens of every row (Llama 3, section 3.3.2).
 
-A row is cut into 2C chunks of equal length. Rank i has the chunks i and 2C - 1 - i, which
-torchtitan calls ``headtail``: chunk j attends to the first j + 1 chunks, so all ranks have equally
-much to compute. Everything but attention works token by token and sends nothing. Where
-tensor-parallel ranks share tokens too (``tp_comm = "sequence"``), they share those of one rank's
-two chunks: the rank's s/C tokens are cut once more, into T parts.
+A row is cut into 2C chunks of equal length. Rank i has the chunks i and 2C - 1 - i: chunk j attends
+to the first j + 1 chunks, so all ranks have equally much to compute. Tensor-parallel ranks that
+share tokens too (``tp_comm = "sequence"``) cut a rank's s/C tokens once more, into T parts.
 
-Attention's keys and values are gathered along the tokens, and put into the row's order. A token
-then attends to all earlier ones of its row, wherever they were computed. In backward each rank has
-the gradient of all keys and values that its queries have seen; a reduce-scatter sums them.
-
-A low-rank model may gather latents instead (`LatentAttention`), which are narrower.
-
-What was gathered is as large for any C, so it does not stay until backward: it is gathered again
-there. Per micro-batch a block sends two all-gathers and one reduce-scatter, in every mode of
-activation checkpointing.
+Attention's keys and values, or a low-rank model's latents (`LatentAttention`), are gathered along
+the tokens, and put into the row's order. In backward a reduce-scatter sums the ranks' gradients.
+What was gathered is as large for any C, so it does not stay until backward: per micro-batch a block
+sends two all-gathers and one reduce-scatter, in every mode of activation checkpointing.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,16 +47,8 @@ def own_chunks(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 
 
 def own_tokens(batch: Batch, ranks: Ranks) -> Batch:
-    """Keep a rank's tokens of a batch of whole rows.
-
-    Args:
-        batch: Inputs and labels (b, s); 2C divides s.
-        ranks: The ranks that share a row; one rank keeps the batch.
-
-    Returns:
-        Tokens, their places in the row, and labels (b, s/C). Other inputs, such as the indices of
-        documents, stay those of the whole row.
-    """
+    """Keep a rank's tokens of a batch of whole rows: tokens, their places and labels (b, s/C)."""
+    # Other inputs, such as the indices of documents, stay those of the whole row.
     if ranks.size == 1:
         return batch
     inputs, labels = batch
@@ -91,37 +76,20 @@ class GatherRow(torch.autograd.Function):
 
 
 def gather_row(x: Tensor, ranks: Ranks) -> Tensor:
-    """Gather a tensor of a row's tokens, on which every rank's own queries depend.
-
-    Args:
-        x: A rank's chunks (..., s/C, n).
-        ranks: The ranks that share a row.
-
-    Returns:
-        Tensor (..., s, n) in the row's order. The ranks' gradients are summed.
-    """
+    """Gather (..., s/C, n) of every rank as (..., s, n) in the row's order; sum gradients."""
     out: Tensor = GatherRow.apply(x, ranks)
     return out
 
 
 def attend_from_chunks(
-    q: Tensor,
-    k: Tensor,
+    q: Tensor,  # (b, h, s/C, head_dim)
+    k: Tensor,  # (b, h_kv, s, head_dim), the row's, as v
     v: Tensor,
-    mask: Mask | None,
+    mask: Mask | None,  # of the documents (`separate`), own tokens to the row's; None is causal
     ranks: Ranks,
-    to_prefix: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+    to_prefix: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,  # from a chunk
 ) -> Tensor:
-    """Return attention's output for a rank's two chunks of a row, (b, h, s/C, head_dim).
-
-    Args:
-        q: Their queries, likewise.
-        k: Keys of the whole row (b, h_kv, s, head_dim).
-        v: Values, likewise.
-        mask: Of the own tokens to the row's, see `separate`; None for causal attention.
-        ranks: The ranks that share a row.
-        to_prefix: Attends from a chunk to all keys up to its end; `attend_to_prefix` if None.
-    """
+    """Return attention's output for a rank's two chunks of a row, (b, h, s/C, head_dim)."""
     if mask is not None:
         return attend(q, k, v, mask)
     to_prefix = to_prefix or attend_to_prefix
@@ -149,18 +117,10 @@ def attend_to_prefix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class GatheredAttention(Edge):
-    """Attention of a rank's own queries to the keys and values of the whole row.
+    """Attention of a rank's own queries to the keys and values of the whole row."""
 
-    Args:
-        ranks: The ranks that share a row.
-        head_dim: Width of a head.
-
-    Attributes:
-        repeats: Whether it gathers again in backward by itself. In a block that runs again in
-            backward it gathers there.
-        to_prefix: As in `attend_from_chunks`.
-    """
-
+    # Whether it gathers again in backward by itself. In a block that runs again in backward it
+    # gathers there.
     repeats = True
     to_prefix: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
@@ -177,16 +137,9 @@ class GatheredAttention(Edge):
         mask: Mask | None = None,
         row_table: Tensor | None = None,
     ) -> Tensor:
-        """Return attention's output (b, h, s/C, head_dim).
-
-        Args:
-            q: Queries of the own tokens (b, s/C, h · head_dim), not rotated.
-            k: Their keys (b, s/C, h_kv · head_dim), likewise.
-            v: Their values.
-            table: Their rotary table.
-            mask: As in `attend_from_chunks`.
-            row_table: Rotary table of the row.
-        """
+        """Return attention's output (b, h, s/C, head_dim) of q, k, v (b, s/C, h · head_dim)."""
+        # They are not rotated yet; ``table`` has the rotations of the own tokens, ``row_table`` the
+        # row's.
         q, k = split_heads(q, self.head_dim, table), split_heads(k, self.head_dim, table)
         return self.repeated(self._from_keys, q, k, split_heads(v, self.head_dim), mask)
 
@@ -207,31 +160,21 @@ class GatheredAttention(Edge):
 class Unexpanded(NamedTuple):
     """B σ(h) of the own tokens, which attention computes for all tokens of the row."""
 
-    latent: Tensor
-    """h (b, s/C, r), before σ."""
-
-    weight: Tensor
-    """B (d_kv/T, r)."""
+    latent: Tensor  # h (b, s/C, r), before σ
+    weight: Tensor  # B (d_kv/T, r)
 
 
 class QueriesUp(nn.Module):
-    """Takes the place of the ``up`` of q, k and v: expands q alone.
-
-    Args:
-        up: The module whose place it takes: one device's, or BTP's.
-    """
+    """Takes the place of the ``up`` of q, k and v, one device's or BTP's: expands q alone."""
 
     def __init__(self, up: nn.Module) -> None:
         super().__init__()
         self.up = up
 
     def forward(
-        self,
-        latents: Sequence[Tensor],
-        linears: Sequence[LowRankLinear],
-        use_silu: Sequence[bool],
+        self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear], use_silu: Sequence[bool]
     ) -> list[Any]:
-        """Return q (b, s/C, d/T), and k and v as `Unexpanded`; arguments as for `Up`."""
+        """Return q (b, s/C, d/T), and k and v as `Unexpanded`."""
         whole = self.up.whole(latents) if isinstance(self.up, UpEdge) else latents
         weights = [local(linear.B.weight) for linear in linears]
         q = gated_linear(Gated(whole[0], None, use_silu[0]), weights[0])
@@ -239,17 +182,7 @@ class QueriesUp(nn.Module):
 
 
 class LatentAttention(GatheredAttention):
-    """The same, but the latents σ(h) of keys and values are gathered, r wide.
-
-    Every rank computes k = B_k σ(h_k) and v = B_v σ(h_v) of all tokens, and rotates k. Backward
-    sums the ranks' gradients of the latents; those of B are sums over the tokens that a rank's
-    queries have seen, which data parallelism adds up.
-
-    Args:
-        ranks: The ranks that share a row.
-        head_dim: Width of a head.
-        silu: Whether σ is SiLU; otherwise it is the identity.
-    """
+    """The same, but the latents σ(h) of keys and values are gathered, r wide."""
 
     def __init__(self, ranks: Ranks, head_dim: int, silu: bool) -> None:
         super().__init__(ranks, head_dim)
@@ -264,7 +197,7 @@ class LatentAttention(GatheredAttention):
         mask: Mask | None = None,
         row_table: Tensor | None = None,
     ) -> Tensor:
-        """Return attention's output; arguments as for `GatheredAttention`, but for k and v."""
+        """Return attention's output (b, h, s/C, head_dim)."""
         # Tensors alone: in a compiled block a checkpoint takes no others.
         q = split_heads(q, self.head_dim, table)
         return self.repeated(self._from_latents, q, *k, *v, row_table, mask)
@@ -279,6 +212,9 @@ class LatentAttention(GatheredAttention):
         row_table: Tensor,
         mask: Mask | None,
     ) -> Tensor:
+        # Every rank computes k = B_k σ(h_k) and v = B_v σ(h_v) of all tokens. Backward sums the
+        # ranks' gradients of the latents; those of B are sums over the tokens that a rank's queries
+        # have seen, which data parallelism adds up.
         latents = torch.stack([h_k, h_v])  # (2, b, s/C, r), one message
         latents = gather_row(F.silu(latents) if self.silu else latents, self.ranks)
         # As a batched product, because selective checkpointing keeps the results of others.
@@ -289,15 +225,8 @@ class LatentAttention(GatheredAttention):
 
 
 def apply_context_parallel(model: nn.Module, ranks: Ranks, gather: str) -> None:
-    """Let the blocks of a model, or of a pipeline stage, share rows with other ranks, in place.
-
-    Call it after tensor parallelism, and before checkpointing wraps the blocks.
-
-    Args:
-        model: The model.
-        ranks: The ranks that share a row.
-        gather: ``parallelism.cp_gather``, see `plans.check_gather`.
-    """
+    """Let the blocks of a model, or of a pipeline stage, share rows with other ranks, in place."""
+    # Call it after tensor parallelism, and before checkpointing wraps the blocks.
     for module in model.modules():
         if not isinstance(module, Attention):
             continue

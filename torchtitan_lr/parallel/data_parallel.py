@@ -1,17 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Data parallelism with summed gradients: FSDP2, HSDP and replication.
 
-The trainer divides the loss by the valid tokens of the *global* batch, so the gradient is the plain
-sum over ranks, and every wrapper is set to sum.
-
-An optimizer that reduces over the replicas itself (TSR-Adam) gets gradients summed over the shards
-only: FSDP2 wraps the model with the shard mesh, which has size 1 under pure replication.
+The trainer divides the loss by the valid tokens of the *global* batch, so every wrapper is set to
+sum. An optimizer that reduces over the replicas itself (TSR-Adam) gets gradients summed over the
+shards only: FSDP2 wraps the model with the shard mesh, of size 1 under pure replication.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,38 +27,25 @@ from torchtitan_lr.compat.fsdp import (
     send_in,
     watch_gradients,
 )
-from torchtitan_lr.compression.fsdp import COMPRESSORS, apply_gradient_compression
 from torchtitan_lr.compression.settings import compression_settings, merged
-from torchtitan_lr.config.schema import SPECTRAL, SUMS_REPLICAS, base_of
+from torchtitan_lr.compression.units import COMPRESSORS, apply_gradient_compression
 from torchtitan_lr.models.linears import LowRankLinear
+from torchtitan_lr.optim.container import REPLICAS_WIRE
+from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig, ParallelDims, mesh_of
-
-REPLICAS_WIRE: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary()
-"""Dtype in which an optimizer sums a model part's gradients over the replicas, if not their own.
-
-torchtitan builds optimizers from model parts and ``[optimizer]``, without ``[training]``.
-"""
 
 
 def apply_data_parallel(
     model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
 ) -> None:
-    """Apply FSDP2, HSDP, replication or nothing, according to the data-parallel degrees.
-
-    Without data parallelism the model is also wrapped (in a group of one) if parameter dtype and
-    compute dtype differ, so that mixed precision means the same in every layout: weights,
-    activations and the residual stream in ``mixed_precision_param``, master weights and sums of
-    micro-batches in fp32. Gradients travel in ``mixed_precision_reduce``.
-
-    Args:
-        model: The whole model or a pipeline stage of it, on the meta device.
-        parallel_dims: Degrees and meshes.
-        job_config: The run's configuration: ``[training]`` for dtypes, ``[parallelism]`` for the
-            resharding policy.
-    """
+    """Apply FSDP2, HSDP, replication or nothing, according to the data-parallel degrees."""
+    # Mixed precision means the same in every layout, so that a model without data parallelism is
+    # wrapped too: weights, activations and the residual stream in ``mixed_precision_param``, master
+    # weights and sums of micro-batches in fp32, gradients sent in ``mixed_precision_reduce``.
     # FSDP2 must not sum over the replicas if an optimizer or a compressor does.
-    owned = job_config.optimizer.name in SUMS_REPLICAS and parallel_dims.dp_replicate_enabled
+    sums_replicas = ENTRIES[job_config.optimizer.name].sums_replicas
+    owned = sums_replicas and parallel_dims.dp_replicate_enabled
     compresses = job_config.grad_compression.codec != "none"
     ranks = _wrap(model, parallel_dims, job_config, owned, apart=owned or compresses)
     sum_gradients(model)
@@ -83,11 +67,9 @@ def apply_data_parallel(
 def _wrap(
     model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig, owned: bool, apart: bool
 ) -> int:
-    """Wrap the model and its parts; return the number of ranks over which FSDP2 sums.
-
-    ``owned`` says whether the optimizer sums over the replicas, ``apart`` whether it or a
-    compressor does.
-    """
+    """Wrap the model and its parts; return the number of ranks over which FSDP2 sums."""
+    # ``owned`` says whether the optimizer sums over the replicas, ``apart`` whether it or a
+    # compressor does.
     # Unlike upstream, the norm and the head are not one unit. A tensor-parallel head does not call
     # the norm as a module, so the unit's forward would not finish and its weights would be stale.
     parts = [model.tok_embeddings, *model.get_submodule("layers").children(), model.output]
@@ -123,19 +105,11 @@ def shard_units(
     parallel_dims: ParallelDims,
     job_config: JobConfig,
 ) -> None:
-    """Apply FSDP2 to the units and to the rest of the model.
-
-    Args:
-        model: As for `apply_data_parallel`.
-        units: What is gathered at a time, in the order of forward.
-        mesh: FSDP's mesh, of HSDP with the replicas in front.
-        parallel_dims: Degrees and meshes.
-        job_config: The run's configuration.
-    """
+    """Apply FSDP2 to the units, in the order of forward, and to the rest of the model."""
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": mixed_precision_policy(job_config)}
     if job_config.training.enable_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
-    if base_of(job_config.optimizer.name) in SPECTRAL:
+    if ENTRIES[job_config.optimizer.name].splits_columns:
         options["shard_placement_fn"] = split_outside_rank(model, mesh.shape[-1])
     # On a mesh of size 1 nothing is sharded: a second all-gather would only copy.
     reshard = mesh.size() > 1 and reshard_after_forward(job_config, parallel_dims.pp_enabled)
@@ -155,21 +129,11 @@ def shard_units(
 
 
 def split_outside_rank(model: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]:
-    """Choose the dimensions in which FSDP2 splits weights whose Gram matrices are summed.
-
-    A spectral optimizer sums Gram matrices (r, r) over the ranks, for which no rank may hold a part
-    of r. So A (r, d_in) is split along d_in, where FSDP2's choice is
-    always the first dimension. A keeps that where it does not help: if tensor parallelism splits r
-    already, or if the ranks do not divide the columns, which FSDP2 refuses. The factor is then
-    gathered.
-
-    Args:
-        model: After tensor parallelism.
-        ranks: FSDP ranks.
-
-    Returns:
-        FSDP2's ``shard_placement_fn``.
-    """
+    """Choose the dimensions in which FSDP2 splits weights whose Gram matrices are summed."""
+    # A spectral optimizer sums Gram matrices (r, r) over the ranks, for which no rank may hold a
+    # part of r. So A (r, d_in) is split along d_in, not along the first dimension as FSDP2 does.
+    # If tensor parallelism splits r already, or if the ranks do not divide the columns, which FSDP2
+    # refuses, FSDP2's choice stays and the factor is gathered.
     by_columns: set[Tensor] = set()
     uneven: list[str] = []
     for name, module in model.named_modules():
@@ -188,11 +152,9 @@ def split_outside_rank(model: nn.Module, ranks: int) -> Callable[[nn.Parameter],
 
 
 def mixed_precision_policy(job_config: JobConfig) -> MixedPrecisionPolicy:
-    """Return FSDP2's precision policy for ``[training]``: it casts parameters only.
-
-    Its ``reduce_dtype`` is that in which micro-batches are added up. `send_in` sets another dtype
-    for the wire.
-    """
+    """Return FSDP2's precision policy for ``[training]``: it casts parameters only."""
+    # Its ``reduce_dtype`` is that in which micro-batches are added up. `send_in` sets another dtype
+    # for the wire.
     param_dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
     # The embedding's output has their dtype, and so have all activations after it. A cast of a
     # block's arguments would change nothing but the rotary table, which it would round.
@@ -230,10 +192,9 @@ def round_on_the_wire(model: nn.Module) -> None:
 
 def synchronize_gradients(model_parts: Sequence[nn.Module], enabled: bool) -> None:
     """Enable or disable the part of gradient synchronization that accumulation can defer."""
-    # Replicas keep full gradients and HSDP keeps shards, so only the last micro-batch needs an
-    # exchange over the replicas. FSDP still reduce-scatters each micro-batch, because keeping
-    # unsharded gradients would cost the memory that sharding saves. With gradient compression it
-    # keeps them: a compressed exchange costs time, and its residual has the same size.
+    # Only the last micro-batch needs an exchange over the replicas. FSDP still reduce-scatters each
+    # micro-batch: unsharded gradients would cost the memory that sharding saves. With gradient
+    # compression it keeps them: an exchange costs time, and its residual has the same size.
     for module in fsdp_modules(model_parts):
         if isinstance(module, ReplicateModule) or module in COMPRESSORS:
             module.set_requires_gradient_sync(enabled, recurse=False)
@@ -243,21 +204,11 @@ def synchronize_gradients(model_parts: Sequence[nn.Module], enabled: bool) -> No
 
 
 class OwnGradients:
-    """Norms of the gradients that this rank's own backward made, before any sum over ranks.
-
-    After the sum over data-parallel ranks, a NaN of one is in all of them. The norms stay on the
-    device; nothing reads them unless a step is rejected.
-
-    Args:
-        model_parts: Wrapped by `apply_data_parallel`; parts that it left unwrapped are not watched.
-
-    Attributes:
-        norms: Those of the running step.
-        watching: Whether any gradient is watched.
-    """
+    """Norms of the gradients that this rank's own backward made, where a NaN is its own."""
 
     def __init__(self, model_parts: Sequence[nn.Module]) -> None:
-        self.norms: Norms = []
+        # They stay on the device; nothing reads them unless a step is rejected.
+        self.norms: Norms = []  # of the running step
         # A single rank's sum is its own gradient.
         watched = fsdp_modules(model_parts) if dist.get_world_size() > 1 else []
         for module in watched:

@@ -2,8 +2,8 @@
 """Edges of tensor-parallel blocks, and collectives with their partners in backward.
 
 A plan replaces modules of the one-device model by edges, which call the collectives. Every
-collective with a gradient is an autograd Function of its own, so that a profile or a graph shows
-it by name. The names are Megatron-LM's (section 3), and those of its sequence parallelism:
+collective with a gradient is an autograd Function, so that a profile or a graph shows it by name.
+The names are Megatron-LM's (section 3), and those of its sequence parallelism:
 
 ==============================  ==================  ==================
 function                        forward             backward
@@ -16,30 +16,33 @@ function                        forward             backward
 `reduce_scatter_to_ranks`       reduce-scatter      all-gather
 ==============================  ==================  ==================
 
-A wrong partner gives wrong gradients and no error: the docstrings say what each is for. Without
-autograd the collectives are in `torchtitan_lr.collectives`.
+A wrong partner gives wrong gradients and no error: the docstrings say what each is for.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
-from torchtitan_lr.collectives import FEATURES, Ranks, all_gather, local, own_slice, reduce
+from torchtitan_lr.collectives import (
+    FEATURES,
+    TOKENS,
+    Ranks,
+    all_gather,
+    local,
+    own_slice,
+    reduce,
+)
+from torchtitan_lr.models.ends import linear_loss
 from torchtitan_lr.models.kept import keep
 from torchtitan_lr.models.linears import LowRankLinear, activated, down_products, mix
 
 
 class Edge(nn.Module):
-    """A border of the model where ranks communicate: no parameters, but the ranks.
-
-    An edge has the ``forward`` arguments of the one-device module that it replaces.
-
-    Args:
-        ranks: The tensor-parallel ranks, more than one.
-    """
+    """A border where ranks communicate, with the arguments of the module that it replaces."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
@@ -47,10 +50,7 @@ class Edge(nn.Module):
 
 
 class WholeDown(Edge):
-    """A x of a part that a plan does not split: every rank repeats it, and nothing is sent.
-
-    The one-device module would multiply x, a plain tensor, by a weight that is a DTensor.
-    """
+    """A x of a part that a plan does not split, weights Replicate(): every rank repeats it."""
 
     def forward(
         self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
@@ -64,10 +64,7 @@ class WholeUp(Edge):
     """B σ(h) of a part that a plan does not split, see `WholeDown`."""
 
     def forward(
-        self,
-        latents: Sequence[Tensor],
-        linears: Sequence[LowRankLinear],
-        use_silu: Sequence[bool],
+        self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear], use_silu: Sequence[bool]
     ) -> list[Tensor]:
         """Return one output (b, s, d_out) per linear of its latent h (b, s, r), all replicated."""
         pairs = zip(activated(latents, use_silu), linears, strict=True)
@@ -86,17 +83,11 @@ class WholeDense(Edge):
 
 
 class MixEdge(Edge):
-    """LaX: add the previous block's latents, projection by projection; see `models.linears.Mix`.
-
-    Args:
-        ranks: The tensor-parallel ranks.
-        sharded: Whether a rank holds only a part of each latent, along r or along the tokens. Then
-            the gradient of a learned gate is a sum over the ranks.
-    """
+    """LaX: add the previous block's latents, projection by projection; see `models.linears.Mix`."""
 
     def __init__(self, ranks: Ranks, sharded: bool) -> None:
         super().__init__(ranks)
-        self.sharded = sharded
+        self.sharded = sharded  # whether a rank holds a part of each latent, along r or the tokens
 
     def forward(
         self,
@@ -104,32 +95,68 @@ class MixEdge(Edge):
         carried: Sequence[Tensor] | None,
         linears: Sequence[LowRankLinear],
     ) -> list[Tensor]:
-        """Compute A_i x_i + g · A_(i-1) x_(i-1), in the layout of the latents.
-
-        Args:
-            latents: This block's A_i x_i, one per linear, in the plan's layout.
-            carried: The previous block's, in the same order and layout; None in the first block.
-            linears: The group; a learned gate g (1,) is Replicate.
-        """
+        """Compute A_i x_i + g · A_(i-1) x_(i-1), in the plan's layout of the latents."""
         if carried is None:
             return list(latents)
         gates = {i: local(m.gate) for i, m in enumerate(linears) if m.gate is not None}
-        if gates and self.sharded:  # one collective for the group
+        if gates and self.sharded:  # the gates' gradients are sums; one collective for the group
             copies = copy_to_ranks(torch.cat(list(gates.values())), self.ranks).split(1)
             gates = dict(zip(gates, copies, strict=True))
         return mix(latents, carried, [gates.get(i) for i in range(len(linears))])
 
 
-def normalize(x: Tensor, norm: nn.RMSNorm, ranks: Ranks | None = None) -> Tensor:
-    """Normalize whole features (..., d) with a replicated weight (d,).
+class EmbedEdge(Edge):
+    """Looks tokens up, for a residual stream that every rank has whole."""
 
-    Args:
-        x: The stream.
-        norm: The norm.
-        ranks: The ranks whose streams differ (token shards, lanes): the weight's gradient is
-            summed over them. None for a replicated stream.
-    """
-    # The gradient of the kernel is that of this rank's stream only.
+    def __init__(self, ranks: Ranks, comm: str = "all_reduce") -> None:
+        super().__init__(ranks)
+        self.comm = comm
+
+    def forward(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
+        """Look (b, s) up in weight (V, d/T), Shard(1): (b, s, d), for ``sequence`` (b, s/T, d)."""
+        x = F.embedding(tokens, local(embedding.weight))  # (b, s, d/T)
+        x = gather_from_ranks(x, self.ranks)  # (b, s, d)
+        return scatter_to_ranks(x, self.ranks, TOKENS) if self.comm == "sequence" else x
+
+
+class HeadEdge(Edge):
+    """The final norm on all features, then the output projection, weight (V/T, d), Shard(0)."""
+
+    def __init__(self, ranks: Ranks, loss_parallel: bool) -> None:
+        super().__init__(ranks)
+        self.loss_parallel = loss_parallel
+
+    def forward(
+        self, x: Tensor, norm: nn.RMSNorm, output: nn.Linear, targets: Tensor | None = None
+    ) -> Tensor:
+        """Return logits (b, s, V), or with targets (b, s), replicated, the loss (`linear_loss`)."""
+        # With ``loss_parallel`` logits are a DTensor with Shard(-1), for torch's context of that
+        # name; else they are gathered, and targets are not used. The loss sends the log-sum-exps
+        # of every chunk of tokens, and itself.
+        weight = local(output.weight)
+        x = self.normalized(x, norm)
+        if targets is not None and self.loss_parallel:
+            return linear_loss(x, weight, targets, self.ranks)
+        logits = self.logits(x, weight)  # (b, s, V/T)
+        if self.loss_parallel:
+            mesh = cast(DTensor, output.weight).device_mesh
+            return DTensor.from_local(logits, mesh, [Shard(-1)], run_check=False)
+        return gather_from_ranks(logits, self.ranks)
+
+    def normalized(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
+        """Return the normalized stream (b, s, d), replicated; its gradient is summed over ranks."""
+        # Plans whose residual stream is not replicated override this.
+        return copy_to_ranks(normalize(x, norm), self.ranks)
+
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the scores (b, s, V/T) of a normalized stream."""
+        return F.linear(x, weight)
+
+
+def normalize(x: Tensor, norm: nn.RMSNorm, ranks: Ranks | None = None) -> Tensor:
+    """Normalize whole features (..., d) with a replicated weight (d,)."""
+    # The gradient of the kernel is that of this rank's stream. It is summed over ``ranks``, whose
+    # streams differ (token shards, lanes); None is for a replicated stream.
     weight = local(norm.weight)
     if ranks is not None:
         weight = copy_to_ranks(weight, ranks)
@@ -150,10 +177,7 @@ class CopyToRanks(torch.autograd.Function):
 
 
 def copy_to_ranks(x: Tensor, ranks: Ranks) -> Tensor:
-    """Use a replicated tensor in computations that differ by rank (f of Megatron-LM).
-
-    Every rank's computation contributes to the gradient.
-    """
+    """Use a replicated tensor in computations that differ by rank: each adds to its gradient."""
     out: Tensor = CopyToRanks.apply(x, ranks)
     return out
 
@@ -171,10 +195,7 @@ class ReduceFromRanks(torch.autograd.Function):
 
 
 def reduce_from_ranks(x: Tensor, ranks: Ranks) -> Tensor:
-    """Sum the ranks' terms into a replicated tensor (g of Megatron-LM).
-
-    The gradient of a sum is that of each term.
-    """
+    """Sum the ranks' terms into a replicated tensor, whose gradient is that of each term."""
     out: Tensor = ReduceFromRanks.apply(x, ranks)
     return out
 
@@ -193,10 +214,7 @@ class GatherFromRanks(torch.autograd.Function):
 
 
 def gather_from_ranks(x: Tensor, ranks: Ranks, dim: int = FEATURES) -> Tensor:
-    """Gather shards of ``dim`` for computations that every rank repeats.
-
-    Each rank has the whole gradient.
-    """
+    """Gather shards of ``dim`` for computations that every rank repeats, with whole gradients."""
     out: Tensor = GatherFromRanks.apply(x, ranks, dim)
     return out
 
@@ -237,11 +255,8 @@ class GatherAndCopyToRanks(torch.autograd.Function):
 def gather_and_copy_to_ranks(
     x: Tensor, ranks: Ranks, dim: int = FEATURES, wide_sums: bool = False
 ) -> Tensor:
-    """Gather shards of ``dim`` for computations that differ by rank.
-
-    It is `copy_to_ranks` of the gathered tensor. With ``wide_sums`` backward sums in fp32 while it
-    sends half precision.
-    """
+    """Gather shards of ``dim`` for computations that differ by rank; compare `copy_to_ranks`."""
+    # With ``wide_sums`` backward sums in fp32 while it sends half precision.
     out: Tensor = GatherAndCopyToRanks.apply(x, ranks, dim, wide_sums)
     return out
 
@@ -260,24 +275,16 @@ class ReduceScatterToRanks(torch.autograd.Function):
 
 
 def reduce_scatter_to_ranks(x: Tensor, ranks: Ranks, dim: int = FEATURES) -> Tensor:
-    """Sum the ranks' terms; each rank keeps a shard of ``dim``, and every term reached every shard.
-
-    Not an all-reduce and a slice: its forward is the same, but it loses gradients.
-    """
+    """Sum the ranks' terms; each rank keeps a shard of ``dim``, which every term reached."""
+    # Not an all-reduce and a slice: its forward is the same, but it loses gradients.
     out: Tensor = ReduceScatterToRanks.apply(x, ranks, dim)
     return out
 
 
 def summed_products(gradient: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Return the gradient of the input of concatenated linears, without concatenating weights.
-
-    Args:
-        gradient: Gradient of the concatenated outputs, (b, s, Σ d_out_i).
-        weights: One (d_out_i, d_in) per linear.
-
-    Returns:
-        Tensor (b, s, d_in); each sum over a linear's outputs is added, in turn, in its dtype.
-    """
+    """Return the gradient (b, s, d_in) of the input of linears (d_out_i, d_in) side by side."""
+    # The gradient of the outputs is (b, s, Σ d_out_i). Weights are not concatenated: each sum over
+    # a linear's outputs is added, in turn, in its dtype.
     sizes = [weight.shape[0] for weight in weights]
     parts = gradient.flatten(0, 1).split(sizes, dim=-1)
     total = parts[0] @ weights[0]

@@ -4,11 +4,8 @@
 The first linear of a pair is column-parallel: its input is replicated, or gathered, and backward
 sums the input's gradient over the ranks. The second one is row-parallel: forward sums its output.
 At full rank the pairs are q, k, v with o, and gate, up with down. The vanilla plans (BOOST's
-baselines) make a pair of the factors A and B of every linear, so that messages are as wide as its
-output, and the latents are sharded along r.
-
-So `VanillaDown`, which applies A, *starts* a pair, and `VanillaUp` ends it. Under BTP `DownEdge`,
-which also applies A, *ends* a chunk.
+baselines) make a pair of the factors A and B of every linear: messages are as wide as its output,
+and the latents are sharded along r. So `VanillaDown` starts a pair; BTP's `DownEdge` ends a chunk.
 """
 
 from collections.abc import Sequence
@@ -25,6 +22,8 @@ from torchtitan_lr.models.kept import end_recomputation, keep
 from torchtitan_lr.models.linears import LowRankLinear, activated, concatenated
 from torchtitan_lr.parallel.edge import (
     Edge,
+    EmbedEdge,
+    HeadEdge,
     MixEdge,
     gather_and_copy_to_ranks,
     normalize,
@@ -32,8 +31,7 @@ from torchtitan_lr.parallel.edge import (
     reduce_scatter_to_ranks,
     summed_products,
 )
-from torchtitan_lr.parallel.ends import EmbedEdge, HeadEdge
-from torchtitan_lr.parallel.placement import (
+from torchtitan_lr.parallel.plan_parts import (
     COLUMN_ROW,
     EdgeParallel,
     Plan,
@@ -47,12 +45,7 @@ from torchtitan_lr.parallel.placement import (
 
 
 class ColumnEdge(Edge):
-    """Start of a full-rank pair: the norm, if any, then the column-parallel linears of a group.
-
-    Args:
-        ranks: The tensor-parallel ranks.
-        comm: For ``sequence`` the input is sharded along the tokens.
-    """
+    """Start of a full-rank pair: the norm, if any, then the column-parallel linears of a group."""
 
     def __init__(self, ranks: Ranks, comm: str = "all_reduce") -> None:
         super().__init__(ranks)
@@ -61,16 +54,8 @@ class ColumnEdge(Edge):
     def forward(
         self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.RMSNorm | None = None
     ) -> list[Tensor]:
-        """Apply the group.
-
-        Args:
-            x: Input (b, s, d_in), replicated; (b, s/T, d_in), Shard(1), for ``sequence``.
-            linears: The group; the weight (d_out/T, d_in) is Shard(0).
-            norm: Norm before them; weight (d_in,), Replicate.
-
-        Returns:
-            One output (b, s, d_out/T), Shard(-1), per linear.
-        """
+        """Map x (b, s, d_in), or (b, s/T, d_in), by weights (d_out/T, d_in), Shard(0)."""
+        # Returns one output (b, s, d_out/T), Shard(-1), per linear. The norm's weight is Replicate.
         sequence = self.comm == "sequence"
         if norm is not None:
             x = normalize(x, norm, self.ranks if sequence else None)
@@ -79,12 +64,7 @@ class ColumnEdge(Edge):
 
 
 class RowEdge(Edge):
-    """End of a full-rank pair: a row-parallel linear and the sum over the ranks.
-
-    Args:
-        ranks: The tensor-parallel ranks.
-        comm: For ``sequence`` each rank keeps its shard of the tokens.
-    """
+    """End of a full-rank pair: a row-parallel linear and the sum over the ranks."""
 
     def __init__(self, ranks: Ranks, comm: str = "all_reduce") -> None:
         super().__init__(ranks)
@@ -93,16 +73,8 @@ class RowEdge(Edge):
     def forward(
         self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.Module | None = None
     ) -> list[Tensor]:
-        """Apply the linear.
-
-        Args:
-            x: Input (b, s, d_in/T), Shard(-1).
-            linears: One linear; the weight (d_out, d_in/T) is Shard(1).
-            norm: None.
-
-        Returns:
-            Its output (b, s, d_out), replicated; (b, s/T, d_out), Shard(1), for ``sequence``.
-        """
+        """Map x (b, s, d_in/T), Shard(-1), by weight (d_out, d_in/T), Shard(1)."""
+        # The output (b, s, d_out) is replicated; for ``sequence`` it is (b, s/T, d_out), Shard(1).
         terms = [F.linear(x, local(linear.weight)) for linear in linears]
         if self.comm == "sequence":
             return [reduce_scatter_to_ranks(term, self.ranks, TOKENS) for term in terms]
@@ -118,11 +90,9 @@ class TokensHead(HeadEdge):
 
 
 def megatron(args: LlamaArgs, settings: TPSettings) -> Styles:
-    """Return Megatron-LM's plan: q, k, v, gate, up column-parallel, o and down row-parallel.
-
-    Between the pairs the residual stream is replicated (Megatron-LM, section 3) or sharded along
-    the tokens (Korthikanti et al., section 4.2.2), where the norms run on token shards too.
-    """
+    """Return Megatron-LM's plan: q, k, v, gate, up column-parallel, o and down row-parallel."""
+    # Between the pairs the residual stream is replicated (Megatron-LM, section 3) or sharded along
+    # the tokens (Korthikanti et al., section 4.2.2), where the norms run on token shards too.
     comm = settings.comm
     blocks = dense_blocks(MEGATRON, on_ranks(ColumnEdge, comm=comm), on_ranks(RowEdge, comm=comm))
     head = TokensHead if comm == "sequence" else HeadEdge
@@ -135,31 +105,17 @@ MEGATRON = Plan(megatron, COLUMN_ROW, COLUMN_ROW, low_rank=False, choices={"comm
 
 
 class VanillaDown(Edge):
-    """Start of the pairs A, B of a group: the norm, if any, then column-parallel A's.
-
-    Args:
-        ranks: The tensor-parallel ranks.
-        grouping: Whether the group's linears share one backward all-reduce of their input.
-        heads: Whether the input is sharded along its features: attention's output.
-    """
+    """Start of the pairs A, B of a group: the norm, if any, then column-parallel A's."""
 
     def __init__(self, ranks: Ranks, grouping: bool, heads: bool = False) -> None:
         super().__init__(ranks)
-        self.grouping, self.heads = grouping, heads
+        self.grouping = grouping  # whether the group shares one all-reduce of its input in backward
+        self.heads = heads  # whether the input is sharded along its features: attention's output
 
     def forward(
         self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
     ) -> list[Tensor]:
-        """Compress an input.
-
-        Args:
-            x: Input (b, s, d_in), replicated; (b, s, d_in/T), Shard(-1), for ``heads``.
-            linears: The group; A (r/T, d_in) is Shard(0).
-            norm: Norm before them; weight (d_in,), Replicate.
-
-        Returns:
-            One latent (b, s, r/T), Shard(-1), per linear.
-        """
+        """Map x (b, s, d_in), or (b, s, d_in/T), by A (r/T, d_in), Shard(0): (b, s, r/T) each."""
         if norm is not None:
             x = normalize(x, norm)
         weights = [local(linear.A.weight) for linear in linears]
@@ -170,34 +126,17 @@ class VanillaDown(Edge):
 
 
 class VanillaUp(Edge):
-    """End of the pairs A, B of a group: σ, row-parallel B's and the sums over the ranks.
-
-    Args:
-        ranks: The tensor-parallel ranks.
-        heads: Whether each rank keeps its shard of the features: the heads of q, k and v.
-    """
+    """End of the pairs A, B of a group: σ, row-parallel B's and the sums over the ranks."""
 
     def __init__(self, ranks: Ranks, heads: bool = False) -> None:
         super().__init__(ranks)
-        self.heads = heads
+        self.heads = heads  # whether each rank keeps its features, the heads of q, k and v
 
     def forward(
-        self,
-        latents: Sequence[Tensor],
-        linears: Sequence[LowRankLinear],
-        use_silu: Sequence[bool],
+        self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear], use_silu: Sequence[bool]
     ) -> list[Tensor]:
-        """Expand the latents of a group.
-
-        Args:
-            latents: One h (b, s, r/T), Shard(-1), per linear.
-            linears: The group; B (d_out, r/T) is Shard(1).
-            use_silu: Whether σ is SiLU, by linear; otherwise it is the identity.
-
-        Returns:
-            One output (b, s, d_out) per linear, replicated; (b, s, d_out/T), Shard(-1), for
-            ``heads``.
-        """
+        """Map latents (b, s, r/T), Shard(-1), by B (d_out, r/T), Shard(1)."""
+        # Outputs are (b, s, d_out), replicated, for ``heads`` (b, s, d_out/T), Shard(-1).
         # Each product is reduced before the next one exists: only one of them has its full width.
         total = reduce_scatter_to_ranks if self.heads else reduce_from_ranks
         outputs = []
@@ -207,10 +146,8 @@ class VanillaUp(Edge):
 
 
 def vanilla(args: LlamaArgs, settings: TPSettings) -> Styles:
-    """Return the fair vanilla plan, in which each rank computes its own heads.
-
-    q, k and v are reduce-scattered over the heads, and attention's output is gathered before A_o.
-    """
+    """Return the fair vanilla plan, in which each rank computes its own heads."""
+    # q, k and v are reduce-scattered over the heads, and attention's output is gathered before A_o.
     styles = vanilla_replicated(args, settings)
     qkv, o = styles["layers.*.attention.qkv"], styles["layers.*.attention.o"]
     up = on_ranks(VanillaUp, heads=True)
@@ -266,18 +203,9 @@ class _ColumnParallel(torch.autograd.Function):
 def column_parallel(
     x: Tensor, weights: Sequence[Tensor], ranks: Ranks, dim: int | None = None
 ) -> list[Tensor]:
-    """Apply column-parallel linears to one input.
-
-    Args:
-        x: Input (b, s, d_in), replicated or sharded along ``dim``.
-        weights: One (d_out_i/T, d_in), Shard(0), per linear.
-        ranks: The tensor-parallel ranks.
-        dim: The sharded dimension, which forward gathers and backward reduce-scatters; None for a
-            replicated input, whose gradient is all-reduced.
-
-    Returns:
-        One output (b, s, d_out_i/T), Shard(-1), per linear. Low-rank checkpointing saves them.
-    """
+    """Apply column-parallel weights (d_out_i/T, d_in), Shard(0), to one x (b, s, d_in)."""
+    # Forward gathers x along ``dim`` and backward reduce-scatters; None is for a replicated x,
+    # whose gradient is all-reduced. Low-rank checkpointing saves outputs (b, s, d_out_i/T).
     out: Tensor = _ColumnParallel.apply(x, ranks, dim, *weights)
     if len(weights) == 1:  # the backward of a split copies the gradient, even of a single part
         return [out]

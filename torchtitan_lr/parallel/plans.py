@@ -1,9 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The tensor-parallel plans by name, the settings that a run has, and how a plan is applied.
-
-A plan is in the file of its paper: `parallel.btp`, `parallel.megatron`, `parallel.caat`. The
-formula of the same name in `costs.tp_messages` states its traffic independently.
-"""
+"""The tensor-parallel plans by name, the settings that a run has, and how a plan is applied."""
 
 from dataclasses import dataclass, replace
 
@@ -17,7 +13,7 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.btp import BTP
 from torchtitan_lr.parallel.caat import CAAT
 from torchtitan_lr.parallel.megatron import MEGATRON, VANILLA, VANILLA_REPLICATED
-from torchtitan_lr.parallel.placement import Plan, TPSettings
+from torchtitan_lr.parallel.plan_parts import Plan, TPSettings
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig
 
 PLANS: dict[str, Plan] = {
@@ -27,7 +23,7 @@ PLANS: dict[str, Plan] = {
     "megatron": MEGATRON,
     "caat": CAAT,
 }
-"""Plans by name: `config.schema.BUILT_IN_PLANS`, and what modules from outside add."""
+"""Plans by name; modules from outside add theirs."""
 
 
 def build_tp_plan(model: nn.Module, settings: TPSettings) -> dict[str, ParallelStyle]:
@@ -40,45 +36,20 @@ def build_tp_plan(model: nn.Module, settings: TPSettings) -> dict[str, ParallelS
 
 
 def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, settings: TPSettings) -> None:
-    """Turn a model's parameters into DTensors and its edges into those of a plan, in place.
-
-    For generation, estimates and measurements. A training run does the same by its family's
-    function in `parallel.parallelize`, which torchtitan calls.
-
-    Args:
-        model: A `LlamaModel` or a pipeline stage of one, before any other wrapper; on the
-            meta device, or with the same full weights on every rank. Nothing is communicated.
-        tp_mesh: The one-dimensional mesh of the tensor-parallel ranks; ignored if its size is 1.
-        settings: Returned by `resolve_settings`.
-    """
+    """Turn a model's parameters into DTensors and its edges into those of a plan, in place."""
+    # The model has no wrapper yet; it is on the meta device, or the same on every rank.
     if tp_mesh.size() == 1:
         return
     parallelize_module(model, tp_mesh, build_tp_plan(model, settings), src_data_rank=None)
-    check_placed(model)
-
-
-def check_placed(model: nn.Module) -> None:
-    """Raise if the plan gives a parameter no placement; Replicate(), which keeps it whole, is one.
-
-    Raises:
-        RuntimeError: Names these parameters.
-    """
     left = [name for name, p in model.named_parameters() if not hasattr(p, "placements")]
     if left:
         raise RuntimeError(f"the tensor-parallel plan does not place {', '.join(left)}")
 
 
 def tp_settings(job_config: JobConfig, args: LlamaArgs, tp_degree: int) -> TPSettings:
-    """Resolve the settings of ``[parallelism]`` for a run, for the sequences of its configuration.
-
-    The only place that does so, a pure function of the configuration. Checks and estimates call it
-    before a rank exists. On a rank, torchtitan hands parallelize functions, pipeline and loggers
-    the configuration alone, so each of these calls it for itself and gets an equal record.
-    Generation has other ranks, for which `generation_settings` resolves the run's keys again.
-
-    Raises:
-        ConfigError: As `resolve_settings`.
-    """
+    """Resolve the settings of ``[parallelism]`` for a run, for the sequences it has."""
+    # The only place that does so, a pure function of the configuration: checks and estimates call
+    # it before a rank exists, and on a rank whoever gets the configuration alone.
     section, training = job_config.parallelism, job_config.training
     # fp32 is summed in fp32 anyway.
     half = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize < 4
@@ -97,22 +68,9 @@ def tp_settings(job_config: JobConfig, args: LlamaArgs, tp_degree: int) -> TPSet
 def resolve_settings(
     settings: TPSettings, args: LlamaArgs, tp_degree: int, *seq_lens: int
 ) -> TPSettings:
-    """Check the settings against the model, and resolve open choices.
-
-    Args:
-        settings: The user's settings.
-        args: The model's shape.
-        tp_degree: Tensor-parallel degree T; at 1 the plan is checked too.
-        *seq_lens: Every number of tokens of a row that tensor-parallel ranks have together.
-
-    Returns:
-        Settings for `apply_tensor_parallel`: the plan is named, and tokens are not sharded if T
-        does not divide a sequence.
-
-    Raises:
-        ConfigError: If the plan does not fit the family, a setting would have no effect under the
-            plan, or a width does not divide by T.
-    """
+    """Check the settings against the model (ConfigError), and resolve open choices."""
+    # ``seq_lens`` are the tokens of a row that tensor-parallel ranks have together. The plan is
+    # named, and tokens are not sharded if T does not divide them. At T = 1 the plan is checked too.
     if settings.plan == "auto":
         dense = "caat" if args.lanes > 1 else "megatron"
         settings = replace(settings, plan="btp" if args.low_rank else dense)
@@ -131,17 +89,7 @@ def resolve_settings(
 
 
 def check_gather(gather: str, args: LlamaArgs, settings: TPSettings, tp_degree: int) -> None:
-    """Check that the model and its plan have what context parallelism is to gather.
-
-    Args:
-        gather: ``parallelism.cp_gather``.
-        args: The model's shape.
-        settings: Returned by `resolve_settings`.
-        tp_degree: Tensor-parallel degree T.
-
-    Raises:
-        ConfigError: Latents are to be gathered, and the model has none or the plan splits them.
-    """
+    """Refuse ``parallelism.cp_gather`` of latents that the model lacks, or that the plan splits."""
     if gather != "latents":
         return
     key = "parallelism.cp_gather"
@@ -155,7 +103,6 @@ def check_gather(gather: str, args: LlamaArgs, settings: TPSettings, tp_degree: 
 
 
 def _check_plan(settings: TPSettings, args: LlamaArgs) -> None:
-    """Check that the plan supports the model, and has a choice where the settings make one."""
     name, lanes = settings.plan, args.lanes > 1
     fitting = {
         key: plan
@@ -179,23 +126,15 @@ def _check_plan(settings: TPSettings, args: LlamaArgs) -> None:
 
 @dataclass(frozen=True)
 class Boundary:
-    """A rank's message to the next pipeline stage for one sequence: ``rows`` rows.
+    """A rank's message to the next pipeline stage for one sequence: ``rows`` rows."""
 
-    Args:
-        rows: s, or s/T if tokens are sharded.
-        stream: Elements of the residual stream per row: the rank's share, divided by ``rows``.
-        latents: Elements of each latent per row; empty if no latents are sent.
-        tokens_per_row: Number of tokens whose stream shards are in a row: T if the latents are
-            token-sharded and the stream is feature-sharded, else 1.
-        lanes: CAAT-Net: number of streams (b, s, lanes, d) on the rank; 0 if the stream has no such
-            dimension.
-    """
-
-    rows: int
-    stream: int
-    latents: tuple[int, ...]
+    rows: int  # s, or s/T if tokens are sharded
+    stream: int  # elements of the residual stream per row: the rank's share, divided by the rows
+    latents: tuple[int, ...]  # elements of each latent per row; empty if none are sent
+    # Tokens whose stream shards are in a row: T if the latents are token-sharded and the stream is
+    # feature-sharded.
     tokens_per_row: int = 1
-    lanes: int = 0
+    lanes: int = 0  # streams (b, s, lanes, d) on the rank; 0 without this dimension
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -208,8 +147,8 @@ def stage_boundary(
 ) -> Boundary:
     """Return the shape of a boundary between pipeline stages on one rank.
 
-    A rank sends its part of the residual stream. LaX also sends the seven latents that the next
-    block mixes in: without them the model's output would depend on the stage split.
+    LaX also sends the seven ``latents`` that the next block mixes in, if there are blocks on both
+    sides: without them the model's output would depend on the stage split.
 
     ============================  =====  ======  =======================
     plan                          rows   stream  latents (LaX), 7 of
@@ -223,13 +162,6 @@ def stage_boundary(
     megatron                      s      d       full rank has none
     megatron, ``"sequence"``      s/T    d       full rank has none
     ============================  =====  ======  =======================
-
-    Args:
-        args: The model's arguments.
-        settings: The tensor-parallel plan; ignored at T = 1.
-        tp_degree: T.
-        seq_len: Tokens s of a sequence.
-        latents: Whether there are blocks on both sides, so that LaX's latents are sent.
     """
     widths = [args.rank_attention] * 4 + [args.rank_ffn] * 3
     if not (latents and args.model_family.carries_latents):

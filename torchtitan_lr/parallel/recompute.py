@@ -1,21 +1,17 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Activation checkpointing: torchtitan's modes, and ``low_rank``.
 
-``low_rank`` saves r-wide activations and recomputes d- and f-wide ones. A factorised block has
-seven bottlenecks. From their latents and the block's input, backward recomputes up-projections,
-rotary embedding, norms, SwiGLU and attention; no down-projection runs twice (CoLA-M: CoLA, section
-4). Under bottleneck-aware tensor parallelism the latents are saved after the all-reduce, with the
-norms' statistics, so that recomputation communicates nothing (BOOST, section 4). Attention's output
-and its log-sum-exp can be saved too; then attention does not run twice.
+``low_rank`` saves r-wide activations and recomputes d- and f-wide ones: from the latents and the
+block's input, backward recomputes up-projections, rotary embedding, norms, SwiGLU and attention; no
+down-projection runs twice (CoLA-M: CoLA, section 4). Under BTP the latents are saved after the
+all-reduce, with the norms' statistics, so that recomputation communicates nothing (BOOST, section
+4).
 
-Autograd Functions name what is kept, see `torchtitan_lr.models.kept`. Torch's selective
-checkpointing saves the results of chosen operators. Outside of compiled code it repeats whatever
-leads to them: the product in front of a saved all-reduce would run again for nothing, or its result
-would have to be saved too. It also frees them after the first recomputation, and a split backward
-needs two. A `Recomputation` therefore keeps the results of whole computations.
-
-The memory and the repeated collectives of a mode are stated nowhere: the estimator measures them on
-wrapped blocks.
+Autograd Functions name what is kept, see `models.kept`. Torch's selective checkpointing saves the
+results of chosen operators and, outside of compiled code, repeats whatever leads to them: the
+product in front of a saved all-reduce would run again for nothing. It also frees them after the
+first recomputation, and a split backward needs two. A `Recomputation` keeps the results of whole
+computations.
 """
 
 from collections.abc import Callable
@@ -43,45 +39,32 @@ from torchtitan_lr.models.kept import keep, kept_by, mark_in_graphs
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, apply_ac, count_checkpointed_blocks_from
 
-SELECTIVE_SAVE_LIST = {
-    torch.ops.aten.mm.default,
-    *ATTENTION_OPERATORS,
-    FLEX_ATTENTION,
-    FLEX_ATTENTION_CALL,
-}
-"""Operators with outputs that ``selective_ac_option = "op"`` saves: the expensive ones.
+# Operators with outputs that ``selective_ac_option = "op"`` saves: the expensive ones. torchtitan
+# saves every second matmul as well. Its own list lacks attention on the CPU.
+_ATTENTION = (*ATTENTION_OPERATORS, FLEX_ATTENTION, FLEX_ATTENTION_CALL)
+SELECTIVE_SAVE_LIST = {torch.ops.aten.mm.default, *_ATTENTION}
 
-torchtitan saves every second matmul as well. Its own list lacks attention on the CPU.
-"""
-
+# Modes in which wrapped blocks recompute. In ``memory_budget`` the compiler chooses what to
+# recompute, and its choice cannot be measured before a run: the mode counts as a share of the way
+# from ``full`` to ``none``.
 EAGER_MODES = ("none", "selective", "full", "low_rank")
-"""Modes in which wrapped blocks recompute. In ``memory_budget`` the compiler chooses what to
-recompute, and its choice cannot be measured before a run: the mode counts as a share of the way
-from ``full`` to ``none``."""
 
+# Modes in which torch can compile tensor-parallel blocks on a CPU: torch 2.13 cannot if attention
+# is recomputed.
 COMPILES_ON_CPU = ("none", "low_rank")
-"""Modes in which torch can compile tensor-parallel blocks on a CPU: torch 2.13 cannot if attention
-is recomputed."""
 
+# Policies of compiled blocks, by whether attention's results are saved.
+_KEPT = torch.ops.torchtitan_lr.keep.default
 _COMPILED_SAVES = {
-    attention: partial(
-        create_selective_checkpoint_contexts,
-        [
-            torch.ops.torchtitan_lr.keep.default,
-            *((*ATTENTION_OPERATORS, FLEX_ATTENTION) if attention else ()),
-        ],
-    )
-    for attention in (False, True)
+    False: partial(create_selective_checkpoint_contexts, [_KEPT]),
+    True: partial(
+        create_selective_checkpoint_contexts, [_KEPT, *ATTENTION_OPERATORS, FLEX_ATTENTION]
+    ),
 }
-"""Policies of compiled blocks, by whether attention's results are saved."""
 
 
 def check_mode(config: Any) -> None:
-    """Refuse a mode that the configuration cannot have.
-
-    Raises:
-        ConfigError: With one line that names the key.
-    """
+    """Refuse a mode that the configuration cannot have, by a ConfigError."""
     section, family = config.activation_checkpoint, find_family(config.model.name)
     key = "activation_checkpoint.mode"
     if section.mode == "low_rank" and family is not None and not family.low_rank:
@@ -93,10 +76,8 @@ def check_mode(config: Any) -> None:
 
 
 def wrapping_period(section: Any, mode: str) -> int:
-    """Return the number of blocks after which the pattern of wrapped blocks repeats.
-
-    ``selective`` wraps every n-th block, or recomputes cheap operators of all blocks (``op``).
-    """
+    """Return the number of blocks after which the pattern of wrapped blocks repeats."""
+    # ``selective`` wraps every n-th block, or recomputes cheap operators of all blocks (``op``).
     option = section.selective_ac_option
     return int(option) if mode == "selective" and option.isdecimal() else 1
 
@@ -107,14 +88,9 @@ def compiles_model(job_config: Any) -> bool:
 
 
 def apply_activation_checkpoint(model: nn.Module, job_config: JobConfig) -> None:
-    """Wrap decoder blocks in the mode of ``[activation_checkpoint]``.
-
-    Args:
-        model: After tensor parallelism and before compilation; the whole model or a pipeline stage
-            of it.
-        job_config: The run's configuration. An estimate passes only the sections
-            ``activation_checkpoint``, ``compile`` and ``job``.
-    """
+    """Wrap decoder blocks in the mode of ``[activation_checkpoint]``."""
+    # Call it after tensor parallelism and before compilation. An estimate passes only the sections
+    # ``activation_checkpoint``, ``compile`` and ``job``.
     section: Any = job_config.activation_checkpoint
     if section.mode == "none":
         return
@@ -123,38 +99,25 @@ def apply_activation_checkpoint(model: nn.Module, job_config: JobConfig) -> None
     if section.mode == "low_rank":
         apply_low_rank_checkpoint(model, section.low_rank_save_attention)
     else:
-        _apply_upstream_checkpoint(model, job_config)
+        # "2" wraps every second block, counted over the whole model and not per pipeline stage.
+        count_checkpointed_blocks_from(int(next(iter(getattr(model, "layers")), 0)))  # noqa: B009
+        apply_ac(
+            model,
+            section,
+            model_compile_enabled=compiles_model(job_config),
+            op_sac_save_list=SELECTIVE_SAVE_LIST,
+            base_folder=job_config.job.dump_folder,
+        )
     for wrapped in checkpointed_modules(model):
         for module in wrapped.modules():
             if isinstance(module, GatheredAttention):
                 module.repeats = False
 
 
-def _apply_upstream_checkpoint(model: nn.Module, job_config: JobConfig) -> None:
-    section: Any = job_config.activation_checkpoint
-    # "2" wraps every second block, counted over the whole model and not per pipeline stage.
-    count_checkpointed_blocks_from(int(next(iter(getattr(model, "layers")), 0)))  # noqa: B009
-    apply_ac(
-        model,
-        section,
-        model_compile_enabled=compiles_model(job_config),
-        op_sac_save_list=SELECTIVE_SAVE_LIST,
-        base_folder=job_config.job.dump_folder,
-    )
-
-
 def apply_low_rank_checkpoint(model: nn.Module, save_attention: bool) -> None:
-    """Wrap every decoder block. Call this after tensor parallelism and before compilation.
-
-    A block recomputes all up-projections but the last, whose result is the next block's input, and
-    everything between them (CoLA, section 4). Under BTP it repeats no collective.
-
-    Args:
-        model: The whole model or a pipeline stage of it.
-        save_attention: Whether to save attention's output (b, s, d/T) and log-sum-exp
-            (b, heads/T, s) instead of recomputing attention. Compiled blocks with DTensor
-            parameters on a CPU always save them.
-    """
+    """Wrap every decoder block. Call this after tensor parallelism and before compilation."""
+    # A block recomputes all up-projections but the last, whose result is the next block's input
+    # (CoLA, section 4). Attention's output (b, s, d/T) and log-sum-exp (b, heads/T, s) may stay.
     mark_in_graphs()
     # Attention counts as an operator that can draw random numbers. To repeat it on a CPU, torch's
     # partitioner saves the generator's state after the DeviceMesh of the DTensor parameters, where
@@ -211,7 +174,7 @@ class _SavedAttention(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in (*ATTENTION_OPERATORS, FLEX_ATTENTION, FLEX_ATTENTION_CALL):
+        if func in _ATTENTION:
             return keep(lambda: func(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
@@ -221,20 +184,7 @@ class _AllFound(Exception):
 
 
 class Recomputation:
-    """A forward pass that runs again when backward needs the first of its saved tensors.
-
-    All calls of a backward share one recomputation.
-
-    Args:
-        function: Called in forward, and again in backward until the last saved tensor is there.
-        args: Positional arguments of the function; they stay in memory.
-        kwargs: Keyword arguments of the function.
-        save_attention: Whether the results of fused attention are saved too.
-
-    Attributes:
-        kept: The kept results, and how often each had been changed in place.
-        kept_next: In backward, index of the next kept result; None in forward.
-    """
+    """A forward pass that runs again, once, when backward needs the first of its saved tensors."""
 
     def __init__(
         self,
@@ -244,8 +194,9 @@ class Recomputation:
         save_attention: bool = False,
     ) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
+        # The kept results, and how often each had been changed in place.
         self.kept: list[tuple[Any, list[int]]] = []
-        self.kept_next: int | None = None
+        self.kept_next: int | None = None  # in backward, index of the next kept result
         self._attention: AbstractContextManager[Any] = (
             _SavedAttention() if save_attention else nullcontext()
         )
@@ -264,11 +215,7 @@ class Recomputation:
             return self._run(None, self.args, self.kwargs)
 
     def keep(self, compute: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Compute and keep tensors in forward; in backward, return what was kept.
-
-        Raises:
-            RuntimeError: A kept tensor was changed in place since.
-        """
+        """Compute and keep tensors in forward; in backward, return what was kept."""
         if self.kept_next is None:
             made = compute()
             versions = [version_of(x) for x in made if isinstance(x, Tensor)]
@@ -283,11 +230,7 @@ class Recomputation:
         return kept
 
     def end_with(self, last: list[Tensor]) -> None:
-        """Stop recomputing here if backward only still needs these tensors.
-
-        Args:
-            last: Tensors that the calling Function is about to save.
-        """
+        """Stop recomputing if backward only still needs these tensors of the calling Function."""
         missing = len(self._shapes) - len(self._collected)
         if self.kept_next is None or len(last) != missing:
             return
@@ -301,11 +244,7 @@ class Recomputation:
             return self.function(*args, **kwargs)
 
     def _unpack(self, number: int) -> Tensor:
-        """Return a tensor that autograd saved, after a recomputation if it is the first one.
-
-        Raises:
-            RuntimeError: The recomputation saves other tensors than the forward pass did.
-        """
+        """Return a tensor that autograd saved, after a recomputation if it is the first one."""
         # ``torch.utils.checkpoint`` recomputes for every call of autograd. The weights' half of a
         # split backward is one call per linear: a block would run as often, and what each call
         # leaves would stay until the last.
@@ -314,11 +253,7 @@ class Recomputation:
         return self._found.pop(number)
 
     def _recompute(self) -> list[Tensor]:
-        """Run the function again, up to the last tensor that autograd saved; return all of them.
-
-        Raises:
-            RuntimeError: As for `_unpack`.
-        """
+        """Run the function again, up to the last tensor that autograd saved; return all of them."""
         saved = self._collected = list[Tensor]()  # `end_with` adds to it
 
         def collect(x: Tensor) -> None:

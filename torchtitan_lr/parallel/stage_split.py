@@ -4,14 +4,14 @@
 import math
 from typing import Any
 
+# Supported schedules: whether a rank holds several stages, and whether backward is split into input
+# gradients and later weight gradients.
 SCHEDULES: dict[str, tuple[bool, bool]] = {
     "1F1B": (False, False),
     "GPipe": (False, False),
     "Interleaved1F1B": (True, False),
     "ZBVZeroBubble": (True, True),
 }
-"""Supported schedules: whether a rank holds several stages, and whether backward is split into
-input gradients and later weight gradients."""
 
 
 def stages_per_rank(section: Any, n_layers: int) -> int | float:
@@ -30,11 +30,7 @@ def stages_per_rank(section: Any, n_layers: int) -> int | float:
 
 
 def modules_per_stage(job_config: Any, n_layers: int) -> list[list[str]]:
-    """Return the module names of every stage, as split by torchtitan's `pipeline_llm`.
-
-    Raises:
-        ValueError: If there are too few blocks.
-    """
+    """Return the module names of every stage, by torchtitan; ValueError for too few blocks."""
     # Late: importing torchtitan takes seconds.
     from torchtitan_lr.titan.specs import generate_llm_fqn_per_model_part
 

@@ -11,106 +11,67 @@ from torchtitan_lr.config.parse import check_toml, load_toml
 from torchtitan_lr.config.paths import SHIPPED, find_config
 from torchtitan_lr.errors import ConfigError, one_of
 
-FOLDER = SHIPPED / "experiments"
-"""The shipped experiments."""
+FOLDER = SHIPPED / "experiments"  # the shipped experiments
 
 
 @dataclass(frozen=True)
 class Family:
-    """One of the compared families, ``[families.NAME]``: a model, and possibly an optimizer.
+    """One of the compared families, ``[families.NAME]``: a model, and possibly an optimizer."""
 
-    Args:
-        model: ``model.name``; by default ``llama_NAME``.
-        overrides: Overrides of its runs, ``section.key=value``: once read, also those of all runs,
-            and the command line's, which win.
-        learning_rates: The family's grid; empty for the experiment's.
-        ranks: Ranks of the family's runs; 0 for the experiment's.
-    """
-
-    model: str = ""
+    model: str = ""  # ``model.name``; by default ``llama_NAME``
+    # Overrides of its runs, ``section.key=value``: once read, also those of all runs, and the
+    # command line's, which win
     overrides: list[str] = field(default_factory=list)
+    # The family's grid; empty for the experiment's
     learning_rates: list[float] = field(default_factory=list)
-    ranks: int = 0
+    ranks: int = 0  # ranks of the family's runs; 0 for the experiment's
 
 
 @dataclass(frozen=True)
 class Size:
-    """A shape of the ladder, ``[sizes.NAME]``: a flavor, or the sides of the model.
+    """A shape of the ladder, ``[sizes.NAME]``: a flavor, or the sides of the model."""
 
-    Args:
-        flavor: ``model.flavor``; empty where the sides below are given.
-        dim: Width d of the residual stream; low-rank families have rank d/4.
-        ffn_dim: Hidden width f of the feed-forward.
-        n_layers: Number L of blocks.
-        n_heads: Number of heads.
-        vocab_size: Rows V of the embedding and of the head.
-        seeds: The size's seeds; empty for the experiment's.
-        budgets: The size's tokens per parameter; empty for the experiment's.
-    """
-
-    flavor: str = ""
-    dim: int = 0
-    ffn_dim: int = 0
-    n_layers: int = 0
+    flavor: str = ""  # ``model.flavor``; empty where the sides below are given
+    dim: int = 0  # width d of the residual stream; low-rank families have rank d/4
+    ffn_dim: int = 0  # hidden width f of the feed-forward
+    n_layers: int = 0  # number L of blocks
     n_heads: int = 0
-    vocab_size: int = 4096
-    seeds: list[int] = field(default_factory=list)
+    vocab_size: int = 4096  # rows V of the embedding and of the head
+    seeds: list[int] = field(default_factory=list)  # the size's seeds; empty for the experiment's
+    # The size's tokens per parameter; empty for the experiment's
     budgets: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A scaling experiment.
-
-    Args:
-        name: Its name, the group in wandb.
-        config: TOML of all runs, a path or the name of a shipped file.
-        description: One line.
-        overrides: Overrides of all runs.
-        ranks: Number of ranks of a run.
-        seeds: ``debug.seed`` of the repetitions.
-        tokens_per_parameter: The budgets; parameters N are those without embedding and head.
-        equal: What families share at a size and budget: ``tokens_per_parameter`` (each of its own
-            N), ``tokens`` or ``flops`` of the ``reference``, or ``both`` of these, one run each.
-            Searches are at equal tokens then.
-        reference: The family with which the others are compared; the first by default.
-        learning_rates: Values to try, ascending; one value is used without a search.
-        search: Sizes at which they are tried; empty for all. The first tries all values, a later
-            one those beside the best; a grid whose best is at its end goes on. Beyond three
-            sizes or more the rate is on a line through log(learning rate) over log(N), beyond fewer
-            it is that of the largest one.
-        families: The families by name.
-        sizes: The sizes by name, ascending.
-    """
+    """A scaling experiment."""
 
     name: str = ""
-    config: str = ""
+    config: str = ""  # TOML of all runs, a path or the name of a shipped file
     description: str = ""
-    overrides: list[str] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)  # overrides of all runs
     ranks: int = 1
-    seeds: list[int] = field(default_factory=lambda: [0])
+    seeds: list[int] = field(default_factory=lambda: [0])  # ``debug.seed`` of the repetitions
+    # The budgets; parameters N are those without embedding and head
     tokens_per_parameter: list[float] = field(default_factory=lambda: [20.0])
+    # What families share at a size and budget: ``tokens_per_parameter`` (each of its own N),
+    # ``tokens`` or ``flops`` of the ``reference``, or ``both`` of these, one run each. Searches are
+    # at equal tokens then.
     equal: Literal["tokens_per_parameter", "tokens", "flops", "both"] = "tokens_per_parameter"
-    reference: str = ""
+    reference: str = ""  # the family with which the others are compared; the first by default
+    # Values to try, ascending; one value is used without a search
     learning_rates: list[float] = field(default_factory=lambda: [1e-3])
+    # Sizes at which they are tried; empty for all. The first tries all values, a later one those
+    # beside the best; a grid whose best is at its end goes on. Beyond three sizes or more the rate
+    # is on a line through log(learning rate) over log(N), beyond fewer it is that of the largest
+    # one.
     search: list[str] = field(default_factory=list)
     families: dict[str, Family] = field(default_factory=dict)
-    sizes: dict[str, Size] = field(default_factory=dict)
+    sizes: dict[str, Size] = field(default_factory=dict)  # the sizes by name, ascending
 
 
 def read_experiment(text: str, overrides: Sequence[str] = ()) -> Experiment:
-    """Read and check an experiment.
-
-    Args:
-        text: A path, or the name of a shipped experiment.
-        overrides: Further overrides of all runs, ``--section.key=value``.
-
-    Returns:
-        The experiment, in which sizes and families have what they inherit.
-
-    Raises:
-        ConfigError: The file is missing, not TOML, or has an unknown key or a wrong value.
-    """
+    """Read and check an experiment; sizes and families have what they inherit."""
     shipped = FOLDER / f"{Path(text).name.removesuffix('.toml')}.toml"
     path = Path(text) if Path(text).is_file() else shipped
     if not path.is_file():

@@ -1,8 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Fit L(C) = E + A C^(-alpha) by the Huber loss of log L (Hoffmann et al., 2022, approach 3).
 
-Intervals of a law are percentiles of bootstrap fits to resampled points; intervals of a mean over
-seeds are Student's.
+A law's intervals are percentiles of bootstrap fits; those of a mean over seeds are Student's.
 """
 
 from collections.abc import Sequence
@@ -17,8 +16,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 HUBER = 1e-3
 """Difference of log L from which a point counts linearly, not squared (Hoffmann et al., D.2)."""
 
-EDGES = (0.025, 0.975)
-"""The quantiles of an interval."""
+EDGES = (0.025, 0.975)  # the quantiles of an interval
 
 LEAST_POINTS, DRAWS = 4, 500
 """Points of different FLOPs that a law needs (it has three parameters); resamples of a fit."""
@@ -29,19 +27,12 @@ _LIMITS = np.asarray([-14.0, -14.0, 1e-3]), np.asarray([14.0, 14.0, 4.0])
 
 @dataclass(frozen=True)
 class Law:
-    """A fitted law.
+    """A fitted law."""
 
-    Args:
-        floor: E, the loss that no compute reduces, nats per token.
-        factor: A: the loss that remains above it at ``unit``.
-        alpha: The exponent.
-        unit: Unit of C in FLOPs, the geometric mean of the fitted points.
-    """
-
-    floor: float
-    factor: float
-    alpha: float
-    unit: float
+    floor: float  # E, the loss that no compute reduces, nats per token
+    factor: float  # A: the loss that remains above it at ``unit``
+    alpha: float  # the exponent
+    unit: float  # unit of C in FLOPs, the geometric mean of the fitted points
 
     def __call__(self, flops: Array) -> Array:
         """Return the losses (points,) at C (points,)."""
@@ -50,17 +41,11 @@ class Law:
 
 @dataclass(frozen=True)
 class Fit:
-    """A law with its bootstrap.
+    """A law with its bootstrap."""
 
-    Args:
-        law: The law of all points.
-        points: Number of points of different FLOPs.
-        draws: Laws of resampled points.
-    """
-
-    law: Law
-    points: int
-    draws: list[Law]
+    law: Law  # the law of all points
+    points: int  # number of points of different FLOPs
+    draws: list[Law]  # laws of resampled points
 
     def interval(self, name: str) -> tuple[float, float, float]:
         """Return the law's ``floor`` or ``alpha`` and the ends of its interval."""
@@ -73,15 +58,7 @@ class Fit:
 
 
 def fit_points(points: Array, draws: int = DRAWS) -> Fit | None:
-    """Fit a law and its bootstrap.
-
-    Args:
-        points: C and the loss (points, 2).
-        draws: Number of resamples; those with fewer than three different C are left out.
-
-    Returns:
-        The fit; None with fewer than `LEAST_POINTS` different C.
-    """
+    """Fit a law to C and the loss (points, 2); None below `LEAST_POINTS` different C."""
     different = len(np.unique(points[:, 0]))
     if different < LEAST_POINTS:
         return None
@@ -116,12 +93,7 @@ def fit_law(points: Array, start: Law | None = None) -> Law:
 
 
 def student(values: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """Return the mean of values and its interval by Student's t; no interval for one value.
-
-    Args:
-        values: Losses of seeds; or differences of losses paired by seed, in which what seeds share
-            cancels (the order of the data).
-    """
+    """Return the mean of values and its interval by Student's t; none for one value."""
     mean = float(np.mean(values))
     if len(values) < 2:
         return mean, None, None

@@ -1,8 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The runs of a scaling experiment: their models, lengths and learning rates, as points of a sweep.
+"""The runs of a scaling experiment as points of a sweep: models, lengths and learning rates.
 
-Learning rates are searched at the first budget and seed of the searched sizes. What a finished
-search determines can be planned then, so the points follow from the losses that are known.
+Rates are searched at the first budget and seed of a size; points follow from known losses.
 """
 
 import math
@@ -16,14 +15,13 @@ import numpy as np
 
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.paths import find_config
-from torchtitan_lr.costs.gram_messages import SpectralMatrix, small_flops, wide_flops
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.scaling.experiment import Experiment
-from torchtitan_lr.scaling.experiments import place_run
+from torchtitan_lr.scaling.start import place_run
 from torchtitan_lr.scaling.sweep import Point, refuse_keys
 
 if TYPE_CHECKING:
-    from torchtitan_lr.costs.described_run import Run
+    pass
 
 EXPERIMENT_KEYS = dict.fromkeys(
     [
@@ -35,11 +33,8 @@ EXPERIMENT_KEYS = dict.fromkeys(
 )
 """Keys that cannot be overridden, and why."""
 
-WARMUP = 0.1
-"""Share of the steps in which the learning rate grows."""
-
-WIDENED = 8
-"""Rates by which a search goes beyond either end of its grid, before it is given up."""
+WARMUP = 0.1  # share of the steps in which the learning rate grows
+WIDENED = 8  # rates by which a search goes beyond either end of its grid, before it is given up
 
 Rates = Mapping[tuple[str, str], float | None]
 """Learning rate by family and size; None while it is unknown, or if a search is given up."""
@@ -51,28 +46,12 @@ Searches = Mapping[tuple[str, str], list[Point]]
 
 @dataclass(frozen=True)
 class Cost:
-    """The model of a family at a size.
+    """The model of a family at a size."""
 
-    Args:
-        counted: N, the parameters without embedding and head.
-        flops_per_token: Forward and backward, without recomputation, and a spectral optimizer's
-            products.
-        tokens_per_step: Tokens of all ranks per optimizer step.
-    """
-
-    counted: int
+    counted: int  # N, the parameters without embedding and head
+    # Forward and backward, without recomputation, and a spectral optimizer's products
     flops_per_token: float
-    tokens_per_step: int
-
-
-def optimizer_flops(run: "Run") -> int:
-    """Return the FLOPs of a spectral optimizer's products per step, each once; 0 for others."""
-    flops = 0
-    for name in run.spectral_vectors:
-        matrix = SpectralMatrix.of(name, run.global_shapes[name], splits=((), ()))
-        flops += wide_flops(run.spectral, matrix, ranks={})
-        flops += small_flops(run.spectral, matrix.r)
-    return flops
+    tokens_per_step: int  # tokens of all ranks per optimizer step
 
 
 def rate_at(grid: Sequence[float], place: int) -> float:
@@ -86,19 +65,7 @@ def rate_at(grid: Sequence[float], place: int) -> float:
 
 
 class Plan:
-    """An experiment with the cost of every family at every size.
-
-    Args:
-        experiment: The experiment.
-        work: Folder of all runs; the models of the sizes are written to ``models`` in it.
-
-    Attributes:
-        costs: By family and size.
-        measures: What families share, in one run of each size, budget and seed for each.
-
-    Raises:
-        ConfigError: A configuration is not valid, or an override sets a key of the experiment.
-    """
+    """An experiment with the cost of every family at every size."""
 
     def __init__(self, experiment: Experiment, work: Path) -> None:
         self.experiment, self.work = experiment, work
@@ -136,7 +103,7 @@ class Plan:
         if not flavor:
             rank = max(1, shape.dim // 4) if found.low_rank else 0
             # The family says where the nonlinearities are, the size which ranks.
-            settings = found.defaults("debug") | {"rank_attention": rank, "rank_ffn": rank}
+            settings = found.defaults("debug", rank) | {"rank_attention": rank, "rank_ffn": rank}
             sides = ("dim", "ffn_dim", "n_layers", "n_heads", "vocab_size")
             settings |= {side: getattr(shape, side) for side in sides}
             path = self.work / "models" / f"{found.name}_{size}.json"
@@ -160,24 +127,12 @@ class Plan:
         total, flops = run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len)
         counted = total - 2 * run.args.vocab_size * run.args.dim  # the embedding, the head
         tokens = run.tokens_per_step
-        return Cost(counted, flops + optimizer_flops(run) / tokens, tokens)
+        return Cost(counted, flops + run.optimizer.model_flops() / tokens, tokens)
 
     def point(
         self, family: str, size: str, budget: float, seed: int, rate: float | None, equal: str = ""
     ) -> Point:
-        """Return a run as a point of a sweep.
-
-        Args:
-            family: Its family.
-            size: Its size.
-            budget: Tokens per parameter.
-            seed: ``debug.seed``.
-            rate: Learning rate; None where a search is still to choose it.
-            equal: One of the experiment's `measures`; the first by default.
-
-        Returns:
-            The point; its settings have these, N, the tokens D, and the FLOPs of all ranks.
-        """
+        """Return a run as a point of a sweep, with N, the tokens D and all ranks' FLOPs."""
         experiment, cost = self.experiment, self.costs[family, size]
         first, *others = self.measures
         steps = self._steps(family, size, budget, equal or first)
@@ -216,15 +171,9 @@ class Plan:
     def searches(self, losses: Mapping[str, float]) -> Searches:
         """Return the points of every search, in the order of the grid.
 
-        A family's first size tries all its rates, a later size the best rate of the size before
-        it and the two rates beside. Each goes on, also beyond the ends of its grid, until its own
-        best rate has both neighbours.
-
-        Args:
-            losses: Validation loss by run.
-
-        Returns:
-            The points by family and size; none where the size before has not chosen yet.
+        A family's first size tries all its rates, a later size the best rate of the size before it
+        and the two rates beside. Each goes on, also beyond the ends of its grid, until its own best
+        rate has both neighbours. A size whose size before has not chosen yet has none.
         """
         found: dict[tuple[str, str], list[Point]] = {}
         for family, arm in self.experiment.families.items():
@@ -246,15 +195,7 @@ class Plan:
         return found
 
     def rates(self, searches: Searches, losses: Mapping[str, float]) -> tuple[Rates, list[str]]:
-        """Choose every learning rate that finished runs determine.
-
-        Args:
-            searches: Those of these losses.
-            losses: Validation loss by run; infinite for a run that diverged.
-
-        Returns:
-            The rates, and one line for each search that is given up.
-        """
+        """Choose every rate that finished runs determine; say of each search that is given up."""
         found: dict[tuple[str, str], float | None] = {}
         edges = []
         for (family, size), points in searches.items():
@@ -275,10 +216,7 @@ class Plan:
         return found, edges
 
     def _beyond(self, rates: Rates, family: str, size: str) -> float | None:
-        """Return the rate at a size without a search, from the rates of all searched sizes.
-
-        Two sizes of a coarse grid determine no slope, so that a line needs three.
-        """
+        """Return the rate of a size without a search, by a line through three searched or more."""
         searched = self.experiment.search
         known = [rate for s in searched if (rate := rates[family, s]) is not None]
         if len(known) < len(searched):

@@ -18,40 +18,23 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from torchtitan_lr.checkpoints.folders import RUN_CONFIG, write_whole
+from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.config.build import build_job_config, config_class
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.parse import Override, apply_overrides
 from torchtitan_lr.config.schema import NO_EFFECT
-from torchtitan_lr.console.log import duration
-from torchtitan_lr.console.progress import QUIET_SECONDS
 from torchtitan_lr.console.tables import markdown_table
 from torchtitan_lr.errors import ConfigError, RunFailedError, escaped
+from torchtitan_lr.launch import run_state
 from torchtitan_lr.launch.folder_lock import lock_file
-from torchtitan_lr.launch.run_state import (
-    DIVERGED,
-    FAILED,
-    FAILURES,
-    FINISHED,
-    REFUSED,
-    STOPPED,
-    has_ended,
-    read_state,
-)
 from torchtitan_lr.models.configured import llama_args, model_shapes
-from torchtitan_lr.scaling.experiments import Started, place_run, start
-from torchtitan_lr.training.history import (
-    HISTORY_FILE,
-    SUMMARY_FILE,
-    read_history,
-    train_loss,
-)
+from torchtitan_lr.scaling.start import Started, place_run, start
+from torchtitan_lr.training.history import SUMMARY_FILE
 
 POINT_FILE = "point.json"
 """In a point's folder: its `settings_of`, its arguments, and its row of the table."""
 
-INTERRUPTED = 130
-"""Exit status after a signal to stop."""
+INTERRUPTED = 130  # exit status after a signal to stop
 
 RESULTS = ("val_loss", "val_ppl", "train_loss", "tokens_per_s", "mfu", "peak_memory_gib")
 
@@ -68,28 +51,20 @@ _POLL_SECONDS = 0.1
 
 @dataclass
 class Point:
-    """One run of a sweep.
+    """One run of a sweep."""
 
-    Args:
-        name: Name of its folder and of its wandb run.
-        config: Its TOML file.
-        arguments: All overrides.
-        settings: Settings in which the point differs from others: the first columns of the table.
-        ranks: Number of processes; None for ``NGPU``.
-        row: The point's status and results so far.
-    """
-
-    name: str
-    config: str
-    arguments: list[str]
+    name: str  # name of its folder and of its wandb run
+    config: str  # its TOML file
+    arguments: list[str]  # all overrides
+    # Settings in which the point differs from others: the first columns of the table
     settings: Mapping[str, Any] = field(default_factory=dict)
-    ranks: int | None = None
-    row: dict[str, Any] = field(default_factory=dict)
+    ranks: int | None = None  # number of processes; None for ``NGPU``
+    row: dict[str, Any] = field(default_factory=dict)  # the point's status and results so far
 
     @property
     def is_done(self) -> bool:
         """Whether the run has finished or diverged, or cannot run."""
-        return self.row["status"] in (FINISHED, DIVERGED, REFUSED)
+        return self.row["status"] in (run_state.FINISHED, run_state.DIVERGED, run_state.REFUSED)
 
     @property
     def outcome(self) -> str:
@@ -98,11 +73,7 @@ class Point:
 
 
 def parse_grid(items: list[str]) -> dict[str, list[str]]:
-    """Parse ``KEY=V1,V2`` items.
-
-    Raises:
-        ConfigError: An item is malformed, or a key or value occurs twice.
-    """
+    """Parse ``KEY=V1,V2`` items."""
     grid: dict[str, list[str]] = {}
     for item in items:
         key, equals, text = item.partition("=")
@@ -128,16 +99,7 @@ def _one_spelling(key: str, text: str) -> str:
 
 
 def refuse_keys(items: Sequence[str], own: Mapping[str, str], where: str = "") -> None:
-    """Refuse overrides of keys that a command sets itself.
-
-    Args:
-        items: ``section.key=value``, with or without dashes in front.
-        own: The remedy for each key that a point sets itself.
-        where: Prefix of the key in the message.
-
-    Raises:
-        ConfigError: An item sets one of these keys.
-    """
+    """Refuse overrides of keys that a command sets itself."""
     for item in items:
         key = item.removeprefix("--").partition("=")[0].replace("-", "_")
         if key in own:
@@ -147,11 +109,7 @@ def refuse_keys(items: Sequence[str], own: Mapping[str, str], where: str = "") -
 def points_of(
     config: str, grid: dict[str, list[str]], common: list[str], group: str
 ) -> list[Point]:
-    """Return every point of a grid.
-
-    Raises:
-        ConfigError: Two points have the same name.
-    """
+    """Return every point of a grid."""
     last = [key.rpartition(".")[2] for key in grid]
     short = {k: name if last.count(name) == 1 else k for k, name in zip(grid, last, strict=True)}
     points = []
@@ -169,11 +127,7 @@ def points_of(
 
 @contextmanager
 def locked_folder(work: Path) -> Iterator[IO[str]]:
-    """Create and lock the folder of a sweep; runs that inherit the file keep the lock.
-
-    Raises:
-        ConfigError: The folder is not writable, or another sweep uses it.
-    """
+    """Create and lock the folder of a sweep; runs that inherit the file keep the lock."""
     path = work / ".lock"
     try:
         work.mkdir(parents=True, exist_ok=True)
@@ -191,16 +145,7 @@ def locked_folder(work: Path) -> Iterator[IO[str]]:
 
 
 class Sweep:
-    """Points, their results, and the table.
-
-    Args:
-        work: The folder of all runs.
-        points: The points, with different names.
-        jobs: Points at once; on GPUs each has GPUs of its own.
-
-    Raises:
-        ConfigError: A point's folder belongs to a point with other settings.
-    """
+    """Points, their results, and the table."""
 
     def __init__(self, work: Path, points: Sequence[Point], jobs: int = 1) -> None:
         self.work, self.points, self.jobs = work, points, jobs
@@ -216,14 +161,7 @@ class Sweep:
                 point.row = known["row"]
 
     def check(self, skip_refused: bool = False) -> None:
-        """Check every point's configuration before the first run.
-
-        Args:
-            skip_refused: Note what refuses a point in its status, instead of raising.
-
-        Raises:
-            ConfigError: A point cannot run; with ``skip_refused``, none can.
-        """
+        """Check every point's configuration before the first run."""
         refused: list[ConfigError] = []
         for point in self.points:
             folder = f"--job.dump_folder={self.work / point.name}"
@@ -234,7 +172,7 @@ class Sweep:
                 if not skip_refused:
                     key = f"{point.name}: {error.key}"
                     raise ConfigError(key, error.got, error.want) from error
-                point.row = {"status": REFUSED, "why": str(error)}
+                point.row = {"status": run_state.REFUSED, "why": str(error)}
                 refused.append(error)
                 continue
             args = llama_args(placed.config)  # None for another package's model
@@ -247,14 +185,9 @@ class Sweep:
             raise refused[0]
 
     def run(self, lock: IO[str], without: Collection[str] = ()) -> int:
-        """Run the points that are not done; a signal to stop saves the active ones and ends.
+        """Run the points that are not done; return 0 if all are, 1 if some failed, 130 if stopped.
 
-        Args:
-            lock: The folder's.
-            without: Names of points that are left as they are.
-
-        Returns:
-            The exit status: 0 all points are done, 1 some failed, 130 stopped.
+        A signal to stop saves the active ones and ends.
         """
         signals: list[str] = []
 
@@ -279,8 +212,8 @@ class Sweep:
     def _run(self, lock: IO[str], signals: list[str], without: Collection[str]) -> None:
         self.write()
         waiting = [p for p in self.points if not p.is_done and p.name not in without]
-        shown = _Shown(self.work, self.points, len(waiting))
-        active: list[tuple[Point, Started, list[str]]] = []
+        number = len(self.points) - len(waiting)  # those that are done have the first numbers
+        active: list[tuple[Point, Started, list[str], int]] = []
         free: list[str] = []
         if self._gpus:
             import torch
@@ -293,19 +226,23 @@ class Sweep:
                 if needed > len(free):
                     break
                 point, gpus, free = waiting.pop(0), free[:needed], free[needed:]
-                shown.start(point)
-                active.append((point, self._start(point, gpus, lock), gpus))
+                number += 1
+                self._say(number, point, "starts")
+                active.append((point, self._start(point, gpus, lock), gpus, number))
             time.sleep(_POLL_SECONDS)
-            shown.running([point for point, _, _ in active])
             if signals:
-                for _, started, _ in active:
+                for _, started, *_ in active:
                     started.process.terminate()
             for item in [item for item in active if signals or item[1].process.poll() is not None]:
                 active.remove(item)
                 free += item[2]
                 self._finish(*item[:2])
-                shown.end(item[0])
+                self._say(item[3], item[0], _result(item[0]))
                 self.write()
+
+    def _say(self, number: int, point: Point, what: str) -> None:
+        place = f"{number}/{len(self.points)}"
+        print(escaped(f"{place} {point.name}: {what}"), file=sys.stderr, flush=True)
 
     def _start(self, point: Point, gpus: list[str], lock: IO[str]) -> Started:
         self._save(point, "cut off")  # the status if this process dies before the run's end
@@ -323,22 +260,26 @@ class Sweep:
         try:
             started.finish()
         except RunFailedError as error:
-            status, why = FAILED, str(error)
-            record = read_state(folder)
-            # A refusal before any rank starts leaves no record.
-            if record and record["state"] in FAILURES and has_ended(record, started.began):
+            status, why = run_state.FAILED, str(error)
+            record = run_state.read_state(folder) or {"state": ""}
+            # A refusal before any rank starts leaves no record. What refuses a run that the check
+            # has accepted may pass: it is repeated.
+            fails = record["state"] in run_state.FAILURES
+            if fails and run_state.has_ended(record, started.began):
                 why = str(record["error"])
-                # What refuses a run that the check has accepted may pass: it is repeated.
-                status = DIVERGED if record["state"] == DIVERGED else FAILED
+                if record["state"] == run_state.DIVERGED:
+                    status = run_state.DIVERGED
             self._save(point, status, why)
             return
         if not path.is_file():
-            self._save(point, STOPPED, "before its last step")
+            self._save(point, run_state.STOPPED, "before its last step")
             return
         summary = read_json(path)
         point.row |= {"steps": summary["steps"]} | {key: summary[key] for key in RESULTS}
         losses = [summary[key] for key in ("val_loss", "train_loss") if summary[key] is not None]
-        self._save(point, FINISHED if all(map(math.isfinite, losses)) else DIVERGED)
+        self._save(
+            point, run_state.FINISHED if all(map(math.isfinite, losses)) else run_state.DIVERGED
+        )
 
     def _save(self, point: Point, status: str, why: str = "") -> None:
         point.row |= {"status": status, "why": why}
@@ -371,78 +312,18 @@ class Sweep:
         write_whole(self.work / "sweep.md", as_markdown(rows) + "\n")
 
 
-class _Shown:
-    """Says how far a sweep is: which of its points run, their losses, and the time left.
-
-    Args:
-        work: The folder of all runs.
-        points: All points, those that are done included.
-        to_do: The number of those that run.
-    """
-
-    def __init__(self, work: Path, points: Sequence[Point], to_do: int) -> None:
-        self._work = work
-        self._done = len(points) - to_do  # they have the first numbers
-        self._numbers: dict[str, int] = {}
-        self._to_do = to_do
-        self._ended = 0
-        self._began = time.monotonic()
-        self._due = self._began + QUIET_SECONDS
-
-    def start(self, point: Point) -> None:
-        """Say that a point starts."""
-        self._say(point, "starts")
-
-    def end(self, point: Point) -> None:
-        """Say how a point ended."""
-        self._ended += 1
-        how = point.outcome
-        losses = {"validation loss": "val_loss", "training loss": "train_loss"}
-        for what, key in losses.items():
-            if point.row.get(key) is not None:
-                how += f", {what} {point.row[key]:.4f}"
-        self._say(point, how)
-
-    def running(self, active: Sequence[Point]) -> None:
-        """Say where the active points are, at growing intervals."""
-        now = time.monotonic()
-        if now < self._due:
-            return
-        elapsed = now - self._began
-        self._due = now + max(QUIET_SECONDS, elapsed / 4)
-        done, lines = float(self._ended), []
-        for point in active:
-            history = read_history(self._work / point.name / HISTORY_FILE)
-            logged = [record for record in history if train_loss(record) is not None]
-            if not logged:
-                continue
-            step, steps = logged[-1]["step"], self._steps(point)
-            done += min(1.0, step / steps) if steps else 0.0
-            lines.append((point, f"step {step}/{steps or '?'}, loss {train_loss(logged[-1]):.4f}"))
-        left = f", {duration(elapsed * (self._to_do / done - 1))} left of all" if done else ""
-        for point, line in lines:
-            self._say(point, line + left)
-
-    def _steps(self, point: Point) -> int | None:
-        """Return the last step of a point; None while its run has not written its record."""
-        try:
-            steps = read_json(self._work / point.name / RUN_CONFIG)["training"]["steps"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return steps if type(steps) is int and steps > 0 else None
-
-    def _say(self, point: Point, what: str) -> None:
-        number = self._numbers.setdefault(point.name, 1 + self._done + len(self._numbers))
-        place = f"{number}/{self._done + self._to_do}"
-        print(escaped(f"{place} {point.name}: {what}"), file=sys.stderr, flush=True)
+def _result(point: Point) -> str:
+    """Return how a point ended, with its losses, as a line; `runs` shows those of running ones."""
+    found = point.outcome
+    losses = {"validation loss": "val_loss", "training loss": "train_loss"}
+    for what, key in losses.items():
+        if point.row.get(key) is not None:
+            found += f", {what} {point.row[key]:.4f}"
+    return found
 
 
 def settings_of(point: Point) -> dict[str, Any]:
-    """Return what a point's result depends on, as JSON: not its paths, logs or spelling.
-
-    Returns:
-        Its configuration by section, without those of `NO_EFFECT`; our models as their arguments.
-    """
+    """Return what a point's result depends on, as JSON: not its paths, logs or spelling."""
     config = build_job_config([f"--job.config_file={point.config}", *point.arguments])
     sections = config.to_dict()
     found = {name: table for name, table in sections.items() if name not in NO_EFFECT}
@@ -455,10 +336,7 @@ def settings_of(point: Point) -> dict[str, Any]:
 
 
 def _difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Return the first key in which two `settings_of` differ, with both values; "" for none.
-
-    A key that one of them lacks, such as that of another version, is not compared.
-    """
+    """Return the first key, with its values, in which two `settings_of` differ that have it."""
     for section, table in there.items():
         for key, old in table.items():
             new = here.get(section, {}).get(key, old)
@@ -474,11 +352,7 @@ def recorded(work: Path) -> dict[str, dict[str, Any]]:
 
 
 def _read_point(path: Path) -> dict[str, Any]:
-    """Read what `Sweep` has written of a point.
-
-    Raises:
-        ConfigError: The file is damaged.
-    """
+    """Read what `Sweep` has written of a point."""
     try:
         known = read_json(path)
         if isinstance(known["settings"], dict) and isinstance(known["row"]["status"], str):

@@ -1,9 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What ``import torchtitan`` loads anyway: configuration, meshes, tokenizers, types of models.
-
-Importing this takes as long as torch and torchtitan together, 2 to 4 s, and neither ``datasets``
-nor torch's pipelines.
-"""
+"""What ``import torchtitan`` loads in 2 to 4 s: configuration, meshes, tokenizers, types."""
 
 from typing import Any
 
@@ -42,10 +38,7 @@ def mesh_of(parallel_dims: Any, name: str) -> Any:
 
 
 def count_checkpointed_blocks_from(first: int) -> None:
-    """Reset torchtitan's counter of checkpointed blocks to ``first``.
-
-    ``selective_ac_option = "2"`` checkpoints every second block.
-    """
+    """Reset the counter of blocks by which ``selective_ac_option`` checkpoints every n-th."""
     # Upstream counts blocks in a module variable, ``_layer_sac_count``, across all models of a
     # process, including a second pipeline stage and rehearsed models. If upstream renames it,
     # writing it has no effect; this function's test fails first.
@@ -53,10 +46,6 @@ def count_checkpointed_blocks_from(first: int) -> None:
 
 
 def drop_marker(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's arguments without torchtitan's marker field.
-
-    ``BaseModelArgs`` has a field ``_enforced``, whose only purpose is to require defaults on all
-    other fields.
-    """
+    """Return a model's arguments without ``_enforced``, by which torchtitan requires defaults."""
     # If upstream adds another marker, it appears in exported files, and a test fails.
     return {key: value for key, value in values.items() if key != "_enforced"}

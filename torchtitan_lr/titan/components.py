@@ -42,10 +42,7 @@ def init_optimizer_container(
 
 
 class TitanCheckpointHooks(CheckpointManager):
-    """torchtitan's checkpoint manager with public names for its private methods.
-
-    A subclass that saves at other times needs them. If upstream renames one, the import fails.
-    """
+    """torchtitan's manager with public names for private methods, for one that saves otherwise."""
 
     checkpoint_folder = CheckpointManager._create_checkpoint_id  # of a step
     is_due = CheckpointManager._should_save  # whether `save` saves a step, which may be the last

@@ -1,9 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""torchtitan's configuration without the rest of it.
-
-``import torchtitan`` loads quantization, and with it torch's compiler, which takes longer than
-torch itself. A launcher's early errors do not wait for that.
-"""
+"""torchtitan's configuration without the compiler that ``import torchtitan`` loads for seconds."""
 
 import importlib
 import importlib.util
@@ -12,10 +8,7 @@ from typing import Any
 
 
 def _config_module() -> Any:
-    """Import ``torchtitan.config`` without running ``torchtitan/__init__.py``, unless that has run.
-
-    A later ``import torchtitan`` runs it, and finds these modules loaded.
-    """
+    """Import ``torchtitan.config`` without the package's ``__init__``, unless that has run."""
     name = "torchtitan"
     if name not in sys.modules and (spec := importlib.util.find_spec(name)) is not None:
         # Finds the package's modules, although it is not executed.

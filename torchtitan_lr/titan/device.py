@@ -1,10 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """CPU support for torchtitan, and peak FLOP/s.
 
-torchtitan resolves its device once, at import, and falls back to the name ``cuda`` without an
-accelerator. `bind_device` then binds a CPU device object in the modules that hold this name. It
-rebinds only torchtitan's names and never patches torch itself. With an accelerator it changes only
-the peak FLOP/s of unknown devices.
+torchtitan resolves its device once, at import, to ``cuda`` without an accelerator. `bind_device`
+rebinds torchtitan's names, never torch's; with an accelerator only unknown devices' peak FLOP/s.
 """
 
 import ctypes
@@ -84,13 +82,10 @@ def peak_flops(device_name: str) -> float:
 
 
 def keep_freed_memory() -> None:
-    """Let malloc keep freed memory for the next step; do nothing where the C library is not glibc.
-
-    The peak stays; what a step frees is no longer free for other processes.
-    """
+    """Let glibc's malloc keep freed memory for the next step, and not for other processes."""
     # By default it returns large tensors to the kernel, which gives empty pages, one fault per
     # 4 KiB, to the tensors of the next step. In a virtual machine the faults can take most of a
-    # step (docs/results.md).
+    # step.
     if platform.libc_ver()[0] != "glibc" or not _MALLOC_VARIABLES.isdisjoint(os.environ):
         return
     libc = ctypes.CDLL(None)
@@ -99,13 +94,7 @@ def keep_freed_memory() -> None:
 
 
 def bind_device() -> str:
-    """Make torchtitan use the available device; call this before building a Trainer.
-
-    On a CPU this process keeps its memory, see `keep_freed_memory`.
-
-    Returns:
-        The device type: ``cuda``, ``xpu`` or ``cpu``.
-    """
+    """Make torchtitan use the device, and keep memory on a CPU; call it before a Trainer."""
     # If upstream reads the peak FLOP/s elsewhere, the MFU of an unknown device is silently computed
     # with an A100's peak; a test fails first.
     setattr(titan_utils, "get_peak_flops", peak_flops)  # noqa: B010  (a module has no such type)

@@ -30,11 +30,7 @@ REGISTERED_SPECS: dict[str, Any] = train_spec._extra_train_specs
 
 
 def stages_built_by(build: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """Make torchtitan's `pipeline_llm` build its stages with ``build``.
-
-    ``PipelineStage`` in torchtitan's module is replaced. Its call is ``PipelineStage(part, index,
-    stages, device, group=group)`` in torchtitan 0.2.2, and ``build`` takes these arguments.
-    """
+    """Make `pipeline_llm` build stages by ``build(part, index, stages, device, group=group)``."""
     # Upstream has no argument for the shapes at a stage's boundaries, and without them torch runs
     # the model to infer them. If upstream passes other arguments, building a stage fails with a
     # TypeError.

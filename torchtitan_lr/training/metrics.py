@@ -1,11 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A run's numbers: their computation, ``metrics.jsonl``, the console, TensorBoard and wandb.
 
-Differences from torchtitan's processor: MFU is computed from the model's own FLOPs and left out if
-the device's peak is unknown; throughput excludes validation and checkpoints, and tokens/s count all
-ranks; the TOML configures wandb; ``metrics.jsonl`` in the dump folder has every printed number in
-full precision. A resumed run continues its TensorBoard folder and its wandb run. Both get the
-resolved configuration at the start, and the summary and the curve at the end.
+Unlike torchtitan's, MFU is by the model's own FLOPs and left out where the peak is unknown;
+throughput excludes validation and checkpoints; the TOML configures wandb; a resumed run continues
+its TensorBoard folder and its wandb run.
 """
 
 import json
@@ -28,19 +26,12 @@ import torch.distributed as dist
 
 from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.checkpoints.run_record import global_batch_size
-from torchtitan_lr.console.log import Pace, console, step_line, validation_line
+from torchtitan_lr.console.log import Pace, console, duration
 from torchtitan_lr.errors import escaped
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.parallel.plans import tp_settings
-from torchtitan_lr.titan import logger
+from torchtitan_lr.titan import components, logger
 from torchtitan_lr.titan.base import BaseModelArgs, JobConfig, ParallelDims, drop_marker
-from torchtitan_lr.titan.components import (
-    BaseLogger,
-    MetricsProcessor,
-    TensorBoardLogger,
-    WandBLogger,
-    without_loggers,
-)
 from torchtitan_lr.training import history
 
 WANDB_ID_FILE = "wandb_run_id"
@@ -52,7 +43,7 @@ L = TypeVar("L", "RunTensorBoard", "RunWandb")
 
 
 @dataclass
-class HistoryLogger(BaseLogger):
+class HistoryLogger(components.BaseLogger):
     """Appends each record to a JSON-lines file, so that curves survive an interruption."""
 
     path: Path
@@ -71,11 +62,10 @@ class HistoryLogger(BaseLogger):
             file.write(f"{json.dumps(record)}\n".encode())
 
 
-class RunTensorBoard(TensorBoardLogger):
+class RunTensorBoard(components.TensorBoardLogger):
     """torchtitan's TensorBoard, with the resolved configuration as text.
 
-    A run that starts ``after`` step 0 continues the newest folder in ``folder``, and TensorBoard
-    drops the later steps there. A new run gets a new one.
+    A run ``after`` step 0 continues the newest folder, where later steps are dropped.
     """
 
     known_as = "TensorBoard"
@@ -107,14 +97,12 @@ class RunTensorBoard(TensorBoardLogger):
         """Do nothing: its thread has ended with the error."""
 
 
-class RunWandb(WandBLogger):
-    """torchtitan's wandb, online or into files, as ``[metrics] wandb_*`` says.
+class RunWandb(components.WandBLogger):
+    """torchtitan's wandb, online or into files, by ``[metrics] wandb_*`` or wandb's variables.
 
-    wandb's environment variables take precedence over these keys. Mode ``auto`` is offline if no
-    credentials are found, so that a run never waits for a log-in. A run that starts ``after`` step
-    0 continues its wandb run, whose id is in the dump folder. One that ``repeats`` steps with other
-    losses does not, since wandb keeps the first losses of a step; nor does one in a copy of its
-    folder.
+    Mode ``auto`` is offline without credentials. A run ``after`` step 0 continues its wandb run,
+    whose id is in the dump folder, unless it ``repeats`` steps with other losses, of which wandb
+    keeps the first, or is in a copy of the folder.
     """
 
     known_as = "wandb"
@@ -195,11 +183,8 @@ class RunWandb(WandBLogger):
         wandb.teardown()
 
 
-class Loggers(BaseLogger):
-    """TensorBoard and wandb. One that fails is dropped with a warning, and the run goes on.
-
-    Both depend on what a run does not: another process, a server, a disk.
-    """
+class Loggers(components.BaseLogger):
+    """TensorBoard and wandb; one that fails is dropped with a warning, and the run goes on."""
 
     def __init__(self) -> None:
         self.opened: list[RunTensorBoard | RunWandb] = []
@@ -253,12 +238,7 @@ class Loggers(BaseLogger):
 def resolved_config(
     job_config: JobConfig, dims: ParallelDims, model_args: Any = None
 ) -> dict[str, Any]:
-    """Return a run's configuration without ``-1`` and ``auto``.
-
-    Returns:
-        The sections of the TOML, and two more: ``model_args`` (of a model of this package), and
-        ``environment`` with the number of ranks and the versions of the packages.
-    """
+    """Return a run's configuration without ``-1`` and ``auto``."""
     config: dict[str, Any] = job_config.to_dict()
     config["parallelism"] |= {
         "data_parallel_replicate_degree": dims.dp_replicate,
@@ -279,16 +259,10 @@ def resolved_config(
     return config
 
 
-class LowRankMetricsProcessor(MetricsProcessor):
-    """torchtitan's processor with the model's own MFU, training-only throughput and a history file.
+class LowRankMetricsProcessor(components.MetricsProcessor):
+    """Add the model's own MFU, training-only throughput and a history file to torchtitan's."""
 
-    Attributes:
-        exit_status: The run's; wandb shows a run with another status than 0 as failed.
-        logger: TensorBoard and wandb, once the run has started.
-        history: ``metrics.jsonl``, on rank 0.
-    """
-
-    logger: Loggers
+    logger: Loggers  # TensorBoard and wandb, once the run has started
     time_last_log: float
     ntokens_since_last_log: int
 
@@ -299,7 +273,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
         model_args: BaseModelArgs | None = None,
     ) -> None:
         # `start_after` opens the loggers, once the checkpoint has been loaded without an error.
-        with without_loggers():
+        with components.without_loggers():
             super().__init__(job_config, parallel_dims)
         self._model_args = model_args
         self.exit_status = 0
@@ -316,14 +290,7 @@ class LowRankMetricsProcessor(MetricsProcessor):
         return super().should_log(step) or step == self.job_config.training.steps
 
     def start_after(self, step: int, differs: bool = False) -> None:
-        """Open the loggers for a run that starts after ``step``, the loaded checkpoint's step.
-
-        Rank 0 writes wandb. The others write TensorBoard too if ``metrics.save_for_all_ranks``.
-
-        Args:
-            step: The step.
-            differs: Whether the steps that follow may have other losses than before.
-        """
+        """Open the loggers for a run that starts after ``step``, the loaded checkpoint's step."""
         self._last_logged_step = step
         config = resolved_config(self.job_config, self.parallel_dims, self._model_args)
         metrics, dump_folder = self.job_config.metrics, Path(self.job_config.job.dump_folder)
@@ -394,25 +361,32 @@ class LowRankMetricsProcessor(MetricsProcessor):
             **(extra_metrics or {}),
         }
         self._write(metrics, step)
-        console.info(
-            step_line(
-                step,
-                self.job_config.training.steps,
-                self._pace.left(step, time.perf_counter()),
-                loss=history.train_loss(metrics) or global_avg_loss,
-                grad_norm=grad_norm,
-                lr=metrics.get(history.RATE),
-                tokens=metrics.get(history.TOKENS_SEEN),
-                tokens_per_s=metrics[history.TOKENS_PER_S],
-                mfu=metrics.get(history.MFU),
-                memory_gib=memory.max_reserved_gib,
-            )
-        )
+        console.info(self._line(step, metrics))
         self._last_logged_step = step
         # The next window starts.
         self.ntokens_since_last_log = 0
         self.data_loading_times.clear()
         self.time_last_log = time.perf_counter()
+
+    def _line(self, step: int, metrics: dict[str, Any]) -> str:
+        """Return the console's line of a logged step."""
+        steps, left = self.job_config.training.steps, self._pace.left(step, time.perf_counter())
+        loss = history.train_loss(metrics) or metrics[history.TRAIN_LOSS]
+        parts = [
+            f"step {step:>{len(str(steps))}}/{steps} ({step / steps:.1%})",
+            f"{'-:--:--' if left is None else duration(left)} left",
+            f"loss {loss:.5f}",
+            f"grad norm {metrics['grad_norm']:.4f}",
+        ]
+        if history.RATE in metrics:
+            parts.append(f"lr {metrics[history.RATE]:.2e}")
+        if history.TOKENS_SEEN in metrics:
+            parts.append(f"{metrics[history.TOKENS_SEEN]:,} tokens")
+        parts.append(f"{metrics[history.TOKENS_PER_S]:,.0f} tokens/s")
+        if history.MFU in metrics:
+            parts.append(f"MFU {metrics[history.MFU]:.2f}%")
+        parts.append(f"memory {metrics['memory/max_reserved(GiB)']:.2f} GiB")
+        return "  ".join(parts)
 
     def _write(self, metrics: dict[str, Any], step: int) -> None:
         if self.history is not None:
@@ -431,4 +405,6 @@ class LowRankMetricsProcessor(MetricsProcessor):
         }
         self._write(metrics, step)
         seconds = metrics.get(history.VALIDATION_SECONDS)
-        console.info(validation_line(step, loss, history.perplexity(loss), seconds))
+        took = "" if seconds is None else f"  in {seconds:.1f} s"
+        values = f"loss {loss:.5f}  perplexity {history.perplexity(loss):,.2f}"
+        console.info(f"validation after step {step}  {values}{took}")

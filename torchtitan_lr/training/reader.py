@@ -1,16 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A rank's data for a step, collected one step ahead.
 
-`Step.read_ahead` of one step collects the micro-batches of the next one, while the device computes.
-The loader's thread reads one micro-batch further still (`TokenDataLoader.__iter__`), from the
-corpus's ``.bin`` files (`IndexedDataset.read` in ``data/corpus.py``). The verdict on a step sums
-what the ranks have collected. So no rank starts a step whose data another rank could not read, and
-no rank waits for others between two steps. Only the first step of a process has a sum of its own.
-
-A run's position is ``TokenDataLoader.position``: the number of rows of all steps that have been
-handed out, whether or not the optimizer used them. It moves in `StepReader.take`, not when rows are
-read ahead, and a checkpoint holds it. A run that resumes on more or fewer ranks goes on at that
-row.
+`Step.read_ahead` collects the next step's micro-batches while the device computes, and the verdict
+on a step sums what the ranks have. So no rank starts a step whose data another could not read, and
+none waits between two steps. A run's position, ``TokenDataLoader.position``, is the rows of all
+steps handed out: it moves in `StepReader.take`, and a checkpoint holds it for any number of ranks.
 """
 
 import math
@@ -35,12 +29,9 @@ from torchtitan_lr.titan.components import DataloaderExhaustedError
 class Counts(NamedTuple):
     """What ranks tell each other of one step's data; all are summed over the ranks."""
 
-    tokens: float
-    """Valid tokens."""
-    failed: float
-    """1 if a micro-batch could not be read, else 0."""
-    ended: float
-    """1 if the data ended before the last micro-batch, else 0."""
+    tokens: float  # valid tokens
+    failed: float  # 1 if a micro-batch could not be read, else 0
+    ended: float  # 1 if the data ended before the last micro-batch, else 0
 
 
 class BadDataError(RunFailedError):
@@ -49,37 +40,18 @@ class BadDataError(RunFailedError):
 
 @dataclass
 class StepData:
-    """One rank's data for one step.
+    """One rank's data for one step."""
 
-    Attributes:
-        microbatches: ``({"input": (b, s)}, labels (b, s))`` each, on the CPU.
-        tokens: Valid tokens in the micro-batches.
-        counts: This rank's counts.
-        global_tokens: Valid tokens of all ranks' micro-batches; NaN until they are summed.
-        problem: Why this rank could not read all of them; None if it could.
-    """
-
-    microbatches: list[Batch]
-    tokens: int
-    counts: Counts
+    microbatches: list[Batch]  # ``({"input": (b, s)}, labels (b, s))`` each, on the CPU
+    tokens: int  # valid tokens in the micro-batches
+    counts: Counts  # this rank's counts
+    # Valid tokens of all ranks' micro-batches; NaN until they are summed
     global_tokens: float = math.nan
-    problem: str | None = None
+    problem: str | None = None  # why this rank could not read all of them; None if it could
 
 
 class StepReader:
-    """Reads the micro-batches of one step after another, and knows what all ranks have read.
-
-    Args:
-        loader: Its position goes on with each step.
-        device: The process group's device.
-        copies: Ranks that read the same tokens: tensor-parallel ranks times pipeline stages.
-        context: The ranks that share the tokens of a row: each reads it, and keeps its own.
-        seconds: Gets the seconds of each micro-batch's reading.
-
-    Attributes:
-        next_sums: The counts of the next step's data over all ranks, set once the verdict is read;
-            None if nothing was read ahead.
-    """
+    """Reads the micro-batches of one step after another, and knows what all ranks have read."""
 
     def __init__(
         self,
@@ -89,21 +61,18 @@ class StepReader:
         context: Ranks,
         seconds: list[float],
     ) -> None:
-        self._loader, self._device, self._copies = loader, device, copies
-        self._context = context
-        self._seconds = seconds
+        self._loader, self._device = loader, device  # the process group's device
+        self._copies = copies  # ranks that read the same tokens: T times the pipeline's stages
+        self._context = context  # ranks that share each row's tokens
+        self._seconds = seconds  # gets those of each micro-batch's reading
         self._next: StepData | None = None
-        self.next_sums: Counts | None = None
+        self.next_sums: Counts | None = None  # of all ranks; None if nothing was read ahead
         self._labels = 0  # of all ranks in the last step
 
     def take(self, data_iterator: Iterator[Batch]) -> StepData:
         """Return a step's data: those read ahead, or else read here and summed here.
 
-        Call it on every rank.
-
-        Raises:
-            BadDataError: A rank could not read its data; on all of them.
-            DataloaderExhaustedError: A rank has no more data; likewise.
+        One that some rank could not read is a `BadDataError` on all; the end of the data likewise.
         """
         data, sums = self._next, self.next_sums
         # Data that ended while they were read ahead may go on here, in another iterator.
@@ -157,13 +126,7 @@ class StepReader:
 
 
 def check_same_data(identity: str) -> None:
-    """Compare the prepared tokens (`TrainingRows.identity`) of all ranks.
-
-    Machines without a shared folder have their own.
-
-    Raises:
-        ConfigError: A rank reads other tokens; on every rank.
-    """
+    """Compare all ranks' `TrainingRows.identity`: machines may have tokens of their own."""
     first = from_first_rank(identity)
     other = first_rank_with(None if identity == first else identity)
     want = f"the same tokens on all machines; rank 0 has {first}"

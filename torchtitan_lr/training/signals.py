@@ -14,19 +14,14 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 @dataclass
 class StopSignal:
-    """Records a signal to stop, so that the trainer can finish and save its step.
+    """Records a signal to stop, so that the trainer can finish and save its step."""
 
-    Attributes:
-        name: The received signal, or `MACHINES_CHANGED`; None until one arrives.
-    """
-
-    name: str | None = None
+    name: str | None = None  # the received signal, or `MACHINES_CHANGED`; None until one arrives
 
     def install(self) -> None:
-        """Handle the signals; a second signal has its default action.
+        """Handle the signals; a second one has its default action, below torchrun none.
 
-        Below torchrun a second signal is ignored: torchrun or the launcher kills. A scheduler such
-        as Slurm signals all processes of a job, so a rank receives its signal and the launcher's.
+        A scheduler signals all processes of a job: a rank gets its signal and the launcher's.
         """
 
         def receive(number: int, frame: FrameType | None) -> None:

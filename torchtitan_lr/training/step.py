@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_lr.agreement import first_rank_where, first_rank_with
-from torchtitan_lr.compat.collectives import least_of_all
 from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.compat.process_groups import least_of_all
 from torchtitan_lr.compression.compressor import Compressor
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.optim.gradients import Gradients
 from torchtitan_lr.parallel.data_parallel import OwnGradients, synchronize_gradients
-from torchtitan_lr.parallel.pipeline import Pipeline
+from torchtitan_lr.parallel.stages import Pipeline
 from torchtitan_lr.titan.base import JobConfig
 from torchtitan_lr.titan.components import OptimizersContainer
 from torchtitan_lr.training.reader import Counts, StepData, StepReader
@@ -42,41 +42,26 @@ _IN_THE_LOSS, _NEVER = 1 << 40, 1 << 41
 
 @dataclass(kw_only=True)
 class Step:
-    """The running step of a rank; its methods are called on every rank.
+    """The running step of a rank; its methods are called on every rank."""
 
-    Attributes:
-        job_config: The run's configuration; a step reads ``[training]``.
-        device: This rank's device.
-        model_parts: The pipeline stages of this rank (one without pipelining).
-        pipeline: Runs the stages; None without pipelining.
-        optimizers: One per model part.
-        gradients: The gradients of all parts.
-        reader: Reads this rank's data.
-        compressors: Those of ``[grad_compression]``; a step keeps or discards their residuals.
-        before_change: Called before weights, moments and residuals change.
-        capture: Records the passes of micro-batches; None runs them eagerly.
-        data: This step's data.
-        loss: This rank's share of the step's loss, an fp64 scalar on the device.
-        share: This rank's share of the squared gradient norm, likewise.
-        next_counts: This rank's counts of the next step's data; empty if none were read.
-        verdict: The ranks' common decision on the step, on the device.
-    """
-
-    job_config: JobConfig
-    device: torch.device
-    model_parts: Sequence[nn.Module]
-    pipeline: Pipeline | None
-    optimizers: OptimizersContainer
-    gradients: Gradients
-    reader: StepReader
+    job_config: JobConfig  # the run's configuration; a step reads ``[training]``
+    device: torch.device  # this rank's device
+    model_parts: Sequence[nn.Module]  # the pipeline stages of this rank (one without pipelining)
+    pipeline: Pipeline | None  # runs the stages; None without pipelining
+    optimizers: OptimizersContainer  # one per model part
+    gradients: Gradients  # the gradients of all parts
+    reader: StepReader  # reads this rank's data
+    # Those of ``[grad_compression]``; a step keeps or discards their residuals
     compressors: Sequence[Compressor]
-    before_change: Callable[[], None]
-    capture: Capture | None = None
-    data: StepData = field(init=False)
+    before_change: Callable[[], None]  # called before weights, moments and residuals change
+    capture: Capture | None = None  # records the passes of micro-batches; None runs them eagerly
+    data: StepData = field(init=False)  # this step's data
+    # This rank's share of the step's loss, an fp64 scalar on the device
     loss: Tensor = field(init=False)
-    share: Tensor = field(init=False)
+    share: Tensor = field(init=False)  # this rank's share of the squared gradient norm, likewise
+    # This rank's counts of the next step's data; empty if none were read
     next_counts: tuple[float, ...] = field(init=False)
-    verdict: Verdict = field(init=False)
+    verdict: Verdict = field(init=False)  # the ranks' common decision on the step, on the device
 
     def __post_init__(self) -> None:
         self._own_gradients = OwnGradients(self.model_parts)
@@ -89,15 +74,7 @@ class Step:
             self._depth = Depth(self.model_parts, shares_rows, self.device)
 
     def take(self, data_iterator: Iterator[Batch]) -> StepData:
-        """Receive the micro-batches of this step, which were read during the one before.
-
-        Args:
-            data_iterator: Yields ``({"input": (b, s)}, labels (b, s))``; used for a first step.
-
-        Raises:
-            BadDataError: A rank could not read its data; on all of them.
-            DataloaderExhaustedError: A rank has no more data; likewise.
-        """
+        """Receive this step's ``({"input": (b, s)}, labels (b, s))``, which were read before."""
         self.optimizers.zero_grad()
         self.data = self.reader.take(data_iterator)
         return self.data
@@ -106,12 +83,8 @@ class Step:
         """Run forward and backward of each micro-batch, and accumulate the gradients.
 
         The loss of a micro-batch is its summed token loss divided by the valid tokens of the global
-        batch. So the gradients sum to those of one process with the same batch.
-
-        Args:
-            forward_backward: Runs one micro-batch: ``input_dict``, ``labels`` and
-                ``global_valid_tokens``, all on the device. Returns this rank's share of the loss.
-            eager: Whether the passes run eagerly although there is a graph of them.
+        batch. So the gradients sum to those of one process with the same batch. `forward_backward`
+        runs one micro-batch and returns this rank's share of the loss.
         """
 
         def one_pass(labels: Tensor, tokens: Tensor, **inputs: Tensor) -> Tensor:
@@ -151,23 +124,13 @@ class Step:
         self.share = self.gradients.finish_sums()
 
     def read_ahead(self, data_iterator: Iterator[Batch] | None) -> None:
-        """Collect the next step's micro-batches, while the device computes.
-
-        Args:
-            data_iterator: Yields the next step's data; None if the run has no other step.
-        """
+        """Collect the next step's micro-batches, while the device computes."""
         self.next_counts = ()
         if data_iterator is not None:
             self.next_counts = self.reader.read_next(data_iterator).counts
 
     def decide(self, stop: bool) -> None:
-        """Let all ranks accept or reject the step; see `Verdict`.
-
-        The same all-reduce tells all ranks whether each of them could read ahead.
-
-        Args:
-            stop: Whether this rank received a stop signal. The run then ends after this step.
-        """
+        """Let all ranks accept or reject the step, and say whether they could read ahead."""
         depth = None if self._depth is None else self._depth.least
         self.verdict = Verdict.all_reduced(self.loss, self.share, stop, self.next_counts, depth)
 
@@ -208,10 +171,8 @@ class Step:
     def _where_not_finite(self) -> tuple[str, int | None]:
         """Return whose backward made a gradient that is not finite, in words and as a rank.
 
-        Call it on every rank.
-
         A NaN spreads against the order of the layers: the last parameter that has one is nearest to
-        its origin. Tensor-parallel ranks share sums in backward, so the first of them is named.
+        its origin. Tensor-parallel ranks share sums, so the first is named. Call it on every rank.
         """
         parts, stages = {0: self.model_parts[0]}, 1
         if self.pipeline is not None:
@@ -242,15 +203,9 @@ def shapes_of(microbatches: Iterable[Batch]) -> tuple[Any, ...]:
 def step_unless(rejected: Tensor, optimizers: OptimizersContainer) -> None:
     """Step all optimizers, unless the step is rejected.
 
-    The verdict is passed as torch's `GradScaler` passes it, in the attribute ``found_inf``. Fused
-    Adam and optimizers with the attribute ``takes_verdict``, such as TSR-Adam, then leave weights,
-    moments and step counts as they are, without a read of the host. Torch's ``foreach`` and
-    ``for-loop`` implementations do not know ``found_inf``, and weights that are offloaded are on
-    another device. The host reads the verdict for these.
-
-    Args:
-        rejected: 1 if nothing may change, else 0; an fp32 scalar on the training device.
-        optimizers: One per model part.
+    The verdict is passed as torch's `GradScaler` does, in ``found_inf``. Fused Adam and optimizers
+    with ``takes_verdict`` then change nothing without a read of the host. For torch's others, and
+    weights that are offloaded, the host reads the verdict.
     """
     parts: list[Any] = list(optimizers)
     if not all(_reads_found_inf(part, rejected.device) for part in parts):

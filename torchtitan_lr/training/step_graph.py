@@ -1,12 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Forward, loss and backward of a micro-batch as one CUDA graph.
 
-Small kernels end sooner than Python can launch them. A captured pass is launched at once: the same
-kernels on the same memory, so every number is that of the eager pass.
-
-A step runs one pass for each micro-batch. The first one writes gradients, later ones add to them,
-and the last one sums them over the ranks, so each kind is captured by itself. All kinds are
-captured in one step, in the order in which they run, since they share a pool of memory.
+A captured pass launches the same kernels on the same memory at once, faster than Python can. The
+first micro-batch writes gradients, later ones add to them, the last sums them over the ranks: each
+kind is captured by itself, all in one step in their order, since they share a pool of memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from torchtitan_lr.config.schema import SUMS_REPLICAS
+from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.parallel.data_parallel import OwnGradients
 
 Work = Callable[[], Tensor]
 """Runs forward and backward of one micro-batch; returns this rank's share of the loss."""
 
-WARM_UP = 2
-"""Eager steps before the capture: they compile, choose kernels and create what is lazy."""
+WARM_UP = 2  # eager steps before the capture: they compile, choose kernels and create what is lazy
 
 
 def why_eager(config: Any, device_type: str) -> str:
@@ -38,7 +34,7 @@ def why_eager(config: Any, device_type: str) -> str:
         "training.enable_cpu_offload copies through the host": config.training.enable_cpu_offload,
         "training.mask_documents makes another mask in each step": config.training.mask_documents,
         f"{config.optimizer.name} uses gradients as backward makes them": (
-            config.optimizer.name in SUMS_REPLICAS
+            ENTRIES[config.optimizer.name].sums_replicas
         ),
         "activation_checkpoint.preserve_rng_state asks for random numbers' state": draws,
     }
@@ -81,16 +77,7 @@ class CapturedPass:
 
 
 class StepGraph:
-    """Runs the passes of steps: eagerly at first, later by replaying what it captured.
-
-    Args:
-        model_parts: Their parameters' gradients belong to the captured memory.
-        own_gradients: What a pass notes of this rank's own gradients.
-        capture: Records a pass.
-
-    Attributes:
-        passes: What was captured, by the step's shapes and the kind of pass.
-    """
+    """Runs the passes of steps: eagerly at first, later by replaying what it captured."""
 
     def __init__(
         self, model_parts: Sequence[nn.Module], own_gradients: OwnGradients, capture: Capture
@@ -99,17 +86,12 @@ class StepGraph:
         self._own_gradients = own_gradients
         self._capture = capture
         self._eager_steps: dict[Any, int] = {}  # by the shapes of a step's micro-batches
-        self.passes: dict[Any, CapturedPass] = {}
+        self.passes: dict[Any, CapturedPass] = {}  # by shapes and kind of pass
         self._step: Any = None
         self._eager = True
 
     def begin(self, shapes: Any, eager: bool = False) -> None:
-        """Begin a step.
-
-        Args:
-            shapes: Of the tensors of all its micro-batches: another step is another graph.
-            eager: Whether this step runs eagerly in any case.
-        """
+        """Begin a step; steps of other shapes are other graphs."""
         self._step = shapes
         done = self._eager_steps.get(shapes, 0)
         self._eager = eager or done < WARM_UP
@@ -117,20 +99,9 @@ class StepGraph:
             self._eager_steps[shapes] = done + 1
 
     def run(
-        self,
-        one_pass: Callable[..., Tensor],
-        inputs: Mapping[str, Tensor],
-        first: bool,
-        last: bool,
+        self, one_pass: Callable[..., Tensor], inputs: Mapping[str, Tensor], first: bool, last: bool
     ) -> Tensor:
-        """Run one pass and return this rank's share of the loss, a scalar.
-
-        Args:
-            one_pass: Runs forward and backward; takes ``inputs`` by name.
-            inputs: The pass's tensors on the device.
-            first: Whether no parameter has a gradient yet.
-            last: Whether gradients are summed over the ranks.
-        """
+        """Run one pass and return this rank's share of the loss, a scalar."""
         if self._eager:
             return one_pass(**inputs)
         key = self._step, first, last

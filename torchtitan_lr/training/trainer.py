@@ -17,18 +17,11 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lr.agreement import first_rank_where, from_all_ranks, from_first_rank
+from torchtitan_lr.checkpoints import run_record
 from torchtitan_lr.checkpoints.folders import RESIDUALS, RUN_CONFIG, write_whole
-from torchtitan_lr.checkpoints.run_record import (
-    changes_losses,
-    described,
-    global_batch_size,
-    left_out,
-    write_record,
-)
-from torchtitan_lr.compat.collectives import set_timeouts
-from torchtitan_lr.compression.fsdp import compressors_of
+from torchtitan_lr.compat.process_groups import set_timeouts
 from torchtitan_lr.compression.residuals import Residuals
-from torchtitan_lr.config.schema import SUMS_REPLICAS
+from torchtitan_lr.compression.units import compressors_of
 from torchtitan_lr.console.log import console
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.data.dataloader import TokenDataLoader
@@ -37,18 +30,17 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.optim.container import trained_parameters
+from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.optim.gradients import Gradients, StoredGradients
 from torchtitan_lr.optim.groups import LoggedRates, ParameterGroups
-from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
-from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.parallel.context import context_ranks
-from torchtitan_lr.parallel.pipeline import Pipeline
+from torchtitan_lr.parallel.stages import Pipeline
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import JobConfig, ParallelDims, dist_utils
 from torchtitan_lr.titan.device import bind_device
-from torchtitan_lr.titan.trainer import Trainer as TitanTrainer
-from torchtitan_lr.titan.trainer import profilers, trainer_parts
-from torchtitan_lr.training import history
+from torchtitan_lr.titan.trainer_parts import Trainer as TitanTrainer
+from torchtitan_lr.titan.trainer_parts import profilers, trainer_parts
+from torchtitan_lr.training import figures, history
 from torchtitan_lr.training.checkpoint import CheckpointManager
 from torchtitan_lr.training.fingerprint import TOKENIZER, model_fingerprint, tokenizer_digest
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
@@ -61,15 +53,7 @@ from torchtitan_lr.training.verdict import NonFiniteError
 
 
 class Trainer(TitanTrainer):
-    """torchtitan's Trainer with its own step, start and end of training.
-
-    Attributes:
-        before_start: Called when the checkpoint is loaded and the first step follows.
-        more_summary: Returns what the summary has beside what was measured.
-        skipped_steps: Optimizer steps skipped for a non-finite loss or gradient; checkpointed.
-        stopped_by: Name of the signal that ended the run early, None if none has.
-        running_step: The step that runs or has just ended.
-    """
+    """torchtitan's Trainer with its own step, start and end of training."""
 
     checkpointer: CheckpointManager
     dataloader: TokenDataLoader
@@ -80,10 +64,10 @@ class Trainer(TitanTrainer):
 
     def __init__(self, job_config: JobConfig) -> None:
         bind_device()
-        self.before_start: Callable[[], None] = lambda: None
+        self.before_start: Callable[[], None] = lambda: None  # called with the checkpoint loaded
         self.more_summary: Callable[[], dict[str, Any]] = dict
-        self.skipped_steps = 0
-        self.stopped_by: str | None = None
+        self.skipped_steps = 0  # for a non-finite loss or gradient; checkpointed
+        self.stopped_by: str | None = None  # the name of a signal
         self._stop = StopSignal()
         self._losses: list[torch.Tensor] = []  # of the steps since the last logged one
         self._first_step = 0
@@ -91,20 +75,22 @@ class Trainer(TitanTrainer):
         # Prevent upstream from writing the record now: the checkpoint check may still raise, and
         # must leave the record of the existing checkpoints unchanged.
         record_file, job_config.job.save_config_file = job_config.job.save_config_file, None
+        if not torch.cuda.is_available():
+            job_config.comm.trace_buf_size = 0  # NCCL's traces; their folder would stay empty
         # Use our checkpoint manager and no autocast: FSDP or DDP implements mixed precision at
         # every world size.
         with trainer_parts(CheckpointManager):
             super().__init__(job_config)
         job_config.job.save_config_file = record_file or RUN_CONFIG
-        self.checkpointer.left_out = partial(left_out, job_config)
+        self.checkpointer.left_out = partial(run_record.left_out, job_config)
         self._set_timeouts(job_config.comm.init_timeout_seconds)
         check_same_data(self.dataloader.dataset.identity)
         dims = self.parallel_dims
         self._batch_degree = dims.dp_replicate * dims.dp_shard
         half = job_config.training.mixed_precision_param != "float32"
-        if self.device.type == "cuda" and half and isinstance(self.optimizers, TSROptimizers):
-            # TSR-Adam's are the only fp32 products of such a run. In TF32 they are faster, with
-            # errors below those that bf16 leaves in the gradients (docs/numerics.md).
+        tf32 = ENTRIES[job_config.optimizer.name].tf32_products
+        if self.device.type == "cuda" and half and tf32:
+            # The optimizer's are the only fp32 products of such a run (docs/step.md).
             torch.set_float32_matmul_precision("high")
         args = self.model_parts[0].model_args
         if isinstance(args, LlamaArgs):
@@ -225,30 +211,17 @@ class Trainer(TitanTrainer):
         set_timeouts(timedelta(seconds=seconds), getattr(self.checkpointer, "pg", None))
 
     def write_record(self) -> bool:
-        """Write the run's configuration into the dump folder, after all checks have passed.
-
-        Returns:
-            Whether the losses differ from those of the record before; on rank 0.
-        """
+        """Write the run's configuration into the dump folder, after all checks have passed."""
         if dist.get_rank() != 0:
             return False
         ranks, excluded = self.parallel_dims.world_size, self.checkpointer.excluded
-        changes = write_record(self.job_config, self.step, ranks, excluded)
+        changes = run_record.write_record(self.job_config, self.step, ranks, excluded)
         if changes:
-            console.info("After step %d: %s", self.step, described(changes))
-        return changes_losses(changes)
+            console.info("After step %d: %s", self.step, run_record.described(changes))
+        return run_record.changes_losses(changes)
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """Run one optimizer step over all micro-batches of this rank; see `Step`.
-
-        Args:
-            data_iterator: Yields ``({"input": (b, s)}, labels (b, s))``.
-
-        Raises:
-            NonFiniteError: The step was rejected, and ``training.max_skipped_steps`` is used up.
-            BadDataError: A rank cannot read its data; raised on all ranks.
-            DataloaderExhaustedError: If a rank has no more data; likewise.
-        """
+        """Run one optimizer step over all micro-batches of this rank; see `Step`."""
         self.metrics_processor.resume()
         began = time.monotonic()
         step = self.running_step
@@ -314,13 +287,13 @@ class Trainer(TitanTrainer):
 
     def new_ledger(self) -> CommLedger:
         """Build a ledger of this run's collectives."""
-        owned = self.job_config.optimizer.name in SUMS_REPLICAS
+        owned = ENTRIES[self.job_config.optimizer.name].sums_replicas
         replicas = ("dp_replicate",) if owned else ()
         meshes = self.parallel_dims.get_all_one_dimensional_meshes()
         groups = {name: mesh.get_group() for name, mesh in meshes.items()}
-        summing = [each for each in self.optimizers if isinstance(each, SpectralOptimizer)]
+        summing = [each for each in self.optimizers if hasattr(each, "named_groups")]
         for optimizer in summing:
-            groups |= optimizer.groups.by_name()
+            groups |= optimizer.named_groups()
         return CommLedger(self.model_parts, groups, replicas, summing)
 
     def forward_backward_step(
@@ -332,13 +305,8 @@ class Trainer(TitanTrainer):
     ) -> torch.Tensor:
         """Run forward and backward of one micro-batch, through a pipeline if there is one.
 
-        Args:
-            input_dict: ``{"input": (b, s)}`` and the model's further arguments, on the device.
-            labels: (b, s).
-            global_valid_tokens: The divisor of the loss, a scalar.
-
-        Returns:
-            This rank's share of the loss, a scalar; 0 without the last pipeline stage.
+        Inputs and labels are (b, s), on the device. `global_valid_tokens` divides the loss. The
+        result is a scalar; 0 without the last pipeline stage.
         """
         arguments = input_dict | loss_arguments(self.model_parts[0], labels)
         tokens = arguments.pop("input")
@@ -379,7 +347,7 @@ class Trainer(TitanTrainer):
         console.info(
             f"{config.model.name} {config.model.flavor}: {parameters:,} parameters{rank}, on "
             f"{described_layout(dims)}, "
-            f"{global_batch_size(config, dims.world_size):,} sequences of "
+            f"{run_record.global_batch_size(config, dims.world_size):,} sequences of "
             f"{config.training.seq_len:,} tokens per step"
         )
         console.info(f"Training starts at step {self.step + 1}")
@@ -455,7 +423,7 @@ class Trainer(TitanTrainer):
         records = history.read_history(processor.history.path)
         curve = file.with_name(history.CURVE_FILE)
         what = job_config.job.description or f"{job_config.model.name} {job_config.model.flavor}"
-        history.draw_curve(records, curve, f"{what}, {described_layout(self.parallel_dims)}")
+        figures.draw_curve(records, curve, f"{what}, {described_layout(self.parallel_dims)}")
         summary = history.build_summary(records, self.step, peak.item(), checkpoint)
         summary |= {"curve": str(curve), **self.more_summary()}
         write_whole(file, json.dumps(summary, indent=2) + "\n")

@@ -1,9 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Validation: the exact token-weighted mean loss over a fixed set of sequences.
 
-torchtitan averages per batch, which weights a short batch like a full one, and a published
-evaluation of CoLA divides by batches + 1. This validator sums the loss over all valid tokens of all
-ranks and divides once.
+torchtitan averages per batch, which weights a short batch like a full one.
 """
 
 import time
@@ -23,15 +21,8 @@ from torchtitan_lr.errors import require
 from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.parallel.context import context_ranks, own_tokens
 from torchtitan_lr.parallel.data_parallel import fsdp_modules
-from torchtitan_lr.parallel.pipeline import Pipeline
-from torchtitan_lr.titan import IGNORE_INDEX
-from torchtitan_lr.titan.base import (
-    BaseTokenizer,
-    JobConfig,
-    LossFunction,
-    ParallelDims,
-    dist_utils,
-)
+from torchtitan_lr.parallel.stages import Pipeline
+from torchtitan_lr.titan import IGNORE_INDEX, base
 from torchtitan_lr.titan.components import MetricsProcessor
 from torchtitan_lr.titan.device import device_type
 from torchtitan_lr.titan.specs import BaseValidator, ValidationContext
@@ -42,23 +33,14 @@ from torchtitan_lr.training.history import UNIGRAM_ENTROPY, VALIDATION_SECONDS, 
 def sum_over_ranks(
     model_parts: list[nn.Module],
     batches: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]],
-    loss_fn: LossFunction,
+    loss_fn: base.LossFunction,
     pipeline: Pipeline | None,
-    parallel_dims: ParallelDims,
+    parallel_dims: base.ParallelDims,
 ) -> tuple[float, float]:
     """Sum the loss over all valid tokens of all ranks.
 
-    Args:
-        model_parts: This rank's parts of the model; a pipeline calls its own.
-        batches: ``({"input": (b, s), ...}, labels (b, s))``, with the model's further arguments,
-            as many on every rank; ignored labels do not count. Context-parallel ranks have the
-            same rows, of which each computes its tokens.
-        loss_fn: Returns the sum over tokens.
-        pipeline: Runs the batches if the model is split into stages.
-        parallel_dims: Degrees and meshes.
-
-    Returns:
-        The sum in nats and the number of tokens, the same on every rank.
+    Batches are ``({"input": (b, s), ...}, labels (b, s))``, as many on every rank; ignored labels
+    do not count. Context-parallel ranks have the same rows, of which each computes its tokens.
     """
     for model in model_parts:
         model.eval()
@@ -78,8 +60,8 @@ def sum_over_ranks(
     # Only the last stage has a loss; every stage has the labels.
     if (stages := parallel_dims.get_optional_mesh("pp")) is not None:
         dist.all_reduce(loss_sum, group=stages.get_group())
-    total = dist_utils.dist_sum(num_tokens, mesh)
-    loss = dist_utils.dist_sum(loss_sum, mesh)
+    total = base.dist_utils.dist_sum(num_tokens, mesh)
+    loss = base.dist_utils.dist_sum(loss_sum, mesh)
     for model in model_parts:
         model.train()
     for module in fsdp_modules(model_parts):
@@ -88,25 +70,16 @@ def sum_over_ranks(
 
 
 class Validator(BaseValidator):
-    """Runs the model over this rank's share of the validation set.
-
-    torchtitan's TrainSpec prescribes the arguments. ``[validation]`` sets the corpus, the sequence
-    length and the number of batches, which ``dp_world_size`` ranks share; ``loss_fn`` is the
-    training loss, summed over tokens.
-
-    Attributes:
-        last_loss: The latest result, nats per token.
-        suspended: Whether to skip validation because the run is stopping.
-    """
+    """Runs the model over this rank's share of the validation set, as ``[validation]`` says."""
 
     def __init__(
         self,
-        job_config: JobConfig,
+        job_config: base.JobConfig,
         dp_world_size: int,
         dp_rank: int,
-        tokenizer: BaseTokenizer,
-        parallel_dims: ParallelDims,
-        loss_fn: LossFunction,
+        tokenizer: base.BaseTokenizer,
+        parallel_dims: base.ParallelDims,
+        loss_fn: base.LossFunction,
         validation_context: ValidationContext,
         maybe_enable_amp: AbstractContextManager[None],
         metrics_processor: MetricsProcessor,
@@ -126,7 +99,7 @@ class Validator(BaseValidator):
         self._entropy: float | None = None
         # torchtitan's own section has no such key.
         self._first_step = getattr(section, "first_step", False)
-        self.last_loss: float | None = None
+        self.last_loss: float | None = None  # nats per token
         self.suspended = False
 
     def should_validate(self, step: int) -> bool:

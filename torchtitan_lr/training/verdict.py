@@ -1,9 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The verdict on a step: the ranks' common decision between backward and the optimizer.
 
-It is one all-reduce of a few numbers. Its result stays on the device: the norm clips the gradients,
-and ``rejected`` makes the optimizer leave the step out. The host reads a copy of it once it has
-queued the step.
+It is one all-reduce, whose result stays on the device: the norm clips the gradients, ``rejected``
+makes the optimizer leave the step out. The host reads a copy once the step is queued.
 """
 
 import math
@@ -29,18 +28,12 @@ class NonFiniteError(RunFailedError):
 class Findings:
     """What the host reads of a `Verdict`, equal on all ranks but for ``loss_is_finite``."""
 
-    rejected: bool
-    """Whether the optimizer left the step out."""
-    norm: float
-    """The norm of the full gradient."""
-    bad_ranks: int
-    """Number of ranks whose own loss is not finite."""
-    stop: bool
-    """Whether any rank received a stop signal."""
-    loss_is_finite: bool
-    """Whether this rank's own loss is finite."""
-    next_counts: tuple[float, ...] = ()
-    """The sums of ``next_counts`` over the ranks."""
+    rejected: bool  # whether the optimizer left the step out
+    norm: float  # the norm of the full gradient
+    bad_ranks: int  # number of ranks whose own loss is not finite
+    stop: bool  # whether any rank received a stop signal
+    loss_is_finite: bool  # whether this rank's own loss is finite
+    next_counts: tuple[float, ...] = ()  # the sums of ``next_counts`` over the ranks
     depth: float = math.inf
     """The first block of this rank whose output is not finite, of those that are looked at."""
 
@@ -48,14 +41,8 @@ class Findings:
 class Depth:
     """The first block whose output is not finite in a step, on the device.
 
-    Where ranks send each other activations, a NaN reaches the loss of a rank that has not made it.
-    The rank that has made it sees it in an earlier block than the others: of a pipeline's stage the
-    last one is looked at, and where ranks share rows every one.
-
-    Args:
-        parts: This rank's parts of the model, whose blocks have the numbers of the whole one's.
-        every_block: Whether to look at every block.
-        device: This rank's device.
+    A NaN reaches ranks that have not made it; who has sees it in an earlier block. Of a pipeline's
+    stage the last block is looked at, and where ranks share rows every one.
     """
 
     def __init__(self, parts: Sequence[nn.Module], every_block: bool, device: torch.device) -> None:
@@ -80,25 +67,17 @@ class Depth:
 class Verdict:
     """The ranks' common decision on one step, on the device; `all_reduced` makes it.
 
-    Args:
-        sums: Over all ranks (3 + counts,), fp64: the squared gradient norm, the number of ranks
-            whose loss is not finite, the number of stop signals, and the counts of the next data.
-        bad: 1 if this rank's own loss is not finite, else 0; an fp64 scalar.
-        depth: This rank's `Depth`, a scalar; None where it is not looked at.
-
-    Attributes:
-        norm: The norm of the full gradient, an fp64 scalar, equal on all ranks.
-        rejected: 1 if any rank's loss or the norm's square is not finite in fp32, else 0; an fp32
-            scalar.
+    `sums` are over all ranks, (3 + counts,) in fp64: the squared gradient norm, the number of ranks
+    whose loss is not finite, the number of stop signals, and the counts of the next data.
     """
 
     def __init__(self, sums: Tensor, bad: Tensor, depth: Tensor | None = None) -> None:
         square, bad_ranks = sums[:2].unbind()
-        self.norm = square.sqrt()
+        self.norm = square.sqrt()  # of the full gradient, an fp64 scalar
         # A NaN of one rank is in the sums of all: every rank rejects the step. Second moments and
         # Gram matrices are in fp32, whose largest number is 3.4e38.
         overflows = ~self.norm.float().square().isfinite()
-        self.rejected = ((bad_ranks > 0) | overflows).float()
+        self.rejected = ((bad_ranks > 0) | overflows).float()  # 1 or 0
         deep = torch.full_like(bad, math.inf) if depth is None else depth.double()
         own = torch.stack([bad, self.rejected.double(), deep])
         self._numbers = HostCopy(torch.cat([sums, own]))
@@ -112,15 +91,7 @@ class Verdict:
         next_counts: Sequence[float] = (),
         depth: Tensor | None = None,
     ) -> "Verdict":
-        """Decide with all ranks, in one all-reduce.
-
-        Args:
-            loss: This rank's loss of the step, a scalar on the process group's device.
-            share: This rank's share of the squared gradient norm, a scalar.
-            stop: Whether this rank received a stop signal.
-            next_counts: This rank's counts of the next step's data, summed as well.
-            depth: This rank's own, as for the constructor.
-        """
+        """Decide with all ranks, in one all-reduce."""
         bad = (~loss.isfinite()).double()
         # Fills of the device's memory, not copies from the host's.
         known = [torch.full_like(bad, float(number)) for number in (stop, *next_counts)]

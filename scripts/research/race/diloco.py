@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.numerics import scale_
+from torchtitan_lr.optim.entries import Function, build_optimizers
 from torchtitan_lr.optim.gradients import StoredGradients
 from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
 from torchtitan_lr.titan.components import OptimizersContainer
-from torchtitan_lr.training.register import BuildOptimizers, build_optimizers
 
 OUTER: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 """DiLoCo's outer optimizer (section 3.1), here of both."""
@@ -100,7 +100,7 @@ def fragments_of(model: Any, count: int) -> list[nn.Module]:
     return [nn.ModuleList(part) for part in parts]
 
 
-def diloco(every: int, fragments: int = 1) -> BuildOptimizers:
+def diloco(every: int, fragments: int = 1) -> Function:
     """Return what builds AdamW with a sync of each fragment every so many steps."""
 
     def build(

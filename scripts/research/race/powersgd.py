@@ -19,10 +19,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 )
 
 from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.optim.entries import Function, build_optimizers
 from torchtitan_lr.optim.gradients import StoredGradients
 from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
 from torchtitan_lr.titan.components import OptimizersContainer
-from torchtitan_lr.training.register import BuildOptimizers, build_optimizers
 
 DENSE_STEPS = 10
 """Steps before the first compressed one: early gradients change quickly, the hook's notes say."""
@@ -89,7 +89,7 @@ class PowerSGDGradients(StoredGradients):
         return super().finish_sums()
 
 
-def powersgd(rank: int) -> BuildOptimizers:
+def powersgd(rank: int) -> Function:
     """Return what builds AdamW with gradients by PowerSGD of a rank."""
 
     def build(

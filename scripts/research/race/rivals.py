@@ -10,14 +10,14 @@ from functools import partial
 from scripts.research.race.checks import check_diloco, check_powersgd
 from scripts.research.race.diloco import diloco
 from scripts.research.race.powersgd import powersgd
-from torchtitan_lr.training.register import register_optimizer
+from torchtitan_lr.optim.entries import register_optimizer, variant
 
 for rank in (2, 4):
-    name, build = f"PowerSGD-{rank}", powersgd(rank)
-    register_optimizer(name, build, sums_replicas=True, base="AdamW", check=check_powersgd)
+    name, facts = f"PowerSGD-{rank}", {"sums_replicas": True, "cost": None}
+    register_optimizer(variant("AdamW", name, powersgd(rank), check=check_powersgd, **facts))
 
 for every in (16, 64):
     for method, fragments in {"DiLoCo": 1, "StreamingDiLoCo": 4}.items():
         name, build = f"{method}-{every}", diloco(every, fragments)
         check = partial(check_diloco, fragments=fragments)
-        register_optimizer(name, build, sums_replicas=True, base="AdamW", check=check)
+        register_optimizer(variant("AdamW", name, build, check=check, **facts))

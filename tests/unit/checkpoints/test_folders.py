@@ -7,8 +7,8 @@ import resource
 import pytest
 
 from torchtitan_lr.checkpoints.folders import write_whole
-from torchtitan_lr.console.figures import finish, new_figure
 from torchtitan_lr.errors import describe_error
+from torchtitan_lr.training.figures import finish, new_figure
 
 
 @pytest.mark.parametrize("kind", ["text", "picture"])

@@ -17,14 +17,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as Format
 
-from tests.unit.tiny import build_tiny, tiny_args
+from tests.unit.tiny import build_tiny
 from torchtitan_lr.checkpoints import safe_metadata
 from torchtitan_lr.checkpoints.manifest import find_damage
 from torchtitan_lr.checkpoints.safe_metadata import DamagedError, load, read_metadata
 from torchtitan_lr.compression.residuals import saved_residuals
 from torchtitan_lr.config.files import files_kept
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.hf.loading import load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -98,7 +97,6 @@ WAYS_IN: dict[str, Callable[[Path], Any]] = {
     "itself": read_metadata,
     "load": lambda step: load({"half": torch.zeros(2, 3)}, step, no_dist=True),
     "residuals": lambda step: saved_residuals(str(step)),
-    "scripts": lambda step: load_model(step, tiny_args("cola"), allow_unverified=True),
 }
 
 

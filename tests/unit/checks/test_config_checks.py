@@ -10,11 +10,11 @@ from torchtitan_lr.checks.stored import check_stored_model
 from torchtitan_lr.checks.values import check_vocabulary
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.hf.loading import build_model_args
 from torchtitan_lr.models import configured
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.titan import logger
 from torchtitan_lr.training import fingerprint
+from torchtitan_lr.training.loading import build_model_args
 
 # One example of every kind: a range of the schema and of torchtitan's keys, a choice, what depends
 # on another key, on the ranks, on the model, on a file.

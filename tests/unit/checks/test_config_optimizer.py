@@ -7,15 +7,14 @@ import pytest
 
 from tests.commands import ROOT
 from torchtitan_lr.checks.job import check_job_config
-from torchtitan_lr.checks.optimizer import check_groups
+from torchtitan_lr.checks.rates import check_groups
 from torchtitan_lr.commands.main import main
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.config.schema import BASES, OPTIMIZERS, READS_GROUPS, SUMS_REPLICAS
 from torchtitan_lr.costs.described_run import read_run
 from torchtitan_lr.costs.rank_memory import checkpoint_bytes
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.optim.entries import ENTRIES, OptimizerEntry, register_optimizer, variant
 from torchtitan_lr.titan.specs import REGISTERED_SPECS, get_train_spec
-from torchtitan_lr.training.register import FROM_OUTSIDE, OUTSIDE_CHECKS, register_optimizer
 
 CONFIG = ROOT / "train_configs" / "debug_tsr.toml"
 
@@ -71,16 +70,18 @@ def test_the_factors_of_a_low_rank_model_have_short_sides(tmp_path):
 @pytest.fixture
 def outside():
     """Optimizers from outside: one reads no groups, one does, and one changes TSR-Adam."""
-    known = [list(table) for table in (OPTIMIZERS, SUMS_REPLICAS, READS_GROUPS)]
-    register_optimizer("Own", lambda *_: None, sums_replicas=True)
-    register_optimizer("Reader", lambda *_: None, reads_groups=True)
-    register_optimizer("Variant", lambda *_: None, base="TSRAdam")
+
+    def build(*_):
+        return None
+
+    register_optimizer(OptimizerEntry("Own", build, sums_replicas=True))
+    register_optimizer(OptimizerEntry("Reader", build, reads_groups=True))
+    register_optimizer(variant("TSRAdam", "Variant", build))
+    with pytest.raises(ValueError, match="'Own' of an optimizer is taken"):
+        register_optimizer(variant("Muon", "Own", build))
     yield
-    for table, names in zip((OPTIMIZERS, SUMS_REPLICAS, READS_GROUPS), known, strict=True):
-        table[:] = names
     for name in ("Own", "Reader", "Variant"):
-        del FROM_OUTSIDE[name]
-    del BASES["Variant"]
+        del ENTRIES[name]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_an_optimizer_from_outside_refuses_by_its_own_check(outside, monkeypatch
         calls.append((config.optimizer.name, world_size, device_type))
         raise ConfigError("optimizer.lr", config.optimizer.lr, "another one")
 
-    monkeypatch.setitem(OUTSIDE_CHECKS, "Own", refuse)
+    monkeypatch.setitem(ENTRIES, "Own", replace(ENTRIES["Own"], check=refuse))
     with pytest.raises(ConfigError, match=r"^optimizer\.lr: got .*, expected another one$"):
         check("--optimizer.name=Own", tmp_path=tmp_path)
     check("--optimizer.name=Reader", tmp_path=tmp_path)
@@ -170,10 +171,10 @@ def test_the_estimate_counts_the_state_of_the_base(base, outside, monkeypatch):
     def state(name):
         options = [f"--job.config_file={CONFIG}", "--model.name=llama_cola"]
         options += ["--optimizer.tsr_rank=8", f"--optimizer.name={name}"]
-        return checkpoint_bytes(read_run(build_job_config(options), 1))
+        return checkpoint_bytes(read_run(build_job_config(options), 4))
 
     assert state("Own") != state(base)
-    monkeypatch.setitem(BASES, "Own", base)
+    monkeypatch.setitem(ENTRIES, "Own", variant(base, "Own", lambda *_: None))
     assert state("Own") == state(base)
 
 

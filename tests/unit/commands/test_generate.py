@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from tests.commands import ROOT, Command
-from tests.support.decoding import generate
-from tests.support.run_folders import run_record, write_run
+from tests.support.run_folders import loaded, run_record, write_run
 from torchtitan_lr.checkpoints.manifest import write_manifest
 from torchtitan_lr.commands.chat import converse
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.hf.loading import find_step, load_for_inference
-from torchtitan_lr.inference.completion import Settings
-from torchtitan_lr.inference.decode import Sampling
+from torchtitan_lr.hf.folders import read_any
+from torchtitan_lr.hf.generation import Settings, _Text, build_generator
+from torchtitan_lr.training.loading import find_step
 
 command = Command("generate").ask
 
@@ -60,6 +59,27 @@ def test_a_run_stands_for_its_newest_whole_step(tmp_path, capsys):
     assert status == 2 and "none', expected a folder that exists" in err
 
 
+def greedy(model, ids, number):
+    """The most likely tokens by the trainer's own forward of the whole sequence."""
+    ids, start = list(ids), len(ids)
+    for _ in range(number):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[start:]
+
+
+@pytest.mark.parametrize("family", ["full", "svd", "lax"])
+def test_greedy_tokens_are_those_of_the_trainers_model(tmp_path, capsys, family):
+    step, _ = write_run(tmp_path, family, torch.float64)
+    model, tokenizer = loaded(step)
+    ids = tokenizer.encode("import os", add_bos=True)
+    usual = ("--prompt", "import os", "--max_new_tokens", 12, "--temperature", 0, "--json")
+    said = json.loads(command(capsys, step, *usual, "--device", "cpu")[1])
+    wanted = greedy(model, ids, 12)
+    assert len(set(wanted)) > 3
+    assert said["text"] == "import os" + tokenizer.decode(wanted)
+
+
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end_of_text|>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -82,7 +102,7 @@ def test_a_chat_continues_the_tokens_of_training(tmp_path, capsys, monkeypatch, 
     options = ("--chat", "--temperature", 0, "--max_new_tokens", 4, "--device", "cpu")
     status, out, err = command(capsys, tmp_path, *options)
     assert (status, err) == (0, "")
-    model, tokenizer = load_for_inference(step, device="cpu")
+    model, tokenizer = loaded(step)
     text, wanted = "", []
     for index, question in enumerate(q for q in questions if q):
         if template:
@@ -90,7 +110,7 @@ def test_a_chat_continues_the_tokens_of_training(tmp_path, capsys, monkeypatch, 
         else:
             text += f"{chr(10) * 2 if index else ''}### User:\n{question}\n\n### Assistant:\n"
         ids = rendered(tokenizer, text, begins=not template)
-        new = generate(model, torch.tensor([ids]), 4, temperature=0)[0, len(ids) :].tolist()
+        new = greedy(model, ids, 4)
         new = new[: new.index(tokenizer.eos_id)] if tokenizer.eos_id in new else new
         wanted.append(tokenizer.decode(new))
         text += wanted[-1] + "<|end_of_text|>"
@@ -111,22 +131,22 @@ def rendered(tokenizer, text, begins):
 def test_a_chat_forgets_its_beginning_where_the_window_ends(tmp_path):
     """Fifty messages in a window of 64 tokens; the answers see the last ones alone."""
     step, _ = write_run(tmp_path, "cola")
-    model, tokenizer = load_for_inference(step, device="cpu")
+    args, weights, tokenizer, _ = read_any(step)
+    model, said = build_generator(args, weights, "cpu"), []
+    chat = (model, tokenizer, args.max_seq_len, 8, Settings(), 0)
     questions = iter([*(f"message {i}" for i in range(50)), None])
-    said = []
-    settings = Settings(8, Sampling(temperature=0.0))
-    left = converse(model, tokenizer, settings, lambda: next(questions), said.append)
+    left = converse(*chat, lambda: next(questions), said.append)
     assert "".join(said).count("\n") >= 50
     assert 2 <= len(left) < 8 and left[-2]["content"] == "message 49"
     with pytest.raises(ConfigError, match="message: got"):
-        converse(model, tokenizer, settings, iter(["long " * 80, None]).__next__, said.append)
+        converse(*chat, iter(["long " * 80, None]).__next__, said.append)
 
 
 def test_a_file_of_prompts_is_continued_in_order(tmp_path, capsys, monkeypatch):
     step, _ = write_run(tmp_path / "run", "cola", torch.float64)
     texts = ["import os", "def main(argv):\n    return", "x", "class A: pass"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts))
-    usual = (step, "--device", "cpu", "--max_new_tokens", 6, "--batch_size", 3, "--seed", 4)
+    usual = (step, "--device", "cpu", "--max_new_tokens", 6, "--seed", 4)
     out = tmp_path / "out.jsonl"
     assert command(capsys, *usual, "--prompts", tmp_path / "a.jsonl", "--out", out) == (0, "", "")
     found = records(out)
@@ -143,7 +163,7 @@ def test_a_file_of_prompts_is_continued_in_order(tmp_path, capsys, monkeypatch):
     assert status == 0 and [json.loads(line) for line in said.splitlines()] == found
 
 
-def test_texts_end_at_stop_tokens_and_strings(tmp_path, capsys):
+def test_texts_end_at_stop_strings(tmp_path, capsys):
     step, _ = write_run(tmp_path, "cola")
     usual = (step, "--device", "cpu", "--prompts", tmp_path / "p.txt", "--max_new_tokens", 12)
     (tmp_path / "p.txt").write_text("import os\n")
@@ -153,14 +173,13 @@ def test_texts_end_at_stop_tokens_and_strings(tmp_path, capsys):
     (cut,) = map(json.loads, command(capsys, *usual, "--stop", middle)[1].splitlines())
     assert cut["end"] == "stop_string" and cut["new_tokens"] < 12
     assert cut["text"] == "import os" + continuation[: continuation.index(middle)]
-    model, tokenizer = load_for_inference(step)
-    prompt = torch.tensor([tokenizer.encode("import os", add_bos=True, add_eos=False)])
-    ids = generate(model, prompt, 12, 0.8, 50)[0, prompt.shape[1] :].tolist()
-    assert tokenizer.decode(ids) == continuation
-    (cut,) = map(json.loads, command(capsys, *usual, "--stop_token", ids[3])[1].splitlines())
-    first = ids.index(ids[3])
-    assert cut["end"] == "stop_token" and cut["new_tokens"] == first + 1
-    assert cut["text"] == "import os" + tokenizer.decode(ids[:first])
+
+
+def test_several_ranks_are_refused(capsys, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    for ask, options in ((command, ["--prompt", "a"]), (Command("evaluate").ask, [])):
+        status, _, err = ask(capsys, "run", *options)
+        assert status == 2 and "to serve a model, export it" in err
 
 
 def test_prompts_are_not_overwritten_and_pipes_not_waited_for(tmp_path, capsys):
@@ -200,6 +219,7 @@ def test_prompts_that_cannot_be_continued_are_refused(tmp_path, capsys, text, pa
     [
         (["--max_new_tokens", "0"], "--max_new_tokens"),
         (["--temperature", "nan"], "--temperature"),
+        (["--temperature", "1e-30"], "--temperature"),  # fp32 has no logits divided by it
         (["--top_k", "9" * 30], "--top_k"),
         (["--top_p", "1.5"], "--top_p"),
         (["--stop", ""], "--stop"),
@@ -209,11 +229,7 @@ def test_prompts_that_cannot_be_continued_are_refused(tmp_path, capsys, text, pa
         (["--prompt", "bytes \udcff that are no UTF-8"], "--prompt"),
         (["--device", "abacus"], "--device"),
         (["--device", "meta"], "--device"),
-        (["--stop_token", "4096"], "--stop_token: got 4096, expected the id of a token, from 0"),
-        (["--stop_token", "-1"], "--stop_token"),
         (["nowhere/a/b"], "got 'nowhere/a/b'"),
-        (["--parallelism.pipeline_parallel_degree=2"], "parallelism.pipeline_parallel_degree"),
-        (["--parallelism.tensor_parallel_degree=4"], "torchrun --nproc_per_node=4"),
         (["--training.steps=4"], "training.steps"),
     ],
 )
@@ -247,3 +263,35 @@ def write_large_tokenizer(folder):
     folder.mkdir()
     vocabulary = {f"t{i}": i for i in range(5000)}
     Tokenizer(WordLevel(vocabulary, unk_token="t0")).save(str(folder / "tokenizer.json"))
+
+
+TEXT = "    for café in naïve 🚀🚀:\n\n\treturn 一二三\n"
+
+
+def pieces(tokenizer, ids, stops=()):
+    """What is written token by token behind a prompt, and what is found in the end."""
+    prompt, said = tokenizer.encode("def main():\n"), []
+    text = _Text(tokenizer, prompt, Settings(stops=stops), said.append)
+    for number in range(1, len(ids) + 1):
+        if text(torch.tensor([prompt + ids[:number]]), None):
+            break
+    text.give(len(text.found.text))
+    return said, text.found
+
+
+def test_pieces_make_up_the_text(tmp_path):
+    tokenizer = loaded(write_run(tmp_path, "cola")[0])[1]
+    ids = tokenizer.encode(TEXT)
+    said, found = pieces(tokenizer, ids)
+    assert "".join(said) == TEXT == found.text and found.end == "length"
+    assert not any("\ufffd" in piece for piece in said) and len(said) > 10
+    # The control: a character of several tokens is whole, though its tokens alone are not.
+    assert any("\ufffd" in tokenizer.decode([token]) for token in ids)
+    half = tokenizer.encode("a🚀")[:-1]  # given out at the end
+    assert "".join(pieces(tokenizer, half)[0]) == "a\ufffd"
+    # A stop string that begins in the prompt is none.
+    assert pieces(tokenizer, tokenizer.encode("\nx"), ["\n\n"])[1].text == "\nx"
+    for stop in ["\n\n", "café", "🚀", "in na", "\treturn 一二"]:
+        said, found = pieces(tokenizer, ids, ["never", stop])
+        assert "".join(said) == found.text == TEXT[: TEXT.index(stop)]
+        assert found.end == "stop_string"

@@ -6,7 +6,6 @@ import pytest
 from torchtitan_lr.commands.parser import (
     FIRST_RANK_SECONDS,
     OneLineParser,
-    add_allow_unverified,
     check_at_least,
     check_toml,
     in_one_line,
@@ -40,13 +39,6 @@ def test_overrides_stand_among_the_arguments(capsys):
     parser.takes_overrides = True
     options = parser.parse_args(["a", "--training.steps=3", "--steps=2"])
     assert (options.config, options.steps, options.overrides) == ("a", 2, ["--training.steps=3"])
-
-
-@pytest.mark.parametrize("written", ["", "=true"])
-def test_an_unverified_checkpoint_is_allowed_as_its_refusal_says(written):
-    parser = OneLineParser(prog="tool")
-    add_allow_unverified(parser)
-    assert parser.parse_args([f"--checkpoint.allow_unverified{written}"]).allow_unverified
 
 
 def test_refusals_and_failed_runs_become_a_status(capsys):

@@ -66,7 +66,6 @@ def test_files_are_prepared_and_verified(tmp_path, capsys):
         (["nowhere.txt", "--tokenizer", SHIPPED], "SOURCE: got 'nowhere.txt'"),
         (["cpython", "--tokenizer", SHIPPED, "--tokens", "0"], "--tokens: got 0"),
         (["cpython", "--tokenizer", SHIPPED, "--tokens", "inf"], "--tokens: got inf"),
-        (["cpython", "--tokenizer", SHIPPED, "--workers", "0"], "--workers: got 0"),
         (["--verify"], "--out: got "),
         (["hf:", "--tokenizer", SHIPPED], "SOURCE: got 'hf:', expected the name of a dataset"),
         (["cpython", "--tokenizer", SHIPPED, "--max_bad_records", "-1"], "--max_bad_records: got"),

@@ -75,7 +75,7 @@ OVERRIDES = (
         reason="Adam collects its tensors here; the override replaces them by local shards.",
     ),
     Override(
-        ours="torchtitan_lr.parallel.placement:EdgeParallel._apply",
+        ours="torchtitan_lr.parallel.plan_parts:EdgeParallel._apply",
         upstream="torch.distributed.tensor.parallel:ParallelStyle._apply",
         parameters=("module", "device_mesh"),
         caller="torch.distributed.tensor.parallel.api:parallelize_module",

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan_lr.compat import collectives
+from torchtitan_lr.compat import process_groups
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts the threads in /proc")
 
@@ -52,12 +52,12 @@ def test_the_groups_of_a_process_have_one_worker_each():
     dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         world = dist.group.WORLD
-        second = collectives.second_group(world)
+        second = process_groups.second_group(world)
         x = torch.arange(3.0)
-        gather = collectives.functional.all_gather_into_tensor
+        gather = process_groups.functional.all_gather_into_tensor
         started = [gather(x + i, 1, world.group_name) for i in range(9)]
         for i, out in enumerate(started):
-            assert collectives.functional.wait_tensor(out).equal(x + i)
+            assert process_groups.functional.wait_tensor(out).equal(x + i)
         assert workers(world, second) == earlier + 2
     finally:
         dist.destroy_process_group()

@@ -6,7 +6,7 @@ import torch
 
 from tests.support.units import backward
 from torchtitan_lr.compression.codecs import complete
-from torchtitan_lr.compression.overlap import ExchangeOverlap
+from torchtitan_lr.compression.exchange_overlap import ExchangeOverlap
 
 CPU = torch.device("cpu")
 

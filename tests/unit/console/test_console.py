@@ -113,11 +113,3 @@ def test_more_items_than_expected_leave_no_negative_time(total, left):
     times, lines = iter([0.0, 12.0]), []
     bars.Plain("reading", total, "rows", times.__next__, lines.append).done(3)
     assert lines == [f"reading: 3 of {total} rows {left}"]
-
-
-def test_a_preparation_beyond_its_estimate_leaves_no_negative_time():
-    times, lines = iter([0.0, 1.0, 20.0]), []
-    shown = bars.Preparing(times.__next__, lines.append)
-    shown(0, 0, 0.0)
-    shown(5, 100, 1.7)
-    assert lines == ["preparing: 5 documents, 100 tokens, 5 tokens/s, 100%, 0:00:00 left"]

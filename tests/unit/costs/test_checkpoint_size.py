@@ -41,7 +41,7 @@ def test_against_a_checkpoint(tmp_path):
 
 def test_residuals_of_all_ranks(capsys):
     """TAGC: every rank has its own residual of each compressed unit, nothing else grows."""
-    command = [str(DEBUG), "--plans=full", "--storage=0.5"]
+    command = [str(DEBUG), "--plans=full"]
     runs = [read_run(build_job_config([f"--job.config_file={DEBUG}"]), world) for world in (2, 4)]
     small, large = map(checkpoint_bytes, runs)
     assert small["residuals"] > 0 and large["residuals"] == pytest.approx(
@@ -54,9 +54,5 @@ def test_residuals_of_all_ranks(capsys):
     assert script.main([*command, "--world=2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (size,) = (line for line in lines if line.startswith("checkpoint (GiB, all ranks)"))
-    (time,) = (line for line in lines if line.startswith("checkpoint at 0.5 GB/s (s)"))
     total = sum(small.values())
     assert float(size.split()[4]) == pytest.approx(total / 2**30, rel=1e-3)
-    assert float(time.split()[5]) == pytest.approx(total / 0.5e9, rel=1e-3)
-    assert script.main([*command, "--storage=-1"]) == 2
-    assert capsys.readouterr().err == "error: --storage: got -1.0, expected GB/s such as 2.5\n"

@@ -4,6 +4,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -21,13 +22,12 @@ from torchtitan_lr.costs.step_traffic import (
     WIRES,
     bytes_by_dim,
     gradient_bytes,
-    optimizer_traffic,
-    peak_optimizer_traffic,
     sent_per_step,
     step_traffic,
 )
 from torchtitan_lr.costs.work import work_of_run
 from torchtitan_lr.models.configured import empty_model
+from torchtitan_lr.optim.entries import ENTRIES
 
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 DEBUG = str(ROOT / "train_configs" / "debug_cola.toml")
@@ -37,6 +37,7 @@ BATCH_4 = "--training.local_batch_size=4"
 BLOCKS = ["--world=4", "--parallelism.tensor_parallel_degree=2"]
 BLOCKS += ["--activation_checkpoint.selective_ac_option=1"]
 PLANS = ["full", "vanilla", "btp"]
+SELDOM = [f"--optimizer.tsr_{name}refresh_interval=1000" for name in ("", "embedding_")]
 KEYS = {"checkpointing", "parameters", "flops_per_token", "memory_bytes", "comm_bytes", "step_time"}
 
 
@@ -67,7 +68,7 @@ def test_every_config(path):
     traffic = [step_traffic(run, rank) for rank in range(run.pp)]
     sent = [bytes_by_dim(rows, run.wire_dtypes) for rows in traffic]
     used = {name for name in ("tp", "cp", "fsdp", "dp_replicate", "pp") if run.mesh[name].size > 1}
-    if run.spectral and {"tp", "fsdp"} <= used:
+    if run.entry.splits_columns and {"tp", "fsdp"} <= used:
         used.add("fsdp_tp")
     assert all(dims.keys() == used for dims in sent)
 
@@ -98,13 +99,13 @@ def test_a_spectral_optimizer(script, capsys):
     options += ["--training.local_batch_size=1"]
     assert script.main([*options, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    cost, adamw = report["spectral"], report["alternatives"]["btp"]
+    cost, adamw = report["of_matrices"], report["alternatives"]["btp"]
     sent = report["comm_bytes"]["fsdp_tp"]
     returned = sent.pop("all_gather")
     assert cost["numbers"] == {
         "summed": sum(sent.values()) / 4, "returned": returned / 4, "gathered": 0
     }  # fmt: skip
-    assert "fsdp_tp" not in adamw["comm_bytes"] and "spectral" not in adamw
+    assert "fsdp_tp" not in adamw["comm_bytes"] and "of_matrices" not in adamw
     assert report["memory_bytes"]["optimizer"] < adamw["memory_bytes"]["optimizer"]
     assert report["step_time"]["optimizer"] > adamw["step_time"]["optimizer"]
     assert cost["small_flops"] / 4 <= cost["small_flops_per_rank"] < cost["small_flops"]
@@ -152,25 +153,27 @@ def test_the_step_in_which_tsr_adam_sends_most():
     for keys, expected in (([], (0.758, 0.059)), (start, (0.059, 0.059))):
         run = paper_run(path, 8, *spread, *keys)
         dense = 4 * sum(math.prod(shape) for shape in run.global_shapes.values())
-        peaks = peak_optimizer_traffic(run, 0)
+        kinds = run.optimizer.kinds_of_steps(0)
+        peaks = kinds["first"], kinds["largest later"]
         shares = [bytes_by_dim(rows, run.wire_dtypes)["dp_replicate"] for rows in peaks]
         assert [sum(s.values()) / dense for s in shares] == pytest.approx(expected, abs=6e-4)
 
 
-def test_what_a_mean_step_sends_counts_the_steps_that_differ():
+def test_what_a_mean_step_sends_counts_the_steps_that_differ(monkeypatch):
     """TSR-Adam's refreshes among them; of the optimizer that replaces AdamW and of AdamW itself."""
     replicas = "--parallelism.data_parallel_replicate_degree=4"
     own = ["--optimizer.name=TSRAdam", "--optimizer.tsr_rank=8"]
     run = paper_run(DEBUG, 4, ONE, BATCH_4, replicas, *own)
     told = sent_per_step(run.config, 4)
-    usual = gradient_bytes(run, 0, optimizer_traffic(run, 0, ()))["float32"]
+    seldom = paper_run(DEBUG, 4, ONE, BATCH_4, replicas, *own, "--optimizer.tsr_stagger", *SELDOM)
+    usual = gradient_bytes(seldom, 0)["float32"]
     assert usual < told["sent_bytes"] < told["adamw_bytes"]
     plain = sent_per_step(paper_run(DEBUG, 4, ONE, BATCH_4, replicas).config, 4)
     assert plain["sent_bytes"] == plain["adamw_bytes"] == told["adamw_bytes"]
     # One rank shares no gradients, and of an optimizer from outside there is no formula.
     assert sent_per_step(paper_run(DEBUG, 1, ONE).config, 1) == {}
-    run.config.optimizer.name = "Foreign"
-    assert sent_per_step(run.config, 4) == {}
+    monkeypatch.setitem(ENTRIES, "AdamW", replace(ENTRIES["AdamW"], cost=None))
+    assert sent_per_step(paper_run(DEBUG, 4, ONE, BATCH_4, replicas).config, 4) == {}
 
 
 @pytest.mark.parametrize("name", ["replicas", "tsr", "sparse"])
@@ -186,17 +189,17 @@ def test_gradients_in_both_dtypes(name):
     for wire in WIRES:
         half = f"--training.mixed_precision_reduce={wire}"
         run = paper_run(DEBUG, 4, ONE, "--training.global_batch_size=-1", *options, half)
-        cores = [] if run.tsr is None else optimizer_traffic(run, 0, ())
-        roles = ("gradient", "index", "core")
-        rows = [row for row in step_traffic(run, 0) if row.role in roles]
+        cores = run.optimizer.mean_traffic(0)
+        rows = [row for row in step_traffic(run, 0) if row.pass_ != "optimizer"] + cores
+        rows = [row for row in rows if row.role in ("gradient", "index", "core", "sketch")]
         by_dim = bytes_by_dim(rows, run.wire_dtypes)
         sent[wire] = sum(by_dim["fsdp"].values()) + sum(by_dim.get("dp_replicate", {}).values())
-    assert gradient_bytes(run, 0, cores) == sent
+    assert gradient_bytes(run, 0) == sent
     if name == "sparse":
         assert 0.5 * sent["float32"] < sent["bfloat16"] < sent["float32"]
     else:
         # What TSR-Adam's shards add up of a core stays in fp32.
-        over_shards = [row for row in cores if row.mesh_dim == "fsdp" and row.role == "core"]
+        over_shards = [row for row in cores if row.mesh_dim == "fsdp"]
         wide = 4 * sum(row.elements for row in over_shards)
         assert sent["bfloat16"] - wide == (sent["float32"] - wide) / 2
 

@@ -9,14 +9,14 @@ import torch
 import torchtitan_lr.training.register  # noqa: F401
 from tests.support.nightly import nightly
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.costs.context_messages import gathered_kv_bytes, latent_flops
+from torchtitan_lr.costs.context_messages import latent_flops
 from torchtitan_lr.costs.described_run import read_run
 from torchtitan_lr.costs.gather_choice import gather_lines, gather_report
 from torchtitan_lr.costs.hardware import load_hardware
 from torchtitan_lr.costs.rehearsal import Workload, rehearse
 from torchtitan_lr.costs.work import rehearse_work
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 
 ROW = ["--training.seq_len=131072", "--training.local_batch_size=1"]
 ROW += ["--training.global_batch_size=-1"]
@@ -71,7 +71,7 @@ def test_memory_falls_with_the_ranks():
     assert kv.block == alone.block / 4 + side_by_side
     own_keys = 2 * 2 * 128 * 128 * 2  # k and v of 2 · 512 / 4 tokens, d_kv 128
     assert latents.block == kv.block - own_keys
-    whole = gathered_kv_bytes(128, 4, 256, 2)
+    whole = 2 * 4 * 256 * 128 * 2  # bytes of k and v of all ranks' tokens
     for found in (kv, latents):
         assert whole / 2 < found.working - alone.working / 4 < 4 * whole
 

@@ -1,16 +1,23 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Bytes of parameters and optimizer state in closed form, against real tensors of one process."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from tests.unit.tiny import FAMILIES, build_tiny, tiny_args
 from torchtitan_lr.costs.fsdp_messages import named_parameters
-from torchtitan_lr.costs.held_memory import Precision, gathered_unit_bytes, static_memory
+from torchtitan_lr.costs.held_memory import (
+    Precision,
+    gathered_unit_bytes,
+    static_memory,
+    tsr_state,
+)
 from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 
 FP32 = Precision(4, 4, 4)
 HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
@@ -53,7 +60,9 @@ def test_tsr_adam(projection, dtype):
     optimizer = TSRAdam(model.named_parameters(), settings, **HYPER)
     plans = plan_matrices(shapes_of(model.model_args), settings)
     precision = Precision(dtype.itemsize, 2, 4)
-    expected = static_memory([shapes_of(model.model_args)], 1, precision, plans)
+    expected = static_memory(
+        [shapes_of(model.model_args)], 1, precision, partial(tsr_state, size=4, plans=plans)
+    )
     tensors = {
         t.data_ptr(): t.numel() * t.element_size()
         for state in optimizer.state.values()

@@ -21,7 +21,7 @@ from torchtitan_lr.costs.step_time import (
 )
 from torchtitan_lr.costs.work import rehearse_work
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import resolve_settings
 from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 

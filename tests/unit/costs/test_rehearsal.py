@@ -12,7 +12,7 @@ from tests.support.checkpointing import checkpointing
 from tests.support.nightly import nightly
 from tests.unit.tiny import build_tiny, tiny_args
 from torchtitan_lr.costs.rehearsal import Workload, rehearse
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 
 BATCH, SEQ, LAYERS = 2, 16, 4
 # The modes once, and the families where the blocks differ: LaX carries latents, full has none.
@@ -83,5 +83,5 @@ def test_collectives_that_run_again():
     }
     assert again["low_rank"] == {}
     elements = BATCH * SEQ * (4 * args.rank_attention + 3 * args.rank_ffn)
-    assert again["full"][("all_reduce", "bfloat16")] == (4, elements)
-    assert again["full"][("all_reduce", "float32")] == (2, 2 * BATCH * SEQ)
+    assert again["full"][("tp", "all_reduce", "bfloat16")] == (4, elements)
+    assert again["full"][("tp", "all_reduce", "float32")] == (2, 2 * BATCH * SEQ)

@@ -27,11 +27,11 @@ from torchtitan_lr.costs.gram_messages import (
     wide_flops,
 )
 from torchtitan_lr.costs.messages import Traffic
-from torchtitan_lr.costs.step_traffic import spectral_matrices, step_traffic
+from torchtitan_lr.costs.step_traffic import step_traffic
 from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.spectral.container import SpectralOptimizers
-from torchtitan_lr.parallel.parallelize import parallelize_llama_cola
+from torchtitan_lr.optim.entries import build_optimizers
+from torchtitan_lr.parallel.parallelize import parallelize_llama
 from torchtitan_lr.titan.base import ParallelDims
 from torchtitan_lr.titan.device import bind_device
 
@@ -133,7 +133,7 @@ def test_the_code_gathers_rows_and_multiplies_as_the_formulas_say(
     rows = take_step(run, counter)  # gathered places are no numbers of fake tensors
     assert any(row["op"] == "all_gather" for row in rows)
     assert differences(compare(rows, step_traffic_of_optimizer(run), run.wire_dtypes)) == []
-    matrices = spectral_matrices(run, 0)
+    matrices = run.optimizer.matrices(0)
     flops = rank_small_flops(rule, matrices, run.ranks)
     flops += sum(wide_flops(rule, matrix, run.ranks) for matrix in matrices)
     assert counter.get_total_flops() == flops
@@ -159,14 +159,14 @@ def take_step(run: Run, tensors: AbstractContextManager[Any]) -> list[dict[str, 
         dims.build_mesh()
         with torch.device("meta"):
             model = LlamaModel(run.args)
-        parallelize_llama_cola(model, dims, run.config)
+        parallelize_llama(model, dims, run.config)
         with tensors:
             model.to_empty(device="cpu")
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
         # Outside: the ranks of its groups are numbers.
-        optimizer = SpectralOptimizers([model], run.config.optimizer).optimizers[0]
-        groups = optimizer.groups.by_name()
+        optimizer = build_optimizers([model], run.config.optimizer, dims).optimizers[0]
+        groups = optimizer.named_groups()
         with tensors, CommLedger([model], groups, (), [optimizer]) as ledger:
             optimizer.step()
     return ledger.rows()
@@ -178,7 +178,7 @@ def test_small_products() -> None:
     assert small_flops("LoRAMuon", 512) > 2 * small_flops("Spectron", 512)
     for rule in LIMITS:
         run = paper_run("1B_boost", rule, 8, 1)
-        share = rank_small_flops(rule, spectral_matrices(run, 0), run.ranks)
+        share = rank_small_flops(rule, run.optimizer.matrices(0), run.ranks)
         assert share == 336 * small_flops(rule, 512) / 8
 
 

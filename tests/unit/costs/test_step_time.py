@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from torchtitan_lr.costs.hardware import Hardware, MeshDim
 from torchtitan_lr.costs.kernels import KernelRecorder
 from torchtitan_lr.costs.messages import Traffic
+from torchtitan_lr.costs.optimizer_costs import SPECTRAL_KERNELS, TSR_KERNELS
 from torchtitan_lr.costs.step_time import (
-    SPECTRAL_KERNELS,
-    TSR_KERNELS,
     collective_seconds,
     compute_seconds,
     exposed_seconds,
@@ -74,7 +73,8 @@ def test_by_pass_and_bubble():
     rows = [row("all_reduce"), row("all_reduce", pass_="backward"), row("send", "gradient")]
     seconds = exposed_seconds(rows, lambda _: 2, MESH, MACHINE)
     assert seconds["forward"] == seconds["backward"] > 0
-    assert model_step_time(1.0, [], lambda _: 2, MESH, MACHINE, bubble=0.5).total == 1.5
+    time = model_step_time(1.0, [], lambda _: 2, MESH, MACHINE)
+    assert replace(time, bubble=0.5).total == 1.5
     assert compute_seconds(50e12, MACHINE) == 1.0
 
 

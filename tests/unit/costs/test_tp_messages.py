@@ -12,7 +12,7 @@ from torchtitan_lr.costs.fsdp_messages import named_parameters
 from torchtitan_lr.costs.tp_messages import part_traffic
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 
 BS, D, F, R, D_KV = 24, 64, 160, 16, 32
 

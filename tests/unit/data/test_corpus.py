@@ -4,8 +4,8 @@
 Rows are compared with slow references that know lists alone.
 """
 
-import re
 import struct
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -138,20 +138,12 @@ def test_what_is_no_corpus(tmp_path):
     build(tmp_path)
     path = tmp_path / "corpus.json"
     whole = path.read_text()
-    path.write_text(
-        whole.replace('"kind": "text"', '"kind": "next"')
-    )  # a bit of what no digest has
-    with pytest.raises(DataError, match=r"another checksum.*; delete .* prepare \.\.\. --out"):
-        Corpus.open(tmp_path)
-    whole = re.sub(r',\s*"checksum": \d+', "", whole)  # as earlier versions wrote it
-    path.write_text(whole)
-    assert len(Corpus.open(tmp_path).train) == 2
     for content, why in [
         (whole.replace('s": 25', 's": 24'), f"not those of its identity.*delete {tmp_path}"),
-        (whole.replace('s": 25', 's": "x"'), "tokens and documents of a shard"),
-        (whole.replace('"train-00000"', "7"), "checksum and name of a shard: .*7"),
-        (whole.replace('"bos": null', '"vocabulary": "3"'), "vocabulary '3'"),
-        (whole.replace('"sha256": "",', ""), "KeyError: 'sha256'"),
+        (whole.replace('"kind": "text"', '"kind": "next"'), "not those of its identity"),
+        (whole.replace('"bos": null', '"vocabulary": "3"'), "not those of its identity"),
+        (whole.replace('s": 25', 's": "x"'), "ValueError"),
+        (whole.replace('"sha256": "",', ""), "not those of its identity"),
         (whole.replace("train-00000", "../../etc/passwd"), f"{tmp_path}/passwd.idx"),  # inside
         ("{", "a record of format"),
         ("[]", "a record of format"),
@@ -240,16 +232,16 @@ def test_pairs_are_never_split_and_their_answers_alone_are_labels(first, second,
     corpus = write_corpus(tmp_path_factory.mktemp("pairs"), shards, masks=masks)
     # The slow reference: pairs in their order, each cut to a row, into the open row if it has room.
     rows: list[list[tuple[int, int, int]]] = []  # a token, whether it is a target, its pair
-    for shard, shard_masks in zip(shards, masks, strict=True):
-        open_row = False
-        for owner, (pair, mask) in enumerate(zip(shard, shard_masks, strict=True)):
-            some = [(t, m, owner) for t, m in zip(pair[: S + 1], mask, strict=False)]
-            usable = any(mask[1 : S + 1])
-            if usable and not (open_row and len(rows[-1]) + len(some) <= S + 1):
-                rows.append([])
-            if usable:
-                rows[-1] += some
-            open_row = usable
+    open_row = False
+    pairs = zip(chain(*shards), chain(*masks), strict=True)
+    for owner, (pair, mask) in enumerate(pairs):
+        some = [(t, m, owner) for t, m in zip(pair[: S + 1], mask, strict=False)]
+        usable = any(mask[1 : S + 1])
+        if usable and not (open_row and len(rows[-1]) + len(some) <= S + 1):
+            rows.append([])
+        if usable:
+            rows[-1] += some
+        open_row = usable
     if not rows:
         with pytest.raises(ConfigError, match="no answer has room behind its prompt"):
             Rows(corpus, S)

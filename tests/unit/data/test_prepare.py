@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What a run prepares, and the folder that all runs share."""
 
-import fcntl
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,7 +21,6 @@ from torchtitan_lr.data import prepare
 from torchtitan_lr.data.corpus import Corpus
 from torchtitan_lr.data.prepare import (
     ensure_prepared,
-    free,
     prepare_folder,
     prepare_for_ranks,
     wanted,
@@ -35,9 +34,8 @@ TEXTS = [f"Line {i} of {i * i} words. " * 3 for i in range(200)]
 
 
 @pytest.fixture
-def config(tmp_path, monkeypatch):
+def config(tmp_path):
     """Return a function that makes a configuration on 200 lines of text."""
-    monkeypatch.setattr(prepare, "_held", {})
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
 
     def make(*arguments, path=tmp_path / "a.jsonl"):
@@ -200,11 +198,15 @@ def test_a_prepared_folder_of_the_user(tmp_path, config):
 
 
 @pytest.mark.parametrize("locks", [True, False], ids=["locks", "a file system without locks"])
-def test_two_runs_prepare_a_folder_once_and_train_at_the_same_time(config, monkeypatch, locks):
+def test_two_runs_prepare_a_folder_at_the_same_time(config, monkeypatch, locks):
+    """Once if there are locks; else both write the same bytes."""
     tokenize, context = prepare.tokenize, multiprocessing.get_context("fork")
     calls, barrier = context.Value("i"), context.Barrier(3)
     if not locks:
-        monkeypatch.setattr(fcntl, "flock", lambda *_: os.truncate("/no/such", 0))  # an OSError
+        monkeypatch.setattr(prepare.FileLock, "acquire", lambda *_, **__: refuse())
+
+    def refuse():
+        raise NotImplementedError
 
     def slow(*args, **options):
         with calls.get_lock():
@@ -214,7 +216,7 @@ def test_two_runs_prepare_a_folder_once_and_train_at_the_same_time(config, monke
 
     def run():
         Corpus.open(ensure_prepared(config())[0].folder).check()
-        barrier.wait(30)  # none waits for the end of another, which keeps its lock
+        barrier.wait(30)
 
     monkeypatch.setattr(prepare, "tokenize", slow)
     children = [context.Process(target=run) for _ in range(3)]
@@ -223,67 +225,7 @@ def test_two_runs_prepare_a_folder_once_and_train_at_the_same_time(config, monke
     for child in children:
         child.join()
     assert [child.exitcode for child in children] == [0, 0, 0]
-    assert calls.value == 1
-
-
-def test_the_oldest_unused_folders_go(tmp_path, config, monkeypatch):
-    store, folders = tmp_path / "store", []
-    (store / "of the user").mkdir(parents=True)
-    (store / "locks").mkdir()
-    (store / "locks" / "of").touch()  # a file of that name deletes nothing
-    for age, lines in enumerate((200, 50, 70)):
-        path = write_jsonl(tmp_path / f"{age}.jsonl", TEXTS[:lines])
-        folders.append(Path(ensure_prepared(config(path=path))[0].folder))
-        os.utime(store / "locks" / folders[-1].name, (age + 1, age + 1))
-    assert free(store, 1) > 1  # this process reads all of them
-    assert all(folder.exists() for folder in folders)
-    for folder in folders[1:]:
-        prepare._held.pop(folder).close()
-    sizes = [sum(path.stat().st_size for path in folder.iterdir()) for folder in folders]
-    assert free(store, sizes[0] + sizes[2]) == sizes[0] + sizes[2]
-    assert [folder.exists() for folder in folders] == [True, False, True]  # the first is in use
-    assert (store / "of the user").exists()
-    # On a file system without locks it is prepared again, and nothing is deleted.
-    monkeypatch.setattr(fcntl, "flock", lambda *_: os.truncate("/no/such", 0))  # an OSError
-    folders[1].mkdir()
-    (folders[1] / "train-00000.bin").touch()  # a deletion that was killed
-    ensure_prepared(config(path=tmp_path / "1.jsonl"))
-    free(store, 0)
-    assert all((folder / "corpus.json").exists() for folder in folders)
-
-
-def test_a_store_is_listed_once_however_many_folders_it_has(tmp_path, monkeypatch):
-    listed = []
-    for name in ("listdir", "scandir"):
-        original = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda path, f=original: listed.append(path) or f(path))
-    (tmp_path / "locks").mkdir()
-    for index in range(30):
-        name = f"local-{index:020x}"
-        for folder in (name, f"{name}.preparing-host"):
-            (tmp_path / folder).mkdir()
-            (tmp_path / folder / "corpus.json").write_text("{}")
-        (tmp_path / "locks" / name).touch()
-    assert free(tmp_path, 1e9) == 30 * 2 * 2
-    assert listed.count(tmp_path) == 1
-    assert len(listed) < 1.5 * (2 * 30)
-
-
-def test_a_folder_of_another_user_counts_nothing(tmp_path, monkeypatch):
-    (tmp_path / "locks").mkdir()
-    for name in (f"local-{index:020x}" for index in range(2)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "corpus.json").write_text("{}")
-        (tmp_path / "locks" / name).touch()
-    scandir, secret = os.scandir, tmp_path / f"local-{0:020x}"
-
-    def refusing(path):
-        if path == secret:  # what the superuser never sees
-            raise PermissionError(13, "Permission denied", str(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refusing)
-    assert free(tmp_path, 1e9) == 2
+    assert (calls.value == 1) == locks
 
 
 @pytest.mark.parametrize("pattern", ["", "/**/*"], ids=["a folder", "a pattern"])
@@ -294,9 +236,9 @@ def test_a_folder_of_others_is_not_written_to(tmp_path, pattern):
     write_jsonl(data / "a.jsonl", TEXTS)
     tokenizer = Tokenizer("torchtitan_lr/data/assets/bpe4k")
 
-    def command(folder, **options):
+    def command(folder, most=0):
         reader = Reader(Source("local", (f"{data}{pattern}",)))
-        return prepare_folder([reader], tokenizer, folder, "--out", workers=1, **options)
+        return prepare_folder([reader], tokenizer, folder, "--out", most)
 
     foreign = data / "train-00000.bin"
     foreign.write_bytes(b"of another program")
@@ -308,11 +250,15 @@ def test_a_folder_of_others_is_not_written_to(tmp_path, pattern):
         file.write("{\n")
     with pytest.raises(DataError, match="max_bad_records"):
         command(out)
-    assert (out / "bad_records.txt").exists()
-    corpus = command(out, max_bad_records=1)  # its own begun folder
+    corpus = command(out, 1)  # its own begun folder
     assert [source["files"] for source in corpus.record["sources"]] == [1]
-    assert not (out / "bad_records.txt").exists()
-    assert command(out, max_bad_records=1).identity == corpus.identity
+    assert command(out, 1).identity == corpus.identity
+    with pytest.raises(DataError, match="max_bad_records"):
+        command(tmp_path / "other")
+    with (data / "a.jsonl").open("a") as file:
+        file.write("{\n")
+    with pytest.raises(ConfigError, match="was begun by this command; it holds"):
+        command(tmp_path / "other", 2)
 
 
 def test_a_long_preparation_is_said_before_it_starts(config, monkeypatch, capsys):
@@ -384,17 +330,16 @@ def test_a_place_too_long_for_sockets_of_workers(tmp_path, config, monkeypatch):
 
 
 def test_tokens_of_another_user_are_read(config, monkeypatch):
-    folder = Path(ensure_prepared(config())[0].folder)
-    lock = folder.parent / "locks" / folder.name
-    monkeypatch.setattr(prepare, "_held", {})
-    # The control for a user who may write everything, as root does.
-    allowed, opened = os.access, Path.open
-    monkeypatch.setattr(os, "access", lambda path, mode: path != lock and allowed(path, mode))
+    """Nothing in their folder is opened for writing."""
+    folder = ensure_prepared(config())[0].folder
+    opened = list[tuple[str, int]]()
 
-    def refusing(path, mode="r", *rest, **options):
-        if path == lock and mode != "rb":
-            raise PermissionError(13, "Permission denied", str(path))
-        return opened(path, mode, *rest, **options)
+    def hook(event, arguments):
+        if event == "open" and str(arguments[0]).startswith(folder):
+            opened.append((str(arguments[0]), arguments[2]))
 
-    monkeypatch.setattr(Path, "open", refusing)
-    assert ensure_prepared(config())[0].folder == str(folder)
+    sys.addaudithook(lambda *event: hook(*event) if watching else None)
+    watching = [True]
+    assert ensure_prepared(config())[0].folder == folder
+    watching.clear()
+    assert opened and all(flags & (os.O_WRONLY | os.O_RDWR) == 0 for _, flags in opened)

@@ -22,7 +22,7 @@ import pytest
 from tests.support.corpora import read_documents, write_jsonl
 from torchtitan_lr.data import sources
 from torchtitan_lr.data import tokenize as tokenizing
-from torchtitan_lr.data.corpus import Rows
+from torchtitan_lr.data.corpus import PARTS
 from torchtitan_lr.data.pairs import PairEncoder, parse_pair
 from torchtitan_lr.data.sources import USUAL_LIMIT, Reader, Source, document_hash
 from torchtitan_lr.data.tokenize import tokenize
@@ -35,7 +35,7 @@ TEXTS = [f"Document {i} of {i * i} words: {'more and ' * (i % 7)}\nend é." for 
 
 def prepare(path, out, source=None, **options):
     source = source or Source("local", (str(path),))
-    return tokenize([Reader(source)], TOKENIZER, out, key="--out", workers=2, **options)
+    return tokenize([Reader(source)], TOKENIZER, out, key="--out", **options)
 
 
 def encoded(texts):
@@ -57,7 +57,7 @@ WRITERS = {
 def test_every_document_is_in_its_part_and_in_order(tmp_path, monkeypatch, name):
     monkeypatch.setattr(sources, "PIECE_BYTES", 1000)
     monkeypatch.setattr(sources, "SMALL_BYTES", 0)
-    monkeypatch.setattr(tokenizing, "SHARD_BYTES", 4000)
+    monkeypatch.setattr(tokenizing, "UNIT_BYTES", 4000)
     WRITERS[name](tmp_path / name, TEXTS)
     corpus = prepare(tmp_path / name, tmp_path / "out")
     held = [text for text in TEXTS if document_hash(text) < USUAL_LIMIT]
@@ -117,7 +117,7 @@ def test_the_library_holds_out_one_file_in_twenty(tmp_path, small_library):
 
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("saved", [True, False], ids=["saved", "files"])
-def test_a_dataset_is_read_and_gone_on_with(tmp_path, monkeypatch, streaming, saved):
+def test_a_dataset_is_read(tmp_path, monkeypatch, streaming, saved):
     monkeypatch.setattr(sources, "PIECE_BYTES", 1000)
     folder = tmp_path / "dataset"
     rows = datasets.Dataset.from_dict({"words": TEXTS, "n": range(len(TEXTS))})
@@ -127,15 +127,7 @@ def test_a_dataset_is_read_and_gone_on_with(tmp_path, monkeypatch, streaming, sa
         folder.mkdir()
         rows.to_json(folder / "train.jsonl")
     source = Source("hf", (str(folder),), column="words", part="train", streaming=streaming)
-    reader = Reader(source)
-    pieces = list(reader.pieces())
-    texts = [reader.documents(piece)[0][0] for piece in pieces]
-    assert list(chain(*texts)) == TEXTS and len(pieces) > 5
-    # From the place behind the third piece: what a killed preparation goes on with, twice.
-    rest = list(reader.pieces(json.loads(json.dumps(pieces[2].position))))
-    assert [reader.documents(piece)[0][0] for piece in rest] == texts[3:]
-    last = reader.pieces(json.loads(json.dumps(rest[0].position)))
-    assert [reader.documents(piece)[0][0] for piece in last] == texts[4:]
+    assert list(Reader(source).texts()) == TEXTS
     corpus = prepare(None, tmp_path / "out", replace(source, tokens=2000))
     assert 2000 <= corpus.tokens() < 3000 and not corpus.held_out
     found = read_documents(corpus)
@@ -145,21 +137,20 @@ def test_a_dataset_is_read_and_gone_on_with(tmp_path, monkeypatch, streaming, sa
             list(Reader(replace(source, column=column)).pieces())
 
 
-def test_every_bad_line_is_listed(tmp_path, monkeypatch):
+def test_bad_lines_are_counted_and_may_be_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "PIECE_BYTES", 1000)
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     lines = path.read_bytes().splitlines(keepends=True)
     bad = {7: b"{broken\n", 200: b'{"text": 3}\n', 399: b'{"text": "\xff"}\n'}
     path.write_bytes(b"".join(bad.get(i, line) for i, line in enumerate(lines)))
-    with pytest.raises(DataError, match=r"a\.jsonl:8'.*3 records") as error:
+    with pytest.raises(DataError, match=r"a\.jsonl:8'.* first of 3 bad records") as error:
         prepare(path, tmp_path / "out", max_bad_records=2)
     assert "\n" not in str(error.value)
-    listed = (tmp_path / "out" / "bad_records.txt").read_text().splitlines()
-    assert [line.split(": ")[0] for line in listed] == [f"{path}:{i + 1}" for i in bad]
     # Nothing is tokenized again once they may be lost.
-    monkeypatch.setattr(tokenizing, "_encode", None)
+    monkeypatch.setattr(tokenizing, "encode_documents", None)
     corpus = prepare(path, tmp_path / "out", max_bad_records=3)
-    assert len(corpus.record["bad_records"]) == 3
+    listed = [line.split(": ")[0] for line in corpus.record["bad_records"]]
+    assert listed == [f"{path}:{i + 1}" for i in bad]
     assert sum(info.documents for info in corpus.train + corpus.held_out) == 397
 
 
@@ -187,7 +178,7 @@ def test_what_is_lost_is_a_counted_record(tmp_path, monkeypatch, name, content, 
     monkeypatch.setattr(sources, "LONGEST", 200)
     monkeypatch.setattr(sources, "PIECE_BYTES", 64)
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=rf"got '[^']*{name}:{line}', .*\(1 records"):
+    with pytest.raises(DataError, match=rf"got '[^']*{name}:{line}', .*first of 1 bad records"):
         prepare(tmp_path / name, tmp_path / "out")
     corpus = prepare(tmp_path / name, tmp_path / "out", max_bad_records=1)
     assert [bad.split(": ")[0] for bad in corpus.record["bad_records"]] == [
@@ -196,14 +187,12 @@ def test_what_is_lost_is_a_counted_record(tmp_path, monkeypatch, name, content, 
     assert decoded(corpus) == left
 
 
-def test_a_lone_surrogate_is_replaced_and_listed(tmp_path):
+def test_a_lone_surrogate_is_replaced_and_counted(tmp_path):
     lines = ['{"text": "pair \\ud83d\\ude00"}', '{"text": "half \\ud83d of it"}']
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     corpus = prepare(tmp_path / "a.jsonl", tmp_path / "out")
     assert decoded(corpus) == ["half ? of it", "pair \U0001f600"]
-    replaced = corpus.record["replaced"]
-    assert replaced["records"] == 1 and f"{tmp_path / 'a.jsonl'}:2: " in replaced["first"][0]
-    assert not corpus.record["bad_records"]
+    assert (corpus.record["changed_records"], corpus.record["bad_records"]) == (1, [])
 
 
 @pytest.mark.parametrize("text", ["some words " * 400, "\u5317\u4eac" * 900, "x" * 5000])
@@ -218,7 +207,6 @@ def test_a_long_line_of_txt_is_cut_and_whole(tmp_path, monkeypatch, text):
         == f"{text}\nend\n"
     )
     assert max(len(piece.data) for piece in pieces) <= 2000 and len(pieces) > 3
-    assert list(reader.pieces(json.loads(json.dumps(pieces[1].position)))) == pieces[2:]
 
 
 def test_a_folder_has_no_hidden_files_and_no_links_out_of_it(tmp_path):
@@ -278,18 +266,6 @@ def test_columns_of_text_have_several_types(tmp_path):
         prepare(tmp_path / "bad.parquet", tmp_path / "bad")
 
 
-def test_rows_that_repeat_one_long_text_are_read_in_little_memory(tmp_path, monkeypatch):
-    """A few hundred bytes of parquet can be gigabytes of text."""
-    monkeypatch.setattr(sources, "ROWS_BYTES", 4 << 20)
-    text = pa.DictionaryArray.from_arrays(pa.array([0] * 256, pa.int32()), ["x" * (1 << 20)])
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": text}), path, compression="zstd", store_schema=False)
-    before = pa.default_memory_pool().max_memory()
-    pieces = Reader(Source("local", (str(path),))).pieces()
-    assert sum(len(text) for piece in pieces for text in piece.data) == 256 << 20
-    assert pa.default_memory_pool().max_memory() - before < 64 << 20
-
-
 @pytest.mark.parametrize(
     ("name", "want"),
     [("a.txt", "UTF-16"), ("b.parquet", "column 'text'"), ("no.txt", "an existing file")],
@@ -313,28 +289,47 @@ def in_child(function):
     return child.exitcode
 
 
-def test_a_killed_preparation_goes_on_and_gives_the_same_files(tmp_path, monkeypatch):
+def test_a_killed_preparation_loses_one_unit(tmp_path, monkeypatch):
+    """It is killed at each write in turn; what it has made is made only once."""
     monkeypatch.setattr(sources, "PIECE_BYTES", 7000)
-    monkeypatch.setattr(tokenizing, "SYNC_SECONDS", 0.0)
-    monkeypatch.setattr(tokenizing, "SHARD_BYTES", 30_000)
+    monkeypatch.setattr(tokenizing, "UNIT_BYTES", 20_000)
     path, killed, whole = tmp_path / "a.jsonl", tmp_path / "killed", tmp_path / "whole"
     write_jsonl(path, TEXTS * 3)
-    assert in_child(partial(prepare, path, whole)) == 0
-    for kills in range(99):
-        left = iter(range(kills))  # of the writes that reach the disk before it is killed
+    corpus = prepare(path, whole)
+    assert len(corpus.train) >= 4
 
-        def fsync(file, sync=os.fsync, left=left):
+    def run(writes):
+        """Prepare until so many writes have reached the disk."""
+
+        def fsync(file, sync=os.fsync):
             return os.kill(os.getpid(), signal.SIGKILL) if next(left, None) is None else sync(file)
 
+        left = iter(range(writes))
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", fsync)
-            code = in_child(partial(prepare, path, killed))
-        if code == 0:
+            return in_child(partial(prepare, path, killed))
+
+    for writes in range(1, 99):
+        if (code := run(writes)) == 0:
             break
         assert code == -signal.SIGKILL and not (killed / "corpus.json").exists()
-    assert kills >= 10
+    assert writes >= 5
     assert {file.name for file in killed.iterdir()} == {file.name for file in whole.iterdir()}
     assert all(file.read_bytes() == (whole / file.name).read_bytes() for file in killed.iterdir())
+    # Of a second folder, units that are there are not encoded again.
+    shutil.rmtree(killed)
+    run(17)
+    units = [json.loads(file.read_text()) for file in sorted(killed.glob("unit-*"))]
+    there = sum(unit[part]["documents"] for unit in units for part in PARTS if unit[part])
+    documents, encode = list[str](), tokenizing.encode_documents
+
+    def seen(tokenizer, texts):
+        documents.extend(texts)
+        return encode(tokenizer, texts)
+
+    monkeypatch.setattr(tokenizing, "encode_documents", seen)
+    assert prepare(path, killed).identity == corpus.identity
+    assert len(units) >= 2 and len(documents) == len(TEXTS) * 3 - there
 
 
 def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path):
@@ -349,81 +344,3 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path):
     assert in_child(run) == 0
     found = prepare(path, tmp_path / "out")
     assert found.identity == prepare(path, tmp_path / "other").identity
-
-
-def test_few_descriptors_suffice_for_many_files_and_shards(tmp_path):
-    """``ulimit -n 128``: 200 files are prepared as 200 shards, and their rows are read."""
-    texts = [text * 20 for text in TEXTS[:200]]
-    for index, text in enumerate(texts):
-        write_jsonl(tmp_path / f"{index:03d}.jsonl", [text])
-
-    def run():
-        resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-        tokenizing.SHARD_BYTES = 2
-        corpus = prepare(None, tmp_path / "out", Source("local", (str(tmp_path),), part="train"))
-        assert len(corpus.train) == 200
-        corpus.check()
-        rows = Rows(corpus, 15)
-        inputs = rows.read(np.arange(len(rows)))[0]["input"]
-        wanted = np.concatenate(encoded(texts))[: len(rows) * 16].reshape(-1, 16)
-        assert np.array_equal(inputs, wanted[:, :-1])
-
-    assert in_child(run) == 0
-
-
-def test_a_damaged_journal_starts_over_and_that_of_others_stops(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "PIECE_BYTES", 2000)
-    monkeypatch.setattr(tokenizing, "SYNC_SECONDS", 0.0)
-    path, out, journal = tmp_path / "a.jsonl", tmp_path / "out", tmp_path / "out" / "preparing.json"
-    write_jsonl(path, TEXTS)
-    whole = prepare(path, tmp_path / "whole").identity
-
-    def begin():
-        def stop(documents, *_):
-            if documents > 100:
-                raise InterruptedError
-
-        with pytest.raises(ConfigError):
-            prepare(path, out, report=stop)
-
-    def changed_count():
-        record = json.loads(journal.read_text())
-        record["shards"][0][0][1] += 1
-        journal.write_text(json.dumps(record))
-
-    for damage in (
-        changed_count,
-        lambda: journal.write_text("{"),
-        (out / "train-00000.bin").unlink,
-        lambda: os.truncate(out / "train-00000.lengths", 8),
-    ):
-        begin()
-        damage()
-        corpus = prepare(path, out)
-        corpus.check()
-        assert corpus.identity == whole
-        shutil.rmtree(out)
-
-    def taken_over(*_):
-        journal.write_text(json.dumps(json.loads(journal.read_text()) | {"owner": "another"}))
-
-    with pytest.raises(ConfigError, match="no other process prepares"):
-        prepare(path, out, report=taken_over)
-
-
-def test_a_template_without_end_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizing, "PIECE_SECONDS", 1)
-    shutil.copytree("torchtitan_lr/data/assets/bpe4k", tmp_path / "bpe")
-    long = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
-    (tmp_path / "bpe" / "chat_template.jinja").write_text(long)
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
-    reader = Reader(Source("local", (str(tmp_path / "a.jsonl"),)))
-    with pytest.raises(ConfigError, match=r"1 s with one piece of text, near .*a\.jsonl:1"):
-        tokenize(
-            [reader],
-            Tokenizer(str(tmp_path / "bpe")),
-            tmp_path / "out",
-            key="--out",
-            workers=1,
-        )

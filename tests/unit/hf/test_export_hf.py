@@ -3,20 +3,17 @@
 
 import ast
 import copy
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 
-from tests.support.model_weights import ModelWeights
+from tests.support.run_folders import model_in
 from tests.unit.hf.hf_models import CASES, exact, model_of
 from tests.unit.tiny import tokens
 from torchtitan_lr import hf
-from torchtitan_lr.hf.export import HF_CODE, export_factored, export_hf
-from torchtitan_lr.hf.exported import load_export
+from torchtitan_lr.hf.export import HF_CODE, export_hf
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 
 GENERATING = ["cola", "lax_gated", "lanes"]
@@ -38,7 +35,9 @@ def exported(code_cache, tmp_path_factory):
         if case not in done:
             ours, folder = model_of(case), tmp_path_factory.mktemp("export") / case
             folder.mkdir()
-            written = export_hf(ModelWeights(ours), folder, keep_factors=case == "svd")
+            written = export_hf(
+                ours.model_args, ours.state_dict(), folder, keep_factors=case == "svd"
+            )
             assert written == sum(p.numel() for p in ours.parameters())
             done[case] = ours, exact(load(folder), ours), folder
         return done[case]
@@ -139,7 +138,7 @@ def test_it_saves_itself_with_its_code(exported, tmp_path):
         assert error(again(ids).logits, ours(ids)) < 1e-12
     assert type(again).__name__ == "TorchtitanLRForCausalLM"
     with torch.no_grad():  # this package reads it, too
-        assert error(load_export(tmp_path / "again")(ids), ours(ids)) < 1e-12
+        assert error(model_in(tmp_path / "again")(ids), ours(ids)) < 1e-12
 
 
 def test_the_code_needs_torch_and_transformers_only():
@@ -196,42 +195,3 @@ def test_adapters_train_the_factors(exported):
     ids = torch.arange(8)[None]
     adapted(ids, labels=ids).loss.backward()
     assert all(adapted.get_parameter(name).grad is not None for name in trained)
-
-
-class Counted(ModelWeights):
-    """Weights that note how many bytes are read at once."""
-
-    def __init__(self, model):
-        super().__init__(model)
-        self.sizes = []
-
-    def read(self, names):
-        weights = super().read(names)
-        self.sizes.append(sum(t.nbytes for t in weights.values()))
-        return weights
-
-
-@pytest.mark.parametrize("form", ["factored", "hf"])
-def test_large_models_are_written_file_by_file(tmp_path, form):
-    source = Counted(model_of("svd"))
-    if form == "hf":
-        export_hf(source, tmp_path, max_size=str(60_000))
-    else:
-        export_factored(source, tmp_path, max_size=str(60_000))
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    files = sorted(set(index["weight_map"].values()))
-    count = len(files)
-    assert files == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    assert len(source.sizes) == count > 3 and max(source.sizes) <= 60_000
-    shards = {file: load_file(tmp_path / file) for file in files}
-    assert {n: f for f, weights in shards.items() for n in weights} == index["weight_map"]
-    weights = {name: w for shard in shards.values() for name, w in shard.items()}
-    assert index["metadata"]["total_size"] == sum(w.nbytes for w in weights.values())
-    if form == "factored":
-        state = source.model.state_dict()
-        assert weights.keys() == state.keys()
-        assert all(torch.equal(weights[name], state[name]) for name in state)
-    else:  # 1e-6: transformers has its angles and norms in fp32
-        ids = tokens(source.args)
-        with torch.no_grad():
-            assert error(load(tmp_path)(ids).logits, source.model(ids)) < 1e-6

@@ -2,14 +2,12 @@
 """Exports of both formats, read by ``evaluate`` and ``generate``, and judged by transformers."""
 
 import json
-import shutil
 
 import pytest
 import torch
 
 from tests.commands import Command
 from tests.support.run_folders import export, write_run
-from torchtitan_lr.hf.exported import export_dtype
 
 evaluate, generate = Command("evaluate"), Command("generate")
 
@@ -61,7 +59,6 @@ def test_exports_are_evaluated_and_continued(family, form, tmp_path, texts, caps
     assert export.main(["--format", form, str(step), str(out)]) == 0
     capsys.readouterr()
     expected, found = judge(capsys, step, texts), judge(capsys, out, texts)
-    assert export_dtype(out) == torch.float64
     # The factors of svd are multiplied in an hf export, which rounds.
     tolerance = 1e-12 if (family, form) == ("svd", "hf") else 1e-13
     assert found["loss"] == pytest.approx(expected["loss"], rel=tolerance)
@@ -83,20 +80,13 @@ def test_exports_are_evaluated_and_continued(family, form, tmp_path, texts, caps
         assert abs(fewer["loss"] - loss) > 1e-5
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ([], "--corpus: got None, expected a corpus: an export has no record"),
-        (["--as_validated"], "--corpus: got None, expected a corpus: an export has no record"),
-    ],
-)
-def test_refusals_of_exports(tmp_path, capsys, options, line):
+def test_an_export_has_no_corpus_of_its_own(tmp_path, capsys):
     step, _ = write_run(tmp_path / "run", "full")
     assert export.main([str(step), str(tmp_path / "out")]) == 0
     capsys.readouterr()
-    assert evaluate.main([str(tmp_path / "out"), "--device", "cpu", *options]) == 2
+    assert evaluate.main([str(tmp_path / "out"), "--device", "cpu"]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith(f"error: {line}") and err.count("\n") == 1
+    assert out == "" and "an export has no record of its data" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model_args.json"])
@@ -109,29 +99,3 @@ def test_a_damaged_export_is_refused(tmp_path, texts, capsys, name):
     assert evaluate.main([str(tmp_path / "out"), "--corpus", "local", "--path", str(texts)]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1
-
-
-def test_evaluate_and_import_read_the_same_files(tmp_path, texts, capsys):
-    """A folder with a whole file and an index of other weights: both take the whole file."""
-    for name, family, size in (("a", "full", "5GB"), ("b", "svd", "50KB")):
-        step, _ = write_run(tmp_path / name, family)
-        options = ["--format", "hf", "--max_shard_size", size]
-        assert export.main([str(step), str(tmp_path / f"out_{name}"), *options]) == 0
-    whole, parts = tmp_path / "out_a", tmp_path / "out_b"
-    capsys.readouterr()
-    alone, other = judge(capsys, whole, texts), judge(capsys, parts, texts)
-    assert alone["loss"] != other["loss"]  # the control: the parts are another model
-    files = [*parts.glob("model-*.safetensors"), parts / "model.safetensors.index.json"]
-    assert len(files) > 2
-    for file in files:
-        shutil.copy(file, whole)
-    assert judge(capsys, whole, texts)["loss"] == alone["loss"]
-    assert Command("import").main([str(whole), str(tmp_path / "in")]) == 0
-    capsys.readouterr()
-    imported = judge(capsys, tmp_path / "in" / "checkpoint" / "step-0", texts)
-    assert imported["loss"] == pytest.approx(alone["loss"], rel=1e-6)
-    next(parts.glob("model-*.safetensors")).unlink()
-    assert evaluate.main([str(parts), "--corpus", "local", "--path", str(texts)]) == 2
-    assert "is missing" in capsys.readouterr().err
-    assert Command("import").main([str(parts), str(tmp_path / "again")]) == 2
-    assert "is missing" in capsys.readouterr().err

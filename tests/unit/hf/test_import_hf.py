@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.commands import ROOT, Command
-from tests.support.model_weights import ModelWeights
+from tests.support.run_folders import loaded
 from tests.unit.hf.hf_models import model_of
 from tests.unit.tiny import tokens
 from torchtitan_lr.checkpoints.folders import UNFINISHED, is_free, unfinished
@@ -25,9 +25,9 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.export import export_factored, export_hf
-from torchtitan_lr.hf.import_hf import open_source
-from torchtitan_lr.hf.loading import load_for_inference, load_model
-from torchtitan_lr.hf.step_zero import write_weights
+from torchtitan_lr.hf.folders import read_args, read_weights
+from torchtitan_lr.hf.import_hf import write_weights
+from torchtitan_lr.training.loading import load_model
 
 import_hf = Command("import")
 
@@ -159,7 +159,7 @@ def bring_in(folder, out, *options):
     assert import_hf.main([str(folder), str(out), *map(str, options)]) == 0
     step = out / "checkpoint" / "step-0"
     assert damage_of(step) is None and read_manifest(step).finite
-    return load_for_inference(step, device="cpu")[0]
+    return loaded(step)[0]
 
 
 def refused(capsys, folder, out, *options):
@@ -265,13 +265,13 @@ def test_our_own_exports_become_the_same_model(case, form, tmp_path):
     ours, folder = model_of(case), tmp_path / "exported"
     folder.mkdir()
     if form == "factored":
-        export_factored(ModelWeights(ours), folder, max_size=str(100_000))
+        export_factored(ours.model_args, ours.state_dict(), folder)
     else:
-        export_hf(ModelWeights(ours), folder, max_size=str(100_000), keep_factors=case == "svd")
-    source, tied = open_source(folder)
-    assert not tied and source.args.family == ours.model_args.family
-    write_weights(source, tmp_path / "step-0", {})
-    again = load_model(tmp_path / "step-0", source.args)
+        export_hf(ours.model_args, ours.state_dict(), folder, keep_factors=case == "svd")
+    args, tied = read_args(folder)
+    assert not tied and args.family == ours.model_args.family
+    write_weights(read_weights(folder, args, tied), tmp_path / "step-0", {})
+    again = load_model(tmp_path / "step-0", args)
     ids = tokens(ours.model_args)
     assert torch.equal(again(ids), ours(ids))
 
@@ -299,6 +299,7 @@ def test_the_written_toml_is_a_valid_job(plain, tmp_path, capsys):
     )
     config = build_job_config([f"--job.config_file={result['config']}"])
     assert config.checkpoint.initial_load_path == result["checkpoint"]
+    assert config.training.global_batch_size == 16 and config.validation.enable
     check_job_config(config, 1, "cpu")
     assert read_manifest(result["checkpoint"]).model["model.hf_assets_path"].startswith("sha256:")
     # The fingerprint keeps another model from loading it.
@@ -310,32 +311,15 @@ def test_the_written_toml_is_a_valid_job(plain, tmp_path, capsys):
         )
 
 
-def test_tensors_are_read_one_by_one(plain, tmp_path):
-    class Spy:
-        def __init__(self, source):
-            self.args, self.shapes, self.dtype = source.args, source.shapes, source.dtype
-            self.source, self.names = source, []
-
-        def read(self, names):
-            self.names += [list(names)]
-            return self.source.read(names)
-
-    spy = Spy(open_source(plain)[0])
-    write_weights(spy, tmp_path / "step-0", {})
-    assert spy.names == [[name] for name in spy.shapes]
-    # DCP keeps all tensors of a file until the file is written.
-    assert len(list((tmp_path / "step-0").glob("*.distcp"))) == len(spy.shapes)
-
-
 def test_an_imported_folder_can_be_moved(tmp_path):
     """Every path of its record and of its TOML is its own; loading it elsewhere is the same."""
     build().save_pretrained(tmp_path / "theirs")
     there, moved = tmp_path / "there", tmp_path / 'moved "é"'
     argv = [str(tmp_path / "theirs"), str(there), "--tokenizer", str(ASSETS), "--dtype", "float32"]
     assert import_hf.main(argv) == 0
-    model, tokenizer = load_for_inference(there / "checkpoint/step-0", device="cpu")
+    model, tokenizer = loaded(there / "checkpoint/step-0")
     there.rename(moved)
-    again, same = load_for_inference(moved / "checkpoint/step-0", device="cpu")
+    again, same = loaded(moved / "checkpoint/step-0")
     assert all(
         torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
     )

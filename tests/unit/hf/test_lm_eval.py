@@ -9,8 +9,7 @@ import torch
 from lm_eval.tasks import TaskManager
 
 from tests.reference.validation_loss import token_losses
-from tests.support.run_folders import export, write_run
-from torchtitan_lr.hf.loading import load_for_inference
+from tests.support.run_folders import export, loaded, write_run
 
 WORDS = ["os", "def power(x", "return None", "self"]
 TEXTS = [f"import sys\nx = {n}\n" for n in range(3)]
@@ -46,7 +45,7 @@ def test_the_harness_reads_an_export(family, tasks, code_cache, tmp_path):
         batch_size=4,
         bootstrap_iters=0,
     )
-    model, tokenizer = load_for_inference(step, device="cpu")
+    model, tokenizer = loaded(step)
     for text, sample in zip(TEXTS, found["samples"]["next"], strict=True):
         scores = [float(score) for score, _ in sample["filtered_resps"]]
         assert scores == pytest.approx([score(model, tokenizer, text, w) for w in WORDS], rel=1e-5)

@@ -17,19 +17,15 @@ from torchtitan_lr.commands.generate import _print
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.files import file_within
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.hf.card import run_toml
-from torchtitan_lr.hf.loading import (
-    build_model_args,
-    find_step,
-    read_job_config,
-    read_record,
-    read_run_config,
-)
-from torchtitan_lr.hf.ranks import build_config
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.titan.specs import REGISTERED_SPECS
-from torchtitan_lr.training.fingerprint import model_fingerprint
+from torchtitan_lr.training.loading import (
+    build_model_args,
+    find_step,
+    read_record,
+    read_run_config,
+)
 
 generate, export, evaluate = Command("generate"), Command("export"), Command("evaluate")
 
@@ -54,26 +50,8 @@ def change(step, changes):
     path.write_text(json.dumps(record))
 
 
-WAYS = {
-    "one process": lambda step: read_run_config(step),
-    "evaluate": lambda step: read_job_config(step),
-    "ranks": lambda step: build_config(step, None, [], 1, "cpu"),
-    "card": run_toml,
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"model": {"name": "llama_other"}},
-        {"parallelism": {"tp_plan": "other"}},
-        {"activation_checkpoint": {"mode": "other"}},
-    ],
-    ids=str,
-)
-def test_a_record_imports_nothing(run, tmp_path, monkeypatch, way, changes):
+@pytest.mark.parametrize("changes", [{}, {"model": {"name": "llama_other"}}], ids=str)
+def test_a_record_imports_nothing(run, tmp_path, monkeypatch, changes):
     package = tmp_path / "path" / "stranger_above"
     package.mkdir(parents=True)
     for name in ("__init__", "code"):
@@ -82,7 +60,7 @@ def test_a_record_imports_nothing(run, tmp_path, monkeypatch, way, changes):
     change(run, CORPORA)
     change(run, {"experimental": {"custom_import": "stranger_above.code"}} | changes)
     try:
-        WAYS[way](run)
+        build_model_args(read_run_config(run))
     except ConfigError as error:
         assert "other" in str(error) and f"--{KEY}=MODULE" in str(error)
     assert "stranger_above" not in sys.modules
@@ -108,13 +86,7 @@ def forget():
 
 
 def test_the_command_line_names_the_module_of_a_family(toy, tmp_path, capsys):
-    prompt = ("--prompt", "import os", "--max_new_tokens", 2, "--device", "cpu")
-    status, _, told = generate.ask(capsys, toy, *prompt)
-    assert status == 2 and told.count("\n") == 1
-    assert "model.name: got 'llama_tanh'" in told and f"--{KEY}=MODULE" in told
     module = f"--{KEY}=tests.toy_family"
-    assert generate.ask(capsys, toy, *prompt, module)[0] == 0
-    forget()
     assert export.ask(capsys, toy, tmp_path / "out", module)[0] == 0
     forget()
     text = tmp_path / "a.txt"
@@ -127,9 +99,10 @@ def test_the_command_line_names_the_module_of_a_family(toy, tmp_path, capsys):
         losses.append(json.loads(said)["loss"])
         forget()
     assert losses[0] == losses[1]
-    status, _, told = generate.ask(capsys, tmp_path / "out", *prompt)
-    assert status == 2 and f"--{KEY}=MODULE" in told and told.count("\n") == 1
-    status, _, told = generate.ask(capsys, toy, *prompt, f"--{KEY}=no.such.module")
+    for model in (toy, tmp_path / "out"):
+        status, _, told = evaluate.ask(capsys, model, *corpus)
+        assert status == 2 and told.count("\n") == 1 and f"--{KEY}=MODULE" in told
+    status, _, told = evaluate.ask(capsys, toy, *corpus, f"--{KEY}=no.such.module")
     assert status == 2 and told.startswith(f"error: {KEY}: got 'no.such.module'")
 
 
@@ -179,33 +152,19 @@ def library(small_library, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dataset", ["python_stdlib", "local"])
 def test_evaluating_a_run_writes_nowhere(run, library, tmp_path, capsys, dataset):
-    """Of a record with a store of a limit 0: other corpora were deleted from it."""
     kept = tmp_path / "store" / "local-0123456789abcdef0123"
     kept.mkdir(parents=True)
     (kept / "corpus.json").write_text("{}")
-    (tmp_path / "store" / "locks").mkdir()
-    (tmp_path / "store" / "locks" / kept.name).write_text("")
-    store = {"token_folder": str(tmp_path / "store"), "token_folder_gb": 0.0}
+    store = {"token_folder": str(tmp_path / "store")}
     text = tmp_path / "a.jsonl"
     text.write_text("".join(f'{{"text": "x = {n} * {n}"}}\n' for n in range(999)))
     store["dataset_path"] = str(text) if dataset == "local" else None
     held_out = {"dataset": "training", "seq_len": 48, "steps": -1}
     change(run, {"training": {"dataset": dataset} | store, "validation": held_out})
     before = tree(tmp_path)
-    losses = []
-    for options in ([], ["--as_validated"]):
-        status, said, told = evaluate.ask(capsys, run, "--json", "--device", "cpu", *options)
-        assert status == 0, told
-        losses.append(json.loads(said)["loss"])
+    status, said, told = evaluate.ask(capsys, run, "--json", "--device", "cpu")
+    assert status == 0 and json.loads(said)["loss"] > 1, told
     assert tree(tmp_path) == before and not (tmp_path / "cache").exists()
-    # Tokens that are there are used.
-    toml = tmp_path / "run.toml"
-    toml.write_text(run_toml(run).replace("token_folder_gb = 0.0", "token_folder_gb = 9.0"))
-    assert evaluate.ask(capsys, run, "--config", toml, "--json", "--device", "cpu")[0] == 0
-    assert len(list((tmp_path / "store").glob(f"{dataset}-*"))) == 1 + (dataset == "local")
-    before = tree(tmp_path)
-    status, said, _ = evaluate.ask(capsys, run, "--json", "--device", "cpu")
-    assert status == 0 and json.loads(said)["loss"] == losses[0] and tree(tmp_path) == before
 
 
 @pytest.mark.parametrize(
@@ -219,7 +178,7 @@ def test_evaluating_a_run_writes_nowhere(run, library, tmp_path, capsys, dataset
 def test_corpora_of_the_hub_are_named_on_the_command_line(
     run, tmp_path, capsys, monkeypatch, corpus
 ):
-    change(run, {"training": corpus, "validation": CORPORA["validation"]})
+    change(run, {"training": corpus, "validation": {"dataset": "training", "seq_len": 48}})
     no_network(monkeypatch)
     before = tree(tmp_path)
     status, _, told = evaluate.ask(capsys, run, "--device", "cpu")
@@ -265,21 +224,15 @@ def test_an_export_publishes_no_place_and_no_html(run, tmp_path):
     change(run, places)
     out = tmp_path / "out"
     assert export.main([str(run), str(out), "--format", "hf"]) == 0
-    card, toml = (out / "README.md").read_text(), (out / "repeat.toml").read_text()
-    for text in (card, toml):
-        for secret in ("/home", "me/", "secret", "~", str(tmp_path), ".."):
-            assert secret not in text.replace("./", "")
-        assert "\x1b" not in text
-    assert "custom_import" not in toml and "token_folder" not in toml
+    card = (out / "README.md").read_text()
+    for secret in ("/home", "me/", "secret", "~", str(tmp_path), "..", "\x1b"):
+        assert secret not in card.replace("./", "")
     assert "<script" not in card and "![" not in card and " | `" not in card
     assert "fine-tuned from other weights" in card
-    config = build_job_config([f"--job.config_file={out}/repeat.toml"])
-    assert config.validation.dataset_path == "held_out.txt"
-    assert config.checkpoint.initial_load_path is None and config.metrics.save_tb_folder == "tb"
 
 
 def test_the_card_of_an_imported_model(run, tmp_path):
-    """It has a name, and was trained by nobody here; what trains from it has its shape."""
+    """It has a name, and was trained by nobody here."""
     factored, imported = tmp_path / "factored", tmp_path / "imported"
     assert export.main([str(run), str(factored)]) == 0
     assert Command("import").main([str(factored), str(imported)]) == 0
@@ -287,15 +240,9 @@ def test_the_card_of_an_imported_model(run, tmp_path):
     assert export.main([str(imported), str(out), "--format", "hf"]) == 0
     card = (out / "README.md").read_text()
     (title,) = (line for line in card.splitlines() if line.startswith("# "))
-    assert title.startswith("# llama_cola, ") and title.endswith(" parameters, step 0")
-    assert "not trained with torchtitan_lr" in card and "repeats" not in card
+    assert title == "# llama_cola, step 0"
+    assert "the weights of factored, not trained with torchtitan_lr" in card
     assert str(tmp_path) not in card and "cpython" not in card
-    assert "the weights of factored, not trained" in card
-    (imported / "checkpoint" / "step-0").rename(imported / "checkpoint" / "step-7")
-    assert export.main([str(imported), str(tmp_path / "later"), "--format", "hf"]) == 0
-    config = build_job_config([f"--job.config_file={tmp_path}/later/repeat.toml"])
-    ours, theirs = build_model_args(config), build_model_args(read_run_config(run))
-    assert model_fingerprint(ours) == model_fingerprint(theirs)
 
 
 # A number without an end, one too large to allocate, one too long for a float, a wrong type.
@@ -346,9 +293,9 @@ def test_a_damaged_file_of_a_model_is_refused_in_one_line(dense, tmp_path, capsy
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-@pytest.mark.parametrize("name", ["model.safetensors", "other.safetensors"])
-def test_weights_are_regular_files(dense, tmp_path, capsys, name, kind):
-    (dense / name).unlink(missing_ok=True)
+def test_weights_are_regular_files(dense, tmp_path, capsys, kind):
+    name = "model.safetensors"
+    (dense / name).unlink()
     if kind == "pipe":
         os.mkfifo(dense / name)
     else:

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from tests.commands import Command
-from tests.support.model_weights import ModelWeights
+from tests.support.run_folders import loaded
 from tests.unit.tiny import build_tiny, tiny_args
 from torchtitan_lr.hf.export import export_factored
-from torchtitan_lr.hf.loading import load_for_inference
-from torchtitan_lr.hf.svd_import import TruncatedWeights, factorised_args
+from torchtitan_lr.hf.svd_import import factorise, factorised_args
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.models.state_dict_adapter import merge_factors
+from torchtitan_lr.training.loading import as_model
 
 import_hf = Command("import")
 
@@ -44,14 +44,11 @@ def dense():
     return model
 
 
-def factorise(model, rank, calibration=None):
-    args = factorised_args(model.model_args, FAMILIES["svd"], rank)
-    source = TruncatedWeights(ModelWeights(model), args, calibration)
-    with torch.device("meta"):
-        made = LlamaModel(args)
-    made.double().to_empty(device="cpu")
-    made.load_state_dict(source.read(list(source.shapes)))
-    return made, source
+def cut_to(model, rank, calibration=None):
+    dense = model.model_args
+    args = factorised_args(dense, FAMILIES["svd"], rank)
+    weights, reports = factorise(dense, model.state_dict(), args, calibration)
+    return as_model(args, weights), reports
 
 
 def inputs_of(model):
@@ -77,20 +74,20 @@ def inputs_of(model):
 
 
 def test_at_the_full_rank_the_logits_are_the_dense_models(dense):
-    made, _ = factorise(dense, 48)
+    made, _ = cut_to(dense, 48)
     tokens = next(iter(batches()))[0]["input"]
     expected = dense(tokens)
     assert ((made(tokens) - expected).abs().max() / expected.abs().max()) < 1e-12
-    cut, _ = factorise(dense, 40)
+    cut, _ = cut_to(dense, 40)
     assert ((cut(tokens) - expected).abs().max() / expected.abs().max()) > 1e-3
 
 
 def test_reported_errors_are_those_over_the_activations_of_the_whole_model(dense):
-    made, source = factorise(dense, 12, batches())
+    made, reports = cut_to(dense, 12, batches())
     inputs, merged = inputs_of(dense), merge_factors(made.state_dict())
-    assert sorted(inputs) == sorted(report.name for report in source.reports)
-    plain = {report.name: report for report in factorise(dense, 12)[1].reports}
-    for report in source.reports:
+    assert sorted(inputs) == sorted(report.name for report in reports)
+    plain = {report.name: report for report in cut_to(dense, 12)[1]}
+    for report in reports:
         weight = dense.get_parameter(f"{report.name}.weight").detach()
         lost, x = weight - merged[f"{report.name}.weight"], inputs[report.name].T
         assert len(x.T) == 67 and report.rank == 12
@@ -107,7 +104,7 @@ def test_the_command_reports_every_matrix(tmp_path, capsys, dense):
     model.init_weights()
     folder, text = tmp_path / "dense", tmp_path / "text.txt"
     folder.mkdir()
-    export_factored(ModelWeights(model), folder)
+    export_factored(model.model_args, model.state_dict(), folder)
     text.write_text("def main(argv):\n    return len(argv)\n" * 20)
     options = [str(folder), str(tmp_path / "out"), "--family", "svd", "--rank", "8"]
     options += ["--tokenizer", "torchtitan_lr/data/assets/bpe4k", "--calibration", str(text)]
@@ -115,7 +112,7 @@ def test_the_command_reports_every_matrix(tmp_path, capsys, dense):
     result = json.loads(capsys.readouterr().out)
     assert result["model"] == "llama_svd" and len(result["matrices"]) == 21
     assert all(0 < row["weighted_error"] < row["error"] < 1 for row in result["matrices"])
-    made = load_for_inference(tmp_path / "out/checkpoint/step-0")[0]
+    made = loaded(tmp_path / "out/checkpoint/step-0")[0]
     assert made.model_args.rank_ffn == 8 and made.model_args.family == "svd"
     options[1] = str(tmp_path / "again")
     assert import_hf.main(options) == 0
@@ -143,7 +140,7 @@ def test_the_command_reports_every_matrix(tmp_path, capsys, dense):
     ],
 )
 def test_starts_that_do_not_exist_are_refused(options, line, tmp_path, capsys, dense):
-    export_factored(ModelWeights(dense), tmp_path)
+    export_factored(dense.model_args, dense.state_dict(), tmp_path)
     assert import_hf.main([str(tmp_path), str(tmp_path / "out"), *options]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: {line}")

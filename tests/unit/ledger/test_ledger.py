@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from torchtitan_lr.compat.collectives import OPERATIONS
 from torchtitan_lr.compat.fake import fake_process_group
+from torchtitan_lr.compat.process_groups import OPERATIONS
 from torchtitan_lr.costs.comparison import compare, differences
 from torchtitan_lr.costs.messages import Traffic
 from torchtitan_lr.ledger.ledger import CommLedger, identify
@@ -153,7 +153,7 @@ def test_sizes(call: Any, op: str, elements: int) -> None:
 
 def test_every_collective_of_torch_is_known() -> None:
     """Whatever torch registers on a process group is either known or moves nothing."""
-    from torchtitan_lr.compat.collectives import GROUP_ARGUMENTS, NAMESPACES, NO_PAYLOAD
+    from torchtitan_lr.compat.process_groups import GROUP_ARGUMENTS, NAMESPACES, NO_PAYLOAD
 
     unknown = set()
     for schema in torch._C._jit_get_all_schemas():

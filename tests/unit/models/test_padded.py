@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan_lr.models import linears
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.models.linears import used_width
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 
@@ -33,13 +33,16 @@ class Widths(TorchDispatchMode):
         return out
 
 
-def trained(family, mode):
+def trained(family, mode, pads=None):
     """Loss, gradients by name and the widths that products see."""
     args = replace(
         FLAVORS[family]["debug"], n_layers=2, max_seq_len=16, ffn_dim=ODD, vocab_size=256
     )
     torch.manual_seed(0)
     model = LlamaModel(args)
+    for module in model.modules():
+        if getattr(module, "pads", False) is None:
+            module.pads = pads
     model.init_weights()
     model.double()
     if mode == "low_rank":
@@ -58,12 +61,11 @@ def trained(family, mode):
 
 @pytest.mark.parametrize("mode", ["eager", "compiled", "low_rank"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padding_changes_nothing(family, mode, monkeypatch):
+def test_padding_changes_nothing(family, mode):
     if (family, mode) in (("full", "low_rank"), ("svd", "compiled"), ("lax", "compiled")):
         pytest.skip("full rank has no latents, and the compiler sees no new operator")
     loss, gradients, widths = trained(family, mode)
-    monkeypatch.setattr(linears, "pads_odd_widths", True)
-    padded_loss, padded_gradients, padded_widths = trained(family, mode)
+    padded_loss, padded_gradients, padded_widths = trained(family, mode, pads=True)
     torch.testing.assert_close(padded_loss, loss, rtol=1e-14, atol=0)
     for name, gradient in gradients.items():
         error = (padded_gradients[name] - gradient).abs().max() / gradient.abs().max()
@@ -72,13 +74,11 @@ def test_padding_changes_nothing(family, mode, monkeypatch):
         assert ODD in widths and ODD not in padded_widths and 352 in padded_widths
 
 
-def test_an_even_width_and_an_evaluation_stay(monkeypatch):
-    monkeypatch.setattr(linears, "pads_odd_widths", True)
+def test_an_even_width_and_an_evaluation_stay():
     odd = torch.empty(5461, 1)
-    even = [linears.used_width(torch.empty(width, 1), widens=True) for width in (5472, 344)]
+    even = [used_width(torch.empty(width, 1), pads=True) for width in (5472, 344)]
     assert even == [5472, 344]
-    assert [linears.used_width(odd, widens) for widens in (True, False)] == [5472, 5461]
+    assert [used_width(odd, pads) for pads in (True, False)] == [5472, 5461]
     with torch.no_grad():
-        assert linears.used_width(odd, widens=True) == 5461
-    monkeypatch.undo()
-    assert linears.used_width(odd, widens=True) == 5461  # on a CPU
+        assert used_width(odd, pads=True) == 5461
+    assert used_width(odd, pads=None) == 5461  # on a CPU

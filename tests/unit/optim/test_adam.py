@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan_lr.optim.adam import ON_SHARDS, ShardAdam, ShardAdamW
+from torchtitan_lr.optim.adam import _ON_SHARDS, ShardAdam, ShardAdamW
 from torchtitan_lr.titan.components import OptimizersContainer
 from torchtitan_lr.training.step import step_unless
 
@@ -48,7 +48,7 @@ def test_steps_are_torchs_own(theirs, ours, mesh):
         sharded = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
         model.register_parameter(name, sharded)
     optimizer = theirs(model.parameters(), **SETTINGS)
-    optimizer.__class__ = ON_SHARDS[type(optimizer)]
+    optimizer.__class__ = _ON_SHARDS[type(optimizer)]
     assert type(optimizer) is ours
     start = [parameter.detach().clone() for parameter in plain.parameters()]
     expected = theirs(plain.parameters(), **SETTINGS)
@@ -79,7 +79,7 @@ def test_a_rejected_step_leaves_no_bit(kind, implementation, mesh):
     settings = {"lr": 1e-2, "weight_decay": 0.1, **how}
     container = OptimizersContainer([model], kind, settings)
     for optimizer in container:
-        optimizer.__class__ = ON_SHARDS[type(optimizer)]
+        optimizer.__class__ = _ON_SHARDS[type(optimizer)]
     expected = kind(plain.parameters(), **settings)
     for round_ in range(3):
         before = {name: value.clone() for name, value in state_of(model, container).items()}

@@ -10,7 +10,7 @@ import torch
 from tests.unit.tiny_trainer import history, tiny_trainer
 from torchtitan_lr.checkpoints.run_record import changed
 from torchtitan_lr.checks.job import check_job_config
-from torchtitan_lr.checks.optimizer import _warn_of_scale
+from torchtitan_lr.checks.rates import _warn_of_scale
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.groups import ParameterGroups, split

@@ -22,7 +22,7 @@ from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.parallel import recompute
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import apply_tensor_parallel
 from torchtitan_lr.parallel.recompute import Recomputation, apply_low_rank_checkpoint
 

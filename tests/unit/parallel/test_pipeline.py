@@ -12,10 +12,10 @@ from tests.unit.tiny import tiny_args
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.costs.tp_messages import FORMULAS, PlanFormula
 from torchtitan_lr.models.ends import cross_entropy_sum
-from torchtitan_lr.parallel.pipeline import Pipeline, stage_boundaries
-from torchtitan_lr.parallel.placement import COLUMN_ROW, WHOLE, Plan, TPSettings
+from torchtitan_lr.parallel.plan_parts import COLUMN_ROW, WHOLE, Plan, TPSettings
 from torchtitan_lr.parallel.plans import PLANS, Boundary, stage_boundary
 from torchtitan_lr.parallel.stage_split import layers_before_boundaries
+from torchtitan_lr.parallel.stages import Pipeline, stage_boundaries
 
 # width 48, ranks 12 (q, k, v, o) and 20 (gate, up, down)
 LATENTS = 4 * 12 + 3 * 20

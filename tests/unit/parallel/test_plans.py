@@ -10,7 +10,7 @@ from torchtitan_lr.config.schema import BUILT_IN_PLANS
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel.placement import EdgeParallel, TPSettings
+from torchtitan_lr.parallel.plan_parts import EdgeParallel, TPSettings
 from torchtitan_lr.parallel.plans import PLANS, build_tp_plan, check_gather, resolve_settings
 
 

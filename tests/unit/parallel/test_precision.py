@@ -17,7 +17,7 @@ from torchtitan_lr.parallel.data_parallel import mixed_precision_policy
 
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16"])
-def test_micro_batches_are_added_in_fp32(wire: str) -> None:
+def test_the_policy_sums_in_fp32(wire: str) -> None:
     for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32)):
         options = [f"--training.mixed_precision_param={name}"]
         config = build_job_config([*options, f"--training.mixed_precision_reduce={wire}"])

@@ -10,10 +10,10 @@ from torch.distributed.pipelining import ScheduleZBVZeroBubble
 from tests.unit.tiny import build_tiny, tokens
 from torchtitan_lr.compat.pipelining import SPLITS_BACKWARD
 from torchtitan_lr.models.linears import Gated, gated_linear
-from torchtitan_lr.parallel import pipeline
-from torchtitan_lr.parallel.pipeline import Stage, pack, pack_messages, unpack
-from torchtitan_lr.parallel.placement import TPSettings
+from torchtitan_lr.parallel import stages
+from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import Boundary, stage_boundary
+from torchtitan_lr.parallel.stages import Stage, pack, pack_messages, unpack
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def group():
 def test_both_halves_of_backward_give_the_gradients(name, splits, group, monkeypatch):
     if splits and not SPLITS_BACKWARD:
         pytest.skip("before torch 2.13 the halves of a stage's backward are wrong")
-    monkeypatch.setattr(pipeline, "SPLITS_BACKWARD", splits)
+    monkeypatch.setattr(stages, "SPLITS_BACKWARD", splits)
     parts = nn.Sequential(Part(name), Part(name))
     x = torch.randn(4, 4, dtype=torch.float64)
     expected = torch.autograd.grad(parts(x).sum(), list(parts.parameters()))

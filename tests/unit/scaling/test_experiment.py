@@ -13,16 +13,17 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.commands import ROOT, Command
-from torchtitan_lr.checks.optimizer import _warn_of_scale
+from torchtitan_lr.checks.rates import _warn_of_scale
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.flavors import read_model_args
 from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.spectral.selection import select_matrices
 from torchtitan_lr.scaling.experiment import read_experiment
-from torchtitan_lr.scaling.experiments import place_run
 from torchtitan_lr.scaling.plan import WIDENED, Plan
-from torchtitan_lr.scaling.report import draw_rows, fits_of, judged, law_table, rows_of
+from torchtitan_lr.scaling.results import draw_rows, fits_of, judged, law_table, rows_of
+from torchtitan_lr.scaling.start import place_run
 from torchtitan_lr.scaling.sweep import settings_of
 
 scaling = Command("scaling")
@@ -144,11 +145,12 @@ def test_our_experiments(folder):
 
 FAMILY = """
 from torchtitan_lr.models.families import ModelFamily
-from torchtitan_lr.training.register import register_model_family, register_optimizer
+from torchtitan_lr.optim.entries import OptimizerEntry, register_optimizer
+from torchtitan_lr.training.register import register_model_family
 from torchtitan_lr.titan.components import build_optimizers
 
 register_model_family(ModelFamily("own_family"))
-register_optimizer("OwnAdam", build_optimizers)
+register_optimizer(OptimizerEntry("OwnAdam", build_optimizers))
 """
 
 
@@ -226,7 +228,8 @@ def test_the_flops_of_a_spectral_optimizer_count(tmp_path, family, rule):
     counted = (with_rule.flops_per_token - plain.flops_per_token) * plain.tokens_per_step
     model = LlamaModel(read_model_args(tmp_path / "work" / "models" / f"{family}_a.json"))
     parameters = dict(model.named_parameters())
-    chosen = select_matrices({n: tuple(p.shape) for n, p in parameters.items()}, rule)
+    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+    chosen = select_matrices(shapes, ENTRIES[rule].updates)
     for name in chosen.names:
         parameters[name].grad = torch.zeros_like(parameters[name])
     pairs = [(parameters[a], parameters[b]) for a, b in chosen.pairs]

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from torchtitan_lr.scaling import experiments
-from torchtitan_lr.scaling.experiments import (
+from torchtitan_lr.scaling import start as starting
+from torchtitan_lr.scaling.start import (
     RunFailedError,
     run_on_ranks,
     start,
 )
 
-POPEN = experiments.subprocess.Popen
+POPEN = starting.subprocess.Popen
 
 
 def stand_in(monkeypatch, program):
@@ -26,7 +26,7 @@ def stand_in(monkeypatch, program):
         started.append(POPEN([sys.executable, "-c", program, *command[4:]], **options))
         return started[-1]
 
-    monkeypatch.setattr(experiments.subprocess, "Popen", popen)
+    monkeypatch.setattr(starting.subprocess, "Popen", popen)
     return started
 
 

@@ -95,15 +95,11 @@ def test_tables_follow_from_the_stored_runs(
     assert result_tables.with_tables(written, "x") != written
 
 
-LARGE = ("spectral", "race")  # many models: several seconds
+PAGE = result_tables.PAGE.read_text()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.nightly] * (n in LARGE)) for n in result_tables.names()],
-)
+@pytest.mark.parametrize("name", result_tables.placed(PAGE))
 def test_the_page_has_the_tables_of_the_stored_runs(name: str) -> None:
-    page = result_tables.PAGE.read_text()
-    assert result_tables.with_tables(page, name) == page, (
+    assert result_tables.with_tables(PAGE, name) == PAGE, (
         "run python -m scripts.research.result_tables"
     )

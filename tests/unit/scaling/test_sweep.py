@@ -12,7 +12,7 @@ import pytest
 
 from tests.commands import Command
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.scaling.sweep import Point, Sweep, _Shown, locked_folder, parse_grid, points_of
+from torchtitan_lr.scaling.sweep import Point, Sweep, locked_folder, parse_grid, points_of
 
 sweep = Command("sweep")
 
@@ -164,20 +164,3 @@ def test_refusals(monkeypatch, tmp_path, capsys, arguments, expected):
     monkeypatch.setenv("NGPU", "4")
     status, _, err = sweep.ask(capsys, f"--out={tmp_path}", *arguments)
     assert status == 2 and expected in err and err.count("\n") == 1
-
-
-def test_running_points_tell_step_loss_and_the_time_left(tmp_path, monkeypatch, capsys):
-    statuses = {"a": "finished", "b": "to do", "c": "to do"}
-    points = [Point(name, "c.toml", [], {}, row={"status": s}) for name, s in statuses.items()]
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    shown = _Shown(tmp_path, points, 2)
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "job_config.json").write_text('{"training": {"steps": 10}}')
-    row = {"step": 5, "loss_metrics/global_avg_loss": 6.0, "interval_loss": 6.25}
-    (tmp_path / "b" / "metrics.jsonl").write_text(json.dumps(row))
-    shown.running(points[1:2])
-    assert capsys.readouterr().err == ""  # too early
-    now[0] += 60  # half of the first of two points
-    shown.running(points[1:2])
-    assert capsys.readouterr().err == "2/3 b: step 5/10, loss 6.2500, 0:03:00 left of all\n"

@@ -15,8 +15,8 @@ from torchtitan_lr.checkpoints.folders import complete_steps
 from torchtitan_lr.config.build import config_class
 from torchtitan_lr.console.log import console
 from torchtitan_lr.errors import ConfigError, RunFailedError
+from torchtitan_lr.optim.entries import build_optimizers
 from torchtitan_lr.training.checkpoint import CheckpointManager
-from torchtitan_lr.training.register import build_optimizers
 
 
 @pytest.fixture

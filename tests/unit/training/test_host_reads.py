@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.tiny_trainer import history, microbatches, parameters, tiny_trainer
 from torchtitan_lr.compression import codecs
-from torchtitan_lr.compression.fsdp import compressors_of
+from torchtitan_lr.compression.units import compressors_of
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.training.verdict import NonFiniteError
 

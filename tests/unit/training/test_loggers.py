@@ -18,8 +18,8 @@ from tests.unit.tiny import tiny_args
 from tests.wandb_file import parts, values_of
 from tests.wandb_server import wandb_server
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.console.figures import new_figure
 from torchtitan_lr.titan.base import ParallelDims
+from torchtitan_lr.training.figures import new_figure
 from torchtitan_lr.training.metrics import (
     WANDB_ID_FILE,
     Loggers,

@@ -17,11 +17,16 @@ from torchtitan_lr.checkpoints.run_record import BATCH, changed
 from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.config.build import build_job_config, config_class
 from torchtitan_lr.config.parse import _keys
-from torchtitan_lr.config.schema import BASES, OPTIMIZERS, READS_GROUPS, SUMS_REPLICAS
 from torchtitan_lr.console.log import console
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.optim.entries import (
+    ENTRIES,
+    OptimizerEntry,
+    build_optimizers,
+    register_optimizer,
+    variant,
+)
 from torchtitan_lr.titan.components import OptimizersContainer
-from torchtitan_lr.training.register import FROM_OUTSIDE, build_optimizers, register_optimizer
 
 BASE = {
     "training.dataset": "local",
@@ -144,7 +149,7 @@ WITHOUT_EFFECT = {
     "optimizer": "implementation tsr_refresh tsr_overlap_buckets early_step_in_backward",
     "training": """enable_cpu_offload gc_freq gc_debug dataloader.num_workers
         dataloader.persistent_workers dataloader.pin_memory dataloader.prefetch_factor
-        token_folder token_folder_gb max_bad_records max_skipped_steps allow_changed_corpus
+        token_folder max_bad_records max_skipped_steps allow_changed_corpus
         check_memory step_graph""",
     # It draws the first weights; the order of the data has training.shuffle_seed's record.
     "debug": "seed deterministic deterministic_warn_only moe_force_load_balance",
@@ -317,14 +322,11 @@ def outside(monkeypatch):
     names = {"MomentumSGD", "TSR-turned"}
     for name in names:
         monkeypatch.setitem(RECIPES, name, BASE | TSR | {"optimizer.name": name})
-    register_optimizer("MomentumSGD", momentum_sgd)
-    register_optimizer("TSR-turned", turned_tsr, base="TSRAdam")
+    register_optimizer(OptimizerEntry("MomentumSGD", momentum_sgd))
+    register_optimizer(variant("TSRAdam", "TSR-turned", turned_tsr))
     yield
-    for table in (OPTIMIZERS, SUMS_REPLICAS, READS_GROUPS):
-        table[:] = [name for name in table if name not in names]
     for name in names:
-        del FROM_OUTSIDE[name]
-    del BASES["TSR-turned"]
+        del ENTRIES[name]
 
 
 @pytest.mark.parametrize(("name", "other"), [("MomentumSGD", "TSRAdam"), ("TSR-turned", "AdamW")])

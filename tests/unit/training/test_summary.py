@@ -3,7 +3,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.training.history import build_summary, draw_curve
+from torchtitan_lr.training.figures import draw_curve
+from torchtitan_lr.training.history import build_summary
 
 
 def history(with_mfu: bool = False) -> list[dict[str, Any]]:

@@ -49,16 +49,10 @@ def inverse_root(G: Tensor, coefficients: Coefficients = QUINTIC, floor: float =
 
     With G₀ = G / t, Q₀ = I / √t and t = tr G, an iteration is Q ← P Q and G ← P G P, where
     P = a I + b G + c G². All these matrices commute. Q M is then exactly what the usual form of the
-    same iterations makes of M / |M|.
+    same iterations makes of M / |M|. Both are (b, r, r); Q is 0 for a G that is 0, or overflows.
 
-    Args:
-        G: (b, r, r).
-        coefficients: Of the iterations.
-        floor: Added to the eigenvalues of G, in units of its trace. A rounded G may have negative
-            ones, which the iterations would magnify.
-
-    Returns:
-        (b, r, r), of G's dtype. 0 for a G that is 0, or that overflows.
+    ``floor`` is added to the eigenvalues of G, in units of its trace: a rounded G may have negative
+    ones, which the iterations would magnify.
     """
     identity = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
     trace = G.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]  # (b, 1, 1)
@@ -83,14 +77,10 @@ def symmetric(Q: Tensor) -> Tensor:
 
 
 def spectral_norm(Wu: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
-    """Return estimates of spectral norms, from below, and the next left singular vectors.
+    """Return estimates of spectral norms (b,), from below, and the next left singular vectors.
 
-    Args:
-        Wu: W Wᵀu of each matrix, (b, r); u is its estimated left singular vector, of length 1.
-        square: |Wᵀu|² (b,).
-
-    Returns:
-        |W Wᵀu| / |Wᵀu| (b,), and W Wᵀu of length 1 (b, r).
+    They are |W Wᵀu| / |Wᵀu|, and W Wᵀu (b, r) of length 1, where u (b, r) is the estimate before,
+    of length 1, and ``square`` is |Wᵀu|² (b,).
     """
     length = torch.linalg.vector_norm(Wu, dim=-1)
     return length * square.clamp(min=_TINY).rsqrt(), Wu / length.clamp(min=_TINY)[:, None]

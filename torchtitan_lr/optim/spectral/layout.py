@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchtitan_lr.compat.collectives import all_gather, joint_group, reduce_scatter
 from torchtitan_lr.compat.dtensor import local_part, local_slice, split_order
+from torchtitan_lr.compat.process_groups import all_gather, joint_group, reduce_scatter
 
 Key = TypeVar("Key")
 
@@ -32,21 +32,18 @@ BATCH_ELEMENTS = 2**24
 
 @dataclass(frozen=True)
 class GramLayout:
-    """How ranks split a matrix, seen as (r, n).
-
-    Args:
-        row_dim: The dimension of the parameter that is r.
-        mesh: None for a plain tensor.
-        placements: By mesh dimension.
-        rows: Mesh dimensions of more than one rank that split r.
-        columns: Mesh dimensions of more than one rank that split n.
-    """
+    """How ranks split a matrix, seen as (r, n)."""
 
     row_dim: int
+    """The dimension of the parameter that is r."""
     mesh: DeviceMesh | None = None
+    """None for a plain tensor."""
     placements: tuple[Any, ...] = ()
+    """By mesh dimension."""
     rows: tuple[int, ...] = ()
+    """Mesh dimensions of more than one rank that split r."""
     columns: tuple[int, ...] = ()
+    """Mesh dimensions of more than one rank that split n."""
 
     @classmethod
     def of(cls, parameter: Tensor, row_dim: int) -> "GramLayout":
@@ -79,9 +76,8 @@ class GramLayout:
     def joined(self, pieces: Tensor, like: Tensor) -> Tensor:
         """Put this rank's columns together from equal pieces of the ranks that split r: one copy.
 
-        Args:
-            pieces: Flat ones, in the order of the ranks' coordinates in the mesh: (N, ...).
-            like: This rank's own piece.
+        The flat pieces (N, ...) are in the order of the ranks' coordinates in the mesh; ``like`` is
+        this rank's own.
         """
         assert self.mesh is not None
         sizes = [self.mesh.size(mesh_dim) for mesh_dim in self.rows]
@@ -93,13 +89,7 @@ class GramLayout:
         return by_coordinate.permute(columns, *order, own_rows).flatten(1)  # (n, r)
 
     def whole_rows(self, pieces: Mapping[int, Tensor], like: Tensor, r: int) -> Tensor:
-        """Put this rank's columns together from the pieces of the ranks that split r.
-
-        Args:
-            pieces: By rank, flat and padded.
-            like: This rank's own piece.
-            r: All rows.
-        """
+        """Put this rank's columns together from flat, padded pieces of the ranks that split r."""
         assert self.mesh is not None
         shape = list(like.shape)
         shape[self.row_dim] = r
@@ -133,12 +123,7 @@ class GramLayout:
 
 
 class View:
-    """A matrix seen as (r, n): r is the side on which its Gram matrix is.
-
-    Args:
-        parameter: The parameter, plain or a DTensor.
-        row_dim: The dimension of the parameter that is r.
-    """
+    """A parameter, plain or a DTensor, seen as (r, n): its dimension ``row_dim`` is r."""
 
     def __init__(self, parameter: Tensor, row_dim: int) -> None:
         self.parameter, self.row_dim = parameter, row_dim
@@ -176,13 +161,9 @@ def _coordinate(mesh: DeviceMesh, rank: int) -> list[int]:
 
 
 class GramGroups:
-    """The process groups of the messages; every rank builds them, in the same order.
+    """The process groups of the messages for matrices of some layouts.
 
-    Args:
-        layouts: Of all matrices.
-
-    Attributes:
-        by_split: The groups.
+    Every rank builds them, in the same order.
     """
 
     def __init__(self, layouts: Iterable[GramLayout]) -> None:
@@ -213,10 +194,7 @@ class GramGroups:
         """Sum vectors over the ranks that hold other columns, or rows, of the same matrix.
 
         All vectors of one dtype, and of matrices that the same ranks split, are one all-reduce.
-
-        Args:
-            terms: The layout of the matrix and this rank's term, by anything.
-            rows: Whether to sum over the ranks that hold other rows.
+        ``terms`` has the layout of each matrix and this rank's term.
         """
         messages: dict[Any, list[Key]] = defaultdict(list)
         for key, (layout, term) in terms.items():
@@ -236,10 +214,8 @@ class GramGroups:
         """Gather all r rows of a rank's columns from the ranks that split r.
 
         All parts of one dtype, and of matrices that the same ranks split, are one all-gather.
-        Parts with all rows are returned as they are.
-
-        Args:
-            parts: The layout of the matrix, this rank's part and r, by anything.
+        Parts with all rows are returned as they are. ``parts`` has the layout of each matrix, this
+        rank's part and r.
         """
         messages: dict[Any, list[Key]] = defaultdict(list)
         whole: dict[Key, Tensor] = {}
@@ -269,20 +245,11 @@ class GramGroups:
         return whole
 
 
-def evenly(alike: Sequence[Key], ranks: int) -> tuple[list[Sequence[Key]], Sequence[Key]]:
-    """Return equally many of some things for each rank, and those that are left."""
-    each = len(alike) // ranks
-    shared = [alike[rank * each : (rank + 1) * each] for rank in range(ranks)]
-    return shared, alike[ranks * each :]
-
-
 class Share(Generic[Key]):
     """Matrices whose sums ranks need for their own ones alone, and whose results all ranks need.
 
-    Args:
-        group: The ranks.
-        by_rank: The keys of each rank's matrices; vectors in equal places have equal lengths.
-        equal: Whether the ranks' terms are equal, and so the sums already.
+    ``by_rank`` has the keys of each rank's; vectors in equal places have equal lengths. ``equal``
+    says that the ranks' terms are equal, and so the sums already.
     """
 
     def __init__(

@@ -25,6 +25,7 @@ from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -41,7 +42,6 @@ from torchtitan_lr.optim.spectral.layout import (
     Split,
     View,
     batches,
-    evenly,
 )
 from torchtitan_lr.optim.spectral.rules import RULES, Rule
 
@@ -50,15 +50,10 @@ LAUNCH_ELEMENTS = 2**24
 
 
 class SpectralWeight(View):
-    """One matrix W, seen as (r, n): r is the side on which its Gram matrix is.
-
-    Args:
-        parameter: The parameter, plain or a DTensor.
-        row_dim: The dimension of the parameter that is r.
-        hyper: The parameter's group: ``lr`` and ``weight_decay``, ``momentum`` and ``nesterov``.
-        rule: What its Gram matrix becomes.
+    """A matrix W with its state.
 
     Attributes:
+        hyper: Its group: ``lr`` and ``weight_decay``, ``momentum`` and ``nesterov``.
         momentum: M, this rank's part, in fp32 or wider.
         u: The estimated left singular vector of W (r,), for rules that need the norm of W.
     """
@@ -81,11 +76,9 @@ class SpectralWeight(View):
         return state
 
     def gradient(self, rejected: Tensor | None) -> Tensor:
-        """Return the gradient, this rank's part, in M's dtype: zero for a parameter that has none.
+        """Return this rank's part of the gradient, in M's dtype; zero if there is none.
 
-        Args:
-            rejected: Whether to return M itself, a scalar on the device: M then stays as it is, and
-                N is finite.
+        Of a rejected step (a scalar on the device) return M: it then stays as it is, and N finite.
         """
         gradient = self.parameter.grad
         if gradient is None:
@@ -153,17 +146,10 @@ class SpectralOptimizer(Optimizer):
 
     Args:
         params: Matrices, named ones or not, or groups of them as torch has them.
-        rule: ``Muon``, ``Spectron`` or ``LoRAMuon``; see `rules`.
+        rule: One of `rules.RULES`.
         pairs: A (r, d_in) and B (d_out, r) of every linear B A. Only Muon takes matrices that are
             in no pair.
-        lr: η.
-        weight_decay: λ.
-        momentum: β.
-        nesterov: Whether N looks ahead.
-
-    Raises:
-        ValueError: An unknown rule, a negative rate or decay, a momentum outside [0, 1), a
-            parameter that is no matrix or that the rule cannot have, or a pair that is none.
+        lr: η, with the decay λ, the momentum β, and whether N looks ahead (``nesterov``).
 
     Attributes:
         matrices: All matrices.
@@ -225,72 +211,67 @@ class SpectralOptimizer(Optimizer):
             self.state[parameter] = matrix.state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse matrices that come later: state and messages of all are made together.
-
-        Raises:
-            ValueError: The optimizer has been constructed.
-        """
+        """Refuse matrices after the constructor: state and messages of all are made together."""
         if self.state:  # the constructor has made all of it
             raise ValueError("matrices cannot be added; build another optimizer of all of them")
         super().add_param_group(param_group)
 
+    def named_groups(self) -> dict[str, dist.ProcessGroup]:
+        """Return the groups of its messages by the names of their mesh dimensions."""
+        return self.groups.by_name()
+
     def _share_out(self, linears: Iterable[Linear]) -> None:
-        """Share the linears out over the ranks that hold parts of them, alike ones evenly."""
+        """Divide linears into shares of the ranks that hold parts of them, and those left over."""
         by_kind: dict[Kind, list[Linear]] = defaultdict(list)
         for linear in linears:
             by_kind[Kind.of(linear)].append(linear)
-        self._everywhere: list[Linear] = []  # of these every rank computes Q
-        by_message: dict[Any, list[list[Linear]]] = {}  # the linears of each rank
+        self._left: list[Linear] = []  # of these every rank computes Q
+        by_message: dict[Any, list[list[Linear]]] = {}  # each rank's linears
         for kind, alike in by_kind.items():
-            if kind.split is None:
-                self._everywhere += alike
-                continue
-            shared, left = evenly(alike, self.groups.by_split[kind.split].size())
-            self._everywhere += left
-            if shared[0]:
-                by_rank = by_message.setdefault(kind[:3], [[] for _ in shared])
-                for linears_of_rank, more in zip(by_rank, shared, strict=True):
-                    linears_of_rank += more
+            ranks = 1 if kind.split is None else self.groups.by_split[kind.split].size()
+            each = len(alike) // ranks if ranks > 1 else 0
+            self._left += alike[ranks * each :]
+            if each:
+                of_ranks = by_message.setdefault(kind[:3], [[] for _ in range(ranks)])
+                for rank, own in enumerate(of_ranks):
+                    own += alike[rank * each : (rank + 1) * each]
         self._shares: list[tuple[list[Linear], Share[SpectralWeight]]] = []
-        for (split, equal, _), by_rank in by_message.items():
+        for (split, equal, _), of_ranks in by_message.items():
             group = self.groups.by_split[split]
-            matrices = [list(chain(*own)) for own in by_rank]
-            self._shares.append((by_rank[group.rank()], Share(group, matrices, equal)))
+            matrices = [list(chain(*own)) for own in of_ranks]
+            self._shares.append((of_ranks[group.rank()], Share(group, matrices, equal)))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all matrices.
-
-        Returns:
-            The closure's loss; None without a closure.
-        """
+        """Update all matrices; return the closure's loss, None without a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         rejected = None if self.found_inf is None else self.found_inf > 0
         with exact_products():
-            momenta = self._whole_rows(self._accumulate(rejected))
+            momenta = self._whole_rows(self._accumulate(rejected))  # N, (r, n)
             terms = self._terms(momenta)
-            left = {m: (m.layout, terms[m]) for m in chain(*self._everywhere)}
-            sums = self.groups.sum_terms(left)
-            for found in self._directions(self._everywhere, sums):
+            for found in chain(self._of_left(terms), self._of_shares(terms)):
                 self._update(found, momenta, rejected)
-            for own, share in self._shares:
-                vectors: dict[SpectralWeight, Tensor] = {}
-                for matrices, Q, u in self._directions(own, share.reduce(terms)):
-                    rows = packed(Q) if u is None else torch.cat([packed(Q), u], dim=1)
-                    vectors |= zip(matrices, rows, strict=True)
-                for found in _unpacked(share.gather(vectors)):
-                    self._update(found, momenta, rejected)
         return loss
 
-    def _accumulate(self, rejected: Tensor | None) -> dict[SpectralWeight, Tensor]:
-        """Take the gradients into the momenta, and return this rank's part of each N.
+    def _of_left(self, terms: dict[SpectralWeight, Tensor]) -> Iterator[Found]:
+        """Yield the directions of linears that all ranks compute: an all-reduce of the terms."""
+        left = {matrix: (matrix.layout, terms[matrix]) for matrix in chain(*self._left)}
+        yield from self._directions(self._left, self.groups.sum_terms(left))
 
-        Args:
-            rejected: Whether to leave M as it is, a scalar on the device; N is then finite.
-        """
+    def _of_shares(self, terms: dict[SpectralWeight, Tensor]) -> Iterator[Found]:
+        """Yield the directions of shares: a reduce-scatter of terms, an all-gather of Q and u."""
+        for own, share in self._shares:
+            vectors: dict[SpectralWeight, Tensor] = {}
+            for matrices, Q, u in self._directions(own, share.reduce(terms)):
+                rows = packed(Q) if u is None else torch.cat([packed(Q), u], dim=1)
+                vectors |= zip(matrices, rows, strict=True)
+            yield from _unpacked(share.gather(vectors))
+
+    def _accumulate(self, rejected: Tensor | None) -> dict[SpectralWeight, Tensor]:
+        """Take the gradients into the momenta, and return this rank's part of each N."""
         found: dict[SpectralWeight, Tensor] = {}
         for hyper, matrices in _launches(self.matrices):
             beta = float(hyper["momentum"])
@@ -308,11 +289,7 @@ class SpectralOptimizer(Optimizer):
         return {matrix: matrix.oriented(whole) for matrix, whole in found.items()}
 
     def _terms(self, momenta: dict[SpectralWeight, Tensor]) -> dict[SpectralWeight, Tensor]:
-        """Return this rank's term of what the rule needs, in one vector for each matrix.
-
-        Args:
-            momenta: N, with all r rows.
-        """
+        """Return this rank's term of what the rule needs, in one vector for each matrix."""
         weights: dict[SpectralWeight, Tensor] = {}
         if self.rule.weight_grams:
             weights = self._whole_rows({m: m.exact_part() for m in self.matrices})
@@ -348,12 +325,7 @@ class SpectralOptimizer(Optimizer):
     def _directions(
         self, linears: Iterable[Linear], sums: dict[SpectralWeight, Tensor]
     ) -> Iterator[Found]:
-        """Yield the directions of linears by the rule.
-
-        Args:
-            linears: The linears.
-            sums: What the rule needs of their matrices.
-        """
+        """Yield the directions of linears by the rule, from what it needs of their matrices."""
         by_first = {linear[0]: linear for linear in linears}
         for batch in batches(by_first):
             sides = list(zip(*(by_first[first] for first in batch), strict=True))  # all A and all B
@@ -370,10 +342,7 @@ class SpectralOptimizer(Optimizer):
     ) -> None:
         """Update this rank's part of matrices, W ← (1 − ηλ) W − η Q N, and their u.
 
-        Args:
-            found: Their directions.
-            momenta: This rank's columns of N, (r, n).
-            rejected: Whether to change no bit, a scalar on the device.
+        A rejected step (a scalar on the device) changes no bit.
         """
         matrices, Q, u = found
         if rejected is not None:

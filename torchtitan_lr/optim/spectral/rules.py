@@ -17,6 +17,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.optim.spectral.algebra import (
     POLAR_EXPRESS,
     inverse_root,
@@ -59,23 +60,23 @@ class Rule(ABC):
 
     name: ClassVar[str]
     """The value of ``optimizer.name``."""
-    pairs_only: ClassVar[bool] = True
-    """Whether it is defined for pairs of factors alone."""
     weight_grams: ClassVar[bool] = False
     """Whether it needs A Aᵀ and Bᵀ B."""
     weight_norms: ClassVar[bool] = False
     """Whether it needs the spectral norms of A and B."""
 
     @property
+    def pairs_only(self) -> bool:
+        """Whether it is defined for pairs of factors alone."""
+        return ENTRIES[self.name].updates == "factors"
+
+    @property
     def momentum(self) -> str:
-        """Return the momentum's name in a checkpoint, by which its rule is known."""
-        return f"{self.name.lower()}_momentum"
+        """The momentum's name in a checkpoint."""
+        return ENTRIES[self.name].mark
 
     def needs(self, vectors: Tensor, r: int) -> Needs:
-        """Read the vectors (b, ...) of matrices: their `Needs` one after the other.
-
-        Of Gram matrices they have the upper triangles.
-        """
+        """Read the vectors (b, ...) of matrices: their `Needs`, of Gram matrices the triangles."""
         triangle = r * (r + 1) // 2
         sizes = (triangle, triangle * self.weight_grams, r * self.weight_norms, self.weight_norms)
         gram, weight_gram, Wu, square = vectors.split(sizes, dim=1)
@@ -84,18 +85,13 @@ class Rule(ABC):
 
     @abstractmethod
     def directions(self, needs: Sequence[Needs], longest: int) -> list[Directions]:
-        """Return the directions of b linears of equal shapes.
+        """Return the directions of b linears of equal shapes, by the `Needs` of all A and all B.
 
-        Args:
-            needs: Of all A and of all B; of a rule that takes each matrix alone, of the matrices.
-            longest: The longer side of the first one's matrices.
+        A rule that takes each matrix alone has one of each, and their longer side.
         """
 
     def decayed(self, lr: float, weight_decay: float) -> tuple[float, float]:
-        """Return the factors of a weight and of its update in a step with decay λ (`weight_decay`).
-
-        W ← (1 − ηλ) W + ΔW.
-        """
+        """Return the factors of a weight and of its update: W ← (1 − ηλ) W + ΔW."""
         return 1 - lr * weight_decay, 1.0
 
 
@@ -107,10 +103,9 @@ class Muon(Rule):
     """
 
     name = "Muon"
-    pairs_only = False
 
     def directions(self, needs: Sequence[Needs], longest: int) -> list[Directions]:
-        """Return Q; see `Rule.directions`."""
+        """Return Q."""
         (each,) = needs
         return [Directions(0.2 * longest**0.5 * inverse_root(each.gram))]
 
@@ -129,7 +124,7 @@ class Spectron(Rule):
     weight_norms = True
 
     def directions(self, needs: Sequence[Needs], longest: int) -> list[Directions]:
-        """Return Q_A and Q_B, each with the next u; see `Rule.directions`."""
+        """Return Q_A and Q_B, each with the next u."""
         A, B = needs
         sigma_A, u_A = spectral_norm(A.Wu, A.square)
         sigma_B, u_B = spectral_norm(B.Wu, B.square)
@@ -155,7 +150,7 @@ class LoRAMuon(Rule):
     weight_grams = True
 
     def directions(self, needs: Sequence[Needs], longest: int) -> list[Directions]:
-        """Return Q_A and Q_B; see `Rule.directions`."""
+        """Return Q_A and Q_B."""
         A, B = needs
         floor = _FLOOR[A.gram.dtype]
         least = floor * torch.finfo(A.gram.dtype).eps

@@ -1,30 +1,26 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Select the matrices of a spectral optimizer, by the names and shapes of parameters.
+"""Select the matrices of an optimizer, by the names and shapes of parameters.
 
 Factors of a linear are called ``NAME.A.weight`` (r, d_in) and ``NAME.B.weight`` (d_out, r). The
 configuration check calls this before ranks start.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.optim.spectral.rules import RULES
+from torchtitan_lr.optim.entries import Updates
 from torchtitan_lr.optim.tsr.selection import EMBEDDING, HEAD
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The matrices of a model that a rule updates; AdamW updates all other parameters.
-
-    Args:
-        pairs: Names of A and B of every linear B A.
-        dense: Names of the other matrices.
-    """
+    """Matrices of a model, by name."""
 
     pairs: tuple[tuple[str, str], ...]
+    """A and B of every linear B A."""
     dense: tuple[str, ...]
+    """The other matrices."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -32,17 +28,12 @@ class Selection:
         return frozenset(self.dense).union(*self.pairs)
 
 
-def select_matrices(shapes: Mapping[str, Sequence[int]], rule: str) -> Selection:
-    """Select all matrices but the embedding and the head.
-
-    Args:
-        shapes: Global shape by name of every parameter.
-        rule: The value of ``optimizer.name``. Muon takes every matrix, the others take factors.
-    """
+def select_matrices(shapes: Mapping[str, Sequence[int]], updates: Updates) -> Selection:
+    """Select, from global shapes by name, all matrices but embedding and head, or the factors."""
     pairs = factor_pairs(shapes)
     factors = set(chain.from_iterable(pairs))
     dense = []
-    if not RULES[rule].pairs_only:
+    if updates != "factors":
         for name, shape in shapes.items():
             if len(shape) == 2 and name not in (EMBEDDING, HEAD) and name not in factors:
                 dense.append(name)
@@ -57,24 +48,3 @@ def factor_pairs(names: Collection[str]) -> list[tuple[str, str]]:
         if name.endswith(".A.weight") and other in names:
             pairs.append((name, other))
     return pairs
-
-
-def stored_rule(names: Iterable[str]) -> str:
-    """Return the rule that has saved a state; "" for another optimizer's.
-
-    Args:
-        names: Those of the tensors of the state, such as ``NAME.A.weight.muon_momentum``.
-    """
-    kinds = {name.rpartition(".")[2] for name in names}
-    return next((rule.name for rule in RULES.values() if rule.momentum in kinds), "")
-
-
-def check_rule(shapes: Mapping[str, Sequence[int]], rule: str) -> None:
-    """Refuse a rule that no matrix of a model can have.
-
-    Raises:
-        ConfigError: With ``optimizer.name``.
-    """
-    if not select_matrices(shapes, rule).names:
-        want = "'Muon' or 'AdamW' for a model without low-rank factors"
-        raise ConfigError("optimizer.name", rule, want)

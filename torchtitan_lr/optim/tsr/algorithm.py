@@ -62,22 +62,19 @@ from torchtitan_lr.optim.tsr.sums import (
 
 @dataclass
 class StepState:
-    """What belongs to one step alone, from `TSRAdam.begin` to `TSRAdam.step`.
-
-    Args:
-        due: The matrices that get new bases in this step, as places in their stack.
-        projected: The other matrices, whose gradients are projected as they arrive, stack after
-            stack: an ordered set, whose values are not used.
-        sums: The sums of cores and dense gradients.
-        sums_start: Whether a gradient that arrives is whole, and may start a sum.
-        new_bases: None until `TSRAdam.finish_sums` has found them.
-    """
+    """What belongs to one step alone, from `TSRAdam.begin` to `TSRAdam.step`."""
 
     due: dict[MatrixStack, list[int]]
+    """The matrices that get new bases in this step, as places in their stack."""
     projected: dict[Tensor, None]
+    """The other matrices, whose gradients are projected as they arrive, stack after stack: an
+    ordered set, whose values are not used."""
     sums: EarlySums
+    """The sums of cores and dense gradients."""
     sums_start: bool = False
+    """Whether a gradient that arrives is whole, and may start a sum."""
     new_bases: list[NewBases] | None = None
+    """None until `TSRAdam.finish_sums` has found them."""
 
 
 class TSRAdam(Optimizer):
@@ -117,31 +114,22 @@ class TSRAdam(Optimizer):
         named_parameters: Name and parameter, as ``model.named_parameters()`` yields them, or groups
             of them as torch has them: ``[{"params": model.named_parameters(), "lr": 0.01}]``.
         settings: Rank, refreshes and the other ``tsr_*`` settings.
-        lr: η.
-        beta1: β₁.
-        beta2: β₂.
-        eps: ε.
-        weight_decay: λ.
+        lr: η, with β₁, β₂, ε and λ (``weight_decay``).
         group: Ranks with equal parameters and different data; None if there is only one.
         stages: Pipeline ranks, each with other parameters; None without pipelining.
         average: Whether gradients are averaged over ``group``, as DDP does. Else they are summed,
             for a loss that is already divided by the tokens of the global batch.
-        wire_dtype: Dtype in which sums over ``group`` travel, such as bf16; None for that of the
-            tensors.
-        order: The trained parameters in the model's order, which groups may not have: sums start
-            while backward goes through it from its end. By default that of the groups.
-
-    Raises:
-        ValueError: The parameters have no names, which select the random sketches.
+        wire_dtype: Dtype in which sums over ``group`` travel; None for that of the tensors.
+        order: The trained parameters in the model's order, by default that of the groups: sums
+            start while backward goes through it from its end.
 
     Attributes:
         stacks: The compressed matrices.
         groups: The process groups.
         counters: The numbers of steps, refreshes and cores, on the host.
-        found_inf: 1 if the next step must not change weights, bases and moments, else 0; an fp32
-            scalar on the device, equal on all ranks. None if every step counts. Torch's fused Adam
-            has the same attribute. `counters` of a rejected step are right again once `settle`,
-            `begin` or `state_dict` was called, or the next `step`.
+        found_inf: 1 if the next step must not change weights, bases and moments, else 0, as torch's
+            fused Adam has it: an fp32 scalar on the device, equal on all ranks. None if every step
+            counts. `settle`, `begin`, `state_dict` or the next `step` mend the `counters`.
     """
 
     found_inf: Tensor | None = None
@@ -252,12 +240,7 @@ class TSRAdam(Optimizer):
     def _sums(
         self, projected: Container[Tensor], whole: Iterable[Tensor]
     ) -> list[CoreSum | GradientSum]:
-        """Divide a step's sums into messages.
-
-        Args:
-            projected: Matrices whose cores are summed.
-            whole: Parameters whose gradients are summed.
-        """
+        """Divide a step's sums, of cores and of whole gradients, into messages."""
         sums: list[CoreSum | GradientSum] = []
         count = self.settings.overlap_buckets
         parameters = [parameter for parameter in self._order if parameter in projected]
@@ -337,9 +320,7 @@ class TSRAdam(Optimizer):
     def finish_sums(self) -> Tensor:
         """Wait for the sums over the replicas, and find the new bases of matrices that are due.
 
-        Returns:
-            This rank's share of the squared norm Σ|C|² + Σ|G|² of cores and dense gradients, an
-            fp64 scalar: the shares of all ranks add up to it.
+        Return this rank's share of Σ|C|² + Σ|G|² of cores and dense gradients, an fp64 scalar.
         """
         step = self._running
         assert step is not None
@@ -385,13 +366,9 @@ class TSRAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters.
+        """Update all parameters; return the closure's loss, None without a closure.
 
-        If `begin` was not called, all gradients are where backward has left them, and are used from
-        there.
-
-        Returns:
-            The closure's loss; None without a closure.
+        If `begin` was not called, all gradients are used from where backward has left them.
         """
         loss = None
         if closure is not None:

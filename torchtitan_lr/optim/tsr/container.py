@@ -8,27 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtitan_lr.optim.container import NamedOptimizers, trained_parameters
-from torchtitan_lr.optim.groups import Rates, split
+from torchtitan_lr.optim.container import REPLICAS_WIRE, NamedOptimizers, trained_parameters
+from torchtitan_lr.optim.groups import ParameterGroups, Rates, split
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings
 from torchtitan_lr.titan import logger
+from torchtitan_lr.titan.base import OptimizerConfig, ParallelDims
 
 
 class TSROptimizers(NamedOptimizers):
     """One `TSRAdam` for all model parts of a rank, with one exchange for all their cores.
 
-    Args:
-        model_parts: The pipeline stages of this rank (one without pipelining).
-        settings: The settings.
-        defaults: ``lr``, ``beta1``, ``beta2``, ``eps`` and ``weight_decay``.
-        replicas: Ranks with equal parameters and different data.
-        stages: Pipeline ranks.
-        rates: Of all parameters by name; without it ``defaults`` has them.
-        wire_dtype: Dtype in which sums over the replicas travel; None for the tensors' own.
-
-    Attributes:
-        gradients: The optimizer, which is also the `Gradients` of a step.
+    It is also the `Gradients` of a step, ``gradients``. Without ``rates``, of parameters by name,
+    ``defaults`` has them.
     """
 
     def __init__(
@@ -65,3 +57,23 @@ class TSROptimizers(NamedOptimizers):
                 "memory is saved. Set parallelism.data_parallel_replicate_degree to save "
                 "communication"
             )
+
+
+def build_tsr(
+    model_parts: list[nn.Module], config: OptimizerConfig, parallel_dims: ParallelDims
+) -> TSROptimizers:
+    """Build TSR-Adam for the replicas and pipeline stages of a mesh."""
+    named = trained_parameters(*model_parts)
+    shapes = {name: parameter.shape for name, parameter in named.items()}
+    meshes = [parallel_dims.get_optional_mesh(name) for name in ("dp_replicate", "pp")]
+    replicas, stages = (None if mesh is None else mesh.get_group() for mesh in meshes)
+    names = ("lr", "beta1", "beta2", "eps", "weight_decay")
+    return TSROptimizers(
+        model_parts,
+        TSRSettings.from_config(config),
+        defaults={name: getattr(config, name) for name in names},
+        replicas=replicas,
+        stages=stages,
+        rates=ParameterGroups.from_config(config).rates(config, shapes),
+        wire_dtype=REPLICAS_WIRE.get(model_parts[0]),
+    )

@@ -13,11 +13,7 @@ from torchtitan_lr.optim.tsr.sums import local_gradient
 
 
 class DenseParameters:
-    """The parameters that are not compressed, with AdamW's moments.
-
-    Args:
-        parameters: Plain tensors or DTensors.
-    """
+    """The parameters that are not compressed, plain or DTensors, with AdamW's moments."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
@@ -42,11 +38,7 @@ class DenseParameters:
         """Run AdamW, W ← (1 − ηλ)W − η·m̂/(√v̂ + ε), by torch's fused kernel.
 
         Weights of a narrower dtype are updated in the moments' dtype, and rounded once.
-
-        Args:
-            steps: Number of this step.
-            hyper: η (``lr``), β₁, β₂, ε (``eps``) and λ (``weight_decay``).
-            found_inf: 1 on the device if the step is rejected, else 0; None for 0.
+        ``found_inf`` is 1 on the device if the step is rejected, else 0; None for 0.
         """
         if not self.parameters:
             return

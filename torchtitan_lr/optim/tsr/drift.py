@@ -29,11 +29,7 @@ class Matrix(NamedTuple):
 
 
 class Drift:
-    """Compares what replicas compute, and gives all of them the first one's if it differs.
-
-    Args:
-        replicas: The replicas; None if there is only one.
-    """
+    """Compares what replicas compute, and gives all of them the first one's if it differs."""
 
     def __init__(self, replicas: dist.ProcessGroup | None) -> None:
         self._replicas = replicas
@@ -68,12 +64,9 @@ class Drift:
 
 
 def differences(batches: Sequence[Sequence[Tensor]], replicas: dist.ProcessGroup) -> Tensor:
-    """Return whether any bit of the tensors that each replica computed itself differs.
+    """Return, per batch (n,), whether any bit of the tensors that each replica computed differs.
 
-    One all-reduce of two checksums per batch detects it.
-
-    Returns:
-        One truth value per batch (n,), the same on all replicas.
+    One all-reduce of two checksums per batch tells all replicas.
     """
     weights = torch.arange(1, CHECKED + 1, device=batches[0][0].device)
     products = torch.empty_like(weights)
@@ -87,10 +80,8 @@ def differences(batches: Sequence[Sequence[Tensor]], replicas: dist.ProcessGroup
 def checksum(tensors: Sequence[Tensor], weights: Tensor, products: Tensor) -> Tensor:
     """Return a number in [0, 2⁶²), int64, that every bit of some tensors and its place change.
 
-    Args:
-        tensors: In fp32 or fp64.
-        weights: Of the 32-bit words of a block (n,), int64.
-        products: Memory (n,), int64: the tensors are cast a block at a time.
+    They are in fp32 or fp64. ``weights`` (n,) are those of the 32-bit words of a block, and
+    ``products`` (n,) is memory, both int64: the tensors are cast a block at a time.
     """
     total = weights.new_zeros(())
     for tensor in tensors:

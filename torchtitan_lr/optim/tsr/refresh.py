@@ -10,19 +10,16 @@ from torchtitan_lr.optim.buckets import split_buckets
 from torchtitan_lr.optim.tsr.drift import Drift, Matrix
 from torchtitan_lr.optim.tsr.selection import BUCKET_ELEMENTS
 from torchtitan_lr.optim.tsr.stack import MatrixStack, NewBases, read
-from torchtitan_lr.optim.tsr.sums import Groups, solve_together, summed
+from torchtitan_lr.optim.tsr.sums import Exchange, Groups
+from torchtitan_lr.optim.tsr.svd import randomized_svd
 
 
 def find_bases(
     due: Mapping[MatrixStack, Sequence[int]], groups: Groups, drift: Drift, rotates: bool
 ) -> list[NewBases]:
-    """Find U, Σ, V ← randomized SVD of ΣG of the matrices that are due, equal on all replicas.
+    """Find U, Σ, V ← randomized SVD of ΣG of matrices that are due, as places in their stack.
 
-    Args:
-        due: The matrices, as places in their stack.
-        groups: The process groups.
-        drift: Compares what the replicas have found.
-        rotates: Whether moments are rotated into the new bases.
+    ``drift`` compares what the replicas have found; ``rotates`` says whether moments need overlaps.
     """
     found = []
     for matrices in _rounds(due):
@@ -54,9 +51,10 @@ def _decompose(
     matrices: Mapping[MatrixStack, list[int]], groups: Groups, drift: Drift
 ) -> list[NewBases]:
     """Find the new bases of one round's matrices, and their cores."""
-    layouts = [stack.layout for stack in matrices]
-    computations = [stack.decompose(i, groups) for stack, i in matrices.items()]
-    svds = solve_together(computations, layouts, groups)
+    exchange = Exchange([stack.layout for stack in matrices], groups)
+    batches = [stack.batch(indices, groups) for stack, indices in matrices.items()]
+    (iterations,) = {stack.plan.power_iterations for stack in matrices}
+    svds = randomized_svd(batches, iterations, exchange)
     refreshed: list[Matrix] = []
     computed: list[Sequence[Tensor]] = []
     found: list[NewBases] = []
@@ -77,13 +75,16 @@ def _decompose(
 
 def _find_overlaps(found: Sequence[NewBases], groups: Groups) -> None:
     """Find the old bases in the new ones, U₊ᵀU and V₊ᵀV, summed over the shards of rows."""
-    layouts = [new.stack.layout for new in found]
+    exchange = Exchange([new.stack.layout for new in found], groups)
     of_U, of_V = [], []
     for new in found:
-        of_U.append(summed(new.U.mT @ read(new.stack.U, new.indices), "rows", False))
+        of_U.append(new.U.mT @ read(new.stack.U, new.indices))
         if new.V is not None and new.stack.V is not None:  # of all matrices of a run, or none
-            of_V.append(summed(new.V.mT @ read(new.stack.V, new.indices), "columns", False))
-    for new, overlap in zip(found, solve_together(of_U, layouts, groups), strict=True):
+            of_V.append(new.V.mT @ read(new.stack.V, new.indices))
+    exchange.sum(of_U, "rows")
+    if of_V:
+        exchange.sum(of_V, "columns")
+    for new, overlap in zip(found, of_U, strict=True):
         new.U_overlap = overlap
-    for new, overlap in zip(found, solve_together(of_V, layouts, groups), strict=False):
+    for new, overlap in zip(found, of_V, strict=False):
         new.V_overlap = overlap

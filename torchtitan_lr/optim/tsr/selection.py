@@ -3,8 +3,7 @@
 
 The selection is a pure function of names, shapes and settings. The configuration check and the
 estimate call it without torch, before ranks start. Every rank calls it with the whole model's
-names, so that all layouts select the same matrices. What a refresh sends is decided here, for the
-optimizer and for its estimate; ``tests/oracle/tsr.py`` states it once more, from the paper.
+names, so that all layouts select the same matrices.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
-from torchtitan_lr.config.schema import TSR
 from torchtitan_lr.errors import ConfigError
 
 EMBEDDING = "tok_embeddings.weight"
@@ -52,26 +50,18 @@ class TSRSettings:
 
 
 def stored_settings(sizes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Return the settings that decide which tensors an optimizer's state has, and of what shape.
+    """Return the keys of ``[optimizer]``, with values, that a saved state was made with.
 
-    A state that was saved with other ones cannot be loaded.
-
-    Args:
-        sizes: Size by name of the tensors of a state, such as ``output.weight.left``.
-
-    Returns:
-        Values by the key of ``[optimizer]``; ``name`` is `TSR` or, for every other optimizer, "".
+    They decide which tensors it has, such as ``output.weight.left``, and their ``sizes``: a state
+    that was saved with other ones cannot be loaded.
     """
     ranks = {
         name.removesuffix(".left"): size[1]
         for name, size in sizes.items()
         if name.endswith(".left")
     }
-    if not ranks:
-        return {"name": ""}
     two_sided = any(name.endswith(".right") for name in sizes)
     return {
-        "name": TSR,
         "tsr_projection": "two_sided" if two_sided else "one_sided",
         "tsr_compress_head": HEAD in ranks,
         "tsr_embedding_rank": ranks.pop(EMBEDDING, 0),
@@ -82,38 +72,33 @@ def stored_settings(sizes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """The compression of one matrix.
-
-    Args:
-        name: Of the parameter.
-        rows: m of the matrix in the orientation in which it is projected.
-        columns: n in that orientation.
-        rank: r.
-        width: k, columns of its sketch.
-        power_iterations: q of its refreshes.
-        interval: Steps between refreshes.
-        offset: Refreshes happen this many steps after each multiple of the interval.
-        two_sided: Whether both sides are projected.
-        transposed: Whether rows and columns are those of the transposed parameter. A one-sided
-            projection compresses the shorter side, which is always called rows here. A square
-            parameter is transposed, because the published GaLore code projects it on the right.
-        waits: Whether random bases are used until the first refresh; else it is in the first step.
-        refresh: What a refresh sums over the replicas: ``sketch``, ``dense``, or ``auto`` for the
-            one that sends less.
-    """
+    """The compression of one matrix."""
 
     name: str
     rows: int
+    """m, in the orientation in which the matrix is projected."""
     columns: int
+    """n, in that orientation."""
     rank: int
+    """r."""
     width: int
+    """k, columns of its sketch."""
     power_iterations: int
+    """q of its refreshes."""
     interval: int
+    """Steps between refreshes."""
     offset: int
+    """Refreshes happen this many steps after each multiple of the interval."""
     two_sided: bool
+    """Whether both sides are projected."""
     transposed: bool
+    """Whether rows and columns are those of the transposed parameter: a one-sided projection
+    compresses the shorter side, which is called rows. A square parameter is transposed, because the
+    published GaLore code projects it on the right."""
     waits: bool = False
+    """Whether random bases are used until the first refresh; else it is in the first step."""
     refresh: str = "auto"
+    """What a refresh sums over the replicas: ``sketch``, ``dense``, or the lesser (``auto``)."""
 
     def is_due(self, step: int, refreshes: int) -> bool:
         """Return whether a step refreshes the bases, given how often they were refreshed."""
@@ -138,10 +123,7 @@ class MatrixPlan:
         """Return whether a refresh sums dense gradients over the replicas, and its elements.
 
         The sketches are Y (m, k) and B (k, n), plus Z (n, k) and Y again for each power iteration.
-
-        Args:
-            rows: m of a rank's largest block, with padding: all ranks must decide alike.
-            columns: n of that block.
+        ``rows`` and ``columns`` are those of a rank's largest block: all ranks must decide alike.
         """
         dense = rows * columns
         sketches = (1 + self.power_iterations) * (rows + columns) * self.width
@@ -152,11 +134,8 @@ class MatrixPlan:
     def gathered(self, rows: int, ranks: Sequence[int]) -> list[int]:
         """Return the elements that a sketch's QR factorization gathers over each mesh dimension.
 
-        Ranks with fewer rows than columns gather the rows, others their triangles (k, k).
-
-        Args:
-            rows: Of a rank's largest block of the sketch.
-            ranks: Sizes of the mesh dimensions that split the sketch's rows, in the run's order.
+        Ranks with fewer rows than columns gather the rows, others their triangles (k, k). ``rows``
+        are those of a rank's largest block, ``ranks`` the sizes of the dimensions that split them.
         """
         elements = []
         for size in ranks:
@@ -167,9 +146,7 @@ class MatrixPlan:
     def held(self, block: Sequence[int], ranks: Sequence[Sequence[int]]) -> int:
         """Return the elements of a rank's sketches, (m, k) and (n, k), and of the largest gather.
 
-        Args:
-            block: m and n of a rank's largest block.
-            ranks: For rows and columns the sizes of the mesh dimensions that split them.
+        ``block`` is m and n of a rank's largest block, ``ranks`` as in `gathered`, for each side.
         """
         gathers = [self.gathered(*side) for side in zip(block, ranks, strict=True)]
         return sum(block) * self.width + max(chain(*gathers), default=0)
@@ -178,11 +155,7 @@ class MatrixPlan:
 def plan_matrices(
     shapes: Mapping[str, Sequence[int]], settings: TSRSettings
 ) -> dict[str, MatrixPlan]:
-    """Plan the compressed matrices; all other parameters stay dense.
-
-    Args:
-        shapes: Global shape by name of every parameter of the whole model.
-        settings: The settings.
+    """Plan the compressed matrices, from the global shapes of the whole model's parameters.
 
     Raises:
         ConfigError: No matrix is left to compress, or a rank is larger than a side of its matrix.
@@ -222,6 +195,11 @@ def plan_matrices(
             refresh=settings.refresh,
         )
     return staggered(plans) if settings.stagger else plans
+
+
+def plan_configured(optimizer: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, MatrixPlan]:
+    """Return `plan_matrices` by ``[optimizer]``."""
+    return plan_matrices(shapes, TSRSettings.from_config(optimizer))
 
 
 def staggered(plans: Mapping[str, MatrixPlan]) -> dict[str, MatrixPlan]:

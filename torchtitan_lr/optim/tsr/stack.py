@@ -11,44 +11,34 @@ from torch import Tensor
 
 from torchtitan_lr.compat.dtensor import local_part, own_part, shard_dims, wrap_like
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings
-from torchtitan_lr.optim.tsr.sums import Groups, Layout, Rounds
-from torchtitan_lr.optim.tsr.svd import SVD, draw_basis, draw_sketches, randomized_svd
+from torchtitan_lr.optim.tsr.sums import Groups, Layout
+from torchtitan_lr.optim.tsr.svd import Batch, draw_basis, draw_sketches
 
 
 @dataclass
 class NewBases:
-    """New bases of b matrices of one stack.
-
-    Args:
-        stack: The stack.
-        indices: The matrices' places in it.
-        U: (b, m, r).
-        V: (b, n, r), or None if that side is not projected.
-        C: The core in the new bases, (b, r, r) or (b, r, n).
-        U_overlap: U₊ᵀU (b, r, r), the old basis in the new one; None unless moments are rotated.
-        V_overlap: V₊ᵀV (b, r, r), likewise.
-    """
+    """New bases of b matrices of one stack."""
 
     stack: "MatrixStack"
     indices: list[int]
+    """The matrices' places in it."""
     U: Tensor
+    """(b, m, r)."""
     V: Tensor | None
+    """(b, n, r), or None if that side is not projected."""
     C: Tensor
+    """The core in the new bases, (b, r, r) or (b, r, n)."""
     U_overlap: Tensor | None = None
+    """U₊ᵀU (b, r, r), the old basis in the new one; None unless moments are rotated."""
     V_overlap: Tensor | None = None
+    """V₊ᵀV (b, r, r), likewise."""
 
 
 class MatrixStack:
     """Algorithm 1's equations, on b matrices of equal shape, rank and layout.
 
-    Stacked matrices need fewer kernels. Every tensor here is this rank's part.
-
-    Args:
-        plans: The compression of each matrix.
-        parameters: The parameters, plain or DTensors.
-        layout: The mesh dimensions that split each of them.
-        ranks: Size of every mesh dimension of the run.
-        settings: The settings.
+    Stacked matrices need fewer kernels. Every tensor here is this rank's part; ``ranks`` has the
+    size of every mesh dimension of the run.
 
     Attributes:
         plan: What the matrices have in common: shape, rank and power iterations.
@@ -125,8 +115,8 @@ class MatrixStack:
         else:
             self.C[index].addmm_(half, self.V[index])
 
-    def decompose(self, indices: Sequence[int], groups: Groups) -> Rounds[SVD]:
-        """Compute the leading singular triplets of some gradients; see `randomized_svd`."""
+    def batch(self, indices: Sequence[int], groups: Groups) -> Batch:
+        """Return some gradients, with their sketches, for `randomized_svd`."""
         gradients = []
         for i in indices:
             parameter = self.parameters[i]
@@ -137,14 +127,12 @@ class MatrixStack:
         # Every rank draws the whole Ω (n, k) of each matrix, and keeps its own rows.
         full = draw_sketches(keys, (self.plan.columns, self.plan.width), self.U)
         own = [own_part(self.parameters[0], sketch, {self.column_dim: 0}) for sketch in full]
-        return randomized_svd(
+        return Batch(
             gradients,
             torch.stack(own),
             self.plan.rank,
-            self.plan.power_iterations,
-            mesh_dims=len(groups.sharding),
-            block=self.block,
-            replicas=groups.replicas is not None and not self.sends_dense,
+            self.block,
+            partial=groups.replicas is not None and not self.sends_dense,
             earlier=(read(self.U, indices), None if self.V is None else read(self.V, indices)),
         )
 
@@ -157,10 +145,8 @@ class MatrixStack:
         squared entries of P and Q. The second moment holds variances of the core's entries; if
         these are independent, the variances of sums add with squared weights.
 
-        Args:
-            new: The bases of some of the matrices.
-            rejected: True on the device to keep the old ones, a scalar. The counters, which are on
-                the host, change in any case; `TSRAdam.settle` or `TSRAdam.begin` sets them back.
+        A rejected step (a scalar on the device) keeps the old bases. The counters on the host
+        change in any case; `TSRAdam.settle` or `TSRAdam.begin` sets them back.
         """
         i = new.indices
         changes = [(self.U, new.U)]
@@ -177,15 +163,9 @@ class MatrixStack:
         self.refresh_counts[i] += 1
 
     def direction(self, steps: float, hyper: Mapping[str, Any], rejected: Tensor) -> Tensor:
-        """Run Adam on the cores: update their moments, and return D = m̂/(√v̂ + ε).
+        """Run Adam on the cores in step t: update their moments, and return D = m̂/(√v̂ + ε).
 
-        Args:
-            steps: t, this one included.
-            hyper: β₁, β₂ and ε (``eps``).
-            rejected: True on the device to leave the moments as they are, a scalar.
-
-        Returns:
-            D, of the shape of C; 0 if the step is rejected.
+        Of a rejected step (a scalar on the device) the moments stay, and D is 0.
         """
         beta1, beta2, eps = (float(hyper[name]) for name in ("beta1", "beta2", "eps"))
         # m ← β₁m + (1 − β₁)C,  v ← β₂v + (1 − β₂)C∘C
@@ -199,12 +179,9 @@ class MatrixStack:
         return D.masked_fill(rejected, 0.0)
 
     def lift(self, D: Tensor, hyper: Mapping[str, Any], rejected: Tensor) -> None:
-        """Lift directions of cores to full matrices: W ← (1 − ηλ)W − ηα·UDVᵀ.
+        """Lift directions to full matrices: W ← (1 − ηλ)W − ηα·UDVᵀ, where α is ``tsr_scale``.
 
-        Args:
-            D: The directions, of the shape of C.
-            hyper: η (``lr``) and λ (``weight_decay``); α is ``tsr_scale``.
-            rejected: True on the device to change no bit of the weights, a scalar.
+        A rejected step (a scalar on the device) changes no bit of the weights.
         """
         lr, decay = float(hyper["lr"]), float(hyper["weight_decay"])
         # A rejected step multiplies weights by 1 and adds 0.
@@ -258,10 +235,7 @@ def stack_alike(
 ) -> list[MatrixStack]:
     """Stack the matrices that are alike.
 
-    Args:
-        matrices: Plan and parameter of each.
-        sharding: Sizes of the run's mesh dimensions that split parameters, by name, in order.
-        settings: The settings.
+    ``sharding`` has the sizes of the run's mesh dimensions that split parameters, in order.
     """
     alike: dict[Any, list[tuple[MatrixPlan, Tensor]]] = defaultdict(list)
     for plan, parameter in matrices:

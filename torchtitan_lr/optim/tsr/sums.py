@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""What a TSR-Adam step sends: sums of cores and dense gradients, and the rounds of a refresh.
+"""What a TSR-Adam step sends: sums of cores and dense gradients, and the exchange of a refresh.
 
 FSDP sums gradients over the shards only; TSR-Adam sums over the replicas itself. Every reduction is
 a plain SUM. Sums over the replicas may travel in bf16; terms of a core or a sketch that shards of
@@ -8,9 +8,9 @@ process groups.
 """
 
 from collections import deque
-from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lr.agreement import from_all_ranks
-from torchtitan_lr.compat.collectives import all_gather
 from torchtitan_lr.compat.dtensor import local_part
+from torchtitan_lr.compat.process_groups import all_gather
 from torchtitan_lr.optim.buckets import split_buckets
 
 Axis = Literal["rows", "columns"]
@@ -37,13 +37,7 @@ class Layout:
         return self.rows if axis == "rows" else self.columns
 
     def largest_block(self, m: int, n: int, ranks: Sequence[int]) -> tuple[int, int]:
-        """Return the sides of a rank's largest block, with padding: all ranks must decide alike.
-
-        Args:
-            m: Rows of the whole matrix.
-            n: Its columns.
-            ranks: Size of every mesh dimension of the run.
-        """
+        """Return the sides of a rank's largest block of (m, n): all ranks must decide alike."""
         for dim in self.rows:
             m = -(-m // ranks[dim])
         for dim in self.columns:
@@ -53,19 +47,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of a run.
-
-    Args:
-        sharding: Mesh dimensions that split parameters, by name, in the run's common order.
-        replicas: Ranks with equal parameters and different data; None if there is only one.
-        stages: Pipeline ranks; None without pipelining.
-        wire_dtype: Dtype in which sums over the replicas travel; None for the tensors' own.
-    """
+    """The process groups of a run."""
 
     sharding: Mapping[str, dist.ProcessGroup]
+    """Mesh dimensions that split parameters, by name, in the run's common order."""
     replicas: dist.ProcessGroup | None = None
+    """Ranks with equal parameters and different data; None if there is only one."""
     stages: dist.ProcessGroup | None = None
+    """Pipeline ranks; None without pipelining."""
     wire_dtype: torch.dtype | None = None
+    """Dtype in which sums over the replicas travel; None for the tensors' own."""
 
     @classmethod
     def of(
@@ -104,15 +95,9 @@ def sum_over(
     group: dist.ProcessGroup | None,
     wire_dtype: torch.dtype | None = None,
 ) -> Callable[[], None]:
-    """Start the sum of tensors of one dtype over a group, in one message.
+    """Start the sum of tensors of one dtype over a group, in one message; return what waits for it.
 
-    Args:
-        tensors: Summed in place.
-        group: None for nothing to sum.
-        wire_dtype: Dtype of the message; None for that of the tensors.
-
-    Returns:
-        A function that waits, and copies the sums into the tensors; nothing without a group.
+    The sums are copied into the tensors. The message has their dtype, or another one.
     """
     if group is None or not tensors:
         return lambda: None
@@ -141,11 +126,7 @@ def in_buckets(
 ) -> list[list[Tensor]]:
     """Split parameters into about ``count`` buckets of consecutive ones, of similar size.
 
-    Args:
-        parameters: All of what is sent for them has one dtype.
-        sizes: Elements that are sent for each.
-        count: Number of buckets.
-        most: Elements of a bucket, at most.
+    ``sizes`` are the elements that are sent for each, ``most`` is a bucket's limit of them.
     """
     limit = min(-(-sum(sizes) // count), most)
     buckets = []
@@ -164,13 +145,10 @@ def local_gradient(parameter: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GradientSum:
-    """The sum of dense gradients over the replicas: G ← ΣG.
-
-    Args:
-        parameters: The parameters, of one dtype.
-    """
+    """The sum of dense gradients over the replicas: G ← ΣG."""
 
     parameters: Sequence[Tensor]
+    """Of one dtype."""
 
     def start(self, groups: Groups) -> Callable[[], None]:
         """Start the sum; return what waits for it."""
@@ -180,19 +158,15 @@ class GradientSum:
 
 @dataclass(frozen=True)
 class CoreSum:
-    """The sum of cores over the ranks: C ← ΣC.
-
-    Args:
-        parameters: Whose cores they are.
-        cores: The cores, of one dtype.
-        contracted: For each core the mesh dimensions whose ranks hold one term of it each.
-        buffer: The memory of all cores of a rank, if these are all: it is sent without a copy.
-    """
+    """The sum of cores over the ranks: C ← ΣC."""
 
     parameters: Sequence[Tensor]
     cores: Sequence[Tensor]
+    """Of one dtype."""
     contracted: Sequence[Container[int]]
+    """For each core the mesh dimensions whose ranks hold one term of it each."""
     buffer: Tensor | None
+    """The memory of all cores of a rank, if these are all: it is sent without a copy."""
 
     def start(self, groups: Groups) -> Callable[[], None]:
         """Sum over the shards, then start the sum over the replicas; return what waits for it."""
@@ -209,12 +183,7 @@ class EarlySums:
     """The sums of one step: each starts when all its gradients are there, in a fixed order.
 
     Autograd may produce gradients in another order on another rank. A sum therefore waits for all
-    sums before it.
-
-    Args:
-        sums: The sums.
-        order: Every parameter, in the order in which backward is expected to produce gradients.
-        groups: The process groups.
+    sums before it, in the order in which backward is expected to produce all gradients.
 
     Attributes:
         started: The parameters whose sums have started: they take no other gradient.
@@ -254,111 +223,43 @@ class EarlySums:
         self._pending.append(one.start(self._groups))
 
 
-# A refresh's rounds of requests.
+class Exchange:
+    """What the matrices of a refresh sum and gather: one message for all of them at a time.
 
-
-@dataclass(frozen=True)
-class Sum:
-    """Request: sum over the ranks that share an axis.
-
-    Args:
-        tensor: This rank's term, of the same shape on all these ranks; summed in place.
-        axis: The axis whose shards are contracted away.
-        replicas: Whether to sum over the replicas too.
+    ``layouts`` are those of the matrices, or of stacks of them, in the same order on all ranks.
     """
 
-    tensor: Tensor
-    axis: Axis
-    replicas: bool
+    def __init__(self, layouts: Sequence[Layout], groups: Groups) -> None:
+        self.layouts, self.groups = layouts, groups
+        self.mesh_dims = range(len(groups.sharding))
 
+    def sum(self, terms: Sequence[Tensor], axis: Axis, partial: Sequence[bool] = ()) -> None:
+        """Sum this rank's terms in place, over the shards of an axis, which is contracted away.
 
-@dataclass(frozen=True)
-class Gather:
-    """Request: gather the blocks of all ranks of one mesh dimension, if it shards the axis.
+        Those that are ``partial`` sums over the replicas are summed over these too.
+        """
+        for dim, group in enumerate(self.groups.sharding.values()):
+            layouts = zip(terms, self.layouts, strict=True)
+            sum_over([term for term, layout in layouts if dim in layout.mesh_dims(axis)], group)()
+        of_replicas = zip(terms, partial, strict=True) if partial else ()
+        self.groups.sum_over_replicas([term for term, sums in of_replicas if sums])()
 
-    The answer is ``(blocks (ranks, ...), own index)``, or None if the dimension does not shard it.
+    def gather(
+        self, blocks: Sequence[Tensor], axis: Axis, mesh_dim: int
+    ) -> list[tuple[Tensor, int] | None]:
+        """Gather blocks from the ranks of a mesh dimension: (ranks, ...), and this rank's place.
 
-    Args:
-        tensor: This rank's block.
-        axis: The axis.
-        mesh_dim: Index of the dimension, in the run's common order.
-    """
-
-    tensor: Tensor
-    axis: Axis
-    mesh_dim: int
-
-
-Request = Sum | Gather
-Answer = Tensor | tuple[Tensor, int] | None
-Result = TypeVar("Result")
-Rounds = Generator[Request, Answer, Result]
-"""A computation in rounds: each yields a request to other ranks, and receives the answer."""
-
-
-def summed(tensor: Tensor, axis: Axis, replicas: bool) -> Rounds[Tensor]:
-    """Return the `Sum` of a tensor."""
-    answer = yield Sum(tensor, axis, replicas)
-    assert isinstance(answer, Tensor)
-    return answer
-
-
-def solve_together(
-    computations: Sequence[Rounds[Result]], layouts: Sequence[Layout], groups: Groups
-) -> list[Result]:
-    """Run computations side by side and merge each round of their requests into collectives.
-
-    A round needs at most one call per kind of request and mesh dimension. The computations, each
-    with the layout of its matrices, have the same order on all ranks.
-    """
-    results: dict[int, Result] = {}
-    answers: dict[int, Answer] = dict.fromkeys(range(len(computations)))
-    while answers:
-        sums: dict[int, Sum] = {}
-        gathers: dict[int, Gather] = {}
-        for index, answer in answers.items():
-            try:
-                request = computations[index].send(answer)
-            except StopIteration as end:
-                results[index] = end.value
-                continue
-            if isinstance(request, Sum):
-                sums[index] = request
-            else:
-                gathers[index] = request
-        answers = _answer_sums(sums, layouts, groups)
-        answers.update(_answer_gathers(gathers, layouts, groups))
-    return [results[index] for index in range(len(computations))]
-
-
-def _answer_sums(
-    sums: Mapping[int, Sum], layouts: Sequence[Layout], groups: Groups
-) -> dict[int, Answer]:
-    """Sum tensors over the shards of their axis, then over the replicas, all in place."""
-    for dim, group in enumerate(groups.sharding.values()):
-        split = [s.tensor for i, s in sums.items() if dim in layouts[i].mesh_dims(s.axis)]
-        sum_over(split, group)()
-    groups.sum_over_replicas([s.tensor for s in sums.values() if s.replicas])()
-    return {i: s.tensor for i, s in sums.items()}
-
-
-def _answer_gathers(
-    gathers: Mapping[int, Gather], layouts: Sequence[Layout], groups: Groups
-) -> dict[int, Answer]:
-    """Gather the blocks of the mesh dimension that each request asks for."""
-    answers: dict[int, Answer] = dict.fromkeys(gathers)
-    for dim, group in enumerate(groups.sharding.values()):
-        asked: dict[int, Tensor] = {}
-        for i, gather in gathers.items():
-            if gather.mesh_dim == dim and dim in layouts[i].mesh_dims(gather.axis):
-                asked[i] = gather.tensor
-        if not asked:
-            continue
-        own = torch.cat([block.reshape(-1) for block in asked.values()])
+        None for a matrix whose axis the dimension does not shard.
+        """
+        found: list[tuple[Tensor, int] | None] = [None] * len(blocks)
+        split = [i for i, own in enumerate(self.layouts) if mesh_dim in own.mesh_dims(axis)]
+        if not split:
+            return found
+        group = list(self.groups.sharding.values())[mesh_dim]
+        own = torch.cat([blocks[i].reshape(-1) for i in split])
         everyone = own.new_empty(group.size() * own.numel())
         all_gather(everyone, own, group=group)
-        sizes = [block.numel() for block in asked.values()]
-        parts = everyone.view(group.size(), -1).split(sizes, dim=1)
-        for (i, block), part in zip(asked.items(), parts, strict=True):
-            answers[i] = (part.reshape(group.size(), *block.shape), group.rank())
-    return answers
+        parts = everyone.view(group.size(), -1).split([blocks[i].numel() for i in split], dim=1)
+        for i, part in zip(split, parts, strict=True):
+            found[i] = part.reshape(group.size(), *blocks[i].shape), group.rank()
+        return found

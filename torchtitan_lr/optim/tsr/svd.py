@@ -5,48 +5,63 @@ A gradient G (m, n) may be *sharded*: ranks hold blocks of its rows, of its colu
 may be a *partial sum*: the true G is the sum over replicas. Ranks never send G or a matrix of its
 size, only matrices of width k = r + p (TSR-Adam, Section 3.5).
 
-The algorithm is a generator. Where it needs other ranks, it yields a request (a `Sum` or a
-`Gather`) and receives the answer. `sums.solve_together` runs the generators of many matrices side
-by side and merges each round of requests into one collective.
+Matrices of equal shape and layout are a `Batch`. All batches of a round are decomposed side by
+side, so that an `Exchange` sums, or gathers, what all of them need in one message.
 """
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchtitan_lr.compat.linalg import convergence_on_device
-from torchtitan_lr.optim.tsr.sums import Axis, Gather, Rounds, summed
+from torchtitan_lr.optim.tsr.sums import Axis, Exchange
 
 
 class SVD(NamedTuple):
-    """Leading singular triplets of a batch of b matrices.
-
-    Attributes:
-        U: (b, m, r), orthonormal columns, sharded like G's rows.
-        S: σ (b, r), in descending magnitude, equal on all ranks; negative where alignment with the
-            earlier bases flipped only one side.
-        V: (b, n, r), orthonormal columns, sharded like G's columns.
-    """
+    """Leading singular triplets of a batch of b matrices."""
 
     U: Tensor
+    """(b, m, r), orthonormal columns, sharded like G's rows."""
     S: Tensor
+    """σ (b, r), in descending magnitude, equal on all ranks; negative where alignment with the
+    earlier bases flipped only one side."""
     V: Tensor
+    """(b, n, r), orthonormal columns, sharded like G's columns."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """b gradients of one shape and layout."""
+
+    gradients: Sequence[Tensor]
+    """This rank's blocks of G, each (m, n); may be empty."""
+    sketches: Tensor
+    """Ω (b, n, k), the rows of the common random draw for this rank's columns."""
+    rank: int
+    """r ≤ k, the number of triplets."""
+    block: tuple[int, int]
+    """m and n of a rank's largest block."""
+    partial: bool = False
+    """Whether the gradients are partial sums over replicas."""
+    earlier: tuple[Tensor | None, Tensor | None] = (None, None)
+    """The previous bases U (b, m, r) and V (b, n, r), None for a side that is not to be aligned (in
+    all batches). Zeros, or random, before the first refresh."""
+
+    def times(self, factors: Tensor, transposed: bool = False) -> Tensor:
+        """Return this rank's terms of G X (b, m, k), or of Gᵀ X (b, n, k)."""
+        # One product per matrix: stacking the gradients would copy all of them.
+        pairs = zip((g.mT if transposed else g for g in self.gradients), factors, strict=True)
+        return torch.stack([g.to(x.dtype) @ x for g, x in pairs])
 
 
 def randomized_svd(
-    gradients: Sequence[Tensor],
-    sketches: Tensor,
-    rank: int,
-    power_iterations: int,
-    mesh_dims: int = 0,
-    block: tuple[int, int] | None = None,
-    replicas: bool = False,
-    earlier: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> Rounds[SVD]:
-    """Compute the leading singular triplets of matrices of one shape (Algorithm 1's refresh).
+    batches: Sequence[Batch], power_iterations: int, exchange: Exchange
+) -> list[SVD]:
+    """Compute the leading singular triplets of matrices (Algorithm 1's refresh).
 
     A gradient determines singular vectors up to a sign. The sketch fixes the sign, so that every
     layout of ranks computes the same vectors. Each vector is then flipped towards its predecessor,
@@ -55,64 +70,86 @@ def randomized_svd(
     bases stay and σ turns negative. Vectors that are nearly orthogonal to their predecessors, or
     have none, keep the sketch's sign. Columns of a vanishing singular value are set to zero: the
     gradient does not determine them, and rounding noise would differ between layouts.
-
-    Args:
-        gradients: This rank's b local blocks of G, each (m, n); may be empty.
-        sketches: Ω (b, n, k), the rows of the common random draw for this rank's columns.
-        rank: r ≤ k, the number of triplets.
-        power_iterations: q.
-        mesh_dims: Number of mesh dimensions that may shard a matrix of this run.
-        block: m and n of a rank's largest block; by default those of this rank's.
-        replicas: Whether the gradients are partial sums over replicas.
-        earlier: The previous bases U (b, m, r) and V (b, n, r), None for a side that is not to be
-            aligned. Zeros, or random, before the first refresh.
     """
-    m, n = block or gradients[0].shape
-    # Y = GΩ, a sketch of the range of G.
-    y = yield from summed(_times(gradients, sketches), "columns", replicas)  # (b, m, k)
-    q, _ = yield from tsqr(y, "rows", mesh_dims, m)  # (b, m, k)
+    heights, widths = zip(*(batch.block for batch in batches), strict=True)
+    sketches = [batch.sketches for batch in batches]
+    # Y = GΩ, a sketch of the range of G, and its basis Q.
+    q, _ = tsqr(_products(batches, sketches, exchange), "rows", heights, exchange)  # (b, m, k)
     for _ in range(power_iterations):
         # Z = GᵀQ and Y = G·qr(Z): the sketch turns towards the leading directions.
-        z = yield from summed(_times(gradients, q, transposed=True), "rows", replicas)  # (b, n, k)
-        z, _ = yield from tsqr(z, "columns", mesh_dims, n)
-        y = yield from summed(_times(gradients, z), "columns", replicas)
-        q, _ = yield from tsqr(y, "rows", mesh_dims, m)
+        z = _products(batches, q, exchange, transposed=True)  # (b, n, k)
+        z, _ = tsqr(z, "columns", widths, exchange)
+        q, _ = tsqr(_products(batches, z, exchange), "rows", heights, exchange)
     # B = QᵀG (k, n), kept as Bᵀ = Q_b·R_b; then B = R_bᵀ·Q_bᵀ, and its SVD is that of a k×k matrix.
-    b = yield from summed(_times(gradients, q, transposed=True), "rows", replicas)  # (b, n, k)
-    q_b, r_b = yield from tsqr(b, "columns", mesh_dims, n)  # (b, n, k) and (b, k, k)
+    b = _products(batches, q, exchange, transposed=True)  # (b, n, k)
+    q_b, r_b = tsqr(b, "columns", widths, exchange)  # (b, n, k) and (b, k, k)
+    factors = zip(q, q_b, r_b, (batch.rank for batch in batches), strict=True)
+    found = [_triplets(*each) for each in factors]
+    sides = [s[..., :1].mT @ svd.V for s, svd in zip(sketches, found, strict=True)]  # (b, 1, r)
+    exchange.sum(sides, "columns")
+    signed = [_signed(svd, side) for svd, side in zip(found, sides, strict=True)]
+    return _aligned(signed, [batch.earlier for batch in batches], exchange)
+
+
+def _products(
+    batches: Sequence[Batch],
+    factors: Sequence[Tensor],
+    exchange: Exchange,
+    transposed: bool = False,
+) -> list[Tensor]:
+    """Return ΣG X of all batches, or ΣGᵀ X, summed over the shards and the replicas."""
+    pairs = zip(batches, factors, strict=True)
+    terms = [batch.times(factor, transposed) for batch, factor in pairs]
+    partial = [batch.partial for batch in batches]
+    exchange.sum(terms, "rows" if transposed else "columns", partial)
+    return terms
+
+
+def _triplets(q: Tensor, q_b: Tensor, r_b: Tensor, rank: int) -> SVD:
+    """Return triplets of Q·R_bᵀ·Q_bᵀ: the first r columns of U = QŨ and V = Q_b·Ṽ, and all k σ."""
     # A non-finite gradient makes R_b non-finite on every rank, where a decomposition may not end.
     # Its singular values become NaN instead, and so does the gradient's norm.
     small = _small_svd(torch.nan_to_num(r_b.mT, 0.0, 0.0, 0.0))
     values = small.S + (r_b * 0).sum(dim=(-2, -1))[:, None]  # (b, k)
-    # U = QŨ and V = Q_b·Ṽ, the first r columns.
-    left = q @ small.U[..., :rank]  # (b, m, r)
-    right = q_b @ small.V[..., :rank]  # (b, n, r)
-    sides = yield from summed(sketches[..., :1].mT @ right, "columns", False)  # (b, 1, r)
-    # 1 for singular values above rounding error, else 0.
-    smallest = values[:, :1] * values.shape[-1] * torch.finfo(values.dtype).eps
-    present = (values[:, :rank] > smallest).to(values.dtype)
-    keep = _signs(sides) * present[:, None, :]
-    left, right, values = left * keep, right * keep, values[:, :rank]
-    return (yield from _aligned(SVD(left, values, right), *earlier))
+    return SVD(q @ small.U[..., :rank], values, q_b @ small.V[..., :rank])
 
 
-def _aligned(svd: SVD, old_left: Tensor | None, old_right: Tensor | None) -> Rounds[SVD]:
-    """Flip each vector, with its σ, towards its predecessor in the earlier bases."""
+def _signed(svd: SVD, sides: Tensor) -> SVD:
+    """Give vectors the sketch's sign, or zero if σ is below rounding error; keep r of k values."""
     left, values, right = svd
-    if old_left is not None:
-        turns = yield from _turns(left, old_left, "rows")
-        left, values = left * turns[:, None, :], values * turns
-    if old_right is not None:
-        turns = yield from _turns(right, old_right, "columns")
-        right, values = right * turns[:, None, :], values * turns
-    return SVD(left, values, right)
+    smallest = values[:, :1] * values.shape[-1] * torch.finfo(values.dtype).eps
+    values = values[:, : right.shape[-1]]
+    keep = _signs(sides) * (values > smallest).to(values.dtype)[:, None, :]  # (b, 1, r)
+    return SVD(left * keep, values, right * keep)
 
 
-def _turns(bases: Tensor, old: Tensor, axis: Axis) -> Rounds[Tensor]:
+def _aligned(
+    svds: Sequence[SVD],
+    earlier: Sequence[tuple[Tensor | None, Tensor | None]],
+    exchange: Exchange,
+) -> list[SVD]:
+    """Flip each vector, with its σ, towards its predecessor in the earlier bases."""
+    found = list(svds)
+    old_lefts, old_rights = zip(*earlier, strict=True)
+    if old_lefts[0] is not None:
+        turns = _turns([svd.U for svd in found], old_lefts, "rows", exchange)
+        for i, (svd, turn) in enumerate(zip(found, turns, strict=True)):
+            found[i] = svd._replace(U=svd.U * turn[:, None, :], S=svd.S * turn)
+    if old_rights[0] is not None:
+        turns = _turns([svd.V for svd in found], old_rights, "columns", exchange)
+        for i, (svd, turn) in enumerate(zip(found, turns, strict=True)):
+            found[i] = svd._replace(V=svd.V * turn[:, None, :], S=svd.S * turn)
+    return found
+
+
+def _turns(
+    bases: Sequence[Tensor], old: Sequence[Tensor], axis: Axis, exchange: Exchange
+) -> list[Tensor]:
     """Return 1 for each vector (b, r) that points to its predecessor's side, and -1 for others."""
-    products = yield from summed((bases * old).sum(dim=-2), axis, False)
+    products = [(new * before).sum(dim=-2) for new, before in zip(bases, old, strict=True)]
+    exchange.sum(products, axis)
     # Near zero the sign would be that of rounding noise, which layouts do not share.
-    return _signs(products + torch.finfo(products.dtype).eps ** 0.5)
+    return [_signs(each + torch.finfo(each.dtype).eps ** 0.5) for each in products]
 
 
 def _small_svd(square: Tensor) -> SVD:
@@ -142,38 +179,42 @@ def _small_svd(square: Tensor) -> SVD:
     return SVD(left.to(square.dtype), values.to(square.dtype), right.to(square.dtype))
 
 
-def tsqr(tall: Tensor, axis: Axis, mesh_dims: int, most: int) -> Rounds[tuple[Tensor, Tensor]]:
-    """Compute the QR factorization of a tall matrix whose rows are shared out over ranks.
+def tsqr(
+    talls: Sequence[Tensor], axis: Axis, most: Sequence[int], exchange: Exchange
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Compute QR factorizations of tall matrices whose rows, along an axis of G, ranks share.
 
     Ranks with k rows or more factorize their own, and gather only the triangles (k, k). Ranks with
     fewer rows gather the rows themselves. The QR factorization of what is gathered and stacked
     corrects the local Q, in one round per mesh dimension. The diagonal of R is made non-negative,
     so that both factors are unique (at full rank).
 
-    Args:
-        tall: This rank's rows (b, m, k); m may be less than k, or 0, but not of all ranks together.
-        axis: The axis of G that these rows belong to.
-        mesh_dims: Number of mesh dimensions that may shard it.
-        most: The largest m of a rank. Fewer rows are padded: all ranks must send alike.
-
-    Returns:
-        Q (b, m, k), sharded like the input, and R (b, k, k), equal on all ranks.
+    Of this rank's rows (b, m, k), m may be less than k, or 0; ``most`` is a rank's largest m. Q
+    (b, m, k) is sharded like them, and R (b, k, k) equal on all ranks.
     """
+    found = [_factors(_padded(tall, rows)) for tall, rows in zip(talls, most, strict=True)]
+    bases, triangles = [q for q, _ in found], [r for _, r in found]
+    for mesh_dim in exchange.mesh_dims:
+        for i, answer in enumerate(exchange.gather(triangles, axis, mesh_dim)):
+            if answer is None:
+                continue
+            blocks, place = answer  # (ranks, b, h, k)
+            height = blocks.shape[2]
+            corrections, triangles[i] = _factors(blocks.transpose(0, 1).flatten(1, 2))
+            # Of (b, ranks·h, k) this rank's rows.
+            bases[i] = bases[i] @ corrections[:, place * height : (place + 1) * height]
+    for i, (q, r) in enumerate(zip(bases, triangles, strict=True)):
+        signs = _signs(r.diagonal(dim1=-2, dim2=-1))
+        bases[i] = q[:, : talls[i].shape[1]] * signs[..., None, :]
+        triangles[i] = r * signs[..., None]
+    return bases, triangles
+
+
+def _padded(tall: Tensor, most: int) -> Tensor:
+    """Return a matrix (b, m, k) with as many rows as every rank sends."""
     rows, width = tall.shape[1:]
-    if (lacking := min(most, width) - rows) > 0:
-        tall = torch.nn.functional.pad(tall, (0, 0, 0, lacking))
-    q, r = _factors(tall)
-    for mesh_dim in range(mesh_dims):
-        answer = yield Gather(r, axis, mesh_dim)
-        if answer is None:
-            continue
-        assert isinstance(answer, tuple)
-        blocks, place = answer  # (ranks, b, h, k)
-        height = blocks.shape[2]
-        corrections, r = _factors(blocks.transpose(0, 1).flatten(1, 2))  # of (b, ranks·h, k)
-        q = q @ corrections[:, place * height : (place + 1) * height]
-    signs = _signs(r.diagonal(dim1=-2, dim2=-1))
-    return q[:, :rows] * signs[..., None, :], r * signs[..., None]
+    lacking = min(most, width) - rows
+    return torch.nn.functional.pad(tall, (0, 0, 0, lacking)) if lacking > 0 else tall
 
 
 def _factors(tall: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,13 +243,8 @@ def gram_qr(tall: Tensor) -> tuple[Tensor, Tensor]:
     The Gram matrix squares the condition number, and fp64 has the digits for that. A shift keeps it
     positive definite; a second pass removes what the shift did to the weakest directions. Those
     below fp32's rounding error vanish from Q. Q·R is the matrix itself, whatever its rank (shifted
-    Cholesky QR, Fukaya et al., SIAM J. Sci. Comput. 42, 2020).
-
-    Args:
-        tall: Matrices (b, m, k), k ≤ m.
-
-    Returns:
-        Q (b, m, k) and R (b, k, k) with a positive diagonal.
+    Cholesky QR, Fukaya et al., SIAM J. Sci. Comput. 42, 2020). Matrices are (b, m, k) with k ≤ m,
+    and R (b, k, k) has a positive diagonal.
     """
     q, r = _shifted_cholesky_qr(tall.double())
     q, second = _shifted_cholesky_qr(q)
@@ -225,15 +261,9 @@ def _shifted_cholesky_qr(tall: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw_sketches(keys: Iterable[tuple[str, int]], size: tuple[int, int], like: Tensor) -> Tensor:
-    """Draw Ω for several matrices, the same on every rank.
+    """Draw Ω (b, n, k) of ``size`` (n, k), standard normal, for several matrices on every rank.
 
-    Args:
-        keys: Parameter name and index of the refresh; they select the random stream.
-        size: n and k.
-        like: A tensor of the device and dtype to draw in.
-
-    Returns:
-        Standard normal, (b, n, k).
+    A parameter's name and the index of its refresh select the random stream.
     """
     generator = torch.Generator(like.device)
     drawn = []
@@ -248,10 +278,8 @@ def draw_basis(key: str, size: tuple[int, int]) -> Tensor:
 
     Rows are dealt to the columns in a random order and get a random sign. The columns do not
     overlap, so they are orthogonal without a factorization, and every row belongs to one. The key
-    selects the random stream.
-
-    Returns:
-        (m, r ≤ m) in fp64, on the CPU; each column has ⌊m/r⌋ or ⌈m/r⌉ entries of equal magnitude.
+    selects the random stream. The basis (m, r ≤ m) is fp64, on the CPU; each column has ⌊m/r⌋ or
+    ⌈m/r⌉ entries of equal magnitude.
     """
     rows, rank = size
     generator = torch.Generator().manual_seed(_seed(key))
@@ -266,13 +294,6 @@ def draw_basis(key: str, size: tuple[int, int]) -> Tensor:
 def _seed(key: str) -> int:
     # The 0 stands for a seed that a run could once set; another number would change every Ω.
     return int.from_bytes(hashlib.sha256(f"0:{key}".encode()).digest()[:7], "big")
-
-
-def _times(gradients: Sequence[Tensor], factors: Tensor, transposed: bool = False) -> Tensor:
-    """Return the products G·X, or GᵀX, of b matrices (m, n) and factors (b, n or m, k)."""
-    # One product per matrix: stacking the gradients would copy all of them.
-    pairs = zip((g.mT if transposed else g for g in gradients), factors, strict=True)
-    return torch.stack([g.to(x.dtype) @ x for g, x in pairs])
 
 
 def _signs(values: Tensor) -> Tensor:

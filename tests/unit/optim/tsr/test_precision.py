@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """TF32's error of a core against its bound, and against the error of gradients that bf16 computes.
 
-docs/numerics.md has the derivation. TF32 keeps 10 bits of a factor's mantissa and adds in fp32;
+docs/step.md has the derivation. TF32 keeps 10 bits of a factor's mantissa and adds in fp32;
 here the factors are rounded, and the products are fp64.
 """
 

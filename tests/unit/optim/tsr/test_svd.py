@@ -1,11 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
-from tests.reference.solve_alone import solve_alone
 from tests.support.host_reads import reads
-from torchtitan_lr.optim.tsr.sums import Gather, Sum
+from torchtitan_lr.optim.tsr.sums import Exchange, Groups, Layout
 from torchtitan_lr.optim.tsr.svd import (
+    Batch,
     _small_svd,
     draw_basis,
     draw_sketches,
@@ -27,9 +30,19 @@ def decaying(m, n, seed=0, ratio=0.3):
     return (u * ratio ** torch.arange(min(m, n), dtype=F64)) @ v.T
 
 
+ALONE = Exchange([Layout()], Groups({}))
+"""Nothing is sharded, and every sum is complete."""
+
+
+def solve_with(gradients, omega, rank, q=1, earlier=(None, None), exchange=ALONE, block=None):
+    batch = Batch(gradients, omega, rank, block or gradients[0].shape, earlier=earlier)
+    (svd,) = randomized_svd([batch], q, exchange)
+    return svd
+
+
 def solve(gradients, rank, width, q=1, seed=0, earlier=(None, None)):
     omega = draw(len(gradients), gradients[0].shape[1], width, seed=seed)
-    return solve_alone(randomized_svd(gradients, omega, rank, q, earlier=earlier))
+    return solve_with(gradients, omega, rank, q, earlier)
 
 
 @pytest.mark.parametrize("size", [(20, 12), (12, 20), (9, 9)])
@@ -46,8 +59,8 @@ def test_exact_where_the_sketch_is_as_wide_as_the_matrix(size):
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_the_host_reads_nothing(dtype):
     gradients = [draw(9, 7, seed=seed).to(dtype) for seed in range(2)]
-    svd = randomized_svd(gradients, draw(2, 7, 4).to(dtype), 3, 1)
-    assert reads(lambda: solve_alone(svd)) == 0
+    omega = draw(2, 7, 4).to(dtype)
+    assert reads(lambda: solve_with(gradients, omega, 3)) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
@@ -63,10 +76,7 @@ def test_fp32_is_as_exact_as_its_own_svd(ratio):
     gradients = [decaying(40, 16, ratio=ratio, seed=seed) for seed in range(3)]
     omega = draw(3, 16, 16, seed=7)
     narrow = [g.float() for g in gradients]
-    wide, found = (
-        solve_alone(randomized_svd(g, o, 16, 1))
-        for g, o in ((gradients, omega), (narrow, omega.float()))
-    )
+    wide, found = (solve_with(g, o, 16) for g, o in ((gradients, omega), (narrow, omega.float())))
     sizes = found.S > 5e-5
     assert found.S.dtype == torch.float32
     assert bool(sizes.all()) == (ratio > 0.5)
@@ -132,35 +142,45 @@ def test_a_gradient_that_is_not_finite_shows_in_the_values(bad):
     torch.testing.assert_close(svd.S[1:], solve([good, good], 3, 5).S[1:], rtol=1e-12, atol=1e-12)
 
 
-def split_solve(ranks, whole, grid=None, sent=None):
-    """Drive several ranks' generators by hand: each round's requests answered together.
+class Together(Exchange):
+    """A rank of a grid of threads, whose sides are mesh dimensions that split one axis."""
 
-    The ranks are a grid, whose sides are mesh dimensions that split the axis ``whole``.
-    """
-    places = torch.arange(len(ranks)).view(grid or (-1,))
-    answers = [None] * len(ranks)
-    while True:
-        requests = []
-        for steps, answer in zip(ranks, answers, strict=True):
-            try:
-                requests.append(steps.send(answer))
-            except StopIteration as end:
-                requests.append(end.value)
-        if not isinstance(requests[0], Sum | Gather):
-            return requests
-        if isinstance(requests[0], Sum):
-            total = sum(r.tensor for r in requests) if requests[0].axis == whole else None
-            answers = [r.tensor if total is None else total for r in requests]
-        elif requests[0].axis == whole:
-            mesh_dim = requests[0].mesh_dim
-            for group in places.movedim(mesh_dim, -1).reshape(-1, places.shape[mesh_dim]).tolist():
-                stacked = torch.stack([requests[rank].tensor for rank in group])
-                for i, rank in enumerate(group):
-                    answers[rank] = stacked, i
-            if sent is not None:
-                sent.append(stacked[:, 0].numel())
-        else:
-            answers = [None] * len(ranks)
+    def __init__(self, rank, places, whole, meeting, sent):
+        self.rank, self.places, self.whole, self.sent = rank, places, whole, sent
+        self.mesh_dims, (self.slots, self.barrier) = range(places.ndim), meeting
+
+    def meet(self, tensors):
+        self.slots[self.rank] = [tensor.clone() for tensor in tensors]
+        self.barrier.wait(30)
+        everyone = list(self.slots)
+        self.barrier.wait(30)
+        return everyone
+
+    def sum(self, terms, axis, partial=()):
+        if axis == self.whole:
+            for term, others in zip(terms, zip(*self.meet(terms), strict=True), strict=True):
+                term.copy_(sum(others))
+
+    def gather(self, blocks, axis, mesh_dim):
+        if axis != self.whole:
+            return [None] * len(blocks)
+        everyone = self.meet(blocks)
+        places = self.places.movedim(mesh_dim, -1).reshape(-1, self.places.shape[mesh_dim])
+        (group,) = (row for row in places.tolist() if self.rank in row)
+        stacked = [torch.stack([everyone[r][i] for r in group]) for i in range(len(blocks))]
+        if self.rank == 0:
+            self.sent.append(stacked[0][:, 0].numel())
+        return [(each, group.index(self.rank)) for each in stacked]
+
+
+def on_ranks(function, whole, grid, sent=None):
+    """Call ``function(rank, exchange)`` on every rank of a grid that splits an axis."""
+    places = torch.arange(torch.Size(grid).numel()).view(grid)
+    count = places.numel()
+    meeting, sent = ([None] * count, threading.Barrier(count)), [] if sent is None else sent
+    exchanges = [Together(rank, places, whole, meeting, sent) for rank in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(function, range(count), exchanges))
 
 
 @pytest.mark.parametrize("condition", [1e0, 1e3, 1e5])
@@ -212,10 +232,15 @@ def test_gram_qr_of_fewer_directions_than_columns(rank):
 def test_tsqr_over_row_blocks(rows, grid, gathered):
     tall = draw(2, sum(rows), 4)
     sent = []
-    blocks = [tsqr(block, "rows", len(grid), max(rows)) for block in tall.split(rows, dim=1)]
-    parts = split_solve(blocks, "rows", grid, sent)
+    blocks = tall.split(rows, dim=1)
+
+    def one(rank, exchange):
+        return tsqr([blocks[rank]], "rows", [max(rows)], exchange)
+
+    parts = on_ranks(one, "rows", grid, sent)
+    parts = [(q, r) for (q,), (r,) in parts]
     assert sent == gathered
-    q, r = solve_alone(tsqr(tall, "rows", 1, sum(rows)))
+    (q,), (r,) = tsqr([tall], "rows", [sum(rows)], ALONE)
     exact_q, exact_r = torch.linalg.qr(tall)
     signs = exact_r.diagonal(dim1=1, dim2=2).sign()[:, None]
     torch.testing.assert_close(q, exact_q * signs, rtol=0, atol=1e-14)
@@ -239,12 +264,14 @@ def test_split_matrices_have_the_same_triplets(axis):
     block = pieces[0][0].shape
     sides = zip(AXES, earlier, strict=True)
     split = [old.split(sizes, 1) if side == axis else [old] * 3 for side, old in sides]
-    steps = [
-        randomized_svd([b], o, 4, 1, mesh_dims=1, block=block, earlier=old)
-        for (b, o), old in zip(pieces, zip(*split, strict=True), strict=True)
-    ]
-    parts = split_solve(steps, axis)
-    whole = solve_alone(randomized_svd([g], omega, 4, 1, earlier=earlier))
+    old = list(zip(*split, strict=True))
+
+    def one(rank, exchange):
+        gradient, own = pieces[rank]
+        return solve_with([gradient], own, 4, 1, old[rank], exchange, block)
+
+    parts = on_ranks(one, axis, (3,))
+    whole = solve_with([g], omega, 4, 1, earlier)
     left, right = [part.U for part in parts], [part.V for part in parts]
     left = torch.cat(left, 1) if axis == "rows" else left[0]
     right = torch.cat(right, 1) if axis == "columns" else right[0]

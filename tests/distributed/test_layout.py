@@ -1,0 +1,383 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What must hold in every layout, for combinations drawn from the table of what works with what.
+
+Each trains like one process, sends and holds what the estimate says, resumes bitwise, goes on in a
+neighbouring layout, and a rejected step leaves no trace. A run of the suite takes combinations that
+have every value, and pairs that failed before; ``--full`` all pairs.
+"""
+
+import json
+import keyword
+import random
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import torchtitan_lr.training.register  # noqa: F401
+from tests.support import layout_runs
+from tests.support.layout_runs import SAVED, STEPS
+from tests.support.parity_runs import (
+    DEEP,
+    EXACT,
+    ROUNDING,
+    ROUNDING_OF_POLAR_FACTORS,
+    TINY,
+    bf16_references,
+    largest_difference,
+    rounding_excess,
+    use_float64,
+)
+from tests.support.rank_pool import RankPool
+from tests.support.support_matrix import NONE, Combination, SupportMatrix, neighbour, world_size
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.costs.comparison import compare, differences
+from torchtitan_lr.costs.described_run import Run, read_run
+from torchtitan_lr.costs.held_memory import static_memory
+from torchtitan_lr.costs.messages import Traffic
+from torchtitan_lr.costs.optimizer_costs import TSRCost
+from torchtitan_lr.costs.rank_memory import rehearse_run, repeated_by_block
+from torchtitan_lr.costs.step_traffic import bytes_by_dim, step_traffic
+
+MATRIX = SupportMatrix()
+BEFORE = [
+    # Each lets ranks meet in a way that was wrong once, in full precision.
+    {
+        **{"family": "lax_gated", "tensor": "btp_sequence", "context": "latents"},
+        **{"checkpointing": "low_rank", "text": "documents"},
+    },
+    {
+        **{"family": "cola", "tensor": "btp_sequence", "pipeline": "1F1B"},
+        **{"optimizer": "lora_muon", "rates": "groups"},
+    },
+    {"family": "cola", "tensor": "btp_ungrouped", "context": "latents"},
+    {"family": "svd", "data": "fsdp", "context": "latents", "checkpointing": "selective_op"},
+    {"family": "lax", "context": "latents", "pipeline": "ZBVZeroBubble", "text": "documents"},
+    {"family": "caat", "tensor": "caat", "context": "shared", "checkpointing": "selective_op"},
+    {"family": "caat", "tensor": "caat", "pipeline": "ZBVZeroBubble"},
+    {"family": "caat", "tensor": "caat", "data": "replicas", "optimizer": "tsr"},
+    {"family": "full", "data": "hsdp", "accumulation": "twice", "optimizer": "tsr_staggered"},
+    {"family": "cola", "data": "replicas", "optimizer": "tsr_one_sided", "text": "pairs"},
+    {"family": "cola", "data": "fsdp", "tensor": "vanilla", "optimizer": "spectron"},
+    {"family": "full", "data": "fsdp", "tensor": "megatron", "optimizer": "muon"},
+    {"family": "lax", "data": "fsdp", "accumulation": "twice", "optimizer": "lora_muon"},
+    {"family": "full", "data": "hsdp", "accumulation": "twice", "codec": "sketch"},
+    {"family": "full", "data": "hsdp", "codec": "sparse"},
+    {"family": "lax", "data": "replicas", "pipeline": "1F1B", "accumulation": "twice"},
+    {"family": "svd", "data": "hsdp", "pipeline": "GPipe", "accumulation": "twice"},
+    {"family": "lax", "tensor": "vanilla", "pipeline": "1F1B", "checkpointing": "full"},
+    {"family": "svd", "tensor": "btp", "compile": "blocks"},
+]
+"""Pairs of values that failed before."""
+
+LOSSY = ("sparse",)
+"""Codecs that send a part of the gradient, so that no one process trains like them."""
+
+SPECTRAL = ("muon", "spectron", "lora_muon")
+RUN = [
+    f"--training.steps={STEPS}",
+    "--lr_scheduler.warmup_steps=0",
+    "--training.max_skipped_steps=1",
+    "--checkpoint.enable",
+    f"--checkpoint.interval={SAVED}",
+    "--metrics.comm_ledger",
+    "--validation.enable",
+    f"--validation.freq={SAVED}",
+    "--validation.steps=-1",
+    "--validation.seq_len=8",  # of another length than in training
+    "--validation.local_batch_size=3",  # which fills no micro-batch
+]
+LONG = "--training.seq_len=64"
+"""Enough tokens that the embedding's gradient has more entries than a codec sends."""
+
+GROUPS = r"""
+[[optimizer.groups]]  # not on the last stage
+pattern = 'embeddings|layers\.0\..*\.A\.'
+lr_multiplier = 3
+[[optimizer.groups]]  # not on the first one
+pattern = 'layers\.1.*norm|output'
+lr_multiplier = 0.25
+weight_decay_multiplier = 0
+"""
+MIXTURE = """
+[[training.mixture]]
+dataset = "python_stdlib"
+weight = 2
+[[training.mixture]]
+dataset = "local"
+path = "{path}"
+"""
+
+
+def name(combination: Combination) -> str:
+    return "-".join(value for value in combination.values() if value != NONE)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "combination" in metafunc.fixturenames:
+        full = metafunc.config.getoption("--full")
+        before = [dict.fromkeys(MATRIX.axes, NONE) | values for values in BEFORE]
+        draws = before + (MATRIX.every_draw if full else MATRIX.usual_draws(before))
+        metafunc.parametrize("combination", draws, ids=name)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Short documents, pairs of which many have few labels, and 13 validation sequences."""
+    folder = tmp_path_factory.mktemp("texts")
+    source = random.Random(0)
+
+    def words(least: int, most: int) -> str:
+        return " ".join(source.choice(keyword.kwlist) for _ in range(source.randint(least, most)))
+
+    documents = [{"text": words(2, 9)} for _ in range(300)]
+    pairs = [{"prompt": words(1, 4), "completion": " " + words(1, 12)} for _ in range(300)]
+    held_out = [{"text": f"def power{i}(x):\n    return x ** {i} + {7 * i}\n"} for i in range(6)]
+    for file, records in {"documents": documents, "pairs": pairs, "held_out": held_out}.items():
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (folder / f"{file}.jsonl").write_text(lines)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def options(texts: Path) -> Callable[[Combination], list[str]]:
+    """Return the arguments of a combination that one process has too, besides the matrix's."""
+
+    def of(combination: Combination) -> list[str]:
+        found = [*RUN, "--validation.dataset=local"]
+        found.append(f"--validation.dataset_path={texts}/held_out.jsonl")
+        if combination["pipeline"] in ("Interleaved1F1B", "ZBVZeroBubble"):
+            found += DEEP
+        if combination["codec"] != NONE:
+            found.append(LONG)
+        if combination["text"] in ("documents", "pairs"):
+            path = f"{texts}/{combination['text']}.jsonl"
+            found += ["--training.dataset=local", f"--training.dataset_path={path}"]
+        tables = GROUPS if combination["rates"] == "groups" else ""
+        if combination["text"] == "mixture":
+            tables += MIXTURE.format(path=texts / "documents.jsonl")
+        if tables:
+            file = texts / f"{combination['text']}-{combination['rates']}.toml"
+            file.write_text(tables)
+            found.append(f"--job.config_file={file}")
+        return found
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def pool(request: pytest.FixtureRequest) -> Callable[[int], RankPool]:
+    names = {1: "one_rank", 2: "two_ranks", 4: "four_ranks", 8: "eight_ranks"}
+    return lambda ranks: request.getfixturevalue(names[ranks])
+
+
+@pytest.fixture(scope="module")
+def alone(one_rank: RankPool) -> Callable[..., dict[str, Any]]:
+    """What one process trains with these arguments, once for all combinations."""
+
+    @cache
+    def run(*arguments: str) -> dict[str, Any]:
+        return one_rank.run(layout_runs.run, list(arguments))[0]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def rounding(one_rank: RankPool) -> Callable[..., list[dict[str, Any]]]:
+    """One process in fp64, with still weights, and in bf16."""
+
+    @cache
+    def run(*arguments: str) -> list[dict[str, Any]]:
+        return bf16_references(one_rank, list(arguments), layout_runs.run)
+
+    return run
+
+
+def test_what_holds_in_every_layout(
+    combination: Combination,
+    options: Callable[[Combination], list[str]],
+    pool: Callable[[int], RankPool],
+    alone: Callable[..., dict[str, Any]],
+    rounding: Callable[..., list[dict[str, Any]]],
+    tmp_path: Path,
+) -> None:
+    common = options(combination)
+    arguments = [*common, *MATRIX.arguments(combination, "eager")]
+    same = [*common, *MATRIX.reference(combination | {"precision": NONE})]
+    exact = combination["precision"] == NONE
+    # They are slow on a CPU.
+    masks = combination["text"] == "documents" and combination["context"] == "latents"
+    masks = masks and combination["compile"] == NONE
+    other = str(tmp_path / "other")
+    ranks = pool(world_size(combination)).run(layout_runs.examine, arguments, other, masks)
+
+    run, lossy = ranks[0], combination["codec"] in LOSSY and compresses(combination)
+    if exact:
+        expected = alone(*same)
+        check_parity(run, expected, lossy)
+    elif not lossy:
+        check_rounding(run, rounding(*same), combination["optimizer"] in SPECTRAL)
+    # Rank 0 writes, whichever rank has the last stage; every rank knows the result.
+    assert {rank["last_val_loss"] for rank in ranks} == {run["val_losses"][-1]}
+    check_sent_and_held(ranks, arguments)
+    assert run["resumed"] == {"difference": 0.0, "logged": True}
+    check_rejected(ranks, combination)
+    check_neighbour(combination, options, pool, run, other, exact and not lossy)
+
+
+def compresses(combination: Combination) -> bool:
+    """Whether FSDP2 has ranks, so that a codec has something to do."""
+    return (
+        combination["codec"] != NONE and not combination["data"] == combination["context"] == NONE
+    )
+
+
+def check_parity(run: dict[str, Any], expected: dict[str, Any], lossy: bool) -> None:
+    """Losses, gradients, their norms, validation, and weights after some steps."""
+    assert run["tokens"] == expected["tokens"]
+    assert run["losses"][0] == pytest.approx(expected["losses"][0], rel=EXACT)
+    if lossy:
+        assert largest_difference(run, expected) > 1e-3
+        return
+    found, gradients = run["first"]["gradients"], expected["first"]["gradients"]
+    assert found.keys() == gradients.keys()
+    assert all(relative(found[name], value) < EXACT for name, value in gradients.items())
+    assert run["val_losses"] == pytest.approx(expected["val_losses"], rel=EXACT)
+    assert len(run["val_losses"]) == STEPS // SAVED
+    assert largest_difference(run, expected) < EXACT
+
+
+def relative(found: Any, expected: Any) -> float:
+    """Return max|a - b| / max|b| of two arrays."""
+    return float(abs(found - expected).max() / max(abs(expected).max(), 1e-30))
+
+
+def check_rounding(run: dict[str, Any], references: list[dict[str, Any]], spectral: bool) -> None:
+    """After one step; later ones in bf16 go apart."""
+    found, *known = ({"parameters": r["first"]["parameters"]} for r in (run, *references))
+    if spectral:
+        assert rounding_excess(found, known, floor=max) < ROUNDING_OF_POLAR_FACTORS
+    else:
+        assert rounding_excess(found, known) < ROUNDING
+
+
+def on_paper(arguments: list[str], ranks: int) -> tuple[Run, dict[str, str]]:
+    """Return the run of the estimates, and the dtype of each role."""
+    config = build_job_config([*TINY, *arguments])
+    use_float64(config)
+    paper, wide = read_run(config, ranks), config.training.dtype == "float64"
+    dtypes = paper.wire_dtypes
+    if wide:
+        dtypes = {role: name.replace("float32", "float64") for role, name in dtypes.items()}
+    return paper, dtypes
+
+
+def check_sent_and_held(ranks: list[dict[str, Any]], arguments: list[str]) -> None:
+    """Every message of the first step, and the memory after it, on every rank."""
+    paper, dtypes = on_paper(arguments, len(ranks))
+    repeats = paper.tp > 1 and paper.checkpointing != "none"
+    rehearsal = rehearse_run(paper) if paper.pp > 1 else None
+    repeated = repeated_by_block(paper) if repeats and paper.pp == 1 else []
+    if paper.settings.plan == "btp" and paper.checkpointing == "low_rank":
+        assert repeated == []
+    for rank in ranks:
+        check_memory(rank, paper)
+        stage, rows = rank["ranks"]["pp"], rank["sent"][0]
+        expected = [row for row in step_traffic(paper, stage, rehearsal) if row.scope != "step"]
+        if repeats and paper.config.compile.enable:
+            continue  # the backend of these tests recomputes all of a compiled block
+        if isinstance(paper.optimizer, TSRCost):
+            # The verdict of a step is a sum over all ranks, which may be one dimension's.
+            if len(ranks) not in paper.ranks.values():
+                check_exchange(rank, paper, [*expected, *repeated], dtypes)
+        elif paper.pp > 1:  # what is sent again has no block, and sums run after all passes
+            sent = counted_bytes(row for row in rows if row["scope"] != "step")
+            assert sent == bytes_by_dim(expected, dtypes)
+            between = [row for row in rows if row["scope"].startswith("boundary")]
+            stated = [row for row in expected if row.scope.startswith("boundary")]
+            assert between and not differences(compare(between, stated, dtypes))
+        else:
+            wrong = differences(compare(rows, [*expected, *repeated], dtypes))
+            # The head sends the same numbers in a message for each chunk.
+            wrong = [r for r in wrong if differs(r, "elements") or r["scope"] != "head"]
+            assert not wrong, "\n".join(map(str, wrong))
+
+
+def differs(row: Mapping[str, Any], number: str) -> bool:
+    return bool(row[number] != row[f"expected_{number}"])
+
+
+def check_exchange(
+    rank: dict[str, Any], paper: Run, others: list[Traffic], dtypes: dict[str, str]
+) -> None:
+    """The bytes of every step of TSR-Adam: cores, dense gradients, and what refreshes need.
+
+    Parts of them travel during backward, beside the model's own.
+    """
+    stage = rank["ranks"]["pp"]
+    cost = paper.optimizer
+    assert isinstance(cost, TSRCost)
+    plans = [cost.plans[name] for name in cost.names(stage)]
+    done = [0] * len(plans)
+    for step, rows in enumerate(rank["sent"]):
+        due = [index for index, plan in enumerate(plans) if plan.is_due(step, done[index])]
+        for index in due:
+            done[index] += 1
+        stated = bytes_by_dim([*others, *cost.sent(stage, due)], dtypes)
+        of_mesh = [row for row in rows if row["mesh_dim"] in paper.mesh]
+        # Stages greet each other before the first step.
+        own = [row for row in of_mesh if (row["scope"], row["mesh_dim"]) != ("step", "pp")]
+        assert counted_bytes(own) == stated, step
+
+
+def counted_bytes(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """Sum a ledger's bytes by mesh dimension and operation."""
+    sent: dict[str, dict[str, int]] = {}
+    for row in rows:
+        operations = sent.setdefault(row["mesh_dim"], {})
+        operations[row["op"]] = operations.get(row["op"], 0) + row["bytes"]
+    return sent
+
+
+def check_memory(rank: dict[str, Any], paper: Run) -> None:
+    parts = []
+    for stage in paper.stages_of(rank["ranks"]["pp"]):
+        parts.append({n: s for unit in paper.stages[stage].values() for n, s in unit.items()})
+    own = paper.optimizer.state_bytes, rank["ranks"]["fsdp"], paper.by_columns
+    expected, held = static_memory(parts, paper.shard, paper.precision, *own), rank["first"]["held"]
+    if isinstance(paper.optimizer, TSRCost):  # it drops gradients of compressed matrices
+        assert held.pop("gradients") <= expected.pop("gradients")
+    assert held == {part: expected[part] for part in held}
+
+
+def check_rejected(ranks: list[dict[str, Any]], combination: Combination) -> None:
+    for rank in ranks:
+        assert rank["rejected"]["changed"] == [] and rank["rejected"]["trains"]
+    (warning,) = {text for rank in ranks for text in rank["rejected"]["warnings"]}
+    assert "gradient norm is nan (rank " in warning and ": layers." in warning
+    if all(combination[axis] == NONE for axis in ("tensor", "context")):
+        assert "(rank 1: layers." in warning
+
+
+def check_neighbour(
+    combination: Combination,
+    options: Callable[[Combination], list[str]],
+    pool: Callable[[int], RankPool],
+    run: dict[str, Any],
+    folder: str,
+    equal: bool,
+) -> None:
+    """A checkpoint goes on with one dimension of the mesh less."""
+    near = neighbour(MATRIX, combination)
+    arguments = [*options(combination), *MATRIX.arguments(near, "eager")]
+    ranks = pool(world_size(near))
+    if compresses(near):
+        for error in ranks.errors(layout_runs.go_on, arguments, folder):
+            assert "ConfigError: grad_compression: got" in error, error
+        return
+    resumed = ranks.run(layout_runs.go_on, arguments, folder)[0]
+    assert resumed["step"] == STEPS
+    if equal:
+        assert largest_difference(resumed, run) < EXACT

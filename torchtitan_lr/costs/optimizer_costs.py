@@ -1,0 +1,279 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""What an optimizer sends, holds and computes in a step of a described run, on paper.
+
+`OptimizerCost` is AdamW's; an optimizer's entry (`optim.entries`) names its subclass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from math import lcm, prod
+from typing import TYPE_CHECKING
+
+from torchtitan_lr.costs.gram_messages import (
+    SpectralMatrix,
+    rank_small_flops,
+    small_flops,
+    spectral_traffic,
+    wide_flops,
+)
+from torchtitan_lr.costs.held_memory import NamedShapes, adam_state, spectral_state, tsr_state
+from torchtitan_lr.costs.messages import Traffic, element_size, merge
+from torchtitan_lr.costs.tsr_messages import TSRMatrix, TSRMesh, tsr_traffic
+from torchtitan_lr.optim.spectral.selection import select_matrices
+from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
+
+if TYPE_CHECKING:
+    from torchtitan_lr.costs.described_run import Run
+
+ADAMW_PASSES = 10
+"""Passes over a rank's parameters in a step of fused AdamW: clipping reads the gradients twice and
+writes them once; Adam reads weight, gradient and both moments and writes all but the gradient."""
+
+SPECTRAL_PASSES = {"Muon": 15, "Spectron": 17, "LoRAMuon": 16}
+"""Passes over a rank's matrices in a step of a spectral rule: to read the gradient and the momentum
+and write one of them, by the verdict on the step; to read that and the momentum, write the
+momentum, and read or write Nesterov's form of it three times; to read that for its Gram matrix; and
+two kernels of the update, which read the weight and write it, with that form in one of them.
+Spectron reads the weight twice more, for its norm, and LoRA-Muon once, for its Gram matrix."""
+
+SPECTRAL_KERNELS = {"Muon": 3, "Spectron": 6, "LoRAMuon": 4}
+"""Kernels per matrix in such a step; those of (r, r) matrices work on
+batches, and those of momenta and decays on lists."""
+
+TSR_PASSES = 5
+"""Passes over a compressed matrix in a step of TSR-Adam without a refresh: the projection reads the
+gradient; the decay and the lift each read the weight and write it."""
+
+TSR_KERNELS = 4  # its products: two to project a gradient, and two to lift a core
+
+
+@dataclass(frozen=True)
+class OptimizerWork:
+    """Work of a rank in a step."""
+
+    traffic: float = 0.0  # bytes that kernels read and write, beside those of products
+    flops: float = 0.0  # of products in fp32
+    kernels: float = 0.0  # kernels per matrix; those on lists and batches take no time of their own
+
+
+class OptimizerCost:
+    """AdamW's: no messages, and two moments of every parameter."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an element of a state that is fp32 or wider."""
+        return max(4, self.run.precision.parameter)
+
+    def traffic(self, pp_rank: int) -> list[Traffic]:
+        """Return what a rank sends in an ordinary step: rows of the pass ``optimizer``."""
+        return []
+
+    def mean_traffic(self, pp_rank: int) -> list[Traffic]:
+        """Return what it sends in an average step."""
+        return self.traffic(pp_rank)
+
+    def kinds_of_steps(self, pp_rank: int) -> dict[str, list[Traffic]]:
+        """Return what it sends by the kind of step; nothing if all steps are alike."""
+        return {}
+
+    def state_bytes(self, pieces: NamedShapes) -> int:
+        """Return the bytes of the states of a rank's pieces of parameters."""
+        return adam_state(pieces, self.run.precision.parameter)
+
+    def buffer_bytes(self, pieces: NamedShapes) -> int:
+        """Return the bytes that it holds besides the states."""
+        return 0
+
+    def work(self, pp_rank: int) -> OptimizerWork:
+        """Return what a rank computes in an ordinary step."""
+        return OptimizerWork(self.adamw_traffic(self.run.pieces_of(pp_rank)))
+
+    def adamw_traffic(self, pieces: NamedShapes) -> float:
+        """Return the bytes that AdamW reads and writes."""
+        return ADAMW_PASSES * self.run.precision.parameter * sum(map(prod, pieces.values()))
+
+    def model_flops(self) -> float:
+        """Return the FLOPs of products that grow with the model alone, each once."""
+        return 0.0
+
+    def small_flops(self, pp_rank: int) -> tuple[float, float]:
+        """Return the FLOPs of (r, r) products: of a pipeline rank's matrices, and of one rank."""
+        return 0.0, 0.0
+
+
+class MatrixCost(OptimizerCost):
+    """Of an optimizer of matrices (r, n), which sends sums of (r, r); AdamW updates the rest."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        chosen = select_matrices(run.global_shapes, run.entry.updates).names
+        self.names = [name for name in run.global_shapes if name in chosen]
+
+    def matrices(self, pp_rank: int) -> list[SpectralMatrix]:
+        """Return a rank's matrices and their splits, in the model's order."""
+        shapes, matrices = self.run.shapes_of(pp_rank), []
+        for name in self.names:
+            if name in shapes:  # else another pipeline rank has it
+                splits = self.run.splits(name, shapes[name])
+                matrices.append(SpectralMatrix.of(name, self.run.global_shapes[name], splits))
+        return matrices
+
+    def whole_matrices(self) -> list[SpectralMatrix]:
+        """Return the matrices of the model, which nothing splits."""
+        shapes = self.run.global_shapes
+        return [SpectralMatrix.of(name, shapes[name], ((), ())) for name in self.names]
+
+    def own(self, pieces: NamedShapes) -> tuple[NamedShapes, NamedShapes]:
+        """Divide pieces into those of matrices and those of AdamW."""
+        own = {name: piece for name, piece in pieces.items() if name in self.names}
+        return own, {name: piece for name, piece in pieces.items() if name not in own}
+
+
+class SpectralCost(MatrixCost):
+    """Muon, Spectron and LoRA-Muon: a momentum, fp32 or wider, and Spectron's vector (r,)."""
+
+    @property
+    def rule(self) -> str:
+        """The rule's name."""
+        return self.run.entry.like
+
+    def traffic(self, pp_rank: int) -> list[Traffic]:
+        """Return sums of Gram matrices, and what is gathered for them."""
+        return spectral_traffic(self.rule, self.matrices(pp_rank), self.run.ranks)
+
+    def state_bytes(self, pieces: NamedShapes) -> int:
+        """Return the bytes of momenta and vectors, and of AdamW's moments."""
+        own, others = self.own(pieces)
+        vectors = dict.fromkeys(own, 0)
+        if self.rule == "Spectron":
+            whole = zip(self.names, self.whole_matrices(), strict=True)
+            vectors |= {name: matrix.r for name, matrix in whole if name in own}
+        adamw = adam_state(others, self.run.precision.parameter)
+        return spectral_state(own, self.wide, vectors) + adamw
+
+    def work(self, pp_rank: int) -> OptimizerWork:
+        """Return products of momenta and of (r, r) matrices, and passes over matrices."""
+        own, others = self.own(self.run.pieces_of(pp_rank))
+        passes = SPECTRAL_PASSES[self.rule] * self.wide * sum(map(prod, own.values()))
+        matrices, ranks = self.matrices(pp_rank), self.run.ranks
+        flops = rank_small_flops(self.rule, matrices, ranks)
+        flops += sum(wide_flops(self.rule, matrix, ranks) for matrix in matrices)
+        kernels = SPECTRAL_KERNELS[self.rule] * len(matrices)
+        return OptimizerWork(passes + self.adamw_traffic(others), flops, kernels)
+
+    def model_flops(self) -> float:
+        """Return the FLOPs of all products of a step, each once."""
+        flops = 0
+        for matrix in self.whole_matrices():
+            flops += wide_flops(self.rule, matrix, {}) + small_flops(self.rule, matrix.r)
+        return flops
+
+    def small_flops(self, pp_rank: int) -> tuple[float, float]:
+        """Return the FLOPs of (r, r) products; ranks share them."""
+        matrices = self.matrices(pp_rank)
+        whole = sum(small_flops(self.rule, matrix.r) for matrix in matrices)
+        return whole, rank_small_flops(self.rule, matrices, self.run.ranks)
+
+
+class TSRCost(OptimizerCost):
+    """TSR-Adam: r × r cores of most steps, and sketches of those that refresh bases."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.settings = TSRSettings.from_config(run.config.optimizer)
+        self.plans: Mapping[str, MatrixPlan] = plan_matrices(run.global_shapes, self.settings)
+
+    def names(self, pp_rank: int) -> list[str]:
+        """Return a rank's compressed matrices, in the order of backward."""
+        return [name for name in reversed(self.run.shapes_of(pp_rank)) if name in self.plans]
+
+    def sent(self, pp_rank: int, refreshing: Collection[int]) -> list[Traffic]:
+        """Return what a step sends in which some of `names`, by index, refresh."""
+        run, shapes = self.run, self.run.shapes_of(pp_rank)
+        sharding = {name: run.mesh[name].size for name in ("fsdp", "tp") if run.mesh[name].size > 1}
+        matrices = []
+        for name in self.names(pp_rank):
+            plan, splits = self.plans[name], run.splits(name, shapes[name])
+            rows, columns = (1, 0) if plan.transposed else (0, 1)
+            matrices.append(TSRMatrix(plan, splits[rows], splits[columns]))
+        pieces = reversed(run.pieces_of(pp_rank).items())
+        dense = [prod(piece) for name, piece in pieces if name not in self.plans]
+        mesh = TSRMesh(sharding, run.replicas)
+        return tsr_traffic(matrices, refreshing, dense, mesh, self.settings)
+
+    def traffic(self, pp_rank: int) -> list[Traffic]:
+        """Return what a step without a refresh sends."""
+        return self.sent(pp_rank, ())
+
+    def mean_traffic(self, pp_rank: int) -> list[Traffic]:
+        """Return what a step sends on average over the refreshes, rounded."""
+        plans = [self.plans[name] for name in self.names(pp_rank)]
+        if not plans:
+            return self.traffic(pp_rank)
+        steps = lcm(*{plan.interval for plan in plans})
+        times: Counter[tuple[int, ...]] = Counter()  # of the matrices that refresh together
+        for step in range(steps):
+            due = tuple(i for i, plan in enumerate(plans) if step % plan.interval == plan.offset)
+            times[due] += 1
+        rows = []
+        for due, count in times.items():
+            for row in self.sent(pp_rank, due):
+                rows.append(replace(row, calls=row.calls * count, elements=row.elements * count))
+        return [
+            replace(row, calls=round(row.calls / steps), elements=round(row.elements / steps))
+            for row in merge(rows)
+        ]
+
+    def kinds_of_steps(self, pp_rank: int) -> dict[str, list[Traffic]]:
+        """Return what the first step sends, the later step that sends most, and others."""
+        plans = [self.plans[name] for name in self.names(pp_rank)]
+        steps = lcm(*{plan.interval for plan in plans})
+        later = {_due(plans, step, 1) for step in range(1, steps + 1)}
+        return {
+            "ordinary": self.traffic(pp_rank),
+            "all_refresh": self.sent(pp_rank, range(len(plans))),
+            "first": self.sent(pp_rank, _due(plans, 0, 0)),
+            "largest later": max((self.sent(pp_rank, due) for due in later), key=self._bytes),
+            "average": self.mean_traffic(pp_rank),
+        }
+
+    def _bytes(self, rows: list[Traffic]) -> int:
+        return sum(row.elements * element_size(row, self.run.wire_dtypes) for row in rows)
+
+    def state_bytes(self, pieces: NamedShapes) -> int:
+        """Return the bytes of bases and moments, fp32 or wider, of all model parts of a rank."""
+        return tsr_state(pieces, self.wide, self.plans)
+
+    def buffer_bytes(self, pieces: NamedShapes) -> int:
+        """Return the bytes of the cores of a step."""
+        size = 0
+        for name, piece in pieces.items():
+            if plan := self.plans.get(name):
+                size += 4 * plan.core_elements(piece[0 if plan.transposed else 1])
+        return size
+
+    def work(self, pp_rank: int) -> OptimizerWork:
+        """Return projections and lifts, without refreshes: mostly decompositions of (k, k)."""
+        traffic, flops, count = 0.0, 0.0, 0
+        others = {}
+        for name, piece in self.run.pieces_of(pp_rank).items():
+            if plan := self.plans.get(name):
+                rows, columns = reversed(piece) if plan.transposed else piece
+                traffic += TSR_PASSES * self.wide * prod(piece)
+                flops += plan.step_flops(rows, columns)
+                count += 1
+            else:
+                others[name] = piece
+        traffic += self.adamw_traffic(others)
+        return OptimizerWork(traffic, flops, TSR_KERNELS * count)
+
+
+def _due(plans: list[MatrixPlan], step: int, after: int) -> tuple[int, ...]:
+    """Return the places of the matrices that refresh at a step (`MatrixPlan.is_due`)."""
+    return tuple(i for i, plan in enumerate(plans) if plan.is_due(step, after))

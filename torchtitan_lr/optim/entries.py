@@ -1,0 +1,188 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""The optimizers, an entry each: no other room knows one by its name.
+
+Commands read this file before torch is loaded, so it imports nothing of the package: an entry names
+its functions by paths, ``module:name``, or has those of a module that torch is imported for anyway.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import Any, Literal
+
+Function = Callable[..., Any] | str
+"""A function, or the path of one."""
+
+Updates = Literal["all", "matrices", "factors"]
+
+
+@dataclass(frozen=True)
+class OptimizerEntry:
+    """What the rooms ask of an optimizer."""
+
+    name: str
+    """The value of ``optimizer.name``."""
+    build: Function
+    """Builds torchtitan's container for this rank's model parts, whose weights are drawn, from
+    ``[optimizer]`` and `ParallelDims`. An attribute ``gradients`` of it takes the place of
+    `optim.gradients.StoredGradients`. An optimizer whose step sends has ``named_groups``: the
+    process groups by the names of their mesh dimensions, for the ledger."""
+    cost: Function | None = None
+    """The class, as `costs.optimizer_costs.OptimizerCost`, of what it sends, holds and computes;
+    without one an estimate counts AdamW's, and says so."""
+    updates: Updates = "all"
+    """Whether it updates every parameter, or the matrices of the blocks, or the factors A and B
+    alone; AdamW updates the others, with ``adamw_lr``."""
+    splits_columns: bool = False
+    """Whether FSDP2 splits A (r, d_in) along d_in, so that r × r sums need no gathered rows."""
+    sums_replicas: bool = False
+    """Whether it gets the gradients of each replica, and sums what it wants of them itself."""
+    reads_wire_dtype: bool = False
+    """Whether these sums travel in ``training.mixed_precision_reduce``."""
+    sends_state: bool = False
+    """Whether it sends tensors of its state, which offloading leaves on the host."""
+    tf32_products: bool = False
+    """Whether its fp32 products may run in TF32 where the model computes in bf16."""
+    reads_groups: bool = False
+    """Whether its rates are those of `optim.groups.ParameterGroups.rates`."""
+    in_torchtitan: bool = False
+    """Whether torchtitan builds it for models of other packages."""
+    keys: tuple[str, ...] = ()
+    """How those keys begin that not every optimizer reads, and this one does."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values by key that replace the defaults of config/schema.py."""
+    published_rates: tuple[float, float] | None = None
+    """Lowest and highest published learning rate; others are warned of."""
+    mark: str = ""
+    """A tensor's name that only its saved state has."""
+    stored: Function | None = None
+    """Returns the keys of ``[optimizer]``, with values, that a saved state was made with, from the
+    sizes of its tensors by name."""
+    fits: Function | None = None
+    """Refuses a model that it cannot train: called with ``[optimizer]`` and the shapes by name."""
+    check: Function | None = None
+    """Refuses other keys: called with the configuration, the number of ranks and the type of their
+    device, before a rank starts. One whose replicas differ refuses ``checkpoint.enable`` here: a
+    checkpoint takes each tensor from any one of them."""
+    like: str = ""
+    """The optimizer whose learning rates and saved state mean the same; itself by default."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "like", self.like or self.name)
+
+
+_SPECTRAL = OptimizerEntry(
+    "",
+    "torchtitan_lr.optim.spectral.container:build_spectral",
+    cost="torchtitan_lr.costs.optimizer_costs:SpectralCost",
+    updates="factors",
+    splits_columns=True,
+    sends_state=True,
+    reads_groups=True,
+    keys=("optimizer.momentum", "optimizer.nesterov"),
+)
+_WHATEVER_THE_GRADIENT = {"training.max_norm": math.inf}  # updates have their size
+
+
+def _spectral(name: str, **facts: Any) -> OptimizerEntry:
+    defaults = facts.pop("defaults") | _WHATEVER_THE_GRADIENT
+    mark = f"{name.lower()}_momentum"
+    return replace(_SPECTRAL, name=name, like=name, mark=mark, defaults=defaults, **facts)
+
+
+_ADAMW = OptimizerEntry(
+    "AdamW",
+    "torchtitan_lr.optim.adam:build_adam",
+    cost="torchtitan_lr.costs.optimizer_costs:OptimizerCost",
+    reads_groups=True,
+    in_torchtitan=True,
+)
+ENTRIES: dict[str, OptimizerEntry] = {
+    "AdamW": _ADAMW,
+    "Adam": replace(_ADAMW, name="Adam"),
+    "TSRAdam": OptimizerEntry(
+        "TSRAdam",
+        "torchtitan_lr.optim.tsr.container:build_tsr",
+        cost="torchtitan_lr.costs.optimizer_costs:TSRCost",
+        sums_replicas=True,
+        reads_wire_dtype=True,
+        sends_state=True,
+        # They are the only fp32 products of such a run: errors stay below bf16's of the gradients.
+        tf32_products=True,
+        reads_groups=True,
+        keys=("optimizer.tsr_",),
+        mark="left",
+        stored="torchtitan_lr.optim.tsr.selection:stored_settings",
+        fits="torchtitan_lr.optim.tsr.selection:plan_configured",
+    ),
+    "Muon": _spectral(
+        "Muon",
+        updates="matrices",
+        # torch.optim.Muon's rate and decay, and Jordan et al.'s momentum.
+        defaults={
+            "optimizer.lr": 1e-3,
+            "optimizer.weight_decay": 0.1,
+            "optimizer.nesterov": True,
+        },
+        published_rates=(1e-4, 1e-2),  # AdamW's, which Moonlight's scale keeps (arXiv 2502.16982)
+    ),
+    "Spectron": _spectral(
+        "Spectron",
+        # The middle of the paper's rates (arXiv 2602.12429); Emerging-Optimizers' momentum, decay.
+        defaults={"optimizer.lr": 1e-2, "optimizer.momentum": 0.9, "optimizer.adamw_lr": 3e-3},
+        published_rates=(1e-3, 1e-1),
+    ),
+    "LoRAMuon": _spectral(
+        "LoRAMuon",
+        # Jordan et al.'s rate for updates of spectral norm 1, which LoRA-Muon's of B A match.
+        defaults={"optimizer.lr": 2e-2, "optimizer.adamw_lr": 3e-3},
+        published_rates=(1e-2, 1e-1),
+    ),
+}
+"""The optimizers by name; `register_optimizer` adds those from outside the package."""
+
+
+def register_optimizer(entry: OptimizerEntry) -> None:
+    """Make an optimizer from outside the package a value of ``optimizer.name``.
+
+    Raises:
+        ValueError: Another one has its name.
+    """
+    if entry.name in ENTRIES:
+        raise ValueError(f"the name {entry.name!r} of an optimizer is taken")
+    ENTRIES[entry.name] = entry
+
+
+def variant(base: str, name: str, build: Function, **facts: Any) -> OptimizerEntry:
+    """Return the entry of an optimizer that changes what `build_optimizers` returns for ``base``.
+
+    State that ``build`` adds is its own to save: a resumed run begins without it.
+    """
+    return replace(ENTRIES[base], name=name, build=build, **facts)
+
+
+def imported(function: Function) -> Callable[..., Any]:
+    """Return a function, or import it by its path."""
+    if not isinstance(function, str):
+        return function
+    module, _, name = function.partition(":")
+    found: Callable[..., Any] = getattr(import_module(module), name)
+    return found
+
+
+def build_optimizers(model_parts: list[Any], config: Any, parallel_dims: Any) -> Any:
+    """Build the container of the optimizer that ``[optimizer]`` names."""
+    return imported(ENTRIES[config.name].build)(model_parts, config, parallel_dims)
+
+
+def unread_keys(name: str) -> tuple[str, ...]:
+    """Return how those keys begin that other optimizers read, and this one does not."""
+    own = ENTRIES[name].keys
+    return tuple(key for entry in ENTRIES.values() for key in entry.keys if key not in own)
+
+
+def like(name: object) -> str:
+    """Return the optimizer whose rates mean the same as those of a name, known or not."""
+    entry = ENTRIES.get(str(name))
+    return entry.like if entry else str(name)

@@ -1,0 +1,244 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A training checkpoint in one process: its run's record, its model, its weights on the CPU."""
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from torchtitan_lr.checkpoints.folders import RUN_CONFIG, TRAINING_STATES
+from torchtitan_lr.checkpoints.manifest import find_damage, newest_whole_before, read_manifest
+from torchtitan_lr.checkpoints.safe_metadata import DamagedError, load, read_metadata
+from torchtitan_lr.config.build import build_job_config, check_record
+from torchtitan_lr.config.files import files_kept, parse_json, read_regular
+from torchtitan_lr.config.parse import in_folder
+from torchtitan_lr.config.schema import ITS_MODULE
+from torchtitan_lr.data.tokenizer import HUB, build_tokenizer, require_cached, vocabulary
+from torchtitan_lr.errors import ConfigError, one_of, require
+from torchtitan_lr.models.args import LlamaArgs
+from torchtitan_lr.models.configured import empty_model, model_shapes
+from torchtitan_lr.models.families import FAMILIES, find_family
+from torchtitan_lr.models.flavors import FLAVORS
+from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.training.fingerprint import (
+    TOKENIZER,
+    check_fingerprint,
+    model_fingerprint,
+    tokenizer_digest,
+)
+
+Weights = dict[str, Tensor]
+"""Whole parameters on the CPU, by this package's names or by LLaMA's."""
+
+_SECTIONS = ("model", "low_rank", "caat", "training", "validation", "debug")
+"""Sections of a run's record that decide its model and its corpora."""
+
+_MOST_LINKS = 40
+"""Linux follows as many links; two links to each other would never end."""
+
+
+def named_step(step_dir: Path) -> Path:
+    """Return a step's folder as its run names it: two levels below the run's record.
+
+    A linked step belongs to the run that wrote it. Where the step or the folder of all steps was
+    moved to another disk and a link is left, there is no record: the run is where the link is.
+    """
+    names = [step_dir.resolve(), step_dir.absolute()]
+    while names[-1].is_symlink() and len(names) < _MOST_LINKS:
+        names.append(names[-1].parent / names[-1].readlink())
+    recorded = (name for name in names if (name.parent.parent / RUN_CONFIG).is_file())
+    return next(recorded, names[0])
+
+
+def read_record(step_dir: Path) -> dict[str, Any]:
+    """Read the record of a checkpoint's run; it may be somebody else's, so nothing is downloaded.
+
+    Raises:
+        ConfigError: There is no readable record, or the tokenizer that it names is not here.
+    """
+    path = named_step(step_dir).parent.parent / RUN_CONFIG
+    try:
+        record = parse_json(in_folder(read_regular(path).decode(), path.parent))
+    except FileNotFoundError:
+        require(step_dir.exists(), "CHECKPOINT", str(step_dir), "a folder that exists")
+        want = f"a step's folder two levels below the run's {RUN_CONFIG}"
+        raise ConfigError("CHECKPOINT", str(step_dir), want) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), str(error), "the JSON that the run wrote") from error
+    model = record.get("model")
+    if isinstance(model, dict) and str(model.get("hf_assets_path")).startswith(HUB):
+        require_cached(model["hf_assets_path"])
+    return record
+
+
+def read_run_config(step_dir: Path) -> Any:
+    """Return the JobConfig of a checkpoint's run as far as its model and corpora are concerned.
+
+    Raises:
+        ConfigError: There is no readable record.
+    """
+    record = read_record(step_dir)
+    kept = {name: record[name] for name in _SECTIONS if name in record}
+    model = kept.get("model")
+    names = isinstance(model, dict) and {"name", "flavor"} <= model.keys()
+    require(names, RUN_CONFIG, "no model's name and flavor", "the complete record of a run")
+    return build_job_config([], kept)
+
+
+def find_step(folder: Path) -> Path:
+    """Return the newest whole step of a run's folder; any other folder is returned as it is.
+
+    Raises:
+        ConfigError: The run has no whole checkpoint.
+    """
+    if not (folder / RUN_CONFIG).is_file():
+        return folder
+    record = check_record(read_record(folder / "checkpoint" / "step"))
+    name = record.get("checkpoint", {}).get("folder", "checkpoint")
+    if not name or os.path.isabs(name) or ".." in Path(name).parts:
+        want = f"a folder within {folder}, or a step's folder"
+        raise ConfigError("checkpoint.folder", name, want)
+    steps = folder / name
+    newest = newest_whole_before(steps / f"step-{sys.maxsize}")
+    if newest is None:
+        want = f"a run with a whole checkpoint in {steps}; name one to hear what it lacks"
+        raise ConfigError("CHECKPOINT", str(folder), want)
+    return Path(newest)
+
+
+def build_model_args(config: Any) -> LlamaArgs:
+    """Build the model's arguments as the trainer does: the flavor, then the job's overrides.
+
+    Raises:
+        ConfigError: The model or flavor is unknown, or an override is invalid.
+    """
+    name, flavor = config.model.name, config.model.flavor
+    family = find_family(str(name))
+    if family is None:
+        known = one_of((family.model_name for family in FAMILIES.values()), name)
+        raise ConfigError("model.name", name, f"{known}, or {ITS_MODULE}")
+    flavors = FLAVORS[family.name]
+    require(flavor in flavors, "model.flavor", flavor, one_of(flavors, flavor))
+    args = flavors[flavor]
+    args.update_from_config(config)
+    return args
+
+
+@files_kept()
+def load_weights(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> Weights:
+    """Verify a checkpoint of any number of ranks and read its weights, all of one dtype.
+
+    Args:
+        step_dir: Folder of a distributed checkpoint (DCP).
+        args: The model's arguments.
+        assets_path: Folder of the tokenizer to use with it, if any.
+
+    Raises:
+        ConfigError: The folder is not a complete checkpoint, is damaged, or contains another model.
+    """
+    if (damage := find_damage(step_dir)) is not None:
+        raise _no_checkpoint(step_dir, damage, newest_whole_before(step_dir))
+    try:
+        metadata, manifest = read_metadata(step_dir), read_manifest(step_dir)
+    except DamagedError as error:  # it was whole just now: its run has deleted it
+        raise _no_checkpoint(step_dir, str(error)) from error
+    stored = metadata.state_dict_metadata
+    check_depth(args, len(stored), "CHECKPOINT", step_dir)
+    shapes = model_shapes(args)
+    dtype = _check_stored(step_dir, stored, args, shapes)
+    tokenizer = {TOKENIZER: tokenizer_digest(assets_path)} if assets_path else {}
+    check_fingerprint(manifest.model, model_fingerprint(args) | tokenizer, step_dir)
+    weights = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+    try:
+        load(weights, step_dir, no_dist=True, metadata=metadata)
+    # A damaged file can raise any exception; DCP wraps some of them in CheckpointException, which
+    # derives from BaseException.
+    except (Exception, CheckpointException) as error:
+        raise _no_checkpoint(step_dir, "damaged files") from error
+    return weights
+
+
+def as_model(args: LlamaArgs, weights: Weights) -> LlamaModel:
+    """Return the model of the trainer with these weights, in evaluation mode."""
+    dtype = next(iter(weights.values())).dtype
+    model: LlamaModel = empty_model(args).to(dtype).to_empty(device="cpu")
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
+
+
+def load_model(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> LlamaModel:
+    """Load a checkpoint's model onto the CPU; arguments and errors as for `load_weights`."""
+    return as_model(args, load_weights(step_dir, args, assets_path))
+
+
+def load_tokenizer(assets_path: str, args: LlamaArgs) -> Any:
+    """Return the tokenizer of a folder.
+
+    Raises:
+        ConfigError: No tokenizer is found, or it does not fit the model's vocabulary.
+    """
+    model = SimpleNamespace(hf_assets_path=assets_path)
+    tokenizer = build_tokenizer(SimpleNamespace(model=model))
+    want = f"a tokenizer within the model's vocabulary of {args.vocab_size}"
+    fits = vocabulary(tokenizer) <= args.vocab_size
+    require(fits, "model.hf_assets_path", assets_path, want)
+    return tokenizer
+
+
+def find_device(name: str) -> str:
+    """Return the name of the device to compute on: by default cuda if there is one, else cpu.
+
+    Raises:
+        ConfigError: The device is not there, or has no numbers (``meta``).
+    """
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError("--device", name, "a device of this machine, such as cpu") from error
+    return name
+
+
+def check_depth(args: LlamaArgs, tensors: int, key: str, folder: Path) -> None:
+    """Refuse more blocks than stored tensors, before a model of so many is built.
+
+    Raises:
+        ConfigError: A block has more than one tensor.
+    """
+    want = f"the weights of {args.n_layers} blocks, not {tensors} tensors"
+    require(args.n_layers <= tensors, key, str(folder), want)
+
+
+def _no_checkpoint(step_dir: Path, why: str, older: str | None = None) -> ConfigError:
+    """Return the error of a folder that is no whole checkpoint."""
+    if not step_dir.is_dir():
+        why = "no such folder; a run that trains keeps its newest checkpoint.keep_latest_k steps"
+    example = older or "outputs/checkpoint/step-100"
+    want = f"a complete checkpoint such as {example} (found: {why})"
+    return ConfigError("CHECKPOINT", str(step_dir), want)
+
+
+def _check_stored(
+    step_dir: Path, stored: dict[str, Any], args: LlamaArgs, expected: dict[str, tuple[int, ...]]
+) -> torch.dtype:
+    """Check names and shapes, since DCP ignores extra tensors, and return the dtype."""
+    found = {
+        name: tuple(value.size) if isinstance(value, TensorStorageMetadata) else None
+        for name, value in stored.items()
+        if name.split(".")[0] not in TRAINING_STATES
+    }
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            what = f"{args.model_family.model_name} with {name} of shape {expected.get(name)}"
+            want = f"a checkpoint of {what}, not {found.get(name)}"
+            raise ConfigError("CHECKPOINT", str(step_dir), want)
+    dtype: torch.dtype = stored["tok_embeddings.weight"].properties.dtype
+    want = f"weights in floating point, not {dtype}"
+    require(dtype.is_floating_point, "CHECKPOINT", str(step_dir), want)
+    return dtype
