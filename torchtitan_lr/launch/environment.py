@@ -50,7 +50,6 @@ def read_environment() -> Environment:
     comm_mode = os.environ.get("COMM_MODE", "")
     if comm_mode not in ("", "default", "fake_backend"):
         raise ConfigError("COMM_MODE", comm_mode, "'fake_backend', or leave it out")
-    # A dry run starts only one process.
     most = 1_000_000 if comm_mode == "fake_backend" else 1024
     ranks = _number("NGPU", os.environ.get("NGPU") or str(DEFAULT_RANKS), most)
     restarts = _number("MAX_RESTARTS", os.environ.get("MAX_RESTARTS") or "0", 1000, least=0)
@@ -58,6 +57,8 @@ def read_environment() -> Environment:
     least, nodes = (_number("NNODES", text, 100_000) for text in (first, last or first))
     if least > nodes:
         raise ConfigError("NNODES", f"{first}:{last}", f"a range such as {nodes}:{least}")
+    if comm_mode == "fake_backend":  # one process pretends to be a rank of them all
+        ranks, least, nodes, restarts = ranks * nodes, 1, 1, 0
     endpoint = (os.environ.get("RDZV_ENDPOINT") or "").strip() if nodes > 1 else ""
     if nodes > 1 and (not endpoint or "," in endpoint):
         raise ConfigError("RDZV_ENDPOINT", endpoint, f"host:port of one of the {nodes} machines")

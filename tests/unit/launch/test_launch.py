@@ -87,6 +87,10 @@ def test_environment(variables):
     two = launch.Environment(8, 2, "0,7", "", "torchtitan_lr.train", endpoint="host:1234")
     assert environment == two
     assert environment.world_size == 16
+    variables.setenv("COMM_MODE", "fake_backend")
+    variables.setenv("MAX_RESTARTS", "3")
+    dry = launch.Environment(16, 1, "0,7", "fake_backend", "torchtitan_lr.train")
+    assert launch.read_environment() == dry
 
 
 def test_arguments(variables):
