@@ -25,17 +25,10 @@ def progress(
     unit: str = "batches",
     shown: bool = True,
 ) -> Iterator[T]:
-    """Yield ``items`` and show how many are done.
+    """Yield ``items`` and show how many are done; of several ranks one should.
 
     Without a terminal, as in a rank of the launcher, there is a plain line after `QUIET_SECONDS`,
     and then at growing intervals.
-
-    Args:
-        items: The items to work through.
-        what: The work, such as ``validation``.
-        total: Number of items, None if unknown.
-        unit: Name of the items.
-        shown: Whether to show anything; only one rank should.
     """
     if not shown:
         yield from items
@@ -67,15 +60,7 @@ def counting(what: str, total: int | None, unit: str) -> Iterator[Callable[[int]
 
 
 class Plain:
-    """Plain lines of progress, at growing intervals.
-
-    Args:
-        what: The work.
-        total: Number of items, None if unknown; they may be more.
-        unit: Name of the items.
-        clock: Returns seconds.
-        write: Prints a line.
-    """
+    """Plain lines of progress, at growing intervals; items may be more than the ``total``."""
 
     def __init__(
         self,
