@@ -94,7 +94,7 @@ def test_another_text_is_refused_by_its_names_and_sizes(tmp_path):
 def test_what_goes_on_with_other_settings_has_both_in_its_record(again):
     done, copy = again("--training.steps=7", "--optimizer.lr=1e-3")
     assert done.status == 0, done.everything
-    said = "After step 6: training.steps = 7 (was 6), optimizer.lr = 0.001 (was 0.003)"
+    said = "After step 6: optimizer.lr = 0.001 (was 0.003), training.steps = 7 (was 6)"
     assert done.out.count(said) == 1
     assert done.out.index(said) < done.out.index("Training starts at step 7")
     record = json.loads((copy / "job_config.json").read_text())

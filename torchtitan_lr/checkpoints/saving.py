@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchtitan_lr.agreement import first_rank_with, from_all_ranks, from_first_rank
-from torchtitan_lr.checkpoints.folders import METADATA
+from torchtitan_lr.checkpoints.folders import METADATA, STEP_FILE
 from torchtitan_lr.checkpoints.record import DamagedError, Record, Sum, describe, read_step
 from torchtitan_lr.config.files import file_within, open_regular
 
@@ -108,8 +108,8 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 def write_record(step_dir: str | Path, record: Record) -> None:
     """Write the record of a step's existing files; call it on every rank, each reads its share."""
     folder = Path(step_dir)
-    names = [path.name for path in folder.iterdir() if path.is_file()]
-    sums = {name: _sum_of(folder / name) for name in _share(from_first_rank(names))}
+    names = from_first_rank([path.name for path in folder.iterdir() if path.is_file()])
+    sums = {name: _sum_of(folder / name) for name in _share(names) if name != STEP_FILE}
     files: dict[str, Sum] = {}
     for share in from_all_ranks(sums):
         files |= share

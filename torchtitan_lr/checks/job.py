@@ -34,9 +34,9 @@ _LEFT_OUT: dict[Data, Set[Callable[[Any, int, str], None]]] = {
 }
 
 _OF_FILES = {
-    *(stored.check_other_run, values.check_dump_folder, values.check_checkpoint),
-    *(values.check_vocabulary, stored.check_stored, values.check_corpora),
-    *(check_memory, values.check_data, stored.check_stored_data),
+    *(values.check_dump_folder, values.check_checkpoint, values.check_vocabulary),
+    *(values.check_corpora, values.check_data, check_memory, stored.check_stored_data),
+    *(stored.check_other_run, stored.check_stored),
 }
 
 MOST_RANKS = 1 << 20  # lists by rank, or by pairs of ranks, fit in memory up to this number

@@ -82,11 +82,7 @@ def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], 
 
 
 def read_run(folder: Path) -> tuple[list[Setting], str]:
-    """Read what a run or a saved step was trained with, and a line about what was changed in it.
-
-    Raises:
-        ConfigError: The folder has no record.
-    """
+    """Read what a run or a saved step was trained with, and a line about what was changed in it."""
     try:
         if is_complete(folder):
             record = dict(read_step(folder).run)

@@ -165,7 +165,8 @@ def write_weights(weights: Weights, step_dir: Path, record: Record) -> None:
         with warnings.catch_warnings():
             # DCP warns that it runs without a process group, which is what we ask for.
             warnings.simplefilter("ignore")
-            dcp.save(dict(weights), storage_writer=StepWriter(step_dir, record), no_dist=True)
+            writer = StepWriter(step_dir, record)
+            dcp.save(dict(weights), storage_writer=writer, no_dist=True)
     except CheckpointException as error:  # derives from BaseException
         cause = next(iter(error.failures.values()))[0]
         raise cause from error
@@ -173,6 +174,7 @@ def write_weights(weights: Weights, step_dir: Path, record: Record) -> None:
 
 def _train_toml(args: LlamaArgs, out_dir: Path) -> str:
     """Return the TOML of a run that starts from the checkpoint."""
+    seq_len = min(args.max_seq_len, LONGEST_TRAINED)
     model = {"name": args.model_family.model_name, "flavor": f"{CONFIG_DIR}/{MODEL_ARGS}"}
     if (out_dir / TOKENIZER_FOLDER).is_dir():
         model["hf_assets_path"] = f"{CONFIG_DIR}/{TOKENIZER_FOLDER}"
@@ -182,11 +184,13 @@ def _train_toml(args: LlamaArgs, out_dir: Path) -> str:
         "training": {
             "dataset": "cpython",
             "local_batch_size": 1,
-            "seq_len": min(args.max_seq_len, LONGEST_TRAINED),
+            "global_batch_size": 16,
+            "seq_len": seq_len,
             "steps": 1000,
         },
         "optimizer": {"lr": 1e-4},
         "lr_scheduler": {"warmup_ratio": 0.1, "decay_type": "cosine", "min_lr_factor": 0.1},
+        "validation": {"enable": True, "seq_len": seq_len, "freq": 100, "steps": 20},
         "checkpoint": {
             "enable": True,
             "initial_load_path": f"{CONFIG_DIR}/checkpoint/step-0",
@@ -197,7 +201,8 @@ def _train_toml(args: LlamaArgs, out_dir: Path) -> str:
         sections["low_rank"] = {"lax_gate": args.lax_gate}
     if args.lanes > 1:
         sections["caat"] = {"lanes": args.lanes, "sync_fraction": args.sync_fraction}
-    head = f"# Written by torchtitan-lr import. Run: torchtitan-lr train {TRAIN_TOML}\n\n"
+    head = f"# Written by torchtitan-lr import. Run: torchtitan-lr train {TRAIN_TOML}\n"
+    head += "# Your own text: --training.dataset=local --training.dataset_path=FILES\n\n"
     return head + tomli_w.dumps(sections)
 
 

@@ -38,8 +38,9 @@ def identity_of(config: Any, ranks: int, args: Any, tokenizer: str) -> dict[str,
     identity: dict[str, dict[str, Any]] = {TRAIN_STATE: {}, "model": {}, "optimizer": {}}
     if isinstance(args, LlamaArgs):
         identity["model"] = model_fingerprint(args) | {TOKENIZER: tokenizer}
+    unread = unread_keys(config.optimizer.name)
     for key, meaning in meanings().items():
-        if meaning is OPTIMIZER and not key.startswith(unread_keys(config.optimizer.name)):
+        if meaning is OPTIMIZER and not key.startswith(unread):
             identity["optimizer"][key] = operator.attrgetter(key)(config)
     rule = identity["optimizer"]["optimizer.name"] = like(config.optimizer.name)
     layout, section = config.parallelism, config.grad_compression

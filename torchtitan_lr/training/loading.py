@@ -42,11 +42,6 @@ _SECTIONS = ("model", "low_rank", "caat", "training", "validation", "debug")
 """Sections of a run's record that decide its model and its corpora."""
 
 
-def named_step(step_dir: Path) -> Path:
-    """Return a step's folder as its run names it: two levels below the run's dump folder."""
-    return step_dir.resolve()
-
-
 def read_record(step_dir: Path) -> dict[str, Any]:
     """Read the record of a checkpoint's run; it may be somebody else's, so nothing is downloaded.
 
@@ -57,7 +52,7 @@ def read_record(step_dir: Path) -> dict[str, Any]:
         text = json.dumps(read_step(step_dir).run)
     except DamagedError as error:
         raise _no_checkpoint(step_dir, str(error)) from error
-    record: dict[str, Any] = json.loads(in_folder(text, named_step(step_dir).parent.parent))
+    record: dict[str, Any] = json.loads(in_folder(text, step_dir.resolve().parent.parent))
     model = record.get("model")
     if isinstance(model, dict) and str(model.get("hf_assets_path")).startswith(HUB):
         require_cached(model["hf_assets_path"])
@@ -87,9 +82,9 @@ def find_step(folder: Path) -> Path:
     if not (folder / RUN_CONFIG).is_file():
         return folder
     try:
-        name = read_json(folder / RUN_CONFIG)["checkpoint"]["folder"]
+        name = read_json(folder / RUN_CONFIG).get("checkpoint", {}).get("folder", "checkpoint")
         fits = name and not os.path.isabs(name) and ".." not in Path(name).parts
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(str(folder / RUN_CONFIG), str(error), "the run's record") from error
     want = f"a folder within {folder}, or a step's folder"
     require(fits, "checkpoint.folder", name, want)

@@ -218,11 +218,11 @@ class Trainer(TitanTrainer):
         resumed, changes = self.checkpointer.resumed, dict[str, list[Any]]()
         if resumed is not None:
             changes = run_record.changed(resumed.run, record, self.checkpointer.excluded)
-            history = list(resumed.run.get(run_record.CHANGES, []))
+            past = list(resumed.run.get(run_record.CHANGES, []))
             if changes:
-                history.append({"after_step": self.step, **changes})
+                past.append({"after_step": self.step, **changes})
                 console.info("After step %d: %s", self.step, run_record.described(changes))
-            record |= {run_record.CHANGES: history} if history else {}
+            record |= {run_record.CHANGES: past} if past else {}
         run_record.write_record(self.job_config, record)
         self.checkpointer.run = record
         return run_record.changes_losses(changes)

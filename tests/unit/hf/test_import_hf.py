@@ -17,7 +17,7 @@ from tests.support.run_folders import loaded
 from tests.unit.hf.hf_models import model_of
 from tests.unit.tiny import tokens
 from torchtitan_lr.checkpoints.folders import UNFINISHED, is_free
-from torchtitan_lr.checkpoints.record import read_step
+from torchtitan_lr.checkpoints.record import Record, read_step
 from torchtitan_lr.checkpoints.saving import verified
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
@@ -268,7 +268,7 @@ def test_our_own_exports_become_the_same_model(case, form, tmp_path):
         export_hf(ours.model_args, ours.state_dict(), folder, keep_factors=case == "svd")
     args, tied = read_args(folder)
     assert not tied and args.family == ours.model_args.family
-    write_weights(read_weights(folder, args, tied), tmp_path / "step-0", {})
+    write_weights(read_weights(folder, args, tied), tmp_path / "step-0", Record({"model": {}}))
     again = load_model(tmp_path / "step-0", args)
     ids = tokens(ours.model_args)
     assert torch.equal(again(ids), ours(ids))
@@ -297,6 +297,7 @@ def test_the_written_toml_is_a_valid_job(plain, tmp_path, capsys):
     )
     config = build_job_config([f"--job.config_file={result['config']}"])
     assert config.checkpoint.initial_load_path == result["checkpoint"]
+    assert config.training.global_batch_size == 16 and config.validation.enable
     check_job_config(config, 1, "cpu")
     stored = read_step(result["checkpoint"]).states["model"]
     assert stored["model.hf_assets_path"].startswith("sha256:")
