@@ -148,7 +148,6 @@ register_optimizer(
         sends_state=True,
         reads_groups=True,
         defaults={"optimizer.lr": 3e-3},
-        mark="soap_M",
         check=check,
     )
 )

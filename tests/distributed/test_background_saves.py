@@ -12,7 +12,7 @@ from tests.distributed.training import train
 from tests.support.nightly import nightly
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.checkpoints import staging
-from torchtitan_lr.checkpoints.manifest import read_manifest
+from torchtitan_lr.checkpoints.record import read_step
 from torchtitan_lr.training.checkpoint import CheckpointManager
 
 OPTIONS = [
@@ -60,10 +60,9 @@ def save_each_step(mode: str, arguments: list[str]) -> Files:
         run = train([*OPTIONS, *arguments, f"--checkpoint.async_mode={mode}"])
     found = {}
     for folder in (Path(run["dump_folder"]) / "checkpoint").glob("step-*"):
-        manifest = read_manifest(folder)
-        assert manifest is not None
-        assert manifest.finite
-        files = manifest.files.items()
+        record = read_step(folder)
+        assert record.finite
+        files = record.files.items()
         found[folder.name] = {name: sums for name, sums in files if name != ".metadata"}
     return found
 

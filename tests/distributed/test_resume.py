@@ -20,7 +20,8 @@ from tests.support.parity_runs import (
     schedule,
 )
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.checkpoints.manifest import damage_of, read_manifest
+from torchtitan_lr.checkpoints.record import read_step
+from torchtitan_lr.checkpoints.saving import verified
 
 OPTIONS = [
     "--model.name=llama_lax",
@@ -61,8 +62,8 @@ def test_a_signal_saves_and_the_run_resumes_exactly(
     assert [run["step"] for run in stopped] == [3, 3]
     folder = stopped[0]["dump_folder"]
     for step in (2, 3):  # saved in the background, where the mode says so, and on the signal
-        assert damage_of(f"{folder}/checkpoint/step-{step}") is None
-        assert read_manifest(f"{folder}/checkpoint/step-{step}") is not None
+        record = verified(f"{folder}/checkpoint/step-{step}")
+        assert record.finite and record.states["dataloader"] and record.run["training"]
     resumed = two_ranks.run(train, options, "", folder)[0]
     assert resumed["losses"] == undisturbed["losses"]
     assert resumed["grad_norms"] == undisturbed["grad_norms"]
@@ -145,8 +146,9 @@ def test_a_half_written_checkpoint_is_not_trusted(
     stopped: str, two_ranks: RankPool, undisturbed: dict[str, Any]
 ) -> None:
     checkpoints = Path(stopped) / "checkpoint"
-    # What a kill in the middle of the save of step 4 leaves: data of some ranks, no .metadata.
+    # What a kill in the middle of the save of step 4 leaves: data of some ranks, no record.
     shutil.copytree(checkpoints / "step-3", checkpoints / "step-4")
+    (checkpoints / "step-4/step.json").unlink()
     (checkpoints / "step-4/.metadata").rename(checkpoints / "step-4/.metadata.tmp")
     (checkpoints / "step-4/__1_0.distcp").write_bytes(b"torn")
     resumed = two_ranks.run(train, FSDP2, "", stopped)[0]
@@ -163,9 +165,9 @@ def files_of(folder: str) -> dict[str, bytes]:
 REFUSED = [
     (
         ["--training.shuffle_seed=5", "--metrics.enable_tensorboard"],
-        "training.shuffle_seed: got '5', expected 0 as in .*step-3",
+        "training.shuffle_seed: got 5, expected 0 as in .*step-3",
     ),
-    (["--low_rank.rank=16"], r"low_rank.rank: got 16, expected 12 as .*step-3"),
+    (["--low_rank.rank=16"], r"low_rank.rank_attention: got 16, expected 12 as .*step-3"),
     # Every shape fits.
     (
         ["--model.name=llama_cola"],
@@ -239,35 +241,35 @@ def test_every_rank_refuses_a_flipped_bit(stopped: str, two_ranks: RankPool) -> 
         line = error.splitlines()[-1]
         assert f"ConfigError: checkpoint: got '{step}', expected a whole one" in line
         assert "__1_0.distcp has another checksum" in line
-        assert f"{step.parent}/step-2: set checkpoint.fall_back = true" in line
+        assert "; checkpoint.load_step = 2 goes back to the step before" in line
 
 
-def test_falling_back_loses_one_step_and_no_digit(
+def test_going_back_loses_one_step_and_no_digit(
     stopped: str, two_ranks: RankPool, undisturbed: dict[str, Any]
 ) -> None:
     damaged(stopped)
-    resumed = two_ranks.run(train, [*FSDP2, "--checkpoint.fall_back"], "", stopped)[0]
+    resumed = two_ranks.run(train, [*FSDP2, "--checkpoint.load_step=2"], "", stopped)[0]
     assert resumed["losses"] == undisturbed["losses"]
     assert largest_difference(resumed, undisturbed) == 0.0
-    assert (Path(stopped) / "checkpoint/aside-3-0/manifest.json").is_file()
+    assert (Path(stopped) / "checkpoint/aside-3-0/step.json").is_file()
 
 
-def test_hugging_faces_format_has_a_manifest_too(two_ranks: RankPool) -> None:
+def test_hugging_faces_format_has_a_record_too(two_ranks: RankPool) -> None:
     saves = ["--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.last_save_model_only"]
     options = ["--model.name=llama_full", "--training.local_batch_size=4", *saves]
     in_hf = [*options, "--checkpoint.last_save_in_hf"]
     run = two_ranks.run(train, in_hf)[0]
     step = Path(run["dump_folder"]) / "checkpoint/step-2"
-    manifest = read_manifest(step)
-    assert manifest is not None
+    record = read_step(step)
     files = {path.name for path in step.iterdir() if path.is_file()}
-    assert files == {*manifest.files, "manifest.json"} and len(files) == 3
+    assert files == {*record.files, "step.json"} and len(files) == 3
+    assert [*record.states] == ["model"]
     # It starts a run, and resumes none.
     start = ["--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={step}"]
     assert two_ranks.run(train, [*options, *start])[0]["losses"][0] < run["losses"][0]
     for error in two_ranks.errors(train, in_hf, "", run["dump_folder"]):
-        assert "step-2', expected one to resume (it holds only the model" in error
-        assert "checkpoint.load_step = 1 to resume from it" in error
+        assert "step-2', expected one with train_state: it holds model; " in error
+        assert "checkpoint.load_step = 1 goes back to the step before" in error
     flip(step / "model-00001-of-00001.safetensors")
     for error in two_ranks.errors(train, [*options, *start]):
         assert "model-00001-of-00001.safetensors has another checksum" in error.splitlines()[-1]

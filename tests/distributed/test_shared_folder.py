@@ -13,8 +13,8 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from tests.distributed.training import train
 from tests.support.rank_pool import RankPool
-from torchtitan_lr.checkpoints import manifest
-from torchtitan_lr.checkpoints.manifest import damage_of
+from torchtitan_lr.checkpoints import saving
+from torchtitan_lr.checkpoints.saving import verified
 from torchtitan_lr.training.trainer import Trainer
 
 RANKS_PER_MACHINE = 2
@@ -58,8 +58,8 @@ def train_on_machines(dump: str, mounts: list[str], *options: str) -> dict[str, 
     wrote: list[str] = []
     verified: list[str] = []
     loaded: Counter[str] = Counter()
-    files = manifest._SummingFileSystem
-    create, read, total = files.create_stream, FileSystemReader.read_data, manifest._sum_of
+    files = saving._SummingFileSystem
+    create, read, total = files.create_stream, FileSystemReader.read_data, saving._sum_of
 
     def create_stream(self: Any, path: Any, mode: str) -> Any:
         if mode == "wb":
@@ -81,7 +81,7 @@ def train_on_machines(dump: str, mounts: list[str], *options: str) -> dict[str, 
     with (
         patch.object(files, "create_stream", create_stream),
         patch.object(FileSystemReader, "read_data", read_data),
-        patch.object(manifest, "_sum_of", sum_of),
+        patch.object(saving, "_sum_of", sum_of),
         patch.object(Trainer, "init_distributed", begin),
     ):
         run = train([*OPTIONS, folder, *options], "", dump)
@@ -117,7 +117,7 @@ def test_each_rank_writes_its_own_part(runs: Runs) -> None:
 def test_machines_with_other_paths_share_a_folder(runs: Runs, four_ranks: RankPool) -> None:
     folder, first, again = runs
     assert {path.name for path in folder.iterdir()} == {"step-1", "step-2", "step-3"}
-    assert damage_of(folder / "step-3") is None
+    assert verified(folder / "step-3").finite
     undisturbed = four_ranks.run(train, [*OPTIONS, "--training.steps=3"])
     assert again[0]["losses"] == undisturbed[0]["losses"]
     assert again[0]["losses"][:2] == first[0]["losses"]

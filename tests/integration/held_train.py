@@ -4,7 +4,7 @@
 A test that disturbs a run there disturbs it at that very point, however fast the machine is. The
 launcher starts it where ``TRAIN_FILE`` says so. ``HOLD`` is ``FOLDER:step:N``, where step N begins,
 on every rank, or ``FOLDER:saving:N``, where rank 0 has all parts of checkpoint N but its
-``.metadata``, of the run whose dump folder has that name.
+ends, of the run whose dump folder has that name.
 """
 
 import os

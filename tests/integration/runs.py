@@ -304,7 +304,7 @@ def last_step(folder):
 def step_folders(folder):
     """Steps with a checkpoint folder, mapped to whether it is complete."""
     found = (folder / "checkpoint").glob("step-*")
-    return {int(path.name[5:]): (path / ".metadata").is_file() for path in found}
+    return {int(path.name[5:]): (path / "step.json").is_file() for path in found}
 
 
 def complete_steps(folder):

@@ -175,7 +175,7 @@ def test_a_kill_in_mid_save_leaves_nothing_to_trust(life):
     done = runs.run([*export, stage.copy, stage.copy / "out"])
     assert done.status == 2, done.everything
     (line,) = done.err.splitlines()
-    assert ".metadata is missing" in line
+    assert "step.json is missing" in line
 
 
 def test_the_start_after_it_takes_the_last_complete_checkpoint(life):

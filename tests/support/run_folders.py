@@ -2,15 +2,18 @@
 """Folders of runs with one checkpoint, written without training."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.commands import Command
-from torchtitan_lr.checkpoints.manifest import ManifestWriter
+from torchtitan_lr.checkpoints.record import Record, read_step
+from torchtitan_lr.checkpoints.saving import StepWriter
 from torchtitan_lr.hf.folders import read_any, read_args, read_weights
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.training.loading import as_model, build_model_args, read_run_config
+from torchtitan_lr.training.loading import as_model, build_model_args
 
 export = Command("export")
 
@@ -37,9 +40,9 @@ def write_run(folder, family, dtype=torch.float32, vocab_size=None, **low_rank):
     record = run_record(family, **low_rank)
     if vocab_size is not None:
         record["model"]["vocab_size"] = vocab_size
-    (folder / "job_config.json").write_text(json.dumps(record))
     step = folder / "checkpoint" / "step-20"
-    args = build_model_args(read_run_config(step))
+    sections = {name: SimpleNamespace(**table) for name, table in record.items()}
+    args = build_model_args(SimpleNamespace(**sections))
     model = LlamaModel(args)
     model.init_weights()
     model.to(dtype)
@@ -49,8 +52,15 @@ def write_run(folder, family, dtype=torch.float32, vocab_size=None, **low_rank):
     state["lr_scheduler"] = {"last_epoch": 20}
     state["dataloader"] = {"sample": 1280}
     state["grad_compression"] = {"layers.0.residual": torch.ones(2, 5), "layers.0.exchanges": 20}
-    dcp.save(state, storage_writer=ManifestWriter(step, {}), no_dist=True)
+    dcp.save(state, storage_writer=StepWriter(step, Record({"model": {}})), no_dist=True)
+    rewrite_record(step, record)
     return step, model
+
+
+def rewrite_record(step, record):
+    """Let a step be one of a run with another record."""
+    (step.parent.parent / "job_config.json").write_text(json.dumps(record))
+    replace(read_step(step), run=record).write(step)
 
 
 def loaded(folder):

@@ -4,18 +4,19 @@
 ``tests/integration/test_first_hour.py`` runs those of README and the page Start.
 """
 
-import json
+import operator
 import re
 
 import pytest
 
 from tests.commands import ROOT
 from tests.support.pages import documented
-from torchtitan_lr.checkpoints.run_record import changed
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.commands.main import COMMANDS, parser_of
-from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.build import build_job_config, config_class
+from torchtitan_lr.config.parse import _keys
 from torchtitan_lr.config.paths import find_config
+from torchtitan_lr.config.schema import FREE, meaning_of
 from torchtitan_lr.launch.placement import fit
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -25,6 +26,11 @@ MADE = re.compile(r"(mine|tiny|NAME|outputs/\w+/train)(\.toml)?$")
 
 # What one run may change when it goes on.
 GOES_ON = {"training.steps", "training.max_norm"}
+COMPARED = [
+    key
+    for key in _keys(config_class())
+    if meaning_of(key) is not FREE and key.partition(".")[0] != "parallelism" and key not in GOES_ON
+]
 
 
 def training_config(variables, arguments):
@@ -83,10 +89,12 @@ def collisions(commands):
         config = config[0]
         folder = config.job.dump_folder.rstrip("/").removeprefix("./")
         before = first.setdefault(folder, config)
-        differences = changed(json.loads(json.dumps(before.to_dict())), config)
-        if before.model.hf_assets_path != config.model.hf_assets_path:
-            differences["model.hf_assets_path"] = []
-        if differences.keys() - GOES_ON:
+        differences = []
+        for key in COMPARED:
+            value = operator.attrgetter(key)
+            if value(before) != value(config):
+                differences.append(key)
+        if differences:
             found.append((folder, *differences))
     return found
 

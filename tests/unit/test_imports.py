@@ -62,13 +62,6 @@ found["again"] = table == first
 print(json.dumps(found))
 """
 
-RESUMED = f"""
-import json, sys
-from torchtitan_lr.launch import launcher as launch
-found = [launch.main(["debug_cola", *changes.split()]) for changes in sys.argv[1:]]
-print(json.dumps([found, [name for name in {HEAVY!r} if name in sys.modules]]))
-"""
-
 OURS = ["llama_cola", "llama_full", "llama_lax", "llama_svd"]
 
 
@@ -141,34 +134,3 @@ def test_torchtitan_is_imported_without_the_collector(registered):
     assert after > 100_000  # torch alone makes that many
     assert found["enabled"]
     assert "leaked" not in said
-
-
-OTHER_MODELS = [
-    ("low_rank.rank_ffn", "16", "32"),
-    ("model.vocab_size", "8000", "4096"),
-    ("model.hf_assets_path", "torchtitan_lr/data/assets/bpe32k", "'sha256:5eed'"),
-]
-
-
-def test_another_model_in_a_folder_is_refused_before_torchtitan_loads(tmp_path):
-    """Its compiler takes seconds; the configuration alone loads torch."""
-    folders = [tmp_path / key for key, _, _ in OTHER_MODELS]
-    for folder, (key, _, _) in zip(folders, OTHER_MODELS, strict=True):
-        step = folder / "checkpoint/step-4"
-        step.mkdir(parents=True)
-        for name in (".metadata", "../../job_config.json"):
-            (step / name).write_text('{"model": {"flavor": "debug"}}')
-        model = {"model.flavor": {"vocab_size": 4096}, "low_rank.rank_ffn": 32}
-        model |= {key: "sha256:5eed"} if key == "model.hf_assets_path" else {}
-        (step / "manifest.json").write_text(json.dumps({"model": model}))
-    changes = [
-        f"--job.dump_folder={folder} --{key}={value}"
-        for folder, (key, value, _) in zip(folders, OTHER_MODELS, strict=True)
-    ]
-    found, said = python(RESUMED, *changes)
-    assert found == [[2, 2, 2], ["torch"]]
-    lines = said.splitlines()
-    for line, folder, (key, _, there) in zip(lines, folders, OTHER_MODELS, strict=True):
-        assert line.startswith(f"error: {key}: got ")
-        assert f", expected {there} as in the checkpoint {folder}/checkpoint/step-4" in line
-        assert f"--job.dump_folder={folder}-2" in line

@@ -1,2 +1,2 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""A checkpoint's folder, its manifest, and safe reading."""
+"""A checkpoint's folder, its record, and safe reading."""

@@ -93,9 +93,10 @@ def check_checkpoint(config: Any, world_size: int, device_type: str) -> None:
     fits = not checkpoint.last_save_in_hf or checkpoint.last_save_model_only
     want = "false, or checkpoint.last_save_model_only = true: safetensors hold only tensors"
     require(fits, "checkpoint.last_save_in_hf", True, want)
-    parts = ("model", *folders.TRAINING_STATES)
+    parts = [name for name in folders.TRAINING_STATES if name != folders.TRAIN_STATE]
+    parts += [folders.TRAIN_STATE] if checkpoint.initial_load_path else []
     for name in checkpoint.exclude_from_loading:
-        want = "some of " + ", ".join(parts)
+        want = f"some of {', '.join(parts)}"
         require(name in parts, "checkpoint.exclude_from_loading", name, want)
     if not checkpoint.enable:
         return

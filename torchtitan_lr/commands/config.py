@@ -4,8 +4,10 @@
     torchtitan-lr config list
     torchtitan-lr config show debug_cola
     torchtitan-lr config show my.toml --training.steps=100 --changed
+    torchtitan-lr config show outputs/checkpoint/step-100
 
 CONFIG is a TOML file or the name of a shipped one; --section.key=value overrides it, as in a run.
+Of the folder of a run or of a step it is what that was trained with.
 The output of `show` is a TOML file. Behind each key is its origin:
 
     default         of this package or of torchtitan; "default of Muon": of that optimizer, also
@@ -26,6 +28,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from torchtitan_lr.commands.parser import OneLineParser, check_toml
@@ -40,7 +43,9 @@ def add_arguments(parser: OneLineParser) -> None:
     """Add the action, CONFIG and the options."""
     parser.takes_overrides = True
     parser.add_argument("action", choices=["list", "show"], help="list or show")
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="show: a TOML file or a name")
+    parser.add_argument(
+        "config", metavar="CONFIG", nargs="?", help="show: a TOML file, name or run"
+    )
     parser.add_argument("--changed", action="store_true", help="show: leave out the defaults")
     parser.add_argument("--json", action="store_true", help="print a list of rows instead")
 
@@ -55,10 +60,14 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.config is None:
         raise ConfigError("CONFIG", "nothing", "a TOML file or a name of `list`")
-    check_toml(args.config)
-    from torchtitan_lr.commands.origins import as_toml, read_origins
+    from torchtitan_lr.commands.origins import as_toml, read_origins, read_run
 
-    shown, note = read_origins(args.config, args.overrides)
+    folder = Path(args.config)
+    if folder.is_dir() and not args.overrides:
+        shown, note = read_run(folder)
+    else:
+        check_toml(args.config)
+        shown, note = read_origins(args.config, args.overrides)
     if args.changed:
         shown = [setting for setting in shown if setting.origin != "default"]
     print(json.dumps([asdict(s) for s in shown], indent=1) if args.json else as_toml(shown))

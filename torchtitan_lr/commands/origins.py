@@ -5,11 +5,16 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.checkpoints.folders import RUN_CONFIG, STEP_FILE, is_complete
+from torchtitan_lr.checkpoints.record import DamagedError, read_step
+from torchtitan_lr.checkpoints.run_record import CHANGES, described
 from torchtitan_lr.checks.values import check_model
 from torchtitan_lr.config import parse
 from torchtitan_lr.config.build import build_job_config, config_class, with_own_rates
+from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.paths import shown_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import read_environment
@@ -20,7 +25,7 @@ from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.titan.base import drop_marker
 
 DEFAULT, FLAVOR, SHARE = "default", "flavor", "warmup_ratio"
-COMMAND_LINE, LAUNCHER = "command line", "launcher"
+COMMAND_LINE, LAUNCHER, RUN = "command line", "launcher", "run"
 
 _SHAPE = "model."  # prefix of the flavor's values that are no keys, such as ``model.dim``
 
@@ -37,7 +42,7 @@ class Setting:
 
     key: str  # the dotted key
     value: Any  # what the run uses; for a key that leaves its value to the flavor, the flavor's
-    origin: str  # `DEFAULT`, `FLAVOR`, `SHARE`, `COMMAND_LINE`, `LAUNCHER` or the TOML file
+    origin: str  # `DEFAULT`, `FLAVOR`, `SHARE`, `COMMAND_LINE`, `LAUNCHER`, `RUN` or the TOML file
     # Whether a TOML file can set it; False for a value that only the flavor has
     is_key: bool = True
 
@@ -74,6 +79,27 @@ def read_origins(config: str, overrides: Sequence[str]) -> tuple[list[Setting], 
     check_model(built, 1, "cpu")
     found = [Setting(key, value, origins.get(key, DEFAULT)) for key, value in _values(built)]
     return _with_flavor(found, built), note
+
+
+def read_run(folder: Path) -> tuple[list[Setting], str]:
+    """Read what a run or a saved step was trained with, and a line about what was changed in it."""
+    try:
+        if is_complete(folder):
+            record = dict(read_step(folder).run)
+        else:
+            record = read_json(folder / RUN_CONFIG)
+    except (DamagedError, OSError, ValueError) as error:
+        want = f"the folder of a run, with {RUN_CONFIG}, or of a step, with {STEP_FILE} ({error})"
+        raise ConfigError("CONFIG", str(folder), want) from error
+    built, usual = build_job_config([], record), dict(_values(config_class()()))
+    found = []
+    for key, value in _values(built):
+        found.append(Setting(key, value, DEFAULT if value == usual[key] else RUN))
+    changes = [
+        f"after step {entry.pop('after_step')}: {described(entry)}"
+        for entry in record.get(CHANGES, [])
+    ]
+    return _with_flavor(found, built), f"note: changed {'; '.join(changes)}" if changes else ""
 
 
 def as_toml(settings: Sequence[Setting]) -> str:

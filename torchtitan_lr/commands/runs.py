@@ -26,7 +26,7 @@ from typing import Any
 from torchtitan_lr.checkpoints.folders import RUN_CONFIG
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.config.files import read_json
-from torchtitan_lr.config.schema import NO_EFFECT
+from torchtitan_lr.config.schema import FREE, NO_EFFECT, meanings
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError, escaped, one_of
 from torchtitan_lr.launch import run_state
@@ -172,14 +172,12 @@ def ordered(runs: list[RunInfo], key: str) -> list[RunInfo]:
 
 def _keys_that_differ(records: list[dict[str, Any]]) -> list[str]:
     """Return the keys that all records have, and not all with one value, but derived ones."""
-    from torchtitan_lr.checkpoints.run_record import WITHOUT_EFFECT
-
     if not records:
         return []
     first, *others = records
-    keys = []
+    keys, free = [], {key for key, meaning in meanings().items() if meaning is FREE}
     for key, value in first.items():
-        shared = key not in _DERIVED | WITHOUT_EFFECT and all(key in other for other in others)
+        shared = key not in _DERIVED | free and all(key in other for other in others)
         if shared and any(other[key] != value for other in others):
             keys.append(key)
     return keys

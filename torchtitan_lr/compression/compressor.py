@@ -43,7 +43,6 @@ class Span:
 
     size: int
     compressed: bool
-    tensor: str = ""
 
 
 class Compressor(DefaultAllocMixin, ReduceScatter):

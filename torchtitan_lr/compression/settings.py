@@ -74,12 +74,6 @@ def is_compressed(name: str, size: int, settings: CompressionSettings) -> bool:
     return size >= settings.min_size and not left_out
 
 
-def residual_name(name: str, by_columns: bool) -> str:
-    """Return the name of a tensor in the list of those that have residuals."""
-    # A residual is flat, so how FSDP2 splits the tensor belongs to its name.
-    return f"{name}@columns" if by_columns else name
-
-
 def merged(names: Iterable[str]) -> str:
     """Return names of tensors or units in one line; equal names of all blocks become one."""
     short = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names)

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_lr.compat.autograd import clean_name
-from torchtitan_lr.compat.dtensor import shard_dims
 from torchtitan_lr.compat.fsdp import unit_parameters
 from torchtitan_lr.compat.process_groups import second_group
 from torchtitan_lr.compression.compressor import Compressor, Span
@@ -24,7 +23,6 @@ from torchtitan_lr.compression.settings import (
     CompressionSettings,
     is_compressed,
     merged,
-    residual_name,
 )
 from torchtitan_lr.compression.sizes import bits_per_entry, exchange_unit
 from torchtitan_lr.errors import ConfigError
@@ -41,11 +39,10 @@ def apply_gradient_compression(
     """Set the compressor of every FSDP2 unit of a model, over the shards or HSDP's replicas."""
     # A unit that is too small for its codec is sent dense. A ConfigError says that no tensor is
     # selected.
-    names, sizes, stored = {}, {}, {}
+    names, sizes = {}, {}
     for full_name, parameter in model.named_parameters():
         name = names[id(parameter)] = clean_name(full_name)
         sizes[name] = parameter.numel()
-        stored[name] = residual_name(name, bool(shard_dims(parameter, 1, ["fsdp"])))
     chosen = {name for name, size in sizes.items() if is_compressed(name, size, settings)}
     if not chosen:
         raise ConfigError(
@@ -69,7 +66,7 @@ def apply_gradient_compression(
         compressor = COMPRESSORS[module] = Compressor(
             unit_name,
             settings.codec,
-            [Span(size, name in chosen, stored[name]) for name, size in parts.items()],
+            [Span(size, name in chosen) for name, size in parts.items()],
             group,
             device,
             all_reduce,

@@ -11,16 +11,13 @@ import os
 import stat
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torchtitan_lr.config.paths import leads_out
-
-T = TypeVar("T")
 
 MOST_BYTES = 1 << 28
 """Largest size of a file in bytes: the record of a long run's steps has tens of megabytes."""
@@ -112,35 +109,6 @@ def unsealed(record: dict[str, Any]) -> dict[str, Any]:
 
 def _checksum(content: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
-
-
-_kept: ContextVar[dict[object, Any] | None] = ContextVar("_kept", default=None)
-
-
-@contextmanager
-def files_kept() -> Iterator[None]:
-    """Let `read_kept` read each file once in this block; its end forgets all of them."""
-    if _kept.get() is not None:  # within such a block
-        yield
-        return
-    token = _kept.set({})
-    try:
-        yield
-    finally:
-        _kept.reset(token)
-
-
-def read_kept(path: Path, read: Callable[[Path], T]) -> T:
-    """Return, unchanged, what ``read`` returns; in `files_kept` call it once per file."""
-    kept = _kept.get()
-    if kept is None:
-        return read(path)
-    status = path.stat()
-    key = read, path.absolute(), status.st_ino, status.st_size, status.st_mtime_ns
-    if key not in kept:
-        kept[key] = read(path)
-    found: T = kept[key]
-    return found
 
 
 def file_within(folder: Path, name: str) -> Path:

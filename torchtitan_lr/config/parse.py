@@ -180,13 +180,13 @@ def apply_overrides(
         *sections, name = key.split(".")
         positive = known.get(".".join([*sections, name.removeprefix("no_")]))
         option = known.get(key)
-        negated = option is None and positive is not None and positive.type is bool
+        negated = option is None and positive is not None and _is_flag(positive)
         option = positive if negated else option
         if option is None:
             raise unknown_key(key, text or "", config_cls)
         if negated and text is not None:
             raise ConfigError(key, text, "no value: this flag means false")
-        value: Any = not negated if option.type is bool else MISSING
+        value: Any = not negated if _is_flag(option) else MISSING
         if text is not None:
             value = _parse_text(text, option.type)
         if value is MISSING:
@@ -232,6 +232,10 @@ def _keys(section: Any, prefix: str = "") -> dict[str, Field[Any]]:
         key = prefix + option.name
         found |= _keys(option.type, key + ".") if is_dataclass(option.type) else {key: option}
     return found
+
+
+def _is_flag(option: Field[Any]) -> bool:
+    return _alternatives(option.type) == (bool,)
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:

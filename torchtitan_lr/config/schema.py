@@ -9,7 +9,9 @@ This file contains only differences from ``torchtitan.config.JobConfig``; torcht
 # ``from __future__ import annotations``.
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from torchtitan_lr.config.ranges import (
@@ -26,6 +28,56 @@ from torchtitan_lr.optim.entries import ENTRIES
 
 CONFIG_MODULE = "torchtitan_lr.config.schema"
 """This module."""
+
+
+class Meaning(Enum):
+    """What a changed key means for a run that is resumed, beside its field: `Annotated[int, FREE]`.
+
+    `torchtitan_lr.checkpoints.resume` applies it.
+    """
+
+    FREE = "free"  # it changes no number
+    APPLIED = "applied"  # the run goes on with it, and lists it among its changes
+    MODEL = "model"  # the weights are another model's: refused
+    OPTIMIZER = "optimizer"  # its state has other tensors: refused, unless the state is left out
+    DATA = "data"  # the position is one in other data: refused, unless it is left out
+
+
+FREE, APPLIED, MODEL, OPTIMIZER, DATA = Meaning
+
+_OF_SECTIONS = {
+    **dict.fromkeys(("model", "low_rank", "caat"), MODEL),
+    **dict.fromkeys(("training", "optimizer", "lr_scheduler", "grad_compression"), APPLIED),
+    "parallelism": APPLIED,  # it changes no more than a result's last digits
+}
+"""The meaning of a key that has none beside it, by section; in all others it is free."""
+
+_OF_TORCHTITAN = {
+    **dict.fromkeys(("training.dataset_path", "training.seq_len"), DATA),
+    **dict.fromkeys(("training.gc_freq", "training.gc_debug", "training.dataloader"), FREE),
+    **dict.fromkeys(("training.enable_cpu_offload", "optimizer.implementation"), FREE),
+    "training.local_batch_size": FREE,  # the sequences of all ranks count
+    "environment.ranks": APPLIED,  # of a run's record
+}
+"""The meaning of keys that are not declared here."""
+
+
+@cache
+def meanings() -> dict[str, Meaning]:
+    """Return the meaning of the keys that do not have their section's."""
+    found = dict(_OF_TORCHTITAN)
+    for section in fields(JobConfig):
+        for option in fields(section.type):  # type: ignore[arg-type]
+            for mark in getattr(option.type, "__metadata__", ()):
+                if isinstance(mark, Meaning):
+                    found[f"{section.name}.{option.name}"] = mark
+    return found
+
+
+def meaning_of(key: str) -> Meaning:
+    """Return what a change of a key means for a run that is resumed."""
+    return meanings().get(key, _OF_SECTIONS.get(key.partition(".")[0], FREE))
+
 
 NO_EFFECT = frozenset({"job", "metrics", "profiling", "comm", "experimental"})
 """Sections that no loss depends on."""
@@ -114,7 +166,7 @@ class DataLoader:
 class Training:
     """Additions to torchtitan's ``[training]``."""
 
-    dataset: str = "cpython"
+    dataset: Annotated[str, DATA] = "cpython"
     """The training corpus:
     - 'cpython': source files of one version's standard library, in the package: the same text on
       every machine
@@ -133,28 +185,28 @@ class Training:
 
     All others are prepared before the first step, once for all runs: see ``token_folder``."""
 
-    text_column: str = "text"
+    text_column: Annotated[str, DATA] = "text"
     """Name of the text in the records of 'hf' and 'local'."""
 
-    hf_name: str | None = None
+    hf_name: Annotated[str | None, DATA] = None
     """'hf': the dataset's configuration, such as 'en'."""
 
-    hf_split: str = "train"
+    hf_split: Annotated[str, DATA] = "train"
     """'hf': the split to train on."""
 
-    hf_held_out: str = ""
+    hf_held_out: Annotated[str, DATA] = ""
     """'hf': the split to validate on; empty holds out one document in 200 of ``hf_split``."""
 
-    hf_streaming: bool = True
+    hf_streaming: Annotated[bool, DATA] = True
     """'hf': stream the dataset, and prepare as many tokens as the run reads. False downloads all of
     it and prepares all of it."""
 
-    hf_tokens: Annotated[int, NATURAL] = 0
+    hf_tokens: Annotated[int, NATURAL, DATA] = 0
     """'hf': tokens to prepare of a streamed dataset; 0 takes those that ``training.steps`` read in
     batches of ``training.global_batch_size``. Another number is another corpus, so set it where a
     run may get more steps later, or has no ``global_batch_size`` and several data ranks."""
 
-    mixture: list[dict[str, str | float]] = field(default_factory=list)
+    mixture: Annotated[list[dict[str, str | float]], DATA] = field(default_factory=list)
     """Several corpora instead of ``dataset``: a table ``[[training.mixture]]`` for each, with the
     keys ``dataset``, ``path``, ``weight`` (its share over the sum of all; 1 by default), ``name``
     (in the log; by default the dataset), ``text_column``, ``hf_name`` and ``hf_split``."""
@@ -170,40 +222,35 @@ class Training:
     """Gradients are clipped to this global norm; inf disables clipping, and is the default with
     Muon, Spectron and LoRAMuon."""
 
-    max_skipped_steps: Annotated[int, NATURAL] = 0
+    max_skipped_steps: Annotated[int, NATURAL, FREE] = 0
     """Number of steps with a non-finite loss or gradient that may be skipped in the whole run
     before it stops. 0 stops at the first."""
 
-    max_bad_records: Annotated[int, NATURAL] = 0
+    max_bad_records: Annotated[int, NATURAL, FREE] = 0
     """Number of unreadable records (a line that is no JSON, or not UTF-8) that a preparation may
     leave out. With more of them nothing is trained. A file that breaks off is never left out."""
-
-    allow_changed_corpus: bool = False
-    """Resume from a checkpoint of another corpus, order or ``seq_len``, or of a version whose
-    loader had positions in the text: weights, optimizer and step are loaded, and the data start
-    anew."""
 
     mask_documents: bool = False
     """Keep the documents of a sequence apart: a token attends to its own document only, positions
     restart, and the token after a document's last is not predicted. Also in validation."""
 
-    step_graph: Literal["auto", "on", "off"] = "auto"
+    step_graph: Annotated[Literal["auto", "on", "off"], FREE] = "auto"
     """Forward, loss and backward of a micro-batch as one CUDA graph, which is faster where the host
     launches kernels more slowly than the GPU runs them. 'auto' captures on a GPU what can be
     captured, and says in a line why not; 'on' refuses the rest. Numbers are those without it."""
 
-    check_memory: bool = True
+    check_memory: Annotated[bool, FREE] = True
     """Refuse ranks on the CPU that need more memory than their machine has, by the estimate of
     ``torchtitan-lr estimate``. False starts them anyway."""
 
-    shuffle: bool = True
+    shuffle: Annotated[bool, DATA] = True
     """Read the sequences of a corpus in a seeded order, another one in each epoch. False reads them
     from its start to its end."""
 
-    shuffle_seed: int | None = None
+    shuffle_seed: Annotated[int | None, DATA] = None
     """Seed of the reading order; None uses ``debug.seed``."""
 
-    token_folder: str = ""
+    token_folder: Annotated[str, FREE] = ""
     """Folder of the prepared tokens of raw corpora, which all runs share; empty for
     ``torchtitan_lr/tokens`` in the user's cache folder. Nothing in it is deleted: delete folders
     there while no run reads them."""
@@ -276,7 +323,7 @@ class Optimizer:
     Defaults that depend on ``name`` are in `optim.entries`.
     """
 
-    name: Annotated[str, ENTRIES] = "AdamW"
+    name: Annotated[str, ENTRIES, OPTIMIZER] = "AdamW"
     """Optimizer to use:
     - 'AdamW', 'Adam': for every parameter
     - 'TSRAdam': replicas exchange r×r cores instead of gradients
@@ -322,7 +369,7 @@ class Optimizer:
     adamw_weight_decay: Annotated[float, _DECAY_OR_SAME] = -1.0
     """Weight decay of the embedding, the head, norms and gates; -1 uses `weight_decay`."""
 
-    tsr_rank: Annotated[int, at_least(1)] = 128
+    tsr_rank: Annotated[int, at_least(1), OPTIMIZER] = 128
     """TSRAdam: rank r of the cores, at most the shorter side of every compressed matrix."""
 
     tsr_refresh_interval: Annotated[int, at_least(1)] = 100
@@ -337,7 +384,7 @@ class Optimizer:
     tsr_scale: Annotated[float, positive("a positive number such as 0.75")] = 0.75
     """TSRAdam: factor α on the lifted update of compressed matrices (0.5 at 60M in the paper)."""
 
-    tsr_embedding_rank: Annotated[int, at_least(0, "a rank, or 0 for a dense embedding")] = 64
+    tsr_embedding_rank: Annotated[int, at_least(0, "a rank, or 0: dense"), OPTIMIZER] = 64
     """TSRAdam: rank of the token embedding; 0 leaves it dense."""
 
     tsr_embedding_refresh_interval: Annotated[int, at_least(1)] = 100
@@ -348,7 +395,7 @@ class Optimizer:
     - 'keep': unchanged (the published code); the new bases are given the signs of the old ones
     - 'rotate': expressed in the new bases (the paper's theory)"""
 
-    tsr_refresh: Literal["auto", "sketch", "dense"] = "auto"
+    tsr_refresh: Annotated[Literal["auto", "sketch", "dense"], FREE] = "auto"
     """TSRAdam: data reduced over the replicas for a refresh: sketches, the dense gradient, or the
     smaller of the two per matrix ('auto'). The new bases are the same."""
 
@@ -361,14 +408,14 @@ class Optimizer:
     for which all matrices refresh in the first step, or random ones without communication
     ('random')."""
 
-    tsr_projection: Literal["two_sided", "one_sided"] = "two_sided"
+    tsr_projection: Annotated[Literal["two_sided", "one_sided"], OPTIMIZER] = "two_sided"
     """TSRAdam: project both sides (cores r×r), or only the shorter side as in GaLore (r×max(m, n));
     a square matrix is projected on the right."""
 
-    tsr_compress_head: bool = False
+    tsr_compress_head: Annotated[bool, OPTIMIZER] = False
     """TSRAdam: compress the language-model head like a linear."""
 
-    tsr_overlap_buckets: Annotated[int, at_least(1)] = 4
+    tsr_overlap_buckets: Annotated[int, at_least(1), FREE] = 4
     """TSRAdam: number of all-reduces for the cores, and of those for dense gradients; each starts
     during backward, once its gradients are there. With 1, both start after backward."""
 
@@ -389,7 +436,7 @@ class Caat:
     sync_fraction: float = 1.0
     """Fraction p of the channels that the lanes sum: the first int(p * width); 1 shares all."""
 
-    backward_sum: Literal["float32", "activation"] = "float32"
+    backward_sum: Annotated[Literal["float32", "activation"], APPLIED] = "float32"
     """How backward sums the lanes' bf16 gradients: 'float32' sums in fp32 and sends bf16 (an
     all-to-all, a local sum and an all-gather); 'activation' is a plain bf16 all-reduce, for
     comparison."""
@@ -464,22 +511,10 @@ class Validation:
 
 @dataclass
 class Checkpoint:
-    """Changed defaults of torchtitan's ``[checkpoint]``, and additional keys for loading."""
+    """Changed defaults of torchtitan's ``[checkpoint]``."""
 
     last_save_model_only: bool = False
     """Save only the model at the last step. Such a checkpoint cannot be resumed."""
-
-    fall_back: bool = False
-    """If the checkpoint to resume is damaged, resume from the newest whole one before it, instead
-    of stopping with an error. The damaged checkpoint is renamed."""
-
-    allow_unverified: bool = False
-    """Load a checkpoint whose ``manifest.json`` is missing (as before there were manifests), is
-    damaged or does not name all files. A changed byte or a model of equal shapes goes unnoticed."""
-
-    initial_load_other_model: bool = False
-    """Allow ``initial_load_path`` to be a checkpoint of another family, activation or tokenizer
-    with the same weight names and shapes. A run's own checkpoints must always match the model."""
 
 
 @dataclass
@@ -533,7 +568,7 @@ _RATIO = Range(lambda x: x == -1 or 0 <= x <= 1, "a number from 0 to 1, or -1 fo
 class LRScheduler:
     """Additions to torchtitan's ``[lr_scheduler]``."""
 
-    warmup_ratio: Annotated[float, _RATIO] = 0.02
+    warmup_ratio: Annotated[float, _RATIO, FREE] = 0.02
     """Share of the steps, or of ``total_steps``, in which the learning rate grows: it sets
     ``warmup_steps`` (by default torchtitan's 200 of its 10,000). A file or a command line that sets
     ``warmup_steps`` turns the ratios of the files before it off, which is -1."""

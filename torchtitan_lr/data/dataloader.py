@@ -31,16 +31,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchtitan_lr.checkpoints.safe_metadata import load
 from torchtitan_lr.compat.interpreter import end_if_unheard
 from torchtitan_lr.data.corpus import Batch, Indices, Rows, read_parts
 from torchtitan_lr.data.prepare import open_rows
-from torchtitan_lr.errors import ConfigError, require
-from torchtitan_lr.titan import logger
+from torchtitan_lr.errors import require
 from torchtitan_lr.titan.base import BaseTokenizer
 from torchtitan_lr.titan.components import BaseDataLoader
 
@@ -63,22 +60,19 @@ class TrainingRows(Dataset[Batch]):
     Args:
         parts: The corpora; all with the same ``seq_len``.
         seed: Determines the order; None reads each corpus from its start to its end.
-        allow_changed: Whether a position in other data is replaced by the start of these.
 
     Attributes:
-        identity: All that the order depends on, as ``KEY=VALUE`` with the TOML's keys.
+        identity: All that the order depends on, by the TOML's keys.
     """
 
-    def __init__(
-        self, parts: Sequence[Rows], seed: int | None = None, allow_changed: bool = False
-    ) -> None:
-        self.parts, self._seed, self._allow_changed = list(parts), seed, allow_changed
+    def __init__(self, parts: Sequence[Rows], seed: int | None = None) -> None:
+        self.parts, self._seed = list(parts), seed
         self.shares = Shares([part.weight for part in parts])
         counts = zip(self.shares.counts.tolist(), parts, strict=True)
         each = ",".join(f"{n}*{part.corpus.identity[:16]}" for n, part in counts)
         key = "training.mixture" if len(self.parts) > 1 else "training.dataset"
-        self.identity = f"{key}={each} training.seq_len={self.parts[0].seq_len} "
-        self.identity += f"training.shuffle_seed={seed}"
+        self.identity = {key: each, "training.seq_len": self.parts[0].seq_len}
+        self.identity["training.shuffle_seed"] = seed
 
     @staticmethod
     def of(job_config: Any) -> TrainingRows:
@@ -86,7 +80,7 @@ class TrainingRows(Dataset[Batch]):
         training, other = job_config.training, job_config.debug.seed or 0
         seed = other if training.shuffle_seed is None else training.shuffle_seed
         rows = open_rows(job_config, "training")
-        return TrainingRows(rows, seed if training.shuffle else None, training.allow_changed_corpus)
+        return TrainingRows(rows, seed if training.shuffle else None)
 
     def __getitems__(self, rows: list[int]) -> Batch:
         """Read rows by their numbers, from 0 without end; PyTorch's fetcher calls this."""
@@ -98,44 +92,6 @@ class TrainingRows(Dataset[Batch]):
             else:
                 numbers[own] = shuffled(numbers[own], size, self._seed, index)
         return read_parts(self.parts, chosen, numbers)
-
-    def check_checkpoint(self, checkpoint_id: str, metadata: Metadata) -> bool:
-        """Compare the data of a checkpoint with these before loading it.
-
-        Each rank reads one small value without a collective, so any rank may raise.
-
-        Args:
-            checkpoint_id: The checkpoint's folder.
-            metadata: The checkpoint's table of contents.
-
-        Returns:
-            Whether its position can be loaded. False if the data start anew instead.
-
-        Raises:
-            ConfigError: The position is that of another corpus, order or sequence length, or of
-                the loader of an earlier version, and the data may not start anew.
-        """
-        stored = {"dataloader": {"corpus": ""}}
-        if "dataloader.rows" in metadata.state_dict_metadata:
-            load(stored, checkpoint_id, no_dist=True, metadata=metadata)
-        theirs = stored["dataloader"]["corpus"]  # empty in a checkpoint of an earlier version
-        if theirs == self.identity:
-            return True
-        if self._allow_changed:
-            logger.warning(f"{checkpoint_id} has a place in other data: the data start anew")
-            return False
-        advice = "training.allow_changed_corpus = true starts the data anew"
-        want = f"a checkpoint with one row as its place; {checkpoint_id} is of an older version"
-        require(theirs, "checkpoint", checkpoint_id, f"{want}: {advice}")
-        words = zip(self.identity.split(), theirs.split(), strict=True)
-        here, there = next(pair for pair in words if pair[0] != pair[1])
-        key, _, mine = here.partition("=")
-        if key in ("training.dataset", "training.mixture"):
-            advice += "; training.hf_tokens sets a Hub's dataset's size, otherwise the steps do; "
-            advice += "training.dataset = 'prepared' and training.dataset_path name a folder that "
-            advice += "an earlier version prepared, to go on with its tokens"
-        want = f"{there.removeprefix(f'{key}=')} as in {checkpoint_id} ({advice})"
-        raise ConfigError(key, mine, want)
 
 
 class TokenDataLoader(BaseDataLoader):
@@ -158,7 +114,6 @@ class TokenDataLoader(BaseDataLoader):
         microbatches: Micro-batches per step of this rank.
         position: Rows of all ranks together that `StepReader.take` has handed out; the reader moves
             it.
-        check_checkpoint: `TrainingRows.check_checkpoint`, for the checkpoint manager.
 
     Raises:
         ConfigError: The batch sizes do not divide.
@@ -174,7 +129,7 @@ class TokenDataLoader(BaseDataLoader):
         dp_rank: int,
         **options: Any,
     ) -> None:
-        self.dataset, self.check_checkpoint = dataset, dataset.check_checkpoint
+        self.dataset = dataset
         self.stride = local_batch_size * dp_world_size
         self.microbatches, rest = divmod(global_batch_size, self.stride)
         want = f"a multiple of {self.stride} (local_batch_size {local_batch_size} * "
@@ -241,11 +196,11 @@ class TokenDataLoader(BaseDataLoader):
         return {f"data_share/{part.name}": count / max(1, self.position) for part, count in each}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the corpus whose rows it counts; the same on every rank."""
-        return {"rows": self.position, "corpus": self.dataset.identity}
+        """Return the position, the same on every rank; a step's record has what it counts."""
+        return {"rows": self.position}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a stored position; `check_checkpoint` has compared what it belongs to."""
+        """Go to a stored position."""
         self.seek(int(state_dict["rows"]))
 
 

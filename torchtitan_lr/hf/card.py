@@ -14,7 +14,6 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import SUFFIX
 from torchtitan_lr.training import history
 from torchtitan_lr.training.history import VALIDATION_LOSS, train_loss
-from torchtitan_lr.training.loading import named_step
 
 CARD = "README.md"
 
@@ -66,7 +65,7 @@ def write_card(
         kind: What it is.
         licence: The licence of the weights, such as ``apache-2.0``; "" for that of their origin.
     """
-    step_dir = named_step(step_dir)
+    step_dir = step_dir.resolve()
     step, flavor = step_dir.name.removeprefix("step-"), config.model.flavor
     origin, name = origin_of(step_dir), args.model_family.model_name
     rows = _model_rows(args)

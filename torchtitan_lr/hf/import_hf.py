@@ -18,7 +18,8 @@ from huggingface_hub import snapshot_download
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan_lr.checkpoints.folders import RUN_CONFIG, step_folder, unfinished
-from torchtitan_lr.checkpoints.manifest import ManifestWriter
+from torchtitan_lr.checkpoints.record import Record
+from torchtitan_lr.checkpoints.saving import StepWriter
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import CONFIG_DIR
 from torchtitan_lr.config.paths import user_path
@@ -143,19 +144,20 @@ def write_step_zero(args: LlamaArgs, weights: Weights, out_dir: Path) -> None:
     tokenizer = out_dir / TOKENIZER_FOLDER
     if tokenizer.is_dir():
         fingerprint[TOKENIZER] = tokenizer_digest(str(tokenizer))
-    write_weights(weights, Path(step_folder(out_dir / "checkpoint", 0)), fingerprint)
     # The longest text that the model can read; the TOML has the length to train with.
     window = f"--training.seq_len={args.max_seq_len}"
     config = build_job_config(
         [f"--job.config_file={toml.resolve()}", window, f"--job.dump_folder={out_dir.resolve()}"]
     )
     own = json.dumps(str(out_dir.resolve()))[1:-1]
-    record = json.dumps(config.to_dict(), indent=2).replace(own, CONFIG_DIR)  # it may be moved
-    (out_dir / RUN_CONFIG).write_text(record)
+    run = json.dumps(config.to_dict(), indent=2).replace(own, CONFIG_DIR)  # it may be moved
+    record = Record({"model": fingerprint}, json.loads(run))
+    write_weights(weights, Path(step_folder(out_dir / "checkpoint", 0)), record)
+    (out_dir / RUN_CONFIG).write_text(run)
 
 
-def write_weights(weights: Weights, step_dir: Path, fingerprint: dict[str, Any]) -> None:
-    """Write weights as a distributed checkpoint (DCP) with a manifest; errors as above."""
+def write_weights(weights: Weights, step_dir: Path, record: Record) -> None:
+    """Write weights as a distributed checkpoint (DCP) with its record; errors as above."""
     for name, tensor in weights.items():
         require(tensor.isfinite().all(), "DIR", name, "finite weights")
     step_dir.mkdir(parents=True)
@@ -163,7 +165,7 @@ def write_weights(weights: Weights, step_dir: Path, fingerprint: dict[str, Any])
         with warnings.catch_warnings():
             # DCP warns that it runs without a process group, which is what we ask for.
             warnings.simplefilter("ignore")
-            writer = ManifestWriter(step_dir, fingerprint)
+            writer = StepWriter(step_dir, record)
             dcp.save(dict(weights), storage_writer=writer, no_dist=True)
     except CheckpointException as error:  # derives from BaseException
         cause = next(iter(error.failures.values()))[0]

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 
 from torchtitan_lr.config.files import read_json, read_regular
 from torchtitan_lr.hf.export import write_json
-from torchtitan_lr.training.loading import named_step, read_record
+from torchtitan_lr.training.loading import read_record
 
 ORIGIN = "origin.json"
 """Beside an import's checkpoint: the fields of `Origin`."""
@@ -43,7 +43,7 @@ def origin_of(step_dir: Path) -> Origin | None:
 
     An imported checkpoint, of step 0, is its own origin.
     """
-    step_dir = named_step(step_dir)
+    step_dir = step_dir.resolve()
     start: object = str(step_dir)
     if step_dir.name != "step-0":
         section = read_record(step_dir).get("checkpoint")

@@ -54,11 +54,6 @@ class OptimizerEntry:
     """Values by key that replace the defaults of config/schema.py."""
     published_rates: tuple[float, float] | None = None
     """Lowest and highest published learning rate; others are warned of."""
-    mark: str = ""
-    """A tensor's name that only its saved state has."""
-    stored: Function | None = None
-    """Returns the keys of ``[optimizer]``, with values, that a saved state was made with, from the
-    sizes of its tensors by name."""
     fits: Function | None = None
     """Refuses a model that it cannot train: called with ``[optimizer]`` and the shapes by name."""
     check: Function | None = None
@@ -87,8 +82,7 @@ _WHATEVER_THE_GRADIENT = {"training.max_norm": math.inf}  # updates have their s
 
 def _spectral(name: str, **facts: Any) -> OptimizerEntry:
     defaults = facts.pop("defaults") | _WHATEVER_THE_GRADIENT
-    mark = f"{name.lower()}_momentum"
-    return replace(_SPECTRAL, name=name, like=name, mark=mark, defaults=defaults, **facts)
+    return replace(_SPECTRAL, name=name, like=name, defaults=defaults, **facts)
 
 
 _ADAMW = OptimizerEntry(
@@ -112,8 +106,6 @@ ENTRIES: dict[str, OptimizerEntry] = {
         tf32_products=True,
         reads_groups=True,
         keys=("optimizer.tsr_",),
-        mark="left",
-        stored="torchtitan_lr.optim.tsr.selection:stored_settings",
         fits="torchtitan_lr.optim.tsr.selection:plan_configured",
     ),
     "Muon": _spectral(

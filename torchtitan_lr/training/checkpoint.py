@@ -1,12 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """torchtitan's checkpoint manager, made safe against kills, damage and the wrong model.
 
-A folder is a complete checkpoint once DCP has renamed its ``.metadata`` into place, the last action
-of a save. Upstream breaks this rule in two cases: a step that is saved a second time (after a
-rewind) is written over files that an old ``.metadata`` still refers to, and a purge may be killed
-after it deleted data but not ``.metadata``. This manager therefore renames a folder before it
-deletes the contents. Before a load, it compares the files with the manifest of their save, and
-changes nothing in the folder until then.
+A folder is a complete checkpoint once it has a ``step.json``, the last file of a save. Upstream
+writes a step that is saved a second time (after a rewind) over the old files, and a purge may be
+killed after it deleted some of them. This manager therefore renames a folder before it deletes the
+contents. Before a load, it compares the files with the record of their save, and changes nothing
+in the folder until then.
 """
 
 import functools
@@ -14,8 +13,9 @@ import glob
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -29,34 +29,28 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from torchtitan_lr.agreement import from_first_rank
 from torchtitan_lr.checkpoints import folders, safe_metadata
-from torchtitan_lr.checkpoints.manifest import (
-    Manifest,
-    ManifestWriter,
+from torchtitan_lr.checkpoints.record import DamagedError, Identity, Record, describe
+from torchtitan_lr.checkpoints.resume import Start, check_start, start_of
+from torchtitan_lr.checkpoints.saving import (
     SavePlanner,
-    UnverifiedError,
+    StepWriter,
     all_finite,
-    damage_of,
-    newest_whole_before,
-    read_manifest,
     read_once,
-    write_manifest,
+    verified,
+    write_record,
 )
 from torchtitan_lr.checkpoints.staging import BackgroundStager
 from torchtitan_lr.compat.dtensor import local_part
-from torchtitan_lr.compression.residuals import saved_residuals
-from torchtitan_lr.config.files import files_kept
 from torchtitan_lr.console.log import console
-from torchtitan_lr.errors import ConfigError, RunFailedError
+from torchtitan_lr.errors import RunFailedError
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import GarbageCollection
-from torchtitan_lr.titan.components import DATALOADER, MODEL, AsyncMode, TitanCheckpointHooks
-from torchtitan_lr.training.fingerprint import check_fingerprint
+from torchtitan_lr.titan.components import MODEL, AsyncMode, TitanCheckpointHooks
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _LONG = 0.1  # seconds of waiting that the console shows
-_MODEL_ALONE, _NOT_FINITE = "it holds only the model", "its weights are not finite"
 
 
 def _tells_why(save: Callable[P, R]) -> Callable[P, R]:
@@ -70,8 +64,7 @@ def _tells_why(save: Callable[P, R]) -> Callable[P, R]:
         try:
             return save(*args, **options)
         except CheckpointException as error:
-            cause = safe_metadata.describe(next(iter(error.failures.values()))[0])
-            raise RunFailedError(f"a checkpoint cannot be written ({cause})") from error
+            raise RunFailedError(f"a checkpoint cannot be written ({_cause(error)})") from error
 
     return wrapped
 
@@ -80,11 +73,11 @@ class CheckpointManager(TitanCheckpointHooks):
     """DCP checkpoints of model, optimizer, schedule, data position and train state.
 
     Attributes:
-        fingerprint: Fingerprint of the model and its tokenizer; saved with it and compared on
-            loading, unless it is empty.
+        identity: What the run's states belong to; saved with them and compared on loading.
+        run: The run's record, which every saved step has.
         before_save: Called before each save; an exception prevents it.
-        left_out: Returns the states that are not loaded at a step (-1: of another run).
-        excluded: States that `load` has left out.
+        resumed: The record of the own step that was loaded.
+        excluded: Its states that were not loaded.
     """
 
     async_mode: AsyncMode
@@ -93,18 +86,15 @@ class CheckpointManager(TitanCheckpointHooks):
     _last_saved: str | None = None
 
     def __init__(self, *, checkpoint_config: Any, **parts: Any) -> None:
-        self.fingerprint: dict[str, Any] = {}
-        # torchtitan's own checkpoint section lacks these keys.
-        self._fall_back = getattr(checkpoint_config, "fall_back", False)
-        self._other_model = getattr(checkpoint_config, "initial_load_other_model", False)
-        self._exclude: list[str] = checkpoint_config.exclude_from_loading
-        self._unverified = getattr(checkpoint_config, "allow_unverified", False)
+        self.identity: Identity = {}
+        self.run: Mapping[str, Any] = {}
+        self.resumed: Record | None = None
+        self.excluded: list[str] = []
+        self._section, self._dump_folder = checkpoint_config, str(parts.get("base_folder", ""))
         self._first = not dist.is_initialized() or dist.get_rank() == 0
         # Deletes renamed folders: the other ranks wait for the renaming only.
         self._deletions = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deletions")
         self.before_save: Callable[[], None] = lambda: None
-        self.left_out: Callable[[int], list[str]] = lambda step: self._exclude
-        self.excluded: list[str] = []
         super().__init__(checkpoint_config=checkpoint_config, **parts)
         self.enable_staging = self.enable and self.async_mode != AsyncMode.DISABLED
         if self.enable and self.async_mode == AsyncMode.ASYNC:
@@ -153,7 +143,7 @@ class CheckpointManager(TitanCheckpointHooks):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Future[Any] | AsyncSaveResponse | None:
-        """Save with a manifest into an empty folder; arguments as for upstream's method."""
+        """Save with a record into an empty folder; arguments as for upstream's method."""
         self.before_save()
         # No rank writes before DCP has gathered the plans of all, and so after this renaming.
         if self._first:
@@ -162,10 +152,12 @@ class CheckpointManager(TitanCheckpointHooks):
         if to_hf:  # at the end of a run, never in the background
             from_first_rank(None)  # no rank writes before the first one has renamed the folder
             super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, True)
-            write_manifest(checkpoint_id, _finite_weights(self.states[MODEL].model))
+            finite = _finite_weights(self.states[MODEL].model)
+            write_record(checkpoint_id, Record(self._states_of({}), self.run, finite=finite))
             return None
         weights = self.states[MODEL].state_dict() if MODEL in self.states else ()
-        writer = ManifestWriter(checkpoint_id, self.fingerprint, weights=weights)
+        record = Record(self._states_of(state_dict), self.run)
+        writer = StepWriter(checkpoint_id, record, weights=weights)
         if async_mode == AsyncMode.DISABLED:
             dcp.save(state_dict, storage_writer=writer, planner=SavePlanner())
             if enable_garbage_collection:
@@ -187,153 +179,85 @@ class CheckpointManager(TitanCheckpointHooks):
             async_stager=self.stager,
         )
 
-    def dcp_load(
-        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
-    ) -> None:
-        """Load a verified checkpoint; arguments as for upstream's method.
+    def _states_of(self, saved: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+        """Return the names of the states in a save with what each belongs to."""
+        names = [MODEL, *(name for name in folders.TRAINING_STATES if name in saved)]
+        return {name: self.identity.get(name, {}) for name in names}
 
-        Raises:
-            ConfigError: The checkpoint is damaged, its data position belongs to another corpus,
-                order or sequence length, its residuals to other ranks or tensors, or it contains
-                another model.
-        """
-        if from_hf:
-            has_manifest = from_first_rank((Path(checkpoint_id) / folders.MANIFEST).is_file())
-            if has_manifest and (damage := self._damage_of(checkpoint_id)):
-                raise _damaged(checkpoint_id, damage, None)
-            return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
-        initial = checkpoint_id == self.initial_load_path
-        try:
-            # `load` has verified the others.
-            if initial and (damage := self._damage_of(checkpoint_id)):
-                raise _damaged(checkpoint_id, damage, newest_whole_before(checkpoint_id))
-            manifest = read_once(self._manifest_of, checkpoint_id)
-            if manifest is not None:
-                may_differ = self._other_model and initial
-                check_fingerprint(
-                    manifest.model, self.fingerprint, checkpoint_id, may_differ, self._unverified
-                )
-            metadata = read_once(safe_metadata.read_metadata, checkpoint_id)
-            has_data = state_dict.get(DATALOADER) is not None
-            if has_data and not state_dict[DATALOADER].check_checkpoint(checkpoint_id, metadata):
-                del state_dict[DATALOADER]  # the data start anew
-            if folders.RESIDUALS in state_dict:
-                state_dict[folders.RESIDUALS].check_checkpoint(checkpoint_id, metadata)
-            elif has_data and saved_residuals(checkpoint_id, metadata):
-                logger.warning("The gradient residuals of %s are not loaded", checkpoint_id)
-            safe_metadata.load(state_dict, checkpoint_id, metadata=metadata)
-        except safe_metadata.DamagedError as error:
-            raise ConfigError("checkpoint", checkpoint_id, f"a whole one ({error})") from error
-        except CheckpointException as error:  # derives from BaseException
-            cause = safe_metadata.describe(next(iter(error.failures.values()))[0])
-            want = f"a complete checkpoint of this model ({cause})"
-            raise ConfigError("checkpoint", checkpoint_id, want) from error
-        if manifest is None and self._first:
-            logger.warning("%s has no manifest: loading it without a check", checkpoint_id)
-        # The model's states are flattened into the dictionary, so DCP cannot load them itself.
-        if MODEL in self.states:
-            self.states[MODEL].load_state_dict(state_dict)
-
-    def _damage_of(self, folder: str) -> str | None:
-        return damage_of(folder, self._unverified)
-
-    def _manifest_of(self, folder: str | Path) -> Manifest | None:
-        """Return a checkpoint's manifest; None if it cannot be used and need not be."""
-        try:
-            return read_manifest(folder)
-        except UnverifiedError:
-            if not self._unverified:
-                raise
-            return None
-
-    @files_kept()
     def load(self, step: int = -1) -> bool:
         """Load step ``step``, or at -1 the newest complete one, then rename all later steps.
 
-        A run that resumes an earlier step saves the later ones again. A folder without a complete
-        step (a killed first save) is treated as missing, so that ``initial_load_path`` still takes
-        effect. Nothing changes on disk before the load has succeeded.
-
-        Raises:
-            ConfigError: As for `dcp_load`.
+        A run that resumes an earlier step saves the later ones again. Nothing changes on disk
+        before the load has succeeded.
         """
         if not self.enable:
             return False
-        if step == -1 and self._first:  # a thousand ranks would list the folder at the same moment
-            step = folders.newest_step(self.folder)
-        step = from_first_rank(step)
-        if step != -1:
-            step = self._whole_step(step)
-            source, in_hf, model_only = self.checkpoint_folder(step), False, step == 0
-            if self.initial_load_path:
+        # A thousand ranks would list the folder at the same moment.
+        found = start_of(self._section, self._dump_folder, step) if self._first else None
+        start = from_first_rank(found)
+        if start is not None:
+            if start.step != -1:  # machines may mount the folder at other places
+                start = replace(start, folder=self.checkpoint_folder(start.step))
+            self._read(start)
+            GarbageCollection.collect("GC collection for checkpoint loading.")
+            without = f" without {', '.join(self.excluded)}" if self.excluded else ""
+            console.info("Loaded %s%s.", start.folder, without)
+            if start.step != -1 and self._section.initial_load_path:
                 console.info(
                     "checkpoint.initial_load_path is not read: the run has steps of its own."
                 )
-        else:
-            source, in_hf = self.initial_load_path or "", self.initial_load_in_hf
-            if in_hf and not source:
-                source = self.sd_adapter.hf_assets_path
-            model_only = self.initial_load_model_only
-        if source:
-            names = from_first_rank(self.left_out(step) if self._first else [])
-            self.excluded = [name for name in names if name in self.states and not model_only]
-            self.exclude_from_loading = self.excluded
-            self.dcp_load(self.states_to_load(model_only), source, in_hf, from_quantized=False)
-            GarbageCollection.collect("GC collection for checkpoint loading.")
-            without = f" without {', '.join(self.excluded)}" if self.excluded else ""
-            console.info("Loaded %s%s.", source, without)
-            if used := ", ".join(name for name in self._exclude if name not in names):
-                console.info("checkpoint.exclude_from_loading has acted before: %s is loaded", used)
+            if not start.left_out and self._section.exclude_from_loading:
+                what = "checkpoint.exclude_from_loading acts with checkpoint.load_step, or on "
+                console.info(what + "another run's weights: all states are loaded")
         if not self.load_only and self._first:
-            self._tidy(step)
+            self._tidy(-1 if start is None else start.step)
         from_first_rank(None)  # no rank saves before the first one is here
-        return bool(source)
+        return start is not None
 
-    def _whole_step(self, step: int) -> int:
-        """Return the step itself if its checkpoint is whole, else the step to fall back to.
-
-        Raises:
-            ConfigError: The step is damaged, and ``checkpoint.fall_back`` is off or finds none.
-        """
-        folder = self.checkpoint_folder(step)
-        is_dcp = from_first_rank(folders.is_dcp(folder))
-        damage = self._damage_of(folder) if is_dcp else _MODEL_ALONE
-        if not damage and step and folders.TRAIN_STATE in self.states:
-            whole = self._first and folders.holds_training(safe_metadata.read_metadata(folder))
-            damage = None if from_first_rank(whole) else _MODEL_ALONE
-        if not damage and not from_first_rank(self._first and folders.is_finite(folder)):
-            damage = _NOT_FINITE
-        if not damage:
-            return step
-        older = newest_whole_before(folder, self._unverified)
-        if older is None or not self._fall_back:
-            raise _damaged(folder, damage, older)
-        if self._first:
-            logger.warning("%s is not resumed (%s): resuming from %s", folder, damage, older)
-        return int(older.rpartition("-")[2])
+    def _read(self, start: Start) -> None:
+        """Verify the files of a checkpoint, and load them."""
+        folder, record = start.folder or self.sd_adapter.hf_assets_path, None
+        here = [] if start.model_only else self.states
+        self.excluded = [name for name in start.left_out if name in here]
+        self.exclude_from_loading = self.excluded
+        states = self.states_to_load(start.model_only)
+        try:
+            # Weights in Hugging Face's format may be of another program.
+            if not start.in_hf or from_first_rank(folders.is_complete(folder)):
+                record = verified(folder)
+            if start.in_hf:
+                return self.dcp_load(states, folder, from_hf=True, from_quantized=False)
+            assert record is not None
+            check_start(start, record, self.identity, self._dump_folder)
+            metadata = read_once(safe_metadata.read_metadata, folder)
+            safe_metadata.load(states, folder, metadata=metadata)
+        except (DamagedError, CheckpointException) as error:  # the latter is no Exception
+            cause = error if isinstance(error, DamagedError) else _cause(error)
+            want = f"a whole one of this model ({cause})"
+            raise start.refusal(self._dump_folder, "checkpoint", folder, want) from error
+        # The model's states are flattened into the dictionary, so DCP cannot load them itself.
+        if MODEL in self.states:
+            self.states[MODEL].load_state_dict(states)
+        self.resumed = record if start.step > 0 else None
 
     def _tidy(self, step: int) -> None:
-        """Rename the steps after ``step``; delete incomplete folders and unfinished deletions."""
+        """Rename the steps after ``step`` and incomplete ones; delete what killed saves left."""
         for found in folders.all_steps(self.folder):
             folder = self.checkpoint_folder(found)
-            if not folders.is_complete(folder):
-                folders.rename_away(folder, folders.DISCARDED)
-            elif found > step:
-                logger.warning(
-                    "Checkpoint of step %d is renamed to %s",
-                    found,
-                    folders.rename_away(folder, folders.ASIDE),
-                )
+            complete = folders.is_complete(folder)
+            if complete and found <= step:
+                continue
+            # Without a table of contents it is what a kill left, and of use to nobody.
+            kept = complete or os.path.isfile(os.path.join(folder, folders.METADATA))
+            renamed = folders.rename_away(folder, folders.ASIDE if kept else folders.DISCARDED)
+            why = "later than the loaded step" if complete else f"without {folders.STEP_FILE}"
+            logger.warning("%s is %s: renamed to %s", folder, why, renamed)
         for leftover in glob.glob(os.path.join(glob.escape(self.folder), f"{folders.DISCARDED}*")):
             self._deletions.submit(shutil.rmtree, leftover, ignore_errors=True)
 
     @_tells_why
     def save_interrupted(self, step: int) -> str | None:
-        """Save all of ``step``, even if the last save should hold the model only.
-
-        Returns:
-            The checkpoint's folder, None if checkpointing is off.
-        """
+        """Save all of ``step``, also of the last one; return its folder, None if none is saved."""
         if not self.enable or self.load_only:
             return None
         folder = self.checkpoint_folder(step)
@@ -380,16 +304,9 @@ class CheckpointManager(TitanCheckpointHooks):
             self._deletions.submit(shutil.rmtree, renamed, ignore_errors=True)
 
 
-def _damaged(folder: str, damage: str, older: str | None) -> ConfigError:
-    """Build the error that names the damaged file and the newest whole checkpoint before it."""
-    instead = "there is no older whole one"
-    if older is not None:
-        instead = (
-            f"the newest older whole one is {older}: set checkpoint.fall_back = true or "
-            f"checkpoint.load_step = {older.rpartition('-')[2]} to resume from it"
-        )
-    want = "one to resume" if damage in (_MODEL_ALONE, _NOT_FINITE) else "a whole one"
-    return ConfigError("checkpoint", folder, f"{want} ({damage}); {instead}")
+def _cause(error: CheckpointException) -> str:
+    """Return the first cause of a failed save or load, in one line."""
+    return describe(next(iter(error.failures.values()))[0])
 
 
 def _finite_weights(model_parts: Iterable[nn.Module]) -> bool:

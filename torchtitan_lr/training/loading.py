@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """A training checkpoint in one process: its run's record, its model, its weights on the CPU."""
 
+import json
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +12,18 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchtitan_lr.checkpoints.folders import RUN_CONFIG, TRAINING_STATES
-from torchtitan_lr.checkpoints.manifest import find_damage, newest_whole_before, read_manifest
-from torchtitan_lr.checkpoints.safe_metadata import DamagedError, load, read_metadata
-from torchtitan_lr.config.build import build_job_config, check_record
-from torchtitan_lr.config.files import files_kept, parse_json, read_regular
+from torchtitan_lr.checkpoints.folders import (
+    RUN_CONFIG,
+    TRAINING_STATES,
+    newest_step,
+    step_folder,
+)
+from torchtitan_lr.checkpoints.record import DamagedError, read_step
+from torchtitan_lr.checkpoints.resume import Start, check_start
+from torchtitan_lr.checkpoints.safe_metadata import load, read_metadata
+from torchtitan_lr.checkpoints.saving import verified
+from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.parse import in_folder
 from torchtitan_lr.config.schema import ITS_MODULE
 from torchtitan_lr.data.tokenizer import HUB, build_tokenizer, require_cached, vocabulary
@@ -26,34 +33,13 @@ from torchtitan_lr.models.configured import empty_model, model_shapes
 from torchtitan_lr.models.families import FAMILIES, find_family
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.training.fingerprint import (
-    TOKENIZER,
-    check_fingerprint,
-    model_fingerprint,
-    tokenizer_digest,
-)
+from torchtitan_lr.training.fingerprint import TOKENIZER, model_fingerprint, tokenizer_digest
 
 Weights = dict[str, Tensor]
 """Whole parameters on the CPU, by this package's names or by LLaMA's."""
 
 _SECTIONS = ("model", "low_rank", "caat", "training", "validation", "debug")
 """Sections of a run's record that decide its model and its corpora."""
-
-_MOST_LINKS = 40
-"""Linux follows as many links; two links to each other would never end."""
-
-
-def named_step(step_dir: Path) -> Path:
-    """Return a step's folder as its run names it: two levels below the run's record.
-
-    A linked step belongs to the run that wrote it. Where the step or the folder of all steps was
-    moved to another disk and a link is left, there is no record: the run is where the link is.
-    """
-    names = [step_dir.resolve(), step_dir.absolute()]
-    while names[-1].is_symlink() and len(names) < _MOST_LINKS:
-        names.append(names[-1].parent / names[-1].readlink())
-    recorded = (name for name in names if (name.parent.parent / RUN_CONFIG).is_file())
-    return next(recorded, names[0])
 
 
 def read_record(step_dir: Path) -> dict[str, Any]:
@@ -62,15 +48,11 @@ def read_record(step_dir: Path) -> dict[str, Any]:
     Raises:
         ConfigError: There is no readable record, or the tokenizer that it names is not here.
     """
-    path = named_step(step_dir).parent.parent / RUN_CONFIG
     try:
-        record = parse_json(in_folder(read_regular(path).decode(), path.parent))
-    except FileNotFoundError:
-        require(step_dir.exists(), "CHECKPOINT", str(step_dir), "a folder that exists")
-        want = f"a step's folder two levels below the run's {RUN_CONFIG}"
-        raise ConfigError("CHECKPOINT", str(step_dir), want) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(path), str(error), "the JSON that the run wrote") from error
+        text = json.dumps(read_step(step_dir).run)
+    except DamagedError as error:
+        raise _no_checkpoint(step_dir, str(error)) from error
+    record: dict[str, Any] = json.loads(in_folder(text, step_dir.resolve().parent.parent))
     model = record.get("model")
     if isinstance(model, dict) and str(model.get("hf_assets_path")).startswith(HUB):
         require_cached(model["hf_assets_path"])
@@ -92,24 +74,24 @@ def read_run_config(step_dir: Path) -> Any:
 
 
 def find_step(folder: Path) -> Path:
-    """Return the newest whole step of a run's folder; any other folder is returned as it is.
+    """Return the step of a run's dump folder that is resumed; any other folder as it is.
 
     Raises:
-        ConfigError: The run has no whole checkpoint.
+        ConfigError: The run has no complete checkpoint.
     """
     if not (folder / RUN_CONFIG).is_file():
         return folder
-    record = check_record(read_record(folder / "checkpoint" / "step"))
-    name = record.get("checkpoint", {}).get("folder", "checkpoint")
-    if not name or os.path.isabs(name) or ".." in Path(name).parts:
-        want = f"a folder within {folder}, or a step's folder"
-        raise ConfigError("checkpoint.folder", name, want)
-    steps = folder / name
-    newest = newest_whole_before(steps / f"step-{sys.maxsize}")
-    if newest is None:
-        want = f"a run with a whole checkpoint in {steps}; name one to hear what it lacks"
-        raise ConfigError("CHECKPOINT", str(folder), want)
-    return Path(newest)
+    try:
+        name = read_json(folder / RUN_CONFIG).get("checkpoint", {}).get("folder", "checkpoint")
+        fits = name and not os.path.isabs(name) and ".." not in Path(name).parts
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(str(folder / RUN_CONFIG), str(error), "the run's record") from error
+    want = f"a folder within {folder}, or a step's folder"
+    require(fits, "checkpoint.folder", name, want)
+    newest = newest_step(folder / name)
+    want = f"a run with a complete checkpoint in {folder / name}"
+    require(newest >= 0, "CHECKPOINT", str(folder), want)
+    return Path(step_folder(folder / name, newest))
 
 
 def build_model_args(config: Any) -> LlamaArgs:
@@ -130,7 +112,6 @@ def build_model_args(config: Any) -> LlamaArgs:
     return args
 
 
-@files_kept()
 def load_weights(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> Weights:
     """Verify a checkpoint of any number of ranks and read its weights, all of one dtype.
 
@@ -142,18 +123,18 @@ def load_weights(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> Weig
     Raises:
         ConfigError: The folder is not a complete checkpoint, is damaged, or contains another model.
     """
-    if (damage := find_damage(step_dir)) is not None:
-        raise _no_checkpoint(step_dir, damage, newest_whole_before(step_dir))
     try:
-        metadata, manifest = read_metadata(step_dir), read_manifest(step_dir)
-    except DamagedError as error:  # it was whole just now: its run has deleted it
+        record, metadata = verified(step_dir), read_metadata(step_dir)
+    except DamagedError as error:
         raise _no_checkpoint(step_dir, str(error)) from error
     stored = metadata.state_dict_metadata
     check_depth(args, len(stored), "CHECKPOINT", step_dir)
     shapes = model_shapes(args)
     dtype = _check_stored(step_dir, stored, args, shapes)
-    tokenizer = {TOKENIZER: tokenizer_digest(assets_path)} if assets_path else {}
-    check_fingerprint(manifest.model, model_fingerprint(args) | tokenizer, step_dir)
+    model = {**record.states.get("model", {}), **model_fingerprint(args)}
+    if assets_path:
+        model[TOKENIZER] = tokenizer_digest(assets_path)
+    check_start(Start(str(step_dir)), record, {"model": model})
     weights = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
     try:
         load(weights, step_dir, no_dist=True, metadata=metadata)
@@ -215,12 +196,11 @@ def check_depth(args: LlamaArgs, tensors: int, key: str, folder: Path) -> None:
     require(args.n_layers <= tensors, key, str(folder), want)
 
 
-def _no_checkpoint(step_dir: Path, why: str, older: str | None = None) -> ConfigError:
+def _no_checkpoint(step_dir: Path, why: str) -> ConfigError:
     """Return the error of a folder that is no whole checkpoint."""
     if not step_dir.is_dir():
         why = "no such folder; a run that trains keeps its newest checkpoint.keep_latest_k steps"
-    example = older or "outputs/checkpoint/step-100"
-    want = f"a complete checkpoint such as {example} (found: {why})"
+    want = f"a complete checkpoint such as outputs/checkpoint/step-100 (found: {why})"
     return ConfigError("CHECKPOINT", str(step_dir), want)
 
 

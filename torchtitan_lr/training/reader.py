@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -125,10 +125,10 @@ class StepReader:
         return self._loader.shares() | ({"label_tokens": self._labels} if pairs else {})
 
 
-def check_same_data(identity: str) -> None:
+def check_same_data(identity: dict[str, Any]) -> None:
     """Compare all ranks' `TrainingRows.identity`: machines may have tokens of their own."""
     first = from_first_rank(identity)
-    other = first_rank_with(None if identity == first else identity)
+    other = first_rank_with(None if identity == first else str(identity))
     want = f"the same tokens on all machines; rank 0 has {first}"
     if other is not None:
         raise ConfigError("training.dataset", f"rank {other[0]}: {other[1]}", want)

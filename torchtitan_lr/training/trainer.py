@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ from torchtitan_lr.titan.trainer_parts import Trainer as TitanTrainer
 from torchtitan_lr.titan.trainer_parts import profilers, trainer_parts
 from torchtitan_lr.training import figures, history
 from torchtitan_lr.training.checkpoint import CheckpointManager
-from torchtitan_lr.training.fingerprint import TOKENIZER, model_fingerprint, tokenizer_digest
+from torchtitan_lr.training.fingerprint import identity_of, tokenizer_digest
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
 from torchtitan_lr.training.reader import BadDataError, StepReader, check_same_data
 from torchtitan_lr.training.signals import MACHINES_CHANGED, StopSignal
@@ -82,7 +81,6 @@ class Trainer(TitanTrainer):
         with trainer_parts(CheckpointManager):
             super().__init__(job_config)
         job_config.job.save_config_file = record_file or RUN_CONFIG
-        self.checkpointer.left_out = partial(run_record.left_out, job_config)
         self._set_timeouts(job_config.comm.init_timeout_seconds)
         check_same_data(self.dataloader.dataset.identity)
         dims = self.parallel_dims
@@ -92,11 +90,13 @@ class Trainer(TitanTrainer):
         if self.device.type == "cuda" and half and tf32:
             # The optimizer's are the only fp32 products of such a run (docs/step.md).
             torch.set_float32_matmul_precision("high")
+        path = job_config.model.hf_assets_path
+        digest = from_first_rank(tokenizer_digest(path) if dist.get_rank() == 0 else "")
         args = self.model_parts[0].model_args
-        if isinstance(args, LlamaArgs):
-            path = job_config.model.hf_assets_path
-            digest = from_first_rank(tokenizer_digest(path) if dist.get_rank() == 0 else "")
-            self.checkpointer.fingerprint = model_fingerprint(args) | {TOKENIZER: digest}
+        self.checkpointer.identity = {
+            **identity_of(job_config, dims.world_size, args, digest),
+            "dataloader": self.dataloader.dataset.identity,
+        }
         self._residuals = Residuals(compressors_of(self.model_parts))
         if self._residuals.compressors:
             self.checkpointer.states[RESIDUALS] = self._residuals
@@ -214,10 +214,17 @@ class Trainer(TitanTrainer):
         """Write the run's configuration into the dump folder, after all checks have passed."""
         if dist.get_rank() != 0:
             return False
-        ranks, excluded = self.parallel_dims.world_size, self.checkpointer.excluded
-        changes = run_record.write_record(self.job_config, self.step, ranks, excluded)
-        if changes:
-            console.info("After step %d: %s", self.step, run_record.described(changes))
+        record = run_record.run_record(self.job_config, self.parallel_dims.world_size)
+        resumed, changes = self.checkpointer.resumed, dict[str, list[Any]]()
+        if resumed is not None:
+            changes = run_record.changed(resumed.run, record, self.checkpointer.excluded)
+            past = list(resumed.run.get(run_record.CHANGES, []))
+            if changes:
+                past.append({"after_step": self.step, **changes})
+                console.info("After step %d: %s", self.step, run_record.described(changes))
+            record |= {run_record.CHANGES: past} if past else {}
+        run_record.write_record(self.job_config, record)
+        self.checkpointer.run = record
         return run_record.changes_losses(changes)
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:

@@ -6,14 +6,14 @@ import json
 import pytest
 
 from tests.support.config_checks import MAIN, check, refusal
-from torchtitan_lr.checks.stored import check_stored_model
+from torchtitan_lr.checkpoints.record import Record
 from torchtitan_lr.checks.values import check_vocabulary
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models import configured
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.titan import logger
 from torchtitan_lr.training import fingerprint
+from torchtitan_lr.training.fingerprint import identity_of
 from torchtitan_lr.training.loading import build_model_args
 
 # One example of every kind: a range of the schema and of torchtitan's keys, a choice, what depends
@@ -198,58 +198,67 @@ def test_vocabulary_smaller_than_the_tokenizers(tmp_path):
 
 def test_load_step_lists_what_there_is(tmp_path):
     folder = tmp_path / "checkpoint"
+    whole = {"train_state": {}, "optimizer": {}, "lr_scheduler": {}, "dataloader": {}}
     for step in (10, 9, 100, 110):
         (folder / f"step-{step}").mkdir(parents=True)
-    for name in ("step-9/.metadata", "step-10/.metadata", "step-100/model.safetensors.index.json"):
-        (folder / name).write_text("")
-    # 110 has a folder, but was never finished.
+        if step != 110:  # it has a folder, but was never finished
+            (folder / f"step-{step}" / ".metadata").touch()
+            Record({"model": {}} | (whole if step < 100 else {})).write(folder / f"step-{step}")
+    (folder / "step-100/.metadata").unlink()  # in Hugging Face's format
     for step in (11, 110):
         text = refusal(f"--checkpoint.load_step={step}", f"--job.dump_folder={tmp_path}")
         assert text == f"checkpoint.load_step: got {step}, expected one of 9, 10, 100"
-    old = "--checkpoint.allow_unverified"
-    check("--checkpoint.load_step=10", f"--job.dump_folder={tmp_path}", old)
-    # One in Hugging Face's format is there, and has no optimizer.
+    check("--checkpoint.load_step=10", f"--job.dump_folder={tmp_path}")
     text = refusal("--checkpoint.load_step=100", f"--job.dump_folder={tmp_path}")
-    assert f"{folder}/step-100', expected one to resume (it holds only the model); " in text
+    assert f"{folder}/step-100', expected one with train_state: it holds model; " in text
     text = refusal(f"--checkpoint.initial_load_path={folder}/step-110")
     assert text.endswith(f"; in {folder} are the steps 9, 10, 100")
     assert refusal(f"--checkpoint.initial_load_path={folder}").endswith("9, 10, 100")
-    check(f"--checkpoint.initial_load_path={folder}/step-9", old)
+    check(f"--checkpoint.initial_load_path={folder}/step-9")
 
 
 def test_a_checkpoint_of_another_family_is_refused_before_any_rank(tmp_path):
     model = fingerprint.model_fingerprint(FLAVORS["cola"]["debug"])
     step = tmp_path / "checkpoint/step-5"
     step.mkdir(parents=True)
-    (step / ".metadata").write_text("")
-    (step / "manifest.json").write_text(json.dumps({"model": model}))
+    (step / ".metadata").touch()
+    states = {"model": model, "train_state": {}, "optimizer": {}, "dataloader": {}}
+    Record(states).write(step)
     here, svd = f"--job.dump_folder={tmp_path}", "--model.name=llama_svd"
     check(here, "--training.seq_len=256")
-    line = f"model.name: got 'llama_svd', expected 'llama_cola' as in the checkpoint {step}"
+    line = f"model.name: got 'llama_svd', expected 'llama_cola' as in {step}, which holds another"
     assert refusal(here, svd).startswith(line)
     elsewhere = [f"--job.dump_folder={tmp_path}/new", f"--checkpoint.initial_load_path={step}"]
     assert refusal(*elsewhere, svd).startswith(line)
-    check(*elsewhere, svd, "--checkpoint.initial_load_other_model")
-    for content in ("{", "[]", '{"model": ""}', json.dumps({"model": {}, "checksum": 1})):
-        (step / "manifest.json").write_text(content)
+    for content in ("{", "[]", '{"format": 2}', json.dumps({"format": 1, "checksum": 1})):
+        (step / "step.json").write_text(content)
         for where in ([here], elsewhere):
             line = refusal(*where, svd)
-            assert line.startswith(f"checkpoint: got '{step}', expected a whole one (manifest.json")
-            assert "checkpoint.allow_unverified = true" in line
-            check(*where, svd, "--checkpoint.allow_unverified")
-        check(here, svd, "--checkpoint.fall_back")  # the ranks find out what is whole
+            assert line.startswith(f"checkpoint: got '{step}', expected a whole one (step.json")
 
 
-def test_another_packages_model_is_resumed_without_a_fingerprint(tmp_path, monkeypatch):
-    step = tmp_path / "checkpoint/step-1"
+def test_residuals_belong_to_their_layout(tmp_path):
+    step = tmp_path / "checkpoint/step-5"
     step.mkdir(parents=True)
     (step / ".metadata").touch()
-    (step / "manifest.json").write_text(json.dumps({"files": {}, "model": {"other.key": 1}}))
-    config = build_job_config([f"--job.config_file={MAIN}", f"--job.dump_folder={tmp_path}"])
-    with pytest.raises(ConfigError, match=r"a manifest without 'other\.key'"):
-        check_stored_model(config, 1, "cpu")
-    monkeypatch.setattr(configured, "configured_args", lambda config: object())
-    check_stored_model(config, 1, "cpu")
+    options = [f"--job.dump_folder={tmp_path}", "--grad_compression.codec=sparse"]
+    options += ["--parallelism.tensor_parallel_degree=1", "--training.local_batch_size=4"]
+    config = build_job_config([f"--job.config_file={MAIN}", *options])
+    saved = identity_of(config, 4, configured.configured_args(config), "")
+    saved |= {"model": {}, "dataloader": {}}
+    Record(saved).write(step)
+    check(*options)
+    for option, line in {
+        "--grad_compression.min_size=5000": "grad_compression.min_size: got 5000, expected 16384",
+        "--parallelism.data_parallel_replicate_degree=2": "parallelism.data_parallel_replicate_d",
+    }.items():
+        assert refusal(*options, option).startswith(line)
+        way = ["--checkpoint.load_step=5", "--checkpoint.exclude_from_loading=grad_compression"]
+        assert all(part in refusal(*options, option) for part in way)
+        check(*options, option, *way)
+    check(*options, "--grad_compression.codec=none")
+    Record({key: value for key, value in saved.items() if key != "grad_compression"}).write(step)
+    assert "expected one with grad_compression: it holds " in refusal(*options)
 
 
 def test_cpu_offload_needs_shards(tmp_path):

@@ -11,7 +11,7 @@ import torch
 
 from tests.commands import Command
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
-from tests.support.run_folders import loaded, run_record, write_run
+from tests.support.run_folders import loaded, rewrite_record, run_record, write_run
 from torchtitan_lr.data.sources import Reader, Source
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.training.evaluation import Document, EvaluationSet
@@ -121,7 +121,7 @@ def test_the_number_of_validation_is_repeated(small_library, tmp_path, capsys):
     record["validation"] = {"dataset": "training", "dataset_path": None, "seq_len": 48}
     workers = {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
     record["validation"] |= {"steps": -1, "local_batch_size": 4, "dataloader": workers}
-    (tmp_path / "job_config.json").write_text(json.dumps(record))
+    rewrite_record(step, record)
     found = json.loads(command(capsys, step, "--json", "--device", "cpu")[1])
     _, tokenizer = loaded(step)
     documents = [encode(tokenizer, text) for text in Reader(Source("python_stdlib")).texts(True)]

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.commands import ROOT, Command
-from tests.support.run_folders import loaded, run_record, write_run
-from torchtitan_lr.checkpoints.manifest import write_manifest
+from tests.support.run_folders import loaded, rewrite_record, run_record, write_run
+from torchtitan_lr.checkpoints.record import Record
+from torchtitan_lr.checkpoints.saving import write_record
 from torchtitan_lr.commands.chat import converse
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.folders import read_any
@@ -40,7 +41,7 @@ def records(path):
 
 
 def test_a_run_stands_for_its_newest_whole_step(tmp_path, capsys):
-    """The newest one that is not damaged; in a run without a whole step the line says so."""
+    """The newest one with finite weights; in a run without a whole step the line says so."""
     step, _ = write_run(tmp_path, "cola")
     shutil.copytree(step, step.parent / "step-3")
     usual = ("--prompt", "import os", "--max_new_tokens", 5, "--device", "cpu")
@@ -49,14 +50,13 @@ def test_a_run_stands_for_its_newest_whole_step(tmp_path, capsys):
     assert find_step(tmp_path) == step and find_step(step) == step
     (data,) = step.glob("*.distcp")
     data.write_bytes(data.read_bytes()[:-100])
-    write_manifest(step, finite=True)
-    data.write_bytes(data.read_bytes()[:-100])
+    write_record(step, Record(finite=False))
     assert find_step(tmp_path) == step.parent / "step-3"
     shutil.rmtree(step.parent)
     status, _, err = command(capsys, tmp_path, *usual)
-    assert status == 2 and "a run with a whole checkpoint" in err and err.count("\n") == 1
+    assert status == 2 and "a run with a complete checkpoint" in err and err.count("\n") == 1
     status, _, err = command(capsys, tmp_path / "none", *usual)
-    assert status == 2 and "none', expected a folder that exists" in err
+    assert status == 2 and "none', expected a complete checkpoint" in err
 
 
 def greedy(model, ids, number):
@@ -96,7 +96,7 @@ def test_a_chat_continues_the_tokens_of_training(tmp_path, capsys, monkeypatch, 
         (assets / "chat_template.jinja").write_text(template)
     record = run_record("cola")
     record["model"]["hf_assets_path"] = str(assets)
-    (tmp_path / "job_config.json").write_text(json.dumps(record))
+    rewrite_record(step, record)
     questions = ["a b", "", "def f", "and x"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(questions) + "\n"))
     options = ("--chat", "--temperature", 0, "--max_new_tokens", 4, "--device", "cpu")
@@ -247,7 +247,7 @@ def test_a_tokenizer_that_is_missing_or_too_large_is_refused(tmp_path, capsys):
     record = run_record("cola")
     for assets in ("nowhere", str(tmp_path / "large")):
         record["model"]["hf_assets_path"] = assets
-        (tmp_path / "job_config.json").write_text(json.dumps(record))
+        rewrite_record(step, record)
         if assets != "nowhere":
             write_large_tokenizer(tmp_path / "large")
         status, _, err = command(capsys, step, "--prompt", "a")

@@ -7,9 +7,12 @@ import pytest
 import tomli
 
 from tests.support.nightly import nightly
-from torchtitan_lr.commands.origins import Setting, as_toml, read_origins
+from torchtitan_lr.checkpoints.record import Record
+from torchtitan_lr.checkpoints.run_record import run_record, write_record
+from torchtitan_lr.commands.origins import Setting, as_toml, read_origins, read_run
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.paths import shipped_configs
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch import placement
 from torchtitan_lr.models.configured import llama_args
 
@@ -169,3 +172,23 @@ def test_the_text_of_a_corpus_is_not_read(tmp_path):
     assert told.startswith("note: no GPU here")
     _, told = read_origins("debug_cola", [*local, "--training.dataset_path=b.jsonl"])
     assert told.startswith("note: it does not run here: training.dataset_path: got 'b.jsonl'")
+
+
+def test_a_run_and_a_step_say_what_they_were_trained_with(tmp_path):
+    here = f"--job.dump_folder={tmp_path}"
+    config = build_job_config(["--job.config_file=debug_cola", "--optimizer.lr=0.5", here])
+    changes = {"changes": [{"after_step": 3, "optimizer.lr": [0.25, 0.5]}]}
+    record = run_record(config, 2) | changes
+    write_record(config, record)
+    step = tmp_path / "checkpoint/step-4"
+    step.mkdir(parents=True)
+    Record({}, record).write(step)
+    for folder in (tmp_path, step):
+        settings, note = read_run(folder)
+        found = {setting.key: (setting.value, setting.origin) for setting in settings}
+        assert found["optimizer.lr"] == (0.5, "run") and found["optimizer.beta1"][1] == DEFAULT
+        assert found["model.dim"] == (128, FLAVOR)
+        assert note == "note: changed after step 3: optimizer.lr = 0.5 (was 0.25)"
+    (step / "step.json").unlink()
+    with pytest.raises(ConfigError, match=r"^CONFIG: got .*step-4', expected the folder of a run"):
+        read_run(step)

@@ -7,13 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.run_folders import export, write_run
+from tests.support.run_folders import export, rewrite_record, write_run
 from tests.unit.tiny import MARGIN, fp32_noise, max_error, tokens
+from torchtitan_lr.checkpoints.record import read_step
+from torchtitan_lr.checkpoints.saving import write_record
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.flavors import read_model_args
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.training import loading
-from torchtitan_lr.training.loading import named_step
+from torchtitan_lr.training.loading import load_weights
 
 
 def refusal(capsys, *argv):
@@ -54,11 +55,11 @@ def test_factored_goes_round(tmp_path, family, low_rank):
     assert torch.equal(again(ids), model(ids))
 
 
-def test_a_step_that_its_run_deletes_meanwhile_is_one_line(tmp_path, monkeypatch):
+def test_a_step_that_its_run_deletes_meanwhile_is_one_line(tmp_path):
     step, model = write_run(tmp_path / "run", "cola")
-    monkeypatch.setattr(loading, "find_damage", shutil.rmtree)  # None is no damage
+    shutil.rmtree(step)
     with pytest.raises(ConfigError, match="no such folder; a run that trains keeps its newest"):
-        loading.load_weights(step, model.model_args)
+        load_weights(step, model.model_args)
 
 
 @pytest.mark.parametrize("family", ["full", "svd"])
@@ -112,10 +113,9 @@ def test_what_transformers_cannot_run_is_refused(tmp_path, capsys):
     for options, line in refused.items():
         assert refusal(capsys, step, out, *options).startswith(f"error: {line}")
     # Of a family that the exported code has no linears for: tests/unit/models/test_toy_family.py.
-    record = tmp_path / "run" / "job_config.json"
-    changed = json.loads(record.read_text())
+    changed = dict(read_step(step).run)
     changed["model"]["vocab_size"] = 64
-    record.write_text(json.dumps(changed))
+    rewrite_record(step, changed)
     assert "a tokenizer within the model's" in refusal(capsys, step, out, "--format", "hf")
     assert not out.exists()
 
@@ -128,25 +128,12 @@ def test_damage_is_refused(tmp_path, capsys):
     assert "found: __0_0.distcp has 1000 bytes instead of " in line
     shard.unlink()
     assert "__0_0.distcp is missing" in refusal(capsys, step, tmp_path / "out")
-    (step / "manifest.json").unlink()
-    assert "manifest.json is missing" in refusal(capsys, step, tmp_path / "out")
-    (tmp_path / "run" / "job_config.json").write_text("{")
-    assert "job_config.json" in refusal(capsys, step, tmp_path / "out")
-    (tmp_path / "run" / "job_config.json").write_text('{"model": {}}')
-    assert "job_config.json" in refusal(capsys, step, tmp_path / "out")
-
-
-def test_links_lead_to_the_run(tmp_path):
-    """A step, the folder of all steps, or both on another disk; links to links to them."""
-    for name in ("whole", "moved_step", "moved_steps"):
-        (tmp_path / name / "checkpoint" / "step-4").mkdir(parents=True)
-        (tmp_path / name / "job_config.json").touch()
-    step, steps = (tmp_path / f"{name}/checkpoint" for name in ("moved_step", "moved_steps"))
-    (step / "step-4").rename(tmp_path / "disk")
-    (step / "step-4").symlink_to("../../disk")
-    steps.rename(tmp_path / "disks")
-    steps.symlink_to(tmp_path / "disks")
-    for name in ("whole", "moved_step", "moved_steps"):
-        wanted = tmp_path / name / "checkpoint" / "step-4"
-        (tmp_path / f"newest_{name}").symlink_to(f"{name}/checkpoint/step-4")
-        assert named_step(wanted) == named_step(tmp_path / f"newest_{name}") == wanted
+    whole = (step / ".metadata").read_bytes()
+    for text in (b"not a pickle", whole[: len(whole) // 2], b""):
+        (step / ".metadata").write_bytes(text)
+        write_record(step, read_step(step))
+        assert ".metadata cannot be read (" in refusal(capsys, step, tmp_path / "out")
+    rewrite_record(step, {"model": {}})
+    assert "the complete record of a run" in refusal(capsys, step, tmp_path / "out")
+    (step / "step.json").unlink()
+    assert "step.json is missing" in refusal(capsys, step, tmp_path / "out")

@@ -11,7 +11,7 @@ from huggingface_hub import constants as hf_constants
 from tokenizers import Tokenizer, processors
 
 from tests.commands import ROOT, Command
-from tests.support.run_folders import write_run
+from tests.support.run_folders import rewrite_record, write_run
 from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.hf.tokenizer import export_tokenizer
 
@@ -85,7 +85,7 @@ def run_with_history(folder):
     record = json.loads((folder / "job_config.json").read_text())
     record["training"] |= {"dataset": "python_stdlib", "dataset_path": None}
     record["training"] |= {"steps": 30, "mixture": [{"dataset": "cpython", "weight": 2.0}]}
-    (folder / "job_config.json").write_text(json.dumps(record))
+    rewrite_record(step, record)
     history = [
         {"step": 10, "validation_metrics/loss": 800.0},
         {"step": 20, "loss_metrics/global_avg_loss": 3.25, "n_tokens_seen": 40960}
@@ -138,7 +138,7 @@ def test_the_card_of_a_tune_names_base_and_licence(tmp_path, monkeypatch):
     step, _ = write_run(tmp_path / "tune", "full")
     record = json.loads((tmp_path / "tune" / "job_config.json").read_text())
     record["checkpoint"] = {"initial_load_path": str(tmp_path / "base/checkpoint/step-0")}
-    (tmp_path / "tune" / "job_config.json").write_text(json.dumps(record))
+    rewrite_record(step, record)
     for form in ("hf", "factored"):
         out = tmp_path / form
         assert export.main([str(step), str(out), "--format", form]) == 0

@@ -2,13 +2,10 @@
 """Hugging Face's LLaMAs and our own exports as checkpoints, against transformers."""
 
 import copy
-import itertools
 import json
 import math
-import os
 import shlex
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +16,9 @@ from tests.commands import ROOT, Command
 from tests.support.run_folders import loaded
 from tests.unit.hf.hf_models import model_of
 from tests.unit.tiny import tokens
-from torchtitan_lr.checkpoints.folders import UNFINISHED, is_free, unfinished
-from torchtitan_lr.checkpoints.manifest import damage_of, read_manifest
+from torchtitan_lr.checkpoints.folders import UNFINISHED, is_free
+from torchtitan_lr.checkpoints.record import Record, read_step
+from torchtitan_lr.checkpoints.saving import verified
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
@@ -158,7 +156,7 @@ def error(a, b):
 def bring_in(folder, out, *options):
     assert import_hf.main([str(folder), str(out), *map(str, options)]) == 0
     step = out / "checkpoint" / "step-0"
-    assert damage_of(step) is None and read_manifest(step).finite
+    assert verified(step).finite
     return loaded(step)[0]
 
 
@@ -270,7 +268,7 @@ def test_our_own_exports_become_the_same_model(case, form, tmp_path):
         export_hf(ours.model_args, ours.state_dict(), folder, keep_factors=case == "svd")
     args, tied = read_args(folder)
     assert not tied and args.family == ours.model_args.family
-    write_weights(read_weights(folder, args, tied), tmp_path / "step-0", {})
+    write_weights(read_weights(folder, args, tied), tmp_path / "step-0", Record({"model": {}}))
     again = load_model(tmp_path / "step-0", args)
     ids = tokens(ours.model_args)
     assert torch.equal(again(ids), ours(ids))
@@ -301,7 +299,8 @@ def test_the_written_toml_is_a_valid_job(plain, tmp_path, capsys):
     assert config.checkpoint.initial_load_path == result["checkpoint"]
     assert config.training.global_batch_size == 16 and config.validation.enable
     check_job_config(config, 1, "cpu")
-    assert read_manifest(result["checkpoint"]).model["model.hf_assets_path"].startswith("sha256:")
+    stored = read_step(result["checkpoint"]).states["model"]
+    assert stored["model.hf_assets_path"].startswith("sha256:")
     # The fingerprint keeps another model from loading it.
     with pytest.raises(ConfigError, match=r"model\.name: got 'llama_cola', expected 'llama_full'"):
         check_job_config(
@@ -368,42 +367,6 @@ def test_there_and_back_everything_is_what_it_was(version, tmp_path):
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
-@pytest.mark.parametrize("killed_at", [0, 1, 2])
-def test_a_kill_between_the_last_renames_blocks_nothing(tmp_path, killed_at):
-    out = tmp_path / "out"
-    if not (child := os.fork()):
-        renames = itertools.count()
-        rename = Path.rename
-
-        def killed(path, target):
-            if next(renames) == killed_at:
-                os._exit(9)
-            return rename(path, target)
-
-        Path.rename = killed
-        with unfinished(out) as aside:
-            (aside / "a").mkdir()
-            (aside / "a" / "b").write_text("half")
-            (aside / "c").write_text("half")
-        os._exit(0)  # both were renamed
-    os.waitpid(child, 0)
-    if killed_at == 2:  # it was not: nothing of a whole output is given away
-        assert not is_free(out) and {*os.listdir(out)} == {"a", "c"}
-        (out / UNFINISHED).mkdir()
-        (out / UNFINISHED / "moving.json").write_text('{"names": ["a", "c"]}')
-        assert not is_free(out)
-        return
-    assert is_free(out)
-    with unfinished(out) as aside:
-        assert {*os.listdir(out)} == {UNFINISHED}
-        (aside / "d").write_text("whole")
-    assert os.listdir(out) == ["d"]
-    assert not is_free(out)
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "text").write_text("mine")
-    assert not is_free(tmp_path / "own")
-
-
 def test_nothing_half_made_is_left(plain, tmp_path, capsys):
     out = tmp_path / "out"
     svd = ("--family", "svd", "--rank", 8, "--calibration", tmp_path / "none.txt")
@@ -414,11 +377,8 @@ def test_nothing_half_made_is_left(plain, tmp_path, capsys):
     (tmp_path / "secret").write_text("secret")
     (copied / "chat_template.jinja").symlink_to(tmp_path / "secret")
     assert "a link to outside" in refused(capsys, copied, out)
-    with unfinished(out) as aside:  # another process is at work there
-        assert "another process is writing it" in refused(capsys, plain, out)
-        shutil.copytree(plain, tmp_path / "killed" / UNFINISHED)  # and one that was killed
-        assert aside.exists()
-    assert not out.exists()
+    shutil.copytree(plain, tmp_path / "killed" / UNFINISHED)
+    assert is_free(tmp_path / "killed")
     for place in (out, tmp_path / "killed"):
         bring_in(plain, place)
-        assert not (place / UNFINISHED).exists()
+        assert not (place / UNFINISHED).exists() and not is_free(place)

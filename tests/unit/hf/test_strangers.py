@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tests.commands import Command
-from tests.support.run_folders import write_run
+from tests.support.run_folders import rewrite_record, write_run
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.commands.generate import _print
 from torchtitan_lr.config.build import build_job_config
@@ -47,7 +47,7 @@ def change(step, changes):
     for section, table in changes.items():
         old = record.get(section)
         record[section] = old | table if isinstance(table, dict) and old else table
-    path.write_text(json.dumps(record))
+    rewrite_record(step, record)
 
 
 @pytest.mark.parametrize("changes", [{}, {"model": {"name": "llama_other"}}], ids=str)

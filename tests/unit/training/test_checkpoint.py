@@ -184,7 +184,8 @@ def test_the_next_start_deletes_what_a_kill_left(tmp_path: Path) -> None:
     model_only(tmp_path, steps=2).close()
     for name in ("discarded-1-77", "step-3", "aside-9-0"):
         shutil.copytree(tmp_path / "checkpoint/step-1", tmp_path / "checkpoint" / name)
-    (tmp_path / "checkpoint/step-3/.metadata").unlink()  # killed in mid-save
+    for name in (".metadata", "step.json"):
+        (tmp_path / "checkpoint/step-3" / name).unlink()  # killed in mid-save
     checkpoints = model_only(tmp_path)
     assert checkpoints.load()
     checkpoints.close()  # waits for what is being deleted
@@ -210,45 +211,32 @@ def flip_a_bit(tmp_path: Path, step: int) -> None:
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("step", [-1, 4])
-def test_a_flipped_bit_is_refused_and_the_way_out_named(step: int, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_refused_and_the_step_before_named(step: int, tmp_path: Path) -> None:
     checkpoints = model_only(tmp_path, steps=4)
     flip_a_bit(tmp_path, 4)
-    flip_a_bit(tmp_path, 3)
     with pytest.raises(ConfigError) as error:
         checkpoints.load(step)
     line = str(error.value)
     assert line.startswith(f"checkpoint: got '{tmp_path}/checkpoint/step-4', expected a whole one")
     assert "(__0_0.distcp has another checksum than when it was saved)" in line
-    assert f"whole one is {tmp_path}/checkpoint/step-2: set checkpoint.fall_back = true" in line
+    assert "; checkpoint.load_step = 3 goes back to the step before; for a new run" in line
     assert folders(tmp_path) == ["step-1", "step-2", "step-3", "step-4"]
+    assert checkpoints.load(3)
+    assert folders(tmp_path) == ["aside-4-0", "step-1", "step-2", "step-3"]
 
 
 @pytest.mark.usefixtures("process_group")
-def test_falling_back_goes_on_from_the_newest_whole_one(tmp_path: Path) -> None:
+def test_a_step_without_a_record_is_skipped_and_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     checkpoints = model_only(tmp_path, steps=2)
-    weight = checkpoints.states["model"].model[0].weight
-    with torch.no_grad():
-        expected = weight.clone()
-        weight.zero_()
-    checkpoints.save(3)
-    flip_a_bit(tmp_path, 3)
-    again = model_only(tmp_path)
-    again._fall_back = True
-    assert again.load()
-    again.close()
-    assert torch.equal(again.states["model"].model[0].weight, expected)
-    assert folders(tmp_path) == ["aside-3-0", "step-1", "step-2"]
-    for step in (1, 2):
-        flip_a_bit(tmp_path, step)
-    with pytest.raises(ConfigError, match="there is no older whole one"):
-        again.load()
-    flip_a_bit(tmp_path, 1)  # back; this one has no manifest, as an old one
-    (tmp_path / "checkpoint/step-1/manifest.json").unlink()
-    old = model_only(tmp_path)
-    old._fall_back = old._unverified = True
-    assert old.load()
-    old.close()
-    assert folders(tmp_path) == ["aside-2-0", "aside-3-0", "step-1"]
+    assert checkpoints.load()
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    (tmp_path / "checkpoint/step-2/step.json").unlink()
+    assert checkpoints.load()
+    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert "step-2 is without step.json: renamed to " in warning.getMessage()
+    assert folders(tmp_path) == ["aside-2-0", "step-1"]
 
 
 @pytest.mark.usefixtures("process_group")
@@ -259,7 +247,7 @@ def test_initial_weights_that_are_not_read_are_named(
     monkeypatch.setattr(console, "info", lambda text, *values: said.append(text % values))
     model_only(tmp_path / "source").save(1)
     checkpoints = model_only(tmp_path / "run")
-    checkpoints.initial_load_path = str(tmp_path / "source/checkpoint/step-1")
+    checkpoints._section.initial_load_path = str(tmp_path / "source/checkpoint/step-1")
     assert checkpoints.load()
     assert not any("not read" in text for text in said)
     checkpoints.save(1)
@@ -268,38 +256,17 @@ def test_initial_weights_that_are_not_read_are_named(
 
 
 @pytest.mark.usefixtures("process_group")
-def test_another_models_weights_need_a_word(tmp_path: Path) -> None:
+def test_another_models_weights_start_no_run(tmp_path: Path) -> None:
     source = model_only(tmp_path / "source")
-    source.fingerprint = {"model.name": "llama_cola"}
+    source.identity = {"model": {"model.name": "llama_cola"}}
     source.save(1)
     checkpoints = model_only(tmp_path / "run")
-    checkpoints.fingerprint = {"model.name": "llama_svd"}
-    checkpoints.initial_load_path = str(tmp_path / "source/checkpoint/step-1")
+    checkpoints.identity = {"model": {"model.name": "llama_svd"}}
+    checkpoints._section.initial_load_path = str(tmp_path / "source/checkpoint/step-1")
     with pytest.raises(ConfigError, match=r"^model\.name: got 'llama_svd', expected 'llama_cola' "):
         checkpoints.load()
-    checkpoints._other_model = True
+    checkpoints.identity = source.identity
     assert checkpoints.load()
-    # A run's own folder is no initial one.
-    source.fingerprint, source._other_model = checkpoints.fingerprint, True
-    with pytest.raises(ConfigError, match=r"^model\.name: got 'llama_svd', expected 'llama_cola' "):
-        source.load()
-
-
-@pytest.mark.usefixtures("process_group")
-def test_an_old_checkpoint_loads_with_a_key_and_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    checkpoints = model_only(tmp_path, steps=1)
-    assert checkpoints.load()
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
-    (tmp_path / "checkpoint/step-1/manifest.json").unlink()
-    with pytest.raises(ConfigError, match=r"manifest.json is missing.*allow_unverified = true"):
-        checkpoints.load()
-    caplog.clear()
-    checkpoints._unverified = True
-    assert checkpoints.load()
-    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
-    assert "step-1 has no manifest" in warning.getMessage()
 
 
 @pytest.mark.usefixtures("process_group")
@@ -314,30 +281,6 @@ def test_ruined_weights_are_no_good_checkpoint(ruin: float, tmp_path: Path) -> N
     checkpoints.save(3)
     assert checkpoints.newest() == f"{tmp_path}/checkpoint/step-3"
     assert checkpoints.newest(finite=True) == f"{tmp_path}/checkpoint/step-2"
-
-
-@pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize(
-    ("name", "left", "line"),
-    [
-        (".metadata", 0.5, ".metadata cannot be read ("),
-        (".metadata", 0.0, ".metadata cannot be read ("),
-        ("__0_0.distcp", 0.5, "__0_0.distcp has "),
-        ("__0_0.distcp", None, "__0_0.distcp is missing"),
-    ],
-)
-def test_damage_without_a_manifest_is_one_line_too(
-    name: str, left: float | None, line: str, tmp_path: Path
-) -> None:
-    checkpoints = model_only(tmp_path, steps=1)
-    checkpoints._unverified = True
-    (tmp_path / "checkpoint/step-1/manifest.json").unlink()
-    path = tmp_path / "checkpoint/step-1" / name
-    data = path.read_bytes()
-    path.unlink()
-    if left is not None:
-        path.write_bytes(data[: int(left * len(data))])
-    with pytest.raises(ConfigError) as error:
-        checkpoints.load()
-    assert f"({line}" in str(error.value)
-    assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match=r"finite weights; checkpoint.load_step = 2 goes back"):
+        checkpoints.load(3)
+    assert checkpoints.load() and folders(tmp_path) == ["aside-3-0", "step-1", "step-2"]

@@ -49,27 +49,6 @@ class TSRSettings:
         return cls(**{name: getattr(optimizer, f"tsr_{name}") for name in cls.__dataclass_fields__})
 
 
-def stored_settings(sizes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Return the keys of ``[optimizer]``, with values, that a saved state was made with.
-
-    They decide which tensors it has, such as ``output.weight.left``, and their ``sizes``: a state
-    that was saved with other ones cannot be loaded.
-    """
-    ranks = {
-        name.removesuffix(".left"): size[1]
-        for name, size in sizes.items()
-        if name.endswith(".left")
-    }
-    two_sided = any(name.endswith(".right") for name in sizes)
-    return {
-        "tsr_projection": "two_sided" if two_sided else "one_sided",
-        "tsr_compress_head": HEAD in ranks,
-        "tsr_embedding_rank": ranks.pop(EMBEDDING, 0),
-        # Every linear has this one; a model without linears has none to compare.
-        **({"tsr_rank": next(iter(ranks.values()))} if ranks else {}),
-    }
-
-
 @dataclass(frozen=True)
 class MatrixPlan:
     """The compression of one matrix."""

@@ -1,0 +1,135 @@
+# Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
+"""A flipped bit, a short file and a missing one are found; a kill leaves no half-known save."""
+
+import os
+import random
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from torchtitan_lr.checkpoints import saving
+from torchtitan_lr.checkpoints.folders import all_steps, complete_steps
+from torchtitan_lr.checkpoints.record import DamagedError, Record, read_step
+from torchtitan_lr.checkpoints.saving import StepWriter, verified
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+RECORD = Record({"model": {"model.name": "llama_cola"}}, {"optimizer": {"lr": 0.1}})
+
+
+def save(folder: Path) -> Path:
+    states = {"weight": torch.arange(4096.0), "train_state": {"step": 7}}
+    dcp.save(states, storage_writer=StepWriter(folder, RECORD), no_dist=True)
+    return folder
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    return save(tmp_path / "step-4")
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def damage_of(step: Path) -> str:
+    with pytest.raises(DamagedError) as error:
+        verified(step)
+    return str(error.value)
+
+
+def test_it_records_every_file(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "_CHUNK", 1000)  # a file is read in many pieces
+    record = verified(step)
+    files = {path.name: path.read_bytes() for path in step.iterdir()}
+    assert files.keys() == {"__0_0.distcp", ".metadata", "step.json"}
+    del files["step.json"]
+    assert record.files == {name: [len(b), zlib.crc32(b)] for name, b in files.items()}
+    assert (record.states, record.run, record.finite) == (RECORD.states, RECORD.run, True)
+
+
+@pytest.mark.parametrize("at", [0, 8192, -1])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_one_bit_is_noticed(name: str, at: int, step: Path) -> None:
+    flip(step / name, at % (step / name).stat().st_size)
+    assert damage_of(step) == f"{name} has another checksum than when it was saved"
+
+
+def test_short_and_missing_files(step: Path) -> None:
+    shard = step / "__0_0.distcp"
+    size = shard.stat().st_size
+    shard.write_bytes(shard.read_bytes()[:-64])
+    assert damage_of(step) == f"__0_0.distcp has {size - 64} bytes instead of {size}"
+    shard.unlink()
+    assert damage_of(step) == "__0_0.distcp is missing"
+
+
+def test_no_flipped_bit_of_a_record_loses_a_check(step: Path) -> None:
+    path, whole = step / "step.json", read_step(step)
+    content = path.read_bytes()
+    for at in random.Random(0).sample(range(8 * len(content)), 300):
+        data = bytearray(content)
+        data[at // 8] ^= 1 << at % 8
+        path.write_bytes(data)
+        try:
+            assert read_step(step) == whole, data
+        except DamagedError as error:
+            assert str(error).startswith("step.json cannot be read (")
+
+
+CONTENTS = [b"5", b"[]", b"{", b"\xff", b"[" * 10**5, b"{}", b'{"format": 2}']
+CONTENTS += [b'{"format": 1, "%s": 5}' % name for name in (b"files", b"states", b"run", b"other")]
+CONTENTS += [b'{"format": 1, "files": {"a": %s}}' % sums for sums in (b"5", b'["5", 1]', b"[1]")]
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_a_record_of_other_types_is_damage(step: Path, content: bytes) -> None:
+    (step / "step.json").write_bytes(content)
+    assert damage_of(step).startswith("step.json cannot be read (")
+
+
+@pytest.mark.parametrize("name", ["../secret", "/dev/zero", "link", "pipe"])
+def test_a_record_names_files_of_its_folder_alone(step: Path, name: str) -> None:
+    (step.parent / "secret").write_bytes(b"secret")
+    (step / "link").symlink_to(step.parent / "secret")
+    os.mkfifo(step / "pipe")
+    size = 0 if name in ("/dev/zero", "pipe") else 6
+    Record(files={name: [size, zlib.crc32(b"secret")]}).write(step)
+    assert damage_of(step).startswith(f"{name} cannot be read")
+
+
+def test_ranks_share_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank reads what the rank of its number wrote; every file has one reader."""
+    parts = [f"__{rank}_0.distcp" for rank in range(12)]
+    others = [".metadata", "model-00001-of-00002.safetensors"]
+    for ranks in (1, 3, 12, 16):
+        shares = []
+        for rank in range(ranks):
+            monkeypatch.setattr(saving, "_rank_and_ranks", lambda at=(rank, ranks): at)
+            shares.append(saving._share([*others, *parts[::-1]]))
+        assert sorted(name for share in shares for name in share) == sorted(parts + others)
+        if ranks >= len(parts):
+            assert [share[0] for share in shares[: len(parts)]] == parts
+
+
+def test_a_kill_before_the_record_leaves_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(Exception):
+        pass
+
+    def die(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Record, "write", die)
+        with pytest.raises(dcp.CheckpointException, match="Killed"):
+            save(tmp_path / "step-4")
+    assert (tmp_path / "step-4/.metadata").is_file()
+    assert (all_steps(tmp_path), complete_steps(tmp_path)) == ([4], [])
+    assert damage_of(tmp_path / "step-4") == "step.json is missing"
