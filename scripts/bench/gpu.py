@@ -53,9 +53,10 @@ from scripts.bench import block as bench_block
 from scripts.bench.deferred import defer_norms, group_products
 from scripts.bench.harness import in_turns, machine, median_ms, relative_error, timed_rows
 from scripts.bench.peers import Runner, Workload
-from scripts.bench.spectral import USUAL, UsualMuon, factors_of, our_optimizer
+from scripts.bench.spectral import factors_of, our_optimizer
 from scripts.bench.split_attention import CPU, CUDNN, FLASH, split_attention, with_repeated_heads
 from tests.oracle.flops import flops_per_token
+from tests.reference.muon import UsualMuon
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.commands.parser import OneLineParser, in_one_line
 from torchtitan_lr.compat.compiler import remake_inputs_of_products
@@ -326,7 +327,7 @@ def spectral(device: str, small: bool) -> Iterator[Row]:
     builds: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
         "AdamW": partial(torch.optim.AdamW, lr=1e-4, fused=True),
         "torch.optim.Muon": partial(torch.optim.Muon, lr=1e-4),
-        USUAL: partial(UsualMuon, lr=1e-4),
+        "usual, fp32": partial(UsualMuon, lr=1e-4),
     }
     for name in (*builds, *RULES):
         _reset(device)

@@ -42,10 +42,10 @@ def train(
         exact: Whether everything that is float32 in the configuration is computed in float64.
         everywhere: Whether every rank returns the parameters, and not rank 0 alone.
     """
-    from torchtitan_lr.training import history
+    from torchtitan_lr.training import figures
 
     with (
-        patch.object(history, "draw_curve"),  # whole runs draw theirs in tests/integration
+        patch.object(figures, "draw_curve"),  # whole runs draw theirs in tests/integration
         known_setup(),
     ):
         build = partial(_trainer_with, fault)

@@ -47,7 +47,8 @@ def test_extensions_work_in_the_commands(every, command, tmp_path):
     losses = [record["loss_metrics/global_avg_loss"] for record in records[:3]]
     assert losses[2] < losses[0]
     loss = json.loads(command("evaluate", "run", IMPORT, "--json").out)["loss"]
-    assert loss == records[-1]["validation_metrics/loss"]
+    # Training computed in bfloat16.
+    assert loss == pytest.approx(records[-1]["validation_metrics/loss"], rel=5e-3)
     command("export", "run", "exported", IMPORT)
     if every:
         assert "as configured" in command("estimate", "run.toml").out

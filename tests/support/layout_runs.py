@@ -19,7 +19,7 @@ from torchtitan_lr.models import ends
 from torchtitan_lr.optim.tsr import algorithm, refresh
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.titan import logger
-from torchtitan_lr.training import history
+from torchtitan_lr.training import figures
 from torchtitan_lr.training.trainer import Trainer
 
 SAVED = 2
@@ -137,7 +137,7 @@ def run(arguments: list[str], folder: str = "", rejects: bool = False) -> dict[s
             super().close()
 
     with (
-        patch.object(history, "draw_curve"),
+        patch.object(figures, "draw_curve"),
         # Small models in several chunks and buckets, as large ones are.
         patch.object(ends, "chunk_tokens", lambda tokens, dim: CHUNK),
         patch.object(algorithm, "BUCKET_ELEMENTS", BUCKET),

@@ -108,12 +108,7 @@ def run(args: argparse.Namespace) -> int:
 class Sampled:
     """Documents that are counted as they are read, with the first ones to measure a tokenizer on.
 
-    Args:
-        texts: The documents.
-
-    Attributes:
-        documents: Documents read so far.
-        bytes: Their bytes in UTF-8.
+    ``documents`` and ``bytes`` are those read so far, in UTF-8.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -138,9 +133,7 @@ class Sampled:
 def train_bpe(corpus: Iterable[str], vocab_size: int) -> "Tokenizer":
     """Train a byte-level BPE tokenizer with llama-3's pre-tokenization.
 
-    Args:
-        corpus: The text.
-        vocab_size: Total number of ids: BOS (0), EOS (1), the 256 bytes, and merges.
+    The ids are BOS (0), EOS (1), the 256 bytes, and merges.
 
     Raises:
         ConfigError: The vocabulary is too small for the bytes or is enormous, or the text has too

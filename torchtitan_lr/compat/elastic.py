@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,9 @@ class Agent(LocalElasticAgent):
 
     Attributes:
         failure: The last one.
-        meeting: Whether the ranks of a start are not there yet.
+        meeting: Whether it waits for other machines, and no rank runs.
         restarts: Whether failed ranks may start again.
+        started: Called when all ranks have been started.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, logs, log_line_prefix_template="[rank${rank}]:")
         self.failure: Failure | None = None
         self.meeting = self.restarts = True
+        self.started: Callable[[], None] = lambda: None
         self._final, self._cause = final, ""
         # Not those that the launcher, or a command, handles itself.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
@@ -136,8 +138,9 @@ class Agent(LocalElasticAgent):
             size = f"{machines} machine{'s'[: machines > 1]}, {world} rank{'s'[: world > 1]}"
             line = f"restart ({done} of {most} after failures): {self._cause}; {size}"
             print(line, file=sys.stderr, flush=True)
-        started: dict[int, Any] = super()._start_workers(worker_group)
         self.meeting = False
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        self.started()
         return started
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:

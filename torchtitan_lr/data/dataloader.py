@@ -205,15 +205,10 @@ class TokenDataLoader(BaseDataLoader):
 
 
 def shuffled(rows: Indices, size: int, *key: int) -> Indices:
-    """Return the windows that some rows of an endless order read.
+    """Return the windows (n,), of ``0 .. size - 1``, that some rows (n,) of an endless order read.
 
-    Args:
-        rows: Numbers of rows from 0 (n,).
-        size: Number of windows. Every ``size`` rows are one epoch, which has each window once.
-        *key: Integers, such as the seed; every change of one gives an unrelated order.
-
-    Returns:
-        Windows (n,), from 0 to ``size - 1``.
+    Every ``size`` rows are one epoch, which has each window once. Another ``key``, such as the
+    seed, gives an unrelated order.
     """
     epochs, places = np.divmod(rows, size)
     windows, bits = np.empty_like(rows), max(2, (size - 1).bit_length())
@@ -260,10 +255,7 @@ class Shares:
     After any n rows, part i has had more than ``n w_i - 1`` and fewer than ``n w_i + 1`` of them:
     the schedule is one period of a proportionate-fair one, by earliest pseudo-deadline (Baruah et
     al., "Proportionate progress", 1996). Part i's row number j is due in the slots from
-    ``j / w_i`` to ``(j + 1) / w_i``.
-
-    Args:
-        weights: Positive weights; a part's share is its weight divided by their sum.
+    ``j / w_i`` to ``(j + 1) / w_i``, where w_i is its weight divided by the sum of all.
 
     Attributes:
         slots: The part of each row of a period.
@@ -307,10 +299,7 @@ class Shares:
 def _earliest_due(slot: int, given: list[int], counts: list[int]) -> int:
     """Return the part whose next row is due first, of those whose next row may be in this slot.
 
-    Args:
-        slot: The slot to fill.
-        given: Rows of each part in the slots before.
-        counts: Rows of each part in a period.
+    ``given`` are the rows of each part in the slots before, ``counts`` those in a period.
     """
     period = sum(counts)
     found, earliest = -1, period + 1

@@ -123,13 +123,8 @@ class PairEncoder:
     The tokens of a pair's prompt are those of the prompt alone, as generation gives them to the
     model. The tokens of an answer are what the tokenizer appends to them for the whole text. Where
     it would merge tokens across the border, the answer is encoded alone. A chat with a template is
-    encoded as a whole, as transformers does.
-
-    Args:
-        tokenizer: The tokenizer, whose folder has the template.
-
-    Attributes:
-        digest: Identity of the chat template; empty for the plain form.
+    encoded as a whole, as transformers does. ``digest`` is the identity of the template, empty for
+    the plain form.
 
     Raises:
         ConfigError: The template is unreadable or has no text; at the first chat, is not valid.
@@ -146,15 +141,10 @@ class PairEncoder:
         self._marks = re.compile(f"{_MARKS[0]}({some}){_MARKS[1]}|[{''.join(_MARKS)}]")
 
     def encode(self, document: str, answered: bool = True) -> Tokens:
-        """Encode a pair.
+        """Encode a result of `parse_pair`, or what stands before its last answer.
 
-        Args:
-            document: Result of :func:`parse_pair`.
-            answered: Whether to encode its last answer, or only what stands before it.
-
-        Returns:
-            Its tokens ``(n,)``, int32; those that are no labels as complements. A text begins
-            with BOS (a chat if its template does), an answer without a template ends with EOS.
+        Returns its tokens ``(n,)``, int32; those that are no labels as complements. A text begins
+        with BOS (a chat if its template does), an answer without a template ends with EOS.
         """
         record = json.loads(document)
         if MESSAGES in record and self.digest:

@@ -34,7 +34,7 @@ from torchtitan_lr.data.sources import LIBRARIES, ONE_IN, Reader, Source, data_p
 from torchtitan_lr.data.template import ChatTemplate
 from torchtitan_lr.data.tokenize import BEGUN, signature_of, tokenize
 from torchtitan_lr.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan_lr.errors import ConfigError, DataError, one_of, require
+from torchtitan_lr.errors import ConfigError, one_of, require
 
 TRAINING = (*LIBRARIES, "local", "prepared", "c4", "c4_validation", "hf")
 VALIDATION = ("training", *LIBRARIES, "local", "c4_validation")
@@ -160,7 +160,7 @@ def find_prepared(config: Any, section: Section) -> dict[str, str]:
         folder = _place(config, part, readers, tokenizer)
         if not (folder / RECORD).is_file():
             want = "tokens that are prepared here, since reading a run downloads none: name a text"
-            want += " with --corpus, or with --config the run's TOML to prepare them"
+            want += " with --corpus"
             name = ", ".join(map(str, part.sources))
             require(part.sources[0].name != "hf", f"{section}.dataset", name, want)
             temporary = tempfile.mkdtemp(prefix="torchtitan_lr-")
@@ -196,25 +196,6 @@ def described_held_out(name: str, corpus: Corpus) -> str:
 def holds_out_more(corpus: Corpus) -> bool:
     """Return whether a corpus was so small that more than the usual share is held out."""
     return any(share > 1 / ONE_IN for share in corpus.record.get("held_out_share", ()))
-
-
-StoredPart = tuple[Part, Corpus | None]
-"""A corpus of a run, and its prepared tokens if they are on this machine."""
-
-
-def stored_corpora(config: Any) -> list[StoredPart]:
-    """Return what a run trains on; nothing is downloaded or prepared. Errors as for `wanted`."""
-    found: list[StoredPart] = []
-    for part in wanted(config):
-        corpus = None
-        with suppress(ConfigError, DataError, OSError):  # moved, changed or deleted since
-            folder = Path(part.folder)
-            if not part.folder:
-                readers = [Reader(source) for source in part.sources]
-                folder = _place(config, part, readers, build_tokenizer(config))
-            corpus = Corpus.open(folder)
-        found.append((part, corpus))
-    return found
 
 
 def open_rows(config: Any, section: Section, folders: dict[str, str] | None = None) -> list[Rows]:

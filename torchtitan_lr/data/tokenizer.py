@@ -53,9 +53,7 @@ _PROBE = (
 def resolve_assets_path(path: str) -> Path:
     """Find an assets folder: the path itself, else relative to the package's parent folder.
 
-    Returns:
-        The first of the two that is a folder, else ``path`` itself; for ``hf://OWNER/NAME`` the
-        copy in the cache of Hugging Face, which is downloaded first where there is none.
+    Of ``hf://OWNER/NAME`` it is the copy in the cache of Hugging Face, downloaded where needed.
 
     Raises:
         ConfigError: An invalid path, such as the home of an unknown user, or a tokenizer of the
@@ -145,12 +143,8 @@ class Tokenizer:
     ``tokenizer_config.json``, ``special_tokens_map.json`` and ``added_tokens.json``. Truncation and
     padding of the file are for batches of other models, and are off: a document keeps its length.
 
-    Args:
-        folder: The folder.
-
     Attributes:
         tokenizer: The library's tokenizer.
-        tokenizer_path: The folder.
         file_digest: Of the content of ``tokenizer.json``.
         config: Contents of ``tokenizer_config.json``; empty where there is none.
         special_tokens: Text by name, such as ``bos_token``.
@@ -204,15 +198,8 @@ class Tokenizer:
     ) -> list[int]:
         """Encode a text.
 
-        Args:
-            text: The text.
-            add_bos: Whether to put the beginning-of-document tokens before the text.
-            add_eos: Whether to put the end-of-document token after the text.
-            special: Whether the name of a special token in it is that token, and not just text:
-                for templates and for prompts, but not for documents, which could forge their end.
-
-        Returns:
-            Its ids.
+        With ``special`` the name of a special token in it is that token, and not just text: for
+        templates and prompts, but not for documents, which could forge their end.
         """
         special = special and not self.config.get("split_special_tokens", False)
         ids = self.encode_text(text, special).ids

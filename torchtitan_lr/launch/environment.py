@@ -50,7 +50,6 @@ def read_environment() -> Environment:
     comm_mode = os.environ.get("COMM_MODE", "")
     if comm_mode not in ("", "default", "fake_backend"):
         raise ConfigError("COMM_MODE", comm_mode, "'fake_backend', or leave it out")
-    # A dry run starts only one process.
     most = 1_000_000 if comm_mode == "fake_backend" else 1024
     ranks = _number("NGPU", os.environ.get("NGPU") or str(DEFAULT_RANKS), most)
     restarts = _number("MAX_RESTARTS", os.environ.get("MAX_RESTARTS") or "0", 1000, least=0)
@@ -58,6 +57,8 @@ def read_environment() -> Environment:
     least, nodes = (_number("NNODES", text, 100_000) for text in (first, last or first))
     if least > nodes:
         raise ConfigError("NNODES", f"{first}:{last}", f"a range such as {nodes}:{least}")
+    if comm_mode == "fake_backend":  # one process pretends to be a rank of them all
+        ranks, least, nodes, restarts = ranks * nodes, 1, 1, 0
     endpoint = (os.environ.get("RDZV_ENDPOINT") or "").strip() if nodes > 1 else ""
     if nodes > 1 and (not endpoint or "," in endpoint):
         raise ConfigError("RDZV_ENDPOINT", endpoint, f"host:port of one of the {nodes} machines")
@@ -98,28 +99,6 @@ def _number(name: str, text: str, most: int, least: int = 1) -> int:
     if not (text.isdecimal() and len(text) < 10 and least <= int(text) <= most):
         raise ConfigError(name, text, f"a number from {least} to {most:,}")
     return int(text)
-
-
-def forget_other_ranks() -> None:
-    """Drop rank 0 of 1 from the environment, and refuse ranks that no launcher has started whole.
-
-    A cluster's pod and a shell may have ``RANK`` and ``WORLD_SIZE``, and nothing started this
-    command as a rank: it would wait for the others.
-
-    Raises:
-        ConfigError: The variables are not those of torchrun.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return
-    if (os.environ.get("WORLD_SIZE") or "1", os.environ.get("RANK") or "0") == ("1", "0"):
-        os.environ.pop("WORLD_SIZE", None)
-        os.environ.pop("RANK", None)
-        return
-    try:
-        launched_ranks("")
-    except ConfigError as error:
-        want = "what torchrun sets: start with torchrun, or unset RANK and WORLD_SIZE"
-        raise ConfigError(error.key, error.got, want) from error
 
 
 def launched_ranks(comm_mode: str) -> int:

@@ -103,7 +103,8 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
 
     def stopped(why: str) -> int:
         print(f"error: {why}; logs: {log_folder}", file=sys.stderr, flush=True)
-        write_state(folder, FAILED, why)
+        if one_machine or not is_held(folder):  # of several machines rank 0 holds it
+            write_state(folder, FAILED, why)
         return 128 + signals.number
 
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -118,7 +119,7 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
         if signals.number and failure.status in (None, -signals.passed_on):
             return stopped(f"stopped before training began by {signals.name}")
         print(failure_line(failure, config), file=sys.stderr)
-        if one_machine or not is_held(folder):  # of several machines rank 0 holds it
+        if one_machine or not is_held(folder):
             record_failure(failure, folder, began)
         return failure.status if failure.status in AGAIN_THE_SAME else EXIT_STATUS[FAILED]
     if environment.comm_mode:

@@ -27,7 +27,7 @@ def check_machines(
         ConfigError: The configuration cannot run, cannot be restarted, or does not fit one of the
             numbers of machines.
     """
-    restarts = 0 if environment.comm_mode else environment.max_restarts
+    restarts = environment.max_restarts
     for key, value in (("enable", True), ("load_only", False), ("load_step", -1)) * bool(restarts):
         want = f"{str(value).lower()} with MAX_RESTARTS={restarts}: a restart resumes"
         got = getattr(config.checkpoint, key)

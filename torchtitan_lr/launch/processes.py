@@ -44,7 +44,7 @@ class Signals:
         end: Ends this process, below which no rank runs; takes why.
 
     Attributes:
-        agent: Of the ranks; None before there are any.
+        agent: Of the ranks; None before there is one.
         number: The first signal received, 0 if none.
         killed: Whether a second one has killed the ranks.
     """
@@ -53,6 +53,7 @@ class Signals:
         self.agent: Agent | None = None
         self.number, self.killed = 0, False
         self._end, self._when = end, 0.0
+        self._lock, self._told = threading.Lock(), list[int]()
         received, writer = os.pipe()
         os.set_blocking(writer, False)
         # Before the handlers: from now on no signal is lost.
@@ -62,6 +63,10 @@ class Signals:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda *_: None)
         threading.Thread(target=self._listen, args=(received,), daemon=True).start()
+
+    def watch(self, agent: "Agent") -> None:
+        """Pass signals on to the ranks that an agent starts."""
+        self.agent, agent.started = agent, self._pass_on
 
     @property
     def name(self) -> str:
@@ -88,13 +93,18 @@ class Signals:
         self.number, self._when = number, time.monotonic()
         if self.agent is not None:
             self.agent.restarts = False
-        ranks = self._ranks()
-        if not ranks and (self.agent is None or self.agent.meeting):
-            # Ranks that are just being started end with this process.
+        if self.agent is None or self.agent.meeting:  # no rank runs
             self._end(f"stopped before training began by {self.name}")
-        for rank in ranks:
-            rank.send_signal(self.passed_on)
-        if ranks:  # else the run has just ended
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Pass the first signal on, if there is one, to the ranks that have not got it yet."""
+        with self._lock:  # the main thread calls it too, once it has started ranks
+            ranks = [rank for rank in self._ranks() if rank.pid not in self._told and self.number]
+            for rank in ranks:
+                rank.send_signal(self.passed_on)
+            self._told += [rank.pid for rank in ranks]
+        if ranks:
             line = "training ends its step, saves and stops; again, it is killed"
             print(f"{self.name}: {line}", file=sys.stderr, flush=True)
 

@@ -35,7 +35,7 @@ def run_ranks(
         logs = RankLogs(log_folder, shown, {**given, **variables})
         agent = Agent(command, ranks, rendezvous, logs, restarts, AGAIN_THE_SAME)
         if signals is not None:
-            signals.agent = agent
+            signals.watch(agent)
         result = agent.run()
     except Exception as error:
         what = f"{type(error).__name__}: {error}".strip().partition("\n")[0]

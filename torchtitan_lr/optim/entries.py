@@ -54,8 +54,6 @@ class OptimizerEntry:
     """Values by key that replace the defaults of config/schema.py."""
     published_rates: tuple[float, float] | None = None
     """Lowest and highest published learning rate; others are warned of."""
-    mark: str = ""
-    """The name of its momentum in its saved state."""
     fits: Function | None = None
     """Refuses a model that it cannot train: called with ``[optimizer]`` and the shapes by name."""
     check: Function | None = None
@@ -84,8 +82,7 @@ _WHATEVER_THE_GRADIENT = {"training.max_norm": math.inf}  # updates have their s
 
 def _spectral(name: str, **facts: Any) -> OptimizerEntry:
     defaults = facts.pop("defaults") | _WHATEVER_THE_GRADIENT
-    mark = f"{name.lower()}_momentum"
-    return replace(_SPECTRAL, name=name, like=name, mark=mark, defaults=defaults, **facts)
+    return replace(_SPECTRAL, name=name, like=name, defaults=defaults, **facts)
 
 
 _ADAMW = OptimizerEntry(

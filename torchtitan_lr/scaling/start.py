@@ -90,7 +90,7 @@ def _one_machine(ranks: int | None) -> Environment:
 
 
 def run_on_ranks(module: str, arguments: Sequence[str], ranks: int | None = None) -> Any:
-    """Run a module on this machine's ranks with torchrun and return rank 0's result.
+    """Run a module on this machine's ranks and return rank 0's result.
 
     Its ranks call `report_from_rank`; a failed one raises a `RunFailedError` with its output's
     file.
@@ -107,7 +107,11 @@ def run_on_ranks(module: str, arguments: Sequence[str], ranks: int | None = None
         RANKS_RESULT: str(result),
     }
     command = [module, *arguments, f"--job.dump_folder={folder}"]
-    _, failure = run_ranks(environment, command, folder, variables)
+    try:
+        _, failure = run_ranks(environment, command, folder, variables)
+    except BaseException:  # a signal
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     if failure is not None:
         raise RunFailedError(f"error: {failure}; its output: {failure.output}")
     found = json.loads(result.read_text())

@@ -14,7 +14,7 @@ from torchtitan_lr.checkpoints.saving import write_record
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.flavors import read_model_args
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.training import loading
+from torchtitan_lr.training.loading import load_weights
 
 
 def refusal(capsys, *argv):
@@ -55,11 +55,11 @@ def test_factored_goes_round(tmp_path, family, low_rank):
     assert torch.equal(again(ids), model(ids))
 
 
-def test_a_step_that_its_run_deletes_meanwhile_is_one_line(tmp_path, monkeypatch):
+def test_a_step_that_its_run_deletes_meanwhile_is_one_line(tmp_path):
     step, model = write_run(tmp_path / "run", "cola")
     shutil.rmtree(step)
     with pytest.raises(ConfigError, match="no such folder; a run that trains keeps its newest"):
-        loading.load_weights(step, model.model_args)
+        load_weights(step, model.model_args)
 
 
 @pytest.mark.parametrize("family", ["full", "svd"])

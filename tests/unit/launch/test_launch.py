@@ -7,9 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.commands import ROOT
-from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch import launcher as launch
-from torchtitan_lr.launch.environment import forget_other_ranks
 from torchtitan_lr.launch.folder_lock import locked
 
 
@@ -89,6 +87,10 @@ def test_environment(variables):
     two = launch.Environment(8, 2, "0,7", "", "torchtitan_lr.train", endpoint="host:1234")
     assert environment == two
     assert environment.world_size == 16
+    variables.setenv("COMM_MODE", "fake_backend")
+    variables.setenv("MAX_RESTARTS", "3")
+    dry = launch.Environment(16, 1, "0,7", "fake_backend", "torchtitan_lr.train")
+    assert launch.read_environment() == dry
 
 
 def test_arguments(variables):
@@ -145,28 +147,3 @@ def test_a_user_without_a_name_has_one_for_torchs_compiler(variables):
     variables.setattr("pwd.getpwuid", unknown)
     ranks = launch.rank_variables(launch.read_environment())
     assert "LOGNAME" not in named and ranks["LOGNAME"] == f"uid_{os.getuid()}"
-
-
-@pytest.mark.parametrize(
-    ("values", "refused"),
-    [
-        ({"RANK": "0", "WORLD_SIZE": "1"}, None),  # an export left in a shell
-        ({"RANK": "", "WORLD_SIZE": ""}, None),
-        ({"WORLD_SIZE": "2"}, "RANK: got None, expected what torchrun sets: start with torchrun, "),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "LOCAL_RANK: "),
-    ],
-)
-def test_ranks_that_nobody_started(variables, values, refused):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        variables.delenv(name, raising=False)
-    variables.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    for name, value in values.items():
-        variables.setenv(name, value)
-    if refused is None:
-        forget_other_ranks()
-        assert not {"RANK", "WORLD_SIZE"} & os.environ.keys()
-        return
-    with pytest.raises(ConfigError, match=f"^{refused}.*or unset RANK and WORLD_SIZE$"):
-        forget_other_ranks()
-    variables.setenv("TORCHELASTIC_RUN_ID", "x")  # the control: torchrun's own
-    forget_other_ranks()

@@ -141,3 +141,17 @@ def test_a_degree_that_does_not_fit_is_refused_with_one_that_does(gpus, capsys, 
     )
     assert captured.out == ""
     assert placed(config, f"{TP}=1").environment.ranks == 1
+
+
+def test_a_rank_of_a_machine_that_lost_a_gpu_refuses(gpus, monkeypatch):
+    """With a status that is not restarted: the ranks would fail in the same way."""
+    from torchtitan_lr import train
+
+    gpus(1)
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (variables | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(train, "init_console", lambda *_: None)
+    monkeypatch.setattr(train, "bind_device", lambda: "cuda")
+    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE: got 2, expected at most 1, the GPUs"):
+        train.checked_config([MAIN])

@@ -73,7 +73,7 @@ class Rule(ABC):
     @property
     def momentum(self) -> str:
         """The momentum's name in a checkpoint."""
-        return ENTRIES[self.name].mark
+        return f"{self.name.lower()}_momentum"
 
     def needs(self, vectors: Tensor, r: int) -> Needs:
         """Read the vectors (b, ...) of matrices: their `Needs`, of Gram matrices the triangles."""

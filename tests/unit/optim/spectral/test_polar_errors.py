@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from scripts.bench.spectral import (
-    UsualMuon,
     factors_of,
     our_optimizer,
     polar_factor,
-    usual_polar_factor,
 )
+from tests.reference.muon import UsualMuon, usual_polar_factor
 from torchtitan_lr.optim.spectral.algebra import QUINTIC, inverse_root
 
 SHAPE = (128, 1376)
