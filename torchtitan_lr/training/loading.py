@@ -83,9 +83,10 @@ def find_step(folder: Path) -> Path:
         return folder
     try:
         name = read_json(folder / RUN_CONFIG).get("checkpoint", {}).get("folder", "checkpoint")
-        fits = name and not os.path.isabs(name) and ".." not in Path(name).parts
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(str(folder / RUN_CONFIG), str(error), "the run's record") from error
+    fits = name and isinstance(name, str) and not os.path.isabs(name)
+    fits = fits and ".." not in Path(name).parts
     want = f"a folder within {folder}, or a step's folder"
     require(fits, "checkpoint.folder", name, want)
     newest = newest_step(folder / name)
