@@ -27,6 +27,7 @@ import json
 import math
 import mmap
 import os
+import secrets
 import struct
 import sys
 import weakref
@@ -39,7 +40,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_lr.checkpoints.folders import write_whole
 from torchtitan_lr.config.files import open_regular, read_json, sample_of
 from torchtitan_lr.console.progress import progress
 from torchtitan_lr.errors import ConfigError, DataError, require
@@ -225,7 +225,9 @@ def save_record(folder: Path, about: dict[str, Any], parts: Sequence[Sequence[Sh
     record = {"format": FORMAT, "identity": identity} | about
     for part, shards in zip(PARTS, parts, strict=True):
         record[part] = [asdict(shard) for shard in shards]
-    write_whole(folder / RECORD, json.dumps(record, indent=1))
+    aside = folder / f"{RECORD}.{secrets.token_hex(4)}"  # another machine may write its own
+    write_over(aside, json.dumps(record, indent=1).encode())
+    os.replace(aside, folder / RECORD)
 
 
 def identity_of(kind: str, tokenizer: dict[str, Any], parts: Sequence[Sequence[ShardInfo]]) -> str:

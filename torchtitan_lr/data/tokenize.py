@@ -37,7 +37,6 @@ from torchtitan_lr.console.log import say
 from torchtitan_lr.console.progress import counting
 from torchtitan_lr.data.corpus import (
     PARTS,
-    RECORD,
     Corpus,
     ShardInfo,
     save_record,
@@ -262,8 +261,7 @@ class _Preparation:
             "bad_records": [": expected ".join(bad) for unit in units for bad in unit["bad"]],
             "changed_records": sum(unit["changed"] for unit in units),
         }
-        if not (self._folder / RECORD).is_file():  # another machine may have been faster
-            save_record(self._folder, about, parts)
+        save_record(self._folder, about, parts)
         for number in range(len(units)):
             self._path(number).unlink(missing_ok=True)
         (self._folder / BEGUN).unlink(missing_ok=True)
