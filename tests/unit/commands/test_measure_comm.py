@@ -3,7 +3,6 @@
 
 import pytest
 
-from torchtitan_lr.checkpoints.record import Record
 from torchtitan_lr.commands import measure_comm as script
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.scaling.start import place_run
@@ -19,7 +18,7 @@ def row(scope, overlapped, calls=1):
 def test_a_folder_with_a_run_is_neither_refused_nor_used(tmp_path, monkeypatch):
     step = tmp_path / "checkpoint" / "step-3"
     step.mkdir(parents=True)
-    Record().write(step)
+    (step / "step.json").touch()
     arguments = ["--job.config_file=debug_cola", f"--job.dump_folder={tmp_path}", *script.QUIET]
     monkeypatch.setenv("NGPU", "1")
     with pytest.raises(ConfigError, match=r"job\.dump_folder: .* has checkpoints of one"):
