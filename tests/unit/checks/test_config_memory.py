@@ -44,11 +44,6 @@ def test_a_batch_that_cannot_fit_is_refused_with_one_that_does(machine, tmp_path
     )
 
 
-def test_a_sequence_that_cannot_fit_alone(machine):
-    machine(0.02)
-    assert refusal(NOT_COMPILED).startswith("training.seq_len: got 128, expected a shorter one or")
-
-
 @pytest.mark.parametrize(
     ("option", "gib"),
     [("parallelism.context_parallel_degree=2", 3), ("training.mask_documents", 4)],
@@ -61,13 +56,6 @@ def test_masks_count(option, gib, machine):
     assert refusal(*row, world=2).startswith("training.seq_len: got 32768, expected a shorter one")
     machine(gib + 9)
     check(*row, world=2)
-
-
-def test_memory_is_refused_before_a_corpus_is_read(machine, tmp_path):
-    machine(0.02)
-    (tmp_path / "a.jsonl").write_text("not a record\n")
-    corpus = ["--training.dataset=local", f"--training.dataset_path={tmp_path}/a.jsonl"]
-    assert refusal(NOT_COMPILED, *corpus).startswith("training.seq_len: got")
 
 
 def test_a_groups_limit_is_the_machines_memory(monkeypatch, tmp_path):

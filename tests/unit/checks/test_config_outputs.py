@@ -29,11 +29,8 @@ def judge(folder, *options):
 BLOCKED_FOLDERS = [
     # key, its value, what makes the run write there
     ("checkpoint.folder", "checkpoint", "--checkpoint.enable"),
-    ("checkpoint.folder", "below/it", "--checkpoint.enable"),
     ("metrics.save_tb_folder", "tb", "--metrics.enable_tensorboard"),
-    ("metrics.save_tb_folder", "tb", "--metrics.enable_wandb"),
     ("comm.save_traces_folder", "comm_traces", "--comm.trace_buf_size=1"),
-    ("profiling.save_traces_folder", "profile_traces", "--profiling.enable_profiling"),
 ]
 
 

@@ -135,21 +135,13 @@ def test_the_number_of_validation_is_repeated(small_library, tmp_path, capsys):
     ("options", "line"),
     [
         (["--corpus", "local"], "--path: got None"),
-        (["--path", "x"], "--path: got 'x', expected no path, or --corpus local"),
-        (["--corpus", "c4", "--path", "./nowhere"], "--path: got './nowhere', expected a local"),
         (
             ["--parallelism.tensor_parallel_degree=2"],
             "got '--parallelism.tensor_parallel_degree=2'",
         ),
-        (["--corpus", "local", "--path", "nowhere"], "--path: got 'nowhere', expected an existing"),
-        (["--corpus", "c5"], "argument --corpus: invalid choice: 'c5'"),
         (["--corpus", "python_stdlib", "--seq_len", "65"], "--seq_len: got 65, expected at most"),
-        (["--seq_len", "-1"], "--seq_len: got -1"),
-        (["--batch_size", "0"], "--batch_size: got 0"),
         (["--documents", "2"], "--documents: got 2, expected a --corpus beside it"),
-        ([], "validation.seq_len: got "),
         (["--corpus", "python_stdlib", "--device", "abacus"], "--device: got 'abacus'"),
-        (["--out", "nowhere/x.json"], "--out: got 'nowhere/x.json'"),
         (["--corpus", "local", "--path", "EMPTY"], "--path: got"),
     ],
 )

@@ -80,14 +80,7 @@ def unpeeled(m, codec, ranks, trials=4):
     return stuck / indexed
 
 
-AUTO8 = CodecSizes("sketch", 10, smallest_theta(10, 8))
 """Just peels on eight ranks, where a unit is large."""
-
-
-def test_small_units_do_not_peel_where_large_ones_do():
-    """What the check is for: the same codec, by the size of the unit."""
-    assert unpeeled(16, AUTO8, 8) > 0.9 and unpeeled(64, AUTO8, 8) > 0.4
-    assert unpeeled(2500, AUTO8, 8, trials=1) < 0.06
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -38,21 +38,6 @@ def test_all_but_the_small():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "auto", "theta"), [(4, False, 0.9875), (4, True, 0.9875), (8, True, 0.9904)]
-)
-def test_auto_raises_theta_only_where_needed(ranks, auto, theta):
-    resolved = settings(ranks, auto=auto)
-    assert resolved.codec.theta == theta and resolved.requested_theta == 0.9875
-    assert resolved.codec.c == 10
-
-
-def test_levels_override_c_and_theta_and_custom_does_not():
-    assert settings(2, level="2x", c=7.0, theta=0.5).codec.theta == 0.8
-    custom = settings(2, level="custom", c=1.0, theta=0.5)
-    assert (custom.codec.c, custom.codec.theta) == (1.0, 0.5)
-
-
-@pytest.mark.parametrize(
     ("options", "revocable"),
     [
         ([], False),

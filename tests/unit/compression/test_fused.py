@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
-from torch._inductor import config as inductor_config
-from torch._inductor import metrics
 
 from torchtitan_lr.compression import codecs
 
@@ -78,30 +76,3 @@ def test_rounds_of_peeling_give_the_bits_of_plain_ones():
         assert torch.equal(values[:-3], torch.from_numpy(expected))
         assert torch.equal(remains[:-3], torch.from_numpy(remaining))
         assert remaining.any() or rounds > ROUNDS
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")
-def test_a_compiled_round_of_peeling_is_two_kernels():
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
-    plain = codecs._peel_rounds.__wrapped__
-    # Without vectors, which are not what is tested, the C++ compiles in a tenth of the time.
-    with inductor_config.patch({"cpp.simdlen": 1}):
-        function = torch.compile(plain, dynamic=True, backend=counter)
-        metrics.reset()
-        for entries, row, seed in ((610, 300, 11), (560, 280, 12)):
-            content, unknown, m, _ = sketched(entries, row, seed)
-            expected, found = (
-                solve(*codecs._loaded(content, unknown, m, seed), *fresh(unknown, m), ROUNDS)
-                for solve in (plain, function)
-            )
-            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-            assert found[0].any() and found[1].any()
-    assert counter.frame_count == 1
-    assert metrics.generated_kernel_count == 2 * ROUNDS
-
-
-def fresh(unknown, m):
-    """Values and remaining entries before the first round."""
-    return torch.zeros(len(unknown)), unknown < m

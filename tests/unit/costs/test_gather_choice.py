@@ -43,21 +43,6 @@ def test_which_way_is_faster(config, machine, tp, line):
         assert lines[2].strip().startswith(line)
 
 
-def test_a_fast_link_favours_keys_and_values():
-    """7B in a node: at 8,000 GB/s the products of latents cost more than their bytes save."""
-    config = build_job_config(["--job.config_file=cola_7b", *ROW, *EIGHT])
-    run, h100 = read_run(config, 8), load_hardware("h100")
-    costs = {}
-    for speed in (50.0, 8000.0):
-        machine = replace(h100, intra_node_gbytes_per_s=speed)
-        costs[speed] = gather_report(run, 0, machine)
-    assert [costs[speed]["faster"] for speed in costs] == ["latents", "kv"]
-    # 3 collectives of k and v (or of two latents) per block: 7/8 of the bytes cross the link.
-    kv = costs[50.0]["costs"]["kv"]
-    assert kv["bytes"] == 32 * 3 * 2 * 131072 * 4096 * 2
-    assert kv["send_seconds"] == pytest.approx(7 / 8 * kv["bytes"] / 50e9, rel=0.01)
-
-
 def shared(ranks: int, gather: str, tp: int = 1) -> Workload:
     """Two rows of 512 tokens of a model whose keys are wider than its rank."""
     args = replace(FLAVORS["cola"]["debug"], n_kv_heads=8)  # d_kv 128, r 32

@@ -1,30 +1,23 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Numbers that a spectral optimizer sends: limits at 1B by formula, and by the code itself."""
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import torchtitan_lr.training.register  # noqa: F401
 from tests.support.nightly import nightly
-from tests.unit.tiny import tiny_args
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.compat.fake import FakeTensorMode, fake_process_group
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.costs.comparison import compare, differences
 from torchtitan_lr.costs.described_run import Run, read_run
 from torchtitan_lr.costs.gram_messages import (
-    SpectralMatrix,
     rank_small_flops,
     small_flops,
-    spectral_traffic,
-    wide_flops,
 )
 from torchtitan_lr.costs.messages import Traffic
 from torchtitan_lr.costs.step_traffic import step_traffic
@@ -99,46 +92,6 @@ def test_the_code_sends_what_the_formula_says(rule: str, mesh: str) -> None:
     assert found["all_gather"] <= found["reduce_scatter"] <= LIMITS[rule] * MILLION
 
 
-def test_ranks_that_share_linears_unevenly() -> None:
-    """Two blocks have 14 linears, of which eight ranks share 8."""
-    run = paper_run("1B_boost", "Muon", *MESHES["fsdp"])
-    run = replace(run, args=replace(run.args, n_layers=2))
-    rows = take_step(run, FakeTensorMode(allow_non_fake_inputs=True))
-    assert {row["op"] for row in rows} == {"reduce_scatter", "all_gather", "all_reduce"}
-    assert differences(compare(rows, step_traffic_of_optimizer(run), run.wire_dtypes)) == []
-
-
-VANILLA = "--parallelism.tp_plan=vanilla"
-SPLIT_ROWS = [
-    # Three ranks divide neither the 80 columns of w2's A nor its r = 20.
-    *[(rule, "cola", (3, 1), ()) for rule in LIMITS],
-    # All ranks have equal Gram matrices, and share the work on Q.
-    *[(rule, "cola", (1, 2), (VANILLA,)) for rule in LIMITS],
-    ("Muon", "full", (2, 1), ()),
-]
-
-
-def addmm_flops(_: Any, a: Sequence[int], b: Sequence[int], **kwargs: Any) -> int:
-    """W ← W + a b in place, which torch's counter does not know."""
-    return 2 * a[0] * a[1] * b[1]
-
-
-@pytest.mark.parametrize(("rule", "family", "mesh", "options"), SPLIT_ROWS)
-def test_the_code_gathers_rows_and_multiplies_as_the_formulas_say(
-    rule: str, family: str, mesh: tuple[int, int], options: tuple[str, ...]
-) -> None:
-    options = (*options, f"--model.name=llama_{family}")
-    run = replace(paper_run("debug", rule, *mesh, *options), args=tiny_args(family))
-    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_flops})
-    rows = take_step(run, counter)  # gathered places are no numbers of fake tensors
-    assert any(row["op"] == "all_gather" for row in rows)
-    assert differences(compare(rows, step_traffic_of_optimizer(run), run.wire_dtypes)) == []
-    matrices = run.optimizer.matrices(0)
-    flops = rank_small_flops(rule, matrices, run.ranks)
-    flops += sum(wide_flops(rule, matrix, run.ranks) for matrix in matrices)
-    assert counter.get_total_flops() == flops
-
-
 def step_traffic_of_optimizer(run: Run) -> list[Traffic]:
     return [row for row in step_traffic(run, 0) if row.scope == "optimizer"]
 
@@ -180,13 +133,3 @@ def test_small_products() -> None:
         run = paper_run("1B_boost", rule, 8, 1)
         share = rank_small_flops(rule, run.optimizer.matrices(0), run.ranks)
         assert share == 336 * small_flops(rule, 512) / 8
-
-
-def test_split_rows_are_padded() -> None:
-    """An uneven split of r is gathered in equal pieces; a square's whole side is summed."""
-    uneven = SpectralMatrix.of("w2.A.weight", (20, 89), [("fsdp",), ()])
-    (row,) = spectral_traffic("Muon", [uneven], {"fsdp": 8})
-    assert (row.op, row.elements) == ("all_gather", 8 * 3 * 89)
-    square = SpectralMatrix.of("wq.weight", (64, 64), [("fsdp",), ()])
-    (row,) = spectral_traffic("Muon", [square], {"fsdp": 8})
-    assert (row.op, row.elements) == ("all_reduce", 64 * 65 // 2)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torchtitan_lr.costs.hardware import Hardware, MeshDim
 from torchtitan_lr.costs.kernels import KernelRecorder
 from torchtitan_lr.costs.messages import Traffic
-from torchtitan_lr.costs.optimizer_costs import SPECTRAL_KERNELS, TSR_KERNELS
+from torchtitan_lr.costs.optimizer_costs import SPECTRAL_KERNELS
 from torchtitan_lr.costs.step_time import (
     collective_seconds,
     compute_seconds,
@@ -20,8 +20,6 @@ from torchtitan_lr.costs.step_time import (
     model_step_time,
 )
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
-from torchtitan_lr.optim.tsr.algorithm import TSRAdam
-from torchtitan_lr.optim.tsr.selection import TSRSettings
 
 MACHINE = Hardware("test", 100.0, 0.5, 80.0, 8, 100.0, 10.0, 10.0)
 MESH = {"tp": MeshDim(8, 1), "fsdp": MeshDim(4, 8), "pp": MeshDim(2, 32)}
@@ -104,26 +102,3 @@ def test_kernels_per_matrix(rule):
     """A spectral step has the modelled kernels per matrix."""
     two, six = (kernels_of(optimizer_of(rule, linears).step) for linears in (2, 6))
     assert (six - two) / 8 == SPECTRAL_KERNELS[rule]
-
-
-def test_kernels_of_tsr_adam():
-    """A plain step has four products per compressed matrix; the rest works on the stack."""
-    counts = []
-    for matrices in (2, 6):
-        named = [
-            (f"layers.{i}.wq.weight", nn.Parameter(torch.randn(64, 48))) for i in range(matrices)
-        ]
-        optimizer = TSRAdam(named, TSRSettings(rank=8, refresh_interval=100), lr=1e-3)
-
-        def step(optimizer=optimizer, named=named):
-            optimizer.begin()
-            with optimizer.micro_batch(last=True):
-                for _, parameter in named:
-                    parameter.grad = torch.ones_like(parameter)
-            optimizer.clip(1.0, optimizer.finish_sums().sqrt())
-            optimizer.step()
-
-        step()  # refreshes
-        counts.append(kernels_of(step))
-    # Each gradient is made by one kernel.
-    assert (counts[1] - counts[0]) / 4 == TSR_KERNELS + 1

@@ -4,7 +4,6 @@
 import copy
 import json
 import math
-import shlex
 import shutil
 
 import pytest
@@ -211,18 +210,12 @@ def test_halves_are_read_exactly_and_old_tables_are_skipped(tmp_path):
     ("changes", "line"),
     [
         ({"attention_bias": True}, "attention_bias: got True, expected false"),
-        ({"mlp_bias": True}, "mlp_bias: got True"),
-        ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
         ({"model_type": "mistral"}, "model_type: got 'mistral', expected 'llama'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: got {'bits': 4}"),
         ({"head_dim": 16}, "head_dim: got 16, expected hidden_size / num_attention_heads = 12"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters: got 'yarn'"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_scaling: got 'li"),
-        ({"rope_parameters": SCALED | {"factor": "x"}}, "factor: got 'x', expected a positive"),
         ({"hidden_size": None}, "hidden_size: got None, expected a positive number"),
-        ({"num_hidden_layers": 2}, "without model.layers.2."),
         ({"num_hidden_layers": 4}, "a tensor model.layers.3."),
-        ({"intermediate_size": 96}, "of shape [96, 48] (found: [80, 48])"),
     ],
 )
 def test_what_a_llama_full_has_not_is_refused(changes, line, plain, tmp_path, capsys):
@@ -272,19 +265,6 @@ def test_our_own_exports_become_the_same_model(case, form, tmp_path):
     again = load_model(tmp_path / "step-0", args)
     ids = tokens(ours.model_args)
     assert torch.equal(again(ids), ours(ids))
-
-
-def test_the_printed_command_names_the_module_of_a_family(plain, tmp_path, capsys):
-    module = "--experimental.custom_import=json"  # any module
-    assert import_hf.main([str(plain), str(tmp_path / "out"), module]) == 0
-    command = capsys.readouterr().out.partition("torchtitan-lr train ")[2]
-    toml, *overrides = shlex.split(command)
-    config = build_job_config([f"--job.config_file={toml}", *overrides])
-    assert config.experimental.custom_import == "json"
-    record = json.loads((tmp_path / "out/job_config.json").read_text())
-    assert record["job"]["config_file"] == "${config_dir}/train.toml"
-    # No run was there yet.
-    assert Command("runs").main([str(tmp_path)]) == 1
 
 
 def test_the_written_toml_is_a_valid_job(plain, tmp_path, capsys):

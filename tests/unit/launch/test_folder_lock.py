@@ -40,18 +40,6 @@ def test_a_folder_that_takes_no_lock_is_refused(tmp_path, blocked):
         pass
 
 
-@pytest.mark.parametrize(
-    ("variables", "takes"),
-    [({}, True), ({"RANK": "0"}, True), ({"RANK": "1"}, False)],
-)
-def test_rank_0_locks(tmp_path, monkeypatch, variables, takes):
-    monkeypatch.delenv("RANK", raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with locked_by_rank(str(tmp_path)):
-        assert (tmp_path / LOCK_FILE).exists() == takes
-
-
 def test_a_rank_relies_on_its_launcher_for_that_folder_only(tmp_path, monkeypatch):
     folder = str(tmp_path / "dump")
     with locked(folder):

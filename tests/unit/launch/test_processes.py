@@ -1,14 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """How a process ends, and its children; the group of ranks is in tests/integration."""
 
-import os
-import signal
 import subprocess
 import sys
 
 import pytest
-
-from tests.support.kills import process_state
 
 PROGRAM = """
 import atexit, threading
@@ -57,15 +53,3 @@ def test_a_signal_before_the_ranks_are_known(when, status, said):
     command = [sys.executable, "-c", SIGNALLED, when]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert (done.returncode, done.stdout) == (status, said), done.stderr
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="has no /proc")
-def test_process_state():
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        os.kill(child.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
-        assert process_state(child.pid) == "T"
-        os.kill(child.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert process_state(child.pid) == "Z"
-    assert process_state(child.pid) == ""

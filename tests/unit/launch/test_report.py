@@ -22,12 +22,6 @@ def test_a_failure_is_one_line(failure, said):
     assert str(Failure(*failure, Path("logs"))) == said
 
 
-def test_ranks_that_did_not_end_are_named():
-    told = str(Failure(0, 1, "RuntimeError: Timed out", Path("logs"), stuck=[1, 3]))
-    stuck = "rank {} did not end on SIGTERM: stopped, or stuck"
-    assert told == f"rank 0 failed: RuntimeError: Timed out; {stuck.format(1)}; {stuck.format(3)}"
-
-
 @pytest.mark.parametrize("value", ["a\x1b[31m", [1], {}, True, float("nan"), None])
 def test_a_damaged_summary_costs_its_cells(value):
     summary = {"train_loss": 2.5, "steps": value, "mfu": value, "checkpoint": value}

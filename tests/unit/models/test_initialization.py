@@ -6,7 +6,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -118,18 +118,6 @@ def apply_tp_and_fsdp(model, mesh):
     dp, tp = mesh.mesh_dim_names
     parallelize_module(model, mesh[tp], plan)
     apply_fsdp(model, mesh[dp])
-
-
-@pytest.mark.parametrize(
-    ("mesh", "expected"), [((4,), (Shard(0),)), ((2, 2), (Replicate(), Shard(0)))]
-)
-def test_fsdp2_shards_are_slices_of_the_whole(mesh, expected):
-    whole = build_tiny("lax", **UNEVEN).state_dict()
-    assert any(value.shape[0] % mesh[-1] for value in whole.values())
-    for rank in range(4):
-        for name, (local, placements) in sharded_parameters(rank, mesh, apply_fsdp).items():
-            assert placements == expected
-            assert torch.equal(local, chunk(whole[name], mesh[-1], rank % mesh[-1])), name
 
 
 def test_fsdp2_over_tensor_parallel_shards_are_slices_of_the_whole():

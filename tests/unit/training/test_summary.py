@@ -50,15 +50,6 @@ def test_the_training_loss_is_that_of_the_last_interval() -> None:
         assert build_summary(records, 4, 1.0, None)["train_loss"] == expected
 
 
-def test_the_curve_shows_means_of_intervals_and_not_single_batches(tmp_path: Path) -> None:
-    records = history()
-    for record, mean in zip(records, (8.0, 7.0, 5.5, math.nan), strict=False):
-        record["interval_loss"] = mean
-    figure = draw_curve(records, tmp_path / "curve.png")
-    thin = figure.axes[0].lines[0]
-    assert list(thin.get_ydata()) == [8.0, 7.0, 5.5, 4.5]
-
-
 def test_a_run_without_validation_has_no_validation_numbers(tmp_path: Path) -> None:
     damaged = history()
     del damaged[-1]["validation_metrics/unigram_entropy"]

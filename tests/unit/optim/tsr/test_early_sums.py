@@ -45,14 +45,6 @@ def test_sums_start_in_one_order_whatever_arrives_first(arrival):
     assert sums.started == set(ORDER)
 
 
-def test_sums_of_gradients_that_do_not_come_start_in_the_same_order():
-    started = []
-    sums = recorded(started)
-    sums.ready(ORDER[0])
-    sums.start_all()
-    assert started == IN_TURN
-
-
 def build(settings=SETTINGS):
     torch.manual_seed(0)
     model = LlamaModel(tiny_args("full")).double()
