@@ -63,16 +63,7 @@ class ForkServer:
             )
 
     def start(self, command, cwd, env, stdout, stderr, ignored=()):
-        """Starts ``[sys.executable, ...]``.
-
-        Args:
-            command: A module (``-m``) or a script, and its arguments.
-            cwd: The working directory.
-            env: The whole environment.
-            stdout: A file descriptor.
-            stderr: A file descriptor.
-            ignored: Signals that the program finds ignored; all others have their default.
-        """
+        """Starts ``[sys.executable, ...]``."""
         assert command[0] == sys.executable, command
         request = {"arguments": command[1:], "cwd": str(cwd), "env": env, "ignored": list(ignored)}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -170,15 +161,7 @@ def _keep(request, descriptors):
 
 
 def _become(arguments, cwd, env, files, keep=()):
-    """Makes this fresh fork the program; never returns.
-
-    Args:
-        arguments: After the interpreter's name.
-        cwd: The working directory, None for the one it is in.
-        env: The whole environment, None for what it has.
-        files: What becomes stdin, stdout and stderr; -1 stays what it is.
-        keep: Other descriptors that the program inherits.
-    """
+    """Makes this fresh fork the program; never returns."""
     status = 255
     try:
         if (corpus := sys.modules.get("torchtitan_lr.data.corpus")) is not None:

@@ -79,12 +79,7 @@ def own_training(folder: str, changes: list[str], learned: Any) -> list[torch.Te
 
 
 def every_change(folder: str) -> dict[str, tuple[bool, bool]]:
-    """Stop a run after two steps, and go on with each change, on this rank.
-
-    Returns:
-        For each change whether the resumed run is the own training, and whether it is the run that
-        goes on without it.
-    """
+    """Stop a run after two steps, and go on with each change, on this rank."""
     with small_trainer(arguments(folder, [])) as trainer:
         batches = iter(trainer.dataloader)
         weights = [step(trainer, batches) for _ in range(2)][-1]

@@ -75,13 +75,6 @@ def assert_logged(logged, losses_by_hand, step, sequences, others):
     The run computes in bf16. The limit is what that does to the loss of one token, in the mean and
     without signs, when the same weights see the same sequences in bf16 here. The mean over many
     tokens, with signs, is less off.
-
-    Args:
-        logged: The loss.
-        losses_by_hand: The fixture.
-        step: A saved step.
-        sequences: What the loss is of.
-        others: Saved steps and sequences whose losses are others.
     """
     exact = losses_by_hand(step, sequences)
     limit = (losses_by_hand(step, sequences, torch.bfloat16) - exact).abs().mean().item()

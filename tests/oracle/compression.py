@@ -53,16 +53,7 @@ def can_be_decoded(c: float, theta: float, m: int, ranks: int) -> bool:
 def exchange_rows(
     codec: Any, ranks: int, compressed: int, dense: int, scope: str, all_reduce: bool
 ) -> list[Traffic]:
-    """Every collective of one exchange.
-
-    Args:
-        codec: Its name, c and θ, and whether its values travel in bf16.
-        ranks: W.
-        compressed: Entries that are compressed, of a destination or of an all-reduced shard.
-        dense: The other entries, likewise.
-        scope: The part of the model.
-        all_reduce: Whether all ranks get all sums: over HSDP's replicas.
-    """
+    """Every collective of one exchange."""
     w, m = ranks, ceil(Fraction(compressed, ranks)) if all_reduce else compressed
     found: list[tuple[str, str, int]] = []
     if m and codec.name == "sketch":

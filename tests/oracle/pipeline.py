@@ -28,16 +28,6 @@ def boundary_elements(
     btp                          shard    replica
     vanilla, megatron            replica  shard
     ===========================  =======  =================
-
-    Args:
-        shape: Shape and family of the model.
-        settings: The tensor-parallel plan.
-        tp_degree: T.
-        seq_len: Tokens s of a sequence.
-        blocks_before: Blocks before the boundary. Latents are sent only between two blocks.
-
-    Returns:
-        Elements of the stream and of the latents together.
     """
     full_rank_lanes = shape.family == "full" and shape.lanes > 1
     stream = seq_len * shape.dim * (shape.lanes if full_rank_lanes else 1)

@@ -62,18 +62,6 @@ def test_each_key_has_its_origin():
     }
 
 
-def test_a_value_of_an_included_file_has_that_file(tmp_path):
-    (tmp_path / "mine.toml").write_text('include = "cola_60m"\n[optimizer]\nlr = 0.5\n')
-    found = shown("mine.toml")
-    expected = {
-        "optimizer.lr": (0.5, "mine.toml"),  # which cola_60m sets too
-        "training.steps": (8393, "train_configs/cola_60m.toml"),
-        "model.name": ("llama_cola", "train_configs/base/cola.toml"),
-        "training.dataset": ("c4", "train_configs/base/c4.toml"),
-    }
-    assert {key: found[key] for key in expected} == expected
-
-
 @pytest.mark.parametrize(
     ("name", "lr", "adamw_lr"), [("Spectron", 1e-2, 3e-3), ("Muon", 1e-3, 0), ("TSRAdam", 8e-4, 0)]
 )

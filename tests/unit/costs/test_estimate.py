@@ -16,7 +16,6 @@ from torchtitan_lr.config.schema import least_ranks
 from torchtitan_lr.costs.described_run import read_run
 from torchtitan_lr.costs.hardware import MACHINES, load_hardware
 from torchtitan_lr.costs.held_memory import static_memory
-from torchtitan_lr.costs.rehearsal import Rehearsal
 from torchtitan_lr.costs.step_time import step_time
 from torchtitan_lr.costs.step_traffic import (
     bytes_by_dim,
@@ -110,20 +109,6 @@ def test_a_spectral_optimizer(script, capsys):
     assert cost["small_flops"] / 4 <= cost["small_flops_per_rank"] < cost["small_flops"]
     assert script.main(options) == 0
     assert "LoRAMuon, per step: " in capsys.readouterr().out
-
-
-def test_memory_of_documents():
-    """8B at 8,192 tokens: 4 MiB a row for the rotary table, and no mask of all scores."""
-    from torchtitan_lr.costs.rank_memory import in_flight, mask_bytes
-
-    nothing, seq_len = Rehearsal(block=0.0, ends=0, working=0), 8192
-    path = ROOT / "train_configs" / "cola_8b.toml"
-    options = [f"--training.seq_len={seq_len}", "--training.local_batch_size=2"]
-    options.append("--training.global_batch_size=-1")
-    apart = paper_run(path, None, *options, "--training.mask_documents")
-    row = seq_len * (8 + 8 + 64 * 8) + mask_bytes(seq_len)
-    assert in_flight(apart, 0, nothing)[0] == 2 * row < 2 * seq_len**2 / 10
-    assert in_flight(paper_run(path, None, *options), 0, nothing)[0] == 0
 
 
 def test_the_step_in_which_tsr_adam_sends_most():

@@ -15,10 +15,6 @@ from torchtitan_lr.compat.fake import FakeTensorMode, fake_process_group
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.costs.comparison import compare, differences
 from torchtitan_lr.costs.described_run import Run, read_run
-from torchtitan_lr.costs.gram_messages import (
-    rank_small_flops,
-    small_flops,
-)
 from torchtitan_lr.costs.messages import Traffic
 from torchtitan_lr.costs.step_traffic import step_traffic
 from torchtitan_lr.ledger.ledger import CommLedger
@@ -63,21 +59,6 @@ def test_limits(rule: str, mesh: str) -> None:
     assert found["all_gather", mesh] <= summed
 
 
-@pytest.mark.parametrize("rule", LIMITS)
-def test_an_uneven_width(rule: str) -> None:
-    """At 1B the ranks do not divide the 5,461 columns of w2's A, whose momentum is gathered.
-
-    So is the weight for LoRA-Muon. Their Gram matrices then need no sum.
-    """
-    rows = step_traffic_of_optimizer(paper_run("1B", rule, 8, 1))
-    gathered = sum(row.elements for row in rows if row.role == "momentum")
-    matrices = 2 if rule == "LoRAMuon" else 1
-    assert gathered == matrices * 24 * 512 * 5461
-    assert gathered / matrices / MILLION == pytest.approx(67, abs=0.2)
-    summed = sum(row.elements for row in rows if row.role == "gram" and row.op != "all_gather")
-    assert summed / MILLION <= LIMITS[rule] * 13 / 14
-
-
 USUAL = ("LoRAMuon", "fsdp_tp")
 OTHERS = [case for case in product(LIMITS, MESHES) if case != USUAL]
 
@@ -97,12 +78,7 @@ def step_traffic_of_optimizer(run: Run) -> list[Traffic]:
 
 
 def take_step(run: Run, tensors: AbstractContextManager[Any]) -> list[dict[str, Any]]:
-    """Step as the first of ranks that do not exist; return the ledger's rows.
-
-    Args:
-        run: The run.
-        tensors: Makes the weights' and gradients' kind of tensors, or counts operations.
-    """
+    """Step as the first of ranks that do not exist; return the ledger's rows."""
     bind_device()
     with fake_process_group(run.world):
         dims = ParallelDims(
@@ -123,13 +99,3 @@ def take_step(run: Run, tensors: AbstractContextManager[Any]) -> list[dict[str, 
         with tensors, CommLedger([model], groups, (), [optimizer]) as ledger:
             optimizer.step()
     return ledger.rows()
-
-
-def test_small_products() -> None:
-    """About 1.5 TFLOP of products (r, r) for 336 factors at r = 512, shared by eight ranks."""
-    assert 336 * small_flops("Muon", 512) / 1e12 == pytest.approx(1.53, abs=0.01)
-    assert small_flops("LoRAMuon", 512) > 2 * small_flops("Spectron", 512)
-    for rule in LIMITS:
-        run = paper_run("1B_boost", rule, 8, 1)
-        share = rank_small_flops(rule, run.optimizer.matrices(0), run.ranks)
-        assert share == 336 * small_flops(rule, 512) / 8

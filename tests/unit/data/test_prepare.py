@@ -3,7 +3,6 @@
 
 import multiprocessing
 import os
-import tempfile
 import time
 from pathlib import Path
 
@@ -245,27 +244,3 @@ def test_a_folder_of_others_is_not_written_to(tmp_path, pattern):
         file.write("{\n")
     with pytest.raises(ConfigError, match="was begun by this command; it holds"):
         command(tmp_path / "other", 2)
-
-
-def test_a_long_preparation_is_said_before_it_starts(config, monkeypatch, capsys):
-    """By the tokens that are wanted of the Hub, and by the bytes of files."""
-    monkeypatch.setattr(prepare, "cores", lambda: 2)
-    (part,) = wanted(config())
-    (size,) = (file.stat().st_size for file in Reader(part.sources[0]).files)
-    seconds = prepare.preparing_seconds([Reader(part.sources[0])])
-    assert seconds == pytest.approx(size / 4 / 180_000)
-    hub = Source("hf", ("owner/name",), tokens=2_200_000_000)
-    assert prepare.preparing_seconds([Reader(hub)]) == pytest.approx(3.4 * 3600, rel=0.01)
-    monkeypatch.setattr(prepare, "LONG_SECONDS", seconds / 2)
-    prepare_for_ranks(config())
-    told = capsys.readouterr().err
-    assert told.index("that takes about 0:00:0") < told.index("prepared ")
-    assert "on the 2 cores here" in told
-
-
-def test_a_place_too_long_for_sockets_of_workers(tmp_path, config, monkeypatch):
-    check_corpora(config("--training.dataloader.num_workers=1"), 1, "cpu")  # the control
-    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 71)
-    check_corpora(config(), 1, "cpu")
-    with pytest.raises(ConfigError, match=r"TMPDIR: got '/tmp/xx.*, expected a path of at most 75"):
-        check_corpora(config("--training.dataloader.num_workers=1"), 1, "cpu")

@@ -13,7 +13,6 @@ from tests.support.documents import (
     masks_of_blocks,
     together,
 )
-from tests.support.nightly import nightly
 from tests.unit.tiny import FAMILIES, build_tiny
 from torchtitan_lr.compat.dispatch import (
     ATTENTION_OPERATORS,
@@ -65,21 +64,6 @@ def test_low_rank_checkpointing(save_attention, mask):
     with Runs() as runs:
         assert difference(together(model), expected) < 1e-12
     assert runs.count == len(model.layers) * (1 if save_attention else 2)
-
-
-@pytest.mark.parametrize(
-    ("mask", "checkpointed"),
-    [("blocks", True), *nightly(("blocks", False), ("added", False), ("added", True))],
-    indirect=["mask"],
-)
-def test_compiled_blocks(mask, checkpointed):
-    model = build_tiny("cola", torch.float64, n_layers=1)
-    expected = together(model)
-    if checkpointed:
-        apply_low_rank_checkpoint(model, save_attention=True)
-    for block in model.layers.values():
-        block.compile(fullgraph=True, backend="aot_eager")
-    assert difference(together(model), expected) < 1e-12
 
 
 def test_a_mask_of_blocks_is_small_and_skips_what_no_token_sees():

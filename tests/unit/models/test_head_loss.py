@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.unit.tiny import build_tiny
 from torchtitan_lr.compat.fake import FakeTensorMode
 from torchtitan_lr.costs.rehearsal import LivingStorages
 from torchtitan_lr.models import ends as head_loss
@@ -15,10 +14,8 @@ from torchtitan_lr.models.ends import (
     cross_entropy_sum,
     errors_in_place,
     linear_loss,
-    summed_loss,
 )
 from torchtitan_lr.models.lanes import lane_linear
-from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.titan import IGNORE_INDEX
 
 D, V, LANES = 6, 24, 3
@@ -166,17 +163,3 @@ def test_logits_of_a_large_vocabulary_never_exist(dtype, dim):
     # The control: one chunk of all tokens.
     one = peak(lambda *arguments: in_chunks(tokens, *arguments), tokens, dim, vocabulary, dtype)
     assert one > whole_bytes / 8
-
-
-@pytest.mark.parametrize("family", ["full", "cola"])
-def test_a_model_with_targets_returns_the_loss(family):
-    model = build_tiny(family, torch.float64)
-    tokens = torch.randint(96, (2, 17), generator=torch.Generator().manual_seed(1))
-    tokens, labels = tokens[:, :-1], tokens[:, 1:].clone()
-    labels[0, :3] = IGNORE_INDEX
-    found = summed_loss(model(tokens, **loss_arguments(model, labels)), labels)
-    wanted = cross_entropy_sum(model(tokens), labels)
-    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=0)
-    assert loss_arguments(torch.nn.Identity(), labels) == {}  # another package's model
-    ours, theirs = (torch.autograd.grad(y, list(model.parameters())) for y in (found, wanted))
-    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)

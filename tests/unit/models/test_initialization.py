@@ -15,7 +15,6 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.unit.tiny import FAMILIES, build_tiny, tiny_args
-from torchtitan_lr.compat.dtensor import local_slice
 from torchtitan_lr.compat.fake import fake_process_group
 from torchtitan_lr.models.llama import LlamaModel
 
@@ -135,21 +134,3 @@ def test_fsdp2_over_tensor_parallel_shards_are_slices_of_the_whole():
     # Negative control for the slicing: both two-dimensional layouts did occur.
     assert (_StridedShard(0, split_factor=2), Shard(0)) in kinds
     assert (Shard(0), Shard(1)) in kinds
-
-
-@pytest.mark.parametrize("rows", [8, 9, 11, 13])
-def test_uneven_strided_slices_cover_the_tensor_once(rows):
-    full = torch.arange(rows * 3).view(rows, 3)
-    placements = (_StridedShard(0, split_factor=2), Shard(0))
-    parts = {
-        (dp, tp): local_slice(full, (4, 2), (dp, tp), placements)
-        for dp in range(4)
-        for tp in range(2)
-    }
-    for (dp, tp), part in parts.items():
-        assert torch.equal(part, chunk(chunk(full, 2, tp), 4, dp))
-    whole = torch.cat([parts[dp, tp] for tp in range(2) for dp in range(4)])
-    assert torch.equal(whole, full)
-    # Read as plain shards, the same layout would hand out other rows.
-    plain = local_slice(full, (4, 2), (0, 1), (Shard(0), Shard(0)))
-    assert not torch.equal(plain, parts[0, 1])

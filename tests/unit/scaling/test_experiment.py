@@ -21,7 +21,7 @@ from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.spectral.selection import select_matrices
 from torchtitan_lr.scaling.experiment import read_experiment
-from torchtitan_lr.scaling.plan import WIDENED, Plan
+from torchtitan_lr.scaling.plan import Plan
 from torchtitan_lr.scaling.results import fits_of, judged, law_table
 from torchtitan_lr.scaling.sweep import settings_of
 
@@ -235,16 +235,6 @@ def test_a_best_value_is_inside_its_grid(tmp_path):
         assert rates["full", "a"] == rate and not edges
 
 
-def test_a_search_without_a_best_value_is_given_up(tmp_path):
-    plan = plan_of(tmp_path)
-    known = {}
-    while new := {p.name for p in plan.searches(known)["full", "a"]} - known.keys():
-        known |= dict.fromkeys(new, math.inf)
-    rates, (edge,) = plan.rates(plan.searches(known), known)
-    assert rates["full", "a"] is None and len(known) == 3 + WIDENED
-    assert edge.startswith("full a: the best learning rate is 1.95e-06 or beyond it: give families")
-
-
 def test_a_later_size_searches_beside_the_best_rate_of_the_size_before(tmp_path):
     grid = [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]
     plan = plan_of(
@@ -274,39 +264,6 @@ def test_a_later_size_searches_beside_the_best_rate_of_the_size_before(tmp_path)
     # The control: without that neighbour's loss being higher, the search goes on.
     losses[names["b"][3]] = 2.3
     assert searched(losses) == grid
-
-
-@pytest.mark.parametrize("searched", ["a", "ab", "abc"])
-def test_rates_lead_beyond_the_searched_sizes(tmp_path, searched):
-    """Three searched sizes give a line through the logarithms, fewer the rate of the largest."""
-    wider = "\n".join(
-        f"[sizes.{name}]\ndim = {dim}\nffn_dim = {2 * dim}\nn_layers = 1\nn_heads = 2"
-        for name, dim in (("c", 128), ("d", 256))
-    )
-    grid = [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]
-    plan = plan_of(
-        tmp_path,
-        ("[5e-4, 1e-3, 2e-3]", str(grid)),
-        ('search = ["a"]', f"search = {list(searched)}"),
-        ("seeds = [5]\n", f"seeds = [5]\n\n{wider}\n"),
-    )
-    best = {"a": 8e-3, "b": 4e-3, "c": 4e-3}
-    losses = {
-        plan.point("full", size, 0.05, seed, rate).name: abs(math.log(rate / best[size]))
-        for size, seed in (("a", 0), ("b", 5), ("c", 0))
-        for rate in grid
-    }
-    rates, _ = plan.rates(plan.searches(losses), losses)
-    assert [rates["full", size] for size in searched] == [best[size] for size in searched]
-    expected = best[searched[-1]]
-    if searched == "abc":
-        logs = [math.log(plan.costs["full", size].counted) for size in "abcd"]
-        line = np.polyfit(logs[:3], [math.log(best[size]) for size in "abc"], 1)
-        expected = math.exp(np.polyval(line, logs[3]))
-        assert expected < 3e-3  # the control: not the largest size's
-    assert rates["full", "d"] == pytest.approx(expected, rel=5e-3)
-    # The control: without a result there is no rate.
-    assert rates["cola", "d"] is None
 
 
 def test_an_experiment_from_its_search_to_the_table(tmp_path, standin, capsys):
@@ -349,23 +306,6 @@ def test_a_grid_widens_by_itself(tmp_path, standin, capsys):
     assert searched == ["0.0001", "0.0002", "0.0004", "0.0008", "0.0016", "0.0032"]
     (main,) = (argv[1] for argv in standin if "full_b" in argv[1])
     assert main.endswith("full_b_0.05_seed5_lr0.0016")
-
-
-def test_a_run_that_fails_holds_up_its_own_family_alone(tmp_path, standin, capsys):
-    """Rank 32 fails in the stand-in: every run of cola."""
-    change = ("[families.cola]", '[families.cola]\noverrides = ["low_rank.rank=32"]')
-    path = write(tmp_path, change, ("[5e-4, 1e-3, 2e-3]", "[1e-3, 2e-3, 4e-3]"))
-    arguments = ["run", path, f"--out={tmp_path / 'work'}"]
-    assert scaling.main([*arguments, "--jobs=2"]) == 1
-    names = [argument[1].rpartition("/")[2] for argument in standin]
-    main = ["full_a_0.05_seed1_lr0.002", "full_b_0.05_seed5_lr0.002"]
-    assert set(main) <= {*names} and len(names) == len({*names})
-    *_, first, second, third = capsys.readouterr().err.splitlines()
-    for line, rate in zip((first, second, third), ("0.001", "0.002", "0.004"), strict=True):
-        assert line == f"cola_a_0.05_seed0_lr{rate}: failed: error: rank 1 failed"
-    standin.clear()
-    assert scaling.main(arguments) == 1
-    assert [argument[1][-8:] for argument in standin] == ["_lr0.001", "_lr0.002", "_lr0.004"]
 
 
 def row(size, budget, parameters, tokens, exponent):

@@ -99,25 +99,6 @@ def test_dying_while_a_step_is_saved_again_leaves_nothing_to_trust(
     assert newest == trusted
 
 
-@pytest.mark.usefixtures("process_group")
-def test_a_purged_checkpoint_loses_its_name_before_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    deleted: list[str] = []
-    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: deleted.append(Path(path).name))
-    checkpoints = manager(tmp_path, CheckpointManager, keep=2)
-    checkpoints.states = {"model": checkpoints.states["model"]}
-    for step in (1, 2, 3, 4):
-        checkpoints.save(step)
-    assert checkpoints.newest(finite=True).endswith("step-4")
-    checkpoints.close()  # waits for the thread that deletes
-    names = {path.name for path in (tmp_path / "checkpoint").iterdir()}
-    assert {name for name in names if name.startswith("step-")} == {"step-3", "step-4"}
-    assert len(names) == 4
-    assert deleted
-    assert not any(name.startswith("step-") for name in deleted)
-
-
 def kept(checkpoints: Any) -> set[str]:
     checkpoints.close()  # waits for the thread that deletes
     return {path.name for path in Path(checkpoints.folder).iterdir() if path.name[:5] == "step-"}

@@ -23,12 +23,7 @@ LISTS = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 
 class Reads(TorchDispatchMode):
-    """Counts reads of values, copies that block the host, and all-reduces.
-
-    Args:
-        host: Counters that are on the host by design, whose reads do not count.
-        names: The operators that count.
-    """
+    """Counts reads of values, copies that block the host, and all-reduces."""
 
     def __init__(self, host=(), names=READS):
         super().__init__()

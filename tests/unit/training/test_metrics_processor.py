@@ -112,29 +112,6 @@ def test_speed_by_hand(processor_of, clock):
     assert (record["step"], record["lr"]) == (1, 0.125)
 
 
-def test_pauses_do_not_count(processor_of, clock):
-    processor = processor_of()
-    clock.now += 2
-    processor.pause()
-    clock.now += 50
-    processor.pause()  # a save within a pause
-    clock.now += 50
-    processor.log_validation(2.0, 1)
-    processor.resume()
-    processor.resume()
-    clock.now += 1
-    processor.ntokens_since_last_log += 600
-    record = log(processor, 4)
-    assert record[SPEED] == pytest.approx(600 / (3 * 2), rel=EXACT)
-    # A pause that begins right after a window is no part of the next one.
-    processor.pause()
-    clock.now += 30
-    processor.resume()
-    clock.now += 2
-    processor.ntokens_since_last_log += 600
-    assert log(processor, 8)[SPEED] == pytest.approx(600 / (2 * 2), rel=EXACT)
-
-
 def test_a_resumed_run_counts_its_own_steps(processor_of, clock, tmp_path):
     history = tmp_path / "metrics.jsonl"
     history.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 4, 8)))

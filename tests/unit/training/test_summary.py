@@ -1,9 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import math
-from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.training.figures import draw_curve
 from torchtitan_lr.training.history import build_summary
 
 
@@ -48,15 +46,3 @@ def test_the_training_loss_is_that_of_the_last_interval() -> None:
         records = history()
         records[3] |= {"interval_loss": mean}
         assert build_summary(records, 4, 1.0, None)["train_loss"] == expected
-
-
-def test_a_run_without_validation_has_no_validation_numbers(tmp_path: Path) -> None:
-    damaged = history()
-    del damaged[-1]["validation_metrics/unigram_entropy"]
-    assert build_summary(damaged, 4, 1.0, None)["unigram_entropy"] is None
-    train_only = history()[:-1]
-    summary = build_summary(train_only, 4, 1.0, None)
-    assert summary["val_loss"] is None
-    assert summary["val_ppl"] is None
-    draw_curve(train_only, tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").stat().st_size > 1000
