@@ -44,7 +44,6 @@ def test_summary(finished, summary, records):
     assert summary["train_loss"] == [r[LOSS] for r in records if LOSS in r][-1]
     assert summary["val_loss"] == [r[VAL_LOSS] for r in records if VAL_LOSS in r][-1]
     assert summary["val_ppl"] == pytest.approx(math.exp(summary["val_loss"]), rel=1e-12)
-    # test_summary_by_hand.py has these losses and the entropy from the run's own checkpoints.
     assert summary["unigram_entropy"] < summary["val_loss"]
     assert summary["tokens_per_s"] > 0
     assert summary["mfu"] is None

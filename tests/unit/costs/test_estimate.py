@@ -91,26 +91,6 @@ def test_json(script, capsys):
     assert others["full"]["parameters"] > report["parameters"] == others["btp"]["parameters"]
 
 
-def test_a_spectral_optimizer(script, capsys):
-    """Beside AdamW: half of the state of the blocks, r x r numbers, and time for its products."""
-    options = [DEBUG, *BLOCKS, "--plans=btp", "--optimizer.name=LoRAMuon"]
-    options += ["--training.local_batch_size=1"]
-    assert script.main([*options, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    cost, adamw = report["of_matrices"], report["alternatives"]["btp"]
-    sent = report["comm_bytes"]["fsdp_tp"]
-    returned = sent.pop("all_gather")
-    assert cost["numbers"] == {
-        "summed": sum(sent.values()) / 4, "returned": returned / 4, "gathered": 0
-    }  # fmt: skip
-    assert "fsdp_tp" not in adamw["comm_bytes"] and "of_matrices" not in adamw
-    assert report["memory_bytes"]["optimizer"] < adamw["memory_bytes"]["optimizer"]
-    assert report["step_time"]["optimizer"] > adamw["step_time"]["optimizer"]
-    assert cost["small_flops"] / 4 <= cost["small_flops_per_rank"] < cost["small_flops"]
-    assert script.main(options) == 0
-    assert "LoRAMuon, per step: " in capsys.readouterr().out
-
-
 def test_the_step_in_which_tsr_adam_sends_most():
     """At 1B at most 6% of the dense gradients, with the keys of docs/tsr_adam.md, in every step."""
     path, interval = (
@@ -160,18 +140,6 @@ def test_thousands_of_ranks():
         work = work_of_run(other)
         times[name] = step_time(other, [step_traffic(other, 0)], machine, work).total
     assert times["btp"] < min(times["full"], times["vanilla"])
-
-
-def test_several_configurations_stand_beside_each_other(script, capsys):
-    tagc = str(ROOT / "train_configs" / "debug_tagc.toml")
-    options = ["--training.local_batch_size=1", "--training.global_batch_size=-1"]
-    assert script.main([DEBUG, tagc, "--world=4", "--json", *options]) == 0
-    report = json.loads(capsys.readouterr().out)
-    (column,) = report["alternatives"].values()
-    assert report["name"] == "debug_cola" and [*report["alternatives"]] == ["debug_tagc"]
-    # Each as configured: the second one without tensor parallelism, and with its codec.
-    assert "tp" in report["comm_bytes"] and "tp" not in column["comm_bytes"]
-    assert column["comm_bytes"]["fsdp"]["all_to_all"] > 0
 
 
 SHARES = re.findall(

@@ -4,7 +4,6 @@
 import json
 
 import pytest
-import torch
 from huggingface_hub import ModelCard
 from huggingface_hub import constants as hf_constants
 
@@ -15,44 +14,6 @@ export = Command("export")
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def run_with_history(folder):
-    step, _ = write_run(folder, "cola", torch.bfloat16)
-    record = json.loads((folder / "job_config.json").read_text())
-    record["training"] |= {"dataset": "python_stdlib", "dataset_path": None}
-    record["training"] |= {"steps": 30, "mixture": [{"dataset": "cpython", "weight": 2.0}]}
-    rewrite_record(step, record)
-    history = [
-        {"step": 10, "validation_metrics/loss": 800.0},
-        {"step": 20, "loss_metrics/global_avg_loss": 3.25, "n_tokens_seen": 40960}
-        | {"throughput/tokens_per_s": 4e3 / 3, "throughput/tokens_per_s_per_device": 1e3 / 3},
-        {"step": 30, "validation_metrics/loss": 3.0, "n_tokens_seen": 61440},
-    ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in history))
-    return step
-
-
-def test_the_card_says_what_the_run_recorded(tmp_path):
-    step = run_with_history(tmp_path / "run")
-    out = tmp_path / "out"
-    assert export.main([str(step), str(out), "--format", "hf"]) == 0
-    card = (out / "README.md").read_text()
-    for line in (
-        "# llama_cola debug, step 20",
-        "| tokens | 40,960 |",
-        "| training loss at step 20 | 3.2500 nats per token, perplexity 25.79 |",
-        "| validation loss at step 10 | 800.0000 nats per token, perplexity inf |",
-        "| ranks of attention, feed-forward | 32, 32 |",
-        "| data | cpython |",
-    ):
-        assert line in card.splitlines()
-    assert ", pre-trained with torchtitan_lr." in card
-    assert "61,440" not in card and card.count("trust_remote_code=True") == 1
-    values = json.loads((out / "config.json").read_text())
-    assert values["torch_dtype"] == "bfloat16" and values["eos_token_id"] == 1
-    # A row of padding would have no gradient in transformers' embedding.
-    assert "pad_token_id" not in values
 
 
 def front_matter(folder):

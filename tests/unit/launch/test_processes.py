@@ -6,24 +6,6 @@ import sys
 
 import pytest
 
-PROGRAM = """
-import atexit, threading
-from torchtitan_lr.launch.processes import exit_without_teardown
-
-atexit.register(print, "registered")
-threading.Thread(target=threading.Event().wait).start()
-print("done", end=" ")
-exit_without_teardown(3)
-"""
-
-
-def test_leaving_runs_what_is_registered_and_waits_for_no_thread():
-    command = [sys.executable, "-c", PROGRAM]
-    # A limit for one that hangs.
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "done registered\n", "")
-
-
 SIGNALLED = """
 import os, signal, subprocess, sys, time
 from types import SimpleNamespace

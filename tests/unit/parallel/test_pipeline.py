@@ -6,7 +6,6 @@ from math import prod
 import pytest
 import torch
 
-from tests.oracle.pipeline import boundary_elements
 from tests.unit.tiny import tiny_args
 from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.parallel.plan_parts import TPSettings
@@ -34,7 +33,6 @@ LATENTS = 4 * 12 + 3 * 20
 def test_elements_a_token(family, settings, degree, per_token):
     boundary = stage_boundary(tiny_args(family), settings, degree, 16, latents=True)
     assert prod(boundary.shape) == 16 * per_token
-    assert boundary_elements(tiny_args(family), settings, degree, 16, 1) == 16 * per_token
 
 
 def test_the_loss_is_divided_before_backward():

@@ -235,37 +235,6 @@ def test_a_best_value_is_inside_its_grid(tmp_path):
         assert rates["full", "a"] == rate and not edges
 
 
-def test_a_later_size_searches_beside_the_best_rate_of_the_size_before(tmp_path):
-    grid = [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]
-    plan = plan_of(
-        tmp_path,
-        ("[5e-4, 1e-3, 2e-3]", str(grid)),
-        ('search = ["a"]', 'search = ["a", "b"]'),
-    )
-    names = {
-        size: [plan.point("full", size, 0.05, seed, rate).name for rate in grid]
-        for size, seed in (("a", 0), ("b", 5))
-    }
-
-    def searched(losses, size="b"):
-        points = plan.searches(losses)["full", size]
-        return [point.settings["learning_rate"] for point in points]
-
-    losses = dict(zip(names["a"][:4], (3.0, 2.5, 2.7, 2.9), strict=True))
-    assert searched(losses, "a") == grid and searched(losses) == []  # a has not ended
-    losses[names["a"][4]] = math.inf
-    assert searched(losses) == grid[:3]
-    losses |= dict(zip(names["b"][:3], (3.0, 2.5, 2.4), strict=True))
-    assert searched(losses) == grid[:4]  # the best, 4e-3, has a neighbour that did not run
-    assert plan.rates(plan.searches(losses), losses)[0]["full", "b"] is None
-    losses[names["b"][3]] = 2.45
-    assert searched(losses) == grid[:4]
-    assert plan.rates(plan.searches(losses), losses)[0]["full", "b"] == 4e-3
-    # The control: without that neighbour's loss being higher, the search goes on.
-    losses[names["b"][3]] = 2.3
-    assert searched(losses) == grid
-
-
 def test_an_experiment_from_its_search_to_the_table(tmp_path, standin, capsys):
     path, work = write(tmp_path, ("[5e-4, 1e-3, 2e-3]", "[1e-3, 2e-3, 4e-3]")), tmp_path / "work"
     assert scaling.main(["plan", path, f"--out={work}"]) == 0
@@ -294,18 +263,6 @@ def test_an_experiment_from_its_search_to_the_table(tmp_path, standin, capsys):
         {"5": 5.05},
     ] * 2
     assert (work / "scaling.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_a_grid_widens_by_itself(tmp_path, standin, capsys):
-    path = write(tmp_path, ("5e-4, 1e-3, 2e-3", "1e-4, 2e-4, 4e-4"))
-    assert scaling.main(["run", path, f"--out={tmp_path / 'work'}"]) == 0
-    numbers = [line.partition(" ")[0] for line in capsys.readouterr().err.splitlines()]
-    assert numbers[::2] == numbers[1::2] and numbers[-1] == "16/16"  # one count over all rounds
-    assert [int(number.partition("/")[0]) for number in numbers[::2]] == [*range(1, 17)]
-    searched = [argv[1].rpartition("lr")[2] for argv in standin if "full_a_0.05_seed0" in argv[1]]
-    assert searched == ["0.0001", "0.0002", "0.0004", "0.0008", "0.0016", "0.0032"]
-    (main,) = (argv[1] for argv in standin if "full_b" in argv[1])
-    assert main.endswith("full_b_0.05_seed5_lr0.0016")
 
 
 def row(size, budget, parameters, tokens, exponent):

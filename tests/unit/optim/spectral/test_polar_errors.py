@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from scripts.bench.spectral import (
+    factors_of,
+    our_optimizer,
     polar_factor,
 )
-from tests.reference.muon import usual_polar_factor
+from tests.reference.muon import UsualMuon, usual_polar_factor
 from torchtitan_lr.optim.spectral.algebra import QUINTIC, inverse_root
 
 SHAPE = (128, 1376)
@@ -63,3 +65,19 @@ def test_errors_over_condition_numbers(condition: float, dtype: torch.dtype) -> 
     # The control: with G and Q in bf16 the error is that of the signal.
     assert found["all bf16"] > 10 * found["to the polynomial"]
     assert found["all bf16"] > 1 or condition < 1e2
+
+
+def test_the_bench_compares_two_forms_of_one_optimizer() -> None:
+    torch.manual_seed(0)
+    factors, pairs = factors_of("debug", layers=1, device="cpu")
+    usual = {name: torch.nn.Parameter(p.detach().clone()) for name, p in factors.items()}
+    before = {name: p.detach().clone() for name, p in factors.items()}
+    optimizers = [our_optimizer("Muon", factors, pairs), UsualMuon([*usual.values()], lr=1e-4)]
+    for step in range(3):
+        for name, p in factors.items():
+            p.grad = usual[name].grad = torch.randn_like(p) * 10**step
+        for optimizer in optimizers:
+            optimizer.step()
+    for name, p in factors.items():
+        moved = (p - before[name]).norm()
+        assert (p - usual[name]).norm() < 1e-3 * moved
