@@ -287,9 +287,7 @@ def _name_frames():
 def _execute_child(process, *values):
     """Stands for `subprocess.Popen._execute_child`: forks Python programs, executes all others."""
     call = inspect.signature(_EXEC).bind(process, *values).arguments
-    arguments, namespace = call["args"], None
-    if isinstance(arguments, (list, tuple)) and tuple(arguments[:3]) == ("ip", "netns", "exec"):
-        namespace, *arguments = arguments[3:]
+    arguments = call["args"]
     python = isinstance(arguments, (list, tuple)) and arguments[0] == sys.executable
     # A rank has threads of gloo: what it starts is a matter for a true start.
     if not python or arguments[1] == "-c" or call["shell"] or "RANK" in os.environ:
@@ -307,8 +305,6 @@ def _execute_child(process, *values):
                 os.setsid()
             if call["preexec_fn"]:
                 call["preexec_fn"]()
-            if namespace:
-                _enter_network(namespace)
             command = [os.fspath(argument) for argument in arguments[1:]]
             files = (pipes[0], pipes[3], pipes[5])
             _become(command, call["cwd"], call["env"], files, call["pass_fds"])
@@ -318,13 +314,6 @@ def _execute_child(process, *values):
     process._child_created = True
     process._close_pipe_fds(*pipes)
     return None
-
-
-def _enter_network(namespace):
-    """Moves this process into a network namespace, as ``ip netns exec`` does."""
-    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
-    if _LIBC.setns(descriptor, 0x40000000) != 0:  # CLONE_NEWNET
-        raise OSError(ctypes.get_errno(), f"no entry into {namespace}")
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)

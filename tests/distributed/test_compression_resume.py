@@ -28,10 +28,7 @@ APPLIED = {
 }
 REFUSED = {
     "auto": (["theta=0.5"], "grad_compression.theta: got 0.5, expected a theta of at least "),
-    "layers": (
-        ["layers=non_attention"],
-        "grad_compression.layers: got 'non_att",
-    ),
+    "layers": (["layers=non_attention"], "grad_compression.layers: got 'non_att"),
     "min_size": (["min_size=5000"], "grad_compression.min_size: got 5000, expected 1000"),
 }
 

@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.training import train
-from tests.support.parity_runs import (
-    LAYOUTS,
-    largest_difference,
-)
+from tests.support.parity_runs import LAYOUTS, largest_difference
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.checkpoints.record import read_step
 from torchtitan_lr.checkpoints.saving import verified

@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""``scripts/slurm/train.sbatch`` under a real Slurm: two nodes of two ranks, one of which dies.
-
-It runs with ``--full`` alone: three starts of four ranks are minutes.
-"""
+"""``scripts/slurm/train.sbatch`` is bash, and Slurm finds its options."""
 
 from tests.integration import runs
 

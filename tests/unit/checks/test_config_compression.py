@@ -60,13 +60,7 @@ def test_a_sketch_that_would_not_peel_names_the_smallest_theta(world, options, l
     refusal(*at, f"--grad_compression.theta={least - 0.0001:.4f}", world=world)
 
 
-@pytest.mark.parametrize(
-    ("world", "options"),
-    [
-        (4, ["level=10x"]),
-        (1, []),
-    ],
-)
+@pytest.mark.parametrize(("world", "options"), [(4, ["level=10x"]), (1, [])])
 def test_no_false_refusals(world, options):
     check(*[f"--grad_compression.{option}" for option in options], world=world)
 

@@ -65,12 +65,7 @@ def test_splits_that_are_given(names):
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        [],
-        [ZBV],
-        [LOOPED],
-        [LOOPED, "--parallelism.pipeline_parallel_layers_per_stage=1"],
-    ],
+    [[], [ZBV], [LOOPED], [LOOPED, "--parallelism.pipeline_parallel_layers_per_stage=1"]],
 )
 def test_what_works_is_not_refused(arguments):
     check(*arguments)

@@ -120,18 +120,6 @@ def test_what_is_shown_configures_the_same_run(name, tmp_path):
         assert note.startswith("note: it does not run here: parallelism.tensor_parallel_degree")
 
 
-@pytest.mark.parametrize(
-    ("override", "note"),
-    [
-        ("--checkpoint.load_step=3", "note: it does not run here: checkpoint.load_step: got 3"),
-        ("--training.dataset_path=/none", "note: it does not run here: training.dataset_path"),
-    ],
-)
-def test_what_train_would_refuse_is_noted(override, note):
-    settings, told = read_origins("debug_cola", [override])
-    assert told.startswith(note) and settings
-
-
 def test_a_run_and_a_step_say_what_they_were_trained_with(tmp_path):
     here = f"--job.dump_folder={tmp_path}"
     config = build_job_config(["--job.config_file=debug_cola", "--optimizer.lr=0.5", here])

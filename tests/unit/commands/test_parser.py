@@ -2,23 +2,8 @@
 
 import pytest
 
-from torchtitan_lr.commands.parser import (
-    FIRST_RANK_SECONDS,
-    OneLineParser,
-    in_one_line,
-)
+from torchtitan_lr.commands.parser import FIRST_RANK_SECONDS, in_one_line
 from torchtitan_lr.errors import ConfigError, RunFailedError
-
-
-def test_overrides_stand_among_the_arguments(capsys):
-    parser = OneLineParser(prog="tool")
-    parser.add_argument("config")
-    parser.add_argument("--steps", type=int)
-    with pytest.raises(SystemExit):  # the control: this command takes none
-        parser.parse_args(["a", "--training.steps=3"])
-    parser.takes_overrides = True
-    options = parser.parse_args(["a", "--training.steps=3", "--steps=2"])
-    assert (options.config, options.steps, options.overrides) == ("a", 2, ["--training.steps=3"])
 
 
 def test_refusals_and_failed_runs_become_a_status(capsys):

@@ -1,10 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import pytest
 
-from torchtitan_lr.compression.settings import (
-    compression_settings,
-    is_compressed,
-)
+from torchtitan_lr.compression.settings import compression_settings, is_compressed
 from torchtitan_lr.config.build import build_job_config
 
 SIZES = {

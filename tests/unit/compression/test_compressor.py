@@ -6,10 +6,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lr.compression.codecs import complete
-from torchtitan_lr.compression.compressor import (
-    Compressor,
-    Span,
-)
+from torchtitan_lr.compression.compressor import Compressor, Span
 from torchtitan_lr.compression.sizes import CodecSizes
 
 

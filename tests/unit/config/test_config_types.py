@@ -6,12 +6,7 @@ from typing import Literal
 import pytest
 
 from torchtitan_lr.config.build import config_class
-from torchtitan_lr.config.parse import (
-    apply_overrides,
-    check_toml,
-    load_toml,
-    split_arguments,
-)
+from torchtitan_lr.config.parse import apply_overrides, check_toml, load_toml, split_arguments
 from torchtitan_lr.errors import ConfigError
 
 

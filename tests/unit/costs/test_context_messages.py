@@ -5,10 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchtitan_lr.costs.context_messages import (
-    context_traffic,
-    latent_flops,
-)
+from torchtitan_lr.costs.context_messages import context_traffic, latent_flops
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.plan_parts import TPSettings
 

@@ -5,10 +5,7 @@ import pytest
 
 from tests.unit.tiny import FAMILIES, tiny_args
 from torchtitan_lr.costs.fsdp_messages import named_parameters
-from torchtitan_lr.costs.held_memory import (
-    Precision,
-    gathered_unit_bytes,
-)
+from torchtitan_lr.costs.held_memory import Precision, gathered_unit_bytes
 from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.parallel.plan_parts import TPSettings
 

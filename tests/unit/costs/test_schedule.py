@@ -4,12 +4,7 @@
 import pytest
 from torch.distributed.pipelining import schedules
 
-from torchtitan_lr.costs.schedule import (
-    StageSeconds,
-    makespan,
-    most_in_flight,
-    pipeline_order,
-)
+from torchtitan_lr.costs.schedule import StageSeconds, makespan, most_in_flight, pipeline_order
 
 RANKS, MICROBATCHES = 4, 8
 

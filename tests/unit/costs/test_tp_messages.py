@@ -57,11 +57,7 @@ TABLE = {
         *(9, 7 * BSR + 2 * BS),
         *(9, 7 * BSR + 2 * BS),
     ),
-    "ungrouped, online": (
-        btp(grouping=False),
-        *(9, 7 * BSR + 2 * BS),
-        *(7, 7 * BSR),
-    ),
+    "ungrouped, online": (btp(grouping=False), *(9, 7 * BSR + 2 * BS), *(7, 7 * BSR)),
     "grouped, sync": (btp(norm="sync"), 6, 7 * BSR + 2 * BS, 6, 7 * BSR + 2 * BS),
     "grouped, online": (btp(), 6, 7 * BSR + 2 * BS, 4, 7 * BSR),
 }

@@ -15,12 +15,7 @@ from torchtitan_lr.config import files
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data import prepare
 from torchtitan_lr.data.corpus import Corpus
-from torchtitan_lr.data.prepare import (
-    ensure_prepared,
-    prepare_folder,
-    prepare_for_ranks,
-    wanted,
-)
+from torchtitan_lr.data.prepare import ensure_prepared, prepare_folder, prepare_for_ranks, wanted
 from torchtitan_lr.data.sources import Reader, Source
 from torchtitan_lr.data.tokenizer import Tokenizer
 from torchtitan_lr.errors import ConfigError, DataError

@@ -18,11 +18,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.titan.specs import REGISTERED_SPECS
-from torchtitan_lr.training.loading import (
-    build_model_args,
-    find_step,
-    read_run_config,
-)
+from torchtitan_lr.training.loading import build_model_args, find_step, read_run_config
 
 generate, export, evaluate = Command("generate"), Command("export"), Command("evaluate")
 
@@ -154,10 +150,7 @@ def test_evaluating_a_run_writes_nowhere(run, library, tmp_path, capsys, dataset
 
 @pytest.mark.parametrize(
     "corpus",
-    [
-        {"dataset": "hf", "dataset_path": "stranger/corpus"},
-        {"dataset": "c4"},
-    ],
+    [{"dataset": "hf", "dataset_path": "stranger/corpus"}, {"dataset": "c4"}],
     ids=lambda corpus: corpus["dataset"],
 )
 def test_corpora_of_the_hub_are_named_on_the_command_line(

@@ -28,11 +28,3 @@ def test_a_damaged_summary_costs_its_cells(value):
     lines = summary_lines(summary, Path("a"), Path("b"))
     assert lines[0].split() == ["steps", "-"] and "2.5000" in lines[1]
     assert "".join(lines).isprintable()
-
-
-def test_what_was_sent_is_told_beside_the_baseline():
-    summary = {"sent_bytes": 2_400_000, "adamw_bytes": 7_100_000}
-    (line,) = (row for row in summary_lines(summary, Path("a"), Path("b")) if "sent" in row)
-    assert line.split("  ")[-1].strip() == "2.4 MB per step by formula (AdamW 7.1)"
-    # The control: one rank sends nothing.
-    assert not any("sent" in row for row in summary_lines({}, Path("a"), Path("b")))

@@ -20,11 +20,7 @@ def test_the_job_sets_length_and_seed():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "ranks"),
-    [
-        ({"rank": 24}, (24, 24)),
-        ({"rank": 32, "rank_ffn": 48}, (32, 48)),
-    ],
+    ("overrides", "ranks"), [({"rank": 24}, (24, 24)), ({"rank": 32, "rank_ffn": 48}, (32, 48))]
 )
 def test_ranks_per_group(overrides, ranks):
     args = FLAVORS["cola"]["debug"]

@@ -5,10 +5,7 @@ import pytest
 import torch
 
 from tests.unit.tiny import build_tiny
-from torchtitan_lr.models.llama import (
-    apply_rope,
-    build_freqs_cis,
-)
+from torchtitan_lr.models.llama import apply_rope, build_freqs_cis
 from torchtitan_lr.titan.specs import RoPEScalingArgs
 
 

@@ -148,18 +148,10 @@ def test_what_no_run_can_have_is_refused(table, message, tmp_path):
 
 
 LEFT_OVER = [  # options, and how the warnings begin
-    (
-        "Spectron",
-        ["--optimizer.lr=3e-4"],
-        ["optimizer.lr = 0.0003 is not of the scale of S"],
-    ),
+    ("Spectron", ["--optimizer.lr=3e-4"], ["optimizer.lr = 0.0003 is not of the scale of S"]),
     ("Spectron", ["--optimizer.adamw_lr=0.06"], []),  # chosen, and best at small widths
     ("Muon", ["--optimizer.lr=2e-2"], ["optimizer.adamw_lr = 0.02 ", "optimizer.lr = 0.02 "]),
-    (
-        "Muon",
-        ["lr_multiplier = 0.01"],
-        ["optimizer.lr of the group wq = 1e-05 is not of the"],
-    ),
+    ("Muon", ["lr_multiplier = 0.01"], ["optimizer.lr of the group wq = 1e-05 is not of the"]),
     ("Muon", ["--optimizer.lr=3e-3"], []),  # its updates have AdamW's size
 ]
 

@@ -11,12 +11,7 @@ from torch import Tensor
 
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.costs.rehearsal import LivingStorages, fake_ranks
-from torchtitan_lr.parallel.btp import (
-    Reduction,
-    down_projections,
-    online_down,
-    up_projections,
-)
+from torchtitan_lr.parallel.btp import Reduction, down_projections, online_down, up_projections
 
 TOKENS, FEATURES, RANK = 4096, 64, 32
 LATENT, FACTOR = 4 * TOKENS * RANK, 4 * RANK * FEATURES

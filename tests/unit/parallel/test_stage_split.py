@@ -5,10 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchtitan_lr.parallel.stage_split import (
-    layers_before_boundaries,
-    modules_per_stage,
-)
+from torchtitan_lr.parallel.stage_split import layers_before_boundaries, modules_per_stage
 
 
 def job(schedule="1F1B", degree=2, per_stage=None, first=1, last=1, names=None):

@@ -7,11 +7,7 @@ import sys
 import pytest
 
 from torchtitan_lr.scaling import start as starting
-from torchtitan_lr.scaling.start import (
-    RunFailedError,
-    run_on_ranks,
-    start,
-)
+from torchtitan_lr.scaling.start import RunFailedError, run_on_ranks, start
 
 POPEN = starting.subprocess.Popen
 

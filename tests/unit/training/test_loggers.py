@@ -18,12 +18,7 @@ from tests.wandb_file import parts, values_of
 from tests.wandb_server import wandb_server
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.training.figures import new_figure
-from torchtitan_lr.training.metrics import (
-    WANDB_ID_FILE,
-    Loggers,
-    RunTensorBoard,
-    RunWandb,
-)
+from torchtitan_lr.training.metrics import WANDB_ID_FILE, Loggers, RunTensorBoard, RunWandb
 
 SUMMARY = {"steps": 4, "train_loss": 4.5}
 

@@ -15,11 +15,7 @@ def history(with_mfu: bool = False) -> list[dict[str, Any]]:
         }
         records.append(record | ({"mfu(%)": 10.0 * step} if with_mfu else {}))
     records.append(
-        {
-            "step": 4,
-            "validation_metrics/loss": 4.6,
-            "validation_metrics/unigram_entropy": 5.7,
-        }
+        {"step": 4, "validation_metrics/loss": 4.6, "validation_metrics/unigram_entropy": 5.7}
     )
     return records
 

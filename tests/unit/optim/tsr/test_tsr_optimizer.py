@@ -154,9 +154,7 @@ def bits(model, optimizer):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "changes",
-    [{"moments": "keep"}, {"moments": "rotate"}, {"projection": "one_sided"}],
-    ids=str,
+    "changes", [{"moments": "keep"}, {"moments": "rotate"}, {"projection": "one_sided"}], ids=str
 )
 def test_a_step_that_the_device_rejects_leaves_no_bit(changes, dtype):
     """Before each of five steps, two of which refresh, one with a NaN is rejected."""
