@@ -63,16 +63,7 @@ class ForkServer:
             )
 
     def start(self, command, cwd, env, stdout, stderr, ignored=()):
-        """Starts ``[sys.executable, ...]``.
-
-        Args:
-            command: A module (``-m``) or a script, and its arguments.
-            cwd: The working directory.
-            env: The whole environment.
-            stdout: A file descriptor.
-            stderr: A file descriptor.
-            ignored: Signals that the program finds ignored; all others have their default.
-        """
+        """Starts ``[sys.executable, ...]``."""
         assert command[0] == sys.executable, command
         request = {"arguments": command[1:], "cwd": str(cwd), "env": env, "ignored": list(ignored)}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -170,15 +161,7 @@ def _keep(request, descriptors):
 
 
 def _become(arguments, cwd, env, files, keep=()):
-    """Makes this fresh fork the program; never returns.
-
-    Args:
-        arguments: After the interpreter's name.
-        cwd: The working directory, None for the one it is in.
-        env: The whole environment, None for what it has.
-        files: What becomes stdin, stdout and stderr; -1 stays what it is.
-        keep: Other descriptors that the program inherits.
-    """
+    """Makes this fresh fork the program; never returns."""
     status = 255
     try:
         if (corpus := sys.modules.get("torchtitan_lr.data.corpus")) is not None:
@@ -304,9 +287,7 @@ def _name_frames():
 def _execute_child(process, *values):
     """Stands for `subprocess.Popen._execute_child`: forks Python programs, executes all others."""
     call = inspect.signature(_EXEC).bind(process, *values).arguments
-    arguments, namespace = call["args"], None
-    if isinstance(arguments, (list, tuple)) and tuple(arguments[:3]) == ("ip", "netns", "exec"):
-        namespace, *arguments = arguments[3:]
+    arguments = call["args"]
     python = isinstance(arguments, (list, tuple)) and arguments[0] == sys.executable
     # A rank has threads of gloo: what it starts is a matter for a true start.
     if not python or arguments[1] == "-c" or call["shell"] or "RANK" in os.environ:
@@ -324,8 +305,6 @@ def _execute_child(process, *values):
                 os.setsid()
             if call["preexec_fn"]:
                 call["preexec_fn"]()
-            if namespace:
-                _enter_network(namespace)
             command = [os.fspath(argument) for argument in arguments[1:]]
             files = (pipes[0], pipes[3], pipes[5])
             _become(command, call["cwd"], call["env"], files, call["pass_fds"])
@@ -335,13 +314,6 @@ def _execute_child(process, *values):
     process._child_created = True
     process._close_pipe_fds(*pipes)
     return None
-
-
-def _enter_network(namespace):
-    """Moves this process into a network namespace, as ``ip netns exec`` does."""
-    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
-    if _LIBC.setns(descriptor, 0x40000000) != 0:  # CLONE_NEWNET
-        raise OSError(ctypes.get_errno(), f"no entry into {namespace}")
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)

@@ -42,12 +42,6 @@ def eight_ranks() -> Iterator[RankPool]:
     yield from _pool(8)
 
 
-@pytest.fixture
-def many_ranks() -> Iterator[RankPool]:
-    """Sixty-four gloo ranks of one test alone."""
-    yield from _pool(64)
-
-
 @pytest.fixture(scope="session")
 def reference(one_rank: RankPool) -> Callable[..., dict[str, Any]]:
     """What one process trains with these arguments, once for all tests."""

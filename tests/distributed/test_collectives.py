@@ -5,20 +5,17 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support import parity_runs
 from tests.support.parity_cases import tp_mesh
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.compat.process_groups import second_group, set_timeouts
 from torchtitan_lr.parallel import edge
-from torchtitan_lr.training.trainer import Trainer
 
 SHAPE = (4, 8, 4)
 
@@ -97,28 +94,3 @@ def waited_for_a_hung_rank(seconds: float) -> float:
 def test_a_hung_rank_is_noticed_in_a_second_group(two_ranks: RankPool) -> None:
     waited = two_ranks.run(waited_for_a_hung_rank, 1.0)
     assert 0.9 < waited[0] < 10 and waited[1] < 1
-
-
-def options_of(arguments: list[str]) -> list[set[tuple[timedelta, int]]]:
-    """Train two steps; time-outs and workers of a rank's groups before each of them."""
-    found: list[set[tuple[timedelta, int]]] = []
-    groups = dist.distributed_c10d._world.pg_map
-
-    class Watched(Trainer):
-        def train_step(self, data_iterator: Any) -> None:
-            real = [group for group in groups if dist.get_backend(group) == "gloo"]
-            backends = [group._get_backend(torch.device("cpu")) for group in real]
-            options = [backend.options for backend in backends]
-            found.append({(option._timeout, option._threads) for option in options})
-            super().train_step(data_iterator)
-
-    parity_runs.train(arguments, build=Watched)
-    return found
-
-
-def test_every_group_of_a_run_has_its_time_outs_and_one_worker(four_ranks: RankPool) -> None:
-    # FSDP's and the pipeline's, and those of torchtitan's meshes that this run does not use.
-    layout = ["--model.name=llama_full", *parity_runs.degrees(pipeline=2, local_batch=4)]
-    times = ["--comm.init_timeout_seconds=70", "--comm.train_timeout_seconds=50"]
-    for found in four_ranks.run(options_of, [*layout, *times]):
-        assert found == [{(timedelta(seconds=n), 1)} for n in (70, 50)]

@@ -28,10 +28,7 @@ APPLIED = {
 }
 REFUSED = {
     "auto": (["theta=0.5"], "grad_compression.theta: got 0.5, expected a theta of at least "),
-    "layers": (
-        ["layers=non_attention"],
-        "grad_compression.layers: got 'non_att",
-    ),
+    "layers": (["layers=non_attention"], "grad_compression.layers: got 'non_att"),
     "min_size": (["min_size=5000"], "grad_compression.min_size: got 5000, expected 1000"),
 }
 
@@ -79,12 +76,7 @@ def own_training(folder: str, changes: list[str], learned: Any) -> list[torch.Te
 
 
 def every_change(folder: str) -> dict[str, tuple[bool, bool]]:
-    """Stop a run after two steps, and go on with each change, on this rank.
-
-    Returns:
-        For each change whether the resumed run is the own training, and whether it is the run that
-        goes on without it.
-    """
+    """Stop a run after two steps, and go on with each change, on this rank."""
     with small_trainer(arguments(folder, [])) as trainer:
         batches = iter(trainer.dataloader)
         weights = [step(trainer, batches) for _ in range(2)][-1]

@@ -11,14 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.distributed.compression_cases import (
-    CASES,
-    SHAPES,
-    Case,
-    build,
-    gradient,
-    step_gradients,
-)
+from tests.distributed.compression_cases import CASES, SHAPES, Case, build, gradient, step_gradients
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.compression.units import COMPRESSORS, compressors_of
 

@@ -78,18 +78,6 @@ def test_weights_gradients_overlap(
         assert found and sum(row["overlapped_flops"] for row in found) == 0
 
 
-@pytest.mark.parametrize("grouping", [True, False])
-def test_btp_forward(grouping: bool, two_ranks: RankPool) -> None:
-    """The norms' statistics run beside A x; without grouping, latents run beside the next A."""
-    choices = {"plan": "btp", "grouping": grouping}
-    args = model_args(Case("cola", TPSettings(**choices)))
-    normed = TOKENS * args.dim * (3 * args.rank_attention + 2 * args.rank_ffn)  # 2 FLOPs / 2 ranks
-    ungrouped = normed - TOKENS * args.dim * (args.rank_attention + args.rank_ffn)
-    for rows in two_ranks.run(rows_of_a_block, "cola", choices, False):
-        found = sum(row["overlapped_flops"] for row in rows if row["pass"] == "forward")
-        assert found >= (normed if grouping else normed + ungrouped)
-
-
 def rows_of_a_step(arguments: list[str], prefetch: bool = True) -> dict[str, Any]:
     """A trainer's second step on a rank: the ledger's rows, and the FLOPs of a block's linears."""
     with small_trainer(arguments) as trainer:

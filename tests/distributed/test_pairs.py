@@ -74,12 +74,3 @@ def test_ranks_equal_one_process(
     assert [record["label_tokens"] for record in records] == totals
     assert any(own == 0 < total for run in counts for own, total in run)
     assert largest_difference(runs[0], reference) < EXACT
-
-
-def test_cores_of_ranks_without_labels(
-    four_ranks: RankPool, one_rank: RankPool, corpus: str
-) -> None:
-    alone = one_rank.run(train_on, corpus, CORES)[0]
-    runs = four_ranks.run(train_on, corpus, [*CORES, *REPLICATE4])
-    assert any(own == 0 < total for run in runs for own, total in run["seen"])
-    assert largest_difference(runs[0], alone) < EXACT

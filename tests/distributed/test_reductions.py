@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What is summed over ranks: in which precision, how often, and to which norm."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.reference.rms_norm import half_units
 from tests.support.nightly import nightly
@@ -24,9 +22,8 @@ from torchtitan_lr.models.ends import cross_entropy_sum
 from torchtitan_lr.models.lanes import share_channels
 from torchtitan_lr.numerics import joint_norm
 from torchtitan_lr.optim.gradients import StoredGradients
-from torchtitan_lr.parallel.btp import Reduction, down_projections
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel, synchronize_gradients
-from torchtitan_lr.parallel.edge import gather_and_copy_to_ranks, reduce_from_ranks
+from torchtitan_lr.parallel.edge import gather_and_copy_to_ranks
 from torchtitan_lr.titan.base import ParallelDims
 from torchtitan_lr.titan.device import bind_device
 
@@ -263,39 +260,3 @@ def test_the_norm_is_the_root_of_the_stages_squares(four_ranks: RankPool) -> Non
         assert norms["copies"] == pytest.approx((19 * (1 + 4 + 9 + 16) / 4) ** 0.5, rel=1e-14)
         assert norms["alone"] == pytest.approx(19**0.5 * (rank + 1), rel=1e-14)
         assert norms["sharded stages"] == pytest.approx((30 * (1 + 4)) ** 0.5, rel=1e-14)
-
-
-def gradient_of_products(saves_products: bool) -> Tensor:
-    """On a rank, of an input whose low-rank products are summed in place."""
-    ranks = Ranks.of(tp_mesh(2))
-    x = torch.arange(24.0).view(1, 4, 6).add(dist.get_rank()).requires_grad_()
-    weight = torch.arange(18.0).view(3, 6)
-
-    def block(x: Tensor) -> Tensor:
-        (h,) = down_projections(x * 1.5, [weight], Reduction(ranks))
-        return h.square()  # saves what the recomputation of h gives
-
-    context = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-    keep = partial(checkpoint, block, use_reentrant=False, context_fn=context)
-    (gradient,) = torch.autograd.grad((keep if saves_products else block)(x).sum(), x)
-    return gradient
-
-
-def test_a_sum_in_place_leaves_what_a_selective_checkpoint_saves(two_ranks: RankPool) -> None:
-    pairs = zip(
-        two_ranks.run(gradient_of_products, True),
-        two_ranks.run(gradient_of_products, False),
-        strict=True,
-    )
-    assert all(saved.equal(plain) for saved, plain in pairs)
-
-
-def term_of_a_sum() -> tuple[Tensor, Tensor]:
-    """A rank's tensor after it was summed, and the sum."""
-    term = torch.arange(3.0) + dist.get_rank()
-    return term, reduce_from_ranks(term, Ranks.of(tp_mesh(2)))
-
-
-def test_a_sum_leaves_its_terms(two_ranks: RankPool) -> None:
-    for rank, (term, total) in enumerate(two_ranks.run(term_of_a_sum)):
-        assert term.tolist() == [rank, rank + 1, rank + 2] and total.tolist() == [1, 3, 5]

@@ -9,16 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.training import train
-from tests.support.nightly import nightly
-from tests.support.parity_runs import (
-    DEEP,
-    EXACT,
-    LAYOUTS,
-    degrees,
-    largest_difference,
-    model,
-    schedule,
-)
+from tests.support.parity_runs import LAYOUTS, largest_difference
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.checkpoints.record import read_step
 from torchtitan_lr.checkpoints.saving import verified
@@ -74,56 +65,6 @@ def test_a_signal_saves_and_the_run_resumes_exactly(
 TP4, TP2, PP4, PP2_TP2, PP2_FSDP2 = (
     LAYOUTS[name][1] for name in ("tp4", "fsdp2_tp2", "pp4", "pp2_tp2", "fsdp2_pp2")
 )
-FSDP64 = degrees(local_batch=1)  # most ranks hold no row of a factor
-HSDP = [*FSDP64, "--parallelism.data_parallel_replicate_degree=8"]
-TP4_SAVING = [*degrees(tensor=4, local_batch=4), "--activation_checkpoint.mode=low_rank"]
-PP2_TP2_ZB = [*degrees(tensor=2, pipeline=2, local_batch=4), *schedule("ZBVZeroBubble")]
-MANY = [*model("cola"), *DEEP, "--training.global_batch_size=64"]
-TSR = [
-    *("--optimizer.name=TSRAdam", "--optimizer.tsr_rank=12", "--optimizer.tsr_refresh_interval=3"),
-    *("--optimizer.tsr_embedding_rank=8", "--optimizer.tsr_embedding_refresh_interval=2"),
-]
-MOVES = {
-    "plans": (
-        model("cola"),
-        [
-            TP4,
-            degrees(),
-            [*degrees(), "--parallelism.context_parallel_degree=4"],
-            [*TP2, "--parallelism.tp_plan=vanilla"],
-            [*TP4, "--parallelism.no_tp_grouping"],
-        ],
-    ),
-    "stages": (
-        [*model("lax"), *DEEP],
-        [PP4, [*PP2_TP2, *schedule("ZBVZeroBubble")], degrees(local_batch=2), PP2_FSDP2],
-    ),
-    "lanes": (
-        [*model("full"), "--caat.lanes=4", "--caat.sync_fraction=0.5"],
-        [TP4, TP2, degrees(), PP2_TP2],
-    ),
-    "many": (MANY, [FSDP64, TP4_SAVING, PP2_TP2_ZB]),
-    "many_tsr": ([*MANY, *TSR], [FSDP64, HSDP, TP4_SAVING]),
-}
-
-
-@pytest.mark.parametrize("case", ["stages", "plans", *nightly("lanes", "many", "many_tsr")])
-def test_a_checkpoint_moves_between_layouts(
-    case: str, request: pytest.FixtureRequest, one_rank: RankPool, reference: Any
-) -> None:
-    """A signal stops the run in each layout but the last, and the next one goes on."""
-    arguments, layouts = MOVES[case]
-    ranks = request.getfixturevalue("many_ranks" if "many" in case else "four_ranks")
-    arguments = [*arguments, f"--training.steps={len(layouts)}"]
-    folder = ""
-    for step, layout in enumerate(layouts, 1):
-        pool = one_rank if layout == degrees() else ranks
-        options = [*arguments, *layout, "--checkpoint.enable", "--checkpoint.interval=1"]
-        stop = f"sigterm@{step}" if step < len(layouts) else ""
-        run = pool.run(train, options, stop, folder)[0]
-        assert run["step"] == step
-        folder = run["dump_folder"]
-    assert largest_difference(run, reference(*arguments)) < EXACT
 
 
 def test_a_validation_cut_off_is_made_up_for_once(
@@ -140,22 +81,6 @@ def test_a_validation_cut_off_is_made_up_for_once(
         resumed = two_ranks.run(train, FSDP2, "", folder)[0]
         assert resumed["val_losses"] == undisturbed["val_losses"]
         assert len(history.read_text().splitlines()) == len(lines)
-
-
-def test_a_half_written_checkpoint_is_not_trusted(
-    stopped: str, two_ranks: RankPool, undisturbed: dict[str, Any]
-) -> None:
-    checkpoints = Path(stopped) / "checkpoint"
-    # What a kill in the middle of the save of step 4 leaves: data of some ranks, no record.
-    shutil.copytree(checkpoints / "step-3", checkpoints / "step-4")
-    (checkpoints / "step-4/step.json").unlink()
-    (checkpoints / "step-4/.metadata").rename(checkpoints / "step-4/.metadata.tmp")
-    (checkpoints / "step-4/__1_0.distcp").write_bytes(b"torn")
-    resumed = two_ranks.run(train, FSDP2, "", stopped)[0]
-    assert resumed["losses"] == undisturbed["losses"]
-    assert sorted(path.name for path in (checkpoints / "step-4").iterdir()) == sorted(
-        path.name for path in (checkpoints / "step-6").iterdir()
-    )
 
 
 def files_of(folder: str) -> dict[str, bytes]:
@@ -191,24 +116,6 @@ def test_a_refused_resume_changes_no_file(stopped: str, two_ranks: RankPool) -> 
     changed = {path for path, text in files_of(stopped).items() if before.get(path) != text}
     assert {f"{stopped}/job_config.json", f"{stopped}/metrics.jsonl"} <= changed
     assert not torn.exists() or (torn / ".metadata").is_file()
-
-
-def test_going_back_puts_the_later_checkpoints_aside(
-    two_ranks: RankPool, undisturbed: dict[str, Any]
-) -> None:
-    folder = two_ranks.run(train, FSDP2)[0]["dump_folder"]
-    back = [
-        *FSDP2,
-        "--checkpoint.load_step=2",
-        "--training.steps=4",
-        "--checkpoint.keep_latest_k=2",
-    ]
-    run = two_ranks.run(train, back, "", folder)[0]
-    names = {path.name for path in (Path(folder) / "checkpoint").iterdir()}
-    assert {name for name in names if name.startswith("step-")} == {"step-2", "step-4"}
-    assert run["losses"][:3] == undisturbed["losses"][:3]
-    # Goes on from where the second branch ended.
-    assert two_ranks.run(train, FSDP2, "", folder)[0]["step"] == 6
 
 
 def test_a_torn_first_checkpoint_does_not_hide_the_initial_one(

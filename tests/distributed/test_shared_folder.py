@@ -32,13 +32,7 @@ OPTIONS = [
 
 
 def train_on_machines(dump: str, mounts: list[str], *options: str) -> dict[str, Any]:
-    """Train with machines of two ranks, each with its own path of the checkpoints' folder.
-
-    Returns:
-        What `train` returns, the names of the files that this rank wrote and verified, the bytes
-        of large tensors that it loaded by file, and what it opened for reading, of the checkpoint
-        and of the tokenizer.
-    """
+    """Train with machines of two ranks, each with its own path of the checkpoints' folder."""
     opened: list[str] = []
     watching = False
     init_distributed = Trainer.init_distributed

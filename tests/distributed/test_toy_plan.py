@@ -17,8 +17,6 @@ from tests.support.rank_pool import RankPool
 
 CASES = {
     "gathered": ("lax", ["--low_rank.lax_gate=scalar"], []),
-    "mixed": ("svd", [], ["--parallelism.no_tp_grouping"]),
-    "mixed_dense": ("full", [], []),
     "btp": ("tanh", [], ["--parallelism.tp_comm=sequence"]),
     "vanilla": ("tanh", [], []),
 }
@@ -29,7 +27,7 @@ LAYOUT = degrees(tensor=2, local_batch=4)
 
 
 def with_toys(function: Callable[..., Any], *args: Any) -> Any:
-    for name in ("toy_family", "toy_plan", "toy_mixed_plan"):
+    for name in ("toy_family", "toy_plan"):
         importlib.import_module(f"tests.{name}")
     parity_runs.add_parity_flavors()
     return function(*args)

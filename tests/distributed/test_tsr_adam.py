@@ -17,7 +17,6 @@ from tests.reference.tsr_adam import Hyper, ReferenceTSR
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.container import TSROptimizers
-from torchtitan_lr.optim.tsr.drift import differences
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -157,24 +156,6 @@ def test_a_drifting_replica_is_repaired_and_told(
             # All take the first replica's bases, which may be the disturbed ones.
             limit = TOLERANCE if odd else 1e-6
             torch.testing.assert_close(weight, expected[name], rtol=limit, atol=limit)
-
-
-def found_to_differ(odd: int, which: int) -> list[int]:
-    """Compare two batches, of which one rank has another tensor in the second one."""
-    rank = dist.get_rank()
-    generator = torch.Generator().manual_seed(5)
-    batches = [[torch.randn(3, 4, generator=generator) for _ in range(3)] for _ in range(2)]
-    if rank == odd:
-        batches[1][which][2, 1] += 1
-    group = dist.group.WORLD
-    assert group is not None
-    return differences(batches, group).nonzero().flatten().tolist()
-
-
-@pytest.mark.parametrize("which", range(3))
-@pytest.mark.parametrize("odd", [0, 3])
-def test_every_replica_sees_that_one_differs(which: int, odd: int, four_ranks: RankPool) -> None:
-    assert four_ranks.run(found_to_differ, odd, which) == [[1]] * 4
 
 
 def train_alone(ranks: int) -> dict[str, torch.Tensor]:

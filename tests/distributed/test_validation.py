@@ -10,9 +10,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from tests.distributed.training import small_trainer, train
+from tests.distributed.training import small_trainer
 from tests.reference.validation_loss import sequence_losses, token_losses, windows
-from tests.support.parity_runs import EXACT, LAYOUTS, degrees, largest_difference, model
+from tests.support.parity_runs import LAYOUTS, degrees, model
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.models.llama import LlamaModel
@@ -175,14 +175,3 @@ def test_logged_training_losses_by_hand(
     if ranks > 1:
         for a, b in itertools.combinations([*means, expected, sum(means) / ranks], 2):
             assert abs(a - b) > 10 * limit
-
-
-def test_sequence_form_falls_back_for_an_odd_length(
-    four_ranks: RankPool, one_rank: RankPool
-) -> None:
-    options = [*model("cola"), "--parallelism.tp_comm=sequence", "--validation.enable"]
-    options += ["--validation.steps=1", "--validation.seq_len=15"]
-    run = four_ranks.run(train, [*options, *LAYOUTS["fsdp2_tp2"][1]])[0]
-    alone = one_rank.run(train, [*options, *degrees()])[0]
-    assert len(run["val_losses"]) == 1
-    assert largest_difference(run, alone) < EXACT

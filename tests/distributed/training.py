@@ -19,7 +19,6 @@ from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.data import sources
 from torchtitan_lr.titan.base import ParallelDims
 
-SPOILT = "layers.1.feed_forward.w3.B.weight"
 """The last parameter whose gradient the fault ``nan_gradient`` spoils on a rank with all layers."""
 
 
@@ -30,18 +29,7 @@ def train(
     exact: bool = True,
     everywhere: bool = False,
 ) -> dict[str, Any]:
-    """`parity_runs.train` with a fault or none; call it on every rank.
-
-    Args:
-        arguments: As on the command line.
-        fault: What happens to the run: ``sigterm@3`` sends rank 1 a signal in step 3; ``nan@2``
-            makes rank 1's loss NaN in step 2, ``nan_block@2`` one entry of its first block's
-            output, ``nan_gradient@2`` one entry of the gradient of its last block's output in
-            backward, and ``nan_sum@2`` a gradient after it, as a sum over the ranks that overflows.
-        dump_folder: Where to write; a new folder by default.
-        exact: Whether everything that is float32 in the configuration is computed in float64.
-        everywhere: Whether every rank returns the parameters, and not rank 0 alone.
-    """
+    """`parity_runs.train` with a fault or none; call it on every rank."""
     from torchtitan_lr.training import figures
 
     with (
@@ -54,11 +42,7 @@ def train(
 
 @contextmanager
 def small_trainer(arguments: list[str]) -> Iterator[Any]:
-    """Build the trainer of a checked `TINY` run, and close it at the end; call it on every rank.
-
-    Args:
-        arguments: As on the command line; the dump folder is a new one.
-    """
+    """Build the trainer of a checked `TINY` run, and close it at the end; call it on every rank."""
     import torch.distributed as dist
 
     from torchtitan_lr.checks.job import check_job_config

@@ -13,9 +13,6 @@ def no_synchronization(device: torch.device) -> Iterator[None]:
 
     On CUDA torch watches: reads of values, and copies between pageable memory and the device. A
     ``meta`` tensor has no values, so all that reads one raises by itself.
-
-    Args:
-        device: ``cuda`` or ``meta``.
     """
     if device.type == "meta":
         yield

@@ -11,7 +11,6 @@ from torch import Tensor
 from tests.gpu.trainers import IGNORED, micro_batches, trainer_on
 from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.numerics import joint_norm
 from torchtitan_lr.training import step as step_module
 from torchtitan_lr.training.trainer import Batch, Trainer
 
@@ -97,25 +96,3 @@ def test_one_step(
     assert found["tok_embeddings.weight"].dtype == dtype
     assert distance(found, exact, start) <= limit
     assert limit < 0.1 * unclipped
-
-
-@pytest.mark.parametrize("fp64", [None, False], ids=["as on this device", "as on a GPU"])
-def test_gradient_norm(fp64: bool | None, device: torch.device) -> None:
-    """Both ways of summing, of gradients whose squares' sum is known."""
-    parameters = [torch.nn.Parameter(torch.zeros(n, device=device)) for n in (300, 5, 7)]
-    parameters[0].grad = torch.full((300,), 0.1, device=device)
-    parameters[1].grad = torch.full((5,), -2.0, device=device)
-    gradients = [p.grad for p in parameters if p.grad is not None]  # the third has none
-    found = joint_norm(gradients, fp64=fp64)
-    assert found.dim() == 0 and found.device.type == device.type
-    in_fp64 = fp64 is None and device.type == "cpu"
-    assert found.dtype == (torch.float64 if in_fp64 else torch.float32)
-    # 0.1 is rounded by 2e-8 in fp32, and a sum of 305 squares there by less than 305 · 2⁻²⁴.
-    limit = 1e-7 if in_fp64 else 305 * 2.0**-24
-    assert found.item() == pytest.approx((300 * 0.01 + 5 * 4) ** 0.5, rel=limit)
-
-
-def test_gradient_norm_is_fp32_where_the_device_is_no_cpu(unread_device: torch.device) -> None:
-    gradient = torch.zeros(3, device=unread_device)
-    norm = joint_norm([gradient])
-    assert norm.device.type == unread_device.type and norm.dtype == torch.float32

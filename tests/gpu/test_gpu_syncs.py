@@ -50,10 +50,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_a_read_is_noticed(read: Callable[[Tensor], Any], unread_device: torch.device) -> None:
     x = torch.ones(3, device=unread_device)
-    with (
-        pytest.raises((RuntimeError, NotImplementedError)),
-        no_synchronization(unread_device),
-    ):
+    with pytest.raises((RuntimeError, NotImplementedError)), no_synchronization(unread_device):
         read(x)
     with no_synchronization(unread_device):
         assert (x + 1).device == x.device

@@ -89,10 +89,7 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor], start: dict[str, Tensor
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_steps(
-    settings: TSRSettings,
-    dtype: torch.dtype,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
+    settings: TSRSettings, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def drawn_there(keys, size, like):
         # A device has random numbers of its own: the reference is given the same ones.

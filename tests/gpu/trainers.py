@@ -50,14 +50,7 @@ ARGUMENTS = [
 def trainer_on(
     device: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str
 ) -> Iterator[Trainer]:
-    """Build a trainer of one rank; needs a process group.
-
-    Args:
-        device: ``cpu`` or ``cuda``.
-        folder: Where it writes.
-        monkeypatch: Undoes at the end of the test what the trainer sets in this process.
-        *more: Arguments as on the command line, after `ARGUMENTS`.
-    """
+    """Build a trainer of one rank; needs a process group."""
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     if device == "cpu":

@@ -29,7 +29,7 @@ def wait_for_signal():
 
 
 if mode != "deaf":
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda *_: os.write(write, b"1"))
 leave(f"pid{rank}", str(os.getpid()))
 print("threads", os.environ["OMP_NUM_THREADS"], flush=True)

@@ -110,13 +110,6 @@ class Process:
     """A started command; its output is read all the time.
 
     It finds no signal ignored, whatever this process inherited from ``nohup`` or a shell.
-
-    Args:
-        command: What to run. A Python program comes from the fork server, where there is one.
-        cwd: Where.
-        truly: Start a Python program as a user does.
-        ignored: Signals that it finds ignored.
-        **variables: Added to the environment.
     """
 
     def __init__(self, command, cwd=ROOT, truly=False, ignored=(), **variables):
@@ -251,11 +244,7 @@ def run(command, cwd=ROOT, **options):
 
 
 def run_all(commands):
-    """Runs commands two at a time.
-
-    Args:
-        commands: Arguments and environment variables by name.
-    """
+    """Runs commands two at a time."""
     with ThreadPoolExecutor(2) as pool:
         started = {
             name: pool.submit(run, arguments, **variables)

@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Runs that must not start, a run that must not go on, and one that only rehearses."""
 
-import json
 import re
 
 import pytest
@@ -81,24 +80,3 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     assert again.err.startswith(want)
     assert "Traceback" not in done.out + done.err
     assert not (tmp_path / "dump" / "summary.json").exists()
-
-
-def test_a_broken_line_is_refused_before_ranks_start(tmp_path):
-    corpus = tmp_path / "corpus.jsonl"
-    lines = [json.dumps({"text": f"document {i}: {'some words ' * 30}"}) for i in range(150)]
-    corpus.write_text("\n".join([*lines[:5], lines[5][:-1], *lines[6:]]))
-    config = runs.write_config(tmp_path / "dump", steps=3, interval=1000)
-    command = ["--training.dataset=local", f"--training.dataset_path={corpus}"]
-    command += ["--validation.no_enable"]
-    done = runs.launch(config, *command).finish()
-    assert done.status == 2, done.everything
-    line = done.own_lines()[-1]
-    assert f"training.dataset_path: got '{corpus}:6', expected a JSON object" in line
-    assert "Traceback" not in done.out + done.err
-    assert not runs.complete_steps(tmp_path / "dump")
-
-    corpus.write_text("\n".join(lines))
-    done = runs.launch(config, *command).finish()
-    assert done.status == 0, done.everything
-    steps = [record["step"] for record in runs.history(tmp_path / "dump")]
-    assert steps == list(range(1, 4))

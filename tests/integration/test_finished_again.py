@@ -69,28 +69,6 @@ def test_what_cannot_go_on_is_refused_and_changes_nothing(again, finished, argum
     assert contents(copy) == contents(finished.folder)
 
 
-def test_another_text_is_refused_by_its_names_and_sizes(tmp_path):
-    """A local corpus is compared before the ranks start; a changed one may be allowed."""
-    text = tmp_path / "text"
-    text.mkdir()
-    (text / "a.txt").write_text("one two three four five six seven eight nine ten\n" * 400)
-    config = runs.write_config(tmp_path / "dump", steps=2, interval=2, extra="")
-    local = ["--training.dataset=local", f"--training.dataset_path={text}/*.txt"]
-    local += ["--validation.no_enable"]
-    done = runs.launch(config, *local, ranks=1).finish()
-    assert done.status == 0, done.everything
-    (text / "b.txt").write_text("eleven twelve\n" * 400)
-    more = [*local, "--training.steps=3"]
-    done = runs.launch(config, *more, ranks=1).finish()
-    assert done.status == 2, done.everything
-    way = "--checkpoint.exclude_from_loading=dataloader --checkpoint.load_step=2"
-    assert way in done.err.splitlines()[-1]
-    assert f"--job.dump_folder={tmp_path}/dump-2" in done.err.splitlines()[-1]
-    assert len(list((tmp_path / "dump" / "logs").iterdir())) == 1  # no rank was started
-    done = runs.launch(config, *more, *way.split(), ranks=1).finish()
-    assert done.status == 0, done.everything
-
-
 def test_what_goes_on_with_other_settings_has_both_in_its_record(again):
     done, copy = again("--training.steps=7", "--optimizer.lr=1e-3")
     assert done.status == 0, done.everything

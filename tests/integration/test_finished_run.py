@@ -3,7 +3,6 @@
 
 import json
 import math
-import re
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -45,7 +44,6 @@ def test_summary(finished, summary, records):
     assert summary["train_loss"] == [r[LOSS] for r in records if LOSS in r][-1]
     assert summary["val_loss"] == [r[VAL_LOSS] for r in records if VAL_LOSS in r][-1]
     assert summary["val_ppl"] == pytest.approx(math.exp(summary["val_loss"]), rel=1e-12)
-    # test_summary_by_hand.py has these losses and the entropy from the run's own checkpoints.
     assert summary["unigram_entropy"] < summary["val_loss"]
     assert summary["tokens_per_s"] > 0
     assert summary["mfu"] is None
@@ -86,30 +84,6 @@ def test_validation_runs_after_the_last_step(records):
     steps = [record["step"] for record in records if VAL_LOSS in record]
     assert steps == [4, 6]
     assert all(r["validation_metrics/seconds"] > 0 for r in records if VAL_LOSS in r)
-
-
-def test_console_has_a_line_per_step_and_nothing_else(finished, records):
-    """Rank 0's lines in order; torchtitan's own are in details.log."""
-    said = [line for line in finished.done.out.splitlines() if line.startswith("[rank0]:")]
-    said = [re.sub(r"^\[rank0\]:[\d-]+ [\d:]+ ", "", line) for line in said]
-    words = [" ".join(line.split()[:2]) for line in said]
-    save, validate = f"checkpoint {finished.folder}/checkpoint/step-", "validation after"
-    steps = [f"step {k}/6" for k in range(1, 7)]
-    assert words == [
-        *("wandb run", "llama_cola debug:", "Training starts"),
-        *(*steps[:4], f"{save}4", validate, *steps[4:], f"{save}6", validate),
-    ]
-    assert finished.done.own_lines() == [] and "[rank" not in finished.done.err
-    for line, record in zip(
-        (line for line in said if line.startswith("step ")),
-        (record for record in records if LOSS in record),
-        strict=True,
-    ):
-        assert f"  loss {record[LOSS]:.5f}  grad norm {record['grad_norm']:.4f}  " in line
-        assert f"  {record['throughput/tokens_per_s']:,.0f} tokens/s  " in line
-        assert "\x1b" not in line and "MFU" not in line  # no terminal, no known peak
-    (details,) = finished.folder.glob("logs/*/*/attempt_0/0/details.log")
-    assert "[GC]" in details.read_text() and "step 6/6" in details.read_text()
 
 
 def test_tensorboard(finished, records):

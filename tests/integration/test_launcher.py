@@ -13,7 +13,7 @@ from tests.integration import runs
 from tests.integration.launches import Launch
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_lets_all_ranks_save_and_ends_well(tmp_path, number):
     run = Launch(tmp_path, "wait")
     pids = run.wait_for_ranks()

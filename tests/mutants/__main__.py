@@ -29,14 +29,7 @@ LIMIT_SECONDS = 600
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault.
-
-    Args:
-        what: Its description.
-        old: Text that one file of the package has once.
-        new: Its replacement.
-        tests: Names ``test_x.py::test_f`` of tests of which one must fail.
-    """
+    """One fault."""
 
     what: str
     old: str
@@ -55,11 +48,7 @@ def read_mutants() -> list[Mutant]:
 
 
 def find_file(mutant: Mutant, root: Path = ROOT) -> Path:
-    """Return the file of a mutant, relative to the repository.
-
-    Raises:
-        BrokenMutant: The text does not occur once.
-    """
+    """Return the file of a mutant, relative to the repository."""
     files = [
         path.relative_to(root)
         for path in root.glob("torchtitan_lr/**/*.py")
@@ -71,11 +60,7 @@ def find_file(mutant: Mutant, root: Path = ROOT) -> Path:
 
 
 def find_tests(mutant: Mutant, root: Path = ROOT) -> list[str]:
-    """Return pytest's ids of a mutant's tests.
-
-    Raises:
-        BrokenMutant: There is no such test.
-    """
+    """Return pytest's ids of a mutant's tests."""
     found = []
     for name in mutant.tests:
         file, _, function = name.partition("::")
@@ -92,12 +77,7 @@ def find_tests(mutant: Mutant, root: Path = ROOT) -> list[str]:
 
 
 def run(mutant: Mutant, root: Path = ROOT) -> bool:
-    """Apply a mutant to a copy and run its tests; return whether one fails.
-
-    Args:
-        mutant: The mutant.
-        root: The repository.
-    """
+    """Apply a mutant to a copy and run its tests; return whether one fails."""
     file, tests = find_file(mutant, root), find_tests(mutant, root)
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name)

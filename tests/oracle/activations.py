@@ -11,12 +11,7 @@ from torchtitan_lr.parallel.plan_parts import TPSettings
 
 @dataclass(frozen=True)
 class Split:
-    """Tensor-parallel split of a block.
-
-    Args:
-        degree: Tensor-parallel ranks T.
-        settings: The plan; required if T > 1.
-    """
+    """Tensor-parallel split of a block."""
 
     degree: int = 1
     settings: TPSettings | None = None
@@ -43,15 +38,6 @@ def kept_bytes(
     stream keeps nd/T and the statistics of two norms. Where A is split along r, it keeps nr/T of a
     latent. BTP's token shards keep 7nr/T latents, and 7nr gathered ones: gathering again would
     communicate.
-
-    Args:
-        shape: Shape and family of the model; low-rank.
-        tokens: Tokens n of the micro-batch.
-        n_heads: Query heads.
-        element_size: Bytes per activation element.
-        save_attention: Whether attention's output (nd/T elements) and the log-sum-exp of every head
-            and token are saved. T is 1 here if every rank computes all heads.
-        split: Tensor parallelism.
     """
     formula, t = split.formula, split.degree
     statistic_size = max(4, element_size)
@@ -85,12 +71,6 @@ def recompute_flops(
     multi-head attention, 18.0 ndr at d_ff = 2.5d (CoLA, Eq. 18 prints 18.5). The down-projections
     are not recomputed, nor is the last up-projection, whose result is the next block's saved input.
     Attention adds 4n²d unless its output is saved.
-
-    Args:
-        shape: Shape and family of the model; low-rank.
-        seq_len: Tokens n in the sequence.
-        save_attention: Whether attention's output is saved.
-        tp_degree: Ranks T that share the work evenly (not for ``vanilla_replicated``).
     """
     attention = sum(d_out for _, d_out in attention_sides(shape)) * shape.rank_attention
     gate, up, _ = feed_forward_sides(shape)

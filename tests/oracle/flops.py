@@ -42,10 +42,6 @@ def layer_flops(shape: LlamaArgs, seq_len: int) -> LayerFlops:
     With multi-head attention and one rank these are 24nd² + 12n²d + 18ndf at full rank (CoLA,
     Table 2) and 48ndr + 12n²d + 18nr(d + f) factorized (CoLA, Table 3). Grouped-query attention
     shortens only the k and v linears. Every query head still attends to every key, hence 12n²d.
-
-    Args:
-        shape: Shape and family of the model.
-        seq_len: Tokens n in the sequence.
     """
     rank_attention, rank_ffn = group_ranks(shape)
     # A product of n rows with a linear's matrices costs 2n per parameter.
@@ -65,11 +61,7 @@ def head_flops(shape: LlamaArgs, seq_len: int) -> int:
 
 
 def flops_per_sequence(shape: LlamaArgs, seq_len: int) -> int:
-    """Return the FLOPs of the whole model for one sequence, forward and backward.
-
-    Returns:
-        L · (FLOPs of a block) + FLOPs of the head.
-    """
+    """Return the FLOPs of the whole model for one sequence, forward and backward."""
     return shape.n_layers * layer_flops(shape, seq_len).total + head_flops(shape, seq_len)
 
 

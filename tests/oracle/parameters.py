@@ -24,16 +24,7 @@ class ParameterCount:
 
 
 def linear_parameters(d_in: int, d_out: int, rank: int | None) -> int:
-    """Return the parameters of one linear map without bias.
-
-    Args:
-        d_in: Input width.
-        d_out: Output width.
-        rank: Rank r of the factors, or None for a full matrix.
-
-    Returns:
-        d_in · d_out, or r · (d_in + d_out) for B (d_out, r) and A (r, d_in).
-    """
+    """Return the parameters of one linear map without bias."""
     return d_in * d_out if rank is None else rank * (d_in + d_out)
 
 

@@ -21,16 +21,7 @@ BYTES = 4
 
 @dataclass(frozen=True)
 class TSRShape:
-    """Ranks and interval of a TSR run; the head is not compressed.
-
-    Args:
-        rank: r of the linears.
-        embedding_rank: r_e.
-        interval: K, steps between refreshes.
-        oversampling: p, additional columns of a sketch.
-        power_iterations: q.
-        refresh: What a refresh sends: ``sketch``, ``dense``, or the cheaper per matrix (``auto``).
-    """
+    """Ranks and interval of a TSR run; the head is not compressed."""
 
     rank: int
     embedding_rank: int
@@ -47,15 +38,7 @@ def linear_sides(shape: LlamaArgs) -> list[Side]:
 
 
 def honest_tsr(shape: LlamaArgs, tsr: TSRShape) -> tuple[float, float]:
-    """Return the bytes that TSR-Adam sends per step, with everything counted.
-
-    Args:
-        shape: A full-rank model.
-        tsr: Ranks, interval and refresh settings.
-
-    Returns:
-        The average over a run, and the most expensive step, when all matrices refresh.
-    """
+    """Return the bytes that TSR-Adam sends per step, with everything counted."""
     table = (shape.vocab_size, shape.dim)
     groups = [(side, tsr.rank) for side in linear_sides(shape)] + [(table, tsr.embedding_rank)]
     # The vectors of all norms, and the head.
@@ -73,11 +56,6 @@ def refresh_elements(side: Side, rank: int, tsr: TSRShape) -> int:
 
     A sketch of width k = r + p costs (1 + q)(m + n)k: Y (m, k) and B (k, n), and for each power
     iteration Z (n, k) and Y again.
-
-    Args:
-        side: m and n.
-        rank: r.
-        tsr: p, q and the choice between sketch and dense.
     """
     m, n = side
     width = min(rank + tsr.oversampling, m, n)
@@ -90,10 +68,5 @@ def gathered_elements(rows: int, width: int, ranks: int) -> int:
 
     Each rank sends its rows of the sketch (m, k), of which the shorter blocks are padded, or its
     triangle (k, k), whichever is less.
-
-    Args:
-        rows: m.
-        width: k.
-        ranks: Number of shards of the rows.
     """
     return ranks * min(ceil(rows / ranks), width) * width

@@ -23,16 +23,7 @@ def exchange_in_process(messages: Sequence[Message]) -> list[dict[str, Tensor]]:
 def reduce_in_process(
     codec: Codec, rows: Tensor, seed: int
 ) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
-    """Reduce the rows of W ranks inside one process, in the same phases.
-
-    Args:
-        codec: The codec.
-        rows: (W, W, m): rank, owner, entry.
-        seed: Of this step.
-
-    Returns:
-        Sums by owner (W, m), every rank's residual (W, W, m), every owner's counts.
-    """
+    """Reduce the rows of W ranks inside one process, in the same phases."""
     messages = [codec.encode(own.clone(), seed) for own in rows]
     decoded = [codec.decode(x, rows.shape[-1], seed) for x in exchange_in_process(messages)]
     failed = [x.failed for x in decoded if x.failed is not None]

@@ -20,14 +20,7 @@ def write_corpus(
     held_out: Sequence[Documents] = (),
     masks: Sequence[Documents] | None = None,
 ) -> Corpus:
-    """Write a prepared corpus.
-
-    Args:
-        folder: Where; it is created.
-        train: The documents of each shard.
-        held_out: The same of the held-out part.
-        masks: Of pairs: 1 for each token of the train and the held-out shards that is a target.
-    """
+    """Write a prepared corpus."""
     folder.mkdir(parents=True, exist_ok=True)
     parts: list[list[ShardInfo]] = []
     for part, shards in zip(PARTS, (train, held_out), strict=True):

@@ -73,17 +73,7 @@ class Broken(Exception):
 
 
 def live_and_die(start: Start, arguments: Sequence[str], folder: Path, draw: random.Random) -> Kill:
-    """Start or resume the run, and kill a part of it during a save.
-
-    Args:
-        start: Starts the launcher.
-        arguments: Arguments of the launcher.
-        folder: The run's dump folder.
-        draw: Selects the victim and the time.
-
-    Raises:
-        Broken: The run ended by itself, or a process ended too long after the kill.
-    """
+    """Start or resume the run, and kill a part of it during a save."""
     step = max(all_steps(folder / "checkpoint"), default=0) + draw.randint(1, 2)
     victim, delay = draw.choice(VICTIMS), draw.uniform(0, 0.1)
     life = start(arguments)
@@ -139,11 +129,7 @@ def alive(pid: int) -> bool:
 
 
 def compare(folder: Path, undisturbed: Path, steps: int) -> None:
-    """Compare two finished runs.
-
-    Raises:
-        Broken: A step is missing or occurs twice, or a number differs.
-    """
+    """Compare two finished runs."""
     disturbed, expected = (
         [{key: record.get(key) for key in EXACT} for record in records(path)]
         for path in (folder, undisturbed)
@@ -164,18 +150,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 def kill_and_compare(
     start: Start, arguments: Sequence[str], work: Path, kills: int, seed: int
 ) -> Iterator[Kill]:
-    """Kill a run repeatedly, let it finish, and compare it; yield each kill.
-
-    Args:
-        start: Starts the launcher.
-        arguments: Arguments of the launcher, without dump folder and steps.
-        work: Output folder of both runs.
-        kills: Number of kills.
-        seed: Seed for victims and times.
-
-    Raises:
-        Broken: A condition above does not hold.
-    """
+    """Kill a run repeatedly, let it finish, and compare it; yield each kill."""
     steps = 4 * (kills + 1)  # each attempt runs a few steps
     draw = random.Random(seed)
     jobs = {

@@ -149,17 +149,7 @@ def run(arguments: list[str], folder: str = "", rejects: bool = False) -> dict[s
 
 
 def examine(arguments: list[str], other: str, masks: bool) -> dict[str, Any]:
-    """Train to the end, resume from `SAVED`, and reject a step; call it on every rank.
-
-    Args:
-        arguments: As on the command line.
-        other: Where to put a copy of the run, for another layout.
-        masks: Whether documents are kept apart by the masks of GPUs.
-
-    Returns:
-        What `run` returns for the whole run, with ``resumed``: the largest difference of the
-        resumed run, and whether it logged the same.
-    """
+    """Train to the end, resume from `SAVED`, and reject a step; call it on every rank."""
     with masks_of_blocks() if masks else patch.dict({}):
         whole = run(arguments)
         if dist.get_rank() == 0:

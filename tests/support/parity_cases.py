@@ -20,14 +20,7 @@ BATCH, TOKENS, VOCABULARY = 2, 8, 64
 
 @dataclass(frozen=True)
 class Case:
-    """A model under tensor parallelism.
-
-    Args:
-        family: The model's family.
-        settings: Tensor-parallel settings.
-        degree: Tensor-parallel degree T.
-        dtype: Dtype of weights and computation.
-    """
+    """A model under tensor parallelism."""
 
     family: str = "cola"
     settings: TPSettings = field(default_factory=TPSettings)

@@ -100,7 +100,6 @@ def degrees(tensor: int = 1, pipeline: int = 1, local_batch: int = 8) -> list[st
 DEEP = ["--model.flavor=parity4"]
 """Arguments of a model with enough layers for four stages."""
 
-CAAT = ["--model.name=llama_full", "--caat.lanes=4", "--caat.sync_fraction=0.5"]
 """Arguments of a model with four lanes that share half of their channels."""
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
@@ -121,12 +120,6 @@ def model(family: str) -> list[str]:
     return [f"--model.name=llama_{family}"]
 
 
-def schedule(name: str) -> list[str]:
-    """Return the arguments that select a pipeline schedule and a model with enough layers."""
-    deep = DEEP if name in ("Interleaved1F1B", "ZBVZeroBubble") else []
-    return [f"--parallelism.pipeline_parallel_schedule={name}", *deep]
-
-
 def flavor(options: list[str]) -> list[str]:
     """Return the flavor that the options select, for the reference run."""
     return [option for option in options if option.startswith("--model.flavor=")][-1:]
@@ -141,12 +134,6 @@ def train(
 ) -> dict[str, Any]:
     """Train on the calling process group; call it on every rank.
 
-    Args:
-        arguments: Command-line arguments; those of `TINY` are prepended.
-        dump_folder: Output folder; a new folder by default.
-        exact: Whether to compute in float64 wherever the configuration has float32.
-        everywhere: Whether every rank returns the parameters, or only rank 0.
-        build: Creates the trainer from its configuration.
 
     Returns:
         ``losses``, ``grad_norms`` (one per step), ``val_losses``, ``skipped_steps``, ``step``,
@@ -273,13 +260,7 @@ error of √2, 8 to 16 times that.
 def bf16_references(
     pool: RankPool, arguments: list[str], run: Callable[..., Any] = train
 ) -> list[dict[str, Any]]:
-    """Train on one process: in float64, in float64 with a learning rate of almost 0, in bf16.
-
-    Args:
-        pool: A pool of one rank.
-        arguments: Command-line arguments.
-        run: `train`, or a replacement with the same signature.
-    """
+    """Train on one process: in float64, in float64 with a learning rate of almost 0, in bf16."""
     still = ["--optimizer.lr=1e-30", "--optimizer.adamw_lr=1e-30"]
     return [pool.run(run, [*arguments, *more])[0] for more in ([], still, BF16)]
 
@@ -292,15 +273,6 @@ def rounding_excess(
     """Compare the rounding error of a bf16 run with that of one process in bf16.
 
     The error of a parameter is ‖w - w_exact‖ / ‖w_exact - w_start‖, with float64 as exact.
-
-    Args:
-        run: Returned by `train`.
-        references: Returned by `bf16_references` for the same training.
-        floor: Of the errors of all parameters in one process, the least that counts.
-
-    Returns:
-        The largest ratio of the two errors over all parameters. A small parameter's error may be
-        small by chance, so the reference error is at least the floor: the median by default.
     """
     exact, start, alone = (reference["parameters"] for reference in references)
 
@@ -371,15 +343,3 @@ def _part_of(parameter: torch.Tensor) -> _Part:
     local = parameter.to_local().detach().double().numpy()
     assert local.shape == tuple(item.tensor_data.chunk.sizes)
     return tuple(parameter.shape), offset, local
-
-
-def trained_weights(pool: RankPool, options: list[str]) -> str:
-    """Train one step on one rank, with another seed than other runs; return its checkpoint.
-
-    Args:
-        pool: A pool of one rank.
-        options: Command-line arguments.
-    """
-    once = ["--debug.seed=7", "--training.steps=1", "--checkpoint.enable"]
-    run = pool.run(train, [*options, *once])[0]
-    return f"{run['dump_folder']}/checkpoint/step-1"

@@ -31,11 +31,7 @@ FOLDER_VARIABLE = "RANK_POOL_FOLDER"
 
 
 class RankPool:
-    """`world_size` processes in one gloo process group.
-
-    Args:
-        world_size: Number of ranks.
-    """
+    """`world_size` processes in one gloo process group."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -44,15 +40,7 @@ class RankPool:
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call ``function(*args)`` on every rank and return the results in rank order.
-
-        Args:
-            function: A module-level function.
-            *args: Picklable arguments, equal on all ranks.
-
-        Raises:
-            RuntimeError: With the traceback of the first rank that failed.
-        """
+        """Call ``function(*args)`` on every rank and return the results in rank order."""
         results = {}
         for rank, failed, value in self._answers(function, args):
             if failed:
@@ -62,18 +50,7 @@ class RankPool:
         return [results[rank] for rank in range(self.world_size)]
 
     def errors(self, function: Callable[..., Any], *args: Any) -> list[str]:
-        """Call a function that must raise on every rank; the pool stays usable.
-
-        Args:
-            function: A module-level function that leaves no collective unfinished.
-            *args: Picklable arguments, equal on all ranks.
-
-        Returns:
-            The traceback of every rank, in rank order.
-
-        Raises:
-            RuntimeError: A rank returned, or died.
-        """
+        """Call a function that must raise on every rank; the pool stays usable."""
         results = {}
         for rank, failed, value in self._answers(function, args):
             if not failed or value.startswith(DIED):

@@ -21,11 +21,7 @@ Combination = dict[str, str]
 
 
 class SupportMatrix:
-    """The support matrix.
-
-    Args:
-        path: The TOML file.
-    """
+    """The support matrix."""
 
     def __init__(self, path: Path = PATH) -> None:
         content = tomli.loads(path.read_text())
@@ -103,12 +99,7 @@ class SupportMatrix:
         return not any(_refuses(rule, combination) for rule in self.rules)
 
     def arguments(self, combination: Combination, backend: str = "aot_eager") -> list[str]:
-        """Return the trainer's arguments for a combination on `world_size` ranks.
-
-        Args:
-            combination: A value for every axis.
-            backend: Backend of ``torch.compile``.
-        """
+        """Return the trainer's arguments for a combination on `world_size` ranks."""
         replicas = 2 if combination["data"] in ("hsdp", "replicas") else 1
         accumulated = 2 if combination["accumulation"] != NONE else 1
         local = GLOBAL_BATCH // data_degree(combination) // accumulated

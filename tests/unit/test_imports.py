@@ -118,14 +118,6 @@ def test_specs_are_registered_by_the_module_that_custom_import_names(registered)
     assert found["new"] == OURS
 
 
-def test_the_old_custom_import_still_works(registered):
-    assert registered[0]["old"] == OURS
-
-
-def test_registering_twice_changes_nothing(registered):
-    assert registered[0]["again"]
-
-
 def test_torchtitan_is_imported_without_the_collector(registered):
     found, said = registered
     before, after = found["frozen"]

@@ -7,7 +7,7 @@ from torch.nn.utils import get_total_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.allocations import peak_bytes
-from torchtitan_lr.numerics import blocks, joint_norm, rounded_once, scale_
+from torchtitan_lr.numerics import joint_norm, rounded_once, scale_
 
 BF16_ROUNDS = torch.tensor(1 / 393_728)
 """One over a number of tokens; bf16 is off by 0.24%."""
@@ -39,12 +39,6 @@ def test_a_norm_of_bf16_is_not_rounded_to_bf16():
     assert found.item() == pytest.approx(exact.item(), rel=1e-5)
     # The control: torch's own.
     assert abs(get_total_norm(parts).item() / exact.item() - 1) > 1e-4
-
-
-def test_a_single_row_is_cut_too():
-    x = numbers(10, 3).mT[:, ::2]
-    assert [block.numel() for block in blocks(x, 4)] == [4, 1] * 3
-    assert torch.equal(torch.cat([*blocks(x, 4)]), x.flatten())
 
 
 def test_a_product_is_rounded_once():

@@ -6,12 +6,7 @@ import json
 import pytest
 
 from torchtitan_lr.checkpoints.record import Record
-from torchtitan_lr.checkpoints.run_record import (
-    changed,
-    changes_losses,
-    run_record,
-    write_record,
-)
+from torchtitan_lr.checkpoints.run_record import changed, changes_losses, run_record, write_record
 from torchtitan_lr.checks.stored import check_other_run
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError

@@ -103,20 +103,6 @@ def test_a_record_names_files_of_its_folder_alone(step: Path, name: str) -> None
     assert damage_of(step).startswith(f"{name} cannot be read")
 
 
-def test_ranks_share_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank reads what the rank of its number wrote; every file has one reader."""
-    parts = [f"__{rank}_0.distcp" for rank in range(12)]
-    others = [".metadata", "model-00001-of-00002.safetensors"]
-    for ranks in (1, 3, 12, 16):
-        shares = []
-        for rank in range(ranks):
-            monkeypatch.setattr(saving, "_rank_and_ranks", lambda at=(rank, ranks): at)
-            shares.append(saving._share([*others, *parts[::-1]]))
-        assert sorted(name for share in shares for name in share) == sorted(parts + others)
-        if ranks >= len(parts):
-            assert [share[0] for share in shares[: len(parts)]] == parts
-
-
 def test_a_kill_before_the_record_leaves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,6 @@ from torchtitan_lr.checks.values import check_vocabulary
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.models import configured
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.titan import logger
 from torchtitan_lr.training import fingerprint
 from torchtitan_lr.training.fingerprint import identity_of
 from torchtitan_lr.training.loading import build_model_args
@@ -21,48 +20,26 @@ from torchtitan_lr.training.loading import build_model_args
 REFUSALS = [
     # option, value as told, what would work
     ("training.seq_len=0", "0", "a positive"),
-    ("comm.init_timeout_seconds=9999999999", "9999999999", "at most 10**9 seconds"),
-    ("training.max_norm=nan", "nan", "a positive"),
     ("training.global_batch_size=33", "33", "a multiple of 16 (training.local_batch_size 8 x 2"),
-    ("training.dtype=float16", "'float16'", "one of 'bfloat16', 'float32'"),
     ("training.dataset=wikipedia", "'wikipedia'", "one of cpython"),
-    ("training.dataset=local", "None", "a file, folder or pattern"),
-    ("training.dataloader.num_workers=-1", "-1", "0 or the worker"),
     ("validation.steps=0", "0", "a positive integer, or -1"),
     ("validation.seq_len=512", "512", "at most training.seq_len (128)"),
-    ("optimizer.early_step_in_backward", "True", "false"),
-    ("lr_scheduler.total_steps=31", "31", "at least training.steps ("),
     ("checkpoint.load_step=7", "7", "-1: "),
     ("checkpoint.initial_load_path=/no", "'/no'", "the folder of one complete checkpoint"),
-    ("checkpoint.last_save_in_hf", "True", "checkpoint.last_save_model_only = true"),
     ("checkpoint.exclude_from_loading=optimiser", "'optimiser'", "optimizer, lr_scheduler"),
     ("parallelism.tensor_parallel_degree=3", "3", "a divisor of the 4 ranks: 1, 2, 4"),
-    ("parallelism.data_parallel_shard_degree=4", "4", "-1 or 2"),
     ("activation_checkpoint.mode=memory_budget", "'memory_budget'", "unless compile.enable"),
-    ("compile.components=model,optimizer", "'optimizer'", "'model' and/or 'loss'"),
     ("model.name=llama3", "'llama3'", "one of llama_cola, llama_full, llama_lax, llama_svd"),
-    ("model.flavor=2B", "'2B'", "one of debug, tiny, 60M"),
-    ("model.flavor=60m", "'60m'", " (did you mean 60M?)"),
     ("parallelism.tp_plan=vanila", "'vanila'", " (did you mean 'vanilla'?)"),
     ("model.hf_assets_path=/no/such", "'/no/such'", "a folder that holds tokenizer.json"),
-    ("model.hf_assets_path=~nosuchuser/x", "'~nosuchuser/x'", "a path to use here"),
     ("experimental.custom_import=nosuch.sub", "'nosuch.sub'", "a module that can be imported"),
     ("low_rank.rank_ffn=129", "129", "a rank from 1 to 128"),
-    ("caat.lanes=3", "3", "1 for llama_cola: only llama_full has lanes"),
     ("caat.sync_fraction=0.5", "0.5", "1 unless caat.lanes is more than 1"),
     ("parallelism.tp_plan=caat", "'caat'", "caat.lanes of more than 1"),
-    ("job.custom_config_module=other", "'other'", "torchtitan_lr.config.schema"),
 ]
 
 # Keys of torchtitan that nothing here reads.
 NOT_READ = (
-    *("parallelism.context_parallel_load_balancer=ptrr", "parallelism.expert_parallel_degree=2"),
-    *(
-        "parallelism.context_parallel_rotate_method=alltoall",
-        "parallelism.enable_async_tensor_parallel",
-        "model.converters=float8",
-        "model.tokenizer_path=x",
-    ),
     *("memory_estimation.enable", "checkpoint.initial_load_in_hf_quantized"),
     "checkpoint.create_seed_checkpoint",
     *("experimental.custom_args_module=other", "low_rank.lax_gate=scalar"),
@@ -81,30 +58,15 @@ ROW_SHARED = ("--parallelism.context_parallel_degree=2", "--parallelism.tensor_p
             "training.seq_len: got 126, expected a multiple of 4: 2 * ",
         ),
         (
-            "validation.seq_len=124 parallelism.tp_comm=sequence",
-            "cpu",
-            "validation.seq_len: got 124",
-        ),
-        (
-            "parallelism.context_parallel_degree=3",
-            "cpu",
-            "context_parallel_degree: got 3, expected a",
-        ),
-        (
             "training.seq_len=128",
             "cuda",
             "context_parallel_degree: got 2, expected 1 on a GPU in fl",
         ),
-        ("training.seq_len=128", "xpu", "parallelism.context_parallel_degree: got 2, expected 1"),
     ],
 )
 def test_rows_that_ranks_cannot_share(options, device, want):
     given = [f"--{option}" for option in options.split()]
     assert want in refusal(*ROW_SHARED, *given, device=device)
-
-
-def test_rows_that_ranks_can_share():
-    check(*ROW_SHARED)
 
 
 def test_what_would_be_ignored_is_refused():
@@ -114,8 +76,6 @@ def test_what_would_be_ignored_is_refused():
 
 GPU_ONLY = [
     ("profiling.enable_profiling", "True", "false on a CPU"),
-    ("profiling.enable_memory_snapshot", "True", "false on a CPU"),
-    ("checkpoint.async_mode=async_with_pinned_mem", "'async_with_pinned_mem'", "on a CPU"),
     ("training.enable_cpu_offload", "True", "false on a CPU"),
 ]
 
@@ -146,22 +106,13 @@ ACCEPTED = [
     ["--training.global_batch_size=-1", "--lr_scheduler.warmup_steps=0", "--validation.steps=-1"],
     ["--training.steps=5", "--comm.mode=fake_backend", "--lr_scheduler.total_steps=100000"],
     ["--validation.no_enable", "--validation.seq_len=4096", "--checkpoint.keep_latest_k=0"],
-    ["--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only"],
-    ["--checkpoint.exclude_from_loading=optimizer,lr_scheduler"],
     ["--checkpoint.no_enable", "--checkpoint.load_step=7"],
-    ["--parallelism.data_parallel_replicate_degree=2"],
     [
         "--parallelism.tensor_parallel_degree=1",
         "--parallelism.data_parallel_replicate_degree=4",
         "--parallelism.data_parallel_shard_degree=1",
     ],
-    [
-        "--parallelism.tensor_parallel_degree=1",
-        "--parallelism.data_parallel_replicate_degree=2",
-        "--parallelism.data_parallel_shard_degree=2",
-    ],
     ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],
-    ["--low_rank.rank_attention=1", "--low_rank.rank_ffn=128"],
     ["--model.name=llama_lax", "--low_rank.lax_gate=scalar"],
     ["--debug.seed=9223372036854775807"],
 ]
@@ -270,30 +221,3 @@ def test_cpu_offload_needs_shards(tmp_path):
     argv.append("--parallelism.data_parallel_replicate_degree=2")
     text = refusal(*argv, device="cuda")
     assert text.startswith("training.enable_cpu_offload: got True, expected false unless")
-
-
-def test_memory_budget_with_compile(tmp_path):
-    argv = ["--activation_checkpoint.mode=memory_budget", "--compile.enable"]
-    argv.append(f"--job.dump_folder={tmp_path}")
-    check(*argv, device="cuda")
-    assert "unless compile.enable" in refusal(*argv, "--compile.components=loss", device="cuda")
-    text = refusal(*argv, "--activation_checkpoint.memory_budget=2", device="cuda")
-    assert text == "activation_checkpoint.memory_budget: got 2.0, expected a number from 0 to 1"
-
-
-def test_a_fall_back_of_tp_comm_is_said(caplog):
-    logger.addHandler(caplog.handler)
-    try:
-        for seq_len in (128, 126):
-            caplog.clear()
-            check(
-                "--parallelism.tensor_parallel_degree=4",
-                "--parallelism.tp_comm=sequence",
-                f"--training.seq_len={seq_len}",
-                f"--validation.seq_len={seq_len}",
-            )
-            said = [message for message in caplog.messages if "tp_comm" in message]
-            assert len(said) == (0 if seq_len == 128 else 1)
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert "4 ranks" in said[0]

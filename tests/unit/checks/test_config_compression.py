@@ -45,8 +45,6 @@ def test_refusals_name_key_value_and_what_works(options, got, want):
     ("world", "options", "least"),
     [
         (2, ["level=4x"], 0.9014),
-        (4, ["level=2x"], 0.8892),
-        (4, ["level=4x"], 0.9495),
         (8, ["level=10x"], 0.9904),
         (4, ["level=custom", "c=4", "theta=0.9"], 0.9495),
     ],
@@ -62,15 +60,7 @@ def test_a_sketch_that_would_not_peel_names_the_smallest_theta(world, options, l
     refusal(*at, f"--grad_compression.theta={least - 0.0001:.4f}", world=world)
 
 
-@pytest.mark.parametrize(
-    ("world", "options"),
-    [
-        (4, ["level=10x"]),
-        (4, ["level=custom", "c=0.5", "theta=0"]),
-        (4, ["codec=sparse", "layers=non_attention"]),
-        (1, []),
-    ],
-)
+@pytest.mark.parametrize(("world", "options"), [(4, ["level=10x"]), (1, [])])
 def test_no_false_refusals(world, options):
     check(*[f"--grad_compression.{option}" for option in options], world=world)
 
@@ -94,8 +84,3 @@ def test_another_optimizer_is_refused():
     config.parallelism.pipeline_parallel_degree = 2
     with pytest.raises(ConfigError, match="'none' with pipeline_parallel_degree > 1"):
         check_grad_compression(config, 4, "cpu")
-
-
-def test_switched_off_nothing_is_asked_of_the_layout():
-    argv = ["--grad_compression.codec=none", "--parallelism.data_parallel_replicate_degree=4"]
-    check(*argv)

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from tests.commands import ROOT
-from tests.support.config_checks import MAIN, SHIPPED, check, refusal
+from tests.support.config_checks import MAIN, SHIPPED, check
 from tests.support.corpora import write_jsonl
 from tests.support.nightly import nightly
 from torchtitan_lr.checks.values import check_corpora, check_data
@@ -35,16 +35,6 @@ def test_every_train_config_passes(path, tmp_path):
     assert config.lr_scheduler.warmup_steps * 10 in range(
         config.training.steps - 10, config.training.steps + 1
     )
-
-
-def test_a_local_corpus_alone_is_validated_on(tmp_path):
-    """The main job's TOML, and the two arguments that name one's own text."""
-    write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(900)])
-    argv = ["--training.dataset=local", f"--training.dataset_path={tmp_path}"]
-    config = build_job_config([f"--job.config_file={MAIN}", *argv])
-    assert config.validation.enable
-    assert wanted(config, "validation")[0].sources == wanted(config)[0].sources
-    assert wanted(config)[0].sources[0].paths == (str(tmp_path),)
 
 
 @pytest.fixture
@@ -98,23 +88,3 @@ def test_warnings_of_a_small_held_out_part_and_of_pairs_that_are_cut(own, tmp_pa
     assert "are longer than training.seq_len = 16 and are cut" in caplog.text
     with pytest.raises(ConfigError, match=r"^training.seq_len: got 1, expected more tokens: in"):
         own("--training.seq_len=1")
-
-
-def test_local_corpus_that_is_not_there(tmp_path):
-    argv = ["--training.dataset=local", f"--training.dataset_path={tmp_path}/*.txt"]
-    text = refusal(*argv, f"--job.dump_folder={tmp_path}")
-    assert text.startswith("training.dataset_path: got ")
-    (tmp_path / "a.txt").write_text("some text to train on\n" * 5000)
-    check(*argv, f"--job.dump_folder={tmp_path}")
-
-
-def test_toml_types_reach_the_user(tmp_path):
-    path = tmp_path / "wrong.toml"
-    path.write_text("[training]\nsteps = 'ten'\n")
-    assert refusal(config_file=path) == (
-        "training.steps: got 'ten', expected an integer such as 10000"
-    )
-
-
-def test_missing_config_file(tmp_path):
-    assert refusal(config_file=tmp_path / "none.toml").startswith("job.config_file: got ")

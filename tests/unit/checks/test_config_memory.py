@@ -44,32 +44,6 @@ def test_a_batch_that_cannot_fit_is_refused_with_one_that_does(machine, tmp_path
     )
 
 
-def test_a_sequence_that_cannot_fit_alone(machine):
-    machine(0.02)
-    assert refusal(NOT_COMPILED).startswith("training.seq_len: got 128, expected a shorter one or")
-
-
-@pytest.mark.parametrize(
-    ("option", "gib"),
-    [("parallelism.context_parallel_degree=2", 3), ("training.mask_documents", 4)],
-)
-def test_masks_count(option, gib, machine):
-    """Two ranks' masks of a row of 32,768 tokens take 2.5 and 8 GiB, and the rest fits alone."""
-    row = ["--parallelism.tensor_parallel_degree=1", "--training.local_batch_size=1"]
-    row += ["--training.seq_len=32768", NOT_COMPILED, f"--{option}"]
-    machine(gib)
-    assert refusal(*row, world=2).startswith("training.seq_len: got 32768, expected a shorter one")
-    machine(gib + 9)
-    check(*row, world=2)
-
-
-def test_memory_is_refused_before_a_corpus_is_read(machine, tmp_path):
-    machine(0.02)
-    (tmp_path / "a.jsonl").write_text("not a record\n")
-    corpus = ["--training.dataset=local", f"--training.dataset_path={tmp_path}/a.jsonl"]
-    assert refusal(NOT_COMPILED, *corpus).startswith("training.seq_len: got")
-
-
 def test_a_groups_limit_is_the_machines_memory(monkeypatch, tmp_path):
     whole = memory.machine_memory()
     monkeypatch.setattr(memory, "_CGROUPS", tmp_path)

@@ -10,8 +10,6 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.checks.rates import check_groups
 from torchtitan_lr.commands.main import main
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.costs.described_run import read_run
-from torchtitan_lr.costs.rank_memory import checkpoint_bytes
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.entries import ENTRIES, OptimizerEntry, register_optimizer, variant
 from torchtitan_lr.titan.specs import REGISTERED_SPECS, get_train_spec
@@ -47,10 +45,7 @@ def test_refusals_name_key_value_and_what_works(option, got, want, tmp_path):
 
 ACCEPTED = [
     [],
-    ["--optimizer.tsr_embedding_rank=0"],
-    ["--optimizer.tsr_projection=one_sided"],
     ["--optimizer.tsr_compress_head", "--optimizer.tsr_stagger"],
-    ["--optimizer.tsr_oversampling=0", "--optimizer.tsr_power_iterations=0"],
     ["--model.name=llama_cola", "--optimizer.tsr_rank=32"],
     # Says nothing where another optimizer trains.
     ["--optimizer.name=AdamW", "--optimizer.tsr_rank=0"],
@@ -104,12 +99,6 @@ def test_rates_that_an_optimizer_from_outside_does_not_read(key, value, outside,
     assert "with optimizer.name = 'Own', registered without reads_groups = True" in text
 
 
-def test_a_rate_that_an_optimizer_from_outside_does_not_read(outside, tmp_path):
-    """A file's rate belongs to the file's optimizer; that of the command line to the named one."""
-    with pytest.raises(ConfigError, match=r"optimizer\.adamw_lr: got 1\.0"):
-        check("--optimizer.name=Own", "--optimizer.adamw_lr=1.0", tmp_path=tmp_path)
-
-
 def test_an_optimizer_from_outside_refuses_by_its_own_check(outside, monkeypatch, tmp_path):
     calls = []
 
@@ -137,45 +126,6 @@ def test_an_estimate_counts_an_optimizer_from_outside_as_adamw(outside, capsys):
     assert own["comm_bytes"].keys() == {"fsdp"} < adamw["comm_bytes"].keys()
     assert main(["estimate", str(CONFIG), "--world=4", "--optimizer.name=Own", "--plans=full"]) == 0
     assert "as configured: Own counts as AdamW does" in capsys.readouterr().out
-
-
-def test_a_dtype_of_sums_that_an_optimizer_from_outside_makes_itself(outside, tmp_path):
-    replicas = "--parallelism.data_parallel_replicate_degree="
-    bf16 = "--training.mixed_precision_reduce=bfloat16"
-    for name, degree in (("Reader", 4), ("Variant", 4), ("Own", 1)):  # Variant's sums: TSR-Adam's
-        check(f"--optimizer.name={name}", f"{replicas}{degree}", bf16, tmp_path=tmp_path)
-    with pytest.raises(ConfigError, match=r"reduce: got 'bfloat16', expected 'float32' with .*Own"):
-        check("--optimizer.name=Own", f"{replicas}4", bf16, tmp_path=tmp_path)
-
-
-def test_what_is_refused_of_tsr_adam_is_refused_of_its_variants(outside, tmp_path):
-    for option in ("tsr_rank=65", "tsr_embedding_rank=129"):
-        rank = option.partition("=")[2]
-        with pytest.raises(ConfigError, match=f"got {rank}, expected at most"):
-            check("--optimizer.name=Variant", f"--optimizer.{option}", tmp_path=tmp_path)
-        check("--optimizer.name=Own", f"--optimizer.{option}", tmp_path=tmp_path)
-
-
-@pytest.mark.parametrize("option", ["tsr_overlap_buckets=0", "tsr_rank=-3"])
-def test_the_keys_of_tsr_adam_have_their_ranges_in_its_variants(option, outside):
-    key, _, value = option.partition("=")
-    for name in ("Variant", "TSRAdam"):
-        with pytest.raises(ConfigError, match=rf"optimizer.{key}: got {value}, expected"):
-            build_job_config([f"--optimizer.name={name}", f"--optimizer.{option}"])
-    for name in ("Own", "AdamW"):  # which do not read them
-        build_job_config([f"--optimizer.name={name}", f"--optimizer.{option}"])
-
-
-@pytest.mark.parametrize("base", ["TSRAdam", "Spectron"])
-def test_the_estimate_counts_the_state_of_the_base(base, outside, monkeypatch):
-    def state(name):
-        options = [f"--job.config_file={CONFIG}", "--model.name=llama_cola"]
-        options += ["--optimizer.tsr_rank=8", f"--optimizer.name={name}"]
-        return checkpoint_bytes(read_run(build_job_config(options), 4))
-
-    assert state("Own") != state(base)
-    monkeypatch.setitem(ENTRIES, "Own", variant(base, "Own", lambda *_: None))
-    assert state("Own") == state(base)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Spectron", "LoRAMuon"])

@@ -201,7 +201,6 @@ def test_prompts_are_not_overwritten_and_pipes_not_waited_for(tmp_path, capsys):
     ("text", "part"),
     [
         ("\n \n", "--prompts: got "),
-        ('{"prompt": "a"}\n{"text": "b"}\n', "p.jsonl:2"),
         ('{"prompt": "a"}\n\nb\n', "p.jsonl:3"),
         ('{"prompt": "a"}\n{"prompt": "%s"}\n' % ("long " * 80), "--prompts, prompt 2: got "),
     ],
@@ -217,19 +216,10 @@ def test_prompts_that_cannot_be_continued_are_refused(tmp_path, capsys, text, pa
 @pytest.mark.parametrize(
     ("options", "key"),
     [
-        (["--max_new_tokens", "0"], "--max_new_tokens"),
-        (["--temperature", "nan"], "--temperature"),
         (["--temperature", "1e-30"], "--temperature"),  # fp32 has no logits divided by it
-        (["--top_k", "9" * 30], "--top_k"),
-        (["--top_p", "1.5"], "--top_p"),
-        (["--stop", ""], "--stop"),
-        (["--prompts", "nowhere.txt"], "--prompts"),
         (["--out", "nowhere/x.jsonl"], "--out"),
-        (["--seed", "9" * 30], "--seed"),
         (["--prompt", "bytes \udcff that are no UTF-8"], "--prompt"),
         (["--device", "abacus"], "--device"),
-        (["--device", "meta"], "--device"),
-        (["nowhere/a/b"], "got 'nowhere/a/b'"),
         (["--training.steps=4"], "training.steps"),
     ],
 )
@@ -240,29 +230,6 @@ def test_refusals(tmp_path, capsys, options, key):
     assert (status, out) == (2, "")
     assert key in err
     assert err.count("\n") == 1, err
-
-
-def test_a_tokenizer_that_is_missing_or_too_large_is_refused(tmp_path, capsys):
-    step, _ = write_run(tmp_path, "cola")
-    record = run_record("cola")
-    for assets in ("nowhere", str(tmp_path / "large")):
-        record["model"]["hf_assets_path"] = assets
-        rewrite_record(step, record)
-        if assets != "nowhere":
-            write_large_tokenizer(tmp_path / "large")
-        status, _, err = command(capsys, step, "--prompt", "a")
-        assert status == 2
-        assert err.startswith("error: model.hf_assets_path: got")
-        assert err.count("\n") == 1
-
-
-def write_large_tokenizer(folder):
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
-    folder.mkdir()
-    vocabulary = {f"t{i}": i for i in range(5000)}
-    Tokenizer(WordLevel(vocabulary, unk_token="t0")).save(str(folder / "tokenizer.json"))
 
 
 TEXT = "    for café in naïve 🚀🚀:\n\n\treturn 一二三\n"

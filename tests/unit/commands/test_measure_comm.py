@@ -41,12 +41,3 @@ def test_blocks_that_overlap_differently_are_one():
     same = script.one_block([row("block 0", 7_000_000), row("block 1", 7_000_000)])
     assert len(same) == 1 and script.as_text(same).endswith(" 7.0")
     assert len(script.one_block([row("block 0", 0), row("block 1", 0, calls=2)])) == 2
-
-
-def test_the_total_counts_every_block():
-    table = [row("embedding", 0), *(row(f"block {i}", 0) for i in range(4))]
-    for line in table:
-        line["bytes"] = 250_000
-    assert script.total_as_text(table) == (
-        "total per step of rank 0: 1.25 MB (4 blocks 1.00 MB, the rest 0.25 MB)"
-    )

@@ -4,12 +4,11 @@
 import dataclasses
 
 import pytest
-import tomli
 
 from tests.support.nightly import nightly
 from torchtitan_lr.checkpoints.record import Record
 from torchtitan_lr.checkpoints.run_record import run_record, write_record
-from torchtitan_lr.commands.origins import Setting, as_toml, read_origins, read_run
+from torchtitan_lr.commands.origins import as_toml, read_origins, read_run
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.paths import shipped_configs
 from torchtitan_lr.errors import ConfigError
@@ -63,18 +62,6 @@ def test_each_key_has_its_origin():
     }
 
 
-def test_a_value_of_an_included_file_has_that_file(tmp_path):
-    (tmp_path / "mine.toml").write_text('include = "cola_60m"\n[optimizer]\nlr = 0.5\n')
-    found = shown("mine.toml")
-    expected = {
-        "optimizer.lr": (0.5, "mine.toml"),  # which cola_60m sets too
-        "training.steps": (8393, "train_configs/cola_60m.toml"),
-        "model.name": ("llama_cola", "train_configs/base/cola.toml"),
-        "training.dataset": ("c4", "train_configs/base/c4.toml"),
-    }
-    assert {key: found[key] for key in expected} == expected
-
-
 @pytest.mark.parametrize(
     ("name", "lr", "adamw_lr"), [("Spectron", 1e-2, 3e-3), ("Muon", 1e-3, 0), ("TSRAdam", 8e-4, 0)]
 )
@@ -87,15 +74,6 @@ def test_rates_belong_to_the_named_optimizer(name, lr, adamw_lr):
     assert given["optimizer.lr"] == (0.5, "command line")
     same = shown("cola_7b", "--optimizer.name=Adam")["optimizer.lr"]
     assert same == (1e-3, "train_configs/cola_7b.toml")
-
-
-def test_a_shortened_warm_up_has_no_file():
-    key = "lr_scheduler.warmup_steps"
-    assert shown("debug_cola", "--training.steps=10")[key] == (1, "warmup_ratio")
-    assert shown("debug_cola", "--training.steps=20")[key] == (2, "warmup_ratio")
-    given = shown("debug_cola", "--lr_scheduler.warmup_steps=5")
-    assert given[key] == (5, "command line")
-    assert given["lr_scheduler.warmup_ratio"] == (-1.0, "default")
 
 
 def test_no_key_is_left_out():
@@ -140,38 +118,6 @@ def test_what_is_shown_configures_the_same_run(name, tmp_path):
     # What the ranks here cannot run is shown too.
     if before.parallelism.tensor_parallel_degree > 4:
         assert note.startswith("note: it does not run here: parallelism.tensor_parallel_degree")
-
-
-@pytest.mark.parametrize("key", ["optimizer.groups", "training.mixture"])
-def test_tables_in_lists_are_shown_as_toml(key, tmp_path):
-    tables = [{"pattern": r"\.A\.", "lr_multiplier": 0.5}, {"dataset": 'a "b"'}]
-    shown = tomli.loads(as_toml([Setting(key, tables, "default")]))
-    section, _, name = key.partition(".")
-    assert shown[section][name] == tables
-
-
-@pytest.mark.parametrize(
-    ("override", "note"),
-    [
-        ("--checkpoint.load_step=3", "note: it does not run here: checkpoint.load_step: got 3"),
-        ("--training.global_batch_size=3", "note: it does not run here: training.global_batch"),
-        ("--model.hf_assets_path=/none", "note: it does not run here: model.hf_assets_path: got"),
-        ("--training.dataset_path=/none", "note: it does not run here: training.dataset_path"),
-    ],
-)
-def test_what_train_would_refuse_is_noted(override, note):
-    settings, told = read_origins("debug_cola", [override])
-    assert told.startswith(note) and settings
-
-
-def test_the_text_of_a_corpus_is_not_read(tmp_path):
-    """A run would refuse its only record; what names no file is refused without reading one."""
-    (tmp_path / "a.jsonl").write_text("no JSON\n")
-    local = ["--training.dataset=local", "--training.dataset_path=a.jsonl"]
-    _, told = read_origins("debug_cola", local)
-    assert told.startswith("note: no GPU here")
-    _, told = read_origins("debug_cola", [*local, "--training.dataset_path=b.jsonl"])
-    assert told.startswith("note: it does not run here: training.dataset_path: got 'b.jsonl'")
 
 
 def test_a_run_and_a_step_say_what_they_were_trained_with(tmp_path):

@@ -1,44 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-import argparse
 
 import pytest
 
-from torchtitan_lr.commands.parser import (
-    FIRST_RANK_SECONDS,
-    OneLineParser,
-    check_at_least,
-    check_toml,
-    in_one_line,
-)
+from torchtitan_lr.commands.parser import FIRST_RANK_SECONDS, in_one_line
 from torchtitan_lr.errors import ConfigError, RunFailedError
-
-
-def test_minima():
-    options = argparse.Namespace(steps=3, share=float("nan"))
-    check_at_least(options, steps=3)
-    with pytest.raises(ConfigError, match="--steps: got 3, expected at least 4"):
-        check_at_least(options, steps=4)
-    with pytest.raises(ConfigError, match="--share: got nan"):
-        check_at_least(options, share=0)
-
-
-def test_files(tmp_path):
-    (tmp_path / "a.toml").write_text("")
-    check_toml(str(tmp_path / "a.toml"))
-    for path in ("no.toml", str(tmp_path)):
-        with pytest.raises(ConfigError, match=r"CONFIG: got .*, expected a TOML file"):
-            check_toml(path)
-
-
-def test_overrides_stand_among_the_arguments(capsys):
-    parser = OneLineParser(prog="tool")
-    parser.add_argument("config")
-    parser.add_argument("--steps", type=int)
-    with pytest.raises(SystemExit):  # the control: this command takes none
-        parser.parse_args(["a", "--training.steps=3"])
-    parser.takes_overrides = True
-    options = parser.parse_args(["a", "--training.steps=3", "--steps=2"])
-    assert (options.config, options.steps, options.overrides) == ("a", 2, ["--training.steps=3"])
 
 
 def test_refusals_and_failed_runs_become_a_status(capsys):

@@ -8,13 +8,7 @@ import pytest
 
 from tests.commands import Command
 from torchtitan_lr.launch.folder_lock import LOCK_FILE, locked
-from torchtitan_lr.launch.run_state import (
-    FAILED,
-    FINISHED,
-    RUNNING,
-    STOPPED,
-    write_state,
-)
+from torchtitan_lr.launch.run_state import FAILED, FINISHED, RUNNING, STOPPED, write_state
 from torchtitan_lr.training.history import build_summary, read_history
 
 runs = Command("runs")
@@ -84,12 +78,6 @@ def test_the_table(outputs, capsys):
     assert done.split()[1:] == ["a.toml", "10/10", "-1.0000", "5.5000", "finished"]
     assert bad.endswith(" 4/10   5.0000      5.5000  failed: step 5: loss of rank 0 is not finite")
     assert header.index("state") == done.index("finished") == bad.index("failed")
-
-
-def test_a_picture_of_several(outputs, capsys):
-    picture = outputs / "new" / "curves.png"
-    assert runs.main([str(outputs), "--plot", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -210,12 +198,3 @@ def test_the_loss_is_the_summarys_and_differing_keys_are_listed(tmp_path, capsys
     told = capsys.readouterr().err.splitlines()
     assert told[0].startswith("error: --sort: got 'lrr', expected one of run, config, step")
     assert told[1].startswith("error: --columns: got 'lrr', expected keys of the runs")
-
-
-def test_runs_are_sorted_by_a_number_and_those_without_it_come_last(tmp_path, capsys):
-    for name, step in (("a", 3), ("b", 1), ("c", 2)):
-        leave(tmp_path / name, step)
-    leave(tmp_path / "d", 0)
-    assert runs.main([str(tmp_path), "--sort=loss", "--json"]) == 0
-    found = [run["folder"][-1] for run in json.loads(capsys.readouterr().out)]
-    assert found == ["a", "c", "b", "d"]

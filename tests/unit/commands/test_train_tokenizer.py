@@ -61,12 +61,6 @@ def test_sizes_that_cannot_be(text, tmp_path, capsys, size, part):
     assert message.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
-def test_a_rank_file_needs_no_text(tmp_path, capsys):
-    convert = ["--ranks", "tokenizer.model", "--out", str(tmp_path / "out")]
-    assert Command("tokenizer").main([*convert, "--vocab_size", "300"]) == 2
-    assert "--vocab_size: got 300, expected no such option" in capsys.readouterr().err
-
-
 def test_a_rank_file_has_the_ids_of_tiktoken(text, tmp_path):
     assert train(text, tmp_path / "trained", "--vocab_size", "602") == 0
     byte_of = {char: byte for byte, char in bytes_to_unicode().items()}
@@ -125,14 +119,3 @@ def test_files_of_another_tokenizer_are_not_mixed_with_its_own(text, tmp_path, c
     assert train(text, tmp_path / "out", "--vocab_size", "300") == 0
     names = {"tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
-
-
-def test_it_ends_with_documents_and_bytes_per_token(tmp_path, capsys):
-    more, words = tmp_path / "more.jsonl", "and another document, of more words"
-    more.write_text((json.dumps({"text": words}) + "\n") * 300)
-    assert train(more, tmp_path / "out", "--vocab_size", "270") == 0
-    (ids,) = encode_documents(load(tmp_path / "out"), [words])
-    size = len(words.encode())
-    rate = size / (len(ids) - 2)  # without BOS and EOS
-    end = f"; 300 documents, {300 * size:,} bytes, {rate:.2f} bytes per token\n"
-    assert capsys.readouterr().out.endswith(end) and rate > 1

@@ -12,43 +12,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Override:
-    """A private upstream method that one of our classes overrides.
-
-    If upstream renames it, ours is silently never called; if its arguments change, the first call
-    fails.
-
-    Args:
-        ours: Module, class and method, with a colon before the class.
-        upstream: Module, class and method that it overrides, in the same form.
-        parameters: Names of its parameters without ``self``.
-        caller: The upstream module or function that calls it, in the same form.
-        reason: Why no public API works.
-    """
+    """A private upstream method that ours overrides; names are ``module:class.method``."""
 
     ours: str
     upstream: str
-    parameters: tuple[str, ...]
-    caller: str
-    reason: str
+    parameters: tuple[str, ...]  # without ``self``
+    caller: str  # upstream's
+    reason: str  # why no public API works
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """An upstream function that ours rewrites, because ours differs in the middle.
-
-    Ours does not follow upstream's later fixes or extensions.
-
-    Args:
-        ours: Module and function, with a colon between them.
-        upstream: Module and function that it rewrites, in the same form.
-        digest: First digits of the SHA-256 of upstream's source in torchtitan 0.2.2.
-        reason: What differs.
-    """
+    """An upstream function that ours rewrites, so that ours does not follow upstream's fixes."""
 
     ours: str
     upstream: str
-    digest: str
-    reason: str
+    digest: str  # first digits of the SHA-256 of upstream's source in torchtitan 0.2.2
+    reason: str  # what differs
 
 
 OVERRIDES = (

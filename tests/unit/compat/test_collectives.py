@@ -2,7 +2,6 @@
 """Every gloo group has one worker thread, however it is created."""
 
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,31 +19,6 @@ def workers(*groups):
         group.allreduce([torch.ones(1)]).wait()
     names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
     return sum(name.startswith("pt_gloo_runloop") for name in names)
-
-
-def with_options(store):
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = timedelta(seconds=70)
-    return dist.ProcessGroupGloo(store, 0, 1, options)
-
-
-CONSTRUCTED = {
-    "by name, as torch": lambda store: dist.ProcessGroupGloo(
-        store, 0, 1, timeout=timedelta(seconds=70)
-    ),
-    "with options": with_options,
-}
-
-
-@pytest.mark.parametrize("interfaces", ["", "lo", "lo,lo"])
-@pytest.mark.parametrize("construct", CONSTRUCTED.values(), ids=CONSTRUCTED)
-def test_a_constructed_group_has_one_worker_and_its_timeout(construct, interfaces, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
-    earlier = workers()
-    group = construct(dist.HashStore())
-    assert workers(group) == earlier + 1
-    assert group.options._timeout == timedelta(seconds=70)
 
 
 def test_the_groups_of_a_process_have_one_worker_each():

@@ -1,10 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import pytest
 
-from torchtitan_lr.compression.settings import (
-    compression_settings,
-    is_compressed,
-)
+from torchtitan_lr.compression.settings import compression_settings, is_compressed
 from torchtitan_lr.config.build import build_job_config
 
 SIZES = {
@@ -35,21 +32,6 @@ def test_all_but_the_small():
     assert chosen() == SIZES.keys() - {"layers.0.attention_norm.weight"}
     assert chosen(min_size=991) == {"tok_embeddings.weight"}
     assert chosen(min_size=1) == SIZES.keys()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "auto", "theta"), [(4, False, 0.9875), (4, True, 0.9875), (8, True, 0.9904)]
-)
-def test_auto_raises_theta_only_where_needed(ranks, auto, theta):
-    resolved = settings(ranks, auto=auto)
-    assert resolved.codec.theta == theta and resolved.requested_theta == 0.9875
-    assert resolved.codec.c == 10
-
-
-def test_levels_override_c_and_theta_and_custom_does_not():
-    assert settings(2, level="2x", c=7.0, theta=0.5).codec.theta == 0.8
-    custom = settings(2, level="custom", c=1.0, theta=0.5)
-    assert (custom.codec.c, custom.codec.theta) == (1.0, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from torchtitan_lr.compression.compressor import Compressor, Span
 from torchtitan_lr.compression.sizes import CodecSizes
@@ -38,12 +36,3 @@ def test_the_shard_is_held_for_the_hooks_stream(compressor, monkeypatch):
     shard = torch.arange(100.0).as_subclass(OnAnAccelerator)
     compressor.all_reduce(shard)
     assert shard.streams == ["the hook's stream"]
-
-
-def test_fsdp_does_not_replace_a_compressor_without_a_word(compressor):
-    unit = fully_shard(torch.nn.Linear(3, 3), mesh=init_device_mesh("cpu", (1,)))
-    unit.set_allocate_memory_from_process_group_for_comm(True)
-    unit.set_allocate_memory_from_process_group_for_comm(False)
-    unit.set_custom_reduce_scatter(compressor)
-    with pytest.raises(AssertionError, match="reduce scatter comm is custom: Compressor"):
-        unit.set_allocate_memory_from_process_group_for_comm(True)

@@ -5,7 +5,6 @@ import pytest
 
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import load_toml
-from torchtitan_lr.config.paths import SHIPPED
 from torchtitan_lr.errors import ConfigError
 
 
@@ -42,26 +41,11 @@ def test_a_shipped_file_is_included_by_its_name(write, name):
     assert load_toml(top) == {"training": {"steps": 2, "seq_len": 9}}
 
 
-@pytest.mark.parametrize("name", ["cola_60m", "tsr_1b"])
-def test_a_copy_of_a_shipped_file_is_the_same_in_any_folder(tmp_path, name):
-    copy = tmp_path / "mine.toml"
-    copy.write_text((SHIPPED / f"{name}.toml").read_text())
-    assert load_toml(str(copy)) == load_toml(str(SHIPPED / f"{name}.toml"))
-
-
-def test_a_file_of_a_windows_editor(tmp_path):
-    (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbf# first\r\n[training]\r\nsteps = 2\r\n")
-    assert load_toml(str(tmp_path / "a.toml")) == {"training": {"steps": 2}}
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ('include = "debug_coal.toml"', "or a shipped one: did you mean debug_cola"),
-        (f'include = "{"x" * 5000}"', "expected a TOML file, relative to "),
         ('include = "none.toml"', "got 'none.toml', expected a TOML file, relative to "),
-        ("include = 3", "got 3, expected one file, such as"),
-        ('include = ""', "got '', expected one file, such as"),
         ('include = "a.toml"', "got 'a.toml', expected a file that does not lead back"),
         ('include = "b.toml"', "got 'a.toml', expected a file that does not lead back"),
     ],

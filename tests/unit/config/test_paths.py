@@ -8,8 +8,7 @@ import pytest
 
 from torchtitan_lr.commands.main import COMMANDS, parser_of
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.config.parse import load_toml
-from torchtitan_lr.config.paths import find_config, user_path
+from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.errors import ConfigError
 
 KEYS = (
@@ -39,12 +38,6 @@ def test_paths_of_a_mixture_are_expanded(home: Path) -> None:
     (home / "a.toml").write_text('[[training.mixture]]\ndataset = "local"\npath = "~/b.txt"\n')
     config = build_job_config(["--job.config_file=~/a.toml"])
     assert config.training.mixture[0]["path"] == str(home / "b.txt")
-
-
-def test_a_file_is_found_and_included_below_home(home: Path) -> None:
-    (home / "a.toml").write_text("[training]\nsteps = 7\n")
-    (home / "b.toml").write_text('include = "${HOME}/a.toml"\n')
-    assert load_toml(find_config("~/b.toml")) == {"training": {"steps": 7}}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

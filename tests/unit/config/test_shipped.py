@@ -37,12 +37,6 @@ def test_the_own_file_comes_first(elsewhere):
     assert find_config("debug_cola") == SHIPPED
 
 
-def test_a_name_configures_as_the_path_does(elsewhere):
-    by_name = build_job_config(["--job.config_file", "debug_cola", "--training.steps=3"])
-    assert by_name == build_job_config([f"--job.config_file={SHIPPED}", "--training.steps=3"])
-    assert (by_name.job.config_file, by_name.training.local_batch_size) == (SHIPPED, 8)
-
-
 def test_a_wrong_name_is_refused_with_near_ones(elsewhere):
     with pytest.raises(ConfigError) as info:
         build_job_config(["--job.config_file=cola_6m"])
@@ -59,11 +53,7 @@ def test_a_wrong_name_is_refused_with_near_ones(elsewhere):
     [
         ([], 839),  # of 8,393 steps
         (["--training.steps=100"], 10),
-        (["--training.steps=840"], 84),
-        (["--training.steps=1"], 0),
         (["--training.steps=100", "--lr_scheduler.warmup_steps=50"], 50),
-        (["--training.steps=100", "--lr_scheduler.total_steps=9000"], 900),
-        (["--training.steps=100", "--lr_scheduler.warmup_ratio=0.29"], 29),
     ],
 )
 def test_a_trial_of_a_few_steps_is_not_all_warm_up(overrides, warmup):
@@ -75,15 +65,9 @@ def test_a_trial_of_a_few_steps_is_not_all_warm_up(overrides, warmup):
     ("text", "overrides", "warmup"),
     [
         ('include = "cola_60m"\n[training]\nsteps = 100', [], 10),
-        ('include = "cola_60m"\n[training]\nsteps = 100', ["--training.steps=90"], 9),
-        ('include = "cola_60m"\n[training]\nsteps = 100', ["--training.steps=5"], 0),
         ('include = "cola_60m"\n[lr_scheduler]\nwarmup_steps = 9000', [], 9000),  # as it says
         ("[training]\nsteps = 100", [], 2),  # torchtitan's 200 of 10,000
-        ("[training]\nsteps = 300", [], 6),
-        ("[lr_scheduler]\nwarmup_steps = 7", ["--training.steps=3"], 7),
         ("[lr_scheduler]\nwarmup_steps = 7", ["--lr_scheduler.warmup_ratio=0.5"], 5000),
-        ("[lr_scheduler]\nwarmup_ratio = 0.5", ["--lr_scheduler.warmup_steps=9"], 9),
-        ("[model]", ["--training.steps=100"], 2),
     ],
 )
 def test_nor_is_a_file_that_sets_the_steps(tmp_path, text, overrides, warmup):

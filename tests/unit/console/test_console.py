@@ -82,15 +82,6 @@ def test_only_what_a_user_reads_is_shown(log, monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out == added and len(added.splitlines()) >= 6
 
 
-def test_a_folder_without_space_ends_no_run(log, monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    (tmp_path / "details.log").mkdir()  # cannot be opened
-    init_console()
-    console.info("step 1/4")
-    said = capsys.readouterr()
-    assert said.out.endswith(" step 1/4\n") and said.err == ""
-
-
 def test_a_bar_on_a_terminal(terminal, monkeypatch, capsys):
     reader, stream = terminal
     monkeypatch.setattr(bars, "BAR_DELAY", 0.0)
@@ -104,12 +95,3 @@ def test_a_bar_on_a_terminal(terminal, monkeypatch, capsys):
     drawn = read_of(reader)
     assert "validation:" in drawn and "0/3" in drawn and "\r" in drawn
     assert drawn.rstrip(" ").endswith("\r")  # nothing is left of it
-
-
-@pytest.mark.parametrize(
-    ("total", "left"), [(4, "(75%), 0:00:04 left"), (2, "(100%), 0:00:00 left")]
-)
-def test_more_items_than_expected_leave_no_negative_time(total, left):
-    times, lines = iter([0.0, 12.0]), []
-    bars.Plain("reading", total, "rows", times.__next__, lines.append).done(3)
-    assert lines == [f"reading: 3 of {total} rows {left}"]

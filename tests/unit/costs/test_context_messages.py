@@ -5,11 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchtitan_lr.costs.context_messages import (
-    context_traffic,
-    kv_width,
-    latent_flops,
-)
+from torchtitan_lr.costs.context_messages import context_traffic, latent_flops
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.plan_parts import TPSettings
 
@@ -32,12 +28,6 @@ def test_latents_send_d_kv_over_t_r_times_less(flavor, tp, less):
         ("backward", "reduce_scatter", 1),
     }
     assert context_traffic(args, BTP, tp, 1, ROW, "kv") == []
-
-
-def test_every_rank_of_vanilla_replicated_has_all_heads():
-    args = FLAVORS["cola"]["8B"]
-    for plan, width in (("vanilla", 512), ("vanilla_replicated", 1024)):
-        assert kv_width(args, TPSettings(plan), 2) == width
 
 
 def test_flops_of_latents():

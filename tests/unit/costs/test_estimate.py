@@ -16,10 +16,8 @@ from torchtitan_lr.config.schema import least_ranks
 from torchtitan_lr.costs.described_run import read_run
 from torchtitan_lr.costs.hardware import MACHINES, load_hardware
 from torchtitan_lr.costs.held_memory import static_memory
-from torchtitan_lr.costs.rehearsal import Rehearsal
 from torchtitan_lr.costs.step_time import step_time
 from torchtitan_lr.costs.step_traffic import (
-    WIRES,
     bytes_by_dim,
     gradient_bytes,
     sent_per_step,
@@ -93,55 +91,6 @@ def test_json(script, capsys):
     assert others["full"]["parameters"] > report["parameters"] == others["btp"]["parameters"]
 
 
-def test_a_spectral_optimizer(script, capsys):
-    """Beside AdamW: half of the state of the blocks, r x r numbers, and time for its products."""
-    options = [DEBUG, *BLOCKS, "--plans=btp", "--optimizer.name=LoRAMuon"]
-    options += ["--training.local_batch_size=1"]
-    assert script.main([*options, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    cost, adamw = report["of_matrices"], report["alternatives"]["btp"]
-    sent = report["comm_bytes"]["fsdp_tp"]
-    returned = sent.pop("all_gather")
-    assert cost["numbers"] == {
-        "summed": sum(sent.values()) / 4, "returned": returned / 4, "gathered": 0
-    }  # fmt: skip
-    assert "fsdp_tp" not in adamw["comm_bytes"] and "of_matrices" not in adamw
-    assert report["memory_bytes"]["optimizer"] < adamw["memory_bytes"]["optimizer"]
-    assert report["step_time"]["optimizer"] > adamw["step_time"]["optimizer"]
-    assert cost["small_flops"] / 4 <= cost["small_flops_per_rank"] < cost["small_flops"]
-    assert script.main(options) == 0
-    assert "LoRAMuon, per step: " in capsys.readouterr().out
-
-
-def test_memory_of_documents():
-    """8B at 8,192 tokens: 4 MiB a row for the rotary table, and no mask of all scores."""
-    from torchtitan_lr.costs.rank_memory import in_flight, mask_bytes
-
-    nothing, seq_len = Rehearsal(block=0.0, ends=0, working=0), 8192
-    path = ROOT / "train_configs" / "cola_8b.toml"
-    options = [f"--training.seq_len={seq_len}", "--training.local_batch_size=2"]
-    options.append("--training.global_batch_size=-1")
-    apart = paper_run(path, None, *options, "--training.mask_documents")
-    row = seq_len * (8 + 8 + 64 * 8) + mask_bytes(seq_len)
-    assert in_flight(apart, 0, nothing)[0] == 2 * row < 2 * seq_len**2 / 10
-    assert in_flight(paper_run(path, None, *options), 0, nothing)[0] == 0
-
-
-def test_memory_of_a_pipeline():
-    """Stages share the parameters out; the first holds one micro-batch more in flight."""
-    from torchtitan_lr.costs.rank_memory import in_flight, rank_memory
-
-    run = paper_run(DEBUG, 2, ONE, "--parallelism.pipeline_parallel_degree=2")
-    rehearsal = Rehearsal(block=100.0, ends=7, working=0)
-    blocks = [sum(n.startswith("block") for n in run.units_of(rank)) for rank in (0, 1)]
-    assert in_flight(run, 0, rehearsal) == (2 * 100 * blocks[0], 2)
-    assert in_flight(run, 1, rehearsal) == (100 * blocks[1] + 7, 1)
-    weights = [rank_memory(run, rank, rehearsal)["weights"] for rank in (0, 1)]
-    assert sum(weights) == 4 * sum(math.prod(shape) for shape in run.global_shapes.values())
-    one = paper_run(DEBUG, 1, ONE)
-    assert rank_memory(one, 0, rehearsal)["weights"] == sum(weights) > max(weights)
-
-
 def test_the_step_in_which_tsr_adam_sends_most():
     """At 1B at most 6% of the dense gradients, with the keys of docs/tsr_adam.md, in every step."""
     path, interval = (
@@ -176,34 +125,6 @@ def test_what_a_mean_step_sends_counts_the_steps_that_differ(monkeypatch):
     assert sent_per_step(paper_run(DEBUG, 4, ONE, BATCH_4, replicas).config, 4) == {}
 
 
-@pytest.mark.parametrize("name", ["replicas", "tsr", "sparse"])
-def test_gradients_in_both_dtypes(name):
-    """As two runs send them; bf16 halves all but the index of a codec."""
-    replicas = "--parallelism.data_parallel_replicate_degree=2"
-    options = {
-        "replicas": [replicas],
-        "tsr": [replicas, "--optimizer.name=TSRAdam", "--optimizer.tsr_rank=8"],
-        "sparse": ["--grad_compression.codec=sparse"],
-    }[name]
-    sent = {}
-    for wire in WIRES:
-        half = f"--training.mixed_precision_reduce={wire}"
-        run = paper_run(DEBUG, 4, ONE, "--training.global_batch_size=-1", *options, half)
-        cores = run.optimizer.mean_traffic(0)
-        rows = [row for row in step_traffic(run, 0) if row.pass_ != "optimizer"] + cores
-        rows = [row for row in rows if row.role in ("gradient", "index", "core", "sketch")]
-        by_dim = bytes_by_dim(rows, run.wire_dtypes)
-        sent[wire] = sum(by_dim["fsdp"].values()) + sum(by_dim.get("dp_replicate", {}).values())
-    assert gradient_bytes(run, 0) == sent
-    if name == "sparse":
-        assert 0.5 * sent["float32"] < sent["bfloat16"] < sent["float32"]
-    else:
-        # What TSR-Adam's shards add up of a core stays in fp32.
-        over_shards = [row for row in cores if row.mesh_dim == "fsdp"]
-        wide = 4 * sum(row.elements for row in over_shards)
-        assert sent["bfloat16"] - wide == (sent["float32"] - wide) / 2
-
-
 def test_thousands_of_ranks():
     """BOOST's 30B on 1,024 ranks: exact shards, and BTP faster than the others."""
     path = ROOT / "train_configs" / "boost_30b.toml"
@@ -219,33 +140,6 @@ def test_thousands_of_ranks():
         work = work_of_run(other)
         times[name] = step_time(other, [step_traffic(other, 0)], machine, work).total
     assert times["btp"] < min(times["full"], times["vanilla"])
-
-
-LOW_RANK = "--activation_checkpoint.mode=low_rank"
-
-
-def test_alternatives_share_a_mode_of_checkpointing():
-    """Every plan repeats the same part of its blocks."""
-    run = paper_run(DEBUG, 4, "--parallelism.tensor_parallel_degree=4", LOW_RANK)
-    for plans, mode in ((PLANS, "full"), (["vanilla", "btp"], "low_rank")):
-        found = dict(alternatives(run, plans))
-        assert {name: other.checkpointing for name, other in found.items()} == dict.fromkeys(
-            plans, mode
-        )
-    # What is configured stays the run's own.
-    assert run.checkpointing == "low_rank"
-
-
-def test_several_configurations_stand_beside_each_other(script, capsys):
-    tagc = str(ROOT / "train_configs" / "debug_tagc.toml")
-    options = ["--training.local_batch_size=1", "--training.global_batch_size=-1"]
-    assert script.main([DEBUG, tagc, "--world=4", "--json", *options]) == 0
-    report = json.loads(capsys.readouterr().out)
-    (column,) = report["alternatives"].values()
-    assert report["name"] == "debug_cola" and [*report["alternatives"]] == ["debug_tagc"]
-    # Each as configured: the second one without tensor parallelism, and with its codec.
-    assert "tp" in report["comm_bytes"] and "tp" not in column["comm_bytes"]
-    assert column["comm_bytes"]["fsdp"]["all_to_all"] > 0
 
 
 SHARES = re.findall(
@@ -285,15 +179,9 @@ GOOD = (MACHINES / "h100.toml").read_text()
     [
         (GOOD + "\ncolour = 'green'\n", "machine.toml: colour: got 'green'"),
         (GOOD.replace("memory_gib = 80.0", ""), "machine.toml: memory_gib: got None"),
-        (GOOD.replace("= 80.0", "= 'much'"), "machine.toml: memory_gib: got 'much'"),
         (GOOD.replace("= 80.0", "= nan"), "machine.toml: memory_gib: got nan"),
         (GOOD.replace("node = 8", "node = 8.5"), "machine.toml: devices_per_node: got 8.5"),
-        (GOOD.replace("0.65", "1.5"), "machine.toml: matmul_efficiency: got 1.5"),
-        ("name = ", "--hardware: got"),
         (GOOD.replace("= 80.0", f"= {'9' * 5000}"), "expected shorter numbers"),
-        (GOOD.replace("= 80.0", f"= {'9' * 400}"), "machine.toml: memory_gib: got 999"),
-        (GOOD.replace("= 80.0", "= " + "[" * 2000), "expected TOML that is nested less deeply"),
-        (GOOD.replace("= 80.0", "= true"), "machine.toml: memory_gib: got True"),
     ],
 )
 def test_wrong_hardware(text, message, tmp_path, script, capsys):
@@ -304,18 +192,10 @@ def test_wrong_hardware(text, message, tmp_path, script, capsys):
     assert message in error and error.count("\n") == 1
 
 
-def test_hardware_with_the_mark_of_windows_editors(tmp_path):
-    path = tmp_path / "machine.toml"
-    path.write_text(GOOD, encoding="utf-8-sig")
-    assert load_hardware(str(path)) == load_hardware("h100")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([DEBUG, "--hardware=b300"], "one of a100_80g_nvlink"),
-        ([DEBUG, "--world=3", "--parallelism.tensor_parallel_degree=2"], "a divisor of the 3"),
-        ([DEBUG, "--world=0"], "--world: got 0, expected at least 1"),
         ([DEBUG, "--training.sequence=3"], "training.sequence"),
         ([DEBUG, "--plans=full,btq"], "--plans: got 'btq', expected some of full, btp, vanilla"),
         ([DEBUG, DEBUG], "CONFIG: got"),

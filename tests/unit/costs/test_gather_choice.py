@@ -7,14 +7,11 @@ import pytest
 import torch
 
 import torchtitan_lr.training.register  # noqa: F401
-from tests.support.nightly import nightly
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.costs.context_messages import latent_flops
 from torchtitan_lr.costs.described_run import read_run
 from torchtitan_lr.costs.gather_choice import gather_lines, gather_report
 from torchtitan_lr.costs.hardware import load_hardware
 from torchtitan_lr.costs.rehearsal import Workload, rehearse
-from torchtitan_lr.costs.work import rehearse_work
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.plan_parts import TPSettings
 
@@ -43,21 +40,6 @@ def test_which_way_is_faster(config, machine, tp, line):
         assert lines[2].strip().startswith(line)
 
 
-def test_a_fast_link_favours_keys_and_values():
-    """7B in a node: at 8,000 GB/s the products of latents cost more than their bytes save."""
-    config = build_job_config(["--job.config_file=cola_7b", *ROW, *EIGHT])
-    run, h100 = read_run(config, 8), load_hardware("h100")
-    costs = {}
-    for speed in (50.0, 8000.0):
-        machine = replace(h100, intra_node_gbytes_per_s=speed)
-        costs[speed] = gather_report(run, 0, machine)
-    assert [costs[speed]["faster"] for speed in costs] == ["latents", "kv"]
-    # 3 collectives of k and v (or of two latents) per block: 7/8 of the bytes cross the link.
-    kv = costs[50.0]["costs"]["kv"]
-    assert kv["bytes"] == 32 * 3 * 2 * 131072 * 4096 * 2
-    assert kv["send_seconds"] == pytest.approx(7 / 8 * kv["bytes"] / 50e9, rel=0.01)
-
-
 def shared(ranks: int, gather: str, tp: int = 1) -> Workload:
     """Two rows of 512 tokens of a model whose keys are wider than its rank."""
     args = replace(FLAVORS["cola"]["debug"], n_kv_heads=8)  # d_kv 128, r 32
@@ -74,22 +56,3 @@ def test_memory_falls_with_the_ranks():
     whole = 2 * 4 * 256 * 128 * 2  # bytes of k and v of all ranks' tokens
     for found in (kv, latents):
         assert whole / 2 < found.working - alone.working / 4 < 4 * whole
-
-
-@pytest.mark.parametrize("tp", [2, *nightly(1)])
-def test_products_of_latents(tp):
-    """The products that run more are those of the formula, and attention's work is the same."""
-    kv, latents = (rehearse_work(shared(4, gather, tp), False) for gather in ("kv", "latents"))
-    args, settings = shared(4, "kv").args, TPSettings("btp")
-    for wanted, less, more in zip(
-        latent_flops(args, settings, tp, 4, 256), kv.block, latents.block, strict=True
-    ):
-        flops = [
-            sum(product.flops * calls for product, calls in work.products.items())
-            for work in (less, more)
-        ]
-        assert flops[1] - flops[0] == wanted
-        assert more.attention == less.attention
-    alone = rehearse_work(shared(1, "kv", tp), False)
-    for whole, part in zip(alone.block, kv.block, strict=True):
-        assert part.attention == pytest.approx(whole.attention / 4)

@@ -30,11 +30,7 @@ def rehearsed(family, mode, dtype=torch.float32):
 
 
 def really_saved(family, mode):
-    """Bytes that outlive the forward pass and the loss of a real model of four blocks.
-
-    Returns:
-        All of them, and the bytes of what autograd packs outside checkpointed blocks.
-    """
+    """Bytes that outlive the forward pass and the loss of a real model of four blocks."""
     model = build_tiny(family, n_layers=LAYERS, max_seq_len=SEQ)
     checkpointing(mode)(model)
     tokens = torch.zeros(BATCH, SEQ, dtype=torch.long)
@@ -71,17 +67,3 @@ def test_low_rank_checkpointing_is_the_formula(family, dtype):
     found = rehearsed(family, "low_rank", dtype).block
     assert found == kept_bytes(args, BATCH * SEQ, args.n_heads, dtype.itemsize)
     assert found != kept_bytes(args, BATCH * SEQ, args.n_heads, dtype.itemsize, save_attention=True)
-
-
-def test_collectives_that_run_again():
-    """Under BTP full checkpointing repeats all-reduces, low-rank checkpointing none."""
-    args = tiny_args("cola")
-    settings = TPSettings("btp")
-    workload = Workload(args, settings, 2, BATCH, SEQ, torch.bfloat16)
-    again = {
-        mode: rehearse(workload, checkpointing(mode)).repeated for mode in ("full", "low_rank")
-    }
-    assert again["low_rank"] == {}
-    elements = BATCH * SEQ * (4 * args.rank_attention + 3 * args.rank_ffn)
-    assert again["full"][("tp", "all_reduce", "bfloat16")] == (4, elements)
-    assert again["full"][("tp", "all_reduce", "float32")] == (2, 2 * BATCH * SEQ)

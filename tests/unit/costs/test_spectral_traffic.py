@@ -1,39 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Numbers that a spectral optimizer sends: limits at 1B by formula, and by the code itself."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
-from itertools import product
-from typing import Any
-
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import torchtitan_lr.training.register  # noqa: F401
-from tests.support.nightly import nightly
-from tests.unit.tiny import tiny_args
 from torchtitan_lr.checks.job import check_job_config
-from torchtitan_lr.compat.fake import FakeTensorMode, fake_process_group
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.costs.comparison import compare, differences
 from torchtitan_lr.costs.described_run import Run, read_run
-from torchtitan_lr.costs.gram_messages import (
-    SpectralMatrix,
-    rank_small_flops,
-    small_flops,
-    spectral_traffic,
-    wide_flops,
-)
 from torchtitan_lr.costs.messages import Traffic
 from torchtitan_lr.costs.step_traffic import step_traffic
-from torchtitan_lr.ledger.ledger import CommLedger
-from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.entries import build_optimizers
-from torchtitan_lr.parallel.parallelize import parallelize_llama
-from torchtitan_lr.titan.base import ParallelDims
-from torchtitan_lr.titan.device import bind_device
 
 MILLION = 1e6
 LIMITS = {"Muon": 45, "Spectron": 45, "LoRAMuon": 89}
@@ -70,123 +45,5 @@ def test_limits(rule: str, mesh: str) -> None:
     assert found["all_gather", mesh] <= summed
 
 
-@pytest.mark.parametrize("rule", LIMITS)
-def test_an_uneven_width(rule: str) -> None:
-    """At 1B the ranks do not divide the 5,461 columns of w2's A, whose momentum is gathered.
-
-    So is the weight for LoRA-Muon. Their Gram matrices then need no sum.
-    """
-    rows = step_traffic_of_optimizer(paper_run("1B", rule, 8, 1))
-    gathered = sum(row.elements for row in rows if row.role == "momentum")
-    matrices = 2 if rule == "LoRAMuon" else 1
-    assert gathered == matrices * 24 * 512 * 5461
-    assert gathered / matrices / MILLION == pytest.approx(67, abs=0.2)
-    summed = sum(row.elements for row in rows if row.role == "gram" and row.op != "all_gather")
-    assert summed / MILLION <= LIMITS[rule] * 13 / 14
-
-
-USUAL = ("LoRAMuon", "fsdp_tp")
-OTHERS = [case for case in product(LIMITS, MESHES) if case != USUAL]
-
-
-@pytest.mark.parametrize(("rule", "mesh"), [USUAL, *nightly(*OTHERS)])
-def test_the_code_sends_what_the_formula_says(rule: str, mesh: str) -> None:
-    """The whole 1B, parallelized as in training, steps on tensors without data."""
-    run = paper_run("1B_boost", rule, *MESHES[mesh])
-    rows = take_step(run, FakeTensorMode(allow_non_fake_inputs=True))
-    assert differences(compare(rows, step_traffic_of_optimizer(run), run.wire_dtypes)) == []
-    found = {row["op"]: row["elements"] for row in rows}
-    assert found["all_gather"] <= found["reduce_scatter"] <= LIMITS[rule] * MILLION
-
-
-def test_ranks_that_share_linears_unevenly() -> None:
-    """Two blocks have 14 linears, of which eight ranks share 8."""
-    run = paper_run("1B_boost", "Muon", *MESHES["fsdp"])
-    run = replace(run, args=replace(run.args, n_layers=2))
-    rows = take_step(run, FakeTensorMode(allow_non_fake_inputs=True))
-    assert {row["op"] for row in rows} == {"reduce_scatter", "all_gather", "all_reduce"}
-    assert differences(compare(rows, step_traffic_of_optimizer(run), run.wire_dtypes)) == []
-
-
-VANILLA = "--parallelism.tp_plan=vanilla"
-SPLIT_ROWS = [
-    # Three ranks divide neither the 80 columns of w2's A nor its r = 20.
-    *[(rule, "cola", (3, 1), ()) for rule in LIMITS],
-    # All ranks have equal Gram matrices, and share the work on Q.
-    *[(rule, "cola", (1, 2), (VANILLA,)) for rule in LIMITS],
-    ("Muon", "full", (2, 1), ()),
-]
-
-
-def addmm_flops(_: Any, a: Sequence[int], b: Sequence[int], **kwargs: Any) -> int:
-    """W ← W + a b in place, which torch's counter does not know."""
-    return 2 * a[0] * a[1] * b[1]
-
-
-@pytest.mark.parametrize(("rule", "family", "mesh", "options"), SPLIT_ROWS)
-def test_the_code_gathers_rows_and_multiplies_as_the_formulas_say(
-    rule: str, family: str, mesh: tuple[int, int], options: tuple[str, ...]
-) -> None:
-    options = (*options, f"--model.name=llama_{family}")
-    run = replace(paper_run("debug", rule, *mesh, *options), args=tiny_args(family))
-    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_flops})
-    rows = take_step(run, counter)  # gathered places are no numbers of fake tensors
-    assert any(row["op"] == "all_gather" for row in rows)
-    assert differences(compare(rows, step_traffic_of_optimizer(run), run.wire_dtypes)) == []
-    matrices = run.optimizer.matrices(0)
-    flops = rank_small_flops(rule, matrices, run.ranks)
-    flops += sum(wide_flops(rule, matrix, run.ranks) for matrix in matrices)
-    assert counter.get_total_flops() == flops
-
-
 def step_traffic_of_optimizer(run: Run) -> list[Traffic]:
     return [row for row in step_traffic(run, 0) if row.scope == "optimizer"]
-
-
-def take_step(run: Run, tensors: AbstractContextManager[Any]) -> list[dict[str, Any]]:
-    """Step as the first of ranks that do not exist; return the ledger's rows.
-
-    Args:
-        run: The run.
-        tensors: Makes the weights' and gradients' kind of tensors, or counts operations.
-    """
-    bind_device()
-    with fake_process_group(run.world):
-        dims = ParallelDims(
-            **{"dp_replicate": 1, "dp_shard": run.shard, "tp": run.tp, "world_size": run.world},
-            **dict.fromkeys(("cp", "pp", "ep", "etp"), 1),
-        )
-        dims.build_mesh()
-        with torch.device("meta"):
-            model = LlamaModel(run.args)
-        parallelize_llama(model, dims, run.config)
-        with tensors:
-            model.to_empty(device="cpu")
-            for parameter in model.parameters():
-                parameter.grad = torch.zeros_like(parameter)
-        # Outside: the ranks of its groups are numbers.
-        optimizer = build_optimizers([model], run.config.optimizer, dims).optimizers[0]
-        groups = optimizer.named_groups()
-        with tensors, CommLedger([model], groups, (), [optimizer]) as ledger:
-            optimizer.step()
-    return ledger.rows()
-
-
-def test_small_products() -> None:
-    """About 1.5 TFLOP of products (r, r) for 336 factors at r = 512, shared by eight ranks."""
-    assert 336 * small_flops("Muon", 512) / 1e12 == pytest.approx(1.53, abs=0.01)
-    assert small_flops("LoRAMuon", 512) > 2 * small_flops("Spectron", 512)
-    for rule in LIMITS:
-        run = paper_run("1B_boost", rule, 8, 1)
-        share = rank_small_flops(rule, run.optimizer.matrices(0), run.ranks)
-        assert share == 336 * small_flops(rule, 512) / 8
-
-
-def test_split_rows_are_padded() -> None:
-    """An uneven split of r is gathered in equal pieces; a square's whole side is summed."""
-    uneven = SpectralMatrix.of("w2.A.weight", (20, 89), [("fsdp",), ()])
-    (row,) = spectral_traffic("Muon", [uneven], {"fsdp": 8})
-    assert (row.op, row.elements) == ("all_gather", 8 * 3 * 89)
-    square = SpectralMatrix.of("wq.weight", (64, 64), [("fsdp",), ()])
-    (row,) = spectral_traffic("Muon", [square], {"fsdp": 8})
-    assert (row.op, row.elements) == ("all_reduce", 64 * 65 // 2)

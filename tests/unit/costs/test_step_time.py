@@ -1,27 +1,18 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """The model of a step's time, by hand."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from torchtitan_lr.costs.hardware import Hardware, MeshDim
-from torchtitan_lr.costs.kernels import KernelRecorder
 from torchtitan_lr.costs.messages import Traffic
-from torchtitan_lr.costs.optimizer_costs import SPECTRAL_KERNELS, TSR_KERNELS
 from torchtitan_lr.costs.step_time import (
     collective_seconds,
     compute_seconds,
     exposed_seconds,
     model_step_time,
 )
-from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
-from torchtitan_lr.optim.tsr.algorithm import TSRAdam
-from torchtitan_lr.optim.tsr.selection import TSRSettings
 
 MACHINE = Hardware("test", 100.0, 0.5, 80.0, 8, 100.0, 10.0, 10.0)
 MESH = {"tp": MeshDim(8, 1), "fsdp": MeshDim(4, 8), "pp": MeshDim(2, 32)}
@@ -76,54 +67,3 @@ def test_by_pass_and_bubble():
     time = model_step_time(1.0, [], lambda _: 2, MESH, MACHINE)
     assert replace(time, bubble=0.5).total == 1.5
     assert compute_seconds(50e12, MACHINE) == 1.0
-
-
-def optimizer_of(rule: str, linears: int) -> Optimizer:
-    """Build an optimizer of factors (16, 64) and (64, 16), with gradients and a verdict."""
-    named = {}
-    for i in range(linears):
-        named[f"layers.{i}.wq.A.weight"] = nn.Parameter(torch.randn(16, 64))
-        named[f"layers.{i}.wq.B.weight"] = nn.Parameter(torch.randn(64, 16))
-    for parameter in named.values():
-        parameter.grad = torch.randn_like(parameter)
-    factors = list(named.values())
-    pairs = list(zip(factors[::2], factors[1::2], strict=True))
-    optimizer = SpectralOptimizer(factors, rule, pairs, nesterov=True)
-    optimizer.found_inf = torch.zeros(())
-    return optimizer
-
-
-def kernels_of(step: Callable[[], object]) -> int:
-    with KernelRecorder() as recorder:
-        step()
-    return recorder.work(backward=False, fused=False).kernels
-
-
-@pytest.mark.parametrize("rule", SPECTRAL_KERNELS)
-def test_kernels_per_matrix(rule):
-    """A spectral step has the modelled kernels per matrix."""
-    two, six = (kernels_of(optimizer_of(rule, linears).step) for linears in (2, 6))
-    assert (six - two) / 8 == SPECTRAL_KERNELS[rule]
-
-
-def test_kernels_of_tsr_adam():
-    """A plain step has four products per compressed matrix; the rest works on the stack."""
-    counts = []
-    for matrices in (2, 6):
-        named = [
-            (f"layers.{i}.wq.weight", nn.Parameter(torch.randn(64, 48))) for i in range(matrices)
-        ]
-        optimizer = TSRAdam(named, TSRSettings(rank=8, refresh_interval=100), lr=1e-3)
-
-        def step(optimizer=optimizer, named=named):
-            optimizer.begin()
-            with optimizer.micro_batch(last=True):
-                for _, parameter in named:
-                    parameter.grad = torch.ones_like(parameter)
-            optimizer.clip(1.0, optimizer.finish_sums().sqrt())
-            optimizer.step()
-
-        step()  # refreshes
-        counts.append(kernels_of(step))
-    # Each gradient is made by one kernel.
-    assert (counts[1] - counts[0]) / 4 == TSR_KERNELS + 1

@@ -4,11 +4,8 @@
 from typing import Any
 
 import pytest
-import torch
 
 from tests.oracle.parameters import count_parameters
-from torchtitan_lr.costs import tp_messages
-from torchtitan_lr.costs.fsdp_messages import named_parameters
 from torchtitan_lr.costs.tp_messages import part_traffic
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import FLAVORS
@@ -32,36 +29,6 @@ def shape(family: str = "cola", **changes: Any) -> LlamaArgs:
 
 def btp(**settings: Any) -> TPSettings:
     return TPSettings("btp", **settings)
-
-
-@pytest.mark.parametrize("a", [0, 1, -1, None])
-@pytest.mark.parametrize("b", [0, 1, -2, None])
-def test_a_rank_stores_what_the_placements_of_the_factors_say(
-    a: int | None, b: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """None is Replicate."""
-    formula = tp_messages.PlanFormula(lambda *_: {}, attention=(b, a), feed_forward=(a, b))
-    monkeypatch.setitem(tp_messages.FORMULAS, "other", formula)
-    found = named_parameters(shape(), TPSettings("other"), 4)["block 0"]
-    for name, size, dim in (
-        ("feed_forward.w2.A", (R, F), a),
-        ("feed_forward.w2.B", (D, R), b),
-        ("attention.wo.A", (R, D), b),
-        ("attention.wo.B", (D, R), a),
-    ):
-        whole = torch.empty(size)
-        part = whole if dim is None else whole.chunk(4, dim)[0]
-        assert found[f"layers.0.{name}.weight"] == part.shape
-    found = named_parameters(shape("full"), TPSettings("other"), 4)["block 0"]
-    for name, size, dim in (
-        ("attention.wq", (D, D), b),
-        ("attention.wo", (D, D), a),
-        ("feed_forward.w3", (F, D), a),
-        ("feed_forward.w2", (D, F), b),
-    ):
-        whole = torch.empty(size)
-        part = whole if dim is None else whole.chunk(4, dim)[0]
-        assert found[f"layers.0.{name}.weight"] == part.shape
 
 
 BSD, BSF, BSR = BS * D, BS * F, BS * R
@@ -90,11 +57,7 @@ TABLE = {
         *(9, 7 * BSR + 2 * BS),
         *(9, 7 * BSR + 2 * BS),
     ),
-    "ungrouped, online": (
-        btp(grouping=False),
-        *(9, 7 * BSR + 2 * BS),
-        *(7, 7 * BSR),
-    ),
+    "ungrouped, online": (btp(grouping=False), *(9, 7 * BSR + 2 * BS), *(7, 7 * BSR)),
     "grouped, sync": (btp(norm="sync"), 6, 7 * BSR + 2 * BS, 6, 7 * BSR + 2 * BS),
     "grouped, online": (btp(), 6, 7 * BSR + 2 * BS, 4, 7 * BSR),
 }

@@ -88,30 +88,18 @@ LENGTHS, OFFSETS, BORDERS = 34, 34 + 5 * 4, 34 + 5 * (4 + 8)
 
 FAULTS = [  # the end of a file's name, a place in it, the bytes there (None: it ends), the error
     ("bin", 49, None, "it was cut"),
-    ("bin", 48, None, "it was cut"),
     ("loss.bin", 24, None, "it was cut"),
-    ("idx", 140, None, "intact index"),
     ("idx", 20, None, "Megatron's format"),
-    ("idx", 0, None, "a readable pair"),
     ("bin", 0, b"\xff", "were changed"),
-    ("loss.bin", 0, b"\xff", "were changed"),
     ("idx", 0, index_of([5, 5, 5, 5, 6], range(6)), "is of another .bin"),
-    ("idx", 0, index_of([5, 5, 5, 4, 6], range(6)), "were changed"),
     ("idx", 0, b"XX", "Megatron's format"),
-    ("idx", 9, struct.pack("<Q", 2), "version 2"),
     ("idx", 17, b"\x63", "type 99"),
-    ("idx", 17, b"\x07", "type 7"),  # float32
     ("idx", 18, struct.pack("<Q", 1 << 63), "9223372036854775808 sequences"),
-    ("idx", 18, struct.pack("<Q", (1 << 64) - 1), "sequences"),
-    ("idx", 26, struct.pack("<Q", 1 << 63), "borders"),
     ("idx", 26, struct.pack("<Q", 0), "borders"),
     ("idx", LENGTHS + 16, struct.pack("<i", -4), "ends at"),
-    ("idx", OFFSETS + 32, struct.pack("<q", 1 << 62), "ends at"),
     ("idx", LENGTHS, struct.pack("<i", -1), "at least 0"),
     ("idx", LENGTHS, struct.pack("<i", 4), "without gaps"),
-    ("idx", OFFSETS + 8, struct.pack("<q", -(1 << 40)), "without gaps"),
     ("idx", BORDERS + 8, struct.pack("<q", 7), "borders of documents"),
-    ("idx", BORDERS + 40, struct.pack("<q", 1 << 40), "borders of documents"),
 ]
 
 
@@ -140,13 +128,9 @@ def test_what_is_no_corpus(tmp_path):
     whole = path.read_text()
     for content, why in [
         (whole.replace('s": 25', 's": 24'), f"not those of its identity.*delete {tmp_path}"),
-        (whole.replace('"kind": "text"', '"kind": "next"'), "not those of its identity"),
-        (whole.replace('"bos": null', '"vocabulary": "3"'), "not those of its identity"),
         (whole.replace('s": 25', 's": "x"'), "ValueError"),
-        (whole.replace('"sha256": "",', ""), "not those of its identity"),
         (whole.replace("train-00000", "../../etc/passwd"), f"{tmp_path}/passwd.idx"),  # inside
         ("{", "a record of format"),
-        ("[]", "a record of format"),
         ('{"format": "other"}', "a record of format"),
     ]:
         path.write_text(content)

@@ -186,15 +186,6 @@ def test_a_position_belongs_to_its_data(corpora, options, key):
 SEEDS = st.integers(0, 2**63)
 
 
-@given(size=st.integers(1, 3000), seed=SEEDS)
-@settings(max_examples=25, deadline=None)
-def test_each_epoch_has_each_window_once(size, seed):
-    rows = shuffled(np.arange(3 * size), size, seed).reshape(3, size)
-    assert np.array_equal(np.sort(rows), [np.arange(size)] * 3)
-    # Two of 20! orders are not equal by chance.
-    assert size < 20 or not (rows[0] == rows[1:]).all(1).any()
-
-
 @given(size=st.integers(1, 10**12), seed=SEEDS, first=st.integers(0, 10**13))
 @settings(max_examples=40, deadline=None)
 def test_a_row_does_not_depend_on_the_rows_around_it(size, seed, first):

@@ -1,34 +1,24 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What a run prepares, and the folder that all runs share."""
 
-import json
 import multiprocessing
 import os
-import sys
-import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import torchtitan_lr.training.register  # noqa: F401  (registers the models)
-from tests.support.corpora import write_jsonl, write_shard
+from tests.support.corpora import write_jsonl
 from torchtitan_lr.checks.values import check_corpora, check_data
 from torchtitan_lr.config import files
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data import prepare
 from torchtitan_lr.data.corpus import Corpus
-from torchtitan_lr.data.prepare import (
-    ensure_prepared,
-    prepare_folder,
-    prepare_for_ranks,
-    wanted,
-)
+from torchtitan_lr.data.prepare import ensure_prepared, prepare_folder, prepare_for_ranks, wanted
 from torchtitan_lr.data.sources import Reader, Source
 from torchtitan_lr.data.tokenizer import Tokenizer
 from torchtitan_lr.errors import ConfigError, DataError
-from torchtitan_lr.titan import logger
 
 TEXTS = [f"Line {i} of {i * i} words. " * 3 for i in range(200)]
 
@@ -85,14 +75,6 @@ def test_another_text_of_the_same_size_and_time(tmp_path, config, monkeypatch, s
     assert len(found) == 4
 
 
-def test_another_folder_of_megatron_of_the_same_counts(tmp_path):
-    found = set()
-    for last in (5, 6, 6):
-        write_shard(tmp_path / "a", np.uint16, [[1, 2, 3], [4, last]])
-        found.add(Corpus.open(tmp_path).identity)
-    assert len(found) == 2
-
-
 def test_records_that_another_run_was_allowed_to_lose(tmp_path, config):
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write("{\n")
@@ -121,10 +103,8 @@ def test_a_mixture_has_a_folder_and_a_share_for_each(tmp_path, config):
     assert not (tmp_path / "other").exists()
     for entry, why in [
         ({"dataset": "local", "path": "x", "wieght": 1}, "one of the keys dataset, weight, path"),
-        ({"path": "x"}, "a corpus such as 'local'"),
         ({"dataset": "local", "path": "x", "weight": 0}, "a positive number"),
         ({"dataset": "local", "path": "x", "weight": "1"}, "a positive number"),
-        ({"dataset": "local", "path": 1}, "a string"),
         ({"dataset": "local", "path": "x", "name": "a"}, "different names"),
     ]:
         job.training.mixture = [{"dataset": "cpython", "name": "a"}, entry]
@@ -259,87 +239,3 @@ def test_a_folder_of_others_is_not_written_to(tmp_path, pattern):
         file.write("{\n")
     with pytest.raises(ConfigError, match="was begun by this command; it holds"):
         command(tmp_path / "other", 2)
-
-
-def test_a_long_preparation_is_said_before_it_starts(config, monkeypatch, capsys):
-    """By the tokens that are wanted of the Hub, and by the bytes of files."""
-    monkeypatch.setattr(prepare, "cores", lambda: 2)
-    (part,) = wanted(config())
-    (size,) = (file.stat().st_size for file in Reader(part.sources[0]).files)
-    seconds = prepare.preparing_seconds([Reader(part.sources[0])])
-    assert seconds == pytest.approx(size / 4 / 180_000)
-    hub = Source("hf", ("owner/name",), tokens=2_200_000_000)
-    assert prepare.preparing_seconds([Reader(hub)]) == pytest.approx(3.4 * 3600, rel=0.01)
-    monkeypatch.setattr(prepare, "LONG_SECONDS", seconds / 2)
-    prepare_for_ranks(config())
-    told = capsys.readouterr().err
-    assert told.index("that takes about 0:00:0") < told.index("prepared ")
-    assert "on the 2 cores here" in told
-
-
-def test_a_tune_says_what_it_trains_on(tmp_path, config, capsys):
-    pairs = [{"prompt": f"What is {i}?", "completion": "a number"} for i in range(300)]
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    folder = json.loads(prepare_for_ranks(config(path=path))[prepare.PREPARED]).popitem()[1]
-    corpus = Corpus.open(folder)
-    rows = [corpus.shard(info, loss=True).read().tolist() for info in corpus.train]
-    labels, documents = sum(map(sum, rows)), sum(info.documents for info in corpus.train)
-    share = f"{100 * labels / sum(map(len, rows)):.1f}%"
-    assert f"local: {documents} pairs or chats (chats as headings and texts), " in (
-        told := capsys.readouterr().err
-    )
-    assert f"of which {share} are answers" in told and 250 < documents < 300
-
-
-def test_what_a_small_corpus_holds_out_is_said(tmp_path, config, capsys):
-    variables = prepare_for_ranks(config())
-    corpus = Corpus.open(json.loads(variables[prepare.PREPARED]).popitem()[1])
-    held = sum(info.documents for info in corpus.held_out)
-    assert 10 < held < 40  # the control: not 1 in 200
-    line = f"local: {held} of 200 documents are held out for validation ("
-    assert line in (told := capsys.readouterr().err)
-    assert "; 1 in 200 of a corpus above 8 MiB" in told
-    prepare_for_ranks(config())  # it is prepared, but a run's own numbers need the line
-    assert line in capsys.readouterr().err
-
-
-def test_rows_of_the_vocabulary_without_tokens_are_said(tmp_path, config, caplog):
-    logger.addHandler(caplog.handler)
-    try:
-        for option, expected in [
-            ("--model.hf_assets_path=torchtitan_lr/data/assets/bpe1k", ["3072 of the vocabulary"]),
-            ("--model.hf_assets_path=torchtitan_lr/data/assets/bpe4k", []),
-            ("--model.vocab_size=8192", []),  # the user's own choice
-        ]:
-            caplog.clear()
-            check_data(config(option), 1, "cpu")
-            said = [line for line in caplog.messages if "of the vocabulary" in line]
-            assert [line[:22] for line in said] == expected
-            assert not said or "--model.vocab_size=1024 leaves them out" in said[0]
-    finally:
-        logger.removeHandler(caplog.handler)
-
-
-def test_a_place_too_long_for_sockets_of_workers(tmp_path, config, monkeypatch):
-    check_corpora(config("--training.dataloader.num_workers=1"), 1, "cpu")  # the control
-    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 71)
-    check_corpora(config(), 1, "cpu")
-    with pytest.raises(ConfigError, match=r"TMPDIR: got '/tmp/xx.*, expected a path of at most 75"):
-        check_corpora(config("--training.dataloader.num_workers=1"), 1, "cpu")
-
-
-def test_tokens_of_another_user_are_read(config, monkeypatch):
-    """Nothing in their folder is opened for writing."""
-    folder = ensure_prepared(config())[0].folder
-    opened = list[tuple[str, int]]()
-
-    def hook(event, arguments):
-        if event == "open" and str(arguments[0]).startswith(folder):
-            opened.append((str(arguments[0]), arguments[2]))
-
-    sys.addaudithook(lambda *event: hook(*event) if watching else None)
-    watching = [True]
-    assert ensure_prepared(config())[0].folder == folder
-    watching.clear()
-    assert opened and all(flags & (os.O_WRONLY | os.O_RDWR) == 0 for _, flags in opened)

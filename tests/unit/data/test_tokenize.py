@@ -11,7 +11,6 @@ import shutil
 import signal
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 
 import datasets
 import numpy as np
@@ -78,24 +77,6 @@ def test_every_document_is_in_its_part_and_in_order(tmp_path, monkeypatch, name)
     assert not (cut / "corpus.json").exists()
 
 
-def test_a_small_corpus_holds_out_the_lowest_hashes(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", TEXTS[:40])
-    held = read_documents(prepare(tmp_path / "a.jsonl", tmp_path / "out"), held_out=True)
-    assert 1 <= len(held) <= 8
-    lowest = sorted(TEXTS[:40], key=document_hash)[: len(held)]
-    assert sorted(held) == sorted(encoded(lowest))
-
-
-def test_txt_is_cut_where_the_other_part_begins(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "PLACE_BYTES", 100)
-    lines = [f"line {i} of the text\n" for i in range(300)]
-    (tmp_path / "a.txt").write_text("".join(lines))
-    corpus = prepare(tmp_path / "a.txt", tmp_path / "out")
-    parts = [read_documents(corpus), read_documents(corpus, held_out=True)]
-    found = [TOKENIZER.decode(part) for part in chain(*parts)]
-    assert all(parts) and sorted(chain(*(part.splitlines(True) for part in found))) == sorted(lines)
-
-
 def test_pairs_have_a_mask_of_their_answers(tmp_path):
     pairs = [{"prompt": f"Q{i}: {i} + 1?", "completion": f" {i + 1}"} for i in range(60)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, pairs)))
@@ -108,11 +89,6 @@ def test_pairs_have_a_mask_of_their_answers(tmp_path):
         found += [np.where(mask, ids, np.invert(ids)).tolist() for ids, mask in both]
     whole = [PairEncoder(TOKENIZER).encode(parse_pair(pair)).tolist() for pair in pairs]
     assert corpus.kind == "pairs" and sorted(found) == sorted(whole)
-
-
-def test_the_library_holds_out_one_file_in_twenty(tmp_path, small_library):
-    corpus = prepare(None, tmp_path, source=Source("python_stdlib"))
-    assert (len(read_documents(corpus)), len(read_documents(corpus, held_out=True))) == (45, 15)
 
 
 @pytest.mark.parametrize("streaming", [True, False])

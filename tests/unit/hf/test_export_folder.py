@@ -2,120 +2,18 @@
 """What goes along with exported weights: the tokenizer, the ids, the model card."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
-import torch
 from huggingface_hub import ModelCard
 from huggingface_hub import constants as hf_constants
-from tokenizers import Tokenizer, processors
 
-from tests.commands import ROOT, Command
+from tests.commands import Command
 from tests.support.run_folders import rewrite_record, write_run
-from torchtitan_lr.data.tokenizer import build_tokenizer
-from torchtitan_lr.hf.tokenizer import export_tokenizer
 
 export = Command("export")
 
-ASSETS = ROOT / "torchtitan_lr/data/assets/bpe4k"
-TEXTS = [
-    "",
-    "def main():\n    return 'naïve café'",
-    "  x\t\r\n\n 1234567",
-    "日本 🙂 don't <|end_of_text|>",
-]
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def roundtrip(folder, out):
-    """The tokenizer of training, and the exported one as transformers loads it."""
-    from transformers import AutoTokenizer
-
-    config = SimpleNamespace(model=SimpleNamespace(hf_assets_path=str(folder)))
-    ours = build_tokenizer(config)
-    out.mkdir()
-    export_tokenizer(ours, folder, out, 64)
-    return ours, AutoTokenizer.from_pretrained(out)
-
-
-def same_ids(ours, theirs):
-    wanted = [ours.encode(text, add_bos=True, special=True) for text in TEXTS]
-    assert theirs(TEXTS).input_ids == wanted
-    for ids in wanted:
-        assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(
-            ids, skip_special_tokens=True
-        )
-    return wanted
-
-
-def test_the_shipped_tokenizer_adds_bos_as_training_did(tmp_path):
-    ours, theirs = roundtrip(ASSETS, tmp_path / "out")
-    wanted = same_ids(ours, theirs)
-    assert all(ids[0] == ours.bos_id and ids.count(ours.bos_id) == 1 for ids in wanted)
-    batch = theirs(["a b", "def main(x): pass"], padding=True)
-    assert sorted(batch) == ["attention_mask", "input_ids"]
-    assert batch.attention_mask[0] == [0] * (len(batch.input_ids[1]) - 3) + [1] * 3
-    ids = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert ids == {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-
-
-@pytest.mark.parametrize("kind", ["adds_it_itself", "has_none"])
-def test_bos_is_neither_doubled_nor_invented(tmp_path, kind):
-    folder = tmp_path / "in"
-    folder.mkdir()
-    backend = Tokenizer.from_file(str(ASSETS / "tokenizer.json"))
-    config = {"eos_token": "<|end_of_text|>", "add_bos_token": False, "chat_template": "{{ 1 }}"}
-    if kind == "adds_it_itself":
-        bos = ("<|begin_of_text|>", 0)
-        backend.post_processor = processors.TemplateProcessing(
-            single=[bos[0], "$A"], special_tokens=[bos]
-        )
-        config |= {"bos_token": bos[0], "add_bos_token": True}
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    ours, theirs = roundtrip(folder, tmp_path / "out")
-    wanted = same_ids(ours, theirs)
-    assert [ids.count(0) for ids in wanted] == [int(kind == "adds_it_itself")] * len(TEXTS)
-    assert theirs.chat_template == "{{ 1 }}"
-
-
-def run_with_history(folder):
-    step, _ = write_run(folder, "cola", torch.bfloat16)
-    record = json.loads((folder / "job_config.json").read_text())
-    record["training"] |= {"dataset": "python_stdlib", "dataset_path": None}
-    record["training"] |= {"steps": 30, "mixture": [{"dataset": "cpython", "weight": 2.0}]}
-    rewrite_record(step, record)
-    history = [
-        {"step": 10, "validation_metrics/loss": 800.0},
-        {"step": 20, "loss_metrics/global_avg_loss": 3.25, "n_tokens_seen": 40960}
-        | {"throughput/tokens_per_s": 4e3 / 3, "throughput/tokens_per_s_per_device": 1e3 / 3},
-        {"step": 30, "validation_metrics/loss": 3.0, "n_tokens_seen": 61440},
-    ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in history))
-    return step
-
-
-def test_the_card_says_what_the_run_recorded(tmp_path):
-    step = run_with_history(tmp_path / "run")
-    out = tmp_path / "out"
-    assert export.main([str(step), str(out), "--format", "hf"]) == 0
-    card = (out / "README.md").read_text()
-    for line in (
-        "# llama_cola debug, step 20",
-        "| tokens | 40,960 |",
-        "| training loss at step 20 | 3.2500 nats per token, perplexity 25.79 |",
-        "| validation loss at step 10 | 800.0000 nats per token, perplexity inf |",
-        "| ranks of attention, feed-forward | 32, 32 |",
-        "| data | cpython |",
-    ):
-        assert line in card.splitlines()
-    assert ", pre-trained with torchtitan_lr." in card
-    assert "61,440" not in card and card.count("trust_remote_code=True") == 1
-    values = json.loads((out / "config.json").read_text())
-    assert values["torch_dtype"] == "bfloat16" and values["eos_token_id"] == 1
-    # A row of padding would have no gradient in transformers' embedding.
-    assert "pad_token_id" not in values
 
 
 def front_matter(folder):
@@ -147,11 +45,3 @@ def test_the_card_of_a_tune_names_base_and_licence(tmp_path, monkeypatch):
         assert str(tmp_path) not in card
         assert front_matter(out)["base_model"] == "someone/small"
         assert front_matter(out)["license"] == "mit"
-
-
-def test_a_name_that_no_cache_has_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(hf_constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(hf_constants, "HF_HUB_CACHE", str(tmp_path))
-    status, _, told = Command("import").ask(capsys, "nobody/nothing", tmp_path / "out")
-    assert status == 2 and told.count("\n") == 1
-    assert "DIR: got 'nobody/nothing'" in told and "hf download nobody/nothing" in told

@@ -152,36 +152,6 @@ def test_the_code_needs_torch_and_transformers_only():
     assert roots <= {"__future__", "functools", "typing", "torch", "transformers"}
 
 
-@pytest.mark.parametrize("case", ["lax_gated", "lanes"])
-def test_the_last_hidden_state_is_what_the_head_reads(exported, case):
-    ours, theirs, _ = exported(case)
-    rows, mask = padded(tokens(ours.model_args, b=3, s=12), [12, 7, 3])
-    with torch.no_grad():
-        out = theirs(rows, attention_mask=mask, output_hidden_states=True)
-        width = ours.model_args.dim * ours.model_args.lanes
-        first, *others = out.hidden_states
-        assert first.shape[-1] == ours.model_args.dim and len(others) == len(theirs.model.layers)
-        assert {state.shape[-1] for state in others} == {width}
-        assert torch.equal(theirs.lm_head(out.hidden_states[-1]), out.logits)
-        in_a_tuple = theirs(rows, output_hidden_states=True, use_cache=False, return_dict=False)[1]
-        assert [state.shape for state in in_a_tuple] == [s.shape for s in out.hidden_states]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("case", GENERATING)
-def test_it_is_one_graph(exported, case):
-    """Of padded batches too, whose mask is data; the results are those without a graph."""
-    ours, theirs, _ = exported(case)
-    rows, mask = padded(tokens(ours.model_args, b=2, s=8), [8, 5])
-    torch._dynamo.reset()
-    compiled = torch.compile(theirs, fullgraph=True, backend="aot_eager")  # raises at a break
-    with torch.no_grad():
-        for given in (mask, torch.ones_like(mask), None):
-            wanted = theirs(rows, attention_mask=given).logits
-            assert error(compiled(rows, attention_mask=given).logits, wanted) < 1e-12
-    torch._dynamo.reset()
-
-
 def test_adapters_train_the_factors(exported):
     import peft  # takes two seconds
 

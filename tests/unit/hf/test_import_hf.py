@@ -4,7 +4,6 @@
 import copy
 import json
 import math
-import shlex
 import shutil
 
 import pytest
@@ -17,11 +16,10 @@ from tests.support.run_folders import loaded
 from tests.unit.hf.hf_models import model_of
 from tests.unit.tiny import tokens
 from torchtitan_lr.checkpoints.folders import UNFINISHED, is_free
-from torchtitan_lr.checkpoints.record import Record, read_step
+from torchtitan_lr.checkpoints.record import Record
 from torchtitan_lr.checkpoints.saving import verified
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.export import export_factored, export_hf
 from torchtitan_lr.hf.folders import read_args, read_weights
 from torchtitan_lr.hf.import_hf import write_weights
@@ -211,18 +209,12 @@ def test_halves_are_read_exactly_and_old_tables_are_skipped(tmp_path):
     ("changes", "line"),
     [
         ({"attention_bias": True}, "attention_bias: got True, expected false"),
-        ({"mlp_bias": True}, "mlp_bias: got True"),
-        ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
         ({"model_type": "mistral"}, "model_type: got 'mistral', expected 'llama'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: got {'bits': 4}"),
         ({"head_dim": 16}, "head_dim: got 16, expected hidden_size / num_attention_heads = 12"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters: got 'yarn'"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_scaling: got 'li"),
-        ({"rope_parameters": SCALED | {"factor": "x"}}, "factor: got 'x', expected a positive"),
         ({"hidden_size": None}, "hidden_size: got None, expected a positive number"),
-        ({"num_hidden_layers": 2}, "without model.layers.2."),
         ({"num_hidden_layers": 4}, "a tensor model.layers.3."),
-        ({"intermediate_size": 96}, "of shape [96, 48] (found: [80, 48])"),
     ],
 )
 def test_what_a_llama_full_has_not_is_refused(changes, line, plain, tmp_path, capsys):
@@ -272,42 +264,6 @@ def test_our_own_exports_become_the_same_model(case, form, tmp_path):
     again = load_model(tmp_path / "step-0", args)
     ids = tokens(ours.model_args)
     assert torch.equal(again(ids), ours(ids))
-
-
-def test_the_printed_command_names_the_module_of_a_family(plain, tmp_path, capsys):
-    module = "--experimental.custom_import=json"  # any module
-    assert import_hf.main([str(plain), str(tmp_path / "out"), module]) == 0
-    command = capsys.readouterr().out.partition("torchtitan-lr train ")[2]
-    toml, *overrides = shlex.split(command)
-    config = build_job_config([f"--job.config_file={toml}", *overrides])
-    assert config.experimental.custom_import == "json"
-    record = json.loads((tmp_path / "out/job_config.json").read_text())
-    assert record["job"]["config_file"] == "${config_dir}/train.toml"
-    # No run was there yet.
-    assert Command("runs").main([str(tmp_path)]) == 1
-
-
-def test_the_written_toml_is_a_valid_job(plain, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert import_hf.main([str(plain), str(out), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["model"] == "llama_full" and result["matrices"] == []
-    assert result["parameters"] == sum(
-        v.numel() for v in load_file(plain / "model.safetensors").values()
-    )
-    config = build_job_config([f"--job.config_file={result['config']}"])
-    assert config.checkpoint.initial_load_path == result["checkpoint"]
-    assert config.training.global_batch_size == 16 and config.validation.enable
-    check_job_config(config, 1, "cpu")
-    stored = read_step(result["checkpoint"]).states["model"]
-    assert stored["model.hf_assets_path"].startswith("sha256:")
-    # The fingerprint keeps another model from loading it.
-    with pytest.raises(ConfigError, match=r"model\.name: got 'llama_cola', expected 'llama_full'"):
-        check_job_config(
-            build_job_config([f"--job.config_file={result['config']}", "--model.name=llama_cola"]),
-            1,
-            "cpu",
-        )
 
 
 def test_an_imported_folder_can_be_moved(tmp_path):

@@ -62,12 +62,3 @@ def test_a_rank_above_a_narrow_side_loses_nothing_and_trains():
     A, B = found.A.requires_grad_(), found.B.requires_grad_()
     (B @ A).square().sum().backward()
     assert found.A.shape == (10, 16) and (B.grad[:, 6:].norm(dim=0) > 0.1).all()
-
-
-def test_directions_without_text_are_ordered_by_the_weight_alone():
-    weight = draw(8, 8)
-    text = torch.zeros(8, 8, dtype=torch.float64)
-    text[0, 0] = 1.0
-    found = truncate(weight, 4, text)
-    assert found.weighted_error < 1e-4  # of rank 1
-    assert truncate(weight, 4).error < found.error < 1

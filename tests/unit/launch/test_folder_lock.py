@@ -28,30 +28,6 @@ def test_the_second_job_is_told_who_is_at_work(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("blocked", ["dump", f"dump/{LOCK_FILE}"])
-def test_a_folder_that_takes_no_lock_is_refused(tmp_path, blocked):
-    path = tmp_path / blocked
-    if blocked == "dump":
-        path.write_text("")
-    else:
-        path.mkdir(parents=True)
-    refused = pytest.raises(ConfigError, match=r"job.dump_folder: got .*can be written")
-    with refused, locked(str(tmp_path / "dump")):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("variables", "takes"),
-    [({}, True), ({"RANK": "0"}, True), ({"RANK": "1"}, False)],
-)
-def test_rank_0_locks(tmp_path, monkeypatch, variables, takes):
-    monkeypatch.delenv("RANK", raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with locked_by_rank(str(tmp_path)):
-        assert (tmp_path / LOCK_FILE).exists() == takes
-
-
 def test_a_rank_relies_on_its_launcher_for_that_folder_only(tmp_path, monkeypatch):
     folder = str(tmp_path / "dump")
     with locked(folder):

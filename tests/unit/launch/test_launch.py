@@ -23,21 +23,13 @@ def variables(monkeypatch):
 
 REFUSED_VARIABLES = [
     ({"NGPU": "many"}, "NGPU: got 'many', expected a number from 1 to 1,024"),
-    ({"NGPU": "9" * 5000}, "NGPU: got '9999999999999999"),
-    (
-        {"NGPU": "1000001", "COMM_MODE": "fake_backend"},
-        "NGPU: got '1000001', expected a number from 1 to 1,000,000",
-    ),
     ({"LOG_RANK": "4"}, "LOG_RANK: got '4', expected ranks from 0 to 3 such as 0,1"),
-    ({"COMM_MODE": "local_tensor"}, "COMM_MODE: got 'local_tensor', expected 'fake_backend'"),
     (
         {"NNODES": "2", "RDZV_ENDPOINT": "a:1,b:1"},
         "RDZV_ENDPOINT: got 'a:1,b:1', expected host:port of one of the 2 machines",
     ),
     ({"NNODES": "2"}, "RDZV_ENDPOINT: got '', expected host:port of one of the 2 machines"),
-    ({"NNODES": "4:2"}, "NNODES: got '4:2', expected a range such as 2:4"),
     ({"NNODES": "0:2"}, "NNODES: got '0', expected a number from 1 to 100,000"),
-    ({"MAX_RESTARTS": "1001"}, "MAX_RESTARTS: got '1001', expected a number from 0 to 1,000"),
     ({"RDZV_CONF": "join_timeout=1s"}, "RDZV_CONF: got 'join_timeout=1s', expected KEY=NUMBER"),
 ]
 
@@ -94,21 +86,6 @@ def test_environment(variables):
     assert launch.read_environment() == dry
 
 
-def test_arguments(variables):
-    real = launch.Environment(4, 1, "0", "", "torchtitan_lr.train")
-    dry = launch.Environment(4, 1, "0", "fake_backend", "torchtitan_lr.train")
-    default = "--job.config_file=./train_configs/debug_cola.toml"
-    assert launch.train_arguments(["--a.b=1"], real) == [default, "--a.b=1"]
-    assert launch.train_arguments(["--job.config-file", "x"], real) == ["--job.config-file", "x"]
-    variables.setenv("CONFIG_FILE", "y.toml")
-    assert launch.train_arguments([], dry) == [
-        "--job.config_file=y.toml",
-        "--comm.mode=fake_backend",
-        "--training.steps=1",
-        "--checkpoint.no_enable",
-    ]
-
-
 @pytest.mark.parametrize(
     ("word", "refused"),
     [
@@ -135,16 +112,3 @@ def test_how_to_go_on(tmp_path):
     assert launch.how_to_resume(config).endswith(f"resume from {tmp_path}/checkpoint/step-4")
     checkpoint.enable = False
     assert launch.how_to_resume(config) == "; there is no checkpoint to resume from"
-
-
-def test_a_user_without_a_name_has_one_for_torchs_compiler(variables):
-    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
-        variables.setenv(name, "")
-    named = launch.rank_variables(launch.read_environment())
-
-    def unknown(uid):
-        raise KeyError(uid)
-
-    variables.setattr("pwd.getpwuid", unknown)
-    ranks = launch.rank_variables(launch.read_environment())
-    assert "LOGNAME" not in named and ranks["LOGNAME"] == f"uid_{os.getuid()}"

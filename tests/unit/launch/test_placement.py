@@ -45,16 +45,6 @@ def batch(found):
     return global_batch_size(found.config, found.environment.world_size)
 
 
-@pytest.mark.parametrize(("count", "ranks", "degree"), [(8, 4, 2), (2, 2, 1)])
-def test_the_main_job_on_ranks_that_share_rows(count, ranks, degree, gpus):
-    gpus(count)
-    half = "--training.mixed_precision_param=bfloat16"
-    found = placed(MAIN, half, "--parallelism.context_parallel_degree=2")
-    assert found.environment.ranks == ranks
-    assert found.config.parallelism.tensor_parallel_degree == degree
-    assert batch(found) == 16
-
-
 def test_fewer_gpus_than_ranks(gpus):
     gpus(1)
     with pytest.raises(ConfigError) as info:

@@ -22,23 +22,9 @@ def test_a_failure_is_one_line(failure, said):
     assert str(Failure(*failure, Path("logs"))) == said
 
 
-def test_ranks_that_did_not_end_are_named():
-    told = str(Failure(0, 1, "RuntimeError: Timed out", Path("logs"), stuck=[1, 3]))
-    stuck = "rank {} did not end on SIGTERM: stopped, or stuck"
-    assert told == f"rank 0 failed: RuntimeError: Timed out; {stuck.format(1)}; {stuck.format(3)}"
-
-
 @pytest.mark.parametrize("value", ["a\x1b[31m", [1], {}, True, float("nan"), None])
 def test_a_damaged_summary_costs_its_cells(value):
     summary = {"train_loss": 2.5, "steps": value, "mfu": value, "checkpoint": value}
     lines = summary_lines(summary, Path("a"), Path("b"))
     assert lines[0].split() == ["steps", "-"] and "2.5000" in lines[1]
     assert "".join(lines).isprintable()
-
-
-def test_what_was_sent_is_told_beside_the_baseline():
-    summary = {"sent_bytes": 2_400_000, "adamw_bytes": 7_100_000}
-    (line,) = (row for row in summary_lines(summary, Path("a"), Path("b")) if "sent" in row)
-    assert line.split("  ")[-1].strip() == "2.4 MB per step by formula (AdamW 7.1)"
-    # The control: one rank sends nothing.
-    assert not any("sent" in row for row in summary_lines({}, Path("a"), Path("b")))

@@ -7,19 +7,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.documents import (
-    alone,
-    difference,
-    masks_of_blocks,
-    together,
-)
-from tests.support.nightly import nightly
+from tests.support.documents import alone, difference, masks_of_blocks, together
 from tests.unit.tiny import FAMILIES, build_tiny
-from torchtitan_lr.compat.dispatch import (
-    ATTENTION_OPERATORS,
-    FLEX_ATTENTION,
-    FLEX_ATTENTION_CALL,
-)
+from torchtitan_lr.compat.dispatch import ATTENTION_OPERATORS, FLEX_ATTENTION, FLEX_ATTENTION_CALL
 from torchtitan_lr.costs.rank_memory import mask_bytes
 from torchtitan_lr.models.llama import separate
 from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
@@ -65,53 +55,6 @@ def test_low_rank_checkpointing(save_attention, mask):
     with Runs() as runs:
         assert difference(together(model), expected) < 1e-12
     assert runs.count == len(model.layers) * (1 if save_attention else 2)
-
-
-def visible_attention(q, k, v, block_mask, scale, enable_gqa, return_lse):
-    """Attention by products, which Inductor compiles on a CPU."""
-    places = torch.arange(q.shape[2])
-    rows = torch.arange(len(q))[:, None, None]
-    seen = block_mask.mask_mod(rows, None, places[:, None], places)
-    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~seen[:, None], float("-inf"))
-    return scores.softmax(-1) @ v
-
-
-@pytest.mark.nightly
-def test_compiled_attention_in_blocks_that_are_not():
-    """Low-rank checkpointing saves the results of a region that is compiled as torchtitan does."""
-    options = {"wrap_inductor_compiled_regions": True}
-    model = build_tiny("cola", torch.float64)
-    expected = together(model)
-    with masks_of_blocks(torch.compile(visible_attention, options=options)):
-        for save_attention, times in ((True, 1), (False, 2)):
-            again = build_tiny("cola", torch.float64)
-            apply_low_rank_checkpoint(again, save_attention)
-            with Runs() as runs:
-                assert difference(together(again), expected) < 1e-12
-            # Backward of a region is one more.
-            assert runs.count == len(model.layers) * (times + 1)
-
-
-@pytest.mark.parametrize(
-    ("mask", "checkpointed"),
-    [("blocks", True), *nightly(("blocks", False), ("added", False), ("added", True))],
-    indirect=["mask"],
-)
-def test_compiled_blocks(mask, checkpointed):
-    model = build_tiny("cola", torch.float64, n_layers=1)
-    expected = together(model)
-    if checkpointed:
-        apply_low_rank_checkpoint(model, save_attention=True)
-    for block in model.layers.values():
-        block.compile(fullgraph=True, backend="aot_eager")
-    assert difference(together(model), expected) < 1e-12
-
-
-def test_positions_restart_and_later_documents_are_hidden():
-    found = torch.tensor([[3, 3, 5, 5, 5, 3], [0, 0, 0, 0, 0, 0]])
-    assert separate(found, torch.float64)[0].tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
-    seen = (separate(torch.tensor([[1, 1, 2]]), torch.float64)[1] == 0)[0, 0]
-    assert seen.tolist() == [[True, False, False], [True, True, False], [False, False, True]]
 
 
 def test_a_mask_of_blocks_is_small_and_skips_what_no_token_sees():

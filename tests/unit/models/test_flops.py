@@ -4,12 +4,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.oracle.flops import (
-    flops_per_sequence,
-    flops_per_token,
-    head_flops,
-    layer_flops,
-)
+from tests.oracle.flops import flops_per_sequence, flops_per_token, head_flops, layer_flops
 from tests.oracle.parameters import count_parameters
 from tests.unit.tiny import FAMILIES, build_tiny, tokens
 from torchtitan_lr.models.flavors import FLAVORS

@@ -7,19 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.allocations import peak_bytes
-from tests.unit.tiny import build_tiny
 from torchtitan_lr.compat.fake import FakeTensorMode
 from torchtitan_lr.costs.rehearsal import LivingStorages
 from torchtitan_lr.models import ends as head_loss
-from torchtitan_lr.models.ends import (
-    cross_entropy_sum,
-    errors_in_place,
-    linear_loss,
-    summed_loss,
-)
+from torchtitan_lr.models.ends import cross_entropy_sum, errors_in_place, linear_loss
 from torchtitan_lr.models.lanes import lane_linear
-from torchtitan_lr.models.llama import loss_arguments
 from torchtitan_lr.titan import IGNORE_INDEX
 
 D, V, LANES = 6, 24, 3
@@ -134,26 +126,6 @@ def test_gradients_in_bf16_have_the_scale_of_fp64(size):
         assert abs(scale.item() - 1) < 1e-3  # bf16 logits and errors: 6e-4
 
 
-def test_a_softmax_of_bf16_logits_has_no_hidden_copy():
-    """Two chunks' memories at most: the logits in bf16, their probabilities in fp32."""
-    x, weight = (torch.zeros(n, 16, dtype=torch.bfloat16) for n in (1024, 4096))
-    targets = torch.zeros(1, 1024, dtype=torch.long)
-    chunk = 256 * 4096 * (2 + 4)
-    found = peak_bytes(lambda: in_chunks(256, x[None], weight, targets))
-    assert chunk <= found < 1.1 * chunk
-
-
-@pytest.mark.parametrize("size", [27, 5])
-def test_backward_may_run_for_one_input_at_a_time(size):
-    """A zero-bubble pipeline takes the weight's gradient later."""
-    x, weight, targets = inputs(torch.float64)
-    wanted = torch.autograd.grad(whole(x, weight, targets), (x, weight))
-    loss = in_chunks(size, x, weight, targets)
-    (dx,) = torch.autograd.grad(loss, x, retain_graph=True)
-    (dweight,) = torch.autograd.grad(loss, weight)
-    torch.testing.assert_close((dx, dweight), wanted, rtol=1e-12, atol=1e-13)
-
-
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("size", [27, 5])
 def test_what_an_ignored_token_holds_has_no_effect(size, value):
@@ -163,18 +135,6 @@ def test_what_an_ignored_token_holds_has_no_effect(size, value):
     x = torch.where(ignored, value, x.detach()).requires_grad_()
     found = torch.autograd.grad(in_chunks(size, x, weight, targets), (x, weight))
     assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
-
-
-def test_an_unlikely_target_has_its_loss():
-    """Where p underflows, the loss is still a difference of logits, not infinite."""
-    x, weight = torch.ones(1, 1, 1), torch.tensor([[0.0], [-300.0]])
-    assert in_chunks(1, x, weight, torch.ones(1, 1, dtype=torch.long)).item() == 300.0
-
-
-def test_a_target_beyond_the_vocabulary_is_an_error():
-    x, weight, targets = inputs(torch.float32)
-    with pytest.raises(RuntimeError, match="out of bounds"):
-        linear_loss(x, weight, targets.clamp(min=V))
 
 
 def peak(function, tokens, dim, vocabulary, dtype):
@@ -199,17 +159,3 @@ def test_logits_of_a_large_vocabulary_never_exist(dtype, dim):
     # The control: one chunk of all tokens.
     one = peak(lambda *arguments: in_chunks(tokens, *arguments), tokens, dim, vocabulary, dtype)
     assert one > whole_bytes / 8
-
-
-@pytest.mark.parametrize("family", ["full", "cola"])
-def test_a_model_with_targets_returns_the_loss(family):
-    model = build_tiny(family, torch.float64)
-    tokens = torch.randint(96, (2, 17), generator=torch.Generator().manual_seed(1))
-    tokens, labels = tokens[:, :-1], tokens[:, 1:].clone()
-    labels[0, :3] = IGNORE_INDEX
-    found = summed_loss(model(tokens, **loss_arguments(model, labels)), labels)
-    wanted = cross_entropy_sum(model(tokens), labels)
-    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=0)
-    assert loss_arguments(torch.nn.Identity(), labels) == {}  # another package's model
-    ours, theirs = (torch.autograd.grad(y, list(model.parameters())) for y in (found, wanted))
-    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)

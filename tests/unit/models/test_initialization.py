@@ -6,16 +6,11 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.unit.tiny import FAMILIES, build_tiny, tiny_args
-from torchtitan_lr.compat.dtensor import local_slice
 from torchtitan_lr.compat.fake import fake_process_group
 from torchtitan_lr.models.llama import LlamaModel
 
@@ -120,18 +115,6 @@ def apply_tp_and_fsdp(model, mesh):
     apply_fsdp(model, mesh[dp])
 
 
-@pytest.mark.parametrize(
-    ("mesh", "expected"), [((4,), (Shard(0),)), ((2, 2), (Replicate(), Shard(0)))]
-)
-def test_fsdp2_shards_are_slices_of_the_whole(mesh, expected):
-    whole = build_tiny("lax", **UNEVEN).state_dict()
-    assert any(value.shape[0] % mesh[-1] for value in whole.values())
-    for rank in range(4):
-        for name, (local, placements) in sharded_parameters(rank, mesh, apply_fsdp).items():
-            assert placements == expected
-            assert torch.equal(local, chunk(whole[name], mesh[-1], rank % mesh[-1])), name
-
-
 def test_fsdp2_over_tensor_parallel_shards_are_slices_of_the_whole():
     whole = build_tiny("lax", **UNEVEN).state_dict()
     kinds = set()
@@ -147,21 +130,3 @@ def test_fsdp2_over_tensor_parallel_shards_are_slices_of_the_whole():
     # Negative control for the slicing: both two-dimensional layouts did occur.
     assert (_StridedShard(0, split_factor=2), Shard(0)) in kinds
     assert (Shard(0), Shard(1)) in kinds
-
-
-@pytest.mark.parametrize("rows", [8, 9, 11, 13])
-def test_uneven_strided_slices_cover_the_tensor_once(rows):
-    full = torch.arange(rows * 3).view(rows, 3)
-    placements = (_StridedShard(0, split_factor=2), Shard(0))
-    parts = {
-        (dp, tp): local_slice(full, (4, 2), (dp, tp), placements)
-        for dp in range(4)
-        for tp in range(2)
-    }
-    for (dp, tp), part in parts.items():
-        assert torch.equal(part, chunk(chunk(full, 2, tp), 4, dp))
-    whole = torch.cat([parts[dp, tp] for tp in range(2) for dp in range(4)])
-    assert torch.equal(whole, full)
-    # Read as plain shards, the same layout would hand out other rows.
-    plain = local_slice(full, (4, 2), (0, 1), (Shard(0), Shard(0)))
-    assert not torch.equal(plain, parts[0, 1])

@@ -15,13 +15,11 @@ from torchtitan_lr.costs.described_run import read_run
 from torchtitan_lr.costs.fsdp_messages import named_parameters
 from torchtitan_lr.costs.tp_messages import part_traffic
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.hf.export import check_hf_exportable
 from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.titan.specs import REGISTERED_SPECS
-from torchtitan_lr.training.fingerprint import model_fingerprint
 from torchtitan_lr.training.register import register_model_family
 
 NAMED = "--model.name=llama_tanh"
@@ -85,13 +83,6 @@ def test_formulas_ask_what_holds_for_a_family_and_not_its_name(family, like):
     named_like = part_traffic(replace(args, family=like), settings, 64, 2)
     assert part_traffic(args, settings, 64, 2) == named_like
     assert bool(named_like["gates"]) == family.gated
-
-
-def test_its_checkpoints_carry_its_name_and_it_is_no_llama():
-    args = tiny_toy().model_args
-    assert model_fingerprint(args)["model.name"] == "llama_tanh"
-    with pytest.raises(ConfigError, match="--format factored writes every family"):
-        check_hf_exportable(args)
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,6 @@ def test_the_keys_values_are_the_plans() -> None:
     assert list(PLANS) == list(BUILT_IN_PLANS)
 
 
-def test_auto_is_the_plan_of_the_family() -> None:
-    for family, plan in (("svd", "btp"), ("cola", "btp"), ("lax", "btp"), ("full", "megatron")):
-        assert resolve_settings(TPSettings(), tiny(family), 4, 16).plan == plan
-
-
 LANES = {"lanes": 4, "sync_fraction": 0.5}
 
 
@@ -51,15 +46,11 @@ LANES = {"lanes": 4, "sync_fraction": 0.5}
         # Without effect.
         (TPSettings("megatron"), "cola", {}, "tp_plan"),
         (TPSettings("btp"), "full", {}, "tp_plan"),
-        (TPSettings("vanilla"), "full", {}, "tp_plan"),
         (TPSettings("vanilla", norm="sync"), "cola", {}, "tp_norm"),
         (TPSettings("vanilla", comm="sequence"), "cola", {}, "tp_comm"),
-        (TPSettings("vanilla_replicated", comm="sequence"), "cola", {}, "tp_comm"),
         (TPSettings("megatron", grouping=False), "full", {}, "tp_grouping"),
         # Not with lanes.
-        (TPSettings("megatron"), "full", LANES, "tp_plan"),
         (TPSettings("caat", comm="sequence"), "full", LANES, "tp_comm"),
-        (TPSettings("caat", grouping=False), "full", LANES, "tp_grouping"),
     ],
 )
 @pytest.mark.parametrize("degree", [1, 2])
@@ -101,13 +92,9 @@ def test_ranks_share_out_the_lanes() -> None:
     ("changes", "plan", "width"),
     [
         ({"n_heads": 2, "n_kv_heads": 2}, "btp", "n_heads"),
-        ({"n_kv_heads": 2}, "btp", "n_kv_heads"),
-        ({"n_kv_heads": 2}, "vanilla", "n_kv_heads"),
         ({"ffn_dim": 90}, "btp", "ffn_dim"),
         ({"vocab_size": 65}, "btp", "vocab_size"),
-        ({"rank_attention": 10}, "vanilla", "rank_attention"),
         ({"rank_ffn": 18}, "vanilla_replicated", "rank_ffn"),
-        ({"dim": 54, "n_heads": 9, "n_kv_heads": 9}, "vanilla_replicated", "dim"),
     ],
 )
 def test_widths_that_do_not_divide_are_refused(
@@ -117,12 +104,6 @@ def test_widths_that_do_not_divide_are_refused(
     with pytest.raises(ConfigError, match=rf"tensor_parallel_degree: got 4.*{width} = "):
         resolve_settings(settings, tiny(**changes), 4, 16)
     assert resolve_settings(settings, tiny(**changes), 1, 16) == settings
-
-
-def test_the_tokens_of_odd_sequences_are_not_sharded() -> None:
-    settings = TPSettings("btp", comm="sequence")
-    assert resolve_settings(settings, tiny(), 4, 16).comm == "sequence"
-    assert resolve_settings(settings, tiny(), 4, 16, 18).comm == "all_reduce"
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchtitan_lr.parallel.stage_split import (
-    layers_before_boundaries,
-    modules_per_stage,
-    stages_per_rank,
-)
+from torchtitan_lr.parallel.stage_split import layers_before_boundaries, modules_per_stage
 
 
 def job(schedule="1F1B", degree=2, per_stage=None, first=1, last=1, names=None):
@@ -40,11 +36,3 @@ def test_blocks_before_each_boundary(config, layers, before):
     names = [name for stage in modules_per_stage(config, layers) for name in stage]
     blocks = [f"layers.{i}" for i in range(layers)]
     assert names == ["tok_embeddings", *blocks, "norm", "output"]
-
-
-def test_stages_a_rank():
-    assert stages_per_rank(job().parallelism, 4) == 1
-    assert stages_per_rank(job("ZBVZeroBubble").parallelism, 4) == 2
-    assert stages_per_rank(job("Interleaved1F1B", per_stage=1).parallelism, 4) == 3
-    assert stages_per_rank(job(per_stage=4).parallelism, 4) == 1  # 4 + 2 make two stages
-    assert stages_per_rank(job("Interleaved1F1B", per_stage=2, degree=2).parallelism, 4) == 1.5

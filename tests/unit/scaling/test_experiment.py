@@ -21,9 +21,8 @@ from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.spectral.selection import select_matrices
 from torchtitan_lr.scaling.experiment import read_experiment
-from torchtitan_lr.scaling.plan import WIDENED, Plan
-from torchtitan_lr.scaling.results import draw_rows, fits_of, judged, law_table, rows_of
-from torchtitan_lr.scaling.start import place_run
+from torchtitan_lr.scaling.plan import Plan
+from torchtitan_lr.scaling.results import fits_of, judged, law_table
 from torchtitan_lr.scaling.sweep import settings_of
 
 scaling = Command("scaling")
@@ -83,25 +82,13 @@ def test_what_sizes_and_families_inherit(tmp_path):
     [
         ('name = "x"', 'name = "x"\nnames = 1', "names: got 1"),
         ("seeds = [0, 1]", "seeds = 3", "seeds: got 3, expected"),
-        ("seeds = [0, 1]", "seeds = [1, 1]", "different numbers"),
-        ("seeds = [0, 1]", "seeds = []", "error: seeds: got [], expected at least one"),
         ("seeds = [0, 1]", "seeds = [1.5]", "seeds: got [1.5], expected a list of integers"),
-        ("[5e-4, 1e-3, 2e-3]", '["a"]', "learning_rates: got ['a'], expected a list of numbers"),
         ("seeds = [5]", "budgets = [1e30]", "sizes.b: got 1e+30, expected fewer tokens per param"),
-        ("rates = [5e-4, 1e-3, 2e-3]", "rates = []", "learning_rates: got [], expected one value"),
-        ("seeds = [5]", "tokens_per_parameter = [nan]\nseeds = [5]", "tokens_per_parameter: got"),
         ("seeds = [5]", "sedes = [5]", "seeds, budgets (did you mean seeds?)"),
-        ("dim = 32", 'flavor = "tiny"\ndim = 32', "sizes.a: got 'tiny', expected either"),
         ("rates = [5e-4, 1e-3, 2e-3]", "rates = [1e-3, 2e-3]", "at least three in ascending order"),
         ('search = ["a"]', 'search = ["z"]', "search: got ['z']"),
-        ("n_heads = 2", "n_heads = 2.5", "sizes.a.n_heads: got 2.5"),
         ("debug_full", "debug_none", "config: got 'debug_none'"),
         ("[families.cola]", "[families.coal]", "families.coal.model: got 'llama_coal'"),
-        (
-            "[families.cola]",
-            '[families.cola]\noverrides = ["optimizer.lr=1"]',
-            "families.cola.overrides: optimizer.lr: got",
-        ),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, capsys, old, new, message):
@@ -109,15 +96,6 @@ def test_mistakes_are_one_line(tmp_path, capsys, old, new, message):
     assert scaling.main(arguments) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
-
-
-def test_a_plan_is_made_on_a_small_machine(tmp_path, monkeypatch):
-    monkeypatch.setattr("torchtitan_lr.checks.memory.machine_memory", lambda: 1.0)
-    plan = plan_of(tmp_path)
-    point = plan.point("full", "a", 4.0, 0, 1e-3)
-    arguments = [f"--job.config_file={point.config}", *point.arguments]
-    with pytest.raises(ConfigError, match="the ranks need"):  # its runs would not start
-        place_run([*arguments, f"--job.dump_folder={tmp_path}/run"], point.ranks, data="find")
 
 
 def test_a_plan_reads_no_corpus_and_names_a_damaged_point(tmp_path, capsys):
@@ -198,27 +176,6 @@ def test_lengths_by_hand(tmp_path):
             assert two["D"] == pytest.approx(4.0 * wanted, abs=whole_steps)
 
 
-def test_runs_at_equal_tokens_and_at_equal_flops(tmp_path):
-    plan = plan_of(tmp_path, ('name = "x"', 'name = "x"\nequal = "both"'))
-    points = plan.main_points(dict.fromkeys(plan.costs, 1e-3))
-    for point in points:
-        point.row = {"status": "to do"}
-    found = {}
-    for point in points:
-        given = point.settings
-        found[given["family"], given["size"], given["seed"], given["equal"]] = point
-    assert len(found) == len(points) == 2 * 2 * (2 + 1)
-    full, cola = (found[family, "b", 5, "flops"] for family in ("full", "cola"))
-    assert cola.settings["FLOPs"] == pytest.approx(full.settings["FLOPs"], rel=0.05)
-    assert cola.settings["D"] > full.settings["D"]
-    # The reference has one run of both; the searched run is that of equal tokens.
-    assert full.name == found["full", "b", 5, "tokens"].name == "full_b_0.05_seed5_lr0.001"
-    assert cola.name == "cola_b_0.05_seed5_lr0.001_flops"
-    assert found["cola", "a", 0, "tokens"].name in [p.name for p in plan.searches({})["cola", "a"]]
-    rows = rows_of(points, "full")
-    assert [row["equal"] for row in rows] == ["tokens", "flops"] * 4
-
-
 @pytest.mark.parametrize(("family", "rule"), [("full", "Muon"), ("svd", "LoRAMuon")])
 def test_the_flops_of_a_spectral_optimizer_count(tmp_path, family, rule):
     """Against torch's count of a real step."""
@@ -278,80 +235,6 @@ def test_a_best_value_is_inside_its_grid(tmp_path):
         assert rates["full", "a"] == rate and not edges
 
 
-def test_a_search_without_a_best_value_is_given_up(tmp_path):
-    plan = plan_of(tmp_path)
-    known = {}
-    while new := {p.name for p in plan.searches(known)["full", "a"]} - known.keys():
-        known |= dict.fromkeys(new, math.inf)
-    rates, (edge,) = plan.rates(plan.searches(known), known)
-    assert rates["full", "a"] is None and len(known) == 3 + WIDENED
-    assert edge.startswith("full a: the best learning rate is 1.95e-06 or beyond it: give families")
-
-
-def test_a_later_size_searches_beside_the_best_rate_of_the_size_before(tmp_path):
-    grid = [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]
-    plan = plan_of(
-        tmp_path,
-        ("[5e-4, 1e-3, 2e-3]", str(grid)),
-        ('search = ["a"]', 'search = ["a", "b"]'),
-    )
-    names = {
-        size: [plan.point("full", size, 0.05, seed, rate).name for rate in grid]
-        for size, seed in (("a", 0), ("b", 5))
-    }
-
-    def searched(losses, size="b"):
-        points = plan.searches(losses)["full", size]
-        return [point.settings["learning_rate"] for point in points]
-
-    losses = dict(zip(names["a"][:4], (3.0, 2.5, 2.7, 2.9), strict=True))
-    assert searched(losses, "a") == grid and searched(losses) == []  # a has not ended
-    losses[names["a"][4]] = math.inf
-    assert searched(losses) == grid[:3]
-    losses |= dict(zip(names["b"][:3], (3.0, 2.5, 2.4), strict=True))
-    assert searched(losses) == grid[:4]  # the best, 4e-3, has a neighbour that did not run
-    assert plan.rates(plan.searches(losses), losses)[0]["full", "b"] is None
-    losses[names["b"][3]] = 2.45
-    assert searched(losses) == grid[:4]
-    assert plan.rates(plan.searches(losses), losses)[0]["full", "b"] == 4e-3
-    # The control: without that neighbour's loss being higher, the search goes on.
-    losses[names["b"][3]] = 2.3
-    assert searched(losses) == grid
-
-
-@pytest.mark.parametrize("searched", ["a", "ab", "abc"])
-def test_rates_lead_beyond_the_searched_sizes(tmp_path, searched):
-    """Three searched sizes give a line through the logarithms, fewer the rate of the largest."""
-    wider = "\n".join(
-        f"[sizes.{name}]\ndim = {dim}\nffn_dim = {2 * dim}\nn_layers = 1\nn_heads = 2"
-        for name, dim in (("c", 128), ("d", 256))
-    )
-    grid = [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]
-    plan = plan_of(
-        tmp_path,
-        ("[5e-4, 1e-3, 2e-3]", str(grid)),
-        ('search = ["a"]', f"search = {list(searched)}"),
-        ("seeds = [5]\n", f"seeds = [5]\n\n{wider}\n"),
-    )
-    best = {"a": 8e-3, "b": 4e-3, "c": 4e-3}
-    losses = {
-        plan.point("full", size, 0.05, seed, rate).name: abs(math.log(rate / best[size]))
-        for size, seed in (("a", 0), ("b", 5), ("c", 0))
-        for rate in grid
-    }
-    rates, _ = plan.rates(plan.searches(losses), losses)
-    assert [rates["full", size] for size in searched] == [best[size] for size in searched]
-    expected = best[searched[-1]]
-    if searched == "abc":
-        logs = [math.log(plan.costs["full", size].counted) for size in "abcd"]
-        line = np.polyfit(logs[:3], [math.log(best[size]) for size in "abc"], 1)
-        expected = math.exp(np.polyval(line, logs[3]))
-        assert expected < 3e-3  # the control: not the largest size's
-    assert rates["full", "d"] == pytest.approx(expected, rel=5e-3)
-    # The control: without a result there is no rate.
-    assert rates["cola", "d"] is None
-
-
 def test_an_experiment_from_its_search_to_the_table(tmp_path, standin, capsys):
     path, work = write(tmp_path, ("[5e-4, 1e-3, 2e-3]", "[1e-3, 2e-3, 4e-3]")), tmp_path / "work"
     assert scaling.main(["plan", path, f"--out={work}"]) == 0
@@ -380,35 +263,6 @@ def test_an_experiment_from_its_search_to_the_table(tmp_path, standin, capsys):
         {"5": 5.05},
     ] * 2
     assert (work / "scaling.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_a_grid_widens_by_itself(tmp_path, standin, capsys):
-    path = write(tmp_path, ("5e-4, 1e-3, 2e-3", "1e-4, 2e-4, 4e-4"))
-    assert scaling.main(["run", path, f"--out={tmp_path / 'work'}"]) == 0
-    numbers = [line.partition(" ")[0] for line in capsys.readouterr().err.splitlines()]
-    assert numbers[::2] == numbers[1::2] and numbers[-1] == "16/16"  # one count over all rounds
-    assert [int(number.partition("/")[0]) for number in numbers[::2]] == [*range(1, 17)]
-    searched = [argv[1].rpartition("lr")[2] for argv in standin if "full_a_0.05_seed0" in argv[1]]
-    assert searched == ["0.0001", "0.0002", "0.0004", "0.0008", "0.0016", "0.0032"]
-    (main,) = (argv[1] for argv in standin if "full_b" in argv[1])
-    assert main.endswith("full_b_0.05_seed5_lr0.0016")
-
-
-def test_a_run_that_fails_holds_up_its_own_family_alone(tmp_path, standin, capsys):
-    """Rank 32 fails in the stand-in: every run of cola."""
-    change = ("[families.cola]", '[families.cola]\noverrides = ["low_rank.rank=32"]')
-    path = write(tmp_path, change, ("[5e-4, 1e-3, 2e-3]", "[1e-3, 2e-3, 4e-3]"))
-    arguments = ["run", path, f"--out={tmp_path / 'work'}"]
-    assert scaling.main([*arguments, "--jobs=2"]) == 1
-    names = [argument[1].rpartition("/")[2] for argument in standin]
-    main = ["full_a_0.05_seed1_lr0.002", "full_b_0.05_seed5_lr0.002"]
-    assert set(main) <= {*names} and len(names) == len({*names})
-    *_, first, second, third = capsys.readouterr().err.splitlines()
-    for line, rate in zip((first, second, third), ("0.001", "0.002", "0.004"), strict=True):
-        assert line == f"cola_a_0.05_seed0_lr{rate}: failed: error: rank 1 failed"
-    standin.clear()
-    assert scaling.main(arguments) == 1
-    assert [argument[1][-8:] for argument in standin] == ["_lr0.001", "_lr0.002", "_lr0.004"]
 
 
 def row(size, budget, parameters, tokens, exponent):
@@ -441,23 +295,3 @@ def test_a_law_is_fitted_to_what_no_cheaper_point_beats():
     assert f"9 5 flops ({distance:+.3f}, not fitted)" in law_table([outside, *inside], fits)
     assert all(point["fitted"] and abs(point["minus_law"]) < 0.01 for point in inside)
     assert all(point["missed"] is None for point in judged(rows[:3], {}))
-
-
-def test_one_size_and_budget_are_drawn_as_rows(tmp_path):
-    """Both families are seen, and the picture has the differences with their intervals."""
-    plan = plan_of(tmp_path)
-    rows = []
-    for family, loss, minus in (
-        ("full", (4.0, 3.9, 4.1), None),
-        ("cola", (4.2, 4.1, 4.3), (0.2, 0.1, 0.3)),
-    ):
-        given = row("a", 20, 10**5, 10**6, 0.2) | {"family": family, "loss": loss}
-        rows.append(given | {"minus_reference": minus, "losses": {0: loss[1], 1: loss[2]}})
-    figure = draw_rows("title", rows, "full", plan.work / "rows.png")
-    left, right = figure.axes
-    assert [tick.get_text() for tick in left.get_yticklabels()] == ["full", "cola"]
-    points = [[float(line.get_xdata()[0]) for line in axes.lines] for axes in (left, right)]
-    assert points == [[4.0, 4.2], [0.2, 0.0]]  # the last one is the reference's line
-    (ends,) = right.collections[0].get_segments()
-    assert [float(x) for x, _ in ends] == [0.1, 0.3]
-    assert (plan.work / "rows.png").read_bytes()[:4] == b"\x89PNG"

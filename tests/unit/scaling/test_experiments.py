@@ -1,18 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Runs that commands start: their records, failures and stops; tests/integration has whole ones."""
 
-import json
 import os
 import sys
 
 import pytest
 
 from torchtitan_lr.scaling import start as starting
-from torchtitan_lr.scaling.start import (
-    RunFailedError,
-    run_on_ranks,
-    start,
-)
+from torchtitan_lr.scaling.start import RunFailedError, run_on_ranks, start
 
 POPEN = starting.subprocess.Popen
 
@@ -38,22 +33,6 @@ def test_a_failure_is_the_launchers_last_line(monkeypatch, tmp_path):
     stand_in(monkeypatch, "import sys; sys.exit(3)")
     with pytest.raises(RunFailedError, match="ended with status 3"):
         start("a.toml", tmp_path, []).finish()
-
-
-def test_arguments_and_environment(monkeypatch, tmp_path):
-    program = (
-        "import os, sys, json; json.dump([sys.argv[1:], os.environ['NGPU'], os.environ['X']],"
-        f" open({str(tmp_path / 'seen')!r}, 'w'))"
-    )
-    stand_in(monkeypatch, program)
-    start("a.toml", tmp_path, ["--training.steps=3"], ranks=3, variables={"X": "y"}).finish()
-    arguments, ranks, x = json.loads((tmp_path / "seen").read_text())
-    assert arguments == [
-        "--job.config_file=a.toml",
-        f"--job.dump_folder={tmp_path}",
-        "--training.steps=3",
-    ]
-    assert (ranks, x) == ("3", "y")
 
 
 def test_ranks_that_fail_are_one_line_and_a_folder(monkeypatch, tmp_path):

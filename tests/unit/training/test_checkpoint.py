@@ -13,7 +13,6 @@ from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpoin
 from tests.support.full_disk import files_of_at_most
 from torchtitan_lr.checkpoints.folders import complete_steps
 from torchtitan_lr.config.build import config_class
-from torchtitan_lr.console.log import console
 from torchtitan_lr.errors import ConfigError, RunFailedError
 from torchtitan_lr.optim.entries import build_optimizers
 from torchtitan_lr.training.checkpoint import CheckpointManager
@@ -100,25 +99,6 @@ def test_dying_while_a_step_is_saved_again_leaves_nothing_to_trust(
     assert newest == trusted
 
 
-@pytest.mark.usefixtures("process_group")
-def test_a_purged_checkpoint_loses_its_name_before_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    deleted: list[str] = []
-    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: deleted.append(Path(path).name))
-    checkpoints = manager(tmp_path, CheckpointManager, keep=2)
-    checkpoints.states = {"model": checkpoints.states["model"]}
-    for step in (1, 2, 3, 4):
-        checkpoints.save(step)
-    assert checkpoints.newest(finite=True).endswith("step-4")
-    checkpoints.close()  # waits for the thread that deletes
-    names = {path.name for path in (tmp_path / "checkpoint").iterdir()}
-    assert {name for name in names if name.startswith("step-")} == {"step-3", "step-4"}
-    assert len(names) == 4
-    assert deleted
-    assert not any(name.startswith("step-") for name in deleted)
-
-
 def kept(checkpoints: Any) -> set[str]:
     checkpoints.close()  # waits for the thread that deletes
     return {path.name for path in Path(checkpoints.folder).iterdir() if path.name[:5] == "step-"}
@@ -140,30 +120,6 @@ def test_a_torn_folder_pushes_no_checkpoint_out(tmp_path: Path) -> None:
     torn_folder(tmp_path, 3)
     checkpoints.save(4)
     assert kept(checkpoints) == {"step-2", "step-3", "step-4"}
-
-
-@pytest.mark.usefixtures("process_group")
-def test_a_save_in_the_background_counts_before_it_is_complete(tmp_path: Path) -> None:
-    checkpoints = manager(tmp_path, CheckpointManager, keep=2)
-    checkpoints.states = {"model": checkpoints.states["model"]}
-    checkpoints.save(1)
-    checkpoints.save(2)
-    torn_folder(tmp_path, 3)
-    checkpoints._last_saved = str(tmp_path / "checkpoint/step-3")
-    checkpoints._purge_stale_checkpoints()
-    assert kept(checkpoints) == {"step-2", "step-3"}
-
-
-@pytest.mark.usefixtures("process_group")
-def test_an_interrupted_run_saves_its_step_once(tmp_path: Path) -> None:
-    checkpoints = manager(tmp_path, CheckpointManager)
-    checkpoints.states = {"model": checkpoints.states["model"]}
-    checkpoints.save(3)
-    written = (tmp_path / "checkpoint/step-3/.metadata").stat().st_mtime_ns
-    checkpoints.save_interrupted(3)
-    assert (tmp_path / "checkpoint/step-3/.metadata").stat().st_mtime_ns == written
-    checkpoints.save_interrupted(4)
-    assert (tmp_path / "checkpoint/step-4/.metadata").is_file()
 
 
 def model_only(tmp_path: Path, keep: int = 10, steps: int = 0) -> Any:
@@ -237,22 +193,6 @@ def test_a_step_without_a_record_is_skipped_and_kept(
     (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
     assert "step-2 is without step.json: renamed to " in warning.getMessage()
     assert folders(tmp_path) == ["aside-2-0", "step-1"]
-
-
-@pytest.mark.usefixtures("process_group")
-def test_initial_weights_that_are_not_read_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(console, "info", lambda text, *values: said.append(text % values))
-    model_only(tmp_path / "source").save(1)
-    checkpoints = model_only(tmp_path / "run")
-    checkpoints._section.initial_load_path = str(tmp_path / "source/checkpoint/step-1")
-    assert checkpoints.load()
-    assert not any("not read" in text for text in said)
-    checkpoints.save(1)
-    assert checkpoints.load()
-    assert sum("initial_load_path is not read" in text for text in said) == 1
 
 
 @pytest.mark.usefixtures("process_group")

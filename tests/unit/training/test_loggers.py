@@ -14,20 +14,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.support.full_disk import files_of_at_most
 from tests.support.kills import child_pids
-from tests.unit.tiny import tiny_args
 from tests.wandb_file import parts, values_of
 from tests.wandb_server import wandb_server
 from torchtitan_lr.config.build import build_job_config
-from torchtitan_lr.titan.base import ParallelDims
 from torchtitan_lr.training.figures import new_figure
-from torchtitan_lr.training.metrics import (
-    WANDB_ID_FILE,
-    Loggers,
-    RunTensorBoard,
-    RunWandb,
-    resolved_config,
-)
-from torchtitan_lr.training.trainer import described_layout
+from torchtitan_lr.training.metrics import WANDB_ID_FILE, Loggers, RunTensorBoard, RunWandb
 
 SUMMARY = {"steps": 4, "train_loss": 4.5}
 
@@ -68,15 +59,6 @@ def test_wandb_gets_the_tomls_values_and_stays_offline_without_credentials(tmp_p
     (run,) = written(tmp_path)["run"]
     values = run.project, run.display_name, run.run_group, sorted(run.tags)
     assert values == ("low-rank", "run 7", "ranks", ["a", "b"])
-
-
-def test_wandbs_variables_win(tmp_path, metrics, monkeypatch):
-    for name, value in (("PROJECT", "mine"), ("TAGS", "c"), ("MODE", "offline")):
-        monkeypatch.setenv(f"WANDB_{name}", value)
-    metrics.wandb_mode = "disabled"
-    RunWandb(tmp_path, 0, {}, metrics).close()
-    (run,) = written(tmp_path)["run"]
-    assert (run.project, run.run_group, list(run.tags)) == ("mine", "ranks", ["c"])
 
 
 @pytest.mark.parametrize("where", ["variable", "file"])
@@ -250,19 +232,3 @@ def test_tensorboard_continues_its_folder(tmp_path, curve):
     next(folder.iterdir()).rename(folder / "20200101-000000")
     RunTensorBoard(folder, 0, {}).close()
     assert len(list(folder.iterdir())) == 2
-
-
-def test_the_resolved_configuration():
-    job = build_job_config(["--model.name=llama_cola", "--training.local_batch_size=8"])
-    job.parallelism.tensor_parallel_degree = 2
-    dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=1, tp=2, pp=1, ep=1, etp=1, world_size=4)
-    assert job.parallelism.data_parallel_shard_degree == -1  # the control
-    config = resolved_config(job, dims, tiny_args("cola"))
-    assert config["parallelism"]["data_parallel_shard_degree"] == 2
-    assert config["parallelism"]["tp_plan"] == "btp"
-    assert config["training"]["global_batch_size"] == 16
-    assert config["model_args"]["dim"] == tiny_args("cola").dim
-    assert config["environment"]["ranks"] == 4
-    assert json.loads(json.dumps(config)) == config
-    assert described_layout(dims) == "4 ranks (dp_shard 2, tp 2)"
-    assert job.training.global_batch_size == -1  # the run's own is left alone

@@ -6,8 +6,6 @@ the tokens of its data-parallel share, so a rank's tokens are four times in the 
 """
 
 import json
-import math
-import os
 import time
 from types import SimpleNamespace
 
@@ -17,10 +15,8 @@ import torchtitan.components.metrics as titan_metrics
 import torchtitan.tools.utils as titan_utils
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchtitan_lr.config.files import MOST_BYTES
 from torchtitan_lr.titan.base import JobConfig, ParallelDims
 from torchtitan_lr.titan.device import bind_device
-from torchtitan_lr.training import metrics
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
 
 GIB = 2**30
@@ -116,40 +112,6 @@ def test_speed_by_hand(processor_of, clock):
     assert (record["step"], record["lr"]) == (1, 0.125)
 
 
-@pytest.mark.parametrize(("mean", "shown"), [(2.25, "loss 2.25000"), (math.nan, "loss 2.50000")])
-def test_the_console_shows_the_mean_of_the_interval(mean, shown, processor_of, clock, monkeypatch):
-    lines = []
-    monkeypatch.setattr(metrics.console, "info", lines.append)
-    processor = processor_of()
-    clock.now += 1
-    processor.ntokens_since_last_log += 600
-    log(processor, 4, interval_loss=mean)
-    assert f"  {shown}  " in lines[0]
-
-
-def test_pauses_do_not_count(processor_of, clock):
-    processor = processor_of()
-    clock.now += 2
-    processor.pause()
-    clock.now += 50
-    processor.pause()  # a save within a pause
-    clock.now += 50
-    processor.log_validation(2.0, 1)
-    processor.resume()
-    processor.resume()
-    clock.now += 1
-    processor.ntokens_since_last_log += 600
-    record = log(processor, 4)
-    assert record[SPEED] == pytest.approx(600 / (3 * 2), rel=EXACT)
-    # A pause that begins right after a window is no part of the next one.
-    processor.pause()
-    clock.now += 30
-    processor.resume()
-    clock.now += 2
-    processor.ntokens_since_last_log += 600
-    assert log(processor, 8)[SPEED] == pytest.approx(600 / (2 * 2), rel=EXACT)
-
-
 def test_a_resumed_run_counts_its_own_steps(processor_of, clock, tmp_path):
     history = tmp_path / "metrics.jsonl"
     history.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 4, 8)))
@@ -160,14 +122,6 @@ def test_a_resumed_run_counts_its_own_steps(processor_of, clock, tmp_path):
     assert record[SECONDS] == pytest.approx(2.5, rel=EXACT)  # of steps 7 and 8
     steps = [json.loads(line)["step"] for line in history.read_text().splitlines()]
     assert steps == [1, 4, 8]  # the 8 of the run before is gone
-
-
-def test_a_history_that_is_too_large_to_read_is_kept(processor_of, tmp_path):
-    history = tmp_path / "metrics.jsonl"
-    history.write_text('{"step": 1}\n')
-    os.truncate(history, MOST_BYTES + 1)
-    processor_of().start_after(6)
-    assert history.stat().st_size == MOST_BYTES + 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -181,15 +135,3 @@ def test_training_goes_on_without_wandb(rank, processor_of, monkeypatch, caplog)
     processor.start_after(0)
     assert processor.logger.opened == []
     assert ("training goes on without it" in caplog.text) == (rank == 0)
-
-
-def test_validation_record(processor_of):
-    processor = processor_of()
-    processor.log_validation(2.0, 3, {"validation_metrics/tokens": 12.0})
-    (line,) = processor.history.path.read_text().splitlines()
-    assert json.loads(line) == {
-        "step": 3,
-        "validation_metrics/loss": 2.0,
-        "validation_metrics/memory/max_reserved(GiB)": 5.0,
-        "validation_metrics/tokens": 12.0,
-    }

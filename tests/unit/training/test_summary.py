@@ -1,9 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import math
-from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.training.figures import draw_curve
 from torchtitan_lr.training.history import build_summary
 
 
@@ -17,11 +15,7 @@ def history(with_mfu: bool = False) -> list[dict[str, Any]]:
         }
         records.append(record | ({"mfu(%)": 10.0 * step} if with_mfu else {}))
     records.append(
-        {
-            "step": 4,
-            "validation_metrics/loss": 4.6,
-            "validation_metrics/unigram_entropy": 5.7,
-        }
+        {"step": 4, "validation_metrics/loss": 4.6, "validation_metrics/unigram_entropy": 5.7}
     )
     return records
 
@@ -48,24 +42,3 @@ def test_the_training_loss_is_that_of_the_last_interval() -> None:
         records = history()
         records[3] |= {"interval_loss": mean}
         assert build_summary(records, 4, 1.0, None)["train_loss"] == expected
-
-
-def test_the_curve_shows_means_of_intervals_and_not_single_batches(tmp_path: Path) -> None:
-    records = history()
-    for record, mean in zip(records, (8.0, 7.0, 5.5, math.nan), strict=False):
-        record["interval_loss"] = mean
-    figure = draw_curve(records, tmp_path / "curve.png")
-    thin = figure.axes[0].lines[0]
-    assert list(thin.get_ydata()) == [8.0, 7.0, 5.5, 4.5]
-
-
-def test_a_run_without_validation_has_no_validation_numbers(tmp_path: Path) -> None:
-    damaged = history()
-    del damaged[-1]["validation_metrics/unigram_entropy"]
-    assert build_summary(damaged, 4, 1.0, None)["unigram_entropy"] is None
-    train_only = history()[:-1]
-    summary = build_summary(train_only, 4, 1.0, None)
-    assert summary["val_loss"] is None
-    assert summary["val_ppl"] is None
-    draw_curve(train_only, tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").stat().st_size > 1000

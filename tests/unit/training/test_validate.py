@@ -160,22 +160,3 @@ def test_loss_by_hand(validator_of):
         mean(losses + of_padding),
     ):
         assert abs(wrong / expected - 1) > 1e-3
-
-
-@pytest.mark.parametrize("rank", range(4))
-def test_a_ranks_share_by_hand(validator_of, rank):
-    """Four ranks: two batches of one row for rank 0, for the others one of them all padding."""
-    validator = validator_of(rank, ranks=4, batch=1)
-    model = Bigrams()
-    validator.validate([model], step=1)
-    share = [loss for window in WINDOWS[rank::4] for loss in losses_by_hand(window)]
-    assert len(share) == (6 if rank == 0 else 3) and len(model.modes) == 2
-    assert validator.last_loss == pytest.approx(mean(share), rel=EXACT)
-    assert record(validator)["validation_metrics/tokens"] == len(share)
-
-
-def test_a_limited_set_by_hand(validator_of):
-    validator = validator_of(steps=1)
-    validator.validate([Bigrams()], step=1)
-    expected = mean(losses_by_hand(WINDOWS[0]) + losses_by_hand(WINDOWS[1]))
-    assert validator.last_loss == pytest.approx(expected, rel=EXACT)

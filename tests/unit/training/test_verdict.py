@@ -35,9 +35,3 @@ def test_counts_are_summed_exactly_with_the_verdict() -> None:
     counts = (float(2**53), 0.0, 1.0)
     verdict = Verdict.all_reduced(torch.tensor(1.5), torch.tensor(9.0), False, counts)
     assert verdict.read() == Findings(False, 3.0, 0, False, True, counts)
-
-
-def test_a_norm_that_is_no_number_rejects() -> None:
-    verdict = Verdict.all_reduced(torch.tensor(1.0), torch.tensor(math.nan), False)
-    assert math.isnan(verdict.read().norm) and verdict.read().rejected
-    assert verdict.rejected.item() == 1.0

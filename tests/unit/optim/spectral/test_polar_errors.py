@@ -5,11 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scripts.bench.spectral import (
-    factors_of,
-    our_optimizer,
-    polar_factor,
-)
+from scripts.bench.spectral import factors_of, our_optimizer, polar_factor
 from tests.reference.muon import UsualMuon, usual_polar_factor
 from torchtitan_lr.optim.spectral.algebra import QUINTIC, inverse_root
 

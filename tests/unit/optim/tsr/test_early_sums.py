@@ -45,14 +45,6 @@ def test_sums_start_in_one_order_whatever_arrives_first(arrival):
     assert sums.started == set(ORDER)
 
 
-def test_sums_of_gradients_that_do_not_come_start_in_the_same_order():
-    started = []
-    sums = recorded(started)
-    sums.ready(ORDER[0])
-    sums.start_all()
-    assert started == IN_TURN
-
-
 def build(settings=SETTINGS):
     torch.manual_seed(0)
     model = LlamaModel(tiny_args("full")).double()
@@ -123,28 +115,6 @@ def test_gradients_of_compressed_matrices_are_gone_when_backward_ends():
     with optimizer.micro_batch(last=True):
         backward(model, 1)
         assert live_bytes(model) == most == dense
-
-
-def test_a_small_gradient_does_not_keep_a_units_buffer_alive():
-    """FSDP2's gradients of one unit are views of one buffer."""
-    model, optimizer = build()
-    step(model, optimizer, [0], True)
-    optimizer.zero_grad()
-    names = ("attention.wq.weight", "attention_norm.weight")
-    wq, norm = (model.get_parameter(f"layers.0.{name}") for name in names)
-    buffer = torch.randn(wq.numel() + norm.numel(), dtype=torch.float64)
-    expected = buffer[wq.numel() :].clone()
-    optimizer.begin()
-    with optimizer.micro_batch(last=True):
-        wq.grad, norm.grad = (part.view(p.shape) for part, p in zip(
-            buffer.split([wq.numel(), norm.numel()]), (wq, norm), strict=True
-        ))  # fmt: skip
-        for parameter in (wq, norm):
-            for hook in parameter._post_accumulate_grad_hooks.values():  # as FSDP2 calls them
-                hook(parameter)
-    assert sum(p.grad is not None for p in (wq, norm)) == 1
-    assert norm.grad.untyped_storage().nbytes() == norm.nbytes
-    assert torch.equal(norm.grad, expected)
 
 
 def test_a_gradient_that_comes_too_late_is_refused():

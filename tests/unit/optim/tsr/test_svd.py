@@ -1,11 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from tests.support.host_reads import reads
 from torchtitan_lr.optim.tsr.sums import Exchange, Groups, Layout
 from torchtitan_lr.optim.tsr.svd import (
     Batch,
@@ -14,11 +11,9 @@ from torchtitan_lr.optim.tsr.svd import (
     draw_sketches,
     gram_qr,
     randomized_svd,
-    tsqr,
 )
 
 F64 = torch.float64
-AXES = ("rows", "columns")
 
 
 def draw(*size, seed=0):
@@ -57,13 +52,6 @@ def test_exact_where_the_sketch_is_as_wide_as_the_matrix(size):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_the_host_reads_nothing(dtype):
-    gradients = [draw(9, 7, seed=seed).to(dtype) for seed in range(2)]
-    omega = draw(2, 7, 4).to(dtype)
-    assert reads(lambda: solve_with(gradients, omega, 3)) == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_values_are_no_numbers_where_the_decomposition_does_not_end(dtype):
     spoilt = draw(2, 5, 5).to(dtype)
     spoilt[1, 2, 3] = torch.inf
@@ -88,23 +76,6 @@ def test_fp32_is_as_exact_as_its_own_svd(ratio):
         torch.testing.assert_close(squares, eye, rtol=0, atol=2e-5)
     restored = (found.U * found.S[:, None]) @ found.V.mT
     torch.testing.assert_close(restored, torch.stack(narrow), rtol=0, atol=2e-5)
-
-
-def test_power_iterations_come_closer():
-    g = decaying(60, 40, ratio=0.8)
-    exact = torch.linalg.svd(g)[1][:6]
-    errors = [(solve([g], 6, 8, q).S[0] - exact).abs().max() for q in (0, 1, 3)]
-    assert errors[0] > 2 * errors[1] > 4 * errors[2]
-
-
-def test_columns_are_orthonormal_and_signs_follow_the_sketch():
-    g = decaying(30, 20)
-    svd, again = solve([g], 5, 8), solve([-g], 5, 8)
-    for basis in (svd.U[0], svd.V[0]):
-        torch.testing.assert_close(basis.T @ basis, torch.eye(5, dtype=F64))
-    # The right vectors' signs come from the sketch, so that the left ones carry the matrix's.
-    torch.testing.assert_close(again.V, svd.V)
-    torch.testing.assert_close(again.U, -svd.U)
 
 
 def test_a_fresh_sketch_keeps_the_signs_of_earlier_bases():
@@ -142,47 +113,6 @@ def test_a_gradient_that_is_not_finite_shows_in_the_values(bad):
     torch.testing.assert_close(svd.S[1:], solve([good, good], 3, 5).S[1:], rtol=1e-12, atol=1e-12)
 
 
-class Together(Exchange):
-    """A rank of a grid of threads, whose sides are mesh dimensions that split one axis."""
-
-    def __init__(self, rank, places, whole, meeting, sent):
-        self.rank, self.places, self.whole, self.sent = rank, places, whole, sent
-        self.mesh_dims, (self.slots, self.barrier) = range(places.ndim), meeting
-
-    def meet(self, tensors):
-        self.slots[self.rank] = [tensor.clone() for tensor in tensors]
-        self.barrier.wait(30)
-        everyone = list(self.slots)
-        self.barrier.wait(30)
-        return everyone
-
-    def sum(self, terms, axis, partial=()):
-        if axis == self.whole:
-            for term, others in zip(terms, zip(*self.meet(terms), strict=True), strict=True):
-                term.copy_(sum(others))
-
-    def gather(self, blocks, axis, mesh_dim):
-        if axis != self.whole:
-            return [None] * len(blocks)
-        everyone = self.meet(blocks)
-        places = self.places.movedim(mesh_dim, -1).reshape(-1, self.places.shape[mesh_dim])
-        (group,) = (row for row in places.tolist() if self.rank in row)
-        stacked = [torch.stack([everyone[r][i] for r in group]) for i in range(len(blocks))]
-        if self.rank == 0:
-            self.sent.append(stacked[0][:, 0].numel())
-        return [(each, group.index(self.rank)) for each in stacked]
-
-
-def on_ranks(function, whole, grid, sent=None):
-    """Call ``function(rank, exchange)`` on every rank of a grid that splits an axis."""
-    places = torch.arange(torch.Size(grid).numel()).view(grid)
-    count = places.numel()
-    meeting, sent = ([None] * count, threading.Barrier(count)), [] if sent is None else sent
-    exchanges = [Together(rank, places, whole, meeting, sent) for rank in range(count)]
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(function, range(count), exchanges))
-
-
 @pytest.mark.parametrize("condition", [1e0, 1e3, 1e5])
 def test_gram_qr_is_as_exact_as_householders(condition):
     """A GPU's way, in fp32: the factorization with a positive diagonal is unique."""
@@ -212,71 +142,6 @@ def test_gram_qr_of_fewer_directions_than_columns(rank):
     values = torch.linalg.svdvals(q)
     torch.testing.assert_close(values[:, :rank], torch.ones(2, rank), rtol=0, atol=1e-5)
     assert values.isfinite().all() and (values < 1 + 1e-5).all()
-
-
-@pytest.mark.parametrize(
-    ("rows", "grid", "gathered"),
-    [
-        ((4, 4, 4), (3,), [3 * 16]),
-        ((9, 2, 1), (3,), [3 * 16]),
-        ((7, 5, 0), (3,), [3 * 16]),
-        # Fewer rows than columns: the rows, of which the shorter blocks are padded.
-        ((3, 3, 2), (3,), [3 * 3 * 4]),
-        ((1, 1, 1, 1, 0), (5,), [5 * 4]),
-        # Over two mesh dimensions: rows twice; rows, then triangles of six rows; triangles twice.
-        ((1, 1, 1, 1, 1, 0), (2, 3), [2 * 4, 3 * 2 * 4]),
-        ((3, 3, 3, 2), (2, 2), [2 * 3 * 4, 2 * 16]),
-        ((5, 5, 4, 4), (2, 2), [2 * 16, 2 * 16]),
-    ],
-)
-def test_tsqr_over_row_blocks(rows, grid, gathered):
-    tall = draw(2, sum(rows), 4)
-    sent = []
-    blocks = tall.split(rows, dim=1)
-
-    def one(rank, exchange):
-        return tsqr([blocks[rank]], "rows", [max(rows)], exchange)
-
-    parts = on_ranks(one, "rows", grid, sent)
-    parts = [(q, r) for (q,), (r,) in parts]
-    assert sent == gathered
-    (q,), (r,) = tsqr([tall], "rows", [sum(rows)], ALONE)
-    exact_q, exact_r = torch.linalg.qr(tall)
-    signs = exact_r.diagonal(dim1=1, dim2=2).sign()[:, None]
-    torch.testing.assert_close(q, exact_q * signs, rtol=0, atol=1e-14)
-    split_q = torch.cat([part[0] for part in parts], dim=1)
-    torch.testing.assert_close(split_q, q, rtol=0, atol=1e-13)
-    for part in parts:
-        torch.testing.assert_close(part[1], r, rtol=0, atol=1e-13)
-    torch.testing.assert_close(q @ r, tall)
-    assert (r.diagonal(dim1=-2, dim2=-1) >= 0).all() and not r.tril(-1).any()
-
-
-@pytest.mark.parametrize("axis", ["rows", "columns"])
-def test_split_matrices_have_the_same_triplets(axis):
-    g, omega = decaying(14, 11), draw(1, 11, 6)
-    if axis == "rows":
-        pieces = [(block, omega) for block in g.split([6, 6, 2])]
-    else:
-        pieces = list(zip(g.split([5, 5, 1], 1), omega.split([5, 5, 1], 1), strict=True))
-    earlier = draw(1, 14, 4, seed=3), draw(1, 11, 4, seed=4)
-    sizes = [b.shape[-1 if axis == "columns" else 0] for b, _ in pieces]
-    block = pieces[0][0].shape
-    sides = zip(AXES, earlier, strict=True)
-    split = [old.split(sizes, 1) if side == axis else [old] * 3 for side, old in sides]
-    old = list(zip(*split, strict=True))
-
-    def one(rank, exchange):
-        gradient, own = pieces[rank]
-        return solve_with([gradient], own, 4, 1, old[rank], exchange, block)
-
-    parts = on_ranks(one, axis, (3,))
-    whole = solve_with([g], omega, 4, 1, earlier)
-    left, right = [part.U for part in parts], [part.V for part in parts]
-    left = torch.cat(left, 1) if axis == "rows" else left[0]
-    right = torch.cat(right, 1) if axis == "columns" else right[0]
-    torch.testing.assert_close(left, whole.U, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(right, whole.V, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("size", [(12, 4), (13, 5), (6, 6), (7, 1)])

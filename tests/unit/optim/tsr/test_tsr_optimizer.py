@@ -5,19 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from tests.reference.tsr_adam import Hyper, ReferenceTSR
 from tests.support.allocations import peak_bytes
 from tests.unit.tiny import tiny_args
-from tests.unit.tiny_trainer import tiny_trainer
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.optim.groups import Rates
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.optim.tsr.drift import CHECKED, checksum
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
-from torchtitan_lr.titan.components import OptimizersContainer
 from torchtitan_lr.training.step import step_unless
 
 SETTINGS = TSRSettings(rank=3, embedding_rank=2, refresh_interval=3, embedding_refresh_interval=2)
@@ -86,18 +82,6 @@ class Weights(nn.Module):
             owner.register_parameter(last, nn.Parameter(value))
 
 
-def test_bf16_gradients_are_clipped_as_fp64_ones():
-    model, optimizer = build(dtype=torch.bfloat16)
-    accumulate(model, optimizer, [0])
-    norms = {n: p.grad.double() for n, p in model.named_parameters() if p.ndim == 1}
-    norm = optimizer.gradients.finish_sums().sqrt()
-    optimizer.gradients.clip(norm.item() / 393_728, norm)  # bf16 rounds this factor by 0.24%
-    exact = torch.cat([*norms.values()])
-    found = torch.cat([model.get_parameter(name).grad.double() for name in norms])
-    scale = found.dot(exact) / exact.square().sum()
-    assert scale.item() * 393_728 == pytest.approx(1, abs=1e-3)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_checksum_changes_with_every_bit_and_place_and_takes_no_copy(dtype):
     basis = torch.randn(2000, 400, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -162,42 +146,6 @@ def test_steps_are_the_algorithms(changes):
             torch.testing.assert_close(value, twin.weights[name], rtol=0, atol=1e-11)
 
 
-def test_plain_steps_keep_no_dense_gradient_between_micro_batches():
-    model, optimizer = build()
-    step(model, optimizer)
-    accumulate(model, optimizer, [1])
-    kept = {name for name, p in model.named_parameters() if p.grad is not None}
-    assert kept == {n for n, p in model.named_parameters() if p.dim() == 1} | {"output.weight"}
-    # The control: a step that refreshes keeps them, since Z and B need them after Q.
-    model, optimizer = build()
-    accumulate(model, optimizer, [1])
-    assert all(p.grad is not None for p in model.parameters())
-
-
-def test_micro_batches_add_up():
-    (one, first), (four, second) = build(dtype=torch.float64), build(dtype=torch.float64)
-    for round_ in range(5):
-        seeds = range(4 * round_, 4 * round_ + 4)
-        step(four, second, list(seeds))
-        first.zero_grad()
-        for seed in seeds:
-            give(one, seed)
-        first.step()
-    for name, value in parameters(one).items():
-        torch.testing.assert_close(parameters(four)[name], value, rtol=0, atol=1e-9)
-
-
-def test_the_container_names_its_state_as_torchtitans_do():
-    model, optimizer = build()
-    LambdaLR(optimizer.gradients, lambda step: 1.0)  # adds a hyperparameter
-    step(model, optimizer)
-    expected = OptimizersContainer.state_dict(optimizer)
-    found = optimizer.state_dict()
-    assert found.keys() == {k for k in expected if not k.endswith(".param_names")}
-    assert f"param_groups.{MATRIX}.initial_lr" in found and f"state.{MATRIX}.left" in found
-    assert all(found[name] is expected[name] or found[name] == expected[name] for name in found)
-
-
 def bits(model, optimizer):
     """Every bit of weights, bases, moments and counters."""
     found = parameters(model) | snapshot(optimizer)
@@ -206,9 +154,7 @@ def bits(model, optimizer):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "changes",
-    [{"moments": "keep"}, {"moments": "rotate"}, {"projection": "one_sided"}],
-    ids=str,
+    "changes", [{"moments": "keep"}, {"moments": "rotate"}, {"projection": "one_sided"}], ids=str
 )
 def test_a_step_that_the_device_rejects_leaves_no_bit(changes, dtype):
     """Before each of five steps, two of which refresh, one with a NaN is rejected."""
@@ -254,26 +200,6 @@ def test_a_program_that_never_settles_loses_no_refresh(rejected, saves):
     torch.testing.assert_close((weights, states), train(seeds), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("loads", [False, True], ids=["saves", "loads"])
-def test_a_container_without_settle_counts_no_rejected_step(loads):
-    """Its state is the optimizer's, which sets back what the step has counted."""
-    model, optimizer = build()
-    step(model, optimizer)
-    before = snapshot(optimizer)
-    spoilt_norm(model, optimizer, 3)
-    step_unless(torch.ones(()), optimizer)
-    assert int(optimizer.gradients.steps) == 2  # the control: it counts until it is asked
-    if loads:
-        optimizer.load_state_dict({k: v + k.endswith(".step") for k, v in before.items()})
-        optimizer.gradients.begin()
-    expected = 2 if loads else 1
-    after = snapshot(optimizer)
-    assert int(optimizer.gradients.steps) == expected
-    counts = [key for key in before if key.endswith(".step")]
-    assert counts and all(after.pop(key) == expected for key in counts)
-    assert all(torch.equal(value, before[key]) for key, value in after.items())
-
-
 def spoilt_step(model, optimizer, seed, rejected):
     """A step with a NaN; returns how often it refreshed the matrix with it."""
     gradients = optimizer.gradients
@@ -302,33 +228,6 @@ def snapshot(optimizer):
     return {k: v.clone() for k, v in optimizer.state_dict().items() if torch.is_tensor(v)}
 
 
-def test_a_gradient_that_is_not_finite_shows_in_the_norm():
-    for steps_before in (0, 1):  # a refresh, and a plain step
-        model, optimizer = build()
-        for seed in range(steps_before):
-            step(model, optimizer, [seed])
-        assert not torch.isfinite(spoilt_norm(model, optimizer, 3))
-        assert optimizer.gradients.nonfinite(model) == [MATRIX]
-
-
-@pytest.mark.parametrize("moments", ["keep", "rotate"])
-def test_state_is_eager_plain_and_fp32(moments):
-    model, optimizer = build(replace(SETTINGS, moments=moments), torch.bfloat16)
-    state = optimizer.state_dict()
-    assert all(isinstance(value, torch.Tensor | int | float) for value in state.values())
-    names = {"left", "right", "exp_avg", "exp_avg_sq", "refreshes", "step"}
-    found = {k.rpartition(".")[2] for k in state if k.startswith(f"state.{MATRIX}.")}
-    assert found == names
-    addresses = {k: v.data_ptr() for k, v in state.items() if torch.is_tensor(v)}
-    for seed in range(4):
-        step(model, optimizer, [seed])
-    after = optimizer.state_dict()
-    assert {k: v.data_ptr() for k, v in after.items() if torch.is_tensor(v)} == addresses
-    for name in ("left", "right", "exp_avg", "exp_avg_sq"):
-        assert after[f"state.{MATRIX}.{name}"].dtype == torch.float32
-    assert after[f"state.{MATRIX}.refreshes"].item() == 2
-
-
 def test_loading_copies_and_does_not_cast():
     model, optimizer = build(dtype=torch.bfloat16)
     for seed in range(2):
@@ -345,37 +244,3 @@ def test_loading_copies_and_does_not_cast():
         step(model, optimizer, [seed])
         step(other, again, [seed])
     assert all(torch.equal(value, parameters(other)[n]) for n, value in parameters(model).items())
-
-
-@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
-def test_sums_over_the_replicas_travel_as_configured(wire, tmp_path):
-    options = [
-        *("--optimizer.name=TSRAdam", "--optimizer.tsr_rank=2", "--optimizer.tsr_embedding_rank=2"),
-        "--parallelism.data_parallel_replicate_degree=2",
-        "--parallelism.data_parallel_shard_degree=1",
-        f"--training.mixed_precision_reduce={wire}",
-    ]
-    with tiny_trainer(tmp_path, *options, ranks=2, exact=False) as trainer:
-        trainer.step = 1
-        with trainer.new_ledger() as ledger:
-            trainer.train_step(iter(trainer.dataloader))
-    rows = [row for row in ledger.rows() if row["mesh_dim"] == "dp_replicate"]
-    # Beside the gradients: the verdict in fp64, and the checksums of the replicas.
-    assert {row["dtype"] for row in rows} - {"float64", "int64"} == {wire}
-
-
-def test_sums_start_in_the_models_order_whatever_the_groups():
-    """The head's gradient is there first: groups of other rates must not make its sum wait."""
-    sums = []
-    for lr in (DEFAULTS["lr"], 0.5):
-        weights = Weights()
-        rates = dict.fromkeys(SHAPES, Rates("lr", DEFAULTS["lr"], 0.1))
-        rates |= dict.fromkeys(("tok_embeddings.weight", "output.weight"), Rates("lr", lr, 0.1))
-        optimizer = TSROptimizers([weights], SETTINGS, DEFAULTS, rates=rates).gradients
-        assert len(optimizer.param_groups) == (1 if lr == DEFAULTS["lr"] else 2)
-        optimizer.begin()
-        names = {parameter: name for name, parameter in weights.named_parameters()}
-        waiting = [one.parameters for one, _ in optimizer._running.sums._waiting]
-        sums.append([[names[parameter] for parameter in together] for together in waiting])
-    assert sums[0][0][0] == "output.weight"
-    assert sums[1] == sums[0]
