@@ -237,3 +237,12 @@ def test_shares_that_need_a_long_period_are_rounded():
     assert abs(shares.counts / MOST_SLOTS - wanted).max() <= 2 / MOST_SLOTS
     parts, _ = shares.choose(np.arange(10**15, 10**15 + MOST_SLOTS))
     assert np.bincount(parts).tolist() == shares.counts.tolist()
+
+
+@given(size=st.integers(1, 3000), seed=SEEDS)
+@settings(max_examples=25, deadline=None)
+def test_each_epoch_has_each_window_once(size, seed):
+    rows = shuffled(np.arange(3 * size), size, seed).reshape(3, size)
+    assert np.array_equal(np.sort(rows), [np.arange(size)] * 3)
+    # Two of 20! orders are not equal by chance.
+    assert size < 20 or not (rows[0] == rows[1:]).all(1).any()
