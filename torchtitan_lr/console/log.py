@@ -20,7 +20,7 @@ DETAILS_FILE = "details.log"
 
 _PYTHON_WARNINGS = "py.warnings"  # where `logging.captureWarnings` sends them
 _DETAILS_FORMAT = "%(asctime)s %(levelname)s %(name)s %(module)s:%(lineno)d %(message)s"
-_TIME = "%Y-%m-%d %H:%M:%S"
+_TIME = "%Y-%m-%d %H:%M:%S"  # of details.log
 
 # Warnings of torchtitan 0.2.2 about which a user can do nothing.
 _NOT_ACTIONABLE = (
@@ -59,7 +59,7 @@ class _ConsoleFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        text = f"{self.formatTime(record, _TIME)} {level}{record.getMessage()}"
+        text = f"{self.formatTime(record, '%H:%M:%S')} {level}{record.getMessage()}"
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
         return escaped(text, keep="\n\t")

@@ -369,23 +369,18 @@ class LowRankMetricsProcessor(components.MetricsProcessor):
         self.time_last_log = time.perf_counter()
 
     def _line(self, step: int, metrics: dict[str, Any]) -> str:
-        """Return the console's line of a logged step."""
+        """Return the console's line of a logged step: with rank and time at most 100 characters."""
         steps, left = self.job_config.training.steps, self._pace.left(step, time.perf_counter())
         loss = history.train_loss(metrics) or metrics[history.TRAIN_LOSS]
         parts = [
-            f"step {step:>{len(str(steps))}}/{steps} ({step / steps:.1%})",
+            f"step {step:>{len(str(steps))}}/{steps}",
             f"{'-:--:--' if left is None else duration(left)} left",
             f"loss {loss:.5f}",
-            f"grad norm {metrics['grad_norm']:.4f}",
+            f"norm {metrics['grad_norm']:.4f}",
+            f"{metrics[history.TOKENS_PER_S]:,.0f} tokens/s",
         ]
-        if history.RATE in metrics:
-            parts.append(f"lr {metrics[history.RATE]:.2e}")
-        if history.TOKENS_SEEN in metrics:
-            parts.append(f"{metrics[history.TOKENS_SEEN]:,} tokens")
-        parts.append(f"{metrics[history.TOKENS_PER_S]:,.0f} tokens/s")
         if history.MFU in metrics:
             parts.append(f"MFU {metrics[history.MFU]:.2f}%")
-        parts.append(f"memory {metrics['memory/max_reserved(GiB)']:.2f} GiB")
         return "  ".join(parts)
 
     def _write(self, metrics: dict[str, Any], step: int) -> None:

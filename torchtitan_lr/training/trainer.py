@@ -351,12 +351,11 @@ class Trainer(TitanTrainer):
         if isinstance(args, LlamaArgs) and args.low_rank:  # low_rank.rank = 0 is the flavor's
             ranks = dict.fromkeys((args.rank_attention, args.rank_ffn))
             rank = f", rank {' and '.join(map(str, ranks))}"
-        console.info(
-            f"{config.model.name} {config.model.flavor}: {parameters:,} parameters{rank}, on "
-            f"{described_layout(dims)}, "
-            f"{run_record.global_batch_size(config, dims.world_size):,} sequences of "
-            f"{config.training.seq_len:,} tokens per step"
-        )
+        console.info(f"{config.model.name} {config.model.flavor}: {parameters:,} parameters{rank}")
+        rows = run_record.global_batch_size(config, dims.world_size)
+        length = config.training.seq_len
+        layout = described_layout(dims)
+        console.info(f"{layout}: {rows:,} sequences of {length:,} tokens per step")
         console.info(f"Training starts at step {self.step + 1}")
         if config.compile.enable:
             console.info("The first step compiles the model, which may take minutes")
