@@ -22,6 +22,7 @@ from torchtitan_lr.costs.gram_messages import (
 from torchtitan_lr.costs.held_memory import NamedShapes, adam_state, spectral_state, tsr_state
 from torchtitan_lr.costs.messages import Traffic, element_size, merge
 from torchtitan_lr.costs.tsr_messages import TSRMatrix, TSRMesh, tsr_traffic
+from torchtitan_lr.errors import require
 from torchtitan_lr.optim.spectral.selection import select_matrices
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings, plan_matrices
 
@@ -141,7 +142,10 @@ class SpectralCost(MatrixCost):
     @property
     def rule(self) -> str:
         """The rule's name."""
-        return self.run.entry.like
+        rule, name = self.run.entry.like, self.run.entry.name
+        want = f"another ``cost`` in its entry, or ``like``: one of {', '.join(SPECTRAL_PASSES)}"
+        require(rule in SPECTRAL_PASSES, "optimizer.name", name, want)
+        return rule
 
     def traffic(self, pp_rank: int) -> list[Traffic]:
         """Return sums of Gram matrices, and what is gathered for them."""

@@ -149,9 +149,11 @@ def register_optimizer(entry: OptimizerEntry) -> None:
 def variant(base: str, name: str, build: Function, **facts: Any) -> OptimizerEntry:
     """Return the entry of an optimizer that changes what `build_optimizers` returns for ``base``.
 
-    State that ``build`` adds is its own to save: a resumed run begins without it.
+    State that ``build`` adds is its own to save: a resumed run begins without it. What it costs is
+    not known by its base.
     """
-    return replace(ENTRIES[base], name=name, build=build, **facts)
+    own = {"cost": None, "in_torchtitan": False} | facts
+    return replace(ENTRIES[base], name=name, build=build, **own)
 
 
 def imported(function: Function) -> Callable[..., Any]:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,9 +18,6 @@ from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.scaling.experiment import Experiment
 from torchtitan_lr.scaling.start import place_run
 from torchtitan_lr.scaling.sweep import Point, refuse_keys
-
-if TYPE_CHECKING:
-    pass
 
 EXPERIMENT_KEYS = dict.fromkeys(
     [

@@ -13,11 +13,11 @@ from scripts.research.race.powersgd import powersgd
 from torchtitan_lr.optim.entries import register_optimizer, variant
 
 for rank in (2, 4):
-    name, facts = f"PowerSGD-{rank}", {"sums_replicas": True, "cost": None}
-    register_optimizer(variant("AdamW", name, powersgd(rank), check=check_powersgd, **facts))
+    name, build = f"PowerSGD-{rank}", powersgd(rank)
+    register_optimizer(variant("AdamW", name, build, check=check_powersgd, sums_replicas=True))
 
 for every in (16, 64):
     for method, fragments in {"DiLoCo": 1, "StreamingDiLoCo": 4}.items():
         name, build = f"{method}-{every}", diloco(every, fragments)
         check = partial(check_diloco, fragments=fragments)
-        register_optimizer(variant("AdamW", name, build, check=check, **facts))
+        register_optimizer(variant("AdamW", name, build, check=check, sums_replicas=True))

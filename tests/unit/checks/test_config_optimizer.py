@@ -10,6 +10,7 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.checks.rates import check_groups
 from torchtitan_lr.commands.main import main
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.costs.described_run import read_run
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.optim.entries import ENTRIES, OptimizerEntry, register_optimizer, variant
 from torchtitan_lr.titan.specs import REGISTERED_SPECS, get_train_spec
@@ -64,7 +65,7 @@ def test_the_factors_of_a_low_rank_model_have_short_sides(tmp_path):
 
 @pytest.fixture
 def outside():
-    """Optimizers from outside: one reads no groups, one does, and one changes TSR-Adam."""
+    """Optimizers from outside: one reads no groups, one does, and two change the package's."""
 
     def build(*_):
         return None
@@ -72,10 +73,11 @@ def outside():
     register_optimizer(OptimizerEntry("Own", build, sums_replicas=True))
     register_optimizer(OptimizerEntry("Reader", build, reads_groups=True))
     register_optimizer(variant("TSRAdam", "Variant", build))
+    register_optimizer(variant("AdamW", "Changed", build))
     with pytest.raises(ValueError, match="'Own' of an optimizer is taken"):
         register_optimizer(variant("Muon", "Own", build))
     yield
-    for name in ("Own", "Reader", "Variant"):
+    for name in ("Own", "Reader", "Variant", "Changed"):
         del ENTRIES[name]
 
 
@@ -116,16 +118,25 @@ def test_an_optimizer_from_outside_refuses_by_its_own_check(outside, monkeypatch
 def test_an_estimate_counts_an_optimizer_from_outside_as_adamw(outside, capsys):
     """All of it, but for the sums over replicas that are the optimizer's own."""
     report = {}
-    for name in ("AdamW", "Reader", "Own"):
+    for name in ("AdamW", "Reader", "Changed", "Own"):
         arguments = [str(CONFIG), "--world=4", "--json", f"--optimizer.name={name}"]
         assert main(["estimate", *arguments, "--plans=full"]) == 0
         report[name] = json.loads(capsys.readouterr().out)
     own, reader, adamw = report["Own"], report["Reader"], report["AdamW"]
     assert reader.pop("own_optimizer") == "Reader" and reader == adamw
+    assert report["Changed"] == adamw | {"own_optimizer": "Changed"}
     assert own["memory_bytes"] == adamw["memory_bytes"]
     assert own["comm_bytes"].keys() == {"fsdp"} < adamw["comm_bytes"].keys()
     assert main(["estimate", str(CONFIG), "--world=4", "--optimizer.name=Own", "--plans=full"]) == 0
     assert "as configured: Own counts as AdamW does" in capsys.readouterr().out
+
+
+def test_the_cost_of_spectral_rules_is_no_other_optimizers(monkeypatch):
+    cost = ENTRIES["Muon"].cost
+    monkeypatch.setitem(ENTRIES, "Own", OptimizerEntry("Own", lambda *_: None, cost))
+    run = read_run(build_job_config(["--model.name=llama_cola", "--optimizer.name=Own"]), 1)
+    with pytest.raises(ConfigError, match=r"^optimizer\.name: got 'Own', .* one of Muon, Spectron"):
+        run.optimizer.work(0)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Spectron", "LoRAMuon"])
@@ -139,8 +150,9 @@ def test_defaults_of_an_optimizer_are_nobodys_choice(name, monkeypatch):
         check_groups(build_job_config([*options, "--optimizer.adamw_lr=0.25"]), 1, "cpu")
 
 
-def test_torchtitans_models_have_torchtitans_optimizers():
+@pytest.mark.parametrize("name", ["Muon", "Changed"])
+def test_torchtitans_models_have_torchtitans_optimizers(name, outside):
     options = ["--model.name=llama3", "--model.flavor=debugmodel"]
     check_groups(build_job_config(options), 1, "cpu")
-    with pytest.raises(ConfigError, match=r"optimizer.name: got 'Muon', expected one of AdamW, "):
-        check_groups(build_job_config([*options, "--optimizer.name=Muon"]), 1, "cpu")
+    with pytest.raises(ConfigError, match=f"optimizer.name: got '{name}', expected one of AdamW, "):
+        check_groups(build_job_config([*options, f"--optimizer.name={name}"]), 1, "cpu")
