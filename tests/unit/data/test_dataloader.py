@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from tests.support.corpora import write_corpus
 from torchtitan_lr.data.corpus import DOCUMENTS, Rows
 from torchtitan_lr.data.dataloader import (
-    MOST_SLOTS,
     Shares,
     TokenDataLoader,
     TrainingRows,
@@ -227,13 +226,3 @@ def test_shares_are_exact_at_every_point(weights):
         assert shares.seen(row + 1) == seen
         for count, weight in zip(seen, exact, strict=True):
             assert abs(count - (row + 1) * weight / sum(exact)) < 1
-
-
-def test_shares_that_need_a_long_period_are_rounded():
-    weights = [0.123457, 1 / 3, 2e-7, 2]
-    shares = Shares(weights)
-    assert len(shares.slots) == MOST_SLOTS and shares.counts.min() == 1
-    wanted = np.array(weights) / sum(weights)
-    assert abs(shares.counts / MOST_SLOTS - wanted).max() <= 2 / MOST_SLOTS
-    parts, _ = shares.choose(np.arange(10**15, 10**15 + MOST_SLOTS))
-    assert np.bincount(parts).tolist() == shares.counts.tolist()
