@@ -92,3 +92,25 @@ def test_ranks_that_refuse_leave_a_finished_run_finished(again, tmp_path):
     assert done.status == 2 and "bytes instead of" in done.everything
     assert len(list((copy / "logs").iterdir())) == 2  # the ranks were started
     assert {name: (copy / name).read_bytes() for name in KEPT} == before
+
+
+def test_another_text_is_refused_by_its_names_and_sizes(tmp_path):
+    """A local corpus is compared before the ranks start; a changed one may be allowed."""
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("one two three four five six seven eight nine ten\n" * 400)
+    config = runs.write_config(tmp_path / "dump", steps=2, interval=2, extra="")
+    local = ["--training.dataset=local", f"--training.dataset_path={text}/*.txt"]
+    local += ["--validation.no_enable"]
+    done = runs.launch(config, *local, ranks=1).finish()
+    assert done.status == 0, done.everything
+    (text / "b.txt").write_text("eleven twelve\n" * 400)
+    more = [*local, "--training.steps=3"]
+    done = runs.launch(config, *more, ranks=1).finish()
+    assert done.status == 2, done.everything
+    way = "--checkpoint.exclude_from_loading=dataloader --checkpoint.load_step=2"
+    assert way in done.err.splitlines()[-1]
+    assert f"--job.dump_folder={tmp_path}/dump-2" in done.err.splitlines()[-1]
+    assert len(list((tmp_path / "dump" / "logs").iterdir())) == 1  # no rank was started
+    done = runs.launch(config, *more, *way.split(), ranks=1).finish()
+    assert done.status == 0, done.everything

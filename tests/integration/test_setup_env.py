@@ -158,3 +158,17 @@ def test_an_environment_is_made_once(project):
     assert status == 1
     assert "error: torch 2.16.0 is installed, and torch>=2.11,<2.16 is required" in out
     assert project.version("torch") == "2.16.0"
+
+
+@pytest.mark.nightly
+def test_the_lock_of_a_process_that_ended_is_taken(project):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    lock = project.folder / ".venv.lock"
+    lock.mkdir()
+    (lock / "beat").write_text(f"{os.uname().nodename} {ended.pid} 5\n")
+    begin = time.monotonic()
+    status, out = project.setup()
+    assert status == 0, out
+    assert time.monotonic() - begin < 200
+    assert project.version("needed") == "1.0"

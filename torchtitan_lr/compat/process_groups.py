@@ -1,7 +1,10 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Operators and groups of torch.distributed, for `torch.compile` and the ledger.
 
-Importing this gives every gloo group of this process one worker thread (docs/gloo_crash.md).
+Importing this gives every gloo group of this process one worker thread. Torch 2.8 to 2.15 has
+two, which both free the buffer of a name if a functional all-gather is in flight with another
+collective; that ends the process.
+
 `torch.compile` traces the functional operators only. Torch has no list of its collectives; the
 ledger raises for one that is not in the table. Tested with torch 2.11, 2.13 and 2.15.
 """

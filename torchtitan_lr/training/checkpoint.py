@@ -181,8 +181,10 @@ class CheckpointManager(TitanCheckpointHooks):
 
     def _states_of(self, saved: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         """Return the names of the states in a save with what each belongs to."""
-        names = [MODEL, *(name for name in folders.TRAINING_STATES if name in saved)]
-        return {name: self.identity.get(name, {}) for name in names}
+        # Residuals of units that are all too small to compress have nothing to save.
+        known = self.identity if folders.TRAIN_STATE in saved else {}
+        names = [name for name in folders.TRAINING_STATES if name in saved or name in known]
+        return {name: self.identity.get(name, {}) for name in (MODEL, *names)}
 
     def load(self, step: int = -1) -> bool:
         """Load step ``step``, or at -1 the newest complete one, then rename all later steps.

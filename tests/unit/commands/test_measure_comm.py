@@ -18,7 +18,7 @@ def row(scope, overlapped, calls=1):
 def test_a_folder_with_a_run_is_neither_refused_nor_used(tmp_path, monkeypatch):
     step = tmp_path / "checkpoint" / "step-3"
     step.mkdir(parents=True)
-    (step / ".metadata").touch()
+    (step / "step.json").touch()
     arguments = ["--job.config_file=debug_cola", f"--job.dump_folder={tmp_path}", *script.QUIET]
     monkeypatch.setenv("NGPU", "1")
     with pytest.raises(ConfigError, match=r"job\.dump_folder: .* has checkpoints of one"):

@@ -9,10 +9,8 @@ import subprocess
 import sys
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from tests.unit.compat.doors import changed, parameters
 from torchtitan_lr.compat import checkpointing, elastic, interpreter
@@ -53,33 +51,13 @@ def test_interpreter_runs_what_is_registered():
     assert done.stdout == "end\nafter", changed("atexit._run_exitfuncs", interpreter.__name__)
 
 
-def test_elastic_how_torchrun_starts_and_ends_ranks():
-    want = changed("SubprocessContext._close", "elastic.close_ranks")
-    assert parameters(elastic.close_ranks) == ("death_sig", "timeout"), want
-    api = inspect.getsource(inspect.getmodule(elastic.SubprocessContext))
-    assert "self._close(death_sig=death_sig, timeout=timeout)" in api, want
-    handler = importlib.import_module(
-        "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
-    )
-    want = changed("Popen in subprocess_handler", "elastic.ranks_started_with")
-    assert "return Popen(" in inspect.getsource(handler.SubprocessHandler), want
-    with elastic.ranks_started_with(print, len):
-        assert (handler.Popen, elastic.SubprocessContext._close) == (print, len), want
-    assert handler.Popen is subprocess.Popen
-    assert elastic.SubprocessContext._close is elastic.close_ranks
-
-
-def test_elastic_each_start_of_several_machines_has_a_store_of_its_own():
-    parameters = RendezvousParameters("c10d", "localhost:0", "run", 1, 1, is_host="1")
-    with elastic.ranks_started_with(print, len):
-        handler = get_rendezvous_handler(parameters)
-        stores = []
-        for _ in range(2):
-            where = handler.next_rendezvous().bootstrap_store_info
-            # The port is bound by now: ranks are clients of torchrun's store.
-            stores.append(dist.TCPStore(where.master_addr, where.master_port))
-            stores[-1].set("key of this start", "1")
-        assert handler.use_agent_store
-    want = changed("DynamicRendezvousHandler", "elastic.ranks_started_with")
-    assert stores[0].port != stores[1].port, want
-    handler.shutdown()
+def test_elastic_overrides_what_torchruns_agent_has():
+    own = [name for name, found in vars(elastic.Agent).items() if inspect.isfunction(found)]
+    overridden = {name for name in own if hasattr(LocalElasticAgent, name)} - {"__init__"}
+    expected = {"_monitor_workers", "_rendezvous", "_start_workers", "_stop_workers"}
+    assert overridden == expected, changed("LocalElasticAgent", "elastic.Agent")
+    for name in expected:
+        ours, theirs = (
+            parameters(getattr(kind, name)) for kind in (elastic.Agent, LocalElasticAgent)
+        )
+        assert ours == theirs, changed(f"LocalElasticAgent.{name}", f"elastic.Agent.{name}")

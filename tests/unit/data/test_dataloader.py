@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.support.corpora import write_corpus
 from torchtitan_lr.data.corpus import DOCUMENTS, Rows
 from torchtitan_lr.data.dataloader import (
+    MOST_SLOTS,
     Shares,
     TokenDataLoader,
     TrainingRows,
@@ -226,3 +227,22 @@ def test_shares_are_exact_at_every_point(weights):
         assert shares.seen(row + 1) == seen
         for count, weight in zip(seen, exact, strict=True):
             assert abs(count - (row + 1) * weight / sum(exact)) < 1
+
+
+def test_shares_that_need_a_long_period_are_rounded():
+    weights = [0.123457, 1 / 3, 2e-7, 2]
+    shares = Shares(weights)
+    assert len(shares.slots) == MOST_SLOTS and shares.counts.min() == 1
+    wanted = np.array(weights) / sum(weights)
+    assert abs(shares.counts / MOST_SLOTS - wanted).max() <= 2 / MOST_SLOTS
+    parts, _ = shares.choose(np.arange(10**15, 10**15 + MOST_SLOTS))
+    assert np.bincount(parts).tolist() == shares.counts.tolist()
+
+
+@given(size=st.integers(1, 3000), seed=SEEDS)
+@settings(max_examples=25, deadline=None)
+def test_each_epoch_has_each_window_once(size, seed):
+    rows = shuffled(np.arange(3 * size), size, seed).reshape(3, size)
+    assert np.array_equal(np.sort(rows), [np.arange(size)] * 3)
+    # Two of 20! orders are not equal by chance.
+    assert size < 20 or not (rows[0] == rows[1:]).all(1).any()

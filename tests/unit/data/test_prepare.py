@@ -1,8 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """What a run prepares, and the folder that all runs share."""
 
+import json
 import multiprocessing
 import os
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from torchtitan_lr.data.prepare import ensure_prepared, prepare_folder, prepare_
 from torchtitan_lr.data.sources import Reader, Source
 from torchtitan_lr.data.tokenizer import Tokenizer
 from torchtitan_lr.errors import ConfigError, DataError
+from torchtitan_lr.titan import logger
 
 TEXTS = [f"Line {i} of {i * i} words. " * 3 for i in range(200)]
 
@@ -239,3 +243,56 @@ def test_a_folder_of_others_is_not_written_to(tmp_path, pattern):
         file.write("{\n")
     with pytest.raises(ConfigError, match="was begun by this command; it holds"):
         command(tmp_path / "other", 2)
+
+
+def test_what_a_small_corpus_holds_out_is_said(tmp_path, config, capsys):
+    variables = prepare_for_ranks(config())
+    corpus = Corpus.open(json.loads(variables[prepare.PREPARED]).popitem()[1])
+    held = sum(info.documents for info in corpus.held_out)
+    assert 10 < held < 40  # the control: not 1 in 200
+    line = f"local: {held} of 200 documents are held out for validation ("
+    assert line in (told := capsys.readouterr().err)
+    assert "; 1 in 200 of a corpus above 8 MiB" in told
+    prepare_for_ranks(config())  # it is prepared, but a run's own numbers need the line
+    assert line in capsys.readouterr().err
+
+
+def test_rows_of_the_vocabulary_without_tokens_are_said(tmp_path, config, caplog):
+    logger.addHandler(caplog.handler)
+    try:
+        for option, expected in [
+            ("--model.hf_assets_path=torchtitan_lr/data/assets/bpe1k", ["3072 of the vocabulary"]),
+            ("--model.hf_assets_path=torchtitan_lr/data/assets/bpe4k", []),
+            ("--model.vocab_size=8192", []),  # the user's own choice
+        ]:
+            caplog.clear()
+            check_data(config(option), 1, "cpu")
+            said = [line for line in caplog.messages if "of the vocabulary" in line]
+            assert [line[:22] for line in said] == expected
+            assert not said or "--model.vocab_size=1024 leaves them out" in said[0]
+    finally:
+        logger.removeHandler(caplog.handler)
+
+
+def test_a_place_too_long_for_sockets_of_workers(tmp_path, config, monkeypatch):
+    check_corpora(config("--training.dataloader.num_workers=1"), 1, "cpu")  # the control
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 71)
+    check_corpora(config(), 1, "cpu")
+    with pytest.raises(ConfigError, match=r"TMPDIR: got '/tmp/xx.*, expected a path of at most 75"):
+        check_corpora(config("--training.dataloader.num_workers=1"), 1, "cpu")
+
+
+def test_tokens_of_another_user_are_read(config, monkeypatch):
+    """Nothing in their folder is opened for writing."""
+    folder = ensure_prepared(config())[0].folder
+    opened = list[tuple[str, int]]()
+
+    def hook(event, arguments):
+        if event == "open" and str(arguments[0]).startswith(folder):
+            opened.append((str(arguments[0]), arguments[2]))
+
+    sys.addaudithook(lambda *event: hook(*event) if watching else None)
+    watching = [True]
+    assert ensure_prepared(config())[0].folder == folder
+    watching.clear()
+    assert opened and all(flags & (os.O_WRONLY | os.O_RDWR) == 0 for _, flags in opened)

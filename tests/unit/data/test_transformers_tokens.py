@@ -342,3 +342,16 @@ def test_a_template_without_end_is_refused(tmp_path, monkeypatch, source, want):
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(ConfigError, match=f"renders every chat .* more than .* {want}"):
         encoder.encode(parse_pair({"messages": chat}))
+
+
+def test_a_template_is_not_given_the_date(tmp_path):
+    """And what begins with an empty line is rendered as transformers does."""
+    folder = write_folder("no_template", tmp_path / "in")
+    dated = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}"
+    chat, found = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], []
+    for source in (f"\n{dated}{CHATML}", f"\n{CHATML}"):
+        (folder / "chat_template.jinja").write_text(source)
+        found.append(PairEncoder(Ours(str(folder))).encode(parse_pair({"messages": chat})).tolist())
+    options = {"tokenize": True, "return_dict": True}
+    wanted = AutoTokenizer.from_pretrained(folder).apply_chat_template(chat, **options)
+    assert found[0] == found[1] and [max(t, ~t) for t in found[0]] == wanted["input_ids"]

@@ -1,11 +1,89 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """An export with code beside transformers' own LLaMA of the same weights."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
+from tests.support.run_folders import export, write_run
 from tests.unit.hf.hf_models import CASES, model_of
 from torchtitan_lr.hf.export import export_hf
+
+IDS = torch.arange(24).view(2, 12) * 7 % 90
+
+
+EARLIER = torch.tril(torch.ones(12, 12, dtype=torch.bool))[None, None]
+
+
+def embedded(model):
+    return {"input_ids": None, "inputs_embeds": model.get_input_embeddings()(IDS)}
+
+
+def after_seven(model):
+    """The last five tokens behind a cache of the others."""
+    with torch.no_grad():
+        out = model(IDS[:, :7])
+    name = next(name for name in ("cache", "past_key_values") if name in out)
+    return {"input_ids": IDS[:, 7:], name: out[name]}
+
+
+PACKED = {"position_ids": torch.cat((torch.arange(5), torch.arange(7)))[None], "use_cache": False}
+
+
+PADDED = torch.ones_like(IDS).index_fill_(1, torch.arange(3), 0)
+
+
+GIVEN = {
+    "`attention_mask` (b, s)": {"attention_mask": PADDED},
+    "`attention_mask` (b, 1, s, s) of bool": {"attention_mask": EARLIER.expand(2, 1, 12, 12)},
+    "`position_ids` that restart, with `use_cache=False`": PACKED,
+    "`position_ids` that restart, with a cache": {"position_ids": PACKED["position_ids"]},
+    "`inputs_embeds`": embedded,
+    "`inputs_embeds` and `input_ids`": lambda model: embedded(model) | {"input_ids": IDS},
+    "a cache of earlier tokens": after_seven,
+    "`labels`": {"labels": IDS},
+    "`labels` and `shift_labels`": {"labels": IDS, "shift_labels": IDS.flip(1)},
+    "`labels` and `num_items_in_batch`": {"labels": IDS, "num_items_in_batch": 3},
+    "`logits_to_keep`, a number": {"logits_to_keep": 2},
+    "`logits_to_keep`, a tensor": {"logits_to_keep": torch.tensor([0, 3])},
+    "`output_hidden_states`": {"output_hidden_states": True},
+    '`output_attentions` with `attn_implementation="eager"`': {"output_attentions": True},
+    "`is_causal=False`": {"is_causal": False},
+    "`return_dict=False`": {"return_dict": False},
+    "another keyword": {"nonsense": 1},
+}
+
+
+def answer(model, given):
+    """What comes back: its name, and the tensors."""
+    given = given(model) if callable(given) else given
+    model.set_attn_implementation("eager" if "output_attentions" in given else "sdpa")
+    usual = {"input_ids": IDS}
+    try:
+        with torch.no_grad():
+            plain, out = model(IDS), model(**(usual | given))
+    except (TypeError, ValueError) as error:
+        return f"refused ({type(error).__name__})", []
+    if isinstance(out, tuple):
+        return "a tuple", [out[0]]
+    kept = {name: out[name] for name in out if name not in ("cache", "past_key_values", "logits")}
+    name = f"logits {list(out.logits.shape)}"
+    if out.logits.shape == plain.logits.shape:
+        name = "other logits"
+        if torch.allclose(out.logits, plain.logits):
+            name = "the same logits"
+    tensors = [out.logits, *kept.values()]
+    flat = [t for part in tensors for t in (part if isinstance(part, tuple) else [part])]
+    return ", ".join([name, *(f"`{key}`" for key in kept)]), flat
+
+
+TOKENIZE = """
+from transformers import AutoTokenizer
+print(AutoTokenizer.from_pretrained({folder!r})("def main(")["input_ids"])
+"""
+
 
 IDS = torch.arange(24).view(2, 12) * 7 % 90
 
@@ -52,3 +130,50 @@ def test_without_its_code_it_is_refused_and_not_drawn_anew(both):
     for loader in (AutoModelForCausalLM, LlamaForCausalLM):
         with pytest.raises(KeyError, match="load with trust_remote_code=True"):
             loader.from_pretrained(both[1].folder)
+
+
+def test_it_takes_what_llama_takes(both):
+    for label, given in GIVEN.items():
+        (wanted, theirs), (found, ours) = (answer(model, given) for model in both)
+        assert found == wanted and len(ours) == len(theirs), label
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    for model in both:
+        with pytest.raises(ValueError, match="nonsense"):
+            model.generate(IDS, nonsense=1)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("family", ["full", "cola"])
+def test_a_token_added_later_is_generated(family, code_cache, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    step, _ = write_run(tmp_path / "run", family, vocab_size=8192)  # the tokenizer has 4096
+    assert export.main(["--format", "hf", str(step), str(tmp_path / "out")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    tokenizer.add_tokens(["<answer>"])
+    added = tokenizer.convert_tokens_to_ids("<answer>")
+    prompt = tokenizer("import os", return_tensors="pt")
+    with torch.no_grad():
+        out = model(**prompt, output_hidden_states=True).hidden_states[-1][0, -1]
+        model.get_output_embeddings().weight[added] = 100 * out
+    text = model.generate(**prompt, max_new_tokens=1, do_sample=False)
+    assert tokenizer.decode(text[0]).endswith("<answer>")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_its_tokenizer_needs_no_code(tmp_path):
+    step, _ = write_run(tmp_path / "run", "cola")
+    assert export.main(["--format", "hf", str(step), str(tmp_path / "out")]) == 0
+    code = TOKENIZE.format(folder=str(tmp_path / "out"))
+    command = [sys.executable, "-c", code]
+    # stdin stays open: a question waits.
+    done = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=-1, stderr=-1, text=True)
+    try:
+        done.wait(60)
+    finally:
+        done.kill()
+    out, err = done.stdout.read(), done.stderr.read()
+    assert done.returncode == 0, err
+    assert out.startswith("[") and "custom code" not in out + err

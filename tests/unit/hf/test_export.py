@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.run_folders import export, rewrite_record, write_run
-from tests.unit.tiny import tokens
+from tests.unit.tiny import MARGIN, fp32_noise, max_error, tokens
 from torchtitan_lr.checkpoints.record import read_step
 from torchtitan_lr.checkpoints.saving import write_record
 from torchtitan_lr.errors import ConfigError
@@ -119,3 +119,21 @@ def test_damage_is_refused(tmp_path, capsys):
     assert "the complete record of a run" in refusal(capsys, step, tmp_path / "out")
     (step / "step.json").unlink()
     assert "step.json is missing" in refusal(capsys, step, tmp_path / "out")
+
+
+@pytest.mark.parametrize("family", ["full", "svd"])
+def test_transformers_loads_the_hf_export(tmp_path, family):
+    step, model = write_run(tmp_path / "run", family)
+    from transformers import LlamaForCausalLM
+
+    out = tmp_path / "out"
+    assert export.main([str(step), str(out), "--format", "hf"]) == 0
+    theirs = LlamaForCausalLM.from_pretrained(out).eval()
+    ids = tokens(model.model_args, s=48)
+    with torch.no_grad():
+        expected, logits = model(ids), theirs(ids).logits
+    assert max_error(logits, expected) < MARGIN * fp32_noise(model, ids)
+    # Negative control: the same architecture with other weights is not as close.
+    with torch.no_grad():
+        other = LlamaForCausalLM(theirs.config)(ids).logits
+    assert max_error(other, expected) > 1e-2

@@ -16,10 +16,11 @@ from tests.support.run_folders import loaded
 from tests.unit.hf.hf_models import model_of
 from tests.unit.tiny import tokens
 from torchtitan_lr.checkpoints.folders import UNFINISHED, is_free
-from torchtitan_lr.checkpoints.record import Record
+from torchtitan_lr.checkpoints.record import Record, read_step
 from torchtitan_lr.checkpoints.saving import verified
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.export import export_factored, export_hf
 from torchtitan_lr.hf.folders import read_args, read_weights
 from torchtitan_lr.hf.import_hf import write_weights
@@ -338,3 +339,26 @@ def test_nothing_half_made_is_left(plain, tmp_path, capsys):
     for place in (out, tmp_path / "killed"):
         bring_in(plain, place)
         assert not (place / UNFINISHED).exists() and not is_free(place)
+
+
+def test_the_written_toml_is_a_valid_job(plain, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert import_hf.main([str(plain), str(out), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["model"] == "llama_full" and result["matrices"] == []
+    assert result["parameters"] == sum(
+        v.numel() for v in load_file(plain / "model.safetensors").values()
+    )
+    config = build_job_config([f"--job.config_file={result['config']}"])
+    assert config.checkpoint.initial_load_path == result["checkpoint"]
+    assert config.training.global_batch_size == 16 and config.validation.enable
+    check_job_config(config, 1, "cpu")
+    stored = read_step(result["checkpoint"]).states["model"]
+    assert stored["model.hf_assets_path"].startswith("sha256:")
+    # The fingerprint keeps another model from loading it.
+    with pytest.raises(ConfigError, match=r"model\.name: got 'llama_cola', expected 'llama_full'"):
+        check_job_config(
+            build_job_config([f"--job.config_file={result['config']}", "--model.name=llama_cola"]),
+            1,
+            "cpu",
+        )

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.commands import ROOT
+from torchtitan_lr.checkpoints.record import Record
 from torchtitan_lr.launch import launcher as launch
 from torchtitan_lr.launch.folder_lock import locked
 
@@ -47,11 +48,11 @@ def test_refused_variables(variables, capsys, values, expected):
 def test_a_start_that_is_refused_names_the_job_in_its_folder(variables, capsys, tmp_path):
     step = tmp_path / "checkpoint/step-9"
     step.mkdir(parents=True)
-    (step / ".metadata").touch()
+    Record({key: {} for key in ("model", "train_state", "optimizer", "dataloader")}).write(step)
     arguments = [f"{ROOT}/train_configs/debug_cola.toml", f"--job.dump_folder={tmp_path}"]
     arguments += ["--training.steps=6"]
     assert launch.main(arguments) == 2
-    assert "already at step 9 of 6: nothing to train" in capsys.readouterr().err
+    assert "training.steps: got 6, expected at least 9, the step of " in capsys.readouterr().err
     with locked(str(tmp_path)):
         assert launch.main(arguments) == 2
     assert f"process {os.getpid()} on " in capsys.readouterr().err
@@ -107,7 +108,7 @@ def test_how_to_go_on(tmp_path):
         folder = tmp_path / f"checkpoint/step-{step}"
         folder.mkdir(parents=True)
         if complete:
-            (folder / ".metadata").write_text("")
+            Record().write(folder)
     assert launch.how_to_resume(config).endswith(f"resume from {tmp_path}/checkpoint/step-4")
     checkpoint.enable = False
     assert launch.how_to_resume(config) == "; there is no checkpoint to resume from"

@@ -37,7 +37,7 @@ def test_a_failure_is_the_launchers_last_line(monkeypatch, tmp_path):
 
 def test_ranks_that_fail_are_one_line_and_a_folder(monkeypatch, tmp_path):
     (tmp_path / "broken.py").write_text(
-        "from torchtitan_lr.scaling.experiments import report_from_rank\n"
+        "from torchtitan_lr.scaling.start import report_from_rank\n"
         "report_from_rank(lambda _: 1 // 0, [])\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")

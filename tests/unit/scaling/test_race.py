@@ -42,4 +42,4 @@ def test_what_a_method_does_not_fit_is_refused_in_one_line(name, options, key):
         check(name, options)
     text = str(error.value)
     assert text.startswith(f"{key}: got ") and "\n" not in text
-    assert f"with optimizer.name = {name!r}" in text
+    assert name in text

@@ -15,6 +15,9 @@ from torchtitan_lr.compression import codecs
 from torchtitan_lr.compression.units import compressors_of
 from torchtitan_lr.optim.tsr.container import TSROptimizers
 
+LISTS = {"index", "index_put", "index_put_", "_index_put_impl_"}
+
+
 # Their result's size, or a number of Python, depends on values.
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero"}
 
@@ -119,3 +122,20 @@ def test_a_signal_stops_after_the_very_step_it_arrived_in(tmp_path):
         assert trainer.stopped_by is None
         step(trainer)
         assert trainer.stopped_by == "SIGTERM" and trainer.step == 2
+
+
+@pytest.mark.parametrize(("moments", "replicas"), [("rotate", 1), ("keep", 1), ("rotate", 2)])
+def test_a_refresh_reads_nothing_and_copies_no_list(moments, replicas, tmp_path):
+    each = [f"--optimizer.tsr_{name}refresh_interval=1" for name in ("", "embedding_")]
+    options = [*TSR[:3], *each, f"--optimizer.tsr_moments={moments}"]
+    options += [f"--parallelism.data_parallel_replicate_degree={replicas}"]
+    # Messages of the second replica get lost, so that values are anything.
+    options += ["--training.max_skipped_steps=9"]
+    with tiny_trainer(tmp_path, *OPTIONS, *options, ranks=replicas) as trainer:
+        assert counted(trainer, READS | LISTS)[0] == {}
+        stacks = [stack for part in trainer.optimizers for stack in part.stacks]
+        assert stacks and all((stack.refresh_counts == 3).all() for stack in stacks)
+    # The control.
+    with Reads(names=LISTS) as reads:
+        stacks[0].U[[0]] = 1.0 + stacks[0].U[[0]]
+    assert reads.found.total() == 2

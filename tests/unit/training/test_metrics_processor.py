@@ -6,6 +6,7 @@ the tokens of its data-parallel share, so a rank's tokens are four times in the 
 """
 
 import json
+import math
 import time
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_lr.titan.base import JobConfig, ParallelDims
 from torchtitan_lr.titan.device import bind_device
+from torchtitan_lr.training import metrics
 from torchtitan_lr.training.metrics import LowRankMetricsProcessor
 
 GIB = 2**30
@@ -135,3 +137,14 @@ def test_training_goes_on_without_wandb(rank, processor_of, monkeypatch, caplog)
     processor.start_after(0)
     assert processor.logger.opened == []
     assert ("training goes on without it" in caplog.text) == (rank == 0)
+
+
+@pytest.mark.parametrize(("mean", "shown"), [(2.25, "loss 2.25000"), (math.nan, "loss 2.50000")])
+def test_the_console_shows_the_mean_of_the_interval(mean, shown, processor_of, clock, monkeypatch):
+    lines = []
+    monkeypatch.setattr(metrics.console, "info", lines.append)
+    processor = processor_of()
+    clock.now += 1
+    processor.ntokens_since_last_log += 600
+    log(processor, 4, interval_loss=mean)
+    assert f"  {shown}  " in lines[0]

@@ -5,6 +5,7 @@ import copy
 import json
 import shutil
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +19,26 @@ from torchtitan_lr.config.parse import _keys
 from torchtitan_lr.config.schema import FREE, meaning_of
 from torchtitan_lr.console.log import console
 from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.optim.entries import (
+    ENTRIES,
+    OptimizerEntry,
+    build_optimizers,
+    register_optimizer,
+    variant,
+)
+from torchtitan_lr.titan.components import OptimizersContainer
+
+
+def momentum_sgd(model_parts, optimizer, parallel_dims):
+    settings = {"lr": optimizer.lr, "momentum": 0.9}
+    return OptimizersContainer(model_parts, torch.optim.SGD, settings)
+
+
+def turned_tsr(model_parts, optimizer, parallel_dims):
+    """TSR-Adam that climbs: its scale is negative."""
+    config = replace(optimizer, name="TSRAdam", tsr_scale=-optimizer.tsr_scale)
+    return build_optimizers(model_parts, config, parallel_dims)
+
 
 BASE = {
     "training.dataset": "local",
@@ -325,3 +346,29 @@ def test_every_key_that_counts_is_tried():
 
 def keys_of(table):
     return {f"{section}.{key}" for section, keys in table.items() for key in keys.split()}
+
+
+@pytest.fixture
+def outside(monkeypatch):
+    """Optimizers from outside the package: one with a state of its own, and a changed TSR-Adam."""
+    names = {"MomentumSGD", "TSR-turned"}
+    for name in names:
+        monkeypatch.setitem(RECIPES, name, BASE | TSR | {"optimizer.name": name})
+    register_optimizer(OptimizerEntry("MomentumSGD", momentum_sgd))
+    register_optimizer(variant("TSRAdam", "TSR-turned", turned_tsr))
+    yield
+    for name in names:
+        del ENTRIES[name]
+
+
+@pytest.mark.parametrize(("name", "other"), [("MomentumSGD", "TSRAdam"), ("TSR-turned", "AdamW")])
+def test_an_optimizer_from_outside_goes_on(name, other, outside):
+    lr = ("optimizer.lr", BASE["optimizer.lr"])
+    assert same(resumed(name), own_training(name, *lr))
+    # The control: the state counts, and the other optimizer has another one.
+    excluded = resumed(name, "checkpoint.exclude_from_loading", "optimizer")
+    assert not same(excluded, resumed(name))
+    with pytest.raises(ConfigError, match=f"^optimizer.name: got '{other}'"):
+        recipe, folder, _ = stopped(name)
+        with trainer_of(folder, recipe, **{"optimizer.name": other}):
+            pass

@@ -1,7 +1,9 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 import math
+from pathlib import Path
 from typing import Any
 
+from torchtitan_lr.training.figures import draw_curve
 from torchtitan_lr.training.history import build_summary
 
 
@@ -42,3 +44,12 @@ def test_the_training_loss_is_that_of_the_last_interval() -> None:
         records = history()
         records[3] |= {"interval_loss": mean}
         assert build_summary(records, 4, 1.0, None)["train_loss"] == expected
+
+
+def test_the_curve_shows_means_of_intervals_and_not_single_batches(tmp_path: Path) -> None:
+    records = history()
+    for record, mean in zip(records, (8.0, 7.0, 5.5, math.nan), strict=False):
+        record["interval_loss"] = mean
+    figure = draw_curve(records, tmp_path / "curve.png")
+    thin = figure.axes[0].lines[0]
+    assert list(thin.get_ydata()) == [8.0, 7.0, 5.5, 4.5]

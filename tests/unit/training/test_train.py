@@ -5,13 +5,17 @@ import copy
 import math
 import re
 import time
+from functools import partial
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.reference.validation_loss import token_losses
+from tests.reference.validation_loss import sequence_losses, token_losses, windows
 from tests.unit.tiny_trainer import history, microbatches, parameters, tiny_trainer
+from torchtitan_lr.data.sources import Reader, Source
+from torchtitan_lr.data.tokenizer import build_tokenizer
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.titan.components import DataloaderExhaustedError
 from torchtitan_lr.training.verdict import NonFiniteError, Verdict
@@ -277,3 +281,18 @@ def test_what_lies_between_steps_is_not_training_time(trainer, monkeypatch):
     assert record["time_metrics/end_to_end(s)"] == 10
     assert record["throughput/tokens_per_s_per_device"] == pytest.approx(48 / 10, rel=EXACT)
     assert record["time_metrics/data_loading(%)"] == pytest.approx(60, rel=EXACT)
+
+
+def test_validation_by_hand(tmp_path):
+    """The model's own validation, of sequences packed and summed by hand."""
+    options = ["--validation.enable", "--validation.dataset=python_stdlib", "--validation.steps=2"]
+    options += ["--validation.seq_len=8", "--validation.local_batch_size=3"]
+    with tiny_trainer(tmp_path, *RECIPE, *options) as trainer:
+        trainer.validator.validate(trainer.model_parts, 1)
+        tokenizer = build_tokenizer(trainer.job_config)
+        encode = partial(tokenizer.encode, add_bos=False, add_eos=False)
+        begin, end = tokenizer.bos_id, tokenizer.eos_id
+        held_out = islice(Reader(Source("python_stdlib")).texts(held_out=True), 2)
+        sequences = windows([[begin, *encode(text), end] for text in held_out], 8)[:6]
+        expected = sequence_losses(on_cpu(trainer.model_parts[0]), sequences).mean().item()
+        assert trainer.validator.last_loss == pytest.approx(expected, rel=EXACT)
