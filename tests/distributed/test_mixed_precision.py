@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Weights in bf16: another regime than fp32 masters, but the same in every layout."""
 
-from tests.distributed.training import train
+from tests.distributed.training import LOSS_GAP, loss_gap, train
 from tests.support.parity_runs import (
     BF16,
     ROUNDING,
@@ -27,6 +27,16 @@ def test_master_weights_in_bf16_are_another_regime(one_rank: RankPool) -> None:
     references = bf16_references(one_rank, COLA, train)
     pure = one_rank.run(train, [*COLA, *PURE])[0]
     assert rounding_excess(pure, references) > 5 * ROUNDING
+
+
+def test_pure_bf16_replicas_train_like_one_process(
+    four_ranks: RankPool, one_rank: RankPool
+) -> None:
+    """bf16 master weights round every update, so losses are compared, not weights."""
+    options = [*model("cola"), *PURE, "--training.steps=5", "--optimizer.lr=1e-2"]
+    alone = one_rank.run(train, [*options, *degrees()])[0]["losses"]
+    run = four_ranks.run(train, [*options, *REPLICATE4])[0]["losses"]
+    assert loss_gap(run, alone) < LOSS_GAP
 
 
 def test_tsr_adam_of_bf16_weights_keeps_fp32_states(four_ranks: RankPool) -> None:

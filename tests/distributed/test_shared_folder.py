@@ -1,20 +1,26 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Each rank writes its own part; machines that mount one folder differently save and load it."""
 
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.distributed.training import train
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.checkpoints import saving
 from torchtitan_lr.checkpoints.saving import verified
+from torchtitan_lr.training.trainer import Trainer
 
 RANKS_PER_MACHINE = 2
 
+SMALL = 4096
+"""Bytes: counters, settings and names, which every rank needs, are smaller once written."""
 
 OPTIONS = [
     "--model.name=llama_cola",
@@ -27,18 +33,54 @@ OPTIONS = [
 
 def train_on_machines(dump: str, mounts: list[str], *options: str) -> dict[str, Any]:
     """Train with machines of two ranks, each with its own path of the checkpoints' folder."""
+    opened: list[str] = []
+    watching = False
+    init_distributed = Trainer.init_distributed
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if watching and event == "open" and arguments[1] in ("r", "rb"):
+            path = Path(str(arguments[0]))
+            if path.parent.name.startswith("step-") or path.name.startswith("tokenizer"):
+                opened.append(path.name)
+
+    def begin(self: Trainer) -> Any:
+        nonlocal watching
+        watching = True  # the checks, here of each rank, are over
+        return init_distributed(self)
+
+    sys.addaudithook(hook)
     wrote: list[str] = []
+    verified: list[str] = []
+    loaded: Counter[str] = Counter()
     files = saving._SummingFileSystem
-    create = files.create_stream
+    create, read, total = files.create_stream, FileSystemReader.read_data, saving._sum_of
 
     def create_stream(self: Any, path: Any, mode: str) -> Any:
         if mode == "wb":
             wrote.append(Path(path).name)
         return create(self, path, mode)
 
+    def read_data(self: Any, plan: Any, planner: Any) -> Any:
+        infos = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
+        for info in infos.values():
+            if info.length > SMALL:
+                loaded[info.relative_path] += info.length
+        return read(self, plan, planner)
+
+    def sum_of(path: Path) -> list[int]:
+        verified.append(path.name)
+        return total(path)
+
     folder = f"--checkpoint.folder={mounts[dist.get_rank() // RANKS_PER_MACHINE]}"
-    with patch.object(files, "create_stream", create_stream):
-        return {**train([*OPTIONS, folder, *options], "", dump), "wrote": wrote}
+    with (
+        patch.object(files, "create_stream", create_stream),
+        patch.object(FileSystemReader, "read_data", read_data),
+        patch.object(saving, "_sum_of", sum_of),
+        patch.object(Trainer, "init_distributed", begin),
+    ):
+        run = train([*OPTIONS, folder, *options], "", dump)
+    watching = False  # nothing takes the hook away
+    return {**run, "wrote": wrote, "verified": verified, "loaded": dict(loaded), "opened": opened}
 
 
 Runs = tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]
@@ -73,3 +115,23 @@ def test_machines_with_other_paths_share_a_folder(runs: Runs, four_ranks: RankPo
     undisturbed = four_ranks.run(train, [*OPTIONS, "--training.steps=3"])
     assert again[0]["losses"] == undisturbed[0]["losses"]
     assert again[0]["losses"][:2] == first[0]["losses"]
+
+
+def test_a_machine_reads_its_part_alone(runs: Runs) -> None:
+    """What a machine verifies is what it loads: from storage it reads these bytes once."""
+    folder, _, again = runs
+    for machine in range(2):
+        ranks = range(machine * RANKS_PER_MACHINE, (machine + 1) * RANKS_PER_MACHINE)
+        own = {f"__{rank}_0.distcp" for rank in ranks}
+        assert {name for rank in ranks for name in again[rank]["verified"]} - {".metadata"} == own
+        loaded = sum((Counter(again[rank]["loaded"]) for rank in ranks), Counter[str]())
+        sizes = {name: (folder / "step-2" / name).stat().st_size for name in own}
+        assert loaded.keys() == own
+        # And no rank loads what another one of the machine does.
+        assert all(0.8 * sizes[name] < loaded[name] < sizes[name] for name in own)
+
+
+def test_what_all_ranks_need_is_read_by_one(runs: Runs) -> None:
+    """Besides its own part, a rank opens the first one's, which has all counters."""
+    for rank, run in enumerate(runs[2][1:], 1):
+        assert set(run["opened"]) == {"__0_0.distcp", f"__{rank}_0.distcp"}

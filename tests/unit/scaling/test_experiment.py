@@ -23,6 +23,7 @@ from torchtitan_lr.optim.spectral.selection import select_matrices
 from torchtitan_lr.scaling.experiment import read_experiment
 from torchtitan_lr.scaling.plan import Plan
 from torchtitan_lr.scaling.results import fits_of, judged, law_table
+from torchtitan_lr.scaling.sweep import settings_of
 
 scaling = Command("scaling")
 
@@ -145,6 +146,16 @@ def test_a_family_and_an_optimizer_from_outside(tmp_path, place):
     done = subprocess.run(program, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [line.split()[:2] for line in done.stdout.splitlines()][3] == ["own_family", "a"]
+
+
+def test_the_command_line_wins(tmp_path):
+    family = '[families.cola]\noverrides = ["training.seq_len=32", "optimizer.beta1=0.5"]'
+    path = write(tmp_path, ("[families.cola]", family))
+    given = ["--training.seq_len=64", "--validation.seq_len=64"]
+    plan = Plan(read_experiment(path, given), tmp_path / "work")
+    settings = {name: settings_of(plan.point(name, "a", 1.0, 0, 1e-3)) for name in ("full", "cola")}
+    assert settings["cola"]["training"]["seq_len"] == settings["full"]["training"]["seq_len"] == 64
+    assert settings["cola"]["optimizer"]["beta1"] == 0.5 != settings["full"]["optimizer"]["beta1"]
 
 
 def test_lengths_by_hand(tmp_path):

@@ -61,6 +61,21 @@ def test_wandb_gets_the_tomls_values_and_stays_offline_without_credentials(tmp_p
     assert values == ("low-rank", "run 7", "ranks", ["a", "b"])
 
 
+@pytest.mark.parametrize("where", ["variable", "file"])
+def test_credentials_mean_online(where, tmp_path, metrics, monkeypatch):
+    if where == "variable":
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    else:
+        (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+
+    def stop(mode, resume, **_):
+        raise ConnectionError(f"{mode} {resume}")
+
+    monkeypatch.setattr("wandb.init", stop)  # it would connect
+    with pytest.raises(ConnectionError, match="online allow"):
+        RunWandb(tmp_path, 0, {}, metrics)
+
+
 def test_wandb_continues_its_run_and_ends_as_failed(tmp_path, metrics, curve):
     (tmp_path / WANDB_ID_FILE).write_text("of-before\n")
     first = RunWandb(tmp_path, 0, {"training": {"steps": 3}}, metrics)
