@@ -12,7 +12,6 @@ a true start.
 """
 
 import atexit
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -316,7 +315,6 @@ def _execute_child(process, *values):
     return None
 
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
 _EXEC = subprocess.Popen._execute_child
 _KEPT = []
 _BASE_PATH = [entry for entry in sys.path[1:] if entry != str(ROOT)]

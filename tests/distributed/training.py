@@ -19,8 +19,6 @@ from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.data import sources
 from torchtitan_lr.titan.base import ParallelDims
 
-"""The last parameter whose gradient the fault ``nan_gradient`` spoils on a rank with all layers."""
-
 
 def train(
     arguments: list[str],

@@ -100,7 +100,6 @@ def degrees(tensor: int = 1, pipeline: int = 1, local_batch: int = 8) -> list[st
 DEEP = ["--model.flavor=parity4"]
 """Arguments of a model with enough layers for four stages."""
 
-"""Arguments of a model with four lanes that share half of their channels."""
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "dp1": (1, degrees()),

@@ -71,15 +71,6 @@ def test_states_and_losses(outputs, capsys):
     assert json.loads(capsys.readouterr().out)[0]["state"] == FAILED
 
 
-def test_the_table(outputs, capsys):
-    assert runs.main([str(outputs / "sweep"), str(outputs / "done")]) == 0
-    header, done, bad = capsys.readouterr().out.splitlines()
-    assert header.split() == ["run", "config", "step", "loss", "validation", "state"]
-    assert done.split()[1:] == ["a.toml", "10/10", "-1.0000", "5.5000", "finished"]
-    assert bad.endswith(" 4/10   5.0000      5.5000  failed: step 5: loss of rank 0 is not finite")
-    assert header.index("state") == done.index("finished") == bad.index("failed")
-
-
 @pytest.mark.parametrize(
     ("arguments", "status", "told"),
     [

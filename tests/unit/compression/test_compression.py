@@ -51,9 +51,6 @@ def unpeeled(m, codec, ranks, trials=4):
     return stuck / indexed
 
 
-"""Just peels on eight ranks, where a unit is large."""
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("c", [2, 4, 10])
 def test_accepted_units_peel(c, ranks):

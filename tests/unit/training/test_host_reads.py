@@ -21,8 +21,6 @@ LISTS = {"index", "index_put", "index_put_", "_index_put_impl_"}
 # Their result's size, or a number of Python, depends on values.
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero"}
 
-"""A list as an index is copied to the device, for which the host waits."""
-
 
 class Reads(TorchDispatchMode):
     """Counts reads of values, copies that block the host, and all-reduces."""
