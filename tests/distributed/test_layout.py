@@ -375,7 +375,7 @@ def check_neighbour(
     ranks = pool(world_size(near))
     if compresses(near):
         for error in ranks.errors(layout_runs.go_on, arguments, folder):
-            assert "ConfigError: grad_compression: got" in error, error
+            assert "goes on without its grad_compression" in error, error
         return
     resumed = ranks.run(layout_runs.go_on, arguments, folder)[0]
     assert resumed["step"] == STEPS
