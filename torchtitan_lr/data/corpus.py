@@ -32,6 +32,7 @@ import struct
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -57,6 +58,10 @@ _DTYPES = {1: np.uint8, 4: np.int32, 5: np.int64, 8: np.uint16}
 """Codes of the types that token ids and loss masks can have."""
 
 RECORD = "corpus.json"
+
+BEGUN = "preparing.json"
+"""The first file of a preparation, with its signature; a finished folder has it no more."""
+
 PARTS = ("train", "held_out")
 FORMAT = "torchtitan_lr tokens 2"
 
@@ -115,12 +120,22 @@ class Corpus:
             given = found["identity"]
             if given != identity_of(found["kind"], found["tokenizer"], [train, held_out]):
                 raise ValueError("its shards are not those of its identity")
+            _check_types(found)
             return Corpus(place, train, held_out, found["kind"], given, found, key)
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+        ) as error:
             want = f"a record of format {FORMAT!r} ({type(error).__name__}: {error})"
             raise DataError(key, str(place / RECORD), f"{want}; {_again(place)}") from error
+        want = "a preparation that is finished: the command that began it goes on with it"
+        require(not (place / BEGUN).exists(), key, str(place), want)
         train = []
         for path in sorted(place.glob("*.idx")):
             shard = IndexedDataset(path.with_suffix(""), key)
@@ -211,6 +226,16 @@ def _again(folder: Path) -> str:
     )
 
 
+def _check_types(record: dict[str, Any]) -> None:
+    """Raise a ValueError for other values than we write: whoever sent a folder wrote its record."""
+    if record["kind"] not in ("text", "pairs"):
+        raise ValueError(f"kind {record['kind']!r}")
+    if type(record["tokenizer"].get("vocabulary", 1)) is not int:
+        raise ValueError(f"vocabulary {record['tokenizer']['vocabulary']!r}")
+    if not all(isinstance(share, float) for share in record.get("held_out_share", [])):
+        raise ValueError(f"held_out_share {record['held_out_share']!r}")
+
+
 def _shard_of(record: dict[str, Any]) -> ShardInfo:
     counts = int(record["tokens"]), int(record["documents"])
     return ShardInfo(*counts, str(record["sha256"]), str(record["name"]))
@@ -227,7 +252,10 @@ def save_record(folder: Path, about: dict[str, Any], parts: Sequence[Sequence[Sh
         record[part] = [asdict(shard) for shard in shards]
     aside = folder / f"{RECORD}.{secrets.token_hex(4)}"  # another machine may write its own
     write_over(aside, json.dumps(record, indent=1).encode())
-    os.replace(aside, folder / RECORD)
+    with suppress(FileNotFoundError):  # the other one was first, and has removed it
+        os.replace(aside, folder / RECORD)
+    for left in folder.glob(f"{RECORD}.*"):  # of a preparation that was killed here
+        left.unlink(missing_ok=True)
 
 
 def identity_of(kind: str, tokenizer: dict[str, Any], parts: Sequence[Sequence[ShardInfo]]) -> str:

@@ -29,10 +29,10 @@ from filelock import FileLock, Timeout
 from torchtitan_lr.compat.interpreter import cores
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.console.log import duration, say
-from torchtitan_lr.data.corpus import RECORD, Corpus, Rows
+from torchtitan_lr.data.corpus import BEGUN, RECORD, Corpus, Rows
 from torchtitan_lr.data.sources import LIBRARIES, ONE_IN, Reader, Source, data_path
 from torchtitan_lr.data.template import ChatTemplate
-from torchtitan_lr.data.tokenize import BEGUN, signature_of, tokenize
+from torchtitan_lr.data.tokenize import signature_of, tokenize
 from torchtitan_lr.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_lr.errors import ConfigError, one_of, require
 
@@ -373,6 +373,7 @@ def prepare_folder(
         _require_free(folder, signature, key)
         with _alone(folder, key):
             if not (folder / RECORD).is_file():  # another run may have prepared it meanwhile
+                _require_free(folder, signature, key)  # or have begun it
                 tokenize(readers, tokenizer, folder, key=key, max_bad_records=max_bad_records)
     corpus = Corpus.open(folder, key)
     want = "another folder: it was prepared from other sources, or with another tokenizer"

@@ -63,7 +63,10 @@ LONGEST = 1 << 24
 
 A tokenizer takes some 130 bytes of memory per byte of one document: 2 GB for these 16 MiB."""
 
-ROWS = 64  # of a .parquet file are read at once
+ROWS = 64  # of a .parquet file are read at once, or fewer
+ROWS_BYTES = 1 << 29
+"""Bytes that they may have if each has the text of a whole chunk: 661 bytes of a file can hold 256
+rows of 13 MB each."""
 
 BOM = b"\xef\xbb\xbf"  # some editors write it before a text in UTF-8
 
@@ -343,7 +346,14 @@ class Reader:
             kind = kind.value_type if isinstance(kind, pa.DictionaryType) else kind
             if kind not in (pa.string(), pa.large_string(), pa.string_view()):
                 raise DataError(self.source.key, str(path), f"strings in column '{column}'")
-            batches = file.iter_batches(ROWS, columns=[column], use_threads=False)
+            groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+            leaves = [file.metadata.schema.column(i).path for i in range(file.metadata.num_columns)]
+            place = leaves.index(column)
+            largest = max(
+                (group.column(place).total_uncompressed_size for group in groups), default=1
+            )
+            rows = min(ROWS, max(1, ROWS_BYTES // max(1, largest)))
+            batches = file.iter_batches(rows, columns=[column], use_threads=False)
             yield from _grouped(path, (text for each in batches for text in _strings(each[0])))
 
     def _modules(self, path: Path) -> Iterator[Piece]:

@@ -36,6 +36,7 @@ from torchtitan_lr.config.files import read_json
 from torchtitan_lr.console.log import say
 from torchtitan_lr.console.progress import counting
 from torchtitan_lr.data.corpus import (
+    BEGUN,
     PARTS,
     Corpus,
     ShardInfo,
@@ -47,9 +48,6 @@ from torchtitan_lr.data.pairs import PairEncoder
 from torchtitan_lr.data.sources import ONE_IN, Bad, Piece, Reader
 from torchtitan_lr.data.tokenizer import Tokenizer, encode_documents, tokenizer_identity, vocabulary
 from torchtitan_lr.errors import ConfigError, DataError, require
-
-BEGUN = "preparing.json"
-"""The first file of a preparation, with its signature; a finished folder has it no more."""
 
 UNIT_BYTES = 64 << 20  # of text: some minutes of a core
 MOST_BAD = 1000  # a preparation gives up after so many bad records above the allowed number
@@ -123,6 +121,12 @@ class _Preparation:
         # Before threads begin: each would find the limit, and change what others encode with.
         self._limits = [reader.limit for reader in readers]
         tokenizer.tokenizer.encode_special_tokens = True
+        begun: dict[str, Any] = {}
+        with suppress(OSError, ValueError):
+            begun = read_json(folder / BEGUN)
+        if begun.get("signature") != self._signature:
+            for other in folder.glob("unit-*.json"):  # of another text or tokenizer
+                other.unlink(missing_ok=True)
         write_over(folder / BEGUN, json.dumps({"signature": self._signature}).encode())
         self._there = list[Unit]()
         with suppress(OSError, ValueError):  # of the first one that is not there, or not whole

@@ -4,6 +4,7 @@
 Rows are compared with slow references that know lists alone.
 """
 
+import json
 import struct
 from itertools import chain
 
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.corpora import write_corpus, write_shard
-from torchtitan_lr.data.corpus import DOCUMENTS, Corpus, IndexedDataset, Rows
+from torchtitan_lr.data.corpus import DOCUMENTS, Corpus, IndexedDataset, Rows, identity_of
 from torchtitan_lr.errors import ConfigError, DataError
 from torchtitan_lr.titan import IGNORE_INDEX
 
@@ -123,19 +124,35 @@ def test_a_fault_is_found_before_a_run(tmp_path, monkeypatch, end, place, data, 
 def test_what_is_no_corpus(tmp_path):
     with pytest.raises(ConfigError, match=r"a folder with corpus\.json"):
         Corpus.open(tmp_path)
-    build(tmp_path)
-    path = tmp_path / "corpus.json"
+    corpus, path = build(tmp_path), tmp_path / "corpus.json"
     whole = path.read_text()
+
+    def forged(**values):
+        record = json.loads(whole) | values
+        parts = [corpus.train, corpus.held_out]
+        return json.dumps(
+            record | {"identity": identity_of(record["kind"], record["tokenizer"], parts)}
+        )
+
     for content, why in [
         (whole.replace('s": 25', 's": 24'), f"not those of its identity.*delete {tmp_path}"),
         (whole.replace('s": 25', 's": "x"'), "ValueError"),
         (whole.replace("train-00000", "../../etc/passwd"), f"{tmp_path}/passwd.idx"),  # inside
         ("{", "a record of format"),
         ('{"format": "other"}', "a record of format"),
+        (forged(kind="next"), "kind 'next'"),
+        (forged(tokenizer=[3]), "a record of format"),
+        (forged(tokenizer={"vocabulary": "3"}), "vocabulary '3'"),
+        (forged(held_out_share=["0.1"]), "held_out_share"),
+        (forged(held_out_share=0.1), "a record of format"),
+        (whole.replace('s": 25', 's": 1e999'), "OverflowError"),
     ]:
         path.write_text(content)
         with pytest.raises(DataError, match=why):
             Corpus.open(tmp_path).check()
+    path.rename(tmp_path / "preparing.json")
+    with pytest.raises(ConfigError, match="a preparation that is finished"):
+        Corpus.open(tmp_path)
 
 
 def check_rows(rows, tokens, owners=None, targets=None):

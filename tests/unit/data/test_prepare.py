@@ -4,9 +4,11 @@
 import json
 import multiprocessing
 import os
+import shutil
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -213,7 +215,7 @@ def test_two_runs_prepare_a_folder_at_the_same_time(config, monkeypatch, locks):
 
 
 @pytest.mark.parametrize("pattern", ["", "/**/*"], ids=["a folder", "a pattern"])
-def test_a_folder_of_others_is_not_written_to(tmp_path, pattern):
+def test_a_folder_of_others_is_not_written_to(tmp_path, pattern, monkeypatch):
     """Nor is what was prepared in a folder read as its text."""
     data, out = tmp_path / "data", tmp_path / "data" / "tokens"
     data.mkdir()
@@ -243,6 +245,18 @@ def test_a_folder_of_others_is_not_written_to(tmp_path, pattern):
         file.write("{\n")
     with pytest.raises(ConfigError, match="was begun by this command; it holds"):
         command(tmp_path / "other", 2)
+    # Both found an empty folder; the one that had the lock was killed.
+    alone = prepare._alone
+
+    @contextmanager
+    def after_another(folder, key):
+        with alone(folder, key):
+            shutil.copytree(tmp_path / "other", folder, dirs_exist_ok=True)
+            yield
+
+    monkeypatch.setattr(prepare, "_alone", after_another)
+    with pytest.raises(ConfigError, match="was begun by this command; it holds"):
+        command(tmp_path / "third", 2)
 
 
 def test_what_a_small_corpus_holds_out_is_said(tmp_path, config, capsys):

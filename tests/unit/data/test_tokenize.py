@@ -122,6 +122,11 @@ def test_bad_lines_are_counted_and_may_be_left_out(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"a\.jsonl:8'.* first of 3 bad records") as error:
         prepare(path, tmp_path / "out", max_bad_records=2)
     assert "\n" not in str(error.value)
+    # Another text takes no unit of this one.
+    other = write_jsonl(tmp_path / "b.jsonl", TEXTS[:9])
+    shutil.copytree(tmp_path / "out", tmp_path / "taken")
+    taken = prepare(other, tmp_path / "taken").identity
+    assert taken == prepare(other, tmp_path / "other").identity
     # Nothing is tokenized again once they may be lost.
     monkeypatch.setattr(tokenizing, "encode_documents", None)
     corpus = prepare(path, tmp_path / "out", max_bad_records=3)
@@ -219,7 +224,7 @@ def test_a_folder_has_no_hidden_files_and_no_links_out_of_it(tmp_path):
         Reader(Source("local", (f"{data}/*",)))
 
 
-def test_columns_of_text_have_several_types(tmp_path):
+def test_columns_of_text_have_several_types(tmp_path, monkeypatch):
     texts = [*TEXTS[:30], None, ""]
     column = pa.array(texts, pa.string())
     forms = [
@@ -233,6 +238,14 @@ def test_columns_of_text_have_several_types(tmp_path):
         pq.write_table(pa.table({"text": form}), tmp_path / f"{index}.parquet")
         found.append(prepare(tmp_path / f"{index}.parquet", tmp_path / f"out{index}").identity)
     assert len(set(found)) == 1
+    # Few bytes of a file can hold many long rows: they are not read at once.
+    read, strings = list[int](), sources._strings
+    monkeypatch.setattr(sources, "ROWS_BYTES", 50_000)
+    monkeypatch.setattr(sources, "_strings", lambda rows: read.append(len(rows)) or strings(rows))
+    long = ["x" * 10_000] * 64
+    pq.write_table(pa.table({"n": range(64), "text": long}), tmp_path / "long.parquet")
+    source = Source("local", (str(tmp_path / "long.parquet"),), part="train")
+    assert list(Reader(source).texts()) == long and 2 <= max(read) <= 5
     raw = pa.array([b"one", b"l\xe9", b"three"], pa.binary())
     broken = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
     pq.write_table(pa.table({"text": broken}), tmp_path / "bad.parquet")
@@ -295,6 +308,7 @@ def test_a_killed_preparation_loses_one_unit(tmp_path, monkeypatch):
     # Of a second folder, units that are there are not encoded again.
     shutil.rmtree(killed)
     run(17)
+    (killed / "corpus.json.12ab34cd").write_text("{")  # as a kill leaves it
     units = [json.loads(file.read_text()) for file in sorted(killed.glob("unit-*"))]
     there = sum(unit[part]["documents"] for unit in units for part in PARTS if unit[part])
     documents, encode = list[str](), tokenizing.encode_documents
@@ -306,6 +320,7 @@ def test_a_killed_preparation_loses_one_unit(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizing, "encode_documents", seen)
     assert prepare(path, killed).identity == corpus.identity
     assert len(units) >= 2 and len(documents) == len(TEXTS) * 3 - there
+    assert {file.name for file in killed.iterdir()} == {file.name for file in whole.iterdir()}
 
 
 def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path):
