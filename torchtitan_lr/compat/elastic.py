@@ -5,6 +5,7 @@ It runs in the launcher's own process and differs from torchrun in what torchrun
 Tested with torch 2.11, 2.13 and 2.15.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -137,7 +138,8 @@ class Agent(LocalElasticAgent):
             done, world = most - self._remaining_restarts, worker_group.workers[0].world_size
             size = f"{machines} machine{'s'[: machines > 1]}, {world} rank{'s'[: world > 1]}"
             line = f"restart ({done} of {most} after failures): {self._cause}; {size}"
-            print(line, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # a terminal that hung up
+                print(line, file=sys.stderr, flush=True)
         self.meeting = False
         started: dict[int, Any] = super()._start_workers(worker_group)
         self.started()

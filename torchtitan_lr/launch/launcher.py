@@ -27,7 +27,7 @@ from torchtitan_lr.launch.environment import Environment, read_environment
 from torchtitan_lr.launch.folder_lock import HELD_VARIABLE, locked
 from torchtitan_lr.launch.machines import check_machines
 from torchtitan_lr.launch.placement import DEFAULT_CONFIG_FILE, Placement, place
-from torchtitan_lr.launch.processes import LAUNCHER_VARIABLE, Signals, exit_without_teardown
+from torchtitan_lr.launch.processes import LAUNCHER_VARIABLE, Signals, say
 from torchtitan_lr.launch.report import read_summary, summary_lines
 from torchtitan_lr.launch.run_state import (
     AGAIN_THE_SAME,
@@ -102,13 +102,13 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
         print(f"waiting for the other machines at {environment.endpoint}", flush=True)
 
     def stopped(why: str) -> int:
-        print(f"error: {why}; logs: {log_folder}", file=sys.stderr, flush=True)
         if one_machine or not is_held(folder):  # of several machines rank 0 holds it
             write_state(folder, FAILED, why)
+        say(f"error: {why}; logs: {log_folder}")
         return 128 + signals.number
 
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    signals = Signals(lambda why: exit_without_teardown(stopped(why)))
+    signals = Signals(stopped)
     command = [environment.train_module, *arguments]
     shown = [int(rank) for rank in environment.log_ranks.split(",")]
     has_first, failure = run_ranks(environment, command, log_folder, variables, shown, signals)
@@ -118,9 +118,9 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
         # A rank that trains handles the signal.
         if signals.number and failure.status in (None, -signals.passed_on):
             return stopped(f"stopped before training began by {signals.name}")
-        print(failure_line(failure, config), file=sys.stderr)
         if one_machine or not is_held(folder):
             record_failure(failure, folder, began)
+        say(failure_line(failure, config))
         return failure.status if failure.status in AGAIN_THE_SAME else EXIT_STATUS[FAILED]
     if environment.comm_mode:
         print(f"dry run passed: one step as rank 0 of {environment.world_size}")

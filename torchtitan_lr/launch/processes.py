@@ -41,7 +41,7 @@ class Signals:
     repeated, it changes nothing.
 
     Args:
-        end: Ends this process, below which no rank runs; takes why.
+        end: Records and tells why this process ends, below which no rank runs.
 
     Attributes:
         agent: Of the ranks; None before there is one.
@@ -49,10 +49,10 @@ class Signals:
         killed: Whether a second one has killed the ranks.
     """
 
-    def __init__(self, end: Callable[[str], NoReturn]) -> None:
+    def __init__(self, end: Callable[[str], object]) -> None:
         self.agent: Agent | None = None
         self.number, self.killed = 0, False
-        self._end, self._when = end, 0.0
+        self._tell_end, self._when = end, 0.0
         self._lock, self._told = threading.Lock(), list[int]()
         received, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -106,7 +106,7 @@ class Signals:
             self._told += [rank.pid for rank in ranks]
         if ranks:
             line = "training ends its step, saves and stops; again, it is killed"
-            print(f"{self.name}: {line}", file=sys.stderr, flush=True)
+            say(f"{self.name}: {line}")
 
     def _kill(self) -> None:
         self.killed = True
@@ -117,8 +117,20 @@ class Signals:
         if not ranks:
             self._end(f"killed by {self.name}")
 
+    def _end(self, why: str) -> NoReturn:
+        try:
+            self._tell_end(why)
+        finally:  # whatever fails there: without this thread no signal ends the process
+            exit_without_teardown(128 + self.number)
+
     def _ranks(self) -> list[subprocess.Popen[bytes]]:
         return [] if self.agent is None else self.agent.living()
+
+
+def say(line: str) -> None:
+    """Print a line to stderr; not if its terminal has hung up, or the reader of its pipe ended."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def begin_rank() -> None:
@@ -141,5 +153,6 @@ def exit_without_teardown(status: int) -> NoReturn:
     """
     run_exit_functions()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            stream.flush()
     os._exit(status)

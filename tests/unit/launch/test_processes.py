@@ -1,10 +1,14 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """How a process ends, and its children; the group of ranks is in tests/integration."""
 
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
+
+from torchtitan_lr.launch.processes import SAME_SIGNAL_SECONDS
 
 SIGNALLED = """
 import os, signal, subprocess, sys, time
@@ -13,7 +17,14 @@ from torchtitan_lr.launch.processes import Signals
 
 ranks, meeting = [], sys.argv[1] == "meeting"
 agent = SimpleNamespace(meeting=meeting, restarts=True, living=lambda: ranks)
-signals = Signals(lambda why: print(why, flush=True) or os._exit(128 + signals.number))
+
+
+def end(why):
+    print(why, flush=True)
+    raise OSError("a disk that failed")
+
+
+signals = Signals(end)
 signals.watch(agent)
 os.kill(os.getpid(), signal.SIGTERM)
 while agent.restarts or meeting:
@@ -35,3 +46,31 @@ def test_a_signal_before_the_ranks_are_known(when, status, said):
     command = [sys.executable, "-c", SIGNALLED, when]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert (done.returncode, done.stdout) == (status, said), done.stderr
+
+
+UNHEARD = """
+import subprocess, sys
+from types import SimpleNamespace
+from torchtitan_lr.launch.processes import Signals
+
+ranks = []
+signals = Signals(print)
+signals.watch(SimpleNamespace(meeting=False, restarts=True, living=lambda: ranks))
+command = ["sh", "-c", "trap '' TERM; echo ready; read line"]
+ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
+sys.exit(-ranks[0].wait())
+"""
+
+
+def test_a_launcher_that_nobody_reads_hears_signals():
+    command, pipe = [sys.executable, "-c", UNHEARD], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as launcher:
+        try:
+            assert launcher.stdout.readline() == "ready\n"
+            launcher.stderr.close()  # as `tee` that ended, and as a terminal that hung up
+            launcher.send_signal(signal.SIGHUP)
+            time.sleep(1.5 * SAME_SIGNAL_SECONDS)
+            launcher.send_signal(signal.SIGTERM)
+            assert launcher.wait(timeout=60) == signal.SIGKILL  # of its rank
+        finally:
+            launcher.kill()
