@@ -56,6 +56,11 @@ def is_dcp(folder: str | Path) -> bool:
     return is_complete(folder) and os.path.isfile(os.path.join(folder, METADATA))
 
 
+def has_contents(folder: str | Path) -> bool:
+    """Return whether a folder has a table of contents, which a save writes after the weights."""
+    return any(os.path.isfile(os.path.join(folder, name)) for name in (METADATA, HF_INDEX))
+
+
 def all_steps(folder: str | Path) -> list[int]:
     """Return the steps that have a ``step-N``, complete or not, in a folder that may not exist."""
     if not os.path.isdir(folder):

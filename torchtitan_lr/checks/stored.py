@@ -7,7 +7,13 @@ The ranks ask the same of it (`checkpoints.resume`); here it is refused before a
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lr.checkpoints.folders import complete_steps
+from torchtitan_lr.checkpoints.folders import (
+    STEP_FILE,
+    all_steps,
+    complete_steps,
+    has_contents,
+    step_folder,
+)
 from torchtitan_lr.checkpoints.record import DamagedError, Record, read_step
 from torchtitan_lr.checkpoints.resume import Start, another_folder, check_start, start_of, way_on
 from torchtitan_lr.checkpoints.run_record import record_path
@@ -43,16 +49,19 @@ def check_other_run(config: Any, world_size: int, device_type: str) -> None:
     except (OSError, ValueError, LookupError, TypeError):
         recorded = None
     for name in (recorded, checkpoint.folder):
-        if not isinstance(name, str) or (name == checkpoint.folder and checkpoint.enable):
+        if not isinstance(name, str):
             continue
-        path = Path(dump_folder) / name
+        path, why = Path(dump_folder) / name, ""
         if any(complete_steps(path)):  # step 0 is the start of a run
-            want = f"a folder without a run: {path} has checkpoints of one, which this start would "
-            want += "not resume; "
+            if name != checkpoint.folder or not checkpoint.enable:
+                why = f"{path} has checkpoints of one, which this start would not resume; "
             if not checkpoint.enable:
-                want += "checkpoint.enable = true resumes it; "
-            want += f"for a new run choose another folder, as in {another_folder(dump_folder)}"
-            raise ConfigError("job.dump_folder", dump_folder, want)
+                why += "checkpoint.enable = true resumes it; "
+        elif any(has_contents(step_folder(path, step)) for step in all_steps(path)):
+            why = f"the checkpoints in {path} have no {STEP_FILE}, so no start resumes them; "
+        if why:
+            want = f"a folder without a run: {why}for a new run choose another folder, as in "
+            raise ConfigError("job.dump_folder", dump_folder, want + another_folder(dump_folder))
 
 
 def check_stored(config: Any, world_size: int, device_type: str) -> None:

@@ -250,7 +250,7 @@ class CheckpointManager(TitanCheckpointHooks):
             if complete and found <= step:
                 continue
             # Without a table of contents it is what a kill left, and of use to nobody.
-            kept = complete or os.path.isfile(os.path.join(folder, folders.METADATA))
+            kept = complete or folders.has_contents(folder)
             renamed = folders.rename_away(folder, folders.ASIDE if kept else folders.DISCARDED)
             why = "later than the loaded step" if complete else f"without {folders.STEP_FILE}"
             logger.warning("%s is %s: renamed to %s", folder, why, renamed)

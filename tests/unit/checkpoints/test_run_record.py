@@ -83,3 +83,20 @@ def test_a_start_that_resumes_nothing_leaves_a_run_alone(tmp_path):
         check_other_run(config(tmp_path, *trials[0]), 1, "cpu")
     step.rename(tmp_path / "kept/step-0")  # the start of a run, which has trained nothing
     check_other_run(config(tmp_path, *trials[0]), 1, "cpu")
+
+
+@pytest.mark.parametrize("contents", [".metadata", "model.safetensors.index.json"])
+def test_checkpoints_without_records_are_left_alone(contents, tmp_path):
+    """No start resumes them; one from step 0 would rename them and empty the metrics."""
+    here = config(tmp_path)
+    steps = [tmp_path / here.checkpoint.folder / name for name in ("step-2", "step-4")]
+    for step in steps:
+        step.mkdir(parents=True)
+    check_other_run(here, 1, "cpu")  # what a killed save left
+    (steps[0] / contents).touch()
+    with pytest.raises(ConfigError) as error:
+        check_other_run(here, 1, "cpu")
+    why = f"{steps[0].parent} have no step.json, so no start resumes them; for a new run "
+    assert f"{why}choose another folder, as in --job.dump_folder={tmp_path}-2" in str(error.value)
+    Record().write(steps[1])
+    check_other_run(here, 1, "cpu")

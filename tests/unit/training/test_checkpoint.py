@@ -182,13 +182,15 @@ def test_a_flipped_bit_is_refused_and_the_step_before_named(step: int, tmp_path:
 
 
 @pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("contents", [".metadata", "model.safetensors.index.json"])
 def test_a_step_without_a_record_is_skipped_and_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    contents: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoints = model_only(tmp_path, steps=2)
     assert checkpoints.load()
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
     (tmp_path / "checkpoint/step-2/step.json").unlink()
+    (tmp_path / "checkpoint/step-2/.metadata").rename(tmp_path / "checkpoint/step-2" / contents)
     assert checkpoints.load()
     (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
     assert "step-2 is without step.json: renamed to " in warning.getMessage()
