@@ -23,6 +23,7 @@ from torchtitan_lr.collectives import Ranks
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.training import trainer as trainer_module
+from torchtitan_lr.training.step_graph import why_eager
 
 STEPS = 6
 MIXED = "--training.mixed_precision_param=bfloat16"
@@ -133,3 +134,21 @@ def test_what_cannot_be_captured_is_refused(tmp_path: Path) -> None:
     config = build_job_config(["--training.step_graph=on", f"--job.dump_folder={tmp_path}"])
     with pytest.raises(ConfigError, match=r"training.step_graph: got 'on'.*CUDA graphs need a GPU"):
         check_job_config(config, 1, "cpu", data="none")
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ("--training.step_graph=off", "is 'off'"),
+        ("--parallelism.pipeline_parallel_degree=2", "pipeline's schedule"),
+        ("--grad_compression.codec=sparse", "gradient codec"),
+        ("--training.enable_cpu_offload", "copies through the host"),
+        ("--training.mask_documents", "another mask"),
+        ("--optimizer.name=TSRAdam", "as backward makes them"),
+        ("--activation_checkpoint.mode=full", "random numbers' state"),
+        ("--parallelism.fsdp_reshard_after_forward=always", "another stream"),
+    ],
+)
+def test_a_pass_that_cannot_be_captured_has_one_reason(argument, reason):
+    assert reason in why_eager(build_job_config([argument]), "cuda")
+    assert why_eager(build_job_config([]), "cuda") == ""

@@ -37,6 +37,9 @@ def why_eager(config: Any, device_type: str) -> str:
             ENTRIES[config.optimizer.name].sums_replicas
         ),
         "activation_checkpoint.preserve_rng_state asks for random numbers' state": draws,
+        "fsdp_reshard_after_forward = 'always' waits for an event of another stream": (
+            parallelism.fsdp_reshard_after_forward == "always"
+        ),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
