@@ -8,6 +8,7 @@ import multiprocessing.queues
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,6 +41,23 @@ A finished rank exits without interpreter shutdown, because a background thread 
 torch 2.11 and 2.13) may crash during shutdown. Python has no public name for this (seen in Python
 3.10 to 3.13).
 """
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let a stop signal end this process at once: Python handles none while a library works."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {n: found for n in numbers if callable(found := signal.getsignal(n))}
+    for number in handlers:
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def cores() -> int:

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from torchtitan_lr.data.template import ChatTemplate, Rendered
-from torchtitan_lr.data.tokenizer import Tokenizer, Tokens
+from torchtitan_lr.data.tokenizer import Tokenizer, Tokens, encode_texts
 
 Segment: TypeAlias = tuple[str, bool]
 """A part of a record's text, and whether its tokens are labels."""
@@ -150,18 +150,21 @@ class PairEncoder:
         if MESSAGES in record and self.digest:
             return self._encode_chat(record, answered)
         parts, bos = _plain(record), True
-        text, known = "", self._tokenizer.encode("", add_bos=True)  # since the last EOS
+        text, known = "", self._tokenizer.begin + self._ids("")  # since the last EOS
         found = [~token for token in known]
         for piece, answer in parts if answered else parts[:-1]:
             text += piece
-            whole, border = self._tokenizer.encode(text, add_bos=bos), len(known)
-            new = whole[border:] if whole[:border] == known else self._tokenizer.encode(piece)
+            whole, border = self._tokenizer.begin * bos + self._ids(text), len(known)
+            new = whole[border:] if whole[:border] == known else self._ids(piece)
             known = known + new
             if answer and self._tokenizer.eos_id is not None:
                 new = [*new, *self._tokenizer.end]
                 text, known, bos = "", [], False
             found += new if answer else [~token for token in new]
         return np.array(found, dtype=np.int32)
+
+    def _ids(self, text: str) -> list[int]:
+        return encode_texts(self._tokenizer, [text])[0]  # threads encode at the same time
 
     def end_mark(self) -> str:
         """Return what the template writes behind an answer, such as ``<|im_end|>``."""

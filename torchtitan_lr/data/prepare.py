@@ -26,13 +26,12 @@ from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from torchtitan_lr.compat.interpreter import cores
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.console.log import duration, say
 from torchtitan_lr.data.corpus import BEGUN, RECORD, Corpus, Rows
 from torchtitan_lr.data.sources import LIBRARIES, ONE_IN, Reader, Source, data_path
 from torchtitan_lr.data.template import ChatTemplate
-from torchtitan_lr.data.tokenize import signature_of, tokenize
+from torchtitan_lr.data.tokenize import signature_of, threads_of, tokenize
 from torchtitan_lr.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_lr.errors import ConfigError, one_of, require
 
@@ -303,9 +302,10 @@ def _prepared(config: Any, part: Part, readers: Sequence[Reader]) -> str:
     is_new = not (folder / RECORD).is_file()
     if is_new:
         say(f"preparing the tokens of {', '.join(map(str, part.sources))} in {folder}")
-        if (seconds := preparing_seconds(readers)) > LONG_SECONDS:
+        workers = max(1, threads_of(readers, tokenizer))
+        if (seconds := preparing_seconds(readers, workers)) > LONG_SECONDS:
             say(
-                f"that takes about {duration(seconds)} on the {cores()} cores here, while the run's"
+                f"that takes about {duration(seconds)} (cores used: {workers}), while the run's"
                 " devices wait: the same command with COMM_MODE=fake_backend prepares it first, on"
                 f" a machine without GPUs that shares {KEY}"
             )
@@ -335,15 +335,15 @@ def _place(config: Any, part: Part, readers: Sequence[Reader], tokenizer: Tokeni
     return store / f"{part.sources[0].name}-{signature_of(readers, tokenizer)[:20]}"
 
 
-def preparing_seconds(readers: Sequence[Reader]) -> float:
-    """Estimate how long a preparation takes here: 0 for what has an unknown size."""
+def preparing_seconds(readers: Sequence[Reader], workers: int) -> float:
+    """Estimate how long cores prepare sources: 0 for what has an unknown size."""
     tokens = 0.0
     for reader in readers:
         if reader.source.tokens is not None:
             tokens += reader.source.tokens
         else:
             tokens += sum(file.stat().st_size for file in reader.files) / BYTES_PER_TOKEN
-    return tokens / (TOKENS_PER_SECOND * cores())
+    return tokens / (TOKENS_PER_SECOND * workers)
 
 
 def losses(corpus: Corpus, most: int = 20) -> list[str]:

@@ -19,7 +19,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from dataclasses import asdict
 from functools import partial
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_lr.compat.interpreter import cores
+from torchtitan_lr.compat.interpreter import cores, ended_by_signals
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.console.log import say
 from torchtitan_lr.console.progress import counting
@@ -46,10 +46,12 @@ from torchtitan_lr.data.corpus import (
 )
 from torchtitan_lr.data.pairs import PairEncoder
 from torchtitan_lr.data.sources import ONE_IN, Bad, Piece, Reader
+from torchtitan_lr.data.template import ChatTemplate
 from torchtitan_lr.data.tokenizer import Tokenizer, encode_documents, tokenizer_identity, vocabulary
 from torchtitan_lr.errors import ConfigError, DataError, require
 
 UNIT_BYTES = 64 << 20  # of text: some minutes of a core
+LAST_SECONDS = 1.0  # for threads to end what they are at, when a preparation stops
 MOST_BAD = 1000  # a preparation gives up after so many bad records above the allowed number
 
 Arrays = list[npt.NDArray[Any]]
@@ -78,6 +80,14 @@ def signature_of(readers: Sequence[Reader], tokenizer: Tokenizer) -> str:
     template = PairEncoder(tokenizer).digest if readers[0].pairs else ""
     text = json.dumps([4, ONE_IN, sources, tokenizer_identity(tokenizer), template])
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def threads_of(readers: Sequence[Reader], tokenizer: Tokenizer) -> int:
+    """Return how many threads encode beside the main one.
+
+    None where a template may render chats, whose time is limited in the main thread.
+    """
+    return 0 if readers[0].pairs and ChatTemplate(tokenizer).digest else cores()
 
 
 def tokenize(
@@ -118,9 +128,11 @@ class _Preparation:
         self._dtype = np.dtype("<u2" if vocabulary(tokenizer) < 1 << 16 else "<i4")
         self._pairs = PairEncoder(tokenizer) if readers[0].pairs else None
         self._signature = signature_of(readers, tokenizer)
+        self._threads = threads_of(readers, tokenizer)
         # Before threads begin: each would find the limit, and change what others encode with.
         self._limits = [reader.limit for reader in readers]
-        tokenizer.tokenizer.encode_special_tokens = True
+        if not tokenizer.tokenizer.encode_special_tokens:
+            tokenizer.tokenizer.encode_special_tokens = True
         begun: dict[str, Any] = {}
         with suppress(OSError, ValueError):
             begun = read_json(folder / BEGUN)
@@ -198,15 +210,18 @@ class _Preparation:
     def _pieces(self, reader: Reader, number: int) -> Generator[Work, None, None]:
         """Yield the pieces of a source, of which the first is in the unit of that number.
 
-        Threads work ahead, but not on chats: the time of a template is limited in the main thread.
+        Threads work ahead. A rule of a stranger's tokenizer may keep one for ever: no end waits
+        for that.
         """
         ahead, size = deque[Work](), 0
-        pool = ThreadPoolExecutor(cores())
+        pool = ThreadPoolExecutor(self._threads or 1)
+        given = deque[Future[Encoded]](maxlen=2 * cores() + 2)  # others are done
         try:
             for piece in reader.pieces():
                 encode: Callable[[], Encoded] = partial(self._encode, reader, piece)
-                if self._pairs is None and number >= len(self._there):
-                    encode = pool.submit(encode).result
+                if self._threads and number >= len(self._there):
+                    given.append(pool.submit(encode))
+                    encode = given[-1].result
                 ahead.append((number, encode))
                 size += piece.size
                 if size >= UNIT_BYTES:
@@ -215,9 +230,14 @@ class _Preparation:
                     yield ahead.popleft()
             yield from ahead
         finally:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            wait([each for each in given if not each.cancelled()], LAST_SECONDS)
 
     def _encode(self, reader: Reader, piece: Piece) -> Encoded:
+        with ended_by_signals():  # a tokenizer's rule may never end
+            return self._encoded_piece(reader, piece)
+
+    def _encoded_piece(self, reader: Reader, piece: Piece) -> Encoded:
         parts, bad = reader.documents(piece)
         encoded = list[Arrays]()
         for documents in parts:

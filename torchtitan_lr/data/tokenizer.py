@@ -315,18 +315,21 @@ def ids_without_token(tokenizer: Tokenizer, rows: int) -> tuple[int, ...]:
     return tuple(sorted(set(range(rows)).difference(tokenizer.get_vocab().values())))
 
 
-def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Tokens]:
-    """Tokenise documents, on all cores and without Python's lock.
-
-    The ids are those of ``encode(text, add_bos=True, add_eos=True)``, which keeps the lock.
-    """
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Return the ids of ``encode(text)``, which keeps Python's lock: this does not."""
     rust = tokenizer.tokenizer
     if not rust.encode_special_tokens:  # another thread may be encoding
         rust.encode_special_tokens = True
     # The fast call omits the offsets of the tokens in the text.
     found = rust.encode_batch_fast(list(texts), add_special_tokens=False)
+    return [each.ids for each in found]
+
+
+def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Tokens]:
+    """Return the ids of ``encode(text, add_bos=True, add_eos=True)``, without Python's lock."""
     begin, end = tokenizer.begin, tokenizer.end
-    return [np.array([*begin, *each.ids, *end], dtype=np.int32) for each in found]
+    found = encode_texts(tokenizer, texts)
+    return [np.array([*begin, *ids, *end], dtype=np.int32) for ids in found]
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> str:

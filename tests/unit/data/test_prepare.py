@@ -19,6 +19,7 @@ from torchtitan_lr.checks.values import check_corpora, check_data
 from torchtitan_lr.config import files
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data import prepare
+from torchtitan_lr.data import tokenize as tokenizing
 from torchtitan_lr.data.corpus import Corpus
 from torchtitan_lr.data.prepare import ensure_prepared, prepare_folder, prepare_for_ranks, wanted
 from torchtitan_lr.data.sources import Reader, Source
@@ -257,6 +258,28 @@ def test_a_folder_of_others_is_not_written_to(tmp_path, pattern, monkeypatch):
     monkeypatch.setattr(prepare, "_alone", after_another)
     with pytest.raises(ConfigError, match="was begun by this command; it holds"):
         command(tmp_path / "third", 2)
+
+
+def test_a_long_preparation_is_said_before_it_starts(tmp_path, config, monkeypatch, capsys):
+    """By the tokens that are wanted of the Hub, and by the bytes of files."""
+    monkeypatch.setattr(tokenizing, "cores", lambda: 2)
+    (part,) = wanted(config())
+    (size,) = (file.stat().st_size for file in Reader(part.sources[0]).files)
+    seconds = prepare.preparing_seconds([Reader(part.sources[0])], 2)
+    assert seconds == pytest.approx(size / 4 / 180_000)
+    hub = Source("hf", ("owner/name",), tokens=2_200_000_000)
+    assert prepare.preparing_seconds([Reader(hub)], 2) == pytest.approx(3.4 * 3600, rel=0.01)
+    monkeypatch.setattr(prepare, "LONG_SECONDS", seconds / 2)
+    prepare_for_ranks(config())
+    told = capsys.readouterr().err
+    assert told.index("that takes about 0:00:0") < told.index("prepared ")
+    assert "(cores used: 2)" in told
+    # Chats are rendered by the main thread alone.
+    folder = shutil.copytree("torchtitan_lr/data/assets/bpe4k", tmp_path / "tokenizer")
+    pairs = [Reader(Source("python_stdlib_docs"))]
+    assert tokenizing.threads_of(pairs, Tokenizer(str(folder))) == 2
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert tokenizing.threads_of(pairs, Tokenizer(str(folder))) == 0
 
 
 def test_what_a_small_corpus_holds_out_is_said(tmp_path, config, capsys):

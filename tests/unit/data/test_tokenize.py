@@ -9,6 +9,9 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -321,6 +324,41 @@ def test_a_killed_preparation_loses_one_unit(tmp_path, monkeypatch):
     assert prepare(path, killed).identity == corpus.identity
     assert len(units) >= 2 and len(documents) == len(TEXTS) * 3 - there
     assert {file.name for file in killed.iterdir()} == {file.name for file in whole.iterdir()}
+
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a"}]}
+HANGS = [
+    (signal.SIGINT, {"text": "a"}, 130),
+    (signal.SIGTERM, {"prompt": "q", "completion": "a"}, 143),
+    (signal.SIGTERM, CHAT, -signal.SIGTERM),  # in the main thread, which can say nothing
+]
+
+
+@pytest.mark.parametrize(("number", "record", "status"), HANGS, ids=["text", "pairs", "chats"])
+def test_a_tokenizer_that_never_ends_is_stopped(tmp_path, number, record, status):
+    folder = shutil.copytree("torchtitan_lr/data/assets/bpe4k", tmp_path / "tokenizer")
+    rules = json.loads((folder / "tokenizer.json").read_text())
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    rules["pre_tokenizer"] = split | {"pattern": {"Regex": "a+(?<!a)"}}
+    (folder / "tokenizer.json").write_text(json.dumps(rules))
+    if record is CHAT:
+        form = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+        (folder / "chat_template.jinja").write_text(form)
+    path, out = tmp_path / "a.jsonl", tmp_path / "out"
+    line = json.dumps(record).replace('"a"', f'"{"a" * 600_000}"')
+    path.write_text("".join(f"{line}\n" for _ in range(4)))
+    command = [sys.executable, "-m", "torchtitan_lr", "prepare", path, "--out", out]
+    with subprocess.Popen([*command, "--tokenizer", folder]) as process:
+        while not (out / "preparing.json").exists():
+            time.sleep(0.1)
+            assert process.poll() is None
+        time.sleep(3)
+        assert process.poll() is None
+        process.send_signal(number)
+        try:
+            assert process.wait(10) == status
+        finally:
+            process.kill()
 
 
 def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path):
