@@ -14,7 +14,7 @@ from tests.integration import runs
 from tests.reference.validation_loss import sequence_losses, windows
 from torchtitan_lr.data.sources import Reader, Source
 from torchtitan_lr.data.tokenizer import build_tokenizer
-from torchtitan_lr.training.loading import build_model_args, load_model, read_run_config
+from torchtitan_lr.training.loading import as_model, build_model_args, load_weights, read_run_config
 
 SEQ_LEN = 32
 VALIDATED = 4 * 2 * 2  # ranks, batches, rows
@@ -61,7 +61,8 @@ def losses_by_hand(folder):
     @cache
     def model(step, dtype):
         path = folder / "checkpoint" / f"step-{step}"
-        return load_model(path, build_model_args(read_run_config(path))).to(dtype)
+        args = build_model_args(read_run_config(path))
+        return as_model(args, load_weights(path, args)).to(dtype)
 
     def compute(step, sequences, dtype=torch.float64):
         return sequence_losses(model(step, dtype), sequences)
