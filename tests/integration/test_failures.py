@@ -76,7 +76,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     # The next start agrees with the line that this step is none to go on from.
     again = runs.Process(command, **variables).finish()
     assert again.status == 2, again.everything
-    want = f"error: checkpoint: got '{checkpoint}', expected one to resume (its weights are not fin"
+    want = f"error: checkpoint: got '{checkpoint}', expected one with finite weights"
     assert again.err.startswith(want)
     assert "Traceback" not in done.out + done.err
     assert not (tmp_path / "dump" / "summary.json").exists()

@@ -11,7 +11,7 @@ from tests.support.pages import LINK
 from torchtitan_lr.commands.main import COMMANDS
 from torchtitan_lr.config.paths import shipped_configs
 
-DOCS = ROOT / "docs"
+DOCS, PACKAGE = ROOT / "docs", ROOT / "torchtitan_lr"
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 
 
@@ -53,6 +53,21 @@ def test_the_page_start_lists_every_command():
     table = (DOCS / "index.md").read_text().partition("## The command")[2].partition("## ")[0]
     rows = re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)
     assert {name for row in rows for name in re.findall("`([a-z-]+)`", row)} == set(COMMANDS)
+
+
+def test_the_tree_of_the_code_is_the_packages():
+    tree = (DOCS / "contributing.md").read_text().partition("```text\ntorchtitan_lr/\n")[2]
+    room, named = "", set()
+    for line in tree.partition("```")[0].splitlines():
+        indent, names = re.match(r"( +)(\w+(?:/|\.py)(?:, \w+(?:/|\.py))*)", line).groups()
+        if indent == "  ":
+            room = ""
+        named |= {room + name for name in names.split(", ")}
+        room = room or names
+    files = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")}
+    rooms = {name.removesuffix("__init__.py") for name in files if name.endswith("/__init__.py")}
+    assert named - files - rooms == set()
+    assert rooms - named == set()
 
 
 def test_the_figures_of_readme_stand_in_results():

@@ -163,10 +163,18 @@ def write_texts(args: argparse.Namespace, prompts: list[str]) -> None:
         continue_ids,
         max_new_tokens,
     )
+    from torchtitan_lr.models.families import FAMILIES, find_family
     from torchtitan_lr.training.loading import find_device
 
     device = find_device(args.device)
-    model_args, weights, tokenizer, _ = read_any(args.checkpoint)
+    try:
+        model_args, weights, tokenizer, _ = read_any(args.checkpoint)
+    except ConfigError as error:
+        if error.key != "model.name" or find_family(str(error.got)):
+            raise
+        known = ", ".join(family.model_name for family in FAMILIES.values())
+        want = f"one of the package's own families: {known}"
+        raise ConfigError(error.key, error.got, want) from error
     window = model_args.max_seq_len
     settings = Settings(args.temperature, args.top_k, args.top_p, args.stop)
     if args.chat:

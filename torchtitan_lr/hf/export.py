@@ -70,7 +70,7 @@ def for_transformers(
     """
     check_hf_exportable(args, keep_factors)
     coded = not is_hf_llama(args, keep_factors)
-    if not coded:
+    if args.low_rank and not coded:
         wide = torch.promote_types(_dtype(weights), torch.float32)
         weights = {name: tensor.to(wide) for name, tensor in weights.items()}
     adapter = LlamaStateDictAdapter(args, None, coded=coded)

@@ -82,7 +82,8 @@ def import_folder(
     weights = read_weights(folder, args, tied)
     dtype = torch.promote_types(next(iter(weights.values())).dtype, torch.float32)
     dtype = dtype if options.dtype is None else getattr(torch, options.dtype)
-    weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    for name in weights:  # one after another: a large model fits in memory once
+        weights[name] = weights[name].to(dtype)
     if tied:
         notice("the embedding is also the head there; here both are trained on their own")
     reports: list[MatrixReport] = []

@@ -8,7 +8,9 @@ from pathlib import Path
 from huggingface_hub import ModelCard
 
 from torchtitan_lr.config.files import read_json, read_regular
+from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.export import write_json
+from torchtitan_lr.models.flavors import SUFFIX
 from torchtitan_lr.training.loading import read_record
 
 ORIGIN = "origin.json"
@@ -55,4 +57,9 @@ def origin_of(step_dir: Path) -> Origin | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = read_json(Path(start).parent.parent / ORIGIN)
         return Origin(**{key: str(found[key]) for key in asdict(Origin())})
+    with suppress(ConfigError, KeyError, TypeError):  # a step of another run; no place is told
+        model, step = read_record(Path(start))["model"], Path(start).name.removeprefix("step-")
+        flavor = str(model["flavor"])
+        size = "" if flavor.endswith(SUFFIX) else f" {flavor}"
+        return Origin(f"{model['name']}{size}, step {step}")
     return Origin()

@@ -75,7 +75,7 @@ def factorise(
 
     Args:
         args: The dense model's arguments.
-        weights: Its weights.
+        weights: Its weights; those that are factorised are taken out of it.
         made: Result of `factorised_args`.
         calibration: Batches of tokens whose activations in the dense model weigh the errors; None
             for the plain SVD.
@@ -89,23 +89,23 @@ def factorise(
         ConfigError: The calibration text has no tokens.
     """
     stream = None if calibration is None else CalibrationStream(args, weights, calibration, device)
-    found, reports = dict(weights), list[MatrixReport]()
+    reports = list[MatrixReport]()
     for index in range(args.n_layers):
         prefix = f"layers.{index}."
         block = {n.removeprefix(prefix): weights[n] for n in weights if n.startswith(prefix)}
         moments = {} if stream is None else stream.advance(index, block)
         for order, (linear, first) in enumerate(SHARED_INPUTS.items()):
-            weight = found.pop(f"{prefix}{linear}.weight")
+            weight = weights.pop(f"{prefix}{linear}.weight")
             rank = made.rank_ffn if linear.startswith("feed_forward") else made.rank_attention
             seed = index * len(SHARED_INPUTS) + order
             cut = truncate(weight.to(device), rank, moments[first] if moments else None, seed)
             for letter, factor in (("A", cut.A), ("B", cut.B)):
-                found[f"{prefix}{linear}.{letter}.weight"] = factor.to("cpu", weight.dtype)
+                weights[f"{prefix}{linear}.{letter}.weight"] = factor.to("cpu", weight.dtype)
             shape = tuple(weight.shape)
             each = MatrixReport(prefix + linear, shape, rank, cut.error, cut.weighted_error)
             reports.append(each)
             report(each)
-    return {name: found[name] for name in model_shapes(made)}, reports
+    return {name: weights[name] for name in model_shapes(made)}, reports
 
 
 class CalibrationStream:

@@ -154,11 +154,6 @@ def as_model(args: LlamaArgs, weights: Weights) -> LlamaModel:
     return model.eval()
 
 
-def load_model(step_dir: Path, args: LlamaArgs, assets_path: str = "") -> LlamaModel:
-    """Load a checkpoint's model onto the CPU; arguments and errors as for `load_weights`."""
-    return as_model(args, load_weights(step_dir, args, assets_path))
-
-
 def load_tokenizer(assets_path: str, args: LlamaArgs) -> Any:
     """Return the tokenizer of a folder.
 

@@ -18,7 +18,7 @@ from torchtitan_lr.checkpoints.record import DamagedError, Record
 from torchtitan_lr.checkpoints.safe_metadata import load, read_metadata
 from torchtitan_lr.checkpoints.saving import write_record
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.training.loading import load_model
+from torchtitan_lr.training.loading import load_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -74,7 +74,7 @@ def test_upstream_would_run_it(evil: Path, tmp_path: Path) -> None:
 WAYS_IN: dict[str, Callable[[Path], Any]] = {
     "itself": read_metadata,
     "load": lambda step: load({"half": torch.zeros(2, 3)}, step, no_dist=True),
-    "commands": lambda step: load_model(step, tiny_args("cola")),
+    "commands": lambda step: load_weights(step, tiny_args("cola")),
 }
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+import torchtitan_lr.training.register  # noqa: F401
 from tests.commands import ROOT
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.checks.rates import check_groups

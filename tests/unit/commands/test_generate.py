@@ -80,6 +80,13 @@ def test_greedy_tokens_are_those_of_the_trainers_model(tmp_path, capsys, family)
     assert said["text"] == "import os" + tokenizer.decode(wanted)
 
 
+@pytest.mark.parametrize("family", ["full", "svd"])
+def test_a_model_in_bf16_generates_in_bf16(tmp_path, family):
+    args, weights, _, _ = read_any(write_run(tmp_path, family, torch.bfloat16)[0])
+    dtypes = {tensor.dtype for tensor in build_generator(args, weights, "cpu").parameters()}
+    assert dtypes == {torch.bfloat16}
+
+
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end_of_text|>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"

@@ -81,6 +81,11 @@ def test_the_card_of_a_tune_names_base_and_licence(tmp_path, monkeypatch):
         assert str(tmp_path) not in card
         assert front_matter(out)["base_model"] == "someone/small"
         assert front_matter(out)["license"] == "mit"
+    record["checkpoint"] = {"initial_load_path": str(dense)}
+    rewrite_record(step, record)
+    assert export.main([str(step), str(tmp_path / "again")]) == 0
+    card = (tmp_path / "again" / "README.md").read_text()
+    assert "fine-tuned from llama_full debug, step 20 with torchtitan_lr" in card
 
 
 def test_the_shipped_tokenizer_adds_bos_as_training_did(tmp_path):

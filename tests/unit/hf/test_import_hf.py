@@ -24,7 +24,7 @@ from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.hf.export import export_factored, export_hf
 from torchtitan_lr.hf.folders import read_args, read_weights
 from torchtitan_lr.hf.import_hf import write_weights
-from torchtitan_lr.training.loading import load_model
+from torchtitan_lr.training.loading import as_model, load_weights
 
 import_hf = Command("import")
 
@@ -262,7 +262,7 @@ def test_our_own_exports_become_the_same_model(case, form, tmp_path):
     args, tied = read_args(folder)
     assert not tied and args.family == ours.model_args.family
     write_weights(read_weights(folder, args, tied), tmp_path / "step-0", Record({"model": {}}))
-    again = load_model(tmp_path / "step-0", args)
+    again = as_model(args, load_weights(tmp_path / "step-0", args))
     ids = tokens(ours.model_args)
     assert torch.equal(again(ids), ours(ids))
 

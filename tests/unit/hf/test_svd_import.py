@@ -43,7 +43,9 @@ def dense():
 def cut_to(model, rank, calibration=None):
     dense = model.model_args
     args = factorised_args(dense, FAMILIES["svd"], rank)
-    weights, reports = factorise(dense, model.state_dict(), args, calibration)
+    held = model.state_dict()
+    weights, reports = factorise(dense, held, args, calibration)
+    assert held.keys() == weights.keys()  # no dense matrix is left in memory
     return as_model(args, weights), reports
 
 
