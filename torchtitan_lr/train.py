@@ -77,10 +77,10 @@ def checked_config(argv: list[str], until: ExitStack) -> tuple[Any, str]:
     init_console(config.metrics.verbose)
     device_type = bind_device()
     ranks, devices = launched_ranks(config.comm.mode), accelerator()[1]
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
     # A machine that has lost one: restarts would fail in the same way.
-    want = f"at most {devices}, the GPUs of this machine"
-    require(not devices or here <= devices, "LOCAL_WORLD_SIZE", here, want)
+    want = f"less than {devices}, the number of GPUs that this rank sees"
+    require(not devices or local < devices, "LOCAL_RANK", local, want)
 
     folder = config.job.dump_folder
 
