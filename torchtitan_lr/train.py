@@ -35,7 +35,7 @@ from torchtitan_lr.data.prepare import prepare_for_ranks
 from torchtitan_lr.errors import ConfigError, describe_error, escaped, require
 from torchtitan_lr.launch.check_once import checked_once
 from torchtitan_lr.launch.environment import launched_ranks
-from torchtitan_lr.launch.folder_lock import locked_by_rank, still_ours
+from torchtitan_lr.launch.folder_lock import check_ours, locked
 from torchtitan_lr.launch.placement import accelerator
 from torchtitan_lr.launch.run_state import (
     DIVERGED,
@@ -59,44 +59,47 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
     began = time.time()
     with ExitStack() as until:
         try:
-            config = checked_config(sys.argv[1:] if argv is None else argv)
-            until.enter_context(locked_by_rank(config.job.dump_folder))
+            config, signed = checked_config(sys.argv[1:] if argv is None else argv, until)
         except Exception as error:  # nothing is recorded: the folder may be another job's
             return EXIT_STATUS[tell(error)[0]]
-        return train(config, trainer_class, began)
+        return train(config, trainer_class, began, signed)
 
 
-def checked_config(argv: list[str]) -> Any:
-    """Return the configuration, which can run on these ranks.
+def checked_config(argv: list[str], until: ExitStack) -> tuple[Any, str]:
+    """Return the configuration, which can run on these ranks, and the signature of its lock.
+
+    Rank 0 holds the lock as long as ``until``, unless the launcher does.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: It cannot run, or another job uses its folder.
     """
     config = build_job_config(argv)
     init_console(config.metrics.verbose)
     device_type = bind_device()
     ranks, devices = launched_ranks(config.comm.mode), accelerator()[1]
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
     # A machine that has lost one: restarts would fail in the same way.
-    want = f"at most {devices}, the GPUs of this machine"
-    require(not devices or here <= devices, "LOCAL_WORLD_SIZE", here, want)
+    want = f"less than {devices}, the number of GPUs that this rank sees"
+    require(not devices or local < devices, "LOCAL_RANK", local, want)
 
-    def check() -> None:
-        with holder_named(config.job.dump_folder):
+    folder = config.job.dump_folder
+
+    def check() -> str:
+        with holder_named(folder):
             check_job_config(config, ranks, device_type)
+        return until.enter_context(locked(folder))  # here, so that all ranks hear of a refusal
 
-    checked_once(config.job.dump_folder, check, partial(prepare_for_ranks, config))
-    return config
+    return config, checked_once(folder, check, partial(prepare_for_ranks, config))
 
 
-def train(config: Any, trainer_class: type[Trainer], began: float) -> int:
+def train(config: Any, trainer_class: type[Trainer], began: float, signed: str) -> int:
     """Train in a folder that is this job's, and record how the run ends; return its status."""
-    record = partial(record_state, config.job.dump_folder, began)
+    record = partial(record_state, config.job.dump_folder, signed, began)
     trainer: Trainer | None = None
     try:
         trainer = trainer_class(config)
         if os.environ.get("RANK", "0") == "0":
-            trainer.checkpointer.before_save = still_ours(config.job.dump_folder)
+            trainer.checkpointer.before_save = partial(check_ours, config.job.dump_folder, signed)
         trainer.before_start = partial(record, RUNNING)
         trainer.more_summary = partial(sent, config, trainer.parallel_dims.world_size)
         trainer.train()
@@ -139,17 +142,24 @@ def tell(error: Exception) -> tuple[str, str]:
 
 def record_state(
     dump_folder: str,
+    signed: str,
     began: float,
     state: str,
     error: str = "",
     rank: int | None = None,
     step: int | None = None,
 ) -> None:
-    """Record the run's state: rank 0, and of a failure whichever rank has it first."""
+    """Record the run's state: rank 0, and of a failure whichever rank has it first.
+
+    Raises:
+        ConfigError: The folder is no longer this run's; not for a failure, which is told already.
+    """
     here = int(os.environ.get("RANK", "0"))
     if here == 0 or state in FAILURES:
         rank = here if state == FAILED and rank is None else rank
-        write_state(dump_folder, state, error, rank, step, began)
+        with suppress(ConfigError) if state in FAILURES else nullcontext():
+            check_ours(dump_folder, signed)
+            write_state(dump_folder, state, error, rank, step, began)
 
 
 def sent(config: Any, ranks: int) -> dict[str, int]:

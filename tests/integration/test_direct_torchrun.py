@@ -3,6 +3,7 @@
 
 import json
 import os
+import socket
 import sys
 
 from tests.integration import runs
@@ -44,13 +45,17 @@ def test_train_is_a_rank_under_torchrun():
     assert done.err.splitlines()[-1].startswith("error: WORLD_SIZE: got '', expected what torch")
 
 
-def test_rank_0_refuses_a_folder_where_another_job_is_at_work(tmp_path):
+def test_all_ranks_refuse_a_folder_where_another_job_is_at_work(tmp_path):
     config = runs.write_config(tmp_path / "dump")
     command = [sys.executable, "-m", "torchtitan_lr.train", f"--job.config_file={config}"]
-    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    variables |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     with locked(str(tmp_path / "dump")):
-        done = runs.run(command, **variables)
-    assert done.status == 2, done.everything
-    assert f"process {os.getpid()} on " in done.err.splitlines()[-1]
+        ranks = [
+            runs.Process(command, RANK=rank, LOCAL_RANK=rank, **variables) for rank in ("0", "1")
+        ]
+        for done in [rank.finish() for rank in ranks]:
+            assert done.status == 2, done.everything
+            assert f"process {os.getpid()} on " in done.err.splitlines()[-1]
     assert [path.name for path in (tmp_path / "dump").iterdir()] == ["run.lock"]

@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -27,10 +27,13 @@ LOCK_FILE = "run.lock"
 HELD_VARIABLE = "TORCHTITAN_LR_LOCKED"
 """Environment variable of the ranks: the dump folder that the launcher has locked."""
 
+SIGNATURE_VARIABLE = "TORCHTITAN_LR_LOCK"
+"""Environment variable of the ranks: what `locked` returned to the launcher."""
+
 
 @contextmanager
-def locked(dump_folder: str) -> Iterator[None]:
-    """Lock a job's dump folder, which is created if needed.
+def locked(dump_folder: str) -> Iterator[str]:
+    """Lock a job's dump folder, which is created if needed; return the signature in its lock.
 
     Raises:
         ConfigError: Another job uses the folder, or the folder is not writable.
@@ -48,42 +51,34 @@ def locked(dump_folder: str) -> Iterator[None]:
                 lock_file(file, path)
             since = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
             who = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+            signed = json.dumps(who)
             file.truncate(0)
-            file.write(json.dumps(who).encode())
+            file.write(signed.encode())
+            os.fsync(file.fileno())  # ranks on other machines read it
         except BlockingIOError:
             raise taken(dump_folder) from None
         except OSError as error:
             want = f"a folder in which {path} can be written ({error.strerror})"
             raise ConfigError("job.dump_folder", dump_folder, want) from error
-        yield
+        yield signed
 
 
-@contextmanager
-def locked_by_rank(dump_folder: str) -> Iterator[None]:
-    """Lock the dump folder on rank 0, unless the launcher has locked it.
-
-    Raises:
-        ConfigError: As for `locked`.
-    """
-    held = os.environ.get(HELD_VARIABLE) == os.path.realpath(dump_folder)
-    if held or os.environ.get("RANK", "0") != "0":
-        yield
-    else:
-        with locked(dump_folder):
-            yield
+def is_ours(dump_folder: str | Path, signed: str) -> bool:
+    """Return whether a folder was neither emptied nor locked again since it was locked."""
+    try:
+        found = (Path(dump_folder) / LOCK_FILE).read_bytes()
+    except FileNotFoundError:
+        return False
+    except OSError:  # of a network's file system, for a while
+        return True
+    return found in (signed.encode(), b"")  # empty: it is being signed
 
 
-def still_ours(dump_folder: str) -> Callable[[], None]:
-    """Return what raises a ConfigError once the locked folder was emptied, or locked again."""
-    path = Path(dump_folder) / LOCK_FILE
-    signed = path.read_bytes()
-
-    def check() -> None:
-        if not path.exists() or path.read_bytes() not in (signed, b""):  # empty: it is being signed
-            want = f"a folder whose {LOCK_FILE} stays: another run may write there, and this one "
-            raise ConfigError("job.dump_folder", dump_folder, f"{want}ends before its save")
-
-    return check
+def check_ours(dump_folder: str, signed: str) -> None:
+    """Raise a ConfigError unless `is_ours`."""
+    if not is_ours(dump_folder, signed):
+        want = f"a folder whose {LOCK_FILE} stays: another run may write there, and this one "
+        raise ConfigError("job.dump_folder", dump_folder, f"{want}ends before its save")
 
 
 def lock_file(file: IO[Any], path: Path) -> None:

@@ -24,7 +24,7 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import CONFIG_FILE_KEY, split_arguments
 from torchtitan_lr.errors import ConfigError, escaped
 from torchtitan_lr.launch.environment import Environment, read_environment
-from torchtitan_lr.launch.folder_lock import HELD_VARIABLE, locked
+from torchtitan_lr.launch.folder_lock import HELD_VARIABLE, SIGNATURE_VARIABLE, is_ours, locked
 from torchtitan_lr.launch.machines import check_machines
 from torchtitan_lr.launch.placement import DEFAULT_CONFIG_FILE, Placement, place
 from torchtitan_lr.launch.processes import LAUNCHER_VARIABLE, Signals, say
@@ -87,7 +87,13 @@ def rank_variables(environment: Environment) -> dict[str, str]:
     return variables
 
 
-def run(environment: Environment, arguments: list[str], log_folder: Path, config: Any) -> int:
+def run(
+    environment: Environment,
+    arguments: list[str],
+    log_folder: Path,
+    config: Any,
+    signed: str,  # what `locked` returned; empty with several machines
+) -> int:
     """Run the ranks of this machine to their end and report; return the exit status."""
     from torchtitan_lr.data.prepare import prepare_for_ranks  # late, as are the checks
     from torchtitan_lr.launch.ranks import run_ranks
@@ -98,11 +104,16 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
     if one_machine:
         variables |= prepare_for_ranks(config)
         variables[HELD_VARIABLE] = os.path.realpath(folder)
+        variables[SIGNATURE_VARIABLE] = signed
     else:
         print(f"waiting for the other machines at {environment.endpoint}", flush=True)
 
+    def may_write() -> bool:
+        # Of several machines rank 0 holds the folder.
+        return is_ours(folder, signed) if one_machine else not is_held(folder)
+
     def stopped(why: str) -> int:
-        if one_machine or not is_held(folder):  # of several machines rank 0 holds it
+        if may_write():
             write_state(folder, FAILED, why)
         say(f"error: {why}; logs: {log_folder}")
         return 128 + signals.number
@@ -118,7 +129,7 @@ def run(environment: Environment, arguments: list[str], log_folder: Path, config
         # A rank that trains handles the signal.
         if signals.number and failure.status in (None, -signals.passed_on):
             return stopped(f"stopped before training began by {signals.name}")
-        if one_machine or not is_held(folder):
+        if may_write():
             record_failure(failure, folder, began)
         say(failure_line(failure, config))
         return failure.status if failure.status in AGAIN_THE_SAME else EXIT_STATUS[FAILED]
@@ -177,14 +188,14 @@ def main(argv: list[str] | None = None) -> int:
             print(placed.note, flush=True)
         folder = config.job.dump_folder
         # The launchers of several machines share the folder; then rank 0 locks it.
-        with locked(folder) if one_machine else nullcontext():
+        with locked(folder) if one_machine else nullcontext("") as signed:
             log_folder = Path(folder, "logs", f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
             try:
                 log_folder.mkdir(parents=True)
             except OSError as error:
                 want = f"a folder in which {log_folder} can be created ({error.strerror})"
                 raise ConfigError("job.dump_folder", folder, want) from error
-            return run(placed.environment, placed.arguments, log_folder, config)
+            return run(placed.environment, placed.arguments, log_folder, config, signed)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_STATUS[REFUSED]

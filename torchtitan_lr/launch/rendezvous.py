@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -34,6 +35,8 @@ _LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 DEFAULT_PORT = 29400
 """torchrun's port where ``RDZV_ENDPOINT`` has none."""
+
+_ELSEWHERE = ("198.51.100.1", 9)  # reserved for documentation (RFC 5737): the default route
 
 _SIOCGIFADDR = 0x8915  # of Linux's <bits/ioctls.h>
 
@@ -83,9 +86,10 @@ def meeting(environment: Environment) -> tuple[RendezvousHandler, dict[str, str]
         return LoopbackRendezvous(), {"GLOO_SOCKET_IFNAME": _LOOPBACK_INTERFACE}
     host, port = parse_rendezvous_endpoint(environment.endpoint, DEFAULT_PORT)
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing, and chooses the interface on the way there
-        local = str(probe.getsockname()[0])
+    local = local_address(family, address)
+    if is_own_name(host, str(address[0])):
+        with contextlib.suppress(OSError):  # no route: there are no other machines
+            local = local_address(socket.AF_INET, _ELSEWHERE)
     settings = dict(environment.rdzv_settings)
     hosts = {"0": False, "1": True}.get(settings.pop("is_host", ""))
     store = shared_store(host, port, int(settings.get("read_timeout", 60)), hosts)
@@ -110,13 +114,25 @@ def shared_store(host: str, port: int, seconds: int, hosts: bool | None = None) 
     names, and two launchers of one machine would both serve. ``hosts`` overrides the decision.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    # A machine's own name may mean its loopback interface, which the others cannot reach.
-    named = ipaddress.ip_address(address[0]).is_loopback and address[0] != host
+    named = is_own_name(host, str(address[0]))
     if hosts is not False:
         with contextlib.suppress(OSError):  # another machine's address, or another launcher serves
             where = "" if named or hosts else address[0]
             return served_store(socket.create_server((where, port), family=family), seconds)
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
+
+
+def is_own_name(host: str, address: str) -> bool:
+    """Return whether this machine's own name means an address that the others cannot reach."""
+    loopback = ipaddress.ip_address(address).is_loopback
+    return loopback and host != address and "localhost" not in host.lower()
+
+
+def local_address(family: int, there: Any) -> str:
+    """Return this machine's address on the way to another one; sends nothing."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(there)
+        return str(probe.getsockname()[0])
 
 
 def interface_of(address: str) -> str | None:

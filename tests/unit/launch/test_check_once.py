@@ -19,6 +19,7 @@ def check():
     print("checked")
     if answer == "refuse":
         raise ConfigError("some.key", 7, "a number such as 8")
+    return "signed by rank 0"
 
 def prepare():
     if answer == "no text":
@@ -28,8 +29,8 @@ def prepare():
 for start in sys.argv[2:]:
     answer, os.environ["MASTER_PORT"] = start.split("@")
     try:
-        checked_once(sys.argv[1], check, prepare)
-        print(os.environ["FOUND"])
+        signed = checked_once(sys.argv[1], check, prepare)
+        print(os.environ["FOUND"], signed)
     except ConfigError as error:
         print(error)
 """
@@ -68,13 +69,16 @@ def test_rank_0_checks_for_all_and_each_machine_prepares(tmp_path):
     refusal = "some.key: got 7, expected a number such as 8"
     no_text = "some.path: got 'a.txt', expected text on this machine"
     assert ranks_say(tmp_path, ["refuse", "no text", "accept"]) == [
-        ["checked", refusal, "checked", no_text, "checked", "corpus of machine 0"],
-        [refusal, no_text, "corpus of machine 0"],
-        [refusal, no_text, "corpus of machine 1"],
+        ["checked", refusal, "checked", no_text, "checked", "corpus of machine 0 signed by rank 0"],
+        [refusal, no_text, "corpus of machine 0 signed by rank 0"],
+        [refusal, no_text, "corpus of machine 1 signed by rank 0"],
     ]
 
 
 def test_what_the_launcher_has_checked_is_not_checked_again(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("TORCHTITAN_LR_LOCKED", str(tmp_path.resolve()))
-    checked_once(str(tmp_path), pytest.fail, pytest.fail)
+    monkeypatch.setenv("TORCHTITAN_LR_LOCK", "signed by the launcher")
+    found = checked_once(str(tmp_path), pytest.fail, pytest.fail)
+    assert found == "signed by the launcher"  # whatever the lock holds by now
+    assert checked_once(str(tmp_path / "other"), lambda: "signed here", dict) == "signed here"

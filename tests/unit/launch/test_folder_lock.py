@@ -1,19 +1,15 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Who may write into a dump folder; two real launches are in tests/integration/test_launcher.py."""
 
+import errno
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.launch.folder_lock import (
-    HELD_VARIABLE,
-    LOCK_FILE,
-    locked,
-    locked_by_rank,
-    still_ours,
-)
+from torchtitan_lr.launch.folder_lock import LOCK_FILE, check_ours, locked
 
 
 def test_the_second_job_is_told_who_is_at_work(tmp_path):
@@ -28,24 +24,32 @@ def test_the_second_job_is_told_who_is_at_work(tmp_path):
         pass
 
 
-def test_a_rank_relies_on_its_launcher_for_that_folder_only(tmp_path, monkeypatch):
-    folder = str(tmp_path / "dump")
-    with locked(folder):
-        monkeypatch.setenv(HELD_VARIABLE, os.path.realpath(folder))
-        with locked_by_rank(folder):
-            pass
-        monkeypatch.setenv(HELD_VARIABLE, str(tmp_path))
-        with pytest.raises(ConfigError), locked_by_rank(folder):
-            pass
+@pytest.mark.parametrize("blocked", ["dump", f"dump/{LOCK_FILE}"])
+def test_a_folder_that_takes_no_lock_is_refused(tmp_path, blocked):
+    path = tmp_path / blocked
+    if blocked == "dump":
+        path.write_text("")
+    else:
+        path.mkdir(parents=True)
+    refused = pytest.raises(ConfigError, match=r"job.dump_folder: got .*can be written")
+    with refused, locked(str(tmp_path / "dump")):
+        pass
 
 
 def test_a_run_whose_folder_was_emptied_saves_no_more(tmp_path, monkeypatch):
-    with locked(str(tmp_path)):
-        check = still_ours(str(tmp_path))
-        check()
+    folder = str(tmp_path)
+    with locked(folder) as signed:
+        check_ours(folder, signed)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", fail_as_a_network_does)
+            check_ours(folder, signed)
         (tmp_path / LOCK_FILE).unlink()
         with pytest.raises(ConfigError, match=r"run.lock stays"):
-            check()
+            check_ours(folder, signed)
         monkeypatch.setattr(socket, "gethostname", lambda: "another")
-        with locked(str(tmp_path)), pytest.raises(ConfigError, match=r"run.lock stays"):
-            check()
+        with locked(folder), pytest.raises(ConfigError, match=r"run.lock stays"):
+            check_ours(folder, signed)
+
+
+def fail_as_a_network_does(path):
+    raise OSError(errno.ESTALE, "Stale file handle")

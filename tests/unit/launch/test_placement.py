@@ -1,6 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Ranks and degrees on machines with any number of GPUs; the device count is the only fake."""
 
+from contextlib import ExitStack
+
 import pytest
 
 from tests.commands import ROOT
@@ -138,10 +140,14 @@ def test_a_rank_of_a_machine_that_lost_a_gpu_refuses(gpus, monkeypatch):
     from torchtitan_lr import train
 
     gpus(1)
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     for name, value in (variables | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(train, "init_console", lambda *_: None)
     monkeypatch.setattr(train, "bind_device", lambda: "cuda")
-    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE: got 2, expected at most 1, the GPUs"):
-        train.checked_config([MAIN])
+    with pytest.raises(ConfigError, match="LOCAL_RANK: got 1, expected less than 1, the number of"):
+        train.checked_config([MAIN], ExitStack())
+    # Each rank sees one GPU, its own.
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(train, "checked_once", lambda *_: "signed")
+    assert train.checked_config([MAIN], ExitStack())[1] == "signed"

@@ -8,7 +8,12 @@ import pytest
 from torch.distributed import TCPStore
 
 from torchtitan_lr.launch.environment import Environment
-from torchtitan_lr.launch.rendezvous import LoopbackRendezvous, meeting, shared_store
+from torchtitan_lr.launch.rendezvous import (
+    LoopbackRendezvous,
+    interface_of,
+    meeting,
+    shared_store,
+)
 
 LOOPBACK = "127.0.0.1"
 
@@ -31,6 +36,18 @@ def test_ranks_of_one_machine_meet_at_the_launchers_store():
     assert second.store.get("key") == b"value"
 
 
+@pytest.fixture
+def own_name(monkeypatch):
+    """A name that a machine has for itself alone, as Debian's /etc/hosts has."""
+    known = socket.getaddrinfo
+
+    def found(host, *args, **options):
+        return known("127.0.1.1" if host == "node-1" else host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    return "node-1"
+
+
 @pytest.mark.parametrize("name", [LOOPBACK, "localhost"])
 def test_one_of_two_launchers_on_a_machine_serves(name):
     port = free_port()
@@ -48,6 +65,26 @@ def test_another_machine_connects(address, hosts):
         shared_store(address, port, 1, hosts)
     with socket.create_server(("", port)) as unused:  # it was not served here
         assert unused.getsockname()[1] == port
+
+
+def reaches(address, port):
+    with socket.socket() as probe:
+        return probe.connect_ex((address, port)) == 0
+
+
+def test_a_machines_own_name_is_met_by_the_others(own_name):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if probe.connect_ex(("198.51.100.1", 9)):
+            pytest.skip("has no network")
+        outside = probe.getsockname()[0]
+    for name, address in ((own_name, outside), ("localhost", LOOPBACK)):
+        port = free_port()
+        two = Environment(1, 2, "0", "", "m", min_nodes=1, endpoint=f"{name}:{port}")
+        handler, variables = meeting(two)
+        assert handler._this_node.addr == address
+        assert variables == {"GLOO_SOCKET_IFNAME": interface_of(address)}
+        assert reaches(outside, port) == (name == own_name)
+        handler.shutdown()
 
 
 def test_machines_meet_at_the_endpoint():

@@ -1,10 +1,13 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Which records of a run's end replace which."""
 
+import socket
 import time
 
 import pytest
 
+from torchtitan_lr.errors import ConfigError
+from torchtitan_lr.launch.folder_lock import LOCK_FILE, locked
 from torchtitan_lr.launch.run_state import (
     DIVERGED,
     FAILED,
@@ -39,3 +42,18 @@ def test_the_first_failure_of_a_start_stays(tmp_path):
     # But for a rank that was killed: the others saw only its end.
     write_state(tmp_path, FAILED, "rank 2 was ended by SIGKILL", rank=2)
     assert read_state(tmp_path)["rank"] == 2
+
+
+def test_a_run_that_lost_its_folder_records_nothing_there(tmp_path, monkeypatch):
+    from torchtitan_lr.train import record_state
+
+    folder, began = str(tmp_path), time.time()
+    with locked(folder) as signed:
+        record_state(folder, signed, began, RUNNING)
+        (tmp_path / LOCK_FILE).unlink()
+        monkeypatch.setattr(socket, "gethostname", lambda: "another")
+        with locked(folder):
+            record_state(folder, signed, began, FAILED, "no such luck")
+            with pytest.raises(ConfigError, match=r"run.lock stays"):
+                record_state(folder, signed, began, FINISHED)
+        assert read_state(folder)["state"] == RUNNING
