@@ -1,6 +1,8 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Names of checkpoint folders and of the files and states in them; needs no torch."""
 
+import errno
+import fcntl
 import itertools
 import os
 import re
@@ -9,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from torchtitan_lr.config.files import read_json
 
@@ -113,32 +116,96 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 
 
 UNFINISHED = ".unfinished"
-"""Folder in the output folder of a command, with what it has written so far."""
+"""Folder of what a command has written so far: in an existing output folder, beside a new one."""
+
+_MOVED = ".moved"
+"""File in it that its command locks; lists what is being moved into an existing output folder."""
 
 
 @contextmanager
 def unfinished(out: Path) -> Iterator[Path]:
-    """Give a folder to write into, whose content is moved into ``out`` at the end.
+    """Give a folder to write into, whose content is in ``out``, a free folder, at the end.
 
-    A failed command leaves nothing. A killed one leaves `UNFINISHED`, which the next one deletes.
+    A failed command leaves nothing; what a killed one leaves, the next one deletes. OSError if
+    another command writes there.
     """
-    aside, is_new = out / UNFINISHED, not out.exists()
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    # A new folder appears whole, by one rename. An existing one may be a mount point or the
+    # working directory, so its files are moved into it.
+    is_new = not out.exists()
+    aside = out.with_name(f".{out.name}{UNFINISHED}") if is_new else out / UNFINISHED
+    aside.mkdir(parents=True, exist_ok=True)
+    with (aside / _MOVED).open("a+") as moved:
+        _lock(moved, aside)
+        _undo_moves(out, aside)
+        moved.truncate(0)
+        for name in {*os.listdir(aside)} - {_MOVED}:
+            _delete(aside / name)
+        try:
+            yield aside
+            if is_new:
+                aside.rename(out)  # an OSError if it holds something by now
+                (out / _MOVED).unlink()
+            else:
+                _move(aside, out, moved)
+        except BaseException:
+            _undo_moves(out, aside)
+            _delete(aside)
+            raise
+
+
+def _lock(file: IO[str], folder: Path) -> None:
+    """Lock an open file of a folder until it is closed; an error if the folder has another one."""
+    busy = BlockingIOError(errno.EAGAIN, "another command is writing there", str(folder))
     try:
-        yield aside
-        for file in sorted(aside.iterdir()):
-            file.rename(out / file.name)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        if is_new:
-            with suppress(OSError):  # it is not empty
-                out.rmdir()
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise busy from None
+    except OSError:  # this file system has no locks
+        return
+    here = Path(file.name)  # its command may have ended since it was opened
+    if not here.exists() or not os.path.samestat(os.fstat(file.fileno()), here.stat()):
+        raise busy
+
+
+def _move(aside: Path, out: Path, moved: IO[str]) -> None:
+    """Move all from one folder into another one, such that a kill lets `_undo_moves` undo it."""
+    if not is_free(out):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(out))
+    names = sorted({*os.listdir(aside)} - {_MOVED})
+    moved.write("\n".join(names))
+    moved.flush()
+    for name in names:
+        (aside / name).rename(out / name)
+    moved.truncate(0)
+    _delete(aside)
+
+
+def _undo_moves(out: Path, aside: Path) -> None:
+    for name in _moved(out, aside):
+        _delete(out / name)
+
+
+def _moved(out: Path, aside: Path) -> set[str]:
+    """Return what an unfinished folder says was moved from it and is in the output folder."""
+    try:
+        return {*os.listdir(out)} & {*(aside / _MOVED).read_text().splitlines()}
+    except OSError:
+        return set()
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def is_free(out: Path) -> bool:
     """Return whether a folder is new or empty; what a killed command left does not count."""
-    return not out.exists() or (out.is_dir() and {*os.listdir(out)} <= {UNFINISHED})
+    aside = out / UNFINISHED
+    return not out.exists() or (
+        out.is_dir() and {*os.listdir(out)} <= {UNFINISHED, *_moved(out, aside)}
+    )
 
 
 def rename_away(folder: str, prefix: str) -> str | None:

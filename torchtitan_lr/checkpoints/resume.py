@@ -68,6 +68,9 @@ def check_start(start: Start, record: Record, here: Identity, dump_folder: str =
     if not record.finite:
         want = "one with finite weights"
         raise start.refusal(dump_folder, "checkpoint", start.folder, want)
+    if start.step > 0 and TRAIN_STATE in start.left_out:
+        want = f"other states of the run's own step {start.step}{way_on(start, TRAIN_STATE)}"
+        raise ConfigError("checkpoint.exclude_from_loading", TRAIN_STATE, want)
     for state, values in here.items():
         if state in start.left_out or (start.model_only and state != "model"):
             continue

@@ -4,6 +4,7 @@
 The ranks ask the same of it (`checkpoints.resume`); here it is refused before any of them starts.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,10 @@ def _record_of(config: Any) -> tuple[Start, Record] | None:
     if start is None or start.in_hf:
         return None
     try:
-        return start, read_step(start.folder)
+        record = read_step(start.folder)
     except DamagedError as error:
         want = f"a whole one ({error})"
         raise start.refusal(config.job.dump_folder, "checkpoint", start.folder, want) from error
+    if record.states.keys() == {"model"} and nothing_to_train(config):
+        start = replace(start, model_only=True)  # as `checkpoint.last_save_model_only` leaves it
+    return start, record

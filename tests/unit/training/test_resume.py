@@ -296,6 +296,10 @@ def test_a_state_is_left_out_of_the_named_step(tmp_path, monkeypatch):
         keys["checkpoint.exclude_from_loading"] = name
         with pytest.raises(ConfigError, match=f"^checkpoint.exclude_from_loading: got '{name}'"):
             trainer_of(run, recipe, **keys).__enter__()
+    # It would go back to the weights of step 2 and count from 0.
+    keys |= {"checkpoint.initial_load_path": f"{run}/checkpoint/step-2", "checkpoint.load_step": 2}
+    with pytest.raises(ConfigError, match=r"got 'train_state', expected other .* own step 2; "):
+        trainer_of(run, recipe, **keys).__enter__()
 
 
 def test_other_data_start_anew_where_the_position_is_left_out(tmp_path):
@@ -322,6 +326,8 @@ def test_a_checkpoint_of_the_model_alone_is_not_resumed(tmp_path):
         trainer.checkpointer.load()
         two_steps(trainer)
         trainer.checkpointer.save(4, last_step=True)
+    with trainer_of(run, recipe):  # nothing is left to train
+        pass
     step, steps = f"{run}/checkpoint/step-4", {"training.steps": 9}
     with pytest.raises(ConfigError) as error:
         trainer_of(run, recipe, **steps).__enter__()
