@@ -16,6 +16,7 @@ VAL_LOSS = "validation_metrics/loss"
 SUMMARY_KEYS = [
     *("steps", "train_loss", "val_loss", "val_ppl", "unigram_entropy"),
     *("tokens_per_s", "mfu", "peak_memory_gib", "checkpoint", "curve"),
+    *("sent_bytes", "adamw_bytes"),
 ]
 
 TRAIN_SCALARS = {
@@ -53,13 +54,13 @@ def test_summary(finished, summary, records):
 
 def test_console_ends_with_the_summary(finished, summary):
     said = [line for line in finished.done.out.splitlines() if not line.startswith("[rank")]
-    values = dict(line.split("  ", 1) for line in said[-12:])
+    values = dict(line.split("  ", 1) for line in said[-13:])
     values = {name: value.strip() for name, value in values.items()}
     assert values["steps"] == "6"
     assert values["train loss"] == f"{summary['train_loss']:.4f} nats/token"
     assert values["validation loss"] == f"{summary['val_loss']:.4f} nats/token"
     assert values["checkpoint"] == summary["checkpoint"]
-    assert finished.done.out.splitlines()[-12:] == said[-12:]  # nothing comes after it
+    assert finished.done.out.splitlines()[-13:] == said[-13:]  # nothing comes after it
 
 
 def test_checkpoints_are_complete(finished):
