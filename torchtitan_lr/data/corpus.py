@@ -61,7 +61,8 @@ _DTYPES = {1: np.uint8, 4: np.int32, 5: np.int64, 8: np.uint16}
 RECORD = "corpus.json"
 
 BEGUN = "preparing.json"
-"""The first file of a preparation, with its signature; a finished folder has it no more."""
+"""The first file of a preparation, with its signature and the commits of the Hub that it reads; a
+finished folder has it no more."""
 
 PARTS = ("train", "held_out")
 FORMAT = "torchtitan_lr tokens 2"
