@@ -9,7 +9,7 @@ other split. At -1, B is one micro-batch of every data-parallel rank, and grows 
 The seeded order needs no table. Each epoch permutes the windows by a Feistel network (Luby and
 Rackoff, 1988) over the smallest power of two that holds them. A result that is no window is
 encrypted again until it is one: cycle walking (Black and Rogaway, "Ciphers with arbitrary finite
-domains", 2002, section 4). Memory and start-up are the same for a gigabyte and a terabyte. The
+domains", 2002, section 4). It takes no memory and no time at the start. The
 round function is integer arithmetic alone, so the order is the same on every machine and after an
 update of numpy.
 

@@ -28,7 +28,7 @@ import os
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate, count, groupby
@@ -132,7 +132,7 @@ class Reader:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.files: list[Path] = []  # that it is read from, if they are on this machine
-        self.commit: str | None = None  # of a dataset of the Hub; found when it is opened
+        self.commit: str | None = None  # of a dataset of the Hub: see `find_commit`
         self.pairs = source.name == STDLIB_DOCS  # or a .jsonl file of them
         if source.name == "local":
             self.files = find_files(source.paths, source.key)
@@ -206,16 +206,36 @@ class Reader:
         for file in self.files if kind == "local" else [Path(str(self.source))]:
             of_file = self._rows if file.suffix == ".parquet" else self._lines
             read = {"local": of_file, "hf": self._dataset}.get(kind, self._modules)
-            try:
+            with self._in_one_line(file):
                 yield from read(file)
-            except ConfigError:
-                raise
-            except Exception as error:  # pyarrow, datasets and its HTTP layer raise any type
-                why = f"{type(error).__name__}: {str(error)[:200]}"
-                want = f"a source that opens and does not break off in the middle ({why})"
-                if kind == "hf":
-                    want += "; without a network name a folder, or files of training.dataset=local"
-                raise DataError(self.source.key, str(file), want) from error
+
+    @contextmanager
+    def _in_one_line(self, file: Path) -> Iterator[None]:
+        try:
+            yield
+        except ConfigError:
+            raise
+        except Exception as error:  # pyarrow, datasets and its HTTP layer raise any type
+            why = f"{type(error).__name__}: {str(error)[:200]}"
+            want = f"a source that opens and does not break off in the middle ({why})"
+            if self.source.name == "hf":
+                want += "; without a network name a folder, or files of training.dataset=local"
+            raise DataError(self.source.key, str(file), want) from error
+
+    def find_commit(self) -> None:
+        """Find the commit of a dataset of the Hub, if it is not known; errors as for `pieces`."""
+        source = self.source
+        if source.name != "hf" or self.commit or data_path(source.paths[0], source.key).is_dir():
+            return
+        import huggingface_hub as hub
+
+        if hub.constants.HF_HUB_OFFLINE:
+            return
+        name, _, revision = source.paths[0].partition("@")
+        # One request first: without a network `datasets` tries for a minute per file.
+        with self._in_one_line(Path(str(source))):
+            about = hub.HfApi().dataset_info(name, revision=revision or None, timeout=10)
+        self.commit = about.sha
 
     def documents(self, piece: Piece) -> tuple[tuple[list[str], list[str]], list[Bad]]:
         """Decode a piece: documents to train on and held out, and records that cannot be read.
@@ -377,12 +397,8 @@ class Reader:
                 yield piece._replace(held_out=held_out)
 
     def _dataset(self, path: Path) -> Iterator[Piece]:
-        """Read a dataset; a folder that exists needs no network.
-
-        Sets the commit, and reads this one if it is known: a name such as ``main`` moves.
-        """
+        """Read a dataset at its commit, as a name such as ``main`` moves; a folder has none."""
         import datasets  # imported late: it takes a second
-        import huggingface_hub as hub
 
         source, (given,) = self.source, self.source.paths
         place = data_path(given, source.key)
@@ -391,10 +407,7 @@ class Reader:
             rows = rows[source.split] if isinstance(rows, dict) else rows
         else:
             name, _, revision = (str(place), "", "") if place.is_dir() else given.partition("@")
-            # One request first: without a network `datasets` tries for a minute per file.
-            if not (place.is_dir() or self.commit or hub.constants.HF_HUB_OFFLINE):
-                about = hub.HfApi().dataset_info(name, revision=revision or None, timeout=10)
-                self.commit = about.sha
+            self.find_commit()
             options = {"split": source.split, "streaming": source.streaming}
             options["revision"] = self.commit or revision or None
             rows = datasets.load_dataset(name, source.config, **options)

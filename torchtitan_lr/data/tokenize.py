@@ -58,9 +58,8 @@ Arrays = list[npt.NDArray[Any]]
 """Lengths of documents, their tokens, and of pairs the loss mask."""
 
 Unit = dict[str, Any]
-"""The record of a unit: a `ShardInfo` or None for each of `PARTS`, the ``commit`` of the Hub that
-was read, the ``bad`` records with what was expected, and the number of those that were
-``changed``."""
+"""The record of a unit: a `ShardInfo` or None for each of `PARTS`, the ``bad`` records with what
+was expected, and the number of those that were ``changed``."""
 
 
 class Encoded(NamedTuple):
@@ -136,10 +135,17 @@ class _Preparation:
         begun: dict[str, Any] = {}
         with suppress(OSError, ValueError):
             begun = read_json(folder / BEGUN)
+        commits: Sequence[str | None] = begun.get("commits", ())
         if begun.get("signature") != self._signature:
+            commits = ()
             for other in folder.glob("unit-*.json"):  # of another text or tokenizer
                 other.unlink(missing_ok=True)
-        write_over(folder / BEGUN, json.dumps({"signature": self._signature}).encode())
+        for reader, commit in zip(readers, commits, strict=False):
+            reader.commit = commit
+        for reader in readers:
+            reader.find_commit()
+        begun = {"signature": self._signature, "commits": [reader.commit for reader in readers]}
+        write_over(folder / BEGUN, json.dumps(begun).encode())
         self._there = list[Unit]()
         with suppress(OSError, ValueError):  # of the first one that is not there, or not whole
             while True:
@@ -180,15 +186,13 @@ class _Preparation:
         """Yield the units of a source, whose first one has the number ``first``."""
         left = reader.source.tokens or math.inf
         part = "held_out" if reader.source.part == "held_out" else "train"  # counts for the limit
-        if first < len(self._there):
-            reader.commit = self._there[first]["commit"]
         with closing(self._pieces(reader, first)) as pieces:
             for number, group in groupby(pieces, itemgetter(0)):
                 if number < len(self._there):
                     unit = self._there[number]
                 else:
                     encoded = self._encoded(group, PARTS.index(part), left, done)
-                    unit = self._write(number, encoded, reader.commit)
+                    unit = self._write(number, encoded)
                 yield unit
                 left -= unit[part]["tokens"] if unit[part] else 0
                 if left <= 0:
@@ -254,11 +258,11 @@ class _Preparation:
             encoded.append([lengths, tokens, *mask])
         return Encoded(encoded, bad)
 
-    def _write(self, number: int, encoded: Sequence[Encoded], commit: str | None) -> Unit:
+    def _write(self, number: int, encoded: Sequence[Encoded]) -> Unit:
         """Write a unit's shards, and then its record."""
         bad = [record for each in encoded for record in each.bad]
         lost = [[record.place, record.want] for record in bad if not record.replaced]
-        unit: Unit = {"commit": commit, "bad": lost, "changed": len(bad) - len(lost)}
+        unit: Unit = {"bad": lost, "changed": len(bad) - len(lost)}
         for index, part in enumerate(PARTS):
             arrays = zip(*(each.parts[index] for each in encoded), strict=True)
             lengths, *files = map(np.concatenate, arrays)

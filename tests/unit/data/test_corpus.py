@@ -5,6 +5,8 @@ Rows are compared with slow references that know lists alone.
 """
 
 import json
+import multiprocessing
+import resource
 import struct
 from itertools import chain
 
@@ -15,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.corpora import write_corpus, write_shard
+from torchtitan_lr.data import corpus as corpora
 from torchtitan_lr.data.corpus import DOCUMENTS, Corpus, IndexedDataset, Rows, identity_of
 from torchtitan_lr.errors import ConfigError, DataError
 from torchtitan_lr.titan import IGNORE_INDEX
@@ -153,6 +156,22 @@ def test_what_is_no_corpus(tmp_path):
     path.rename(tmp_path / "preparing.json")
     with pytest.raises(ConfigError, match="a preparation that is finished"):
         Corpus.open(tmp_path)
+
+
+LIMITS = [(1024, 4096, 1024), (64, 1000, 250), (100, 100, 128), (2048, 2048, 512)]
+
+
+@pytest.mark.parametrize(("soft", "hard", "shards"), LIMITS)
+def test_as_many_shards_stay_open_as_the_system_allows(soft, hard, shards):
+    def run():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert corpora._open_shards() == shards
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+
+    child = multiprocessing.get_context("fork").Process(target=run)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
 
 
 def check_rows(rows, tokens, owners=None, targets=None):

@@ -14,6 +14,8 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import count
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -114,6 +116,30 @@ def test_a_dataset_is_read(tmp_path, monkeypatch, streaming, saved):
     for column, want in (("text", "text_column: got 'text'"), ("n", "other values than text")):
         with pytest.raises(ConfigError, match=want):
             list(Reader(replace(source, column=column)).pieces())
+
+
+def test_a_begun_preparation_stays_at_its_commit(tmp_path, monkeypatch):
+    """Before its first unit, too: another machine takes it from there."""
+    numbers, asked = count(), list[str]()
+
+    def about(*_, **__):
+        return SimpleNamespace(sha=f"commit {next(numbers)}")
+
+    def load(*_, revision, **__):
+        asked.append(revision)
+        if len(asked) == 1:
+            raise OSError("the network is gone")
+        return datasets.Dataset.from_dict({"text": TEXTS})
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", about)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    source = Source("hf", ("owner/name",))
+    with pytest.raises(DataError, match="the network is gone"):
+        prepare(None, tmp_path, source)
+    corpus = prepare(None, tmp_path, source)
+    assert asked == ["commit 0"] * 2 and next(numbers) == 1
+    assert corpus.record["sources"][0]["commit"] == "commit 0"
 
 
 def test_bad_lines_are_counted_and_may_be_left_out(tmp_path, monkeypatch):
