@@ -10,6 +10,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.processes import begin_rank
+from torchtitan_lr.launch.run_state import STOPPED, write_state
 
 begin_rank()
 
@@ -66,6 +67,7 @@ if mode == "full" and rank == "1":
 if mode == "end" and rank == "0":
     (folder / "summary.json").write_text(json.dumps({"steps": 3, "train_loss": 2.5, "mfu": None}))
 if mode == "wait" and rank == "0":
+    write_state(folder, STOPPED, "SIGTERM after step 3")
     print("INFO - Stopped by SIGTERM after step 3 of 9: resume so", file=sys.stderr, flush=True)
 leave(f"saved{rank}")
 """

@@ -11,11 +11,15 @@ import pytest
 
 from tests.integration import runs
 from tests.integration.launches import Launch
+from torchtitan_lr.launch.run_state import FAILED, STOPPED, read_state
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
-def test_a_signal_lets_all_ranks_save_and_ends_well(tmp_path, number):
-    run = Launch(tmp_path, "wait")
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [(signal.SIGTERM, "0"), (signal.SIGINT, "0,1"), (signal.SIGHUP, "1"), (signal.SIGUSR1, "0")],
+)
+def test_a_signal_lets_all_ranks_save_and_ends_well(tmp_path, number, shown):
+    run = Launch(tmp_path, "wait", LOG_RANK=shown)
     pids = run.wait_for_ranks()
     run.send(number)
     # At once, and not at the end of a step that may take minutes.
@@ -26,21 +30,31 @@ def test_a_signal_lets_all_ranks_save_and_ends_well(tmp_path, number):
     runs.wait_until_gone(pids)
     assert "Traceback" not in done.err
     # The ranks' own lines and nothing else.
-    assert [line for line in done.out.splitlines() if not line.startswith("[rank0]:")] == []
-    assert done.own_lines() == [said] and "[rank1]:" not in done.err
+    lines = done.out.splitlines() + done.err.splitlines()
+    assert {line[5] for line in lines if line.startswith("[rank")} == set(shown) - {","}
+    assert [line for line in done.out.splitlines() if not line.startswith("[rank")] == []
+    told = "stopped by SIGTERM after step 3; there is no checkpoint to resume from"  # by rank 0
+    assert done.own_lines() == ([said] if "0" in shown else [said, told])
 
 
-def test_a_rank_that_cannot_save_is_no_success(tmp_path):
+@pytest.mark.parametrize(("again", "state"), [("", FAILED), (" again", STOPPED)])
+def test_a_rank_that_cannot_save_is_no_success(tmp_path, again, state):
     """The control: without a handler nothing is saved, and the launcher must not say it was."""
-    run = Launch(tmp_path, "deaf")
+    run = Launch(tmp_path, "deaf", "--checkpoint.enable", MAX_RESTARTS=str(len(again[:1])))
     pids = run.wait_for_ranks()
+    if again:
+        for path in run.wait_for("pid"):
+            path.unlink()
+        runs.send_all(pids[1:], signal.SIGKILL)
+        pids = run.wait_for_ranks()
     run.send(signal.SIGTERM)
     done = run.finish()
     assert done.status == 143
     assert run.saved() == []
     runs.wait_until_gone(pids)
     last = done.err.splitlines()[-1]
-    assert last.startswith("error: stopped before training began by SIGTERM; logs: ")
+    assert last.startswith(f"error: stopped before training began{again} by SIGTERM; logs: ")
+    assert read_state(tmp_path)["state"] == state
     assert "Traceback" not in done.err
 
 

@@ -80,6 +80,7 @@ class Agent(LocalElasticAgent):
         meeting: Whether it waits for other machines, and no rank runs.
         restarts: Whether failed ranks may start again.
         started: Called when all ranks have been started.
+        starts: How often the ranks have started.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, logs, log_line_prefix_template="[rank${rank}]:")
         self.failure: Failure | None = None
         self.meeting = self.restarts = True
+        self.starts = 0
         self.started: Callable[[], None] = lambda: None
         self._final, self._cause = final, ""
         # Not those that the launcher, or a command, handles itself.
@@ -141,6 +143,7 @@ class Agent(LocalElasticAgent):
             with contextlib.suppress(OSError):  # a terminal that hung up
                 print(line, file=sys.stderr, flush=True)
         self.meeting = False
+        self.starts += 1
         started: dict[int, Any] = super()._start_workers(worker_group)
         self.started()
         return started

@@ -23,7 +23,7 @@ class Environment:
     nodes: int  # machines; the most, if a range was given
     log_ranks: str  # whose output is shown, by their number in the run, e.g. ``0,1``
     comm_mode: str  # torchtitan's ``comm.mode``, empty for a real run
-    train_module: str  # that every rank runs
+    train_module: str  # that every rank runs; without `begin_rank` it outlives a killed launcher
     ranks_given: bool = True  # whether the user set ``NGPU``
     min_nodes: int | None = None  # of a range such as ``2:4``, else None
     max_restarts: int = 0  # how often failed ranks of a machine are started again

@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,8 +35,10 @@ from torchtitan_lr.launch.run_state import (
     FAILED,
     FINISHED,
     REFUSED,
+    STOPPED,
     holder_named,
     is_held,
+    is_since,
     read_state,
     write_state,
 )
@@ -114,7 +116,7 @@ def run(
 
     def stopped(why: str) -> int:
         if may_write():
-            write_state(folder, FAILED, why)
+            write_state(folder, STOPPED if signals.restarting else FAILED, why)
         say(f"error: {why}; logs: {log_folder}")
         return 128 + signals.number
 
@@ -124,11 +126,11 @@ def run(
     shown = [int(rank) for rank in environment.log_ranks.split(",")]
     has_first, failure = run_ranks(environment, command, log_folder, variables, shown, signals)
     if signals.killed:
-        return stopped(f"killed by {signals.name}")
+        return stopped(signals.why)
     if failure is not None:
         # A rank that trains handles the signal.
         if signals.number and failure.status in (None, -signals.passed_on):
-            return stopped(f"stopped before training began by {signals.name}")
+            return stopped(signals.why)
         if may_write():
             record_failure(failure, folder, began)
         say(failure_line(failure, config))
@@ -137,6 +139,10 @@ def run(
         print(f"dry run passed: one step as rank 0 of {environment.world_size}")
     elif has_first and (summary := read_summary(folder, newer_than=began)) is not None:
         print("\n".join(summary_lines(summary, folder, log_folder)))
+    elif has_first and 0 not in shown:  # rank 0 says that it was stopped
+        state = read_state(folder)
+        if state is not None and state["state"] == STOPPED and is_since(state, began):
+            say(escaped(f"stopped by {state['error']}{how_to_resume(config)}"))
     return EXIT_STATUS[FINISHED]
 
 
@@ -146,9 +152,10 @@ def failure_line(failure: "Failure", config: Any) -> str:
     if failure.status == -signal.SIGKILL:
         line += " (the kernel sends it when memory runs out)"
     folder = config.job.dump_folder
-    free = shutil.disk_usage(folder).free
-    if free < _LITTLE_SPACE:  # the rank may have found no place for its own words
-        line += f"; no space left in {folder} ({free / 2**20:.1f} MiB free)"
+    with suppress(OSError):  # the folder may be gone
+        free = shutil.disk_usage(folder).free
+        if free < _LITTLE_SPACE:  # the rank may have found no place for its own words
+            line += f"; no space left in {folder} ({free / 2**20:.1f} MiB free)"
     line += f"; its output: {failure.output}"
     if failure.status not in AGAIN_THE_SAME:
         line += how_to_resume(config)

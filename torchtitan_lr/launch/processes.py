@@ -2,8 +2,8 @@
 """Signals and ends of the processes of a launch: the launcher, and the ranks below it.
 
 On SIGTERM torchrun kills its ranks, prints a traceback and fails even if the ranks exit with 0.
-Therefore the launcher passes a signal on, and the ranks end by themselves. On Linux no rank is
-orphaned: the kernel kills it when the launcher ends.
+Therefore the launcher passes a signal on, and the ranks end by themselves. On Linux no rank that
+calls `begin_rank` is orphaned: the kernel kills it when the launcher ends.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class Signals:
     repeated, it changes nothing.
 
     Args:
-        end: Records and tells why this process ends, below which no rank runs.
+        end: Records and tells why (`why`) this process ends, below which no rank runs.
 
     Attributes:
         agent: Of the ranks; None before there is one.
@@ -74,6 +74,19 @@ class Signals:
         return signal.Signals(self.number).name
 
     @property
+    def restarting(self) -> bool:
+        """Whether the ranks have started before, and do not train again yet."""
+        starts, meeting = (self.agent.starts, self.agent.meeting) if self.agent else (0, True)
+        return not self.killed and starts > (not meeting)
+
+    @property
+    def why(self) -> str:
+        """Why a run ends that does not train; in a line."""
+        if self.killed:
+            return f"killed by {self.name}"
+        return f"stopped before training began{' again' * self.restarting} by {self.name}"
+
+    @property
     def passed_on(self) -> int:
         """The signal that the ranks got."""
         return signal.SIGTERM if self.number == signal.SIGHUP else self.number
@@ -94,7 +107,7 @@ class Signals:
         if self.agent is not None:
             self.agent.restarts = False
         if self.agent is None or self.agent.meeting:  # no rank runs
-            self._end(f"stopped before training began by {self.name}")
+            self._end()
         self._pass_on()
 
     def _pass_on(self) -> None:
@@ -115,11 +128,11 @@ class Signals:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(rank.pid, signal.SIGKILL)
         if not ranks:
-            self._end(f"killed by {self.name}")
+            self._end()
 
-    def _end(self, why: str) -> NoReturn:
+    def _end(self) -> NoReturn:
         try:
-            self._tell_end(why)
+            self._tell_end(self.why)
         finally:  # whatever fails there: without this thread no signal ends the process
             exit_without_teardown(128 + self.number)
 

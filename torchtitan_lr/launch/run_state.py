@@ -62,8 +62,13 @@ def has_ended(record: Mapping[str, Any], began: float) -> bool:
     """Return whether a record tells the end of a run for a start that began at a time."""
     if record["state"] in ENDS:
         return True
+    return record["state"] in FAILURES and is_since(record, began)
+
+
+def is_since(record: Mapping[str, Any], began: float) -> bool:
+    """Return whether a record is of a start that began at a time."""
     when = record.get("time")
-    return record["state"] in FAILURES and isinstance(when, int | float) and when >= began
+    return isinstance(when, int | float) and when >= began
 
 
 def read_state(dump_folder: str | Path) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.commands import ROOT
 from torchtitan_lr.checkpoints.record import Record
+from torchtitan_lr.compat.elastic import Failure
 from torchtitan_lr.launch import launcher as launch
 from torchtitan_lr.launch.folder_lock import locked
 
@@ -111,4 +112,7 @@ def test_how_to_go_on(tmp_path):
             Record().write(folder)
     assert launch.how_to_resume(config).endswith(f"resume from {tmp_path}/checkpoint/step-4")
     checkpoint.enable = False
+    config.job.dump_folder = str(tmp_path / "removed")
+    line = launch.failure_line(Failure(1, 1, "its words", tmp_path), config)
+    assert line.startswith(f"error: rank 1 failed: its words; its output: {tmp_path}; there is no")
     assert launch.how_to_resume(config) == "; there is no checkpoint to resume from"

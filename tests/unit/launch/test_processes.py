@@ -15,8 +15,9 @@ import os, signal, subprocess, sys, time
 from types import SimpleNamespace
 from torchtitan_lr.launch.processes import Signals
 
-ranks, meeting = [], sys.argv[1] == "meeting"
-agent = SimpleNamespace(meeting=meeting, restarts=True, living=lambda: ranks)
+ranks, meeting = [], sys.argv[1] != "starting"
+starts = int(sys.argv[1] == "restarting")
+agent = SimpleNamespace(meeting=meeting, restarts=True, starts=starts, living=lambda: ranks)
 
 
 def end(why):
@@ -39,6 +40,7 @@ sys.exit(-ranks[0].wait())
     ("when", "status", "said"),
     [
         ("meeting", 143, "stopped before training began by SIGTERM\n"),
+        ("restarting", 143, "stopped before training began again by SIGTERM\n"),
         ("starting", 15, ""),  # the ranks get it once they are known
     ],
 )
