@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan_lr.agreement import first_rank_where, from_all_ranks, from_first_rank
 from torchtitan_lr.checkpoints import run_record
 from torchtitan_lr.checkpoints.folders import RESIDUALS, RUN_CONFIG, write_whole
+from torchtitan_lr.checkpoints.record import describe
 from torchtitan_lr.compat.process_groups import set_timeouts
 from torchtitan_lr.compression.residuals import Residuals
 from torchtitan_lr.compression.units import compressors_of
@@ -431,7 +432,11 @@ class Trainer(TitanTrainer):
         what = job_config.job.description or f"{job_config.model.name} {job_config.model.flavor}"
         figures.draw_curve(records, curve, f"{what}, {described_layout(self.parallel_dims)}")
         summary = history.build_summary(records, self.step, peak.item(), checkpoint)
-        summary |= {"curve": str(curve), **self.more_summary()}
+        summary["curve"] = str(curve)
+        try:
+            summary |= self.more_summary()
+        except Exception as error:  # the steps are trained and saved
+            logger.warning("The summary lacks what a formula fails to give: %s", describe(error))
         write_whole(file, json.dumps(summary, indent=2) + "\n")
         logger.info("Summary written to %s", file)
         processor.logger.publish(summary, curve)

@@ -2,6 +2,7 @@
 """A training step against one worked by hand in fp64, and what a run counts and logs."""
 
 import copy
+import json
 import math
 import re
 import time
@@ -86,6 +87,20 @@ def assert_equal(tensors, expected):
     assert tensors.keys() == expected.keys()
     for name, tensor in tensors.items():
         torch.testing.assert_close(tensor, expected[name], rtol=EXACT, atol=EXACT * EPS, msg=name)
+
+
+def test_a_formula_that_fails_takes_no_summary(trainer, tmp_path, caplog):
+    """The run is trained and saved, and an outside optimizer's cost may raise anything."""
+    step(trainer, microbatches())
+
+    def fail():
+        raise ZeroDivisionError("of a cost")
+
+    trainer.more_summary = fail
+    trainer.write_summary(None)
+    (line,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
+    assert line.endswith(": ZeroDivisionError: of a cost")
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
 
 
 @pytest.mark.parametrize("share", [0.25, 4.0])
