@@ -27,6 +27,7 @@ RUN_FILES = (
 STEP_FILE = "step.json"
 """A saved step's record (`checkpoints.record`). Writing it is the last action of a save."""
 
+BEGUN = "step.begun"  # there while a save writes METADATA and the record
 METADATA = ".metadata"
 """DCP's table of contents."""
 
@@ -60,7 +61,9 @@ def is_dcp(folder: str | Path) -> bool:
 
 
 def has_contents(folder: str | Path) -> bool:
-    """Return whether a folder has a table of contents, which a save writes after the weights."""
+    """Return whether a folder has a table of contents, other than that of a killed save."""
+    if os.path.exists(os.path.join(folder, BEGUN)):
+        return False
     return any(os.path.isfile(os.path.join(folder, name)) for name in (METADATA, HF_INDEX))
 
 

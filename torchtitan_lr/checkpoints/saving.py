@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchtitan_lr.agreement import first_rank_with, from_all_ranks, from_first_rank
-from torchtitan_lr.checkpoints.folders import METADATA, STEP_FILE
+from torchtitan_lr.checkpoints.folders import BEGUN, METADATA, STEP_FILE
 from torchtitan_lr.checkpoints.record import DamagedError, Record, Sum, describe, read_step
 from torchtitan_lr.config.files import file_within, open_regular
 
@@ -71,6 +71,8 @@ class StepWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Finish the save on the first rank: write ``.metadata``, then the record."""
+        begun = Path(self.path, BEGUN)
+        begun.touch()
         super().finish(metadata, results)
         files = {METADATA: self.fs.sums[f"{METADATA}.tmp"]}
         finite = True
@@ -78,6 +80,7 @@ class StepWriter(FileSystemWriter):
             files |= result.sums
             finite &= result.finite
         replace(self._record, files=files, finite=finite).write(Path(self.path))
+        begun.unlink()
 
 
 class SavePlanner(DefaultSavePlanner):
