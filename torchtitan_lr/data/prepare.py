@@ -313,10 +313,9 @@ def _prepared(config: Any, part: Part, readers: Sequence[Reader]) -> str:
     if is_new:
         for line in losses(corpus):
             say(f"warning: {line}")
-        say(
-            f"prepared {corpus.tokens():,} tokens to train on and {corpus.tokens(True):,} held out;"
-            f" {folder.parent} has {_gigabytes(folder.parent):,.2f} GB, which no run deletes"
-        )
+        say(f"prepared {corpus.tokens():,} tokens to train on and {corpus.tokens(True):,} held out")
+        size = _gigabytes(folder.parent)
+        say(f"prepared tokens take {size:,.2f} GB in {folder.parent}; no run deletes them")
     return str(folder)
 
 
