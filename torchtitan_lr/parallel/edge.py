@@ -38,7 +38,7 @@ from torchtitan_lr.collectives import (
 )
 from torchtitan_lr.models.ends import linear_loss
 from torchtitan_lr.models.kept import keep
-from torchtitan_lr.models.linears import LowRankLinear, activated, down_products, mix
+from torchtitan_lr.models.linears import LowRankLinear, mix
 
 
 class Edge(nn.Module):
@@ -47,39 +47,6 @@ class Edge(nn.Module):
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
         self.ranks = ranks
-
-
-class WholeDown(Edge):
-    """A x of a part that a plan does not split, weights Replicate(): every rank repeats it."""
-
-    def forward(
-        self, x: Tensor, linears: Sequence[LowRankLinear], norm: nn.RMSNorm | None = None
-    ) -> list[Tensor]:
-        """Return one latent (b, s, r) per linear of x (b, s, d_in), all replicated."""
-        x = x if norm is None else normalize(x, norm)
-        return down_products(x, [local(linear.A.weight) for linear in linears])
-
-
-class WholeUp(Edge):
-    """B σ(h) of a part that a plan does not split, see `WholeDown`."""
-
-    def forward(
-        self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear], use_silu: Sequence[bool]
-    ) -> list[Tensor]:
-        """Return one output (b, s, d_out) per linear of its latent h (b, s, r), all replicated."""
-        pairs = zip(activated(latents, use_silu), linears, strict=True)
-        return [F.linear(h, local(linear.B.weight)) for h, linear in pairs]
-
-
-class WholeDense(Edge):
-    """W x of a part that a full-rank plan does not split, see `WholeDown`."""
-
-    def forward(
-        self, x: Tensor, linears: Sequence[nn.Linear], norm: nn.RMSNorm | None = None
-    ) -> list[Tensor]:
-        """Return one output (b, s, d_out) per linear of x (b, s, d_in), all replicated."""
-        x = x if norm is None else normalize(x, norm)
-        return [F.linear(x, local(linear.weight)) for linear in linears]
 
 
 class MixEdge(Edge):

@@ -27,7 +27,6 @@ EdgeFactory = Callable[[DeviceMesh], nn.Module]  # builds an edge on the tensor-
 Factors = tuple[Placement, Placement]
 COLUMN_ROW: Factors = (Shard(0), Shard(1))  # Megatron-LM's pair; of A and B: latents of r/T
 ROW_COLUMN: Factors = (Shard(1), Shard(0))  # of A and B: whole latents
-WHOLE: Factors = (Replicate(), Replicate())
 
 ATTENTION = "attention.wq", "attention.wk", "attention.wv", "attention.wo"
 FEED_FORWARD = "feed_forward.w1", "feed_forward.w3", "feed_forward.w2"  # gate, up, down
