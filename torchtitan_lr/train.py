@@ -7,9 +7,11 @@ Start it with ``torchtitan-lr train`` or with ``torchrun -m torchtitan_lr.train
 
 import logging
 import os
+import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -28,14 +30,14 @@ with collector_off():
     import torchtitan_lr.training.register  # noqa: F401
     from torchtitan_lr.training.trainer import Trainer
 
+from torchtitan_lr.agreement import done_by_first
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.log import init_console
 from torchtitan_lr.data.prepare import prepare_for_ranks
 from torchtitan_lr.errors import ConfigError, describe_error, escaped, require
-from torchtitan_lr.launch.check_once import checked_once
 from torchtitan_lr.launch.environment import launched_ranks
-from torchtitan_lr.launch.folder_lock import check_ours, locked
+from torchtitan_lr.launch.folder_lock import HELD_VARIABLE, check_ours, is_held, locked, taken
 from torchtitan_lr.launch.placement import accelerator
 from torchtitan_lr.launch.run_state import (
     DIVERGED,
@@ -46,7 +48,6 @@ from torchtitan_lr.launch.run_state import (
     REFUSED,
     RUNNING,
     STOPPED,
-    holder_named,
     write_state,
 )
 from torchtitan_lr.titan.device import bind_device
@@ -85,11 +86,35 @@ def checked_config(argv: list[str], until: ExitStack) -> tuple[Any, str]:
     folder = config.job.dump_folder
 
     def check() -> str:
-        with holder_named(folder):
-            check_job_config(config, ranks, device_type)
+        if is_held(folder):  # what a check would find changes while that job trains
+            raise taken(folder)
+        check_job_config(config, ranks, device_type)
         return until.enter_context(locked(folder))  # here, so that all ranks hear of a refusal
 
-    return config, checked_once(folder, check, partial(prepare_for_ranks, config))
+    return config, checked_once(check, partial(prepare_for_ranks, config))
+
+
+_stores: list[Any] = []  # on rank 0 the store's server lives with the object, and others read late
+
+
+def checked_once(check: Callable[[], str], prepare: Callable[[], dict[str, str]]) -> str:
+    """Check a run in one process, prepare it in one of each machine, raise refusals in all.
+
+    On one machine the launcher has done it. On several, and below plain torchrun, rank 0 does: a
+    thousand ranks would read the corpus and the checkpoint at the same moment. Then one rank of
+    each machine finds the prepared tokens there, or prepares them: machines need not share a
+    folder. `check` returns the signature in the folder's lock, and `prepare` environment variables.
+    """
+    if HELD_VARIABLE in os.environ:
+        return os.environ[HELD_VARIABLE]
+    store, rank, ranks = next(torch.distributed.rendezvous("env://"))
+    _stores.append(store)
+    key = f"check/{ranks}"  # another number of ranks, after a machine is lost, is checked anew
+    signed = done_by_first(store, key, rank == 0, ranks, check)
+    machine = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '0')}"
+    local, here = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    os.environ.update(done_by_first(store, f"{key}/{machine}", local == 0, here, prepare))
+    return signed
 
 
 def train(config: Any, trainer_class: type[Trainer], began: float, signed: str) -> int:

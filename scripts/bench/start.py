@@ -82,7 +82,7 @@ def check(ranks: int, arguments: list[str]) -> dict[str, float]:
     from torchtitan_lr.checks.job import check_job_config
     from torchtitan_lr.config.build import build_job_config
     from torchtitan_lr.data.prepare import prepare_for_ranks
-    from torchtitan_lr.launch.rendezvous import LOOPBACK, loopback_store
+    from torchtitan_lr.launch.ranks import LOOPBACK, loopback_store
 
     with tempfile.TemporaryDirectory() as folder:
         config = build_job_config([*arguments, *SMALL, f"--job.dump_folder={folder}"])

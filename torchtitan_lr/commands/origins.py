@@ -18,8 +18,7 @@ from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.paths import shown_config
 from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.launch.environment import read_environment
-from torchtitan_lr.launch.machines import check_machines
-from torchtitan_lr.launch.placement import place
+from torchtitan_lr.launch.placement import check_machines, place
 from torchtitan_lr.models.configured import llama_args
 from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.titan.base import drop_marker

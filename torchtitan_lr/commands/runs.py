@@ -30,7 +30,7 @@ from torchtitan_lr.config.schema import FREE, NO_EFFECT, meanings
 from torchtitan_lr.console.tables import text_table
 from torchtitan_lr.errors import ConfigError, escaped, one_of
 from torchtitan_lr.launch import run_state
-from torchtitan_lr.launch.folder_lock import LOCK_FILE
+from torchtitan_lr.launch.folder_lock import LOCK_FILE, is_held
 from torchtitan_lr.training import history as logged
 
 _NOT_SEARCHED = {"checkpoint", "logs", "tb", "wandb", "comm_traces"}
@@ -197,7 +197,7 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
 
 def _state_of(folder: Path, step: int) -> tuple[str, str]:
     """Return a run's state, and why it stopped or failed."""
-    if run_state.is_held(folder):
+    if is_held(folder):
         return run_state.RUNNING, ""
     record = run_state.read_state(folder)
     if not record:  # lost, or copied without it

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import shutil
 import sys
-import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -309,14 +308,6 @@ def test_rows_of_the_vocabulary_without_tokens_are_said(tmp_path, config, caplog
             assert not said or "--model.vocab_size=1024 leaves them out" in said[0]
     finally:
         logger.removeHandler(caplog.handler)
-
-
-def test_a_place_too_long_for_sockets_of_workers(tmp_path, config, monkeypatch):
-    check_corpora(config("--training.dataloader.num_workers=1"), 1, "cpu")  # the control
-    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 71)
-    check_corpora(config(), 1, "cpu")
-    with pytest.raises(ConfigError, match=r"TMPDIR: got '/tmp/xx.*, expected a path of at most 75"):
-        check_corpora(config("--training.dataloader.num_workers=1"), 1, "cpu")
 
 
 def test_tokens_of_another_user_are_read(config, monkeypatch):

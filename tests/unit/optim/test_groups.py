@@ -1,13 +1,11 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Groups of parameters, by what a step does to the weights."""
 
-from contextlib import nullcontext
 
 import pytest
 
 from tests.unit.tiny_trainer import history, tiny_trainer
 from torchtitan_lr.checks.job import check_job_config
-from torchtitan_lr.checks.rates import _warn_of_scale
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
 
@@ -145,57 +143,3 @@ def test_what_no_run_can_have_is_refused(table, message, tmp_path):
     with pytest.raises(ConfigError) as error:
         check_job_config(build_job_config(options), 1, "cpu", data="none")
     assert str(error.value).startswith(f"optimizer.groups{message}")
-
-
-LEFT_OVER = [  # options, and how the warnings begin
-    ("Spectron", ["--optimizer.lr=3e-4"], ["optimizer.lr = 0.0003 is not of the scale of S"]),
-    ("Spectron", ["--optimizer.adamw_lr=0.06"], []),  # chosen, and best at small widths
-    ("Muon", ["--optimizer.lr=2e-2"], ["optimizer.adamw_lr = 0.02 ", "optimizer.lr = 0.02 "]),
-    ("Muon", ["lr_multiplier = 0.01"], ["optimizer.lr of the group wq = 1e-05 is not of the"]),
-    ("Muon", ["--optimizer.lr=3e-3"], []),  # its updates have AdamW's size
-]
-
-
-@pytest.mark.parametrize(("name", "options", "warnings"), LEFT_OVER)
-def test_a_rate_of_another_optimizer_has_one_warning(name, options, warnings, tmp_path, caplog):
-    _warn_of_scale.cache_clear()
-    if options[0].startswith("lr_m"):
-        options = [written(tmp_path, f"[[optimizer.groups]]\npattern = 'wq'\n{options[0]}")]
-    options = [f"--optimizer.name={name}", f"--job.dump_folder={tmp_path}", *options]
-    for _ in range(2):  # as a sweep checks many runs
-        check_job_config(build_job_config(options), 1, "cpu", data="none")
-    lines = [line for line in caplog.messages if "published rates" in line]
-    for line, start in zip(lines, warnings, strict=True):
-        assert line.startswith(start)
-
-
-@pytest.mark.parametrize(
-    ("name", "decay", "table", "fits"),
-    [
-        *(("LoRAMuon", 49, "", True), ("LoRAMuon", 51, "", False), ("Spectron", 51, "", False)),
-        *(("AdamW", 51, "", True), ("TSRAdam", 51, "", True)),  # as in torch
-        ("Muon", 26, "weight_decay_multiplier = 2", False),
-    ],
-)
-def test_a_decay_that_turns_weights_is_refused(name, decay, table, fits, tmp_path):
-    options = [f"--optimizer.name={name}", "--optimizer.lr=0.02", f"--job.dump_folder={tmp_path}"]
-    options += [f"--optimizer.weight_decay={decay}", *OF_TSR]
-    if table:
-        options.append(written(tmp_path, f"[[optimizer.groups]]\npattern = 'wq'\n{table}"))
-    config = build_job_config(options)
-    refused = pytest.raises(ConfigError, match=f"weight_decay: got {decay}.0, expected less than")
-    with nullcontext() if fits else refused:
-        check_job_config(config, 1, "cpu", data="none")
-
-
-@pytest.mark.parametrize("rate", ["adamw_lr", "lr"])
-def test_a_decay_turns_no_weight_that_it_does_not_shrink(rate, tmp_path):
-    other = "lr" if rate == "adamw_lr" else "adamw_lr"
-    options = ["--optimizer.name=Muon", f"--optimizer.{rate}=2", f"--optimizer.{other}=1e-3"]
-    options += ["--optimizer.weight_decay=0.6", f"--job.dump_folder={tmp_path}"]
-    refused = pytest.raises(ConfigError, match=rf"\.weight_decay: .* less than 0.5.*\.{rate} is 2")
-    with refused:
-        check_job_config(build_job_config(options), 1, "cpu", data="none")
-    options[-1:] = ["--optimizer.adamw_weight_decay=0.4", "--optimizer.weight_decay_on=matrices"]
-    with nullcontext() if rate == "adamw_lr" else refused:
-        check_job_config(build_job_config(options), 1, "cpu", data="none")

@@ -13,8 +13,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.commands import ROOT, Command
-from torchtitan_lr.checks.rates import _warn_of_scale
-from torchtitan_lr.errors import ConfigError
 from torchtitan_lr.models.flavors import read_model_args
 from torchtitan_lr.models.llama import LlamaModel
 from torchtitan_lr.optim.entries import ENTRIES
@@ -196,22 +194,6 @@ def test_the_flops_of_a_spectral_optimizer_count(tmp_path, family, rule):
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         optimizer.step()
     assert counted == pytest.approx(counter.get_total_flops(), rel=1e-9) and counted > 0
-
-
-@pytest.mark.parametrize(("highest", "warned"), [(5e-2, []), (2e-1, ["optimizer.lr = 0.2"])])
-def test_a_plan_judges_the_rates_of_its_runs(tmp_path, caplog, highest, warned):
-    """The TOML's rate is AdamW's, which no run of this family has."""
-    overrides = ["optimizer.name=LoRAMuon", "optimizer.adamw_lr=1e-3"]
-    grid = [1e-2, 2e-2, highest]
-    cola = ("[families.cola]", f"[families.cola]\noverrides = {overrides}\nlearning_rates = {grid}")
-    _warn_of_scale.cache_clear()
-    plan_of(tmp_path, cola)
-    lines = [line for line in caplog.messages if "published rates" in line]
-    assert [line.partition(" is ")[0] for line in lines] == warned
-    with pytest.raises(
-        ConfigError, match=r"^families.cola: optimizer.weight_decay: got 100.0, expected less"
-    ):
-        plan_of(tmp_path, cola, ("validation.steps=1", "optimizer.weight_decay=100"))
 
 
 def test_a_best_value_is_inside_its_grid(tmp_path):

@@ -1,19 +1,18 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Checkpoints' files, the interpreter's end, and torchrun."""
+"""Checkpoints' files, the interpreter's end, and the threads of gloo's groups."""
 
 import importlib
-import importlib.util
-import inspect
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from tests.unit.compat.doors import changed, parameters
-from torchtitan_lr.compat import checkpointing, elastic, interpreter
+from torchtitan_lr.compat import checkpointing, process_groups
 
 
 def test_checkpointing_knows_every_class_that_dcp_writes(tmp_path):
@@ -32,12 +31,10 @@ def test_checkpointing_knows_every_class_that_dcp_writes(tmp_path):
     assert ("torch.distributed.checkpoint.metadata", "Metadata") in named
     of_enums = {("builtins", "getattr")} if sys.version_info < (3, 11, 4) else set()
     unknown = named - checkpointing.METADATA_CLASSES - dtypes - of_enums
-    assert not unknown, changed(f"DCP writes {unknown}", "checkpointing.METADATA_CLASSES")
+    assert not unknown
     for module, name in checkpointing.METADATA_CLASSES:
         if module.startswith("torch"):
-            assert hasattr(importlib.import_module(module), name), changed(
-                f"{module}.{name}", "checkpointing.METADATA_CLASSES"
-            )
+            assert hasattr(importlib.import_module(module), name)
 
 
 def test_interpreter_runs_what_is_registered():
@@ -48,16 +45,29 @@ def test_interpreter_runs_what_is_registered():
     done = subprocess.run(
         [sys.executable, "-u", "-c", code], capture_output=True, text=True, check=True
     )
-    assert done.stdout == "end\nafter", changed("atexit._run_exitfuncs", interpreter.__name__)
+    assert done.stdout == "end\nafter"
 
 
-def test_elastic_overrides_what_torchruns_agent_has():
-    own = [name for name, found in vars(elastic.Agent).items() if inspect.isfunction(found)]
-    overridden = {name for name in own if hasattr(LocalElasticAgent, name)} - {"__init__"}
-    expected = {"_monitor_workers", "_rendezvous", "_start_workers", "_stop_workers"}
-    assert overridden == expected, changed("LocalElasticAgent", "elastic.Agent")
-    for name in expected:
-        ours, theirs = (
-            parameters(getattr(kind, name)) for kind in (elastic.Agent, LocalElasticAgent)
-        )
-        assert ours == theirs, changed(f"LocalElasticAgent.{name}", f"elastic.Agent.{name}")
+def workers(*groups):
+    """The worker threads of this process, once each group has completed a collective."""
+    for group in groups:  # a thread has its name when it works
+        group.allreduce([torch.ones(1)]).wait()
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum(name.startswith("pt_gloo_runloop") for name in names)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads in /proc")
+def test_the_groups_of_a_process_have_one_worker_each():
+    earlier = workers()
+    dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        world = dist.group.WORLD
+        second = process_groups.second_group(world)
+        x = torch.arange(3.0)
+        gather = process_groups.functional.all_gather_into_tensor
+        started = [gather(x + i, 1, world.group_name) for i in range(9)]
+        for i, out in enumerate(started):
+            assert process_groups.functional.wait_tensor(out).equal(x + i)
+        assert workers(world, second) == earlier + 2
+    finally:
+        dist.destroy_process_group()
