@@ -95,10 +95,10 @@ def _included(file: str, base: Any, above: Iterable[str]) -> str:
     require(named, where, base, 'one file, such as include = "base.toml"')
     beside = str(folder / expanded(base, where))
     found = beside if os.path.isfile(beside) else shipped_config(base)
-    near = near_configs(base)
-    want = f"a TOML file, relative to {folder}, or a shipped one"
-    want += f": did you mean {near}?" if near else ""
     if found is None:
+        near = near_configs(base)
+        hint = f": did you mean {near}?" if near else ""
+        want = f"a TOML file, relative to {folder}, or a shipped one{hint}"
         raise ConfigError(where, base, want)
     new = os.path.realpath(found) not in map(os.path.realpath, above)
     require(new, where, base, "a file that does not lead back to this one")
@@ -169,17 +169,15 @@ def apply_overrides(
     known = _keys(config_cls)
     for key, text in overrides:
         *sections, name = key.split(".")
-        positive = known.get(".".join([*sections, name.removeprefix("no_")]))
-        option = known.get(key)
-        negated = option is None and positive is not None and _is_flag(positive)
-        option = positive if negated else option
+        positive = ".".join([*sections, name.removeprefix("no_")])
+        negated = key not in known and positive in known and _is_flag(known[positive])
+        option = known.get(positive if negated else key)
         if option is None:
             raise unknown_key(key, text or "", config_cls)
-        if negated and text is not None:
-            raise ConfigError(key, text, "no value: this flag means false")
+        require(not negated or text is None, key, text, "no value: this flag means false")
         value: Any = not negated if _is_flag(option) else MISSING
         if text is not None:
-            value = _parse_text(text, option.type)
+            value = _match(_read(text, _alternatives(option.type)), option.type)
         if value is MISSING:
             raise _misfit(key, text or "", option)
         table = values
@@ -252,24 +250,19 @@ def _match(value: Any, annotation: Any) -> Any:
     return MISSING
 
 
-def _parse_text(text: str, annotation: Any) -> Any:
-    """Return a command-line text converted to the annotation, or MISSING if it does not fit."""
-    kinds = _alternatives(annotation)
-    # Before the loop: for `str | None`, the text "None" would match str.
+def _read(text: str, kinds: tuple[Any, ...]) -> Any:
+    """Return a command-line text as the first of some types that it can be, else the text."""
     if type(None) in kinds and text in ("None", "none"):
         return None
     for kind in kinds:
-        value: Any = text
-        with suppress(ValueError, KeyError):
-            if kind is bool:
-                value = {"true": True, "false": False}[text.lower()]
-            elif kind == list[str]:
-                value = [part.strip() for part in text.split(",")] if text.strip() else []
-            elif kind in (int, float):
-                value = kind(text)
-            if (value := _match(value, kind)) is not MISSING:
-                return value
-    return MISSING
+        if kind is bool and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if kind == list[str]:
+            return [part.strip() for part in text.split(",")] if text.strip() else []
+        with suppress(ValueError):
+            if kind in (int, float):
+                return kind(text)
+    return text
 
 
 def _misfit(key: str, value: Any, option: Field[Any]) -> ConfigError:

@@ -44,11 +44,7 @@ class Environment:
 
 
 def read_environment() -> Environment:
-    """Read and check torchtitan's environment variables.
-
-    Raises:
-        ConfigError: A variable has an invalid value.
-    """
+    """Read torchtitan's environment variables; a ConfigError names one with an invalid value."""
     comm_mode = os.environ.get("COMM_MODE", "")
     known = comm_mode in ("", "default", "fake_backend")
     require(known, "COMM_MODE", comm_mode, "'fake_backend', or leave it out")
@@ -85,11 +81,7 @@ def _number(name: str, text: str, most: int, least: int = 1) -> int:
 
 
 def launched_ranks(comm_mode: str) -> int:
-    """Return the number of ranks that torchrun or the launcher started, or a dry run pretends.
-
-    Raises:
-        ConfigError: A variable is missing: this process was not started as a rank.
-    """
+    """Return the number of ranks that torchrun or the launcher started, or a dry run pretends."""
     names = ["WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR"]
     names = ["NGPU"] if comm_mode == "fake_backend" else names
     for name in names:

@@ -30,11 +30,7 @@ HELD_VARIABLE = "TORCHTITAN_LR_LOCK"
 
 @contextmanager
 def locked(dump_folder: str) -> Iterator[str]:
-    """Lock a job's dump folder, which is created if needed; return the signature in its lock.
-
-    Raises:
-        ConfigError: Another job uses the folder, or the folder is not writable.
-    """
+    """Lock a job's dump folder, which is created if needed; return the signature in its lock."""
     path = Path(dump_folder) / LOCK_FILE
     with ExitStack() as until:
         try:

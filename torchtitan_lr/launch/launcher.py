@@ -40,19 +40,15 @@ def train_arguments(argv: list[str], environment: Environment) -> list[str]:
     """Complete the command line with the configuration file and the settings of a dry run.
 
     The first argument may be CONFIG, a TOML file or a shipped name.
-
-    Raises:
-        ConfigError: Two configuration files, or an argument that is no override.
     """
-    arguments = list(argv)
+    arguments, main_job = list(argv), os.environ.get("CONFIG_FILE") or DEFAULT_CONFIG_FILE
     # A first word is CONFIG; one with "=" is an override without its dashes, refused below.
     if argv and not argv[0].startswith("-") and "=" not in argv[0]:
         arguments[0] = f"--{CONFIG_FILE_KEY}={argv[0]}"
         if any(override.key == CONFIG_FILE_KEY for override in split_arguments(argv[1:])):
             raise ConfigError("CONFIG", argv[0], f"no CONFIG beside --{CONFIG_FILE_KEY}")
     elif all(override.key != CONFIG_FILE_KEY for override in split_arguments(argv)):
-        config_file = os.environ.get("CONFIG_FILE") or DEFAULT_CONFIG_FILE
-        arguments = [f"--job.config_file={config_file}", *arguments]
+        arguments = [f"--job.config_file={main_job}", *arguments]
     if environment.comm_mode:
         # One step, as in torchtitan's run_train.sh. No checkpoint: the other ranks do not exist,
         # so their parts could not be written.

@@ -48,11 +48,7 @@ class Placement:
 
 
 def place(environment: Environment, arguments: list[str]) -> Placement:
-    """Choose the device and the number of a run's ranks, and fit a debug file to them.
-
-    Raises:
-        ConfigError: The configuration cannot be read, or there are fewer GPUs than requested ranks.
-    """
+    """Choose the device and the number of a run's ranks, and fit a debug file to them."""
     config, count, wanted = build_job_config(arguments), accelerator()[1], environment.ranks
     # With several machines nothing is chosen: all of them must start alike.
     free = not (environment.ranks_given or environment.comm_mode or environment.nodes > 1)
@@ -75,15 +71,11 @@ def place(environment: Environment, arguments: list[str]) -> Placement:
 
 
 def find_device(environment: Environment) -> str:
-    """Return the device type of the ranks; a dry run needs one GPU, whatever ``NGPU`` is.
-
-    Raises:
-        ConfigError: There are GPUs, but fewer than ranks.
-    """
+    """Return the device type of the ranks, which are no more than GPUs where there are any."""
     name, count = accelerator()
     hide = "CUDA_VISIBLE_DEVICES=" if name == "cuda" else "ZE_AFFINITY_MASK="
     want = f"at most {count}, the GPUs of this machine (or {hide} to train on the CPU)"
-    fits = not count or environment.ranks <= count or environment.comm_mode
+    fits = not count or environment.ranks <= count or environment.comm_mode  # which needs one
     require(fits, "NGPU", environment.ranks, want)
     return name
 
@@ -140,11 +132,7 @@ def check_machines(
 ) -> None:
     """Check the configuration for every number of machines that the run may have.
 
-    The launchers of several machines read no file: rank 0 does, for all (`launch.check_once`).
-
-    Raises:
-        ConfigError: The configuration cannot run, cannot be restarted, or does not fit one of the
-            numbers of machines.
+    The launchers of several machines read no file: rank 0 does, for all (`train.checked_once`).
     """
     restarts = environment.max_restarts
     for key, value in (("enable", True), ("load_only", False), ("load_step", -1)) * bool(restarts):

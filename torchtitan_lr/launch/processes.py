@@ -10,17 +10,15 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from torchtitan_lr.compat.interpreter import end_with, run_exit_functions
 
 if TYPE_CHECKING:  # it imports torch
     from torchtitan_lr.compat.elastic import Agent
-
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 SAME_SIGNAL_SECONDS = 1.0
 """Time in which a second signal is the first one once more."""
@@ -32,10 +30,9 @@ LAUNCHER_VARIABLE = "TORCHTITAN_LR_LAUNCHER"
 class Signals:
     """Passes the launcher's signals on to its ranks.
 
-    A thread does it: the main one may wait for other machines, where Python runs no handler. The
-    first SIGTERM, SIGINT or SIGHUP (as SIGTERM) goes to all ranks: those that train end their step
-    and save, and those that have not begun end at once. A second signal kills, unless it follows
-    within a second: ``timeout`` signals a process and then its whole group. SIGUSR1 is a
+    The first SIGTERM, SIGINT or SIGHUP (as SIGTERM) goes to all ranks: those that train end their
+    step and save, and those that have not begun end at once. A second signal kills, unless it
+    follows within a second: ``timeout`` signals a process and then its whole group. SIGUSR1 is a
     scheduler's notice: it acts like SIGTERM as the first signal, and after another one, or
     repeated, it changes nothing.
 
@@ -51,16 +48,11 @@ class Signals:
     def __init__(self, end: Callable[[str], object]) -> None:
         self.agent: Agent | None = None
         self.number, self.killed = 0, False
-        self._tell_end = end
-        received, writer = os.pipe()
-        os.set_blocking(writer, False)
-        # Before the handlers: from now on no signal is lost.
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in _PASSED_ON:
+        self._tell_end, self._when = end, 0.0
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             # Keep signals ignored that ``nohup`` or ``cmd &`` set to be ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, lambda *_: None)
-        threading.Thread(target=self._listen, args=(received,), daemon=True).start()
+                signal.signal(number, self._receive)
 
     @property
     def why(self) -> str:
@@ -73,16 +65,13 @@ class Signals:
         """The signal that the ranks got."""
         return signal.SIGTERM if self.number == signal.SIGHUP else self.number
 
-    def _listen(self, received: int) -> None:
-        when = 0.0
-        while True:
-            number = os.read(received, 1)[0]
-            again = time.monotonic() - when > SAME_SIGNAL_SECONDS
-            if number in _PASSED_ON and not self.number:
-                when = time.monotonic()
-                self._stop(number)
-            elif number in _PASSED_ON and again and signal.SIGUSR1 not in (number, self.number):
-                self._kill()
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        again = time.monotonic() - self._when > SAME_SIGNAL_SECONDS
+        if not self.number:
+            self._when = time.monotonic()
+            self._stop(number)
+        elif again and signal.SIGUSR1 not in (number, self.number):
+            self._kill()
 
     def _stop(self, number: int) -> None:
         self.number = number
@@ -106,13 +95,13 @@ class Signals:
     def _end(self) -> NoReturn:
         try:
             self._tell_end(self.why)
-        finally:  # whatever fails there: without this thread no signal ends the process
+        finally:  # whatever fails there
             exit_without_teardown(128 + self.number)
 
 
 def say(line: str) -> None:
     """Print a line to stderr; not if its terminal has hung up, or the reader of its pipe ended."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):  # a signal came while a line was printed
         print(line, file=sys.stderr, flush=True)
 
 

@@ -55,31 +55,21 @@ def served_store(listener: socket.socket, seconds: int = 900) -> TCPStore:
     )
 
 
-def loopback_store() -> TCPStore:
-    """Serve a store on a free port of the loopback interface."""
-    return served_store(socket.create_server((LOOPBACK, 0)))
-
-
 class LoopbackRendezvous(StaticTCPRendezvous):
-    """The rendezvous of one machine, whose ranks connect to a `loopback_store` of each start."""
+    """The rendezvous of one machine, whose ranks connect to a store of each start."""
 
     def __init__(self) -> None:
         super().__init__(LOOPBACK, 0, 0, 1, "none", 900)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Open the store and return at once: there are no other machines."""
-        self._store = loopback_store()
+        self._store = served_store(socket.create_server((LOOPBACK, 0)))
         self.master_port = self._store.port
         return super().next_rendezvous()
 
 
 def meeting(environment: Environment) -> RendezvousHandler:
-    """Return where the machines of a run meet.
-
-    Raises:
-        OSError: The endpoint's name is unknown.
-        RuntimeError: Nobody answers there.
-    """
+    """Return where the machines of a run meet."""
     if environment.nodes == 1:
         return LoopbackRendezvous()
     host, port = parse_rendezvous_endpoint(environment.endpoint, DEFAULT_PORT)

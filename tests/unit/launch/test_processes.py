@@ -40,6 +40,7 @@ signals.agent = SimpleNamespace(meeting=False, restarts=True, living=lambda: ran
 wait = "i=0; while [ $i -lt 600 ]; do sleep .1; i=$((i+1)); done"
 command = ["sh", "-c", f"trap 'echo asked' TERM; echo ready; {wait}"]
 ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
+print("ready", flush=True)
 sys.exit(-ranks[0].wait())
 """
 
@@ -49,7 +50,7 @@ def test_a_launcher_that_nobody_reads_hears_signals():
     command, pipe = [sys.executable, "-c", UNHEARD], subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as launcher:
         try:
-            assert launcher.stdout.readline() == "ready\n"
+            assert [launcher.stdout.readline() for _ in "12"] == ["ready\n"] * 2
             launcher.stderr.close()  # as `tee` that ended, and as a terminal that hung up
             launcher.send_signal(signal.SIGHUP)
             assert launcher.stdout.readline() == "asked\n"

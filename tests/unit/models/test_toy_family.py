@@ -85,18 +85,9 @@ def test_formulas_ask_what_holds_for_a_family_and_not_its_name(family, like):
     assert bool(named_like["gates"]) == family.gated
 
 
-@pytest.mark.parametrize(
-    ("code", "want"),
-    [
-        ("import nothing_of_this_name", "that can be imported .*nothing_of_this_name"),
-        ("1 / 0", r"that runs \(ZeroDivisionError: division by zero, .*own_file.py:1\)"),
-    ],
-)
-def test_a_module_of_the_working_directory_is_found_and_its_faults_are_told(
-    code, want, tmp_path, monkeypatch
-):
-    (tmp_path / "own_file.py").write_text(code)
+def test_a_module_of_the_working_directory_is_found_and_its_imports_are_told(tmp_path, monkeypatch):
+    (tmp_path / "own_file.py").write_text("import nothing_of_this_name")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(ConfigError, match=want):
+    with pytest.raises(ConfigError, match=r"can be imported .*nothing_of_this_name"):
         build_job_config(["--experimental.custom_import=own_file"])

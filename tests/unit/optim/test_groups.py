@@ -1,7 +1,6 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Groups of parameters, by what a step does to the weights."""
 
-
 import pytest
 
 from tests.unit.tiny_trainer import history, tiny_trainer
