@@ -36,20 +36,10 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.console.log import init_console
 from torchtitan_lr.data.prepare import prepare_for_ranks
 from torchtitan_lr.errors import ConfigError, describe_error, escaped, require
+from torchtitan_lr.launch import run_state
 from torchtitan_lr.launch.environment import launched_ranks
 from torchtitan_lr.launch.folder_lock import HELD_VARIABLE, check_ours, is_held, locked, taken
 from torchtitan_lr.launch.placement import accelerator
-from torchtitan_lr.launch.run_state import (
-    DIVERGED,
-    EXIT_STATUS,
-    FAILED,
-    FAILURES,
-    FINISHED,
-    REFUSED,
-    RUNNING,
-    STOPPED,
-    write_state,
-)
 from torchtitan_lr.titan.device import bind_device
 from torchtitan_lr.training.verdict import NonFiniteError
 
@@ -62,7 +52,7 @@ def main(argv: list[str] | None = None, trainer_class: type[Trainer] = Trainer) 
         try:
             config, signed = checked_config(sys.argv[1:] if argv is None else argv, until)
         except Exception as error:  # nothing is recorded: the folder may be another job's
-            return EXIT_STATUS[tell(error)[0]]
+            return run_state.EXIT_STATUS[tell(error)[0]]
         return train(config, trainer_class, began, signed)
 
 
@@ -125,18 +115,18 @@ def train(config: Any, trainer_class: type[Trainer], began: float, signed: str) 
         trainer = trainer_class(config)
         if os.environ.get("RANK", "0") == "0":
             trainer.checkpointer.before_save = partial(check_ours, config.job.dump_folder, signed)
-        trainer.before_start = partial(record, RUNNING)
+        trainer.before_start = partial(record, run_state.RUNNING)
         trainer.more_summary = partial(sent, config, trainer.parallel_dims.world_size)
         trainer.train()
-        state, why = FINISHED, ""
+        state, why = run_state.FINISHED, ""
         if trainer.stopped_by:
-            state, why = STOPPED, f"{trainer.stopped_by} after step {trainer.step}"
+            state, why = run_state.STOPPED, f"{trainer.stopped_by} after step {trainer.step}"
         record(state, why, step=trainer.step)
     except Exception as error:
         state, why = tell(error)
         step = getattr(error, "step", None) or getattr(trainer, "step", None)
         record(state, why, getattr(error, "rank", None), step)
-    status = EXIT_STATUS[state]
+    status = run_state.EXIT_STATUS[state]
     if trainer is not None:
         trainer.metrics_processor.exit_status = status
         # A run that has failed has told why; what fails in its wake is no news.
@@ -149,13 +139,13 @@ def train(config: Any, trainer_class: type[Trainer], began: float, signed: str) 
 
 def tell(error: Exception) -> tuple[str, str]:
     """Print why this rank fails, and leave it for torchrun's report; return the state and why."""
-    state = REFUSED if isinstance(error, ConfigError) else FAILED
-    state = DIVERGED if isinstance(error, NonFiniteError) else state
+    state = run_state.REFUSED if isinstance(error, ConfigError) else run_state.FAILED
+    state = run_state.DIVERGED if isinstance(error, NonFiniteError) else state
     why = str(error) if isinstance(error, ConfigError) else describe_error(error)
     if why is None:  # only a bug raises it
         traceback.print_exc()
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
-    elif state == FAILED:
+    elif state == run_state.FAILED:
         logging.getLogger(__name__).info(why, exc_info=True)  # its place is in details.log
     why = why.removeprefix("error: ")
     # On every rank: torchrun ends the others as soon as any rank fails.
@@ -180,11 +170,11 @@ def record_state(
         ConfigError: The folder is no longer this run's; not for a failure, which is told already.
     """
     here = int(os.environ.get("RANK", "0"))
-    if here == 0 or state in FAILURES:
-        rank = here if state == FAILED and rank is None else rank
-        with suppress(ConfigError) if state in FAILURES else nullcontext():
+    if here == 0 or state in run_state.FAILURES:
+        rank = here if state == run_state.FAILED and rank is None else rank
+        with suppress(ConfigError) if state in run_state.FAILURES else nullcontext():
             check_ours(dump_folder, signed)
-            write_state(dump_folder, state, error, rank, step, began)
+            run_state.write_state(dump_folder, state, error, rank, step, began)
 
 
 def sent(config: Any, ranks: int) -> dict[str, int]:

@@ -58,7 +58,7 @@ def launcher(seconds: float) -> dict[str, float]:
 
     processes = sum(path.name.isdecimal() for path in Path("/proc").iterdir())
     opened = counted_files()
-    environment = Environment(4, 1, "0", "", "timeit")
+    environment = Environment(4, 1, "0", "")
     sleep = ["timeit", "-n1", "-r1", f"__import__('time').sleep({seconds})"]
     with tempfile.TemporaryDirectory() as folder:
         usage, begin = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()

@@ -207,12 +207,3 @@ def check_compression(config: Any, world_size: int, device_type: str) -> None:
     selected = any(is_compressed(name, size, settings) for name, size in sizes.items())
     want = "the size of some tensor of this model, or less"
     require(selected, "grad_compression.min_size", section.min_size, want)
-    if section.codec == "sketch" and ranks > 1:
-        # Imported late because they import torch, models and plans.
-        from torchtitan_lr.costs.described_run import read_run
-        from torchtitan_lr.costs.step_traffic import exchanged_units
-
-        units = exchanged_units(read_run(config, world_size))
-        want = "'sparse' or 'none': every unit of this selection is too small for a sketch to peel"
-        fits = any(unit.compressed for _, unit in units)
-        require(fits, "grad_compression.codec", "sketch", want)

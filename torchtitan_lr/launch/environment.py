@@ -4,7 +4,7 @@
 import os
 from dataclasses import dataclass
 
-from torchtitan_lr.errors import ConfigError, require
+from torchtitan_lr.errors import require
 
 DEFAULT_RANKS = 4
 
@@ -17,22 +17,15 @@ class Environment:
     nodes: int  # machines; the most, if a range was given
     log_ranks: str  # whose output is shown, by their number on this machine, e.g. ``0,1``
     comm_mode: str  # torchtitan's ``comm.mode``, empty for a real run
-    train_module: str  # that every rank runs; without `begin_rank` it outlives a killed launcher
     ranks_given: bool = True  # whether the user set ``NGPU``
     min_nodes: int | None = None  # of a range such as ``2:4``, else None
     max_restarts: int = 0  # how often failed ranks of a machine are started again
-    rdzv_settings: tuple[tuple[str, str], ...] = ()  # torchrun's, from ``RDZV_CONF``
     endpoint: str = ""  # where several machines meet, ``host:port``
 
     @property
     def world_size(self) -> int:
         """Ranks of the whole run, with all its machines."""
         return self.ranks * self.nodes
-
-    @property
-    def nodes_text(self) -> str:
-        """The number of machines or their range, as in ``NNODES``."""
-        return str(self.nodes) if self.min_nodes is None else f"{self.min_nodes}:{self.nodes}"
 
     def shown(self) -> list[int]:
         """Return the ranks whose output is shown; a ConfigError if one is none of the machine's."""
@@ -59,17 +52,14 @@ def read_environment() -> Environment:
     endpoint = (os.environ.get("RDZV_ENDPOINT") or "").strip() if nodes > 1 else ""
     want = f"host:port of one of the {nodes} machines"
     require(nodes == 1 or endpoint, "RDZV_ENDPOINT", endpoint, want)
-    settings = [part.partition("=") for part in os.environ.get("RDZV_CONF", "").split(",") if part]
     return Environment(
         ranks=ranks,
         nodes=nodes,
         log_ranks=os.environ.get("LOG_RANK") or "0",
         comm_mode=comm_mode if dry else "",
-        train_module=os.environ.get("TRAIN_FILE") or "torchtitan_lr.train",
         ranks_given=bool(os.environ.get("NGPU")),
         min_nodes=None if least == nodes else least,
         max_restarts=restarts,
-        rdzv_settings=tuple((key, value) for key, _, value in settings),
         endpoint=endpoint,
     )
 
@@ -84,9 +74,7 @@ def launched_ranks(comm_mode: str) -> int:
     """Return the number of ranks that torchrun or the launcher started, or a dry run pretends."""
     names = ["WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR"]
     names = ["NGPU"] if comm_mode == "fake_backend" else names
+    want = "what torchrun sets: start with torchrun or torchtitan-lr train"
     for name in names:
-        value = os.environ.get(name, "")
-        if not value or not (name == "MASTER_ADDR" or value.isdecimal()):
-            want = "what torchrun sets: start with torchrun or torchtitan-lr train"
-            raise ConfigError(name, value, want)
+        require(os.environ.get(name), name, os.environ.get(name, ""), want)
     return int(os.environ[names[0]])

@@ -45,8 +45,6 @@ def train_arguments(argv: list[str], environment: Environment) -> list[str]:
     # A first word is CONFIG; one with "=" is an override without its dashes, refused below.
     if argv and not argv[0].startswith("-") and "=" not in argv[0]:
         arguments[0] = f"--{CONFIG_FILE_KEY}={argv[0]}"
-        if any(override.key == CONFIG_FILE_KEY for override in split_arguments(argv[1:])):
-            raise ConfigError("CONFIG", argv[0], f"no CONFIG beside --{CONFIG_FILE_KEY}")
     elif all(override.key != CONFIG_FILE_KEY for override in split_arguments(argv)):
         arguments = [f"--job.config_file={main_job}", *arguments]
     if environment.comm_mode:
@@ -102,7 +100,9 @@ def run(
 
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     signals = Signals(stopped)
-    command, shown = [environment.train_module, *arguments], environment.shown()
+    # A module without `begin_rank` outlives a launcher that is killed.
+    command = [os.environ.get("TRAIN_FILE") or "torchtitan_lr.train", *arguments]
+    shown = environment.shown()
     has_first, failure = run_ranks(environment, command, log_folder, variables, shown, signals)
     if signals.killed:
         return stopped(signals.why)

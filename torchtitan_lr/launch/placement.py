@@ -139,10 +139,11 @@ def check_machines(
         want = f"{str(value).lower()} with MAX_RESTARTS={restarts}: a restart resumes"
         got = getattr(config.checkpoint, key)
         require(got == value, f"checkpoint.{key}", got, f"{want} from the newest checkpoint")
-    on_paper, text = environment.nodes > 1, environment.nodes_text
+    on_paper = environment.nodes > 1
     check_job_config(config, environment.world_size, device_type, on_paper, data)
     if environment.min_nodes is None:
         return
+    text = f"{environment.min_nodes}:{environment.nodes}"
     batch, codec = config.training.global_batch_size, config.grad_compression.codec
     want = f"a number with NNODES={text}: -1 depends on the machines"
     require(batch != -1, _BATCH, -1, want)

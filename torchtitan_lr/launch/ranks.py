@@ -77,7 +77,8 @@ def meeting(environment: Environment) -> RendezvousHandler:
     # Debian's /etc/hosts has such an address for a machine's own name: others cannot reach it.
     loopback = ipaddress.ip_address(address[0]).is_loopback
     named = loopback and host != address[0] and "localhost" not in host.lower()
-    settings = dict(environment.rdzv_settings)
+    parts = os.environ.get("RDZV_CONF", "").split(",")  # KEY=NUMBER,... of torchrun
+    settings = dict(part.split("=", 1) for part in parts if part)
     seconds = int(settings.get("read_timeout", 60))
     store = shared_store(family, address, "" if named else str(address[0]), seconds)
     parameters = RendezvousParameters(

@@ -14,15 +14,12 @@ from torchtitan_lr.launch import launcher as launch
 from torchtitan_lr.launch.environment import Environment, read_environment
 from torchtitan_lr.launch.folder_lock import locked
 
-MODULE = "torchtitan_lr.train"
-
 
 @pytest.fixture
 def variables(monkeypatch):
-    for name in ("NGPU", "NNODES", "LOG_RANK", "COMM_MODE", "RDZV_ENDPOINT", "TRAIN_FILE"):
+    for name in ("NGPU", "NNODES", "LOG_RANK", "COMM_MODE", "RDZV_ENDPOINT", "CONFIG_FILE"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("CONFIG_FILE", "MAX_RESTARTS", "RDZV_CONF"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("MAX_RESTARTS", raising=False)
     return monkeypatch
 
 
@@ -66,7 +63,7 @@ def test_a_start_that_is_refused_names_the_job_in_its_folder(variables, capsys, 
 
 
 def test_environment(variables):
-    default = Environment(4, 1, "0", "", MODULE, ranks_given=False)
+    default = Environment(4, 1, "0", "", ranks_given=False)
     assert read_environment() == default
     variables.setenv("NGPU", "")
     assert read_environment() == default
@@ -77,12 +74,11 @@ def test_environment(variables):
         variables.setenv("NNODES", text)
         found = read_environment()
         assert (found.min_nodes, found.nodes) == (least, most)
-        assert found.nodes_text == text.replace("3:3", "3")
-    assert found == Environment(8, 2, "0, 7", "", MODULE, endpoint="host:1234")
+    assert found == Environment(8, 2, "0, 7", "", endpoint="host:1234")
     assert (found.world_size, found.shown()) == (16, [0, 7])
     variables.setenv("COMM_MODE", "fake_backend")
     variables.setenv("MAX_RESTARTS", "3")
-    assert read_environment() == Environment(16, 1, "0, 7", "fake_backend", MODULE)
+    assert read_environment() == Environment(16, 1, "0, 7", "fake_backend")
 
 
 def test_how_to_go_on(tmp_path):

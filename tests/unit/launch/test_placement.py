@@ -53,10 +53,10 @@ def test_fewer_gpus_than_ranks(gpus):
     gpus(1)
     hide = r"at most 1, the GPUs of this machine \(or CUDA_VISIBLE_DEVICES= to train on the CPU"
     with pytest.raises(ConfigError, match=rf"NGPU: got 4, expected {hide}"):
-        find_device(Environment(4, 1, "0", "", "torchtitan_lr.train"))
-    assert find_device(Environment(1, 1, "0", "", "m")) == "cuda"
+        find_device(Environment(4, 1, "0", ""))
+    assert find_device(Environment(1, 1, "0", "")) == "cuda"
     # A dry run takes one GPU whatever NGPU says.
-    assert find_device(Environment(64, 1, "0", "fake_backend", "m")) == "cuda"
+    assert find_device(Environment(64, 1, "0", "fake_backend")) == "cuda"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_rank_of_a_machine_that_lost_a_gpu_refuses(gpus, monkeypatch):
     assert train.checked_config([MAIN], ExitStack())[1] == "signed"
 
 
-TWO_TO_FOUR = Environment(1, 4, "0", "", "m", min_nodes=2, max_restarts=1)
+TWO_TO_FOUR = Environment(1, 4, "0", "", min_nodes=2, max_restarts=1)
 
 
 def on_machines(environment, *arguments):

@@ -45,10 +45,9 @@ def test_machines_meet_at_the_endpoint(monkeypatch, name):
 
     monkeypatch.setattr(socket, "getaddrinfo", found)
     monkeypatch.setattr(socket, "getfqdn", lambda _=None: "node-1.net")
-    settings, port = (("join_timeout", "60"), ("last_call_timeout", "1")), free_port()
-    endpoint = f"{name}:{port}"
-    two = Environment(1, 2, "0", "", "m", min_nodes=1, rdzv_settings=settings, endpoint=endpoint)
-    handler = meeting(two)
+    monkeypatch.setenv("RDZV_CONF", "join_timeout=60,last_call_timeout=1")
+    port = free_port()
+    handler = meeting(Environment(1, 2, "0", "", min_nodes=1, endpoint=f"{name}:{port}"))
     assert handler._this_node.addr == ("node-1.net" if name == "node-1" else LOOPBACK)
     with socket.socket() as probe:  # another of this machine's addresses
         assert (probe.connect_ex(("127.0.0.2", port)) == 0) == (name == "node-1")
