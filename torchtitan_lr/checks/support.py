@@ -161,15 +161,8 @@ def check_pipeline(config: Any, world_size: int, device_type: str) -> None:
 def _check_stages(config: Any) -> None:
     """Check that the split has each module once, in order, and a block in every inner stage."""
     section, n_layers = config.parallelism, configured_args(config).n_layers
-    degree, per_rank = section.pipeline_parallel_degree, stages_per_rank(section, n_layers)
-    several, two = SCHEDULES[section.pipeline_parallel_schedule]
-    fits = per_rank == 2 if two else per_rank >= 2 if several else per_rank == 1
-    number = "2 stages" if two else "2 or more stages" if several else "1 stage"
-    want = f"one that gives each of the {degree} ranks {number}; this makes {per_rank:g} a rank"
-    key = "parallelism.pipeline_parallel_layers_per_stage"
-    fits = fits and per_rank == int(per_rank)
-    require(fits, key, section.pipeline_parallel_layers_per_stage, want)
-    wanted = degree * int(per_rank)
+    degree = section.pipeline_parallel_degree
+    wanted = degree * int(stages_per_rank(section, n_layers))
     try:
         stages = modules_per_stage(config, n_layers)
     except ValueError:

@@ -31,9 +31,11 @@ _WORDS: dict[Any, str] = {
     bool: "true or false",
     str: "a string",
     list[str]: 'a list of strings such as ["a", "b"], or a,b on the command line',
+    list[int]: "a list of integers, in the TOML file",
+    list[float]: "a list of numbers, in the TOML file",
     list[list[str]]: "a list of lists of strings, in the TOML file",
 }
-"""What a key of a type takes, for errors; other types are lists in the TOML file."""
+"""What a key of a type takes, for errors; other types are lists of tables."""
 
 
 class Override(NamedTuple):

