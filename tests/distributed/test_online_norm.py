@@ -15,7 +15,7 @@ from tests.support.parity_cases import relative, tp_mesh
 from tests.support.rank_pool import RankPool
 from torchtitan_lr.collectives import FEATURES, TOKENS, Ranks, all_gather, own_slice
 from torchtitan_lr.parallel.btp import Reduction, online_down, sync_norm
-from torchtitan_lr.parallel.edge import gather_from_ranks, reduce_from_ranks, scatter_to_ranks
+from torchtitan_lr.parallel.paired import gather_from_ranks, reduce_from_ranks, scatter_to_ranks
 
 BATCH, SEQUENCE, DIM = 2, 4, 16
 RANKS_OF_LATENTS = (3, 5)

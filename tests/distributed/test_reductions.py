@@ -23,7 +23,8 @@ from torchtitan_lr.models.lanes import share_channels
 from torchtitan_lr.numerics import joint_norm
 from torchtitan_lr.optim.gradients import StoredGradients
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel, synchronize_gradients
-from torchtitan_lr.parallel.edge import gather_and_copy_to_ranks
+from torchtitan_lr.parallel.megatron import gather_and_sum_wide
+from torchtitan_lr.parallel.paired import gather_and_copy_to_ranks
 from torchtitan_lr.titan.base import ParallelDims
 from torchtitan_lr.titan.device import bind_device
 
@@ -209,7 +210,7 @@ def lane_sums(wide: bool) -> tuple[float, float]:
     assert torch.equal(x.grad[..., 48:], terms[ranks.rank][..., 48:])
     shared = half_units(x.grad[..., :48], exact[..., :48])
     own = torch.zeros(2, 8, 16, dtype=torch.bfloat16, requires_grad=True)
-    gathered = gather_and_copy_to_ranks(own, ranks, wide_sums=wide)
+    gathered = (gather_and_sum_wide if wide else gather_and_copy_to_ranks)(own, ranks)
     gathered.backward(terms[ranks.rank].squeeze(2))
     assert own.grad is not None
     return shared, half_units(own.grad, exact.squeeze(2).chunk(4, -1)[ranks.rank])

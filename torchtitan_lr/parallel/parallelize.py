@@ -8,7 +8,8 @@ from torch import nn
 
 from torchtitan_lr.compat.compiler import remake_inputs_of_products
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.ends import Head, errors_in_place
+from torchtitan_lr.models.ends import errors_in_place
+from torchtitan_lr.models.one_device import OutputProjection
 from torchtitan_lr.parallel.context import apply_context_parallel, context_ranks
 from torchtitan_lr.parallel.data_parallel import apply_data_parallel
 from torchtitan_lr.parallel.plans import apply_tensor_parallel, tp_settings
@@ -51,6 +52,6 @@ def apply_compile(model: nn.Module, backend: str) -> None:
 
 def compile_loss(model: nn.Module, backend: str) -> None:
     """Compile what the head computes between the loss's two products."""
-    for head in model.modules():
-        if isinstance(head, Head):
-            head.errors = torch.compile(errors_in_place, backend=backend, dynamic=False)
+    for module in model.modules():
+        if isinstance(module, OutputProjection):
+            module.errors = torch.compile(errors_in_place, backend=backend, dynamic=False)

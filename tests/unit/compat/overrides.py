@@ -55,13 +55,6 @@ OVERRIDES = (
         reason="Adam collects its tensors here; the override replaces them by local shards.",
     ),
     Override(
-        ours="torchtitan_lr.parallel.plan_parts:EdgeParallel._apply",
-        upstream="torch.distributed.tensor.parallel:ParallelStyle._apply",
-        parameters=("module", "device_mesh"),
-        caller="torch.distributed.tensor.parallel.api:parallelize_module",
-        reason="Tensor-parallel styles implement this method; torch has no public name for it.",
-    ),
-    Override(
         ours="torchtitan_lr.training.checkpoint:CheckpointManager._purge_stale_checkpoints",
         upstream="torchtitan.components.checkpoint:CheckpointManager._purge_stale_checkpoints",
         parameters=(),

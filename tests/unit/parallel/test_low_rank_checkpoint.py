@@ -17,12 +17,13 @@ from tests.oracle.activations import kept_bytes, recompute_flops
 from tests.support.allocations import Allocations
 from torchtitan_lr.costs.rehearsal import fake_ranks
 from torchtitan_lr.ledger.ledger import CommLedger
+from torchtitan_lr.models import recomputation
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.llama import LlamaModel
-from torchtitan_lr.parallel import recompute
+from torchtitan_lr.models.recomputation import Recomputation
 from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import apply_tensor_parallel
-from torchtitan_lr.parallel.recompute import Recomputation, apply_low_rank_checkpoint
+from torchtitan_lr.parallel.recompute import apply_low_rank_checkpoint
 
 BATCH, SEQ = 2, 32
 TOKENS = BATCH * SEQ
@@ -156,7 +157,7 @@ def sent_by_one_rank(settings: TPSettings) -> tuple[int, int]:
             made.append(self)
 
     # The other rank does not answer: a real one that is not there would be waited for.
-    with fake_ranks(2) as mesh, patch.object(recompute, "Recomputation", Seen):
+    with fake_ranks(2) as mesh, patch.object(recomputation, "Recomputation", Seen):
         assert mesh is not None
         model = build()
         apply_tensor_parallel(model, mesh, settings)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_lr.config.schema import AC_MODES
-from torchtitan_lr.models.kept import keep
-from torchtitan_lr.parallel.recompute import EAGER_MODES, Recomputation
+from torchtitan_lr.models.recomputation import Recomputation, keep
+from torchtitan_lr.parallel.recompute import EAGER_MODES
 
 
 def draw(*shape: int, seed: int) -> Tensor:
