@@ -74,6 +74,9 @@ OF_TORCHTITAN: dict[str, Range] = {
     "model.converters": Range(not_, "an empty list: no float8 or MX here"),
     "model.tokenizer_path": Range(not_, "nothing: use model.hf_assets_path"),
     "optimizer.early_step_in_backward": Range(not_, "false"),
+    "parallelism.disable_loss_parallel": Range(
+        not_, "false: ranks compute the exact loss from their parts of the vocabulary"
+    ),
     "parallelism.enable_async_tensor_parallel": Range(
         not_, "false: the plans are untested with it (it fuses products and collectives on CUDA)"
     ),

@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 from torchtitan_lr.collectives import Ranks, all_gather, reduce
 from torchtitan_lr.compat.autograd import backward_may_repeat
 from torchtitan_lr.numerics import scale_
-from torchtitan_lr.titan import IGNORE_INDEX, logger
-from torchtitan_lr.titan.base import JobConfig, LossFunction
+from torchtitan_lr.titan import IGNORE_INDEX
+from torchtitan_lr.titan.base import LossFunction
 
 CHUNKS = 8  # of a batch, within these limits:
 SMALLEST_CHUNK = 512  # tokens: thinner products are slow
@@ -209,16 +209,6 @@ def summed_loss(output: Tensor, labels: Tensor) -> Tensor:
     return output if output.ndim == 0 else cross_entropy_sum(output, labels)
 
 
-def build_loss(job_config: JobConfig, **kwargs: Any) -> LossFunction:
-    """Build the loss: `summed_loss`, or its compiled form for a model that returns logits."""
-    compiled = job_config.compile.enable and "loss" in job_config.compile.components
-    if compiled and not head_computes_loss(job_config):
-        logger.info("Compiling the loss function with torch.compile")
-        return torch.compile(cross_entropy_sum, backend=job_config.compile.backend)
+def build_loss(job_config: Any, **kwargs: Any) -> LossFunction:
+    """Return `summed_loss`, of a model that has computed its loss when it is given the targets."""
     return summed_loss
-
-
-def head_computes_loss(job_config: JobConfig) -> bool:
-    """Return whether the model's output, given the targets, is the loss."""
-    section = job_config.parallelism
-    return not (section.disable_loss_parallel and section.tensor_parallel_degree > 1)

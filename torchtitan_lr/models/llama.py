@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -27,10 +27,6 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.lanes import Lanes
 from torchtitan_lr.models.linears import Gated, LowRankLinear
 from torchtitan_lr.models.one_device import (
-    DOWN,
-    GATE_UP,
-    OUT,
-    QKV,
     Group,
     OutputProjection,
     Planned,
@@ -55,6 +51,14 @@ BLOCK_MASK_DEVICES = ("cuda", "xpu")
 DENSE_STD = 0.02
 
 
+class Rows(NamedTuple):
+    """Which place each token has in its row, and what it attends to."""
+
+    table: Tensor  # rotations of the tokens, see `apply_rope`
+    mask: Mask | None = None  # of the documents, see `separate`; None is causal
+    row_table: Tensor | None = None  # of the whole row, if the tokens are a part of it
+
+
 class Attend(nn.Module):
     """Rotary positions, and attention of all tokens of a row to those before them."""
 
@@ -62,18 +66,11 @@ class Attend(nn.Module):
         super().__init__()
         self.head_dim = head_dim
 
-    def forward(
-        self,
-        q: Tensor,  # (b, s, h · head_dim), not rotated
-        k: Tensor,  # (b, s, h_kv · head_dim), not rotated
-        v: Tensor,  # (b, s, h_kv · head_dim)
-        table: Tensor,  # rotations of these tokens, see `apply_rope`
-        mask: Mask | None = None,  # of the documents, see `separate`; None is causal
-        row_table: Tensor | None = None,  # of the whole row, if these tokens are a part of it
-    ) -> Tensor:
-        """Return attention's output (b, h, s, head_dim)."""
-        q, k = split_heads(q, self.head_dim, table), split_heads(k, self.head_dim, table)
-        return attend(q, k, split_heads(v, self.head_dim), mask)
+    def forward(self, q: Tensor, k: Any, v: Any, rows: Rows) -> Tensor:
+        """Return attention's output (b, h, s, head_dim) of q, k, v (b, s, h · head_dim)."""
+        # They are not rotated; k and v have fewer heads if queries are grouped.
+        q, k = split_heads(q, self.head_dim, rows.table), split_heads(k, self.head_dim, rows.table)
+        return attend(q, k, split_heads(v, self.head_dim), rows.mask)
 
 
 class Attention(nn.Module):
@@ -86,23 +83,17 @@ class Attention(nn.Module):
         linear = partial(args.model_family.build_linear, args, rank=r, first_block=first_block)
         self.wq, self.wk, self.wv = linear(d, d), linear(d, d_kv), linear(d, d_kv)
         self.wo = linear(d, d)
-        self.qkv, self.o = Group(args, QKV, ("q", "k", "v")), Group(args, OUT, ("o",))
+        self.qkv, self.o = Group(args, "qkv"), Group(args, "o")
         self.attend: nn.Module = Attend(args.head_dim)
 
     def forward(
-        self,
-        x: Tensor,
-        norm: nn.Module,
-        table: Tensor,
-        carried: Latents | None,
-        mask: Mask | None = None,
-        row_table: Tensor | None = None,
+        self, x: Tensor, norm: nn.Module, rows: Rows, carried: Latents | None
     ) -> tuple[Tensor, Latents]:
         """Return the update of x (b, s, d), and q, k, v, o latents (none at full rank)."""
-        # ``carried`` has the previous block's latents (b, s, r). See `Attend` for the rest.
+        # ``carried`` has the previous block's latents (b, s, r).
         previous, previous_o = carried and carried[:3], carried and carried[3:]
         (q, k, v), latents = self.qkv(x, [self.wq, self.wk, self.wv], norm, previous)
-        x = self.attend(q, k, v, table, mask, row_table)  # (b, h, s, head_dim)
+        x = self.attend(q, k, v, rows)  # (b, h, s, head_dim)
         x = x.transpose(1, 2).flatten(2)  # (b, s, h · head_dim)
         (out,), latents_o = self.o(x, [self.wo], None, previous_o)
         return out, (*latents, *latents_o)
@@ -118,7 +109,7 @@ class FeedForward(Planned):
         self.w1 = linear(d, f)  # gate
         self.w2 = linear(f, d)  # down
         self.w3 = linear(d, f)  # up
-        self.gate_up, self.out = Group(args, GATE_UP, ("gate", "up")), Group(args, DOWN, ("down",))
+        self.gate_up, self.out = Group(args, "gate_up"), Group(args, "down")
         self.low_rank, self.outer_silu = args.low_rank, args.outer_silu
 
     def forward(
@@ -146,19 +137,14 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(args, first_block=layer_id == 0)
 
     def forward(
-        self,
-        x: Tensor,
-        table: Tensor,
-        carried: Latents | None = None,
-        mask: Mask | None = None,
-        row_table: Tensor | None = None,
+        self, x: Tensor, rows: Rows, carried: Latents | None = None
     ) -> tuple[Tensor, Latents | None]:
         """Return the stream (b, s, d), with lanes (b, s, G, d), and the seven latents for LaX."""
         # ``carried`` has the previous block's latents; None in the first block and in other
-        # families. The other arguments are those of `Attention.forward`.
+        # families.
         n = N_ATTENTION_LATENTS
         update, latents_attention = self.attention(
-            x, self.attention_norm, table, carried and carried[:n], mask, row_table
+            x, self.attention_norm, rows, carried and carried[:n]
         )
         x = x + update
         update, latents_ffn = self.feed_forward(x, self.ffn_norm, carried and carried[n:])
@@ -201,27 +187,24 @@ class LlamaModel(ModelProtocol):
         targets: Tensor | None = None,  # token ids (b, s) whose log-probabilities are summed
     ) -> Tensor | tuple[Tensor, ...]:
         """Predict the next token at every position: return logits (b, s, V), or a loss."""
-        # A head that gathers its logits over the ranks ignores targets. An earlier pipeline stage
-        # returns the stream (b, s, d), with lanes (b, s, G, d), for LaX followed by the last
-        # block's latents.
+        # An earlier pipeline stage returns the stream (b, s, d), with lanes (b, s, G, d), for LaX
+        # followed by the last block's latents.
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         latents: Latents | None = carried or None
-        table = torch.view_as_real(self.freqs_cis)
-        # Arguments that are not given at all let a compiled block keep its one graph.
-        options: dict[str, Any] = {}
+        table, mask, row_table = torch.view_as_real(self.freqs_cis), None, None
         if documents is not None:
             positions, mask = separate(documents, x.dtype, places)
-            table, options["mask"] = table[positions], mask
+            table = table[positions]  # (b, s, head_dim / 2, 2)
         if places is not None:
-            # The table of a row is (s', head_dim / 2, 2), or with documents (b, s, ...).
-            options["row_table"] = table
+            row_table = table
             if documents is None:
                 table = table[places]
             else:
-                rows = torch.arange(len(places), device=places.device)[:, None]
-                table = table[rows, places]
+                index = torch.arange(len(places), device=places.device)[:, None]
+                table = table[index, places]
+        rows = Rows(table, mask, row_table)
         for block in self.layers.values():
-            x, latents = block(x, table, latents, **options)
+            x, latents = block(x, rows, latents)
         if self.output is not None:
             out: Tensor = self.output(x, self.norm, targets)
             return out
@@ -242,13 +225,9 @@ class LlamaModel(ModelProtocol):
         parameter = next(self.parameters(), None)
         # Half precision would round the angles; weights in fp64 deserve a table in fp64.
         dtype = torch.float32 if parameter is None else parameter.dtype
-        return build_freqs_cis(
-            args.head_dim,
-            args.max_seq_len,
-            args.rope_theta,
-            args.rope_scaling,
-            torch.promote_types(dtype, torch.float32),
-        )
+        dtype = torch.promote_types(dtype, torch.float32)
+        shape = args.head_dim, args.max_seq_len
+        return build_freqs_cis(*shape, args.rope_theta, args.rope_scaling, dtype)
 
 
 def split_heads(x: Tensor, head_dim: int, table: Tensor | None = None) -> Tensor:

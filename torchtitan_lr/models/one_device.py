@@ -26,7 +26,8 @@ from torchtitan_lr.models.linears import (
 if TYPE_CHECKING:
     from torchtitan_lr.models.args import LlamaArgs
 
-QKV, OUT, GATE_UP, DOWN = "qkv", "o", "gate_up", "down"  # the groups of a block
+# The groups of a block, and their linears.
+GROUPS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 
 
 class OneDevice:
@@ -87,7 +88,7 @@ class OneDevice:
         """Return one output B σ(h) (b, s, d_out) per linear of its latent h (b, s, r)."""
         # The last group of a block keeps σ(h) for backward, not h alone: with σ(h) saved in front
         # of the product, checkpointing does not repeat it.
-        if group.name == DOWN or not torch.is_grad_enabled():
+        if group.name == "down" or not torch.is_grad_enabled():
             active = activated(latents, group.use_silu)
             return [linear.B(h) for h, linear in zip(active, linears, strict=True)]
         outputs = []
@@ -132,16 +133,16 @@ def use_plan(model: nn.Module, plan: OneDevice) -> None:
 
 
 class Group(Planned):
-    """Linears with one input: q, k, v; o; gate, up; down. The sublayers own them."""
+    """Linears with one input, one of `GROUPS`. The sublayers own them."""
 
-    def __init__(self, args: "LlamaArgs", name: str, projections: Sequence[str]) -> None:
+    def __init__(self, args: "LlamaArgs", name: str) -> None:
         super().__init__()
         self.name, self.family = name, args.model_family
-        self.opens = name in (QKV, GATE_UP)  # whether it reads the residual stream
+        self.opens = name in ("qkv", "gate_up")  # whether it reads the residual stream
         # By linear whether σ is SiLU, or the identity.
-        self.use_silu = [args.latent_silu(projection) for projection in projections]
+        self.use_silu = [args.latent_silu(projection) for projection in GROUPS[name]]
         # Whether the feed-forward's width is padded, see `used_width`; None is on a GPU.
-        self.pads = None if name == GATE_UP else False
+        self.pads = None if name == "gate_up" else False
 
     def forward(
         self,

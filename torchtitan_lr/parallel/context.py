@@ -23,8 +23,8 @@ from torchtitan_lr.compat.dispatch import flash_attention_to_prefix
 from torchtitan_lr.data.corpus import Batch
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.linears import Gated, LowRankLinear, gated_linear
-from torchtitan_lr.models.llama import PLACES, Attend, Attention, Mask, attend, split_heads
-from torchtitan_lr.models.one_device import QKV, Group, OneDevice
+from torchtitan_lr.models.llama import PLACES, Attend, Attention, Mask, Rows, attend, split_heads
+from torchtitan_lr.models.one_device import Group, OneDevice
 from torchtitan_lr.models.recomputation import checkpoint_block
 from torchtitan_lr.parallel.paired import paired
 from torchtitan_lr.titan.base import ParallelDims
@@ -122,20 +122,10 @@ class GatheredAttention(Attend):
         super().__init__(head_dim)
         self.ranks = ranks
 
-    def forward(  # k and v are `Unexpanded` in `LatentAttention`
-        self,
-        q: Tensor,
-        k: Any,
-        v: Any,
-        table: Tensor,
-        mask: Mask | None = None,
-        row_table: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Any, v: Any, rows: Rows) -> Tensor:
         """Return attention's output (b, h, s/C, head_dim) of q, k, v (b, s/C, h · head_dim)."""
-        # They are not rotated yet; ``table`` has the rotations of the own tokens, ``row_table`` the
-        # row's.
-        q, k = split_heads(q, self.head_dim, table), split_heads(k, self.head_dim, table)
-        return self.repeated(self._from_keys, q, k, split_heads(v, self.head_dim), mask)
+        q, k = split_heads(q, self.head_dim, rows.table), split_heads(k, self.head_dim, rows.table)
+        return self.repeated(self._from_keys, q, k, split_heads(v, self.head_dim), rows.mask)
 
     def repeated(self, attention: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """Call what gathers and attends; only its arguments and attention's results are kept."""
@@ -162,7 +152,7 @@ class QueriesGroup(Group):
     """q, k and v of one device or BTP, of which q alone is expanded."""
 
     def __init__(self, args: LlamaArgs, plan: OneDevice) -> None:
-        super().__init__(args, QKV, ("q", "k", "v"))
+        super().__init__(args, "qkv")
         self.plan = plan
 
     def expand(self, latents: Sequence[Tensor], linears: Sequence[LowRankLinear]) -> list[Any]:
@@ -180,19 +170,11 @@ class LatentAttention(GatheredAttention):
         super().__init__(ranks, head_dim)
         self.silu = silu
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Unexpanded,
-        v: Unexpanded,
-        table: Tensor,
-        mask: Mask | None = None,
-        row_table: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Unexpanded, v: Unexpanded, rows: Rows) -> Tensor:
         """Return attention's output (b, h, s/C, head_dim)."""
         # Tensors alone: in a compiled block a checkpoint takes no others.
-        q = split_heads(q, self.head_dim, table)
-        return self.repeated(self._from_latents, q, *k, *v, row_table, mask)
+        q = split_heads(q, self.head_dim, rows.table)
+        return self.repeated(self._from_latents, q, *k, *v, rows.row_table, rows.mask)
 
     def _from_latents(
         self,

@@ -34,7 +34,7 @@ from torchtitan_lr.models.linears import (
     down_products,
     summed_products,
 )
-from torchtitan_lr.models.one_device import OUT, QKV, Group
+from torchtitan_lr.models.one_device import Group
 from torchtitan_lr.models.recomputation import end_recomputation, keep
 from torchtitan_lr.parallel.paired import (
     gather_and_copy_to_ranks,
@@ -92,7 +92,7 @@ class Vanilla(Plan):
         if norm is not None:
             x = normalize(x, norm)
         weights = [local(linear.A.weight) for linear in linears]
-        dim = FEATURES if self.shards_heads and group.name == OUT else None
+        dim = FEATURES if self.shards_heads and group.name == "o" else None
         if self.settings.grouping:
             return column_parallel(x, weights, self.ranks, dim)
         return [column_parallel(x, [weight], self.ranks, dim)[0] for weight in weights]
@@ -104,7 +104,7 @@ class Vanilla(Plan):
         # Outputs are (b, s, d_out), replicated; q, k and v (b, s, d_out/T), Shard(-1), if a rank
         # has its heads. Each product is reduced before the next one exists: only one of them has
         # its full width.
-        keeps_heads = self.shards_heads and group.name == QKV
+        keeps_heads = self.shards_heads and group.name == "qkv"
         total = reduce_scatter_to_ranks if keeps_heads else reduce_from_ranks
         outputs = []
         for h, linear in zip(activated(latents, group.use_silu), linears, strict=True):

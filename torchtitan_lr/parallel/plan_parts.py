@@ -7,7 +7,7 @@ per operation and compiles as one graph.
 """
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -38,16 +38,8 @@ class TPSettings:
     grouping: bool = True
     norm: Literal["online", "sync"] = "online"
     comm: Literal["all_reduce", "sequence"] = "all_reduce"
-    # From other keys: whether the loss works on sharded logits, and whether CAAT-Net's backward
-    # sums in fp32 while it sends half precision.
-    loss_parallel: bool = True
+    # From other keys: whether CAAT-Net's backward sums in fp32 while it sends half precision.
     wide_sums: bool = False
-
-    @classmethod
-    def read(cls, section: Any, **more: Any) -> "TPSettings":
-        """Read the ``tp_*`` keys of a section; a key that the section lacks has its default."""
-        names = [field.name for field in fields(cls) if hasattr(section, f"tp_{field.name}")]
-        return cls(**{name: getattr(section, f"tp_{name}") for name in names}, **more)
 
 
 class Plan(OneDevice):
@@ -123,10 +115,10 @@ class Plan(OneDevice):
     ) -> Tensor:
         """Return logits (b, s, V), or with targets (b, s), replicated, the loss (`linear_loss`)."""
         # The weight is (V/T, d), Shard(0). The loss sends the log-sum-exps of every chunk of
-        # tokens, and itself. Without ``loss_parallel`` logits are gathered, targets are not used.
+        # tokens, and itself.
         weight = local(output.weight)
         x = self.normalized(x, norm)
-        if targets is not None and self.settings.loss_parallel:
+        if targets is not None:
             return linear_loss(x, weight, targets, self.ranks)
         return gather_from_ranks(self.scores(x, weight), self.ranks)
 

@@ -2,6 +2,7 @@
 """The tensor-parallel plans by name, the settings that a run has, and how a plan is applied."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -47,13 +48,13 @@ def tp_settings(job_config: JobConfig, args: LlamaArgs, tp_degree: int) -> TPSet
     """Resolve the settings of ``[parallelism]`` for a run, for the sequences it has."""
     # The only place that does so, a pure function of the configuration: checks and estimates call
     # it before a rank exists, and on a rank whoever gets the configuration alone.
-    section, training = job_config.parallelism, job_config.training
+    section: Any = job_config.parallelism
+    training = job_config.training
     # fp32 is summed in fp32 anyway.
     half = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize < 4
-    settings = TPSettings.read(
-        section,
-        loss_parallel=not section.disable_loss_parallel,
-        wide_sums=half and args.lanes > 1 and args.backward_sum == "float32",
+    wide_sums = half and args.lanes > 1 and args.backward_sum == "float32"
+    settings = TPSettings(
+        section.tp_plan, section.tp_grouping, section.tp_norm, section.tp_comm, wide_sums
     )
     rows = [training.seq_len]
     if job_config.validation.enable:
