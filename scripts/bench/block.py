@@ -38,7 +38,7 @@ from torchtitan_lr.costs.tp_messages import FORMULAS
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.models.llama import LlamaModel
+from torchtitan_lr.models.llama import LlamaModel, Rows
 from torchtitan_lr.parallel.parallelize import apply_compile
 from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import apply_tensor_parallel, resolve_settings
@@ -173,7 +173,7 @@ def calls_of(variant: Variant, mesh: DeviceMesh, options: argparse.Namespace) ->
     cotangent = torch.randn_like(x)
 
     def forward() -> torch.Tensor:
-        out: torch.Tensor = block(x, torch.view_as_real(model.freqs_cis))[0]
+        out: torch.Tensor = block(x, Rows(torch.view_as_real(model.freqs_cis)))[0]
         return out
 
     def both() -> None:

@@ -71,7 +71,7 @@ from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import empty_model
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.models.llama import Attend, LlamaModel, build_freqs_cis
+from torchtitan_lr.models.llama import Attend, LlamaModel, Rows, build_freqs_cis
 from torchtitan_lr.optim.spectral.rules import RULES
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.selection import TSRSettings
@@ -497,7 +497,7 @@ def _block_pass(
     """Return a block's output and the gradient of its input; those of its weights are computed."""
     block.zero_grad()
     x = x.detach().requires_grad_()
-    out, _ = block(x, table)
+    out, _ = block(x, Rows(table))
     out.backward(upstream)
     assert x.grad is not None
     return out.detach(), x.grad
@@ -553,10 +553,10 @@ def _attention_ms(
         for width in widths
     )
 
-    upstream = torch.randn_like(attention(q, k, v, table))
+    upstream = torch.randn_like(attention(q, k, v, Rows(table)))
 
     def both() -> None:
-        torch.autograd.grad(attention(q, k, v, table), (q, k, v), upstream)
+        torch.autograd.grad(attention(q, k, v, Rows(table)), (q, k, v), upstream)
         if device == "cuda":
             torch.cuda.synchronize()
 
@@ -626,7 +626,7 @@ def _attend_both(
     attention: nn.Module, table: torch.Tensor, *inputs: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     q, k, v, upstream = inputs
-    return torch.autograd.grad(attention(q, k, v, table), (q, k, v), upstream)
+    return torch.autograd.grad(attention(q, k, v, Rows(table)), (q, k, v), upstream)
 
 
 def _chunk_inputs(

@@ -74,6 +74,9 @@ RANGES_OF_TORCHTITAN: dict[str, Range] = {
     "model.converters": Range(not_, "an empty list: no float8 or MX here"),
     "model.tokenizer_path": Range(not_, "nothing: use model.hf_assets_path"),
     "optimizer.early_step_in_backward": Range(not_, "false"),
+    "parallelism.disable_loss_parallel": Range(
+        not_, "false: ranks compute the exact loss from their parts of the vocabulary"
+    ),
     "parallelism.enable_async_tensor_parallel": Range(not_, _PLANS),
     "parallelism.expert_parallel_degree": Range(lambda n: n == 1, "1: there are no experts"),
     "parallelism.expert_tensor_parallel_degree": Range(lambda n: n == 1, "1: there are no experts"),

@@ -168,16 +168,15 @@ def model_traffic(
         block = parts["block"] + (parts["gates"] if i else [])
         rows += [replace(row, scope=f"block {i}") for row in block]
     rows += [replace(row, scope="head") for row in parts["head"]]
-    if settings.loss_parallel:
-        # The log-sum-exp of every token is gathered from the ranks, in one call per chunk of
-        # tokens, and the loss is summed. A chunk is an eighth of the tokens, from 512 to 4096; all
-        # up to 512 or d.
-        size = tokens
-        if tokens > max(shape.dim, 512):
-            size = min(max(-(-tokens // 8), 512), 4096)
-        chunks = [tp_degree * min(size, tokens - start) for start in range(0, tokens, size)]
-        rows.append(forward("all_gather", chunks, "loss", scope="head"))
-        rows.append(forward("all_reduce", [1], "loss", scope="head"))
+    # The log-sum-exp of every token is gathered from the ranks, in one call per chunk of tokens,
+    # and the loss is summed. A chunk is an eighth of the tokens, from 512 to 4096; all up to 512
+    # or d.
+    size = tokens
+    if tokens > max(shape.dim, 512):
+        size = min(max(-(-tokens // 8), 512), 4096)
+    chunks = [tp_degree * min(size, tokens - start) for start in range(0, tokens, size)]
+    rows.append(forward("all_gather", chunks, "loss", scope="head"))
+    rows.append(forward("all_reduce", [1], "loss", scope="head"))
     return merge(rows)
 
 
@@ -198,6 +197,4 @@ def part_traffic(shape: LlamaArgs, settings: TPSettings, tokens: int, ranks: int
             payloads += [2, 1]  # gate, up; down
         if payloads:
             parts["gates"].append(backward("all_reduce", payloads))
-    if not settings.loss_parallel:
-        parts["head"].append(forward("all_gather", [tokens * shape.vocab_size]))
     return {part: merge(rows) for part, rows in parts.items()}

@@ -13,7 +13,7 @@ from torchtitan_lr.hf.truncation import truncate
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
-from torchtitan_lr.models.llama import TransformerBlock, build_freqs_cis
+from torchtitan_lr.models.llama import Rows, TransformerBlock, build_freqs_cis
 from torchtitan_lr.titan import IGNORE_INDEX
 from torchtitan_lr.training.loading import Weights
 
@@ -157,7 +157,7 @@ class CalibrationStream:
             linear.register_forward_pre_hook(lambda m, x, first=first: note(first, m, x))
         for number, (x, mask) in enumerate(self._batches):
             valid = mask.to(self._device)
-            out, _ = block(x.to(self._device), self._table, None)
+            out, _ = block(x.to(self._device), Rows(self._table))
             self._batches[number] = (out.cpu(), mask)
         return moments
 

@@ -27,7 +27,6 @@ from torchtitan_lr.compat.pipelining import (
     forward_only,
 )
 from torchtitan_lr.models.args import LlamaArgs
-from torchtitan_lr.models.ends import head_computes_loss
 from torchtitan_lr.parallel.data_parallel import synchronize_gradients
 from torchtitan_lr.parallel.plan_parts import TPSettings
 from torchtitan_lr.parallel.plans import Boundary, stage_boundary, tp_settings
@@ -172,16 +171,14 @@ class Pipeline:
             for boundary in self.boundaries(seq_len)
         ]
         tokens = empty((batch, seq_len), dtype=torch.int64)
-        output = empty((batch, seq_len, self.args.vocab_size), dtype=dtype)
-        if head_computes_loss(self.job_config):
-            output = empty((), dtype=torch.promote_types(dtype, torch.float32))
+        loss = empty((), dtype=torch.promote_types(dtype, torch.float32))
         stage = Stage(
             part,
             index,
             len(messages) + 1,
             self.device,
             input_args=[tokens, *messages][index],
-            output_args=[*messages, output][index],
+            output_args=[*messages, loss][index],
             group=self.group,
         )
         stage.enable_reductions = lambda: synchronize_gradients([part], self.is_last_round)

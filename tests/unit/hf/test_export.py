@@ -94,7 +94,7 @@ def test_what_transformers_cannot_run_is_refused(tmp_path, capsys):
     }
     for options, line in refused.items():
         assert refusal(capsys, step, out, *options).startswith(f"error: {line}")
-    # Of a family that the exported code has no linears for: tests/unit/models/test_toy_family.py.
+    # Of a family that the exported code has no linears for: tests/unit/parallel/test_toys.py.
     changed = dict(read_step(step).run)
     changed["model"]["vocab_size"] = 64
     rewrite_record(step, changed)
