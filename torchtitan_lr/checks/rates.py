@@ -19,7 +19,7 @@ def check_rates(config: Any, world_size: int, device_type: str) -> None:
     A decoupled decay multiplies a weight by 1 − lr · weight_decay, and LoRA-Muon's each factor by
     the root of it. With AdamW and TSR-Adam everything is as in torch, which refuses nothing.
     """
-    from torchtitan_lr.optim.groups import ParameterGroups, Rates
+    from torchtitan_lr.optim.groups import Rates, rates_of
 
     section, published = config.optimizer, ENTRIES[config.optimizer.name].published_rates
     if published is None:
@@ -27,8 +27,7 @@ def check_rates(config: Any, world_size: int, device_type: str) -> None:
     args = llama_args(config)
     found = {Rates("lr", section.lr, section.weight_decay)}
     if args is not None:
-        groups = ParameterGroups.from_config(section)
-        found = set(groups.rates(section, model_shapes(args)).values())
+        found = set(rates_of(section, model_shapes(args)).values())
     for metric, lr, decay, _ in sorted(found):
         rate = f"optimizer.{metric}".replace("/", " of the group ", 1)
         if lr * decay >= 1:
@@ -57,7 +56,7 @@ def _warn_of_scale(rule: str, published: tuple[float, float], rate: str, lr: flo
 def check_groups(config: Any, world_size: int, device_type: str) -> None:
     """Check that the optimizer reads the keys of rates, and that every group has a parameter."""
     from torchtitan_lr.compression.settings import merged
-    from torchtitan_lr.optim.groups import ONE_GROUP, ParameterGroups, check_names
+    from torchtitan_lr.optim.groups import check_patterns
 
     section, ignoring = config.optimizer, _what_ignores_rates(config)
     if ignoring:
@@ -67,11 +66,9 @@ def check_groups(config: Any, world_size: int, device_type: str) -> None:
             default = defaults.get(key, getattr(Optimizer(), name))
             require(got == default, key, got, f"{default!r} with {ignoring}")
         return
-    groups = ParameterGroups.from_config(section)
-    if groups == ONE_GROUP:
-        return
-    names = list(model_shapes(llama_args(config)))
-    check_names(names, groups, merged(names))
+    if section.groups:
+        names = list(model_shapes(llama_args(config)))
+        check_patterns(names, section, merged(names))
 
 
 def check_outside(config: Any, world_size: int, device_type: str) -> None:

@@ -45,7 +45,7 @@ class OptimizerEntry:
     tf32_products: bool = False
     """Whether its fp32 products may run in TF32 where the model computes in bf16."""
     reads_groups: bool = False
-    """Whether its rates are those of `optim.groups.ParameterGroups.rates`."""
+    """Whether its rates are those of `optim.groups.rates_of`."""
     in_torchtitan: bool = False
     """Whether torchtitan builds it for models of other packages."""
     keys: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class OptimizerEntry:
 
 _SPECTRAL = OptimizerEntry(
     "",
-    "torchtitan_lr.optim.spectral.container:build_spectral",
+    "torchtitan_lr.optim.containers:build_spectral",
     cost="torchtitan_lr.costs.optimizer_costs:SpectralCost",
     updates="factors",
     splits_columns=True,
@@ -87,7 +87,7 @@ def _spectral(name: str, **facts: Any) -> OptimizerEntry:
 
 _ADAMW = OptimizerEntry(
     "AdamW",
-    "torchtitan_lr.optim.adam:build_adam",
+    "torchtitan_lr.optim.containers:build_adam",
     cost="torchtitan_lr.costs.optimizer_costs:OptimizerCost",
     reads_groups=True,
     in_torchtitan=True,
@@ -97,7 +97,7 @@ ENTRIES: dict[str, OptimizerEntry] = {
     "Adam": replace(_ADAMW, name="Adam"),
     "TSRAdam": OptimizerEntry(
         "TSRAdam",
-        "torchtitan_lr.optim.tsr.container:build_tsr",
+        "torchtitan_lr.optim.containers:build_tsr",
         cost="torchtitan_lr.costs.optimizer_costs:TSRCost",
         sums_replicas=True,
         reads_wire_dtype=True,

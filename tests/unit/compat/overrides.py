@@ -40,7 +40,7 @@ OVERRIDES = (
         reason="A cast must not round the rotary table; to, float and to_empty all end here.",
     ),
     Override(
-        ours="torchtitan_lr.optim.adam:ShardAdam._init_group",
+        ours="torchtitan_lr.optim.containers:ShardAdam._init_group",
         upstream="torch.optim:Adam._init_group",
         parameters=(
             "group",

@@ -4,7 +4,7 @@ import pytest
 from tests.oracle.tsr import TSRShape, gathered_elements, honest_tsr, linear_sides
 from torchtitan_lr.costs.tsr_messages import TSRMatrix, TSRMesh, tsr_traffic
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.optim.buckets import split_buckets
+from torchtitan_lr.optim.base import split_buckets
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 
 REPLICAS = TSRMesh({}, replicas=8)

@@ -12,11 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_lr.numerics import HostCopy, blocks
+from torchtitan_lr.numerics import HostCopy
 from torchtitan_lr.titan import logger
-
-CHECKED = 2**18
-"""Words of a checksum that are cast at a time."""
 
 
 class Matrix(NamedTuple):
@@ -36,11 +33,18 @@ class Drift:
         self._compared: list[tuple[Sequence[Matrix], HostCopy]] = []
 
     def compare(self, matrices: Sequence[Matrix], computed: Sequence[Sequence[Tensor]]) -> None:
-        """Compare on the device what each replica has computed for each of some matrices."""
-        if self._replicas is not None:
-            # `repair` reads the result: here the host would wait for the device.
-            differ = HostCopy(differences(computed, self._replicas))
-            self._compared.append((matrices, differ))
+        """Compare on the device what each replica has computed for each of some matrices.
+
+        One all-reduce of two checksums per matrix tells all replicas.
+        """
+        if self._replicas is None:
+            return
+        checksums = torch.stack([checksum(tensors) for tensors in computed])
+        extremes = torch.cat([checksums, -checksums])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._replicas)
+        high, low = extremes.view(2, -1)
+        # `repair` reads the result: here the host would wait for the device.
+        self._compared.append((matrices, HostCopy(high != -low)))
 
     def repair(self) -> None:
         """Give all replicas the first one's state of the matrices that differed.
@@ -63,32 +67,16 @@ class Drift:
                 )
 
 
-def differences(batches: Sequence[Sequence[Tensor]], replicas: dist.ProcessGroup) -> Tensor:
-    """Return, per batch (n,), whether any bit of the tensors that each replica computed differs.
-
-    One all-reduce of two checksums per batch tells all replicas.
-    """
-    weights = torch.arange(1, CHECKED + 1, device=batches[0][0].device)
-    products = torch.empty_like(weights)
-    checksums = torch.stack([checksum(batch, weights, products) for batch in batches])
-    extremes = torch.cat([checksums, -checksums])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=replicas)
-    high, low = extremes.view(2, -1)
-    return high != -low
-
-
-def checksum(tensors: Sequence[Tensor], weights: Tensor, products: Tensor) -> Tensor:
+def checksum(tensors: Sequence[Tensor]) -> Tensor:
     """Return a number in [0, 2⁶²), int64, that every bit of some tensors and its place change.
 
-    They are in fp32 or fp64. ``weights`` (n,) are those of the 32-bit words of a block, and
-    ``products`` (n,) is memory, both int64: the tensors are cast a block at a time.
+    They are in fp32 or fp64.
     """
-    total = weights.new_zeros(())
+    total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
     for tensor in tensors:
-        for block in blocks(tensor, len(weights) // 2):
-            bits = block.contiguous().view(-1).view(torch.int32)
-            terms = products[: len(bits)].copy_(bits).mul_(weights[: len(bits)])
-            # By the weights swapped entries show, by the factor swapped blocks; int64 wraps.
-            total.mul_(1_000_003).add_(terms.sum())
+        words = tensor.contiguous().view(-1).view(torch.int32)
+        places = torch.arange(1, len(words) + 1, device=words.device)
+        # By the places swapped entries show, by the factor swapped tensors; int64 wraps.
+        total.mul_(1_000_003).add_((words * places).sum())
     # Below 2⁶², the number's negative is in int64's range too.
     return total.remainder(2**62)

@@ -35,7 +35,7 @@ class TSRSettings:
     scale: float = 0.75
     embedding_rank: int = 64
     embedding_refresh_interval: int = 100
-    moments: Literal["keep", "rotate"] = "rotate"
+    moments: Literal["keep", "rotate"] = "keep"
     refresh: Literal["auto", "sketch", "dense"] = "auto"
     stagger: bool = False
     start: Literal["gradient", "random"] = "gradient"
