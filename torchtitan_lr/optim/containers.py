@@ -37,8 +37,7 @@ class NamedOptimizers(OptimizersContainer):
     no common parameter; each may have those of all model parts.
     """
 
-    gradients: TSRAdam
-    """In the place of `optim.gradients.StoredGradients`; only with TSR-Adam."""
+    gradients: TSRAdam  # in the place of `optim.gradients.StoredGradients`; only with TSR-Adam
 
     def __init__(self, model_parts: list[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         self.model_parts, self.optimizers = model_parts, list(optimizers)
@@ -117,8 +116,8 @@ def adam_with_state(groups: list[dict[str, Any]], config: OptimizerConfig) -> Sh
         device = local_part(parameter).device if how == "fused" else "cpu"
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=device),
-            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
         }
     return optimizer
 
@@ -141,23 +140,20 @@ def build_adam(
     model_parts: list[nn.Module], config: OptimizerConfig, parallel_dims: ParallelDims
 ) -> NamedOptimizers:
     """Build Adam or AdamW for every parameter."""
-    groups = _grouped(trained_parameters(*model_parts), config)
-    return NamedOptimizers(model_parts, [adam_with_state(groups, config)])
-
-
-OfMatrices = Callable[[list[dict[str, Any]], list[tuple[Tensor, Tensor]]], Optimizer]
-"""Builds an optimizer from torch's groups of its named matrices, and the pairs A, B among them."""
+    adam = adam_with_state(_grouped(trained_parameters(*model_parts), config), config)
+    return NamedOptimizers(model_parts, [adam])
 
 
 def beside_adamw(
-    model_parts: list[nn.Module], config: OptimizerConfig, of_matrices: OfMatrices
+    model_parts: list[nn.Module], config: OptimizerConfig, of_matrices: Callable[..., Optimizer]
 ) -> NamedOptimizers:
     """Build an optimizer for the matrices that its entry says, of all model parts, and AdamW.
 
-    Gradients are those that FSDP2 or DDP leaves: `optim.gradients.StoredGradients`.
+    ``of_matrices`` builds it from torch's groups of its named matrices, and the pairs A, B among
+    them. Gradients are those that FSDP2 or DDP leaves: `optim.gradients.StoredGradients`.
     """
     parameters = trained_parameters(*model_parts)
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
     chosen = select_matrices(shapes, ENTRIES[config.name].updates)
     matrices = {name: p for name, p in parameters.items() if name in chosen.names}
     others = {name: p for name, p in parameters.items() if name not in chosen.names}

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Literal
 
-Function = Callable[..., Any] | str
-"""A function, or the path of one."""
-
+Function = Callable[..., Any] | str  # a function, or the path of one
 Updates = Literal["all", "matrices", "factors"]
 
 
@@ -21,8 +19,7 @@ Updates = Literal["all", "matrices", "factors"]
 class OptimizerEntry:
     """What the rooms ask of an optimizer."""
 
-    name: str
-    """The value of ``optimizer.name``."""
+    name: str  # the value of ``optimizer.name``
     build: Function
     """Builds torchtitan's container for this rank's model parts, whose weights are drawn, from
     ``[optimizer]`` and `ParallelDims`. An attribute ``gradients`` of it takes the place of
@@ -44,10 +41,8 @@ class OptimizerEntry:
     """Whether it sends tensors of its state, which offloading leaves on the host."""
     tf32_products: bool = False
     """Whether its fp32 products may run in TF32 where the model computes in bf16."""
-    reads_groups: bool = False
-    """Whether its rates are those of `optim.groups.rates_of`."""
-    in_torchtitan: bool = False
-    """Whether torchtitan builds it for models of other packages."""
+    reads_groups: bool = False  # whether its rates are those of `optim.groups.rates_of`
+    in_torchtitan: bool = False  # whether torchtitan builds it for models of other packages
     keys: tuple[str, ...] = ()
     """How those keys begin that not every optimizer reads, and this one does."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -136,11 +131,7 @@ ENTRIES: dict[str, OptimizerEntry] = {
 
 
 def register_optimizer(entry: OptimizerEntry) -> None:
-    """Make an optimizer from outside the package a value of ``optimizer.name``.
-
-    Raises:
-        ValueError: Another one has its name.
-    """
+    """Make an optimizer from outside the package a value of ``optimizer.name``."""
     if entry.name in ENTRIES:
         raise ValueError(f"the name {entry.name!r} of an optimizer is taken")
     ENTRIES[entry.name] = entry

@@ -32,10 +32,8 @@ class StoredGradients:
     (``step_unless`` in ``training/step.py``).
     """
 
-    model_parts: Sequence[nn.Module]
-    """The pipeline stages of this rank (one without pipelining)."""
-    pp_mesh: DeviceMesh | None
-    """Pipeline ranks whose gradients belong to the same norm."""
+    model_parts: Sequence[nn.Module]  # the pipeline stages of this rank (one without pipelining)
+    pp_mesh: DeviceMesh | None  # pipeline ranks whose gradients belong to the same norm
 
     def begin(self) -> None:
         """Start a step; no parameter has a gradient, and autograd accumulates."""

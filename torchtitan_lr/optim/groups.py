@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from torchtitan_lr.errors import ConfigError, one_of, require
@@ -24,12 +23,9 @@ KEY = "optimizer.groups"
 class GroupRule(NamedTuple):
     """A table ``[[optimizer.groups]]``."""
 
-    pattern: str = ""
-    """A regular expression, found anywhere in the names of its parameters."""
-    lr_multiplier: float = 1.0
-    """Factor on the learning rate that its parameters have otherwise."""
-    weight_decay_multiplier: float = 1.0
-    """Factor on the weight decay that they have otherwise."""
+    pattern: str = ""  # a regular expression, found anywhere in the names of its parameters
+    lr_multiplier: float = 1.0  # factor on the learning rate that its parameters have otherwise
+    weight_decay_multiplier: float = 1.0  # factor on the weight decay that they have otherwise
 
 
 class Rates(NamedTuple):
@@ -37,12 +33,9 @@ class Rates(NamedTuple):
 
     metric: str
     """The learning rate's name in the log: ``lr`` or ``adamw_lr``, of a group ``lr/PATTERN``."""
-    lr: float
-    """The learning rate, before the schedule."""
-    weight_decay: float
-    """The weight decay of the optimizer's own step."""
-    place: int = -1
-    """Index of the parameter's rule; -1 if it has none."""
+    lr: float  # the learning rate, before the schedule
+    weight_decay: float  # the weight decay of the optimizer's own step
+    place: int = -1  # index of the parameter's rule; -1 if it has none
 
 
 def read_rules(optimizer: Any) -> list[GroupRule]:
@@ -120,26 +113,19 @@ def split(
 class LoggedRates:
     """The learning rates of a step as metrics: ``lr``, ``adamw_lr``, and ``lr/PATTERN`` of groups.
 
-    A rate is the one that an optimizer of this rank has; where only other pipeline stages have the
-    group, the configured one. So all ranks log the same names.
+    They are those of the whole model, so that all ranks log the same names. All rates follow one
+    schedule.
     """
 
-    def __init__(
-        self, optimizer: Any, rates: Mapping[str, Rates], names: Mapping[Tensor, str]
-    ) -> None:
-        self._metrics = {parameter: rates[name].metric for parameter, name in names.items()}
+    def __init__(self, optimizer: Any, rates: Mapping[str, Rates]) -> None:
         others = of_others(optimizer)
-        self._configured = {"lr": optimizer.lr, others.metric: others.lr}
-        self._configured |= {own.metric: own.lr for own in rates.values()}
+        self._before_schedule = {"lr": optimizer.lr, others.metric: others.lr}
+        self._before_schedule |= {own.metric: own.lr for own in rates.values()}
 
-    def of_step(self, schedule: LambdaLR, optimizers: Iterable[Optimizer]) -> dict[str, float]:
-        """Return what the next step of this rank's optimizers uses, by any one's schedule."""
+    def of_step(self, schedule: LambdaLR) -> dict[str, float]:
+        """Return what the next step of the optimizers uses, by the schedule of any one."""
         factor = schedule.lr_lambdas[0](schedule.last_epoch)
-        found = {metric: rate * factor for metric, rate in self._configured.items()}
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                found[self._metrics[group["params"][0]]] = float(group["lr"])
-        return found
+        return {metric: rate * factor for metric, rate in self._before_schedule.items()}
 
 
 def check_patterns(names: Iterable[str], optimizer: Any, shown: str) -> None:

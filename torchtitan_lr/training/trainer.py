@@ -109,11 +109,10 @@ class Trainer(TitanTrainer):
     def build_rates(self) -> LoggedRates:
         """Find the names of the rates that all ranks log."""
         section = self.job_config.optimizer
-        names = {p: n for n, p in trained_parameters(*self.model_parts).items()}
-        shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
+        shapes = {n: tuple(p.shape) for n, p in trained_parameters(*self.model_parts).items()}
         if section.groups:  # some may have parameters on other pipeline stages alone
             shapes = model_shapes(self.model_parts[0].model_args)
-        return LoggedRates(section, rates_of(section, shapes), names)
+        return LoggedRates(section, rates_of(section, shapes))
 
     def build_step(self) -> Step:
         """Build the `Step` of this rank's model parts and optimizers."""
@@ -233,7 +232,7 @@ class Trainer(TitanTrainer):
         began = time.monotonic()
         step = self.running_step
         another_follows = self.step < self.job_config.training.steps
-        rates = self.rates.of_step(self.lr_schedulers.schedulers[0], self.optimizers)
+        rates = self.rates.of_step(self.lr_schedulers.schedulers[0])
         try:
             data = step.take(data_iterator)
         except BadDataError as error:

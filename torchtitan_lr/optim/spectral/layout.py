@@ -1,8 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""Which ranks hold which part of a matrix, and the messages of a spectral step.
-
-Nothing here knows the rules: the functions take tensors of matrices, by `View`.
-"""
+"""Which ranks hold which part of a matrix, and the messages of a spectral step."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,24 +16,20 @@ from torchtitan_lr.compat.dtensor import local_part, local_slice
 from torchtitan_lr.compat.process_groups import all_gather, joint_group, reduce_scatter
 
 Split = tuple[DeviceMesh, tuple[int, ...]]
-"""A mesh, and those of its dimensions that split a side of a matrix."""
+"""A mesh, and those of its dimensions of more than one rank that split a side of a matrix."""
 
 BATCH_ELEMENTS = 2**24
 """Elements of the (r, r) matrices that are iterated together: five times that is in memory."""
 
 
 class View:
-    """A parameter, plain or a DTensor, seen as (r, n): its dimension ``row_dim`` is r.
-
-    Attributes:
-        rows: Its mesh, and the dimensions of more than one rank that split r; None if none do.
-        columns: Those that split n.
-    """
+    """A parameter, plain or a DTensor, seen as (r, n): its dimension ``row_dim`` is r."""
 
     def __init__(self, parameter: Tensor, row_dim: int) -> None:
         self.parameter, self.row_dim = parameter, row_dim
         self.r = parameter.shape[row_dim]
         self.dtype = torch.promote_types(parameter.dtype, torch.float32)
+        # What splits r, and what splits n; None if nothing does.
         self.rows, self.columns = (_split(parameter, dim) for dim in (row_dim, 1 - row_dim))
 
     def exact_part(self) -> Tensor:

@@ -5,8 +5,8 @@ A refresh is computed by every replica for itself. Replicas on equal machines ne
 refresh with other bases would let them part for good.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -16,26 +16,20 @@ from torchtitan_lr.numerics import HostCopy
 from torchtitan_lr.titan import logger
 
 
-class Matrix(NamedTuple):
-    """A matrix with new bases."""
-
-    name: str
-    """The parameter's name."""
-    state: list[Tensor]
-    """All that depends on the bases: weight, U, V and moments on this rank, changed in place."""
-
-
 class Drift:
     """Compares what replicas compute, and gives all of them the first one's if it differs."""
 
     def __init__(self, replicas: dist.ProcessGroup | None) -> None:
         self._replicas = replicas
-        self._compared: list[tuple[Sequence[Matrix], HostCopy]] = []
+        self._compared: list[tuple[Mapping[str, Sequence[Tensor]], HostCopy]] = []
 
-    def compare(self, matrices: Sequence[Matrix], computed: Sequence[Sequence[Tensor]]) -> None:
+    def compare(
+        self, states: Mapping[str, Sequence[Tensor]], computed: Iterable[Sequence[Tensor]]
+    ) -> None:
         """Compare on the device what each replica has computed for each of some matrices.
 
-        One all-reduce of two checksums per matrix tells all replicas.
+        One all-reduce of two checksums per matrix tells all replicas. ``states`` has by name all
+        that depends on the bases on this rank: weight, U, V and moments.
         """
         if self._replicas is None:
             return
@@ -44,7 +38,7 @@ class Drift:
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._replicas)
         high, low = extremes.view(2, -1)
         # `repair` reads the result: here the host would wait for the device.
-        self._compared.append((matrices, HostCopy(high != -low)))
+        self._compared.append((states, HostCopy(high != -low)))
 
     def repair(self) -> None:
         """Give all replicas the first one's state of the matrices that differed.
@@ -53,17 +47,16 @@ class Drift:
         over the replicas. So all replicas go on as if they had used the first one's bases.
         """
         compared, self._compared = self._compared, []
-        for matrices, differ in compared:
-            drifted = [m for m, wrong in zip(matrices, differ.read(), strict=True) if wrong]
-            for matrix in drifted:
-                for tensor in matrix.state:
-                    sent = tensor.contiguous()
-                    dist.broadcast(sent, group_src=0, group=self._replicas)
-                    tensor.copy_(sent)
+        for states, differ in compared:
+            drifted = [n for n, wrong in zip(states, differ.read(), strict=True) if wrong]
+            for tensor in chain.from_iterable(states[name] for name in drifted):
+                sent = tensor.contiguous()
+                dist.broadcast(sent, group_src=0, group=self._replicas)
+                tensor.copy_(sent)
             if drifted:
                 logger.warning(
                     "Replicas computed different bases for %s; the first replica's are used",
-                    ", ".join(matrix.name for matrix in drifted),
+                    ", ".join(drifted),
                 )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from torchtitan_lr.compat.dtensor import local_part, own_part, wrap_like
-from torchtitan_lr.optim.tsr.drift import Drift, Matrix
+from torchtitan_lr.optim.tsr.drift import Drift
 from torchtitan_lr.optim.tsr.selection import MatrixPlan, TSRSettings
 from torchtitan_lr.optim.tsr.sums import Groups, summed
 from torchtitan_lr.optim.tsr.svd import Batch, Shards, draw_basis, draw_sketches, randomized_svd
@@ -22,10 +22,8 @@ class Refreshed:
     """What a refresh has found for some matrices of a stack."""
 
     stack: "MatrixStack"
-    indices: list[int]
-    """The matrices' places in it."""
-    C: Tensor
-    """Their cores in the new bases, (b, r, r) or (b, r, n)."""
+    indices: list[int]  # the matrices' places in it
+    C: Tensor  # their cores in the new bases, (b, r, r) or (b, r, n)
     changes: list[tuple[Tensor, Tensor]]
     """States of the whole stack, each with these matrices' new ones: bases, rotated moments."""
 
@@ -38,26 +36,12 @@ class Refreshed:
 class MatrixStack:
     """Algorithm 1's equations, on b matrices of equal shape, rank and layout.
 
-    Stacked matrices need fewer kernels. Every tensor here is this rank's part.
-
-    Attributes:
-        plan: What the matrices have in common: shape, rank and power iterations.
-        U: (b, m, r), rows sharded like the matrix's rows.
-        V: (b, n, r), rows sharded like the matrix's columns; None if one-sided.
-        C: The cores of the running step (b, r, r), or (b, r, n), sharded like the matrix's columns,
-            if one-sided. `TSRAdam` provides the memory.
-        exp_avg: Adam's m, of the same shape as C.
-        exp_avg_sq: Adam's v, likewise.
-        row_dim: Dimension of a parameter that its rows are, as it is projected.
-        column_dim: The other one.
-        core_groups: The groups whose ranks split a core.
-        contracted: The groups whose ranks each have one term of a core.
-        held: Elements that a refresh of one matrix holds and gathers at a time.
-        sends_dense: Whether a refresh sums dense gradients, not sketches, over the replicas.
-        refresh_counts: Number of refreshes so far (b,), on the CPU.
+    Stacked matrices need fewer kernels. Every tensor here is this rank's part: rows of U, and of V,
+    are sharded like the matrices' rows and columns, and a one-sided core like their columns.
     """
 
     C: Tensor
+    """The cores of the running step (b, r, r), or (b, r, n); `TSRAdam` provides the memory."""
 
     def __init__(
         self,
@@ -68,7 +52,9 @@ class MatrixStack:
     ) -> None:
         self.plans, self.parameters = list(plans), list(parameters)
         self.groups, self.settings = groups, settings
+        # What the matrices have in common: shape, rank and power iterations.
         self.plan = plan = plans[0]
+        # The dimensions of a parameter that its rows and columns are, as it is projected.
         self.row_dim, self.column_dim = (1, 0) if plan.transposed else (0, 1)
         rows, columns = (
             groups.splitting(parameters[0], dim) for dim in (self.row_dim, self.column_dim)
@@ -76,8 +62,11 @@ class MatrixStack:
         sizes = [[group.size() for group in split] for split in (rows, columns)]
         block = [_largest(plan.rows, sizes[0]), _largest(plan.columns, sizes[1])]
         self.shards = Shards(rows, columns, *block)
+        # Elements that a refresh of one matrix holds and gathers at a time.
         self.held = plan.held(block, sizes)
+        # Whether a refresh sums dense gradients, not sketches, over the replicas.
         self.sends_dense, _ = plan.sends(*block)
+        # The groups whose ranks split a core, and those whose ranks each have one term of it.
         self.core_groups = () if plan.two_sided else columns
         self.contracted = {*rows, *columns}.difference(self.core_groups)
         weight = local_part(parameters[0])
@@ -87,20 +76,21 @@ class MatrixStack:
         kind: dict[str, Any] = {"dtype": self.dtype, "device": weight.device}
         self.U = torch.zeros(b, m, r, **kind)
         self.V = torch.zeros(b, n, r, **kind) if plan.two_sided else None
-        self.exp_avg = torch.zeros(b, r, r if plan.two_sided else n, **kind)
+        self.exp_avg = torch.zeros(b, r, r if plan.two_sided else n, **kind)  # like C
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
-        self.refresh_counts = torch.zeros(b, dtype=torch.int64)
+        self.refresh_counts = torch.zeros(b, dtype=torch.int64)  # on the CPU
         if plan.waits:
             self._draw_bases()
 
     def _draw_bases(self) -> None:
         """Draw the bases until the first refresh; each rank draws all rows, and keeps its own."""
-        for i, (plan, parameter) in enumerate(zip(self.plans, self.parameters, strict=True)):
-            basis = draw_basis(f"{plan.name}:left", (plan.rows, plan.rank))
-            self.U[i].copy_(own_part(parameter, basis, {self.row_dim: 0}))
+        like, r = self.parameters[0], self.plan.rank
+        for i, plan in enumerate(self.plans):
+            basis = draw_basis(f"{plan.name}:left", (plan.rows, r))
+            self.U[i].copy_(own_part(like, basis, {self.row_dim: 0}))
             if self.V is not None:
-                basis = draw_basis(f"{plan.name}:right", (plan.columns, plan.rank))
-                self.V[i].copy_(own_part(parameter, basis, {self.column_dim: 0}))
+                basis = draw_basis(f"{plan.name}:right", (plan.columns, r))
+                self.V[i].copy_(own_part(like, basis, {self.column_dim: 0}))
 
     def due(self, steps: int) -> list[int]:
         """Return the matrices that get new bases in the step after so many steps."""
@@ -131,8 +121,11 @@ class MatrixStack:
         U, S, V = randomized_svd(
             batch, torch.stack(own), self.plan.rank, self.plan.power_iterations, (old_U, old_V)
         )
-        matrices = [Matrix(self.plans[i].name, self._state_of_bases(i)) for i in indices]
-        drift.compare(matrices, list(zip(U, S, V, strict=True)))
+        depends = [t for t in (self.U, self.V, self.exp_avg, self.exp_avg_sq) if t is not None]
+        states = {}
+        for i in indices:
+            states[self.plans[i].name] = [local_part(self.parameters[i]), *(t[i] for t in depends)]
+        drift.compare(states, zip(U, S, V, strict=True))
         changes = [(self.U, U)]
         # In the new bases UᵀGV is diag(σ), and UᵀG is diag(σ)Vᵀ: nothing is sent for it.
         if self.V is not None:
@@ -191,12 +184,6 @@ class MatrixStack:
             exact.addmm_(*factors, alpha=-lr * self.settings.scale)
             if not in_place:
                 weight.copy_(exact)
-
-    def _state_of_bases(self, index: int) -> list[Tensor]:
-        """Return this rank's weight, bases and moments of a matrix: all that a refresh changes."""
-        bases = [self.U[index]] if self.V is None else [self.U[index], self.V[index]]
-        moments = [self.exp_avg[index], self.exp_avg_sq[index]]
-        return [local_part(self.parameters[index]), *bases, *moments]
 
     def state(self, index: int) -> dict[str, Tensor]:
         """Return what a checkpoint holds of a matrix: DTensors of a sharded one, no copies."""

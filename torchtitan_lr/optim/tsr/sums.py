@@ -3,14 +3,13 @@
 
 FSDP sums gradients over the shards only; TSR-Adam sums over the replicas itself. Every reduction is
 a plain SUM. Sums over the replicas may travel in bf16; terms of a core or a sketch that shards of
-one matrix add up stay as they are. Nothing here knows the algorithm: the functions take tensors and
-process groups.
+one matrix add up stay as they are.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,19 +28,12 @@ class Groups:
     """Mesh dimensions that split parameters, by name, in the run's common order."""
     replicas: dist.ProcessGroup | None = None
     """Ranks with equal parameters and different data; None if there is only one."""
-    stages: dist.ProcessGroup | None = None
-    """Pipeline ranks; None without pipelining."""
+    stages: dist.ProcessGroup | None = None  # pipeline ranks; None without pipelining
     wire_dtype: torch.dtype | None = None
     """Dtype in which sums over the replicas travel; None for the tensors' own."""
 
     @classmethod
-    def of(
-        cls,
-        parameters: Iterable[Tensor],
-        replicas: dist.ProcessGroup | None = None,
-        stages: dist.ProcessGroup | None = None,
-        wire_dtype: torch.dtype | None = None,
-    ) -> "Groups":
+    def of(cls, parameters: Iterable[Tensor], **others: Any) -> "Groups":
         """Read the mesh dimensions of more than one rank from parameters; the others as above."""
         sharding: dict[str, dist.ProcessGroup] = {}
         for parameter in parameters:
@@ -50,7 +42,7 @@ class Groups:
                 for dim, name in enumerate(mesh.mesh_dim_names or ()):
                     if mesh.size(dim) > 1:
                         sharding.setdefault(name, mesh.get_group(dim))
-        return cls(sharding, replicas, stages, wire_dtype)
+        return cls(sharding, **others)
 
     def splitting(self, parameter: Tensor, dim: int) -> tuple[dist.ProcessGroup, ...]:
         """Return the groups whose ranks split a dimension of a parameter."""
@@ -107,10 +99,8 @@ def gathered(block: Tensor, group: dist.ProcessGroup) -> Tensor:
 class Sum(NamedTuple):
     """A sum that may start during backward."""
 
-    parameters: Sequence[Tensor]
-    """Those whose gradients it needs."""
-    start: Callable[[], Callable[[], None]]
-    """Starts it, and returns what waits for it."""
+    parameters: Sequence[Tensor]  # those whose gradients it needs
+    start: Callable[[], Callable[[], None]]  # starts it, and returns what waits for it
 
 
 class EarlySums:
@@ -118,15 +108,13 @@ class EarlySums:
 
     Autograd may produce gradients in another order on another rank. A sum therefore waits for all
     sums before it, in the order in which backward is expected to produce all gradients.
-
-    Attributes:
-        started: The parameters whose sums have started: they take no other gradient.
     """
 
     def __init__(self, sums: Sequence[Sum], order: Sequence[Tensor]) -> None:
         position = {parameter: index for index, parameter in enumerate(order)}
         in_turn = sorted(sums, key=lambda one: max(position[p] for p in one.parameters))
         self._waiting = deque((one, set(one.parameters)) for one in in_turn)  # and what is missing
+        # The parameters whose sums have started: they take no other gradient.
         self.started: set[Tensor] = set()
         self._pending: list[Callable[[], None]] = []
 

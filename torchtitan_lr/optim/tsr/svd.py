@@ -23,51 +23,38 @@ from torchtitan_lr.optim.tsr.sums import Groups, gathered, summed
 class Shards:
     """How ranks split matrices of one shape."""
 
-    rows: tuple[dist.ProcessGroup, ...]
-    """The groups whose ranks split rows."""
-    columns: tuple[dist.ProcessGroup, ...]
-    """The groups whose ranks split columns."""
-    m: int
-    """The rows of a rank's largest block: all ranks must send alike."""
-    n: int
-    """The columns of a rank's largest block."""
+    rows: tuple[dist.ProcessGroup, ...]  # the groups whose ranks split rows
+    columns: tuple[dist.ProcessGroup, ...]  # the groups whose ranks split columns
+    m: int  # the rows of a rank's largest block: all ranks must send alike
+    n: int  # the columns of a rank's largest block
 
 
 class SVD(NamedTuple):
     """Leading singular triplets of a batch of b matrices."""
 
-    U: Tensor
-    """(b, m, r), orthonormal columns, sharded like G's rows."""
+    U: Tensor  # (b, m, r), orthonormal columns, sharded like G's rows
     S: Tensor
     """σ (b, r), in descending magnitude, equal on all ranks; negative where alignment with the
     earlier bases flipped only one side."""
-    V: Tensor
-    """(b, n, r), orthonormal columns, sharded like G's columns."""
+    V: Tensor  # (b, n, r), orthonormal columns, sharded like G's columns
 
 
 @dataclass(frozen=True)
 class Batch:
     """b gradients of one shape that ranks split alike."""
 
-    gradients: Sequence[Tensor]
-    """This rank's blocks of G, each (m, n); may be empty."""
+    gradients: Sequence[Tensor]  # this rank's blocks of G, each (m, n); may be empty
     shards: Shards
     replicas: Groups | None = None
     """Has the group over which the gradients are partial sums; None if they are complete."""
 
-    def times(self, X: Tensor) -> Tensor:
-        """Return ΣG X (b, m, k) of this rank's rows, from X (b, n, k)."""
+    def times(self, X: Tensor, transposed: bool = False) -> Tensor:
+        """Return ΣG X (b, m, k) of this rank's rows, or ΣGᵀ X (b, n, k) of its columns."""
         # One product per matrix: stacking the gradients would copy all of them.
-        pairs = zip(self.gradients, X, strict=True)
-        return self._summed([G.to(x.dtype) @ x for G, x in pairs], self.shards.columns)
-
-    def transposed_times(self, X: Tensor) -> Tensor:
-        """Return ΣGᵀ X (b, n, k) of this rank's columns, from X (b, m, k)."""
-        pairs = zip(self.gradients, X, strict=True)
-        return self._summed([G.mT.to(x.dtype) @ x for G, x in pairs], self.shards.rows)
-
-    def _summed(self, terms: list[Tensor], groups: Iterable[dist.ProcessGroup]) -> Tensor:
-        total = summed(torch.stack(terms), groups)
+        terms = []
+        for G, x in zip(self.gradients, X, strict=True):
+            terms.append((G.mT if transposed else G).to(x.dtype) @ x)
+        total = summed(torch.stack(terms), self.shards.rows if transposed else self.shards.columns)
         if self.replicas is not None:
             self.replicas.sum_over_replicas([total])()
         return total
@@ -99,10 +86,11 @@ def randomized_svd(
     Q, _ = tsqr(batch.times(sketches), shards.m, shards.rows)  # (b, m, k)
     for _ in range(power_iterations):
         # Z = GᵀQ and Y = G·qr(Z): the sketch turns towards the leading directions.
-        Z, _ = tsqr(batch.transposed_times(Q), shards.n, shards.columns)  # (b, n, k)
+        Z, _ = tsqr(batch.times(Q, transposed=True), shards.n, shards.columns)  # (b, n, k)
         Q, _ = tsqr(batch.times(Z), shards.m, shards.rows)
     # B = QᵀG (k, n), kept as Bᵀ = Q_b·R_b; then B = R_bᵀ·Q_bᵀ, and its SVD is that of a k×k matrix.
-    Q_b, R_b = tsqr(batch.transposed_times(Q), shards.n, shards.columns)  # (b, n, k), (b, k, k)
+    B = batch.times(Q, transposed=True)  # (b, n, k)
+    Q_b, R_b = tsqr(B, shards.n, shards.columns)  # (b, n, k) and (b, k, k)
     # A non-finite gradient makes R_b non-finite on every rank, where a decomposition may not end.
     # Its singular values become NaN instead, and so does the gradient's norm.
     small = _small_svd(torch.nan_to_num(R_b.mT, 0.0, 0.0, 0.0))

@@ -123,11 +123,6 @@ def test_gram_qr_is_as_exact_as_householders(condition):
     exact_q, exact_r = torch.linalg.qr(tall.double())
     signs = exact_r.diagonal(dim1=1, dim2=2).sign()
     torch.testing.assert_close(q.double(), exact_q * signs[:, None], rtol=0, atol=1e-6)
-    # In fp32 the squared condition number has no digits left.
-    gram = tall.mT @ tall
-    narrow = torch.linalg.cholesky_ex(gram, upper=True).L
-    worse = torch.linalg.solve_triangular(narrow, tall, upper=True, left=False)
-    assert condition == 1 or not (worse.mT @ worse - eye).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("rank", [0, 3])

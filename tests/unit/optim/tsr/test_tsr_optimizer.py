@@ -3,14 +3,16 @@
 
 import doctest
 import math
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from tests.reference.tsr_adam import Hyper, ReferenceTSR
-from torchtitan_lr.optim.tsr import algorithm
+from torchtitan_lr.optim.spectral.optimizer import SpectralOptimizer
 from torchtitan_lr.optim.tsr.algorithm import TSRAdam
 from torchtitan_lr.optim.tsr.drift import checksum
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
@@ -28,56 +30,39 @@ SHAPES = {
 }
 
 
-class Weights(nn.Module):
-    """Parameters under the names of a model, and nothing else."""
-
-    def __init__(self, dtype=torch.float64):
-        super().__init__()
-        for name, shape in SHAPES.items():
-            *path, last = name.split(".")
-            owner = self
-            for part in path:
-                if part not in dict(owner.named_children()):
-                    owner.add_module(part, nn.Module())
-                owner = owner.get_submodule(part)
-            generator = torch.Generator().manual_seed(len(name) + len(shape))
-            value = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-            owner.register_parameter(last, nn.Parameter(value))
-
-
 def build(settings=SETTINGS, dtype=torch.float64, **defaults):
-    model = Weights(dtype)
-    return model, TSRAdam(model.named_parameters(), settings, **DEFAULTS | defaults)
+    """Parameters under the names of a model, and their optimizer."""
+    generator, weights = torch.Generator().manual_seed(0), {}
+    for name, shape in SHAPES.items():
+        value = torch.randn(shape, generator=generator, dtype=torch.float64)
+        weights[name] = nn.Parameter(value.to(dtype))
+    return weights, TSRAdam(weights.items(), settings, **DEFAULTS | defaults)
 
 
-def give(model, seed):
+def give(weights, seed):
     generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
+    for parameter in weights.values():
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
-def step(model, optimizer, seed):
-    give(model, seed)
+def step(weights, optimizer, seed):
+    give(weights, seed)
     optimizer.step()
 
 
-def parameters(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def bits(model, optimizer):
+def bits(weights, optimizer):
     """Every bit of weights, bases, moments and counters."""
-    found = list(model.parameters())
+    found = list(weights.values())
     for state in optimizer.state_dict()["state"].values():
         found += state.values()
     return torch.cat([value.detach().reshape(-1).view(torch.uint8) for value in found])
 
 
-def test_the_example_trains():
-    (example,) = doctest.DocTestFinder(recurse=False).find(
-        TSRAdam, "TSRAdam", globs=vars(algorithm)
-    )
-    assert len(example.examples) > 6
+@pytest.mark.parametrize("one", [TSRAdam, SpectralOptimizer])
+def test_the_example_runs(one):
+    names = vars(sys.modules[one.__module__])
+    (example,) = doctest.DocTestFinder(recurse=False).find(one, one.__name__, globs=names)
+    assert len(example.examples) > 4
     assert doctest.DocTestRunner().run(example).failed == 0
 
 
@@ -87,7 +72,8 @@ def test_a_saved_state_goes_on_bitwise(dtype):
     (one, first), (two, second) = build(dtype=dtype), build(dtype=dtype)
     for seed in range(3):
         step(one, first, seed)
-    two.load_state_dict(one.state_dict())
+    for name, value in one.items():
+        two[name].data.copy_(value)
     second.load_state_dict(first.state_dict())
     assert second.stacks[0].U.dtype == torch.promote_types(dtype, torch.float32)
     for seed in range(3, 6):
@@ -99,7 +85,7 @@ def test_a_saved_state_goes_on_bitwise(dtype):
 def test_a_frozen_parameter_stays_and_a_groups_rate_is_used():
     model = nn.Sequential(nn.Linear(6, 9), nn.SiLU(), nn.Linear(9, 4))
     model[2].weight.requires_grad_(False)
-    before = parameters(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
     groups = [
         {"params": model[0].named_parameters("0"), "lr": 0.0},
         {"params": model[2].named_parameters("2"), "lr": 0.1},
@@ -153,33 +139,35 @@ def test_steps_are_the_algorithms(changes):
     settings = replace(SETTINGS, oversampling=1, scale=0.7, refresh="sketch")
     settings = replace(settings, **changes)
     defaults = DEFAULTS | {"eps": 1e-5, "lr": 0.05}
-    model, optimizer = build(settings, **defaults)
+    weights, optimizer = build(settings, **defaults)
     hyper = Hyper(**defaults, scale=0.7)
-    twin = ReferenceTSR(parameters(model), plan_matrices(SHAPES, settings), settings, hyper, 2.0)
+    start = {name: p.detach().clone() for name, p in weights.items()}
+    twin = ReferenceTSR(start, plan_matrices(SHAPES, settings), settings, hyper, 2.0)
     assert len(twin.plans) == 4
     for seed in range(7):
         optimizer.begin()
         with optimizer.micro_batch(last=True):
-            give(model, seed)
-            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+            give(weights, seed)
+            gradients = {name: p.grad.clone() for name, p in weights.items()}
         expected = twin.step(gradients)
         norm = optimizer.finish_sums().sqrt()
         optimizer.clip(2.0, norm)
         optimizer.step()
         assert norm.item() == pytest.approx(expected, rel=1e-11)
-        for name, value in parameters(model).items():
+        for name, value in weights.items():
             torch.testing.assert_close(value, twin.weights[name], rtol=0, atol=1e-11)
 
 
-def spoilt_step(model, optimizer, seed, rejected):
+def spoilt_step(weights, optimizer, seed, rejected):
     """A step with a NaN, clipped and settled; returns whether it refreshes the matrix with it."""
     optimizer.begin()
     with optimizer.micro_batch(last=True):
-        give(model, seed)
-        model.get_parameter(MATRIX).grad[1, 2] = math.nan
-    refreshes = model.get_parameter(MATRIX).grad is not None
+        give(weights, seed)
+        weights[MATRIX].grad[1, 2] = math.nan
+    refreshes = weights[MATRIX].grad is not None
     optimizer.clip(1.0, optimizer.finish_sums().sqrt())
-    assert optimizer.nonfinite(model) == [MATRIX]  # clipping spoils no other
+    part = SimpleNamespace(named_parameters=weights.items)
+    assert optimizer.nonfinite(part) == [MATRIX]  # clipping spoils no other
     optimizer.found_inf = torch.tensor(float(rejected))
     optimizer.step()
     optimizer.settle(rejected)
@@ -193,19 +181,19 @@ def spoilt_step(model, optimizer, seed, rejected):
 )
 def test_a_step_that_the_device_rejects_leaves_no_bit(changes, dtype):
     """Before each of five steps, two of which refresh, one with a NaN is rejected."""
-    (model, optimizer), (other, twin) = (build(replace(SETTINGS, **changes), dtype) for _ in "ab")
+    (weights, optimizer), (other, twin) = (build(replace(SETTINGS, **changes), dtype) for _ in "ab")
     refreshes = []
     for seed in range(5):
-        before = bits(model, optimizer)
-        refreshes.append(spoilt_step(model, optimizer, seed + 10, rejected=True))
-        assert torch.equal(before, bits(model, optimizer)), seed
-        step(model, optimizer, seed)
+        before = bits(weights, optimizer)
+        refreshes.append(spoilt_step(weights, optimizer, seed + 10, rejected=True))
+        assert torch.equal(before, bits(weights, optimizer)), seed
+        step(weights, optimizer, seed)
         step(other, twin, seed)
-        assert torch.equal(bits(model, optimizer), bits(other, twin)), seed
+        assert torch.equal(bits(weights, optimizer), bits(other, twin)), seed
     assert refreshes == [1, 0, 0, 1, 0]  # by the steps done, as if nothing had been before
     # The control: accepted, it spoils the weights.
-    spoilt_step(model, optimizer, 5, rejected=False)
-    assert not torch.isfinite(model.get_parameter(MATRIX)).all()
+    spoilt_step(weights, optimizer, 5, rejected=False)
+    assert not torch.isfinite(weights[MATRIX]).all()
 
 
 @pytest.mark.parametrize("saves", [False, True], ids=["", "saves"])
@@ -214,17 +202,17 @@ def test_a_program_that_never_settles_loses_no_refresh(rejected, saves):
     """Alone, with ``found_inf`` and no `settle`: a rejected step is as if it had not been."""
 
     def train(seeds):
-        model, optimizer = build()
+        weights, optimizer = build()
         for seed in seeds:
-            give(model, abs(seed))
+            give(weights, abs(seed))
             optimizer.found_inf = torch.tensor(float(seed < 0))
             if seed < 0:
-                model.get_parameter(MATRIX).grad[1, 2] = math.nan
+                weights[MATRIX].grad[1, 2] = math.nan
             optimizer.step()
             if seed < 0 and saves:  # a checkpoint behind the rejected step
                 states = optimizer.state_dict()["state"].values()
                 assert {int(state["step"]) for state in states} == {rejected}
-        return bits(model, optimizer)
+        return bits(weights, optimizer)
 
     seeds = [1, 2, 3, 4, 5, 6]
     assert torch.equal(train([*seeds[:rejected], -9, *seeds[rejected:]]), train(seeds))
