@@ -141,7 +141,7 @@ class GramGroups:
                 part = parts[view]
                 lacking = most - part.shape[view.row_dim]  # every rank sends as many
                 pads = (0, 0, 0, lacking) if view.row_dim == 0 else (0, lacking)
-                own.append(torch.nn.functional.pad(part, pads))
+                own.append(torch.nn.functional.pad(part, pads) if lacking else part)
             message = torch.cat([part.reshape(-1) for part in own])
             everyone = message.new_empty(group.size(), message.numel())
             all_gather(everyone.view(-1), message, group=group)

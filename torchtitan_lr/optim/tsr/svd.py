@@ -159,8 +159,8 @@ def tsqr(tall: Tensor, most: int, groups: Iterable[dist.ProcessGroup]) -> tuple[
     (b, m, k) is sharded like them, and R (b, k, k) equal on all ranks.
     """
     rows, width = tall.shape[1:]
-    lacking = max(0, min(most, width) - rows)  # every rank sends as many
-    Q, R = _factors(torch.nn.functional.pad(tall, (0, 0, 0, lacking)))
+    lacking = min(most, width) - rows  # every rank sends as many
+    Q, R = _factors(torch.nn.functional.pad(tall, (0, 0, 0, lacking)) if lacking > 0 else tall)
     for group in groups:
         height = R.shape[1]
         stacked = gathered(R, group).transpose(0, 1).flatten(1, 2)  # (b, ranks·height, k)
