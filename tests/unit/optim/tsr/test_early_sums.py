@@ -68,9 +68,8 @@ def step(model, optimizer, seeds, hooks):
     return share
 
 
-@pytest.mark.parametrize("stagger", [False, True])
-def test_hooks_change_no_bit(stagger):
-    (one, first), (two, second) = (build(replace(SETTINGS, stagger=stagger)) for _ in range(2))
+def test_hooks_change_no_bit():
+    (one, first), (two, second) = (build(replace(SETTINGS, stagger=True)) for _ in range(2))
     for round_ in range(4):
         seeds = [2 * round_, 2 * round_ + 1]
         assert torch.equal(step(one, first, seeds, True), step(two, second, seeds, False))
