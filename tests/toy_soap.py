@@ -22,7 +22,7 @@ from torchtitan_lr.costs.held_memory import adam_state
 from torchtitan_lr.costs.messages import Traffic
 from torchtitan_lr.costs.optimizer_costs import MatrixCost, OptimizerWork
 from torchtitan_lr.errors import require
-from torchtitan_lr.optim.beside_adamw import BesideAdamW
+from torchtitan_lr.optim.containers import beside_adamw
 from torchtitan_lr.optim.entries import OptimizerEntry, register_optimizer
 from torchtitan_lr.optim.spectral.algebra import gram, packed, unpacked
 from torchtitan_lr.optim.spectral.layout import GramGroups, View
@@ -59,7 +59,7 @@ class SOAP(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.factors.append(Factor(parameter, int(parameter in of_B), group))
-        self.groups = GramGroups(factor.layout for factor in self.factors)
+        self.groups = GramGroups(self.factors)
         self.steps = torch.zeros(())
         for factor in self.factors:
             self.state[factor.parameter] = factor.state() | {"step": self.steps}
@@ -72,7 +72,7 @@ class SOAP(torch.optim.Optimizer):
         gradients, terms = {}, {}
         for factor in self.factors:
             G = factor.oriented(local_part(factor.parameter.grad).to(factor.dtype))  # (r, n/N)
-            gradients[factor], terms[factor] = G, (factor.layout, packed(gram(G)))
+            gradients[factor], terms[factor] = G, packed(gram(G))
         changes = int(self.steps) % EVERY == 0
         self.steps += 1
         for factor, triangle in self.groups.sum_terms(terms).items():
@@ -96,7 +96,7 @@ class SOAP(torch.optim.Optimizer):
 
 def build(model_parts, config, parallel_dims):
     options = {"betas": (config.beta1, config.beta2), "eps": config.eps}
-    return BesideAdamW(model_parts, config, lambda groups, pairs: SOAP(groups, pairs, **options))
+    return beside_adamw(model_parts, config, lambda groups, pairs: SOAP(groups, pairs, **options))
 
 
 class SoapCost(MatrixCost):

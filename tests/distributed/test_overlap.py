@@ -98,9 +98,9 @@ def rows_of_a_step(arguments: list[str], prefetch: bool = True) -> dict[str, Any
         return {"rows": ledger.rows(), "block": block, "layers": args.n_layers}
 
 
-def beside(rows: list[dict[str, Any]], scope: str, pass_: str, op: str, dim: str = "fsdp") -> int:
-    where = {"scope": scope, "pass": pass_, "op": op, "mesh_dim": dim}
-    found = [row for row in rows if all(row[key] == value for key, value in where.items())]
+def beside(rows: list[dict[str, Any]], *where: str, dim: str = "fsdp") -> int:
+    """Return the FLOPs beside an operation of a scope and pass."""
+    found = [r for r in rows if (r["scope"], r["pass"], r["op"], r["mesh_dim"]) == (*where, dim)]
     assert found
     return sum(row["overlapped_flops"] for row in found)
 
@@ -146,5 +146,5 @@ def test_sums_of_cores_run_beside_backward(two_ranks: RankPool) -> None:
     for buckets in (3, 1):  # one bucket is the control: it starts after backward
         choice = f"--optimizer.tsr_overlap_buckets={buckets}"
         for result in two_ranks.run(rows_of_a_step, [*tsr, choice]):
-            sums = "step", "optimizer", "all_reduce", "dp_replicate"
-            assert (beside(result["rows"], *sums) > 0) == (buckets > 1)
+            sums = beside(result["rows"], "step", "optimizer", "all_reduce", dim="dp_replicate")
+            assert (sums > 0) == (buckets > 1)

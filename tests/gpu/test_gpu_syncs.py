@@ -31,7 +31,6 @@ from torchtitan_lr.numerics import HostCopy
 from torchtitan_lr.optim.entries import build_optimizers
 from torchtitan_lr.optim.spectral.rules import RULES
 from torchtitan_lr.optim.tsr import stack
-from torchtitan_lr.optim.tsr.container import TSROptimizers
 from torchtitan_lr.training.step import Step
 from torchtitan_lr.training.trainer import Trainer
 from torchtitan_lr.training.verdict import Findings, Verdict
@@ -145,7 +144,7 @@ def _forget_values(trainer: Trainer) -> None:
         trainer.optimizers, config.lr_scheduler, config.training.steps
     )
     trainer.rates, trainer.running_step = trainer.build_rates(), trainer.build_step()
-    if isinstance(trainer.optimizers, TSROptimizers):
+    if hasattr(trainer.optimizers, "gradients"):
         for optimizer in trainer.optimizers:
             optimizer.steps += 1
             for stack in optimizer.stacks:

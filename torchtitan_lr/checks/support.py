@@ -107,7 +107,7 @@ def check_step_graph(config: Any, world_size: int, device_type: str) -> None:
 
 def check_optimizer(config: Any, world_size: int, device_type: str) -> None:
     """Check that the optimizer reads the keys of rates, and that every group has a parameter."""
-    from torchtitan_lr.optim.groups import ONE_GROUP, ParameterGroups, check_names
+    from torchtitan_lr.optim.groups import check_patterns
 
     section, args, entry = config.optimizer, llama_args(config), ENTRIES[config.optimizer.name]
     if args is not None and entry.check is not None:
@@ -124,10 +124,9 @@ def check_optimizer(config: Any, world_size: int, device_type: str) -> None:
             default = entry.defaults.get(key, getattr(Optimizer(), name))
             require(got == default, key, got, f"{default!r} with {what}")
         return
-    groups = ParameterGroups.from_config(section)
-    if groups != ONE_GROUP:
+    if section.groups:
         names = list(model_shapes(args))
-        check_names(names, groups, merged(names))
+        check_patterns(names, section, merged(names))
 
 
 def check_pipeline(config: Any, world_size: int, device_type: str) -> None:

@@ -446,10 +446,10 @@ class Optimizer:
     tsr_embedding_refresh_interval: Annotated[int, at_least(1)] = 100
     """TSRAdam: steps between refreshes of the embedding's bases."""
 
-    tsr_moments: Literal["keep", "rotate"] = "rotate"
+    tsr_moments: Literal["keep", "rotate"] = "keep"
     """TSRAdam: Adam's moments after a change of bases:
     - 'keep': unchanged (the published code); the new bases are given the signs of the old ones
-    - 'rotate': expressed in the new bases (the paper's theory)"""
+    - 'rotate': expressed in the new bases (the paper's theory), 0.064 nats behind 'keep'"""
 
     tsr_refresh: Annotated[Literal["auto", "sketch", "dense"], FREE] = "auto"
     """TSRAdam: data reduced over the replicas for a refresh: sketches, the dense gradient, or the

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Literal
 
-Function = Callable[..., Any] | str
-"""A function, or the path of one."""
-
+Function = Callable[..., Any] | str  # a function, or the path of one
 Updates = Literal["all", "matrices", "factors"]
 
 
@@ -21,8 +19,7 @@ Updates = Literal["all", "matrices", "factors"]
 class OptimizerEntry:
     """What the rooms ask of an optimizer."""
 
-    name: str
-    """The value of ``optimizer.name``."""
+    name: str  # the value of ``optimizer.name``
     build: Function
     """Builds torchtitan's container for this rank's model parts, whose weights are drawn, from
     ``[optimizer]`` and `ParallelDims`. An attribute ``gradients`` of it takes the place of
@@ -43,7 +40,7 @@ class OptimizerEntry:
     tf32_products: bool = False
     """Whether its fp32 products may run in TF32 where the model computes in bf16."""
     reads_groups: bool = False
-    """Whether its rates are those of `optim.groups.ParameterGroups.rates`."""
+    """Whether its rates are those of `optim.groups.rates_of`."""
     keys: tuple[str, ...] = ()
     """How those keys begin that not every optimizer reads, and this one does."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -63,7 +60,7 @@ class OptimizerEntry:
 
 _SPECTRAL = OptimizerEntry(
     "",
-    "torchtitan_lr.optim.spectral.container:build_spectral",
+    "torchtitan_lr.optim.containers:build_spectral",
     cost="torchtitan_lr.costs.optimizer_costs:SpectralCost",
     updates="factors",
     splits_columns=True,
@@ -81,7 +78,7 @@ def _spectral(name: str, **facts: Any) -> OptimizerEntry:
 
 _ADAMW = OptimizerEntry(
     "AdamW",
-    "torchtitan_lr.optim.adam:build_adam",
+    "torchtitan_lr.optim.containers:build_adam",
     cost="torchtitan_lr.costs.optimizer_costs:OptimizerCost",
     reads_groups=True,
 )
@@ -90,7 +87,7 @@ ENTRIES: dict[str, OptimizerEntry] = {
     "Adam": replace(_ADAMW, name="Adam"),
     "TSRAdam": OptimizerEntry(
         "TSRAdam",
-        "torchtitan_lr.optim.tsr.container:build_tsr",
+        "torchtitan_lr.optim.containers:build_tsr",
         cost="torchtitan_lr.costs.optimizer_costs:TSRCost",
         sums_replicas=True,
         sends_state=True,
@@ -125,11 +122,7 @@ ENTRIES: dict[str, OptimizerEntry] = {
 
 
 def register_optimizer(entry: OptimizerEntry) -> None:
-    """Make an optimizer from outside the package a value of ``optimizer.name``.
-
-    Raises:
-        ValueError: Another one has its name.
-    """
+    """Make an optimizer from outside the package a value of ``optimizer.name``."""
     if entry.name in ENTRIES:
         raise ValueError(f"the name {entry.name!r} of an optimizer is taken")
     ENTRIES[entry.name] = entry

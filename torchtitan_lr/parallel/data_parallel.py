@@ -30,7 +30,7 @@ from torchtitan_lr.compat.fsdp import (
 from torchtitan_lr.compression.settings import compression_settings, merged
 from torchtitan_lr.compression.units import COMPRESSORS, apply_gradient_compression
 from torchtitan_lr.models.linears import LowRankLinear
-from torchtitan_lr.optim.container import REPLICAS_WIRE
+from torchtitan_lr.optim.containers import REPLICAS_WIRE
 from torchtitan_lr.optim.entries import ENTRIES
 from torchtitan_lr.titan import logger
 from torchtitan_lr.titan.base import TORCH_DTYPE_MAP, JobConfig, ParallelDims, mesh_of

@@ -27,7 +27,7 @@ from torchtitan_lr.compat.dtensor import local_part
 from torchtitan_lr.compat.process_groups import least_of_all
 from torchtitan_lr.compression.compressor import Compressor
 from torchtitan_lr.data.corpus import Batch
-from torchtitan_lr.optim.gradients import Gradients
+from torchtitan_lr.optim.gradients import StoredGradients
 from torchtitan_lr.parallel.data_parallel import OwnGradients, synchronize_gradients
 from torchtitan_lr.parallel.stages import Pipeline
 from torchtitan_lr.titan.base import JobConfig
@@ -49,7 +49,7 @@ class Step:
     model_parts: Sequence[nn.Module]  # the pipeline stages of this rank (one without pipelining)
     pipeline: Pipeline | None  # runs the stages; None without pipelining
     optimizers: OptimizersContainer  # one per model part
-    gradients: Gradients  # the gradients of all parts
+    gradients: StoredGradients  # of all parts; or what the optimizer has in its place
     reader: StepReader  # reads this rank's data
     # Those of ``[grad_compression]``; a step keeps or discards their residuals
     compressors: Sequence[Compressor]

@@ -29,10 +29,10 @@ from torchtitan_lr.ledger.ledger import CommLedger
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.llama import loss_arguments
-from torchtitan_lr.optim.container import trained_parameters
+from torchtitan_lr.optim.containers import trained_parameters
 from torchtitan_lr.optim.entries import ENTRIES
-from torchtitan_lr.optim.gradients import Gradients, StoredGradients
-from torchtitan_lr.optim.groups import LoggedRates, ParameterGroups
+from torchtitan_lr.optim.gradients import StoredGradients
+from torchtitan_lr.optim.groups import LoggedRates, rates_of
 from torchtitan_lr.parallel.context import context_ranks
 from torchtitan_lr.parallel.stages import Pipeline
 from torchtitan_lr.titan import logger
@@ -109,18 +109,16 @@ class Trainer(TitanTrainer):
     def build_rates(self) -> LoggedRates:
         """Find the names of the rates that all ranks log."""
         section = self.job_config.optimizer
-        groups = ParameterGroups.from_config(section)
-        names = {p: n for n, p in trained_parameters(*self.model_parts).items()}
-        shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
-        if groups.rules:  # some may have parameters on other pipeline stages alone
+        shapes = {n: tuple(p.shape) for n, p in trained_parameters(*self.model_parts).items()}
+        if section.groups:  # some may have parameters on other pipeline stages alone
             shapes = model_shapes(self.model_parts[0].model_args)
-        return LoggedRates(section, groups.rates(section, shapes), names)
+        return LoggedRates(section, rates_of(section, shapes))
 
     def build_step(self) -> Step:
         """Build the `Step` of this rank's model parts and optimizers."""
         dims, pipelined = self.parallel_dims, self.parallel_dims.pp_enabled
         # An optimizer that sums over the replicas itself has gradients of its own.
-        gradients: Gradients = getattr(self.optimizers, "gradients", None) or StoredGradients(
+        gradients = getattr(self.optimizers, "gradients", None) or StoredGradients(
             self.model_parts, dims.get_optional_mesh("pp")
         )
         return Step(
@@ -234,7 +232,7 @@ class Trainer(TitanTrainer):
         began = time.monotonic()
         step = self.running_step
         another_follows = self.step < self.job_config.training.steps
-        rates = self.rates.of_step(self.lr_schedulers.schedulers[0], self.optimizers)
+        rates = self.rates.of_step(self.lr_schedulers.schedulers[0])
         try:
             data = step.take(data_iterator)
         except BadDataError as error:

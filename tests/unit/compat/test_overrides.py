@@ -19,7 +19,7 @@ OVERRIDES = [  # ours, upstream's, its parameters, the method of upstream that c
     ),
     # Adam collects its tensors here; the override replaces them by local shards.
     (
-        *("torchtitan_lr.optim.adam:ShardAdam._init_group", "torch.optim:Adam._init_group"),
+        *("torchtitan_lr.optim.containers:ShardAdam._init_group", "torch.optim:Adam._init_group"),
         "self group params_with_grad grads exp_avgs exp_avg_sqs max_exp_avg_sqs state_steps",
         "torch.optim:Adam.step",
     ),

@@ -4,7 +4,7 @@ import pytest
 from tests.oracle.tsr import TSRShape, gathered_elements, honest_tsr, linear_sides
 from torchtitan_lr.costs.tsr_messages import TSRMatrix, TSRMesh, tsr_traffic
 from torchtitan_lr.models.flavors import FLAVORS
-from torchtitan_lr.optim.buckets import split_buckets
+from torchtitan_lr.optim.base import split_buckets
 from torchtitan_lr.optim.tsr.selection import TSRSettings, plan_matrices
 
 REPLICAS = TSRMesh({}, replicas=8)
@@ -37,8 +37,8 @@ def test_adds_up_to_the_honest_counting(refresh):
 
 
 def test_buckets_and_blocks():
-    assert split_buckets([3, 3, 3, 9, 1], 6) == [[0, 1], [2], [3], [4]]
-    assert split_buckets([], 6) == []
+    assert split_buckets("abcde", [3, 3, 3, 9, 1], 6) == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert split_buckets([], [], 6) == []
     mesh = TSRMesh({"fsdp": 2, "tp": 4})
     plan = plan_matrices({"w": (10, 9)}, TSRSettings(rank=1))["w"]
     splits = [((), ()), (("tp",), ()), (("fsdp", "tp"), ("fsdp",))]

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.unit.tiny_trainer import history, tiny_trainer
+from tests.unit.tiny_trainer import history, parameters, tiny_trainer
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.errors import ConfigError
@@ -14,7 +14,6 @@ OPTIONS = [
     *("--training.max_norm=1e9", "--optimizer.tsr_rank=2", "--optimizer.tsr_embedding_rank=2"),
     "--optimizer.adamw_lr=0",
 ]
-OF_TSR = ["--optimizer.tsr_rank=2", "--optimizer.tsr_embedding_rank=2"]
 GROUPS = r"""
 [[optimizer.groups]]
 pattern = 'wq\.A'
@@ -37,17 +36,13 @@ def written(folder, text):
     return f"--job.config_file={path}"
 
 
-def steps(folder, *options, count=1):
-    """Weights before and after some steps, and what was logged; no gradient comes from the data."""
+def step(folder, *options):
+    """Weights before and after a step."""
     with tiny_trainer(folder, *OPTIONS, *options, exact=False) as trainer:
-        model = trainer.model_parts[0]
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        batches = iter(trainer.dataloader)
-        for _ in range(count):
-            trainer.step += 1
-            trainer.train_step(batches)
-        after = {name: p.detach().clone() for name, p in model.named_parameters()}
-        return before, after, history(trainer)
+        before = parameters(trainer.model_parts[0])
+        trainer.step += 1
+        trainer.train_step(iter(trainer.dataloader))
+        return before, parameters(trainer.model_parts[0])
 
 
 def own_rate(name):
@@ -63,11 +58,11 @@ def own_rate(name):
 def test_each_parameter_has_the_rates_of_its_first_group(name, tmp_path):
     """A step with groups is, parameter by parameter, one of a run that has these rates for all."""
     named = f"--optimizer.name={name}"
-    before, found, _ = steps(tmp_path, named, written(tmp_path, GROUPS))
+    before, found = step(tmp_path, named, written(tmp_path, GROUPS))
     for factors in ((0, 1), (4, 0), (1, 2), (1, 1)):
         rate, decay = 0.125 * factors[0], 0.5 * factors[1]
         options = [named, f"--optimizer.lr={rate or 1e-300}", f"--optimizer.weight_decay={decay}"]
-        _, expected, _ = steps(tmp_path / f"{factors}", *options)
+        _, expected = step(tmp_path / f"{factors}", *options)
         chosen = [parameter for parameter in found if own_rate(parameter) == factors]
         assert chosen
         for parameter in chosen:
@@ -76,10 +71,9 @@ def test_each_parameter_has_the_rates_of_its_first_group(name, tmp_path):
 
 
 def test_norms_and_gates_need_not_decay(tmp_path):
-    lax = ["--optimizer.lr=1e-3", "--optimizer.beta1=0"]
-    _, all_decay, _ = steps(tmp_path / "all", *lax)
-    _, found, _ = steps(tmp_path / "matrices", *lax, "--optimizer.weight_decay_on=matrices")
-    _, without, _ = steps(tmp_path / "none", *lax, "--optimizer.weight_decay=0")
+    all_decay = step(tmp_path / "all")[1]
+    found = step(tmp_path / "matrices", "--optimizer.weight_decay_on=matrices")[1]
+    without = step(tmp_path / "none", "--optimizer.weight_decay=0")[1]
     for parameter, weights in found.items():
         same, other = (all_decay, without) if weights.dim() == 2 else (without, all_decay)
         assert weights.equal(same[parameter])
@@ -90,10 +84,10 @@ def test_norms_and_gates_need_not_decay(tmp_path):
 def test_embedding_head_and_norms_have_rates_of_their_own(name, tmp_path):
     named = [f"--optimizer.name={name}", "--optimizer.beta1=0"]
     own = ["--optimizer.adamw_lr=0.25", "--optimizer.adamw_weight_decay=0.75"]
-    _, found, _ = steps(tmp_path / "own", *named, *own)
+    _, found = step(tmp_path / "own", *named, *own)
     for rate, decay, of_matrices in ((0.125, 0.5, True), (0.25, 0.75, False)):
         rates = [f"--optimizer.lr={rate}", f"--optimizer.weight_decay={decay}"]
-        _, same, _ = steps(tmp_path / f"{decay}", *named, *rates)
+        _, same = step(tmp_path / f"{decay}", *named, *rates)
         for parameter, weights in found.items():
             is_matrix = parameter.endswith((".A.weight", ".B.weight"))
             assert weights.equal(same[parameter]) is (is_matrix is of_matrices), parameter

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.unit.tiny_trainer import microbatches, tiny_trainer
 from torchtitan_lr.compression import codecs
 from torchtitan_lr.compression.units import compressors_of
-from torchtitan_lr.optim.tsr.container import TSROptimizers
 
 LISTS = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
@@ -88,8 +87,8 @@ def step(trainer, times=1.0, seed=0, batches=None):
 def counted(trainer, names=READS):
     """The reads and the all-reduces of a third step."""
     host = []
-    if isinstance(trainer.optimizers, TSROptimizers):
-        host = [number for part in trainer.optimizers for number in part.counters]
+    if tsr := getattr(trainer.optimizers, "gradients", None):
+        host = [tsr.steps, *(stack.refresh_counts for stack in tsr.stacks)]
     reads = Reads(host, names)
     batches = (batch for seed in count() for batch in microbatches(seed, valid=(16,)))
     for _ in range(2):

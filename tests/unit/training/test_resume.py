@@ -103,7 +103,7 @@ APPLIED = {
         "optimizer.tsr_start": "gradient",
         "optimizer.tsr_oversampling": 0,
         "optimizer.tsr_power_iterations": 0,
-        "optimizer.tsr_moments": "keep",
+        "optimizer.tsr_moments": "rotate",
         "optimizer.tsr_stagger": False,
     },
     "muon": {
