@@ -1,5 +1,5 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
-"""The check that CPU ranks fit in their machine's memory, by the estimate of `costs.rank_memory`.
+"""The check that CPU ranks fit in their machine's memory, by the estimate of `costs.memory`.
 
 A machine that has too little slows down, and then its kernel kills any process.
 """
@@ -62,10 +62,11 @@ def _needed(config: Any, world_size: int, ranks: int) -> tuple[float, float]:
     """Return the bytes that a machine's ranks need at their peak, and those without a batch."""
     # Late: few runs need it.
     from torchtitan_lr.costs.described_run import read_run
-    from torchtitan_lr.costs.rank_memory import rank_memory, rehearse_run
+    from torchtitan_lr.costs.memory import rank_memory
+    from torchtitan_lr.costs.rehearsal import rehearse_run
 
     run = read_run(config, world_size)
-    rehearsal = rehearse_run(run, fused_norm=False)
+    rehearsal = rehearse_run(run, on_gpu=False)
     each = [rank_memory(run, pp_rank, rehearsal) for pp_rank in range(run.pp)]
     share = ranks / run.pp
     fixed = sum(parts["weights"] + parts["optimizer"] + parts["gradients"] for parts in each)

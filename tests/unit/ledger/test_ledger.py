@@ -12,8 +12,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from torchtitan_lr.compat.fake import fake_process_group
 from torchtitan_lr.compat.process_groups import OPERATIONS
-from torchtitan_lr.costs.comparison import compare, differences
 from torchtitan_lr.costs.messages import Traffic
+from torchtitan_lr.costs.step_traffic import compare, differences
 from torchtitan_lr.ledger.ledger import CommLedger, identify
 
 functional = torch.ops._c10d_functional

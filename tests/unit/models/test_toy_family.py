@@ -12,10 +12,8 @@ from tests.unit.tiny import build_tiny
 from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.costs.described_run import read_run
-from torchtitan_lr.costs.fsdp_messages import named_parameters
-from torchtitan_lr.costs.tp_messages import part_traffic
+from torchtitan_lr.costs.tp_messages import FORMULAS
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.plan_parts import TPSettings
@@ -77,12 +75,11 @@ def test_a_run_of_it_is_accepted_and_estimated(plan):
 def test_formulas_ask_what_holds_for_a_family_and_not_its_name(family, like):
     register_model_family(family)
     args = replace(FLAVORS[family.name]["debug"], lax_gate="scalar" if family.gated else "identity")
-    units = named_parameters(args, TPSettings("btp"), 1).values()
-    assert {name: size for unit in units for name, size in unit.items()} == model_shapes(args)
     settings = TPSettings("btp" if args.low_rank else "megatron", comm="sequence")
-    named_like = part_traffic(replace(args, family=like), settings, 64, 2)
-    assert part_traffic(args, settings, 64, 2) == named_like
-    assert bool(named_like["gates"]) == family.gated
+    formula = FORMULAS[settings.plan]
+    named_like = formula(replace(args, family=like), settings, 64, 2)
+    assert formula(args, settings, 64, 2) == named_like
+    assert bool(named_like.get("gates")) == family.gated
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_lr.collectives import Ranks
-from torchtitan_lr.costs.rehearsal import LivingStorages, fake_ranks
+from torchtitan_lr.costs.kernels import Recorder
+from torchtitan_lr.costs.rehearsal import fake_ranks
 from torchtitan_lr.parallel.btp import Reduction, down_projections, online_down, up_projections
 
 TOKENS, FEATURES, RANK = 4096, 64, 32
@@ -19,7 +20,7 @@ LATENT, FACTOR = 4 * TOKENS * RANK, 4 * RANK * FEATURES
 
 
 def peak_bytes(inputs: Sequence[Tensor], call: Callable[[], object]) -> int:
-    with LivingStorages({x.untyped_storage()._cdata for x in inputs}) as living:
+    with Recorder({x.untyped_storage()._cdata for x in inputs}) as living:
         call()
     return living.peak
 
