@@ -110,17 +110,11 @@ class Run:
         """
         training = self.config.training
         reduced = training.mixed_precision_reduce
-        computed = dict.fromkeys(("activation", "parameter"), training.mixed_precision_param)
-        wide = dict.fromkeys(("statistic", "loss", "core", "sketch", "gram", "momentum"), "float32")
-        return {
-            **computed,
-            **wide,
-            "gradient": reduced,
-            "stored": reduced if reduced == "bfloat16" else training.dtype,
-            "replicas": reduced,
-            "checksum": "int64",
-            "index": "uint8",
-        }
+        roles = dict.fromkeys(("activation", "parameter"), training.mixed_precision_param)
+        wide = ("statistic", "loss", "core", "sketch", "gram", "momentum")
+        roles |= dict.fromkeys(wide, "float32") | dict.fromkeys(("gradient", "replicas"), reduced)
+        roles["stored"] = reduced if reduced == "bfloat16" else training.dtype
+        return roles | {"checksum": "int64", "index": "uint8"}
 
     @property
     def reshards(self) -> bool:

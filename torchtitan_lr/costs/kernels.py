@@ -93,7 +93,7 @@ class _Kernel:
     product: Product | None = None
     attention: float = 0.0
     extern: bool = False  # whether no compiler fuses it: a product, attention or a collective
-    last: int = 0  # bytes that the last operator writes
+    last: int = 0  # bytes that the last of several operators writes
 
 
 class Recorder(RehearsalMode):
@@ -137,7 +137,7 @@ class Recorder(RehearsalMode):
             added = args[_SPREADS[name]]
             size = added.numel() * added.element_size()
             reads, writes = _at_most(reads, size), _at_most(writes, size)
-        operator = _Kernel(self.backward, reads, writes, last=sum(writes.values()))
+        operator = _Kernel(self.backward, reads, writes)
         if name in _PRODUCTS:
             operator.product = _product(*args[_PRODUCTS[name] :][:2])
         elif name.startswith(_ATTENTION):
@@ -170,9 +170,7 @@ class Recorder(RehearsalMode):
 
     def record(self, reads: list[Tensor], writes: list[Tensor]) -> None:
         """Record a kernel that no operator of this machine stands for."""
-        written = self._sizes(writes)
-        last = sum(written.values())
-        self._operators.append(_Kernel(self.backward, self._sizes(reads), written, last=last))
+        self._operators.append(_Kernel(self.backward, self._sizes(reads), self._sizes(writes)))
 
     def _sizes(self, tree: Any, allocated: bool = False) -> _Sizes:
         sizes: _Sizes = {}
@@ -261,7 +259,7 @@ def _runs(operators: list[_Kernel]) -> list[_Kernel]:
         made = {number for number, _ in kernel.writes}
         kernel.reads |= {key: n for key, n in operator.reads.items() if key[0] not in made}
         kernel.writes |= operator.writes
-        kernel.last = operator.last
+        kernel.last = sum(operator.writes.values())
     return kernels
 
 

@@ -155,19 +155,14 @@ SHARES = re.findall(
 )
 
 
-@pytest.mark.parametrize(("parameters", "flops", "size"), SHARES, ids=[said[2] for said in SHARES])
-def test_the_shares_of_readme(parameters, flops, size):
+def test_the_shares_of_readme():
     """README divides what ``estimate`` prints for CoLA by what it prints for full rank."""
-    cola = paper_run(ROOT / f"train_configs/cola_{size.lower()}.toml")
-    full = dict(alternatives(cola, PLANS))["full"]
-    one, other = (
-        run.args.get_nparams_and_flops(empty_model(run.args), run.seq_len) for run in (cola, full)
-    )
-    assert [f"{100 * a / b:.0f}" for a, b in zip(one, other, strict=True)] == [parameters, flops]
-
-
-def test_readme_names_three_sizes():
     assert [size for *_, size in SHARES] == ["60M", "350M", "7B"]
+    for *said, size in SHARES:
+        cola = paper_run(f"cola_{size.lower()}")
+        pair = cola, dict(alternatives(cola, PLANS))["full"]
+        low, full = (r.args.get_nparams_and_flops(empty_model(r.args), r.seq_len) for r in pair)
+        assert [f"{100 * a / b:.0f}" for a, b in zip(low, full, strict=True)] == said
 
 
 @pytest.mark.parametrize("path", sorted(MACHINES.glob("*.toml")), ids=lambda path: path.stem)
