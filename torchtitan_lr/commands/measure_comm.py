@@ -23,7 +23,7 @@ from typing import Any
 
 from torchtitan_lr.commands.parser import OneLineParser
 from torchtitan_lr.console.tables import text_table
-from torchtitan_lr.errors import require
+from torchtitan_lr.errors import one_of, require
 from torchtitan_lr.scaling.start import place_run, report_from_rank, run_on_ranks
 
 QUIET = [
@@ -92,7 +92,8 @@ def run_ranks(arguments: list[str]) -> list[dict[str, Any]]:
     run = read_run(config, ranks)
     # Only the compiler knows what its own mode repeats.
     known = run.tp == 1 or run.checkpointing in EAGER_MODES
-    require(known, "activation_checkpoint.mode", run.checkpointing, f"one of {EAGER_MODES}")
+    want = one_of(EAGER_MODES, run.checkpointing)
+    require(known, "activation_checkpoint.mode", run.checkpointing, want)
     rehearsal = rehearse_run(run) if run.tp > 1 and run.checkpointing != "none" else None
     # The collectives of an optimizer over the replicas are in the scope `step`.
     expected = [row for row in step_traffic(run, 0, rehearsal) if row.scope != "step"]

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 Prepare = Callable[[nn.Module], None]
 """What is done to the model between tensor parallelism and the forward pass: checkpointing."""
 
-BothPasses = tuple[Work, Work]  # of forward, and of backward with what checkpointing repeats
+Passes = list[Work]  # of forward, and of backward with what checkpointing repeats
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Rehearsal:
     block: float
     ends: int  # bytes kept by the embedding, the final norm, the head and the loss
     working: int  # bytes that backward needs beyond what forward left, whole gradients aside
-    block_work: BothPasses  # likewise a mean
-    ends_work: BothPasses
+    block_work: Passes  # likewise a mean
+    ends_work: Passes
     period: int  # blocks after which the pattern of checkpointing repeats
     sent_again: list[Traffic]  # what checkpointing repeats, of the blocks of two periods
     # Likewise of a backward in two halves, which the first stage of a pipeline does not have
@@ -130,9 +130,8 @@ def rehearse_run(run: Run, mode: str | None = None, on_gpu: bool = True) -> Rehe
 
 
 def _between(least: Rehearsal, most: Rehearsal, share: float) -> Rehearsal:
-    def mean(a: BothPasses, b: BothPasses) -> BothPasses:
-        forward, backward = (x.plus(x, -share).plus(y, share) for x, y in zip(a, b, strict=True))
-        return forward, backward
+    def mean(a: Passes, b: Passes) -> Passes:
+        return [x.plus(x, -share).plus(y, share) for x, y in zip(a, b, strict=True)]
 
     return replace(
         least,
@@ -171,8 +170,8 @@ def rehearse(workload: Workload, prepare: Prepare | None = None, period: int = 1
         block=(two.kept - one.kept) / period,
         ends=2 * one.kept - two.kept,
         working=two.recorder.peak - two.kept,
-        block_work=(block_work[0], block_work[1]),
-        ends_work=(ends_work[0], ends_work[1]),
+        block_work=block_work,
+        ends_work=ends_work,
         period=period,
         sent_again=again,
         sent_again_in_halves=merge(halves),

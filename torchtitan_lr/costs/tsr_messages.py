@@ -3,7 +3,7 @@
 
 A step without refresh sums cores over each mesh dimension that splits a matrix and over the
 replicas, one call per bucket, and dense gradients over the replicas. A refresh adds the sketches Y,
-Z and B, what their QR gathers, and checksums, in rounds of matrices with equal q.
+Z and B, what their QR gathers, and checksums, in rounds of so many matrices as fit a bucket.
 """
 
 from __future__ import annotations
@@ -31,13 +31,6 @@ class TSRMatrix:
     plan: MatrixPlan  # sides m and n, rank r, width k, and iterations q of the matrix
     rows: tuple[str, ...] = ()  # mesh dimensions that split the rows
     columns: tuple[str, ...] = ()  # mesh dimensions that split the columns
-
-    @property
-    def kind(self) -> object:
-        """What matrices that the optimizer stacks have in common."""
-        plan = self.plan
-        shape = (plan.rows, plan.columns, plan.rank, plan.power_iterations, plan.transposed)
-        return shape, self.rows, self.columns
 
 
 @dataclass(frozen=True)
@@ -109,10 +102,7 @@ def tsr_traffic(
     backward: the last module first.
     """
     plain = [m for i, m in enumerate(matrices) if i not in refreshing]
-    # The optimizer stacks matrices that are alike, in the model's order.
-    kinds = list(dict.fromkeys(m.kind for m in reversed(matrices)))
     fresh = [matrices[i] for i in sorted(refreshing, reverse=True)]
-    fresh.sort(key=lambda m: kinds.index(m.kind))
     # Cores, r×r or r×n, are summed over every dimension that a projection contracts.
     sizes = [m.plan.rank * (m.plan.rank if m.plan.two_sided else mesh.block(m)[1]) for m in plain]
     contracted = [m.rows + (m.columns if m.plan.two_sided else ()) for m in plain]
@@ -126,21 +116,18 @@ def tsr_traffic(
     most = min(BUCKET, ceil(sum(whole) / settings.overlap_buckets))
     for bucket in _buckets(whole, most):
         rows += mesh.over_replicas("gradient", sum(whole[i] for i in bucket))
-    sizes = [mesh.held(m) for m in fresh]
-    for bucket in _buckets(sizes, BUCKET):
-        for q in {fresh[i].plan.power_iterations for i in bucket}:
-            alike = [fresh[i] for i in bucket if fresh[i].plan.power_iterations == q]
-            rows += _refresh(alike, q, mesh, settings.moments == "rotate")
+    for bucket in _buckets([mesh.held(m) for m in fresh], BUCKET):
+        rows += _refresh([fresh[i] for i in bucket], mesh, settings)
     return merge(rows)
 
 
-def _refresh(fresh: Sequence[TSRMatrix], q: int, mesh: TSRMesh, rotates: bool) -> list[Traffic]:
+def _refresh(fresh: Sequence[TSRMatrix], mesh: TSRMesh, settings: TSRSettings) -> list[Traffic]:
     """Return one round: the sums Y, (Z, Y)·q, B with a QR after each, signs, checksums.
 
     Signs come from the sketch and then, for each projected side, from the earlier bases.
     """
     rows: list[Traffic] = []
-    axes: list[Axis] = ["columns", *(("rows", "columns") * q), "rows"]
+    axes: list[Axis] = ["columns", *(("rows", "columns") * settings.power_iterations), "rows"]
     for axis in axes:
         # Y and Z are summed over one axis and have the length of the other axis.
         side = 0 if axis == "columns" else 1
@@ -157,7 +144,7 @@ def _refresh(fresh: Sequence[TSRMatrix], q: int, mesh: TSRMesh, rotates: bool) -
     both = [m for m in fresh if m.plan.two_sided]
     sums: list[tuple[Sequence[TSRMatrix], Axis, int]] = [
         *((fresh, "columns", 1), (fresh, "rows", 1), (both, "columns", 1)),
-        *(((fresh, "rows", 2), (both, "columns", 2)) if rotates else ()),
+        *(((fresh, "rows", 2), (both, "columns", 2)) if settings.moments == "rotate" else ()),
     ]
     for matrices, axis, power in sums:
         rows += _sum(matrices, axis, [m.plan.rank**power for m in matrices], mesh)

@@ -75,9 +75,8 @@ def test_json(script, capsys):
     parts = {"weights", "gradients", "optimizer", "activations", "working", "buffers", "peak"}
     assert report["memory_bytes"].keys() == parts
     assert report["activations_by_mode"].keys() == {"none", "selective", "full", "low_rank"}
-    assert report["step_time"].keys() >= {
-        "compute", "exposed_communication", "hidden_communication"
-    }  # fmt: skip
+    times = {"compute", "exposed_communication", "hidden_communication", "total", "tokens_per_s"}
+    assert report["step_time"].keys() >= times
     # As configured is BTP; vanilla sends more, full rank is larger.
     assert report["comm_bytes"] == others["btp"]["comm_bytes"]
     tensor = [sum(c["comm_bytes"]["tp"].values()) for c in (others["vanilla"], report)]
@@ -177,33 +176,27 @@ GOOD = (MACHINES / "h100.toml").read_text()
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (GOOD + "\ncolour = 'green'\n", "machine.toml: colour: got 'green'"),
-        (GOOD.replace("memory_gib = 80.0", ""), "machine.toml: memory_gib: got None"),
-        (GOOD.replace("= 80.0", "= nan"), "machine.toml: memory_gib: got nan"),
-        (GOOD.replace("node = 8", "node = 8.5"), "machine.toml: devices_per_node: got 8.5"),
-        (GOOD.replace("= 80.0", f"= {'9' * 5000}"), "expected shorter numbers"),
-    ],
-)
-def test_wrong_hardware(text, message, tmp_path, script, capsys):
-    path = tmp_path / "machine.toml"
-    path.write_text(text)
-    assert script.main([DEBUG, f"--hardware={path}"]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([DEBUG, "--hardware=b300"], "one of a100_80g_nvlink"),
-        ([DEBUG, "--training.sequence=3"], "training.sequence"),
-        ([DEBUG, "--plans=full,btq"], "--plans: got 'btq', expected some of full, btp, vanilla"),
-        ([DEBUG, DEBUG], "CONFIG: got"),
+        (["colour = 'green'\n" + GOOD], "machine.toml: colour: got 'green'"),
+        ([GOOD.replace("memory_gib = 80.0", "")], "machine.toml: memory_gib: got None"),
+        ([GOOD.replace("= 80.0", "= nan")], "machine.toml: memory_gib: got nan"),
+        ([GOOD.replace("node = 8", "node = 8.5")], "machine.toml: devices_per_node: got 8.5"),
+        ([GOOD.replace("= 80.0", f"= {'9' * 5000}")], "expected shorter numbers"),
+        ([None, "--hardware=b300"], "one of a100_80g_nvlink"),
+        ([None, "--training.sequence=3"], "training.sequence"),
+        ([None, "--plans=full,btq"], "--plans: got 'btq', expected some of full, btp, vanilla"),
+        ([None, DEBUG], "CONFIG: got"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_refusals(arguments, message, script, capsys):
-    assert script.main(arguments) == 2
+def test_refusals(arguments, message, tmp_path, script, capsys):
+    """Of a machine's file, and of arguments."""
+    text, *others = arguments
+    path = tmp_path / "machine.toml"
+    if text is not None:
+        path.write_text(text)
+        others = [f"--hardware={path}"]
+    assert script.main([DEBUG, *others]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
