@@ -12,9 +12,9 @@ from torch.distributed.tensor import Shard
 
 from torchtitan_lr.collectives import local
 from torchtitan_lr.config.schema import TP_PLANS
-from torchtitan_lr.costs.fsdp_messages import named_parameters
 from torchtitan_lr.costs.messages import forward
-from torchtitan_lr.costs.tp_messages import FORMULAS, PlanFormula
+from torchtitan_lr.costs.tp_messages import FORMULAS
+from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.linears import activated, down_products
 from torchtitan_lr.parallel.paired import gather_from_ranks
 from torchtitan_lr.parallel.plan_parts import Plan, normalize
@@ -39,12 +39,11 @@ class Gathered(Plan):
 
 
 def gathered_traffic(shape, settings, n, ranks):
-    factors = named_parameters(shape, settings, 1)["block 0"].values()
-    block = [forward("all_gather", [prod(size) for size in factors if len(size) == 2])]
-    ends = FORMULAS["vanilla"].traffic(shape, settings, n, ranks)
-    return ends | {"block": block}
+    blocks = [size for name, size in model_shapes(shape).items() if name.startswith("layers.0.")]
+    block = [forward("all_gather", [prod(size) for size in blocks if len(size) == 2])]
+    return FORMULAS["vanilla"](shape, settings, n, ranks) | {"block": block, "gates": []}
 
 
 PLANS["gathered"] = Gathered
 TP_PLANS.append("gathered")
-FORMULAS["gathered"] = PlanFormula(gathered_traffic, (1, 1), (1, 1), shards_heads=False)
+FORMULAS["gathered"] = gathered_traffic

@@ -13,12 +13,12 @@ AdamW updates the other parameters. A run names this module by ``experimental.cu
 """
 
 from functools import partial
+from math import prod
 
 import torch
 
 from torchtitan_lr.compat.dtensor import local_part, wrap_like
 from torchtitan_lr.costs.described_run import read_run
-from torchtitan_lr.costs.held_memory import adam_state
 from torchtitan_lr.costs.messages import Traffic
 from torchtitan_lr.costs.optimizer_costs import MatrixCost, OptimizerWork
 from torchtitan_lr.errors import require
@@ -113,12 +113,9 @@ class SoapCost(MatrixCost):
 
     def state_bytes(self, pieces):
         own, others = self.own(pieces)
-        squares = zip(self.names, self.whole_matrices(), strict=True)
-        replicated = sum(2 * matrix.r**2 for name, matrix in squares if name in own)
+        numbers = sum(2 * prod(piece) + 2 * self.whole[name].r ** 2 for name, piece in own.items())
         count = 4 * bool(own)  # of steps, which the factors share
-        moments = adam_state(own, self.wide) - 4 * len(own) + count
-        adamw = adam_state(others, self.run.precision.parameter)
-        return moments + self.wide * replicated + adamw
+        return self.wide * numbers + count + super().state_bytes(others)
 
     def work(self, pp_rank):
         """G Gᵀ, Qᵀ G, Qᵀ M and Q D; the eigenvectors are left out."""

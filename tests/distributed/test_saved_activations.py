@@ -26,7 +26,7 @@ def saved_on_rank(case: Case) -> dict[str, int]:
     from torch.distributed.tensor import DTensor
 
     from tests.support.parity_cases import BATCH, TOKENS
-    from torchtitan_lr.costs.rehearsal import LivingStorages
+    from torchtitan_lr.costs.kernels import Recorder
 
     tp_mesh(case.degree)
     found = {}
@@ -46,7 +46,7 @@ def saved_on_rank(case: Case) -> dict[str, int]:
             return x
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-        with LivingStorages(outside) as living, hooks:
+        with Recorder(outside) as living, hooks:
             loss = part(tokens, targets=tokens)
             found[mode] = living.bytes() - loss.untyped_storage().nbytes()
         if mode == "none":

@@ -299,6 +299,10 @@ class Training:
     launches kernels more slowly than the GPU runs them. 'auto' captures on a GPU what can be
     captured, and says in a line why not; 'on' refuses the rest. Numbers are those without it."""
 
+    check_memory: Annotated[bool, FREE] = True
+    """Refuse ranks on the CPU that need more memory than their machine has, by the estimate of
+    ``torchtitan-lr estimate``. False starts them anyway."""
+
     shuffle: Annotated[bool, DATA] = True
     """Read the sequences of a corpus in a seeded order, another one in each epoch. False reads them
     from its start to its end."""

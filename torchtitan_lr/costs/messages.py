@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan_lr authors. Licensed under the BSD-3-Clause license.
 """Rows of predicted traffic; elements are counted like in the ledger."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -28,10 +28,15 @@ class Traffic:
 
 
 def of_pass(
-    pass_: Pass, op: str, payloads: Sequence[int], role: str = "activation", scope: str = "block"
+    pass_: Pass,
+    op: str,
+    payloads: Sequence[int],
+    role: str = "activation",
+    scope: str = "block",
+    mesh_dim: str = "tp",
 ) -> Traffic:
     """Return the row of one collective per payload, of so many elements each."""
-    return Traffic(scope, pass_, op, role, len(payloads), sum(payloads))
+    return Traffic(scope, pass_, op, role, len(payloads), sum(payloads), mesh_dim)
 
 
 forward, backward = partial(of_pass, "forward"), partial(of_pass, "backward")
@@ -57,26 +62,3 @@ def element_size(row: Traffic, dtypes: Mapping[str, str]) -> int:
         role = own.get(role, role)
     dtype: torch.dtype = getattr(torch, dtypes[role])
     return dtype.itemsize
-
-
-def pipeline_traffic(
-    boundaries: Sequence[int], local_stages: Collection[int], batch: int, microbatches: int
-) -> list[Traffic]:
-    """Return a rank's messages per pass: one per boundary, micro-batch and direction.
-
-    Boundary i lies between the stages i and i + 1; `boundaries` are elements per sequence.
-    Neighbouring stages on one rank (the turn of a V-shaped schedule) send no message.
-    """
-    rows = []
-    for index, of_a_sequence in enumerate(boundaries):
-        sends = index in local_stages
-        if sends == (index + 1 in local_stages):
-            continue
-        elements = microbatches * batch * of_a_sequence
-        there, back = ("send", "recv") if sends else ("recv", "send")
-        scope = f"boundary {index}"
-        rows += [
-            Traffic(scope, "forward", there, "activation", microbatches, elements, "pp"),
-            Traffic(scope, "backward", back, "activation", microbatches, elements, "pp"),
-        ]
-    return rows

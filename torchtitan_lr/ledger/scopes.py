@@ -8,7 +8,7 @@ FSDP2 prefetches weights, so its calls are attributed to the parameters' owner.
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,7 +52,10 @@ class ScopeTracker:
             self._follow("head", getattr(part, "output", None))
 
         for optimizer in optimizers:
-            self._follow_steps(optimizer)
+            enter = optimizer.register_step_pre_hook(lambda *_: self._step(True))
+            leave = optimizer.register_step_post_hook(lambda *_: self._step(False))
+            self.hooks.callback(enter.remove)
+            self.hooks.callback(leave.remove)
 
     @property
     def in_unit(self) -> bool:
@@ -75,6 +78,9 @@ class ScopeTracker:
             return self._owner or self._stack[-1], "forward", False
         return (LOSS, "forward", False) if self._in_loss else (STEP, "optimizer", False)
 
+    def _step(self, runs: bool) -> None:
+        self._in_optimizer = runs
+
     def _end_model(self, module: nn.Module, args: Any, output: Any) -> None:
         self._in_loss = True
         self._model_ends.append(autograd.next_node_number())
@@ -82,16 +88,6 @@ class ScopeTracker:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leave = leaf.register_hook(lambda _: setattr(self, "_in_loss", False))
                 self.hooks.callback(leave.remove)
-
-    def _follow_steps(self, optimizer: Optimizer) -> None:
-        def enter(*_: Any) -> None:
-            self._in_optimizer = True
-
-        def leave(*_: Any) -> None:
-            self._in_optimizer = False
-
-        self.hooks.callback(optimizer.register_step_pre_hook(enter).remove)
-        self.hooks.callback(optimizer.register_step_post_hook(leave).remove)
 
     def _follow(self, scope: str, module: nn.Module | None) -> None:
         if module is None:
@@ -113,24 +109,28 @@ class ScopeTracker:
         self.hooks.callback(module.register_forward_hook(after).remove)
         self._own_unit(module, scope)
 
-        def recompute(change: int, *_: Any) -> None:
-            # The first forward pass runs the inner module too.
-            self._recomputing += change * (autograd.backward_number() is not None)
-
-        begin, end = partial(recompute, 1), partial(recompute, -1)
         for inner in autograd.checkpointed_modules(module):
-            self.hooks.callback(inner.register_forward_pre_hook(begin).remove)
+            begin = inner.register_forward_pre_hook(lambda *_: self._recompute(1))
             # Recomputation may stop early with an exception.
-            self.hooks.callback(inner.register_forward_hook(end, always_call=True).remove)
+            end = inner.register_forward_hook(lambda *_: self._recompute(-1), always_call=True)
+            self.hooks.callback(begin.remove)
+            self.hooks.callback(end.remove)
+
+    def _recompute(self, change: int) -> None:
+        # The first forward pass runs the inner module too.
+        self._recomputing += change * (autograd.backward_number() is not None)
 
     def _own_unit(self, module: nn.Module, scope: str) -> None:
-        def owned(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            outer = self._owner, self.reducing
-            self._owner, self.reducing = scope, original.__name__ == "post_backward"
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._owner, self.reducing = outer
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(original)
+            def owned(*args: Any, **kwargs: Any) -> Any:
+                outer = self._owner, self.reducing
+                self._owner, self.reducing = scope, original.__name__ == "post_backward"
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    self._owner, self.reducing = outer
 
-        wrap = lambda original: wraps(original)(partial(owned, original))  # noqa: E731
+            return owned
+
         self.hooks.callback(wrap_unit_calls(module, wrap))

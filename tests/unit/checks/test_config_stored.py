@@ -5,6 +5,7 @@ import json
 
 from tests.support.config_checks import MAIN, check, refusal
 from torchtitan_lr.checkpoints.record import Record
+from torchtitan_lr.checks import memory
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.models import configured
 from torchtitan_lr.models.flavors import FLAVORS
@@ -71,3 +72,18 @@ def test_residuals_belong_to_their_layout(tmp_path):
     check(*options, "--grad_compression.codec=none")
     Record({key: value for key, value in saved.items() if key != "grad_compression"}).write(step)
     assert "expected one with grad_compression: it holds " in refusal(*options)
+
+
+def test_ranks_that_do_not_fit_in_their_machine_are_refused(tmp_path, monkeypatch):
+    # 512 sequences of 128 tokens: about 3 GiB for the main job's model.
+    large = ["--training.local_batch_size=512", "--parallelism.tensor_parallel_degree=1"]
+    large += ["--compile.no_enable", f"--job.dump_folder={tmp_path}"]
+    check(*large, world=1)
+    monkeypatch.setattr(memory, "machine_memory", lambda: 2**30)
+    told = refusal(*large, world=1)
+    assert told.startswith("training.local_batch_size: got 512, expected less")
+    check(*large, "--training.no_check_memory", world=1)
+    check(*large, world=1, device="cuda")
+    small = [*large, "--training.local_batch_size=48"]
+    check(*small, world=1)
+    assert "4 ranks need" in refusal(*small, world=4)

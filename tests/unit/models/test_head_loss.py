@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan_lr.compat.fake import FakeTensorMode
-from torchtitan_lr.costs.rehearsal import LivingStorages
+from torchtitan_lr.costs.kernels import Recorder
 from torchtitan_lr.models import ends as head_loss
 from torchtitan_lr.models.ends import cross_entropy_sum, errors_in_place, linear_loss
 from torchtitan_lr.models.lanes import lane_linear
@@ -152,7 +152,7 @@ def peak(function, tokens, dim, vocabulary, dtype):
         weight = torch.empty(vocabulary, dim, dtype=dtype, requires_grad=True)
         targets = torch.zeros(1, tokens, dtype=torch.long)
         outside = {t.untyped_storage()._cdata for t in (x, weight, targets)}
-        with LivingStorages(outside) as living:
+        with Recorder(outside) as living:
             function(x, weight, targets).backward()
         return living.peak - x.nbytes - weight.nbytes
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from tests.reference.btp import PlainBTP
 from tests.unit.tiny import build_tiny
 from torchtitan_lr.collectives import Ranks
-from torchtitan_lr.costs.rehearsal import LivingStorages, fake_ranks
+from torchtitan_lr.costs.kernels import Recorder
+from torchtitan_lr.costs.rehearsal import fake_ranks
 from torchtitan_lr.costs.tp_messages import model_traffic
 from torchtitan_lr.models.llama import Rows, apply_rope
 from torchtitan_lr.parallel.btp import Reduction, down_projections, online_down, up_projections
@@ -23,7 +24,7 @@ LATENT, FACTOR = 4 * TOKENS * RANK, 4 * RANK * FEATURES
 
 
 def peak_bytes(inputs: Sequence[Tensor], call: Callable[[], object]) -> int:
-    with LivingStorages({x.untyped_storage()._cdata for x in inputs}) as living:
+    with Recorder({x.untyped_storage()._cdata for x in inputs}) as living:
         call()
     return living.peak
 

@@ -16,10 +16,8 @@ from torchtitan_lr.checks.job import check_job_config
 from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.schema import TP_PLANS
 from torchtitan_lr.costs.described_run import read_run
-from torchtitan_lr.costs.fsdp_messages import named_parameters
-from torchtitan_lr.costs.tp_messages import FORMULAS, part_traffic
+from torchtitan_lr.costs.tp_messages import FORMULAS
 from torchtitan_lr.errors import ConfigError
-from torchtitan_lr.models.configured import model_shapes
 from torchtitan_lr.models.families import FAMILIES, ModelFamily
 from torchtitan_lr.models.flavors import FLAVORS
 from torchtitan_lr.parallel.plan_parts import TPSettings
@@ -95,12 +93,11 @@ def test_a_toml_may_name_a_plan_of_its_module(tmp_path):
 def test_formulas_ask_what_holds_for_a_family_and_not_its_name(family, like):
     register_model_family(family)
     args = replace(FLAVORS[family.name]["debug"], lax_gate="scalar" if family.gated else "identity")
-    units = named_parameters(args, TPSettings("btp"), 1).values()
-    assert {name: size for unit in units for name, size in unit.items()} == model_shapes(args)
     settings = TPSettings("btp" if args.low_rank else "megatron", comm="sequence")
-    named_like = part_traffic(replace(args, family=like), settings, 64, 2)
-    assert part_traffic(args, settings, 64, 2) == named_like
-    assert bool(named_like["gates"]) == family.gated
+    formula = FORMULAS[settings.plan]
+    named_like = formula(replace(args, family=like), settings, 64, 2)
+    assert formula(args, settings, 64, 2) == named_like
+    assert bool(named_like.get("gates")) == family.gated
 
 
 def test_a_module_of_the_working_directory_is_found_and_its_imports_are_told(tmp_path, monkeypatch):
