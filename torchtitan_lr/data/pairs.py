@@ -17,17 +17,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from torchtitan_lr.data.template import ChatTemplate, Rendered
+from torchtitan_lr.data.template import ChatTemplate
 from torchtitan_lr.data.tokenizer import Tokenizer, Tokens, encode_texts
 
-Segment: TypeAlias = tuple[str, bool]
-"""A part of a record's text, and whether its tokens are labels."""
-
-PROMPT, COMPLETION, MESSAGES, TOOLS = "prompt", "completion", "messages", "tools"
+PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
 
 _MARKS = "\ufdd0", "\ufdd1"
 """Stand around the name of a special token in a message: no characters of any text."""
@@ -36,16 +33,13 @@ _MARKS = "\ufdd0", "\ufdd1"
 def parse_pair(record: Any) -> str:
     """Check a record, and return it as canonical JSON.
 
-    The content of a message may be a list of texts, ``{"type": "text", "text": ...}``, which are
-    joined. Other keys of messages, and ``tools``, are for the template.
-
-    Raises:
-        ValueError: The record is not a pair or a chat; the message says what was expected.
+    Other keys of messages are for the template. A ValueError says what was expected.
     """
     found = record if isinstance(record, dict) else {}
     if MESSAGES in found:
-        tools = {TOOLS: found[TOOLS]} if found.get(TOOLS) else {}
-        found = tools | {MESSAGES: _parse_messages(found[MESSAGES])}
+        if found.get("tools"):
+            raise ValueError('a chat without "tools"')
+        found = {MESSAGES: _parse_messages(found[MESSAGES])}
     else:
         found = {name: found.get(name) for name in (PROMPT, COMPLETION)}
         if not all(isinstance(text, str) for text in found.values()):
@@ -62,29 +56,16 @@ def _parse_messages(messages: Any) -> list[dict[str, Any]]:
     found, roles = [], ["system", "user"]
     for place, message in enumerate(messages, 1):
         parts = message if isinstance(message, dict) else {}
-        role, content = parts.get("role"), _content(parts.get("content"), place)
+        role, content = parts.get("role"), parts.get("content")
         if role not in roles:
             raise ValueError(f"the role {' or '.join(roles)} in message {place}, not {role!r}")
-        given = {name: value for name, value in parts.items() if value is not None}
-        found.append(given | {"role": role, "content": content})
+        if not isinstance(content, str) or not content.strip():
+            raise ValueError(f'a string that is not empty as "content" of message {place}')
+        found.append({name: value for name, value in parts.items() if value is not None})
         roles = ["assistant"] if role == "user" else ["user"]
     if role != "assistant":
         raise ValueError("an answer of the assistant as the last message")
     return found
-
-
-def _content(given: Any, place: int) -> str:
-    """Return the text of a message's content, a string or a list of texts."""
-    parts = given if isinstance(given, list) else [{"text": given}]
-    content = ""
-    for part in parts:
-        text = part.get("text") if isinstance(part, dict) else part
-        if not isinstance(text, str):
-            raise ValueError(f'a string, or a list of texts, as "content" of message {place}')
-        content += text
-    if not content.strip():
-        raise ValueError(f'a "content" that is not empty in message {place}')
-    return content
 
 
 def question_of(document: str) -> str:
@@ -102,11 +83,14 @@ def text_of(document: str) -> str:
     return "".join(text for text, _ in _plain(json.loads(document)))
 
 
-def _plain(record: dict[str, Any]) -> list[Segment]:
-    """Return a pair's two parts, or the plain form of a chat: heading and text of each message."""
+def _plain(record: dict[str, Any]) -> list[tuple[str, bool]]:
+    """Return the parts of a pair's text, or of a chat's plain form; and whether each is an answer.
+
+    In the plain form a message is a heading and its text.
+    """
     if MESSAGES not in record:
         return [(record[PROMPT], False), (record[COMPLETION], True)]
-    parts, context = list[Segment](), ""
+    parts, context = list[tuple[str, bool]](), ""
     for index, message in enumerate(record[MESSAGES]):
         context += "\n\n" * (index > 0) + f"### {message['role'].capitalize()}:\n"
         if message["role"] == "assistant":
@@ -124,10 +108,7 @@ class PairEncoder:
     model. The tokens of an answer are what the tokenizer appends to them for the whole text. Where
     it would merge tokens across the border, the answer is encoded alone. A chat with a template is
     encoded as a whole, as transformers does. ``digest`` is the identity of the template, empty for
-    the plain form.
-
-    Raises:
-        ConfigError: The template is unreadable or has no text; at the first chat, is not valid.
+    the plain form. A ConfigError says that the template cannot be used.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -170,19 +151,16 @@ class PairEncoder:
         """Return what the template writes behind an answer, such as ``<|im_end|>``."""
         probe = "ANSWER"
         chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": probe}]
-        text = self._template.answered(chat).text if self.digest else ""
+        text = self._template.places(chat).text if self.digest else ""
         return text.rpartition(probe)[2].strip()
 
     def _encode_chat(self, record: dict[str, Any], answered: bool) -> Tokens:
         """Encode a whole chat by the template: a token is a label if a part of it is an answer."""
-        messages, tools = self._marked(record[MESSAGES]), self._marked(record.get(TOOLS))
-        if answered:
-            rendered = self._template.answered(messages, tools)
-        else:
-            rendered = Rendered(self._template.asked(messages[:-1], tools), [])
-        found, answers = list[int](), iter([*rendered.answers, (len(rendered.text) + 1,) * 2])
+        messages = self._marked(record[MESSAGES])
+        text, places = self._template.places(messages if answered else messages[:-1], answered)
+        found, answers = list[int](), iter([*places, (len(text) + 1,) * 2])
         begin, end = next(answers)
-        for token, first, last in self._tokens(rendered.text):
+        for token, first, last in self._tokens(text):
             while first >= end:
                 begin, end = next(answers)
             found.append(token if last > begin else ~token)

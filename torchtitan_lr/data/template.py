@@ -24,8 +24,7 @@ from torchtitan_lr.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
 from torchtitan_lr.errors import ConfigError
 
 CHAT_TEMPLATE = "chat_template.jinja"
-MORE_TEMPLATES = "additional_chat_templates"
-"""Folder of templates with names, such as ``tool_use.jinja``."""
+MORE_TEMPLATES = "additional_chat_templates"  # folder of templates with names
 
 _MOST_BYTES = 1 << 26  # of a template's file
 _KEY, _WANT = "model.hf_assets_path", "a chat template in Jinja, or none at all"
@@ -33,10 +32,9 @@ _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _UNDATED = "{% set strftime_now = no_such_function %}\n"
 """In front of a template: it then finds no function of the date. The sandbox drops the line."""
 
-MOST_SECONDS = 10.0
-"""Time to render one chat: a template can have a loop without end."""
-MOST_CHARACTERS = 1 << 26
-"""Length of one rendered chat."""
+MOST_SECONDS = 10.0  # to render one chat: a template can have a loop without end
+MOST_CHARACTERS = 1 << 26  # of one rendered chat
+_TOO_LONG = f"it makes more than {MOST_CHARACTERS} characters"
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -58,10 +56,9 @@ def template_files(folder: Path) -> dict[str, str]:
 
 
 class ChatTemplate:
-    """The chat templates of a tokenizer; ``digest`` is their identity, empty where there are none.
+    """The chat template of a tokenizer; ``digest`` is its identity, empty where there is none.
 
-    Raises:
-        ConfigError: A template is unreadable or has no text.
+    A ConfigError says that it is unreadable or has no text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -69,108 +66,79 @@ class ChatTemplate:
         self._special, self._where = tokenizer.special_tokens, str(folder / CHAT_TEMPLATE)
         try:
             files = template_files(folder)
-            self._sources: dict[str, str] = {}
-            for name, file in files.items():
-                text = read_regular(file_within(folder, file), _MOST_BYTES).decode()
+            if files:  # they replace all templates of the configuration
+                text = read_regular(file_within(folder, files["default"]), _MOST_BYTES).decode()
                 # Ends of lines as where a text file is read.
-                self._sources[name] = text.replace("\r\n", "\n").replace("\r", "\n")
-            if not files:  # files replace all templates of the configuration
+                self._source = text.replace("\r\n", "\n").replace("\r", "\n")
+            else:
                 self._where = str(folder / TOKENIZER_CONFIG)
-                self._sources = _of_config(tokenizer.config.get("chat_template"))
-            if not all(source.strip() for source in self._sources.values()):
+                self._source = _of_config(tokenizer.config.get("chat_template"))
+            if (files or self._source) and not self._source.strip():
                 raise ValueError("it has no text")
         except Exception as error:  # unreadable, or of another type
-            raise ConfigError(_KEY, self._where, f"{_WANT} ({error})") from error
-        used = [self._sources[n] for n in ("default", "tool_use") if n in self._sources]
-        identity = "\0".join(used) or repr(self._sources)
-        self.digest = hashlib.sha256(identity.encode()).hexdigest()[:8] if self._sources else ""
+            raise ConfigError(_KEY, self._where, f"{_WANT} ({error!r})") from error
+        self._marked = _MARKED.search(self._source) is not None
+        source = self._source.encode()
+        self.digest = hashlib.sha256(source).hexdigest()[:8] if source else ""
 
-    def render(self, messages: list[Message], tools: Any = None, opened: bool = False) -> Rendered:
-        """Render a chat, with ``opened`` up to an answer that is to follow.
+    def places(self, messages: list[Message], answered: bool = True) -> Rendered:
+        """Render a chat and find its answers, each with its end mark; or what stands before one.
 
-        The answers are those that the template marks with ``{% generation %}``.
-
-        Raises:
-            Exception: The template cannot render it: a template can raise anything.
-        """
-        # Imported late: few runs have a template.
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        source = _UNDATED + self._sources[self._name(tools)]
-        options = {"return_assistant_tokens_mask": bool(_MARKED.search(source))}
-        options |= {"add_generation_prompt": opened}
-        with _limited():
-            texts, answers = render_jinja_template(
-                [messages], tools or None, None, source, **options, **self._special
-            )
-        if len(texts[0]) > MOST_CHARACTERS:
-            raise ValueError(_TOO_LONG)
-        return Rendered(texts[0], answers[0] if answers else [])
-
-    def answered(self, messages: list[Message], tools: Any = None) -> Rendered:
-        """Render a chat and find its answers, each with its end mark.
-
-        Without marks in the template an answer is what it adds to the text in front of the answer.
-
-        Raises:
-            ConfigError: The template cannot render it, or needs marks.
+        The answers are those that the template marks with ``{% generation %}``. Without marks an
+        answer is what it adds to the text in front of the answer. A ConfigError says that the
+        template cannot render the chat, or needs marks.
         """
         try:
-            whole = self.render(messages, tools)
-            if not _MARKED.search(self._sources[self._name(tools)]):  # transformers finds no answer
-                whole = Rendered(whole.text, list(self._by_prefixes(messages, tools, whole.text)))
+            whole = self._render(messages, opened=not answered)
+            if not answered:
+                return whole
+            if not self._marked:  # transformers finds no answer
+                whole = Rendered(whole.text, list(self._by_prefixes(messages, whole.text)))
             if any(begin == end for begin, end in whole.answers) or not whole.answers:
                 raise ValueError("it needs some text for every answer")
             return whole
         except Exception as error:  # a template can raise anything
-            raise self._error(error, messages) from error
+            start = json.dumps(messages, ensure_ascii=False)[:80]
+            want = f"a template that renders every chat ({error}); the chat begins with {start}"
+            if type(error).__name__ == "TemplateSyntaxError":
+                want = f"{_WANT} ({error})"
+            raise ConfigError(_KEY, self._where, want) from error
 
-    def asked(self, messages: list[Message], tools: Any = None) -> str:
-        """Return the text up to the next answer; errors as for `answered`."""
-        try:
-            return self.render(messages, tools, opened=True).text
-        except Exception as error:  # a template can raise anything
-            raise self._error(error, messages) from error
+    def _render(self, messages: list[Message], opened: bool = False) -> Rendered:
+        """Render a chat, with ``opened`` up to an answer that is to follow."""
+        # Imported late: few runs have a template.
+        from transformers.utils.chat_template_utils import render_jinja_template
 
-    def _name(self, tools: Any) -> str:
-        """Return the name of the template for a chat."""
-        name = "tool_use" if tools and "tool_use" in self._sources else "default"
-        if name not in self._sources:
-            raise ValueError(f"it needs a template named 'default', not {[*self._sources]}")
-        return name
+        options: dict[str, Any] = {"return_assistant_tokens_mask": self._marked, **self._special}
+        source = _UNDATED + self._source
+        with _limited():
+            texts, answers = render_jinja_template(
+                [messages], None, None, source, add_generation_prompt=opened, **options
+            )
+        if len(texts[0]) > MOST_CHARACTERS:
+            raise ValueError(_TOO_LONG)
+        return Rendered(texts[0], answers[0] if answers and not opened else [])
 
-    def _by_prefixes(self, messages: list[Message], tools: Any, whole: str) -> Iterator[Span]:
+    def _by_prefixes(self, messages: list[Message], whole: str) -> Iterator[Span]:
         """Yield the places of answers, from the texts of the chat's beginnings."""
         end = 0
         for place, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self.render(messages[:place], tools, opened=True).text
-            after = self.render(messages[: place + 1], tools).text
+            before = self._render(messages[:place], opened=True).text
+            after = self._render(messages[: place + 1]).text
             if not (whole.startswith(after) and after.startswith(before) and len(before) >= end):
                 want = "it needs text that only grows from one message to the next"
                 raise ValueError(f"{want}, or {{% generation %}} around its answers")
             end = len(after)
             yield len(before), end
 
-    def _error(self, error: Exception, messages: list[Message]) -> ConfigError:
-        start = json.dumps(messages, ensure_ascii=False)[:80]
-        want = f"a template that renders every chat ({error}); the chat begins with {start}"
-        if type(error).__name__ == "TemplateSyntaxError":
-            want = f"{_WANT} ({error})"
-        return ConfigError(_KEY, self._where, want)
 
-
-def _of_config(given: Any) -> dict[str, str]:
-    """Return the templates of a configuration by name: one text, or a list of several."""
+def _of_config(given: Any) -> str:
+    """Return the template of a configuration: a text, or the default one of several with names."""
     if isinstance(given, list):
-        return {each["name"]: each["template"] for each in given}
-    if isinstance(given, dict):
-        return given
-    return {} if given is None else {"default": given}
-
-
-_TOO_LONG = f"it makes more than {MOST_CHARACTERS} characters"
+        given = {each["name"]: each["template"] for each in given}
+    return str((given["default"] if isinstance(given, dict) else given) or "")
 
 
 @contextmanager

@@ -97,8 +97,8 @@ def export_tokenizer(
         "padding_side": "left",
         # Without token_type_ids, which LLaMA has no use for.
         "model_input_names": ["input_ids", "attention_mask"],
-        # With BPE the setting would remove spaces of the text itself.
-        "clean_up_tokenization_spaces": tokenizer.cleans_up,
+        # The setting would remove spaces of the text itself.
+        "clean_up_tokenization_spaces": False,
     }
     stops = stop_ids_of(folder)
     if len(stops) > 1:

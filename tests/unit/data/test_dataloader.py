@@ -2,6 +2,7 @@
 """The order of rows; the same global batches for any split; exact resume from one integer."""
 
 import multiprocessing
+import os
 import tempfile
 import time
 import weakref
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.corpora import write_corpus
+from torchtitan_lr.data import dataloader
 from torchtitan_lr.data.corpus import DOCUMENTS, Rows
 from torchtitan_lr.data.dataloader import (
     MOST_SLOTS,
@@ -167,6 +169,39 @@ def test_closing_ends_a_read_ahead_and_its_thread(corpora):
             assert torch.equal(next(reader)[1], first)
         assert iterator() is None
     assert not any(thread.is_alive() for thread in loader._thread._threads)
+
+
+class StuckRows(TrainingRows):
+    """Reads that never return: of a pipe, in the place of a storage that hangs."""
+
+    def __getitems__(self, rows):
+        with open(self.pipe):
+            return super().__getitems__(rows)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_read_that_never_returns_ends_with_the_run(corpora, tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(dataloader, "LAST_READ_SECONDS", 0.1)
+    rows = StuckRows([Rows(corpora[0], S)])
+    rows.pipe = tmp_path / "pipe"
+    os.mkfifo(rows.pipe)
+    context = multiprocessing.get_context("fork")
+    left, held = context.Pipe(duplex=False)
+
+    def run():
+        loader = build(rows, 1, 4, num_workers=workers)[0]
+        loader.stopping = iter([False, True]).__next__
+        with pytest.raises(RuntimeError, match="not read yet when the run was stopped"):
+            next(iter(loader))
+        loader.close()
+        os._exit(0)  # as a rank
+
+    child = context.Process(target=run)
+    child.start()
+    held.close()
+    child.join(30)
+    assert child.exitcode == 0
+    assert left.poll(10)  # no worker lives: all that inherited the other end have closed it
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import sys
 import tempfile
 import time
 from contextlib import contextmanager
@@ -21,8 +20,9 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.data import prepare
 from torchtitan_lr.data import tokenize as tokenizing
 from torchtitan_lr.data.corpus import Corpus
-from torchtitan_lr.data.prepare import ensure_prepared, prepare_folder, prepare_for_ranks, wanted
+from torchtitan_lr.data.prepare import ensure_prepared, prepare_for_ranks, wanted
 from torchtitan_lr.data.sources import Reader, Source
+from torchtitan_lr.data.tokenize import prepare_folder
 from torchtitan_lr.data.tokenizer import Tokenizer
 from torchtitan_lr.errors import ConfigError, DataError
 from torchtitan_lr.titan import logger
@@ -111,7 +111,6 @@ def test_a_mixture_has_a_folder_and_a_share_for_each(tmp_path, config):
     for entry, why in [
         ({"dataset": "local", "path": "x", "wieght": 1}, "one of the keys dataset, weight, path"),
         ({"dataset": "local", "path": "x", "weight": 0}, "a positive number"),
-        ({"dataset": "local", "path": "x", "weight": "1"}, "a positive number"),
         ({"dataset": "local", "path": "x", "name": "a"}, "different names"),
     ]:
         job.training.mixture = [{"dataset": "cpython", "name": "a"}, entry]
@@ -128,23 +127,22 @@ OWN_SPLITS = [f"a/b en web train {TRAIN}", f"a/b en test held_out {TEST}"]
 
 
 @pytest.mark.parametrize(
-    ("section", "training", "expected"),
+    ("training", "expected"),
     [
-        ("training", {"dataset": "c4"}, C4),
-        ("training", HF, [f"a/b@1.0 None train both {TRAIN}"]),
-        ("training", HF | {"hf_streaming": False}, ["a/b@1.0 None train both None"]),
-        ("training", HF | {"hf_tokens": 7000}, ["a/b@1.0 None train both 7000"]),
-        ("training", {"mixture": [SPLIT], "hf_held_out": "test"}, OWN_SPLITS),
-        ("validation", HF, C4[1:]),
+        ({"dataset": "c4"}, C4),
+        (HF, [f"a/b@1.0 None train both {TRAIN}"]),
+        (HF | {"hf_streaming": False}, ["a/b@1.0 None train both None"]),
+        (HF | {"hf_tokens": 7000}, ["a/b@1.0 None train both 7000"]),
+        ({"mixture": [SPLIT], "hf_held_out": "test"}, OWN_SPLITS),
     ],
 )
-def test_how_much_of_a_dataset_of_the_hub_is_prepared(config, section, training, expected):
+def test_how_much_of_a_dataset_of_the_hub_is_prepared(config, training, expected):
     options = "--training.steps=9 --training.global_batch_size=8 --training.seq_len=99"
     options += " --validation.enable --validation.steps=2 --validation.local_batch_size=4"
     options += " --validation.seq_len=49 --parallelism.tensor_parallel_degree=2"
-    job = config(options, "--validation.dataset=c4_validation", path=None)
+    job = config(options, path=None)
     vars(job.training).update(training)
-    (part,) = wanted(job, section)
+    (part,) = wanted(job)
     assert [
         f"{source.paths[0]} {source.config} {source.split} {source.part} {source.tokens}"
         for source in part.sources
@@ -187,10 +185,10 @@ def test_a_prepared_folder_of_the_user(tmp_path, config):
 @pytest.mark.parametrize("locks", [True, False], ids=["locks", "a file system without locks"])
 def test_two_runs_prepare_a_folder_at_the_same_time(config, monkeypatch, locks):
     """Once if there are locks; else both write the same bytes."""
-    tokenize, context = prepare.tokenize, multiprocessing.get_context("fork")
+    run_alone, context = tokenizing._Preparation.run, multiprocessing.get_context("fork")
     calls, barrier = context.Value("i"), context.Barrier(3)
     if not locks:
-        monkeypatch.setattr(prepare.FileLock, "acquire", lambda *_, **__: refuse())
+        monkeypatch.setattr(tokenizing.FileLock, "acquire", lambda *_, **__: refuse())
 
     def refuse():
         raise NotImplementedError
@@ -199,13 +197,13 @@ def test_two_runs_prepare_a_folder_at_the_same_time(config, monkeypatch, locks):
         with calls.get_lock():
             calls.value += 1
         time.sleep(0.5)
-        return tokenize(*args, **options)
+        return run_alone(*args, **options)
 
     def run():
         Corpus.open(ensure_prepared(config())[0].folder).check()
         barrier.wait(30)
 
-    monkeypatch.setattr(prepare, "tokenize", slow)
+    monkeypatch.setattr(tokenizing._Preparation, "run", slow)
     children = [context.Process(target=run) for _ in range(3)]
     for child in children:
         child.start()
@@ -247,39 +245,17 @@ def test_a_folder_of_others_is_not_written_to(tmp_path, pattern, monkeypatch):
     with pytest.raises(ConfigError, match="was begun by this command; it holds"):
         command(tmp_path / "other", 2)
     # Both found an empty folder; the one that had the lock was killed.
-    alone = prepare._alone
+    alone = tokenizing._alone
 
     @contextmanager
-    def after_another(folder, key):
-        with alone(folder, key):
+    def after_another(folder):
+        with alone(folder):
             shutil.copytree(tmp_path / "other", folder, dirs_exist_ok=True)
             yield
 
-    monkeypatch.setattr(prepare, "_alone", after_another)
+    monkeypatch.setattr(tokenizing, "_alone", after_another)
     with pytest.raises(ConfigError, match="was begun by this command; it holds"):
         command(tmp_path / "third", 2)
-
-
-def test_a_long_preparation_is_said_before_it_starts(tmp_path, config, monkeypatch, capsys):
-    """By the tokens that are wanted of the Hub, and by the bytes of files."""
-    monkeypatch.setattr(tokenizing, "cores", lambda: 2)
-    (part,) = wanted(config())
-    (size,) = (file.stat().st_size for file in Reader(part.sources[0]).files)
-    seconds = prepare.preparing_seconds([Reader(part.sources[0])], 2)
-    assert seconds == pytest.approx(size / 4 / 180_000)
-    hub = Source("hf", ("owner/name",), tokens=2_200_000_000)
-    assert prepare.preparing_seconds([Reader(hub)], 2) == pytest.approx(3.4 * 3600, rel=0.01)
-    monkeypatch.setattr(prepare, "LONG_SECONDS", seconds / 2)
-    prepare_for_ranks(config())
-    told = capsys.readouterr().err
-    assert told.index("that takes about 0:00:0") < told.index("prepared ")
-    assert "(cores used: 2)" in told
-    # Chats are rendered by the main thread alone.
-    folder = shutil.copytree("torchtitan_lr/data/assets/bpe4k", tmp_path / "tokenizer")
-    pairs = [Reader(Source("python_stdlib_docs"))]
-    assert tokenizing.threads_of(pairs, Tokenizer(str(folder))) == 2
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-    assert tokenizing.threads_of(pairs, Tokenizer(str(folder))) == 0
 
 
 def test_what_a_small_corpus_holds_out_is_said(tmp_path, config, capsys):
@@ -319,17 +295,25 @@ def test_a_place_too_long_for_sockets_of_workers(tmp_path, config, monkeypatch):
         check_corpora(config("--training.dataloader.num_workers=1"), 1, "cpu")
 
 
-def test_tokens_of_another_user_are_read(config, monkeypatch):
-    """Nothing in their folder is opened for writing."""
-    folder = ensure_prepared(config())[0].folder
-    opened = list[tuple[str, int]]()
+def test_a_store_of_another_user_is_read_and_a_refusal_tells_the_way_out(tmp_path):
+    store = Path(tempfile.mkdtemp())  # pytest's own folder is closed to others
+    tokenizer = Tokenizer("torchtitan_lr/data/assets/bpe4k")
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    readers = [Reader(Source("local", (str(path),), part=part)) for part in ("train", "both")]
+    assert all(reader.stamp for reader in readers)  # the text is read before
+    prepare_folder(readers[:1], tokenizer, store / "there", "training.token_folder")
+    store.chmod(0o555)
 
-    def hook(event, arguments):
-        if event == "open" and str(arguments[0]).startswith(folder):
-            opened.append((str(arguments[0]), arguments[2]))
+    def run():
+        if os.getuid() == 0:
+            os.setuid(65534)
+        prepare_folder(readers[:1], tokenizer, store / "there", "training.token_folder")
+        with pytest.raises(ConfigError, match=rf"{store}/b'.*Permission denied.*chmod g\+w"):
+            prepare_folder(readers[1:], tokenizer, store / "b", "training.token_folder")
 
-    sys.addaudithook(lambda *event: hook(*event) if watching else None)
-    watching = [True]
-    assert ensure_prepared(config())[0].folder == folder
-    watching.clear()
-    assert opened and all(flags & (os.O_WRONLY | os.O_RDWR) == 0 for _, flags in opened)
+    child = multiprocessing.get_context("fork").Process(target=run)
+    child.start()
+    child.join()
+    store.chmod(0o755)
+    shutil.rmtree(store)
+    assert child.exitcode == 0

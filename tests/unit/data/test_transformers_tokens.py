@@ -113,7 +113,7 @@ FOLDERS = {
     "prefix_space": ("prefix", None, {"add_prefix_space": True}, {}),
     "metaspace_unigram": ("unigram", None, {"unk_token": "<unk>"}, {}),
     "byte_fallback": ("fallback", None, {"chat_template": INST}, {}),
-    "wordpiece": ("wordpiece", None, {"clean_up_tokenization_spaces": True}, {}),
+    "wordpiece": ("wordpiece", None, {"clean_up_tokenization_spaces": False}, {}),
     "nfc_lower": (
         "bytes",
         lambda b: setattr(
