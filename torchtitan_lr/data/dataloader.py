@@ -177,12 +177,6 @@ class TokenDataLoader(BaseDataLoader):
         self._batches, self._next_batch = None, Future[Batch]()
         return ended
 
-    def shares(self) -> dict[str, float]:
-        """Return the share of the rows so far of each part of a mixture, ``data_share/<name>``."""
-        parts, seen = self.dataset.parts, self.dataset.shares.seen(self.position)
-        each = zip(parts, seen, strict=True) if len(parts) > 1 else ()
-        return {f"data_share/{part.name}": count / max(1, self.position) for part, count in each}
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position, the same on every rank; a step's record has what it counts."""
         return {"rows": self.position}
@@ -271,12 +265,6 @@ class Shares:
         periods, slots = np.divmod(rows, len(self.slots))
         parts = self.slots[slots]
         return parts, periods * self.counts[parts] + self._before[slots, parts]
-
-    def seen(self, rows: int) -> list[int]:
-        """Return how many of the first rows each part has had."""
-        periods, slot = divmod(rows, len(self.slots))
-        found: list[int] = (periods * self.counts + self._before[slot]).tolist()
-        return found
 
 
 def build_dataloader(

@@ -95,21 +95,14 @@ class Piece(NamedTuple):
 
     file: str  # for errors
     data: bytes | list[str]  # whole lines, or texts
+    size: int  # its bytes or characters
     start: int | None = None  # bytes of a .txt file before it; None of others, with documents
     line: int = 1  # the number of its first line or row
     held_out: bool | None = None  # the part of all its documents; None to choose by hash
 
-    @property
-    def size(self) -> int:
-        """Its bytes or characters."""
-        return sum(map(len, self.data)) if isinstance(self.data, list) else len(self.data)
 
-
-class Bad(NamedTuple):
-    """A record that cannot be read."""
-
-    place: str
-    want: str  # what was expected there
+Bad = tuple[str, str]
+"""The place of a record that cannot be read, and what was expected there."""
 
 
 class Reader:
@@ -255,7 +248,7 @@ class Reader:
                     clean = document.encode("utf-8", errors="replace").decode("utf-8")
                     yield question_of(clean) if self.pairs else clean, clean
             except ValueError as error:
-                bad.append(Bad(f"{piece.file}:{number}", str(error)))
+                bad.append((f"{piece.file}:{number}", str(error)))
 
     def _places(self, piece: Piece, bad: list[Bad]) -> Iterator[tuple[str, str]]:
         """Yield the lines of .txt that start in the same bytes, with the name of their place."""
@@ -270,7 +263,7 @@ class Reader:
                 try:
                     texts.append(_decoded(line if start else line.removeprefix(BOM)))
                 except ValueError as error:
-                    bad.append(Bad(f"{piece.file}:{number}", str(error)))
+                    bad.append((f"{piece.file}:{number}", str(error)))
             if text := "".join(texts):
                 yield f"{name}:{place}", text
 
@@ -295,7 +288,8 @@ class Reader:
         is_plain = kind_of(path) == ".txt"
         with path.open("rb") as raw, _decompressed(raw, path) as file:
             held = bytearray()  # of a line that goes on
-            start, line, place = 0, 1, 0  # of the piece, and the bytes that were read
+            start = 0 if is_plain else None  # of the piece, as is its line
+            line, place = 1, 0  # bytes that were read
             # Up to multiples of the size, however few bytes a codec gives at once.
             while new := file.read(PIECE_BYTES - place % PIECE_BYTES):
                 head = new[:HEAD_BYTES].decode("utf-8", errors="replace") if not place else ""
@@ -309,11 +303,14 @@ class Reader:
                 # The rest of a line that is too long is not kept.
                 held += new[:cut] if cut else new[: max(0, LONGEST + 1 - len(held))]
                 if cut:
-                    yield Piece(str(path), bytes(held), start if is_plain else None, line)
-                    start, line = place - len(new) + cut, line + held.count(b"\n")
+                    yield Piece(
+                        str(path), bytes(held), len(held), start if is_plain else None, line
+                    )
+                    start = place - len(new) + cut if is_plain else None
+                    line += held.count(b"\n")
                     held = bytearray(new[cut:])
             if held:
-                yield Piece(str(path), bytes(held), start if is_plain else None, line)
+                yield Piece(str(path), bytes(held), len(held), start, line)
 
     def _rows(self, path: Path) -> Iterator[Piece]:
         # Imported late: text files do not need pyarrow.
@@ -422,13 +419,12 @@ def _refuse_links(files: list[Path], folder: Path, key: str) -> None:
 
 
 def library_files(root: Path) -> list[Path]:
-    """Return the non-empty .py files of a library; some builds of Python omit them."""
+    """Return the .py files of a library but empty ones; some builds of Python omit them."""
     found = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in EXCLUDED]
-        paths = (Path(folder, name) for name in names if name.endswith(".py"))
-        # Skip broken links and empty files.
-        found += [path for path in paths if path.is_file() and path.stat().st_size]
+    for file in root.rglob("*.py"):
+        left_out = EXCLUDED & set(file.relative_to(root).parts[:-1])
+        if not left_out and file.is_file() and file.stat().st_size:  # no broken link
+            found.append(file)
     want = f"an interpreter with library sources (none under {root}), or 'cpython'"
     require(found, "training.dataset", STDLIB, want)
     return found
@@ -491,7 +487,7 @@ def _grouped(path: Path, documents: Iterable[str]) -> Iterator[Piece]:
         some.append(document[: LONGEST + 1])
         size += len(some[-1])
         if size >= PIECE_BYTES:
-            yield Piece(str(path), some, line=first)
+            yield Piece(str(path), some, size, line=first)
             some, size, first = [], 0, first + len(some)
     if some:
-        yield Piece(str(path), some, line=first)
+        yield Piece(str(path), some, size, line=first)

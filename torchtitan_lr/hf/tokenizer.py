@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
 from torchtitan_lr.config.files import file_within, read_json, read_regular
-from torchtitan_lr.data.template import template_files
+from torchtitan_lr.data.pairs import template_files
 from torchtitan_lr.data.tokenizer import (
     GENERATION_CONFIG,
     HF_FILE,

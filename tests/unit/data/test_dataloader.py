@@ -91,14 +91,10 @@ def test_the_rows_of_a_mixture_are_those_of_its_parts_in_their_shares(corpora):
     loader = build(rows_of(corpora, 3))[0]
     found = steps([loader], 9).flatten(0, 1)
     part_of = torch.bucketize(found[:, 0, 0], torch.tensor([999, 1999]))
-    shares = (torch.bincount(part_of) / torch.tensor(len(found), dtype=torch.float64)).tolist()
-    names = [f"data_share/{name}" for name in ("text", "more", "pairs")]
-    assert loader.shares() == dict(zip(names, shares, strict=True))
-    assert shares == pytest.approx([5 / 9, 3 / 9, 1 / 9])
+    assert torch.bincount(part_of).tolist() == [len(found) * share // 9 for share in (5, 3, 1)]
     # Rows of text are one document each, those of pairs three (with the padding).
     documents = [len(set(row.tolist())) for row in found[:, 2]]
     assert set(zip(part_of.tolist(), documents, strict=True)) == {(0, 1), (1, 1), (2, 2)}
-    assert build(rows_of(corpora))[0].shares() == {}
 
 
 @pytest.mark.parametrize("which", [1, 3], ids=["one", "mixture"])
@@ -259,7 +255,6 @@ def test_shares_are_exact_at_every_point(weights):
     for row, part, number in zip(rows.tolist(), parts.tolist(), numbers.tolist(), strict=True):
         assert number == seen[part]  # each part's rows in their order, none twice
         seen[part] += 1
-        assert shares.seen(row + 1) == seen
         for count, weight in zip(seen, exact, strict=True):
             assert abs(count - (row + 1) * weight / sum(exact)) < 1
 

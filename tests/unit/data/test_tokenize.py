@@ -150,13 +150,8 @@ def test_bad_lines_are_counted_and_may_be_left_out(tmp_path, monkeypatch):
     lines = path.read_bytes().splitlines(keepends=True)
     bad = {7: b"{broken\n", 200: b'{"text": 3}\n', 399: b'{"text": "\xff"}\n'}
     path.write_bytes(b"".join(bad.get(i, line) for i, line in enumerate(lines)))
-    with pytest.raises(DataError, match=r"a\.jsonl:8'.* first of 3 bad records") as error:
+    with pytest.raises(DataError, match=r"a\.jsonl:8'[^\n]* first of 3 bad records"):
         prepare(path, tmp_path / "out", max_bad_records=2)
-    assert "\n" not in str(error.value)
-    # Another text takes no unit of this one.
-    other = write_jsonl(tmp_path / "b.jsonl", TEXTS[:9])
-    with pytest.raises(ConfigError, match="was begun by this command; it holds"):
-        prepare(other, tmp_path / "out")
     # Nothing is tokenized again once they may be lost.
     monkeypatch.setattr(tokenizing, "encode_documents", None)
     corpus = prepare(path, tmp_path / "out", max_bad_records=3)
@@ -171,16 +166,14 @@ def decoded(corpus):
 
 
 BOM = b"\xef\xbb\xbf"
+LONG = b'{"text": "one"}\n{"text": "' + b"long " * 60 + b'"}\n{"text": "\xc3\xa9"}'
+HALVES = b'{"text": "\\ud83d\\ude00"}\n{"text": "half \\ud83d of it"}\n{'
 LOST = [  # name, content, the line that is lost, and the texts that are left
     ("a.txt", BOM + b"one and more\nl'\xe9t\xe9\nthree\n", 2, ["one and more\nthree\n"]),
     ("a.jsonl", BOM + b'{"text": "one"}\r\n\r\n{"text": "l\xe9"}\r\n', 3, ["one"]),
     ("a.jsonl", b'{"text": "one"}\n{"text": "\xed\xa0\xbd"}\n', 2, ["one"]),
-    (
-        "a.jsonl",
-        b'{"text": "one"}\n{"text": "' + b"long " * 60 + b'"}\n{"text": "\xc3\xa9"}',
-        2,
-        ["one", "\xe9"],
-    ),
+    ("a.jsonl", LONG, 2, ["one", "\xe9"]),
+    ("a.jsonl", HALVES, 3, ["half ? of it", "\U0001f600"]),
 ]
 
 
@@ -188,21 +181,13 @@ LOST = [  # name, content, the line that is lost, and the texts that are left
 def test_what_is_lost_is_a_counted_record(tmp_path, monkeypatch, name, content, line, left):
     monkeypatch.setattr(sources, "LONGEST", 200)
     monkeypatch.setattr(sources, "PIECE_BYTES", 64)
-    (tmp_path / name).write_bytes(content)
+    path, out = tmp_path / name, tmp_path / "out"
+    path.write_bytes(content)
     with pytest.raises(DataError, match=rf"got '[^']*{name}:{line}', .*first of 1 bad records"):
-        prepare(tmp_path / name, tmp_path / "out")
-    corpus = prepare(tmp_path / name, tmp_path / "out", max_bad_records=1)
-    assert [bad.split(": ")[0] for bad in corpus.record["bad_records"]] == [
-        f"{tmp_path / name}:{line}"
-    ]
+        prepare(path, out)
+    corpus = prepare(path, out, max_bad_records=1)
+    assert corpus.record["bad_records"][0].startswith(f"{path}:{line}: expected ")
     assert decoded(corpus) == left
-
-
-def test_a_lone_surrogate_is_replaced(tmp_path):
-    lines = ['{"text": "pair \\ud83d\\ude00"}', '{"text": "half \\ud83d of it"}']
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    corpus = prepare(tmp_path / "a.jsonl", tmp_path / "out")
-    assert decoded(corpus) == ["half ? of it", "pair \U0001f600"]
 
 
 @pytest.mark.parametrize("text", ["some words " * 400, "\u5317\u4eac" * 900, "x" * 5000])
@@ -212,10 +197,7 @@ def test_a_long_line_of_txt_is_cut_and_whole(tmp_path, monkeypatch, text):
     (tmp_path / "a.txt").write_text(f"{text}\nend\n", encoding="utf-8")
     reader = Reader(Source("local", (str(tmp_path),), part="train"))
     pieces = list(reader.pieces())
-    assert (
-        "".join(text for piece in pieces for text in reader.documents(piece)[0][0])
-        == f"{text}\nend\n"
-    )
+    assert "".join(reader.texts()) == f"{text}\nend\n"
     assert max(len(piece.data) for piece in pieces) <= 2000 and len(pieces) > 3
 
 
@@ -230,27 +212,21 @@ def test_a_folder_has_no_hidden_files_and_no_links_out_of_it(tmp_path):
     for path in (data, f"{data}/**/*.jsonl"):
         assert [*map(str, Reader(Source("local", (str(path),))).files)] == wanted
     # A snapshot in the Hub's cache is made of links into the folder beside it.
-    snapshot = tmp_path / "datasets--a--b" / "snapshots" / "1"
-    (snapshot.parents[1] / "blobs").mkdir(parents=True)
+    cache, snapshot = tmp_path / "datasets--a--b", tmp_path / "datasets--a--b/snapshots/1"
     snapshot.mkdir(parents=True)
-    shutil.copy(data / "a.jsonl", snapshot.parents[1] / "blobs" / "0a")
+    (cache / "blobs").mkdir()
+    shutil.copy(data / "a.jsonl", cache / "blobs/0a")
     (snapshot / "train.jsonl").symlink_to("../../blobs/0a")
-    (snapshot / "more").mkdir()
-    (snapshot / "more" / "a.jsonl").symlink_to("../../../blobs/0a")
-    for folder, files in ((snapshot, 2), (snapshot / "more", 1)):
-        assert len(Reader(Source("local", (str(folder),))).files) == files
+    assert len(Reader(Source("local", (str(snapshot),))).files) == 1
     # A folder of that name elsewhere is another's.
-    shutil.copytree(snapshot.parents[1] / "blobs", tmp_path / "blobs")
-    (data / "x.jsonl").symlink_to("../blobs/0a")
-    with pytest.raises(ConfigError, match=r"x\.jsonl', .* a link to "):
-        Reader(Source("local", (str(data),)))
-    (data / "x.jsonl").unlink()
-    (data / "x.txt").symlink_to("/etc/passwd")
-    for source in ("local", "hf"):
-        with pytest.raises(ConfigError, match=r"x\.txt', .* a link to /etc/passwd"):
-            Reader(Source(source, (str(data),)))
-    with pytest.raises(ConfigError, match="a link to /etc/passwd"):
-        Reader(Source("local", (f"{data}/*",)))
+    shutil.copytree(cache / "blobs", tmp_path / "blobs")
+    for target in ("../blobs/0a", "/etc/passwd"):
+        link = data / "x.jsonl"
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        for source, path in (("local", data), ("hf", data), ("local", data / "*")):
+            with pytest.raises(ConfigError, match=r"x\.jsonl', .* a link to "):
+                Reader(Source(source, (str(path),)))
 
 
 def test_columns_of_text_have_several_types(tmp_path):
