@@ -6,16 +6,14 @@ position p trains on the rows ``p .. p + B - 1``. With a fixed ``training.global
 batch is the same for any number of ranks and any micro-batch, and a run goes on exactly at any
 other split. At -1, B is one micro-batch of every data-parallel rank, and grows with the ranks.
 
-The seeded order needs no table. Each epoch permutes the windows by a Feistel network (Luby and
-Rackoff, 1988) over the smallest power of two that holds them. A result that is no window is
-encrypted again until it is one: cycle walking (Black and Rogaway, "Ciphers with arbitrary finite
-domains", 2002, section 4). It takes no memory and no time at the start. The
-round function is integer arithmetic alone, so the order is the same on every machine and after an
-update of numpy.
+The seeded order needs no table, no memory and no time at the start. Each epoch permutes the windows
+by a Feistel network (Luby and Rackoff, 1988) over the smallest power of two that holds them. A
+result that is no window is encrypted again until it is one: cycle walking (Black and Rogaway,
+"Ciphers with arbitrary finite domains", 2002, section 4). The round function is integer arithmetic
+alone, so the order is the same on every machine.
 
-The shell is torchdata's ``StatefulDataLoader``, as in torchtitan's ``ParallelAwareDataloader``:
-worker processes and pinned memory are its own. The state is not: there the position of every rank
-is a pickle of its own.
+The shell is torchdata's ``StatefulDataLoader``, as in torchtitan's ``ParallelAwareDataloader``. The
+state is not: there the position of every rank is a pickle of its own.
 """
 
 from __future__ import annotations
@@ -44,15 +42,9 @@ from torchtitan_lr.titan.components import BaseDataLoader
 
 Words = npt.NDArray[np.uint64]
 
-ROUNDS = 6
-"""Four rounds suffice for a pseudo-random permutation; more help where the halves are small."""
-
-MOST_SLOTS = 1 << 16
-"""Longest period of a mixture; shares that need a longer one are rounded to 1/65,536."""
-
-LAST_READ_SECONDS = 10.0
-"""For a read to end when the run does; a storage may hang."""
-
+ROUNDS = 6  # four suffice for a pseudo-random order; more help where the halves are small
+MOST_SLOTS = 1 << 16  # longest period of a mixture; shares that need more are rounded to 1/65,536
+LAST_READ_SECONDS = 10.0  # for a read to end when the run does; a storage may hang
 _STEP, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
@@ -178,7 +170,7 @@ class TokenDataLoader(BaseDataLoader):
         return ended
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, the same on every rank; a step's record has what it counts."""
+        """Return the position, the same on every rank."""
         return {"rows": self.position}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

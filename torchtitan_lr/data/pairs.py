@@ -24,7 +24,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -34,9 +34,8 @@ from torchtitan_lr.errors import ConfigError
 
 PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
 
+# Around the name of a special token in a message: no characters of any text.
 _MARKS = "\ufdd0", "\ufdd1"
-"""Stand around the name of a special token in a message: no characters of any text."""
-
 
 CHAT_TEMPLATE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"  # folder of templates with names
@@ -44,16 +43,16 @@ MORE_TEMPLATES = "additional_chat_templates"  # folder of templates with names
 _MOST_BYTES = 1 << 26  # of a template's file
 _KEY, _WANT = "model.hf_assets_path", "a chat template in Jinja, or none at all"
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# In front of a template: it then finds no function of the date. The sandbox drops the line.
 _UNDATED = "{% set strftime_now = no_such_function %}\n"
-"""In front of a template: it then finds no function of the date. The sandbox drops the line."""
 
 MOST_SECONDS = 10.0  # to render one chat: a template can have a loop without end
 MOST_CHARACTERS = 1 << 26  # of one rendered chat
 _TOO_LONG = f"it makes more than {MOST_CHARACTERS} characters"
 
 Message = dict[str, Any]
-Span = tuple[int, int]
-"""Begin and end of a part of a text, in characters."""
+Rendered = tuple[str, list[tuple[int, int]]]
+"""A chat as text, and where its answers begin and end, in characters and in order."""
 
 
 def parse_pair(record: Any) -> str:
@@ -127,13 +126,6 @@ def _plain(record: dict[str, Any]) -> list[tuple[str, bool]]:
     return parts
 
 
-class Rendered(NamedTuple):
-    """A chat as text, and the places of its answers, in order."""
-
-    text: str
-    answers: list[Span]
-
-
 def template_files(folder: Path) -> dict[str, str]:
     """Return the names of the files of a folder's chat templates, by the templates' names."""
     found = {"default": CHAT_TEMPLATE} if (folder / CHAT_TEMPLATE).is_file() else {}
@@ -175,14 +167,14 @@ class ChatTemplate:
         template cannot render the chat, or needs marks.
         """
         try:
-            whole = self._render(messages, opened=not answered)
+            text, answers = self._render(messages, opened=not answered)
             if not answered:
-                return whole
+                return text, []
             if not self._marked:  # transformers finds no answer
-                whole = Rendered(whole.text, list(self._by_prefixes(messages, whole.text)))
-            if any(begin == end for begin, end in whole.answers) or not whole.answers:
+                answers = list(self._by_prefixes(messages, text))
+            if any(begin == end for begin, end in answers) or not answers:
                 raise ValueError("it needs some text for every answer")
-            return whole
+            return text, answers
         except Exception as error:  # a template can raise anything
             start = json.dumps(messages, ensure_ascii=False)[:80]
             want = f"a template that renders every chat ({error}); the chat begins with {start}"
@@ -203,16 +195,16 @@ class ChatTemplate:
             )
         if len(texts[0]) > MOST_CHARACTERS:
             raise ValueError(_TOO_LONG)
-        return Rendered(texts[0], answers[0] if answers and not opened else [])
+        return texts[0], answers[0] if answers else []
 
-    def _by_prefixes(self, messages: list[Message], whole: str) -> Iterator[Span]:
+    def _by_prefixes(self, messages: list[Message], whole: str) -> Iterator[tuple[int, int]]:
         """Yield the places of answers, from the texts of the chat's beginnings."""
         end = 0
         for place, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._render(messages[:place], opened=True).text
-            after = self._render(messages[: place + 1]).text
+            before, _ = self._render(messages[:place], opened=True)
+            after, _ = self._render(messages[: place + 1])
             if not (whole.startswith(after) and after.startswith(before) and len(before) >= end):
                 want = "it needs text that only grows from one message to the next"
                 raise ValueError(f"{want}, or {{% generation %}} around its answers")
@@ -264,9 +256,8 @@ class PairEncoder:
 
     The tokens of a pair's prompt are those of the prompt alone, as generation gives them to the
     model. The tokens of an answer are what the tokenizer appends to them for the whole text. Where
-    it would merge tokens across the border, the answer is encoded alone. A chat with a template is
-    encoded as a whole, as transformers does. ``digest`` is the identity of the template, empty for
-    the plain form. A ConfigError says that the template cannot be used.
+    it would merge tokens across the border, the answer is encoded alone. ``digest`` is the identity
+    of the template, empty for the plain form.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -309,7 +300,7 @@ class PairEncoder:
         """Return what the template writes behind an answer, such as ``<|im_end|>``."""
         probe = "ANSWER"
         chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": probe}]
-        text = self._template.places(chat).text if self.digest else ""
+        text = self._template.places(chat)[0] if self.digest else ""
         return text.rpartition(probe)[2].strip()
 
     def _encode_chat(self, record: dict[str, Any], answered: bool) -> Tokens:

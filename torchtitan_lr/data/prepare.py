@@ -38,22 +38,19 @@ PATHS = {  # what must be named
     "hf": "a dataset of the Hub such as 'owner/name', or a folder of one",
     "prepared": "a folder that `torchtitan-lr prepare` or Megatron-LM wrote",
 }
-
 C4_NAME = "allenai/c4"
 C4 = {"hf_name": "en", "hf_split": "train", "hf_held_out": "validation"}
 
 KEYS = ("dataset", "weight", "path", "name", "text_column", "hf_name", "hf_split")
 """Keys of an entry of `training.mixture`; the last three replace `training`'s keys."""
 
-PREPARED = "TORCHTITAN_LR_PREPARED"
-"""Environment variable of the ranks: the folders that the launcher has prepared, as JSON."""
+PREPARED = "TORCHTITAN_LR_PREPARED"  # variable of the ranks: the prepared folders, as JSON
 
 KEY = "training.token_folder"
 
 Section = Literal["training", "validation"]
 
-HELD_OUT_TOKENS = 1 << 24
-"""Tokens to prepare of a Hub dataset's held-out split, unless validation reads all of it."""
+HELD_OUT_TOKENS = 1 << 24  # of a Hub dataset's split, unless validation reads all of it
 
 
 @dataclass(frozen=True)

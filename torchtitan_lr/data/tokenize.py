@@ -26,7 +26,7 @@ from dataclasses import asdict
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,18 +47,11 @@ UNIT_BYTES = 64 << 20  # of text: some minutes of a core
 LOCK = ".lock"  # file in a folder, locked by who prepares it
 
 Unit = dict[str, Any]
-"""The record of a unit: a `ShardInfo` or None for each of `PARTS`, and the ``bad`` records with
-what was expected."""
+"""The record of a unit: a `ShardInfo` or None for each of `PARTS`, and the ``bad`` records."""
 
-
-class Encoded(NamedTuple):
-    """The documents of a piece, to train on and held out, and its bad records.
-
-    Arrays of a part are lengths of documents, their tokens, and of pairs the loss mask.
-    """
-
-    parts: list[list[npt.NDArray[Any]]]
-    bad: list[Bad]
+Encoded = tuple[list[list[npt.NDArray[Any]]], list[Bad]]
+"""The documents of a piece, to train on and held out, and its bad records. Arrays of a part are
+lengths of documents, their tokens, and of pairs the loss mask."""
 
 
 def signature_of(readers: Sequence[Reader], tokenizer: Tokenizer) -> str:
@@ -218,8 +211,9 @@ class _Preparation:
                     found, counted = list[Encoded](), 0
                     for _, future in group:
                         found.append(future.result())
-                        counted += len(found[-1].parts[part][1])
-                        done(sum(len(arrays[1]) for arrays in found[-1].parts))
+                        tokens = [len(arrays[1]) for arrays in found[-1][0]]
+                        done(sum(tokens))
+                        counted += tokens[part]
                         if counted >= left:
                             break
                     unit = self._write(number, found)
@@ -269,13 +263,13 @@ class _Preparation:
             tokens = np.where(is_target, joined, ~joined).astype(self._dtype)
             mask = [] if self._pairs is None else [is_target.astype(np.uint8)]
             encoded.append([lengths, tokens, *mask])
-        return Encoded(encoded, bad)
+        return encoded, bad
 
     def _write(self, number: int, encoded: Sequence[Encoded]) -> Unit:
         """Write a unit's shards, and then its record."""
-        unit: Unit = {"bad": [list(record) for each in encoded for record in each.bad]}
+        unit: Unit = {"bad": [list(record) for _, bad in encoded for record in bad]}
         for index, part in enumerate(PARTS):
-            arrays = zip(*(each.parts[index] for each in encoded), strict=True)
+            arrays = zip(*(parts[index] for parts, _ in encoded), strict=True)
             lengths, *files = map(np.concatenate, arrays)
             named, unit[part] = dict(zip(("", ".loss"), files, strict=False)), None
             if len(lengths):

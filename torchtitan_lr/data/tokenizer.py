@@ -30,12 +30,6 @@ SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 GENERATION_CONFIG = "generation_config.json"
 ASSETS = "torchtitan_lr/data/assets/"  # in the package
 SHIPPED = ASSETS + "bpe32k"  # of the papers' sizes, in the package
-HUB = "hf://"  # begins the name of a tokenizer on the Hugging Face hub
-
-_HUB_FILES = [
-    *("tokenizer*", SPECIAL_TOKENS_MAP, "added_tokens.json", GENERATION_CONFIG),
-    *("chat_template*", "additional_chat_templates/*"),
-]
 _KEY = "model.hf_assets_path"
 _PROBE = (
     "def f(x):\r\n\treturn x**2 + 0.125e-3  # caf\u00e9, cafe\u0301\n\n\n   We'll DON'T 1234567 "
@@ -47,43 +41,10 @@ _PROBE = (
 
 
 def resolve_assets_path(path: str) -> Path:
-    """Find an assets folder: the path itself, else relative to the package's parent folder.
-
-    Of ``hf://OWNER/NAME`` it is the copy in the cache of Hugging Face, downloaded where needed. A
-    ConfigError says why there can be none.
-    """
-    if path.startswith(HUB):
-        return _from_hub(path)
+    """Find an assets folder: the path itself, else relative to the package's parent folder."""
     here = user_path(path, _KEY)
     shipped = Path(__file__).resolve().parents[2] / path
     return shipped if not here.is_dir() and os.path.isdir(shipped) else here
-
-
-_only_cached = set[str]()  # of which nothing is downloaded
-
-
-@lru_cache(maxsize=4)
-def _from_hub(path: str) -> Path:
-    from huggingface_hub import snapshot_download  # late: few runs need it
-
-    name, cached = path.removeprefix(HUB), path in _only_cached
-    options: dict[str, Any] = {"allow_patterns": _HUB_FILES, "local_files_only": cached}
-    try:
-        return Path(snapshot_download(name, etag_timeout=5, **options))
-    # Not found, gated, no network: each version and each layer below has exceptions of its own.
-    except Exception as error:
-        want = (
-            f"a tokenizer of the hub that can be read here ({type(error).__name__}); on a machine"
-            f" with a network `hf download {name} {HF_FILE} {TOKENIZER_CONFIG}` brings it into the"
-            f" cache, and `--local-dir FOLDER` into a folder to name; or {SHIPPED}, in the package"
-        )
-        raise ConfigError(_KEY, path, want) from error
-
-
-def require_cached(path: str) -> None:
-    """Find a tokenizer of the hub in the cache, or refuse it; from now on it is not downloaded."""
-    _only_cached.add(path)
-    _from_hub(path)
 
 
 def build_tokenizer(job_config: Any) -> Tokenizer:
@@ -94,7 +55,8 @@ def build_tokenizer(job_config: Any) -> Tokenizer:
     """
     path = job_config.model.hf_assets_path
     file = resolve_assets_path(path) / HF_FILE
-    want = f"a folder that holds {HF_FILE}, hf://OWNER/NAME or {SHIPPED}"
+    want = f"a folder that holds {HF_FILE}, as `hf download OWNER/NAME --include"
+    want += f" 'tokenizer*' --local-dir FOLDER` makes one, or {SHIPPED}, in the package"
     if (file.parent / "tokenizer.model").is_file():
         want += "; torchtitan-lr tokenizer --ranks converts llama-3's tokenizer.model"
     require(file.is_file(), _KEY, path, want)
@@ -155,18 +117,14 @@ class Tokenizer:
         """Encode a text.
 
         With ``special`` the name of a special token in it is that token, and not just text: for
-        templates and prompts, but not for documents, which could forge their end.
+        prompts, but not for documents, which could forge their end.
         """
         special = special and not self.config.get("split_special_tokens", False)
         ids = self.encode_text(text, special).ids
         return self.begin * add_bos + ids + self.end * add_eos
 
     def encode_text(self, text: str, special: bool = False) -> Any:
-        """Return the library's ``Encoding`` of a text alone.
-
-        Here ``special`` does not depend on ``split_special_tokens`` of the configuration: a chat
-        template means the tokens that it names.
-        """
+        """Return the library's ``Encoding``; a chat template means the tokens that it names."""
         self.tokenizer.encode_special_tokens = not special
         return self.tokenizer.encode(text, add_special_tokens=False)
 

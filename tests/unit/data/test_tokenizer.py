@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import tokenizers
-from huggingface_hub import constants
 
 from torchtitan_lr.data.tokenizer import (
     Tokenizer,
@@ -85,17 +84,3 @@ def test_a_missing_or_broken_tokenizer_is_refused_in_one_line(tmp_path, name, co
     text = str(error.value)
     assert text.startswith("model.hf_assets_path: got ") and "\n" not in text
     assert (name or str(tmp_path))[:99] in text and want in text
-
-
-def test_a_tokenizer_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
-    """The layout of the cache, written by hand: a reference and the snapshot that it names."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match=f"hf download someone/none .*{BPE32K}, in the package$"):
-        build_tokenizer(config("hf://someone/none"))
-    folder = tmp_path / "models--someone--theirs"
-    shutil.copytree(resolve_assets_path(SHIPPED), folder / "snapshots" / "c0ffee")
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text("c0ffee")
-    tokenizer = build_tokenizer(config("hf://someone/theirs"))
-    assert tokenizer.encode(TEXT) == build_tokenizer(config(SHIPPED)).encode(TEXT)
