@@ -48,7 +48,7 @@ def add_arguments(parser: OneLineParser) -> None:
     )
     parser.add_argument(
         "--corpus",
-        choices=["cpython", "python_stdlib", "python_stdlib_docs", "local", "c4", "c4_validation"],
+        choices=["cpython", "python_stdlib", "python_stdlib_docs", "local", "c4"],
         help="the text; local: all documents, cpython, python_stdlib: the held-out part, c4: the "
         "validation split, streamed; default: the windows of the run's own validation",
     )
@@ -91,7 +91,7 @@ def check_corpus(options: argparse.Namespace) -> None:
     if options.corpus == "local" and not options.path:
         want = "a file, folder or pattern of .txt, .jsonl or .parquet"
         raise ConfigError("--path", options.path, want)
-    if options.corpus not in ("local", "c4", "c4_validation") and options.path:
+    if options.corpus not in ("local", "c4") and options.path:
         raise ConfigError("--path", options.path, "no path, or --corpus local")
     for name in ("documents", "seq_len"):
         given = getattr(options, name)
@@ -172,7 +172,7 @@ def _source(options: argparse.Namespace) -> "Source | None":
         return None
     if name == "local":
         return Source(name, (path,), "--path", "held_out", options.text_column)
-    if not name.startswith("c4"):
+    if name != "c4":
         return Source(name, (), "--corpus")
     if path and path[0] in "/.~" and not data_path(path, "--path").exists():
         raise ConfigError("--path", path, "a local copy of c4 that exists")

@@ -14,6 +14,7 @@ that several machines share, or that are prepared elsewhere.
 """
 
 import argparse
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,27 +54,25 @@ def add_arguments(parser: OneLineParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare or verify a folder, and print its size; return the exit status."""
-    from torchtitan_lr.console.progress import progress
     from torchtitan_lr.data.corpus import Corpus
-    from torchtitan_lr.data.prepare import described_held_out, losses
+    from torchtitan_lr.data.prepare import described
 
     if args.verify:
         corpus = Corpus.open(args.out, "--out")
-        for shard in progress(corpus.train + corpus.held_out, "verifying", unit="shards"):
-            corpus.check_shard(shard)
+        corpus.check(math.inf)
     else:
         corpus = _prepare(args)
-        for line in losses(corpus, len(corpus.record["bad_records"])):
-            print(escaped(line))
+        for bad in corpus.record["bad_records"]:
+            print(escaped(f"left out {bad}"))
     train, held_out = corpus.tokens(), corpus.tokens(held_out=True)
-    print(escaped(described_held_out(args.out.name, corpus)))
+    print(escaped(described(args.out.name, corpus)))
     print(f"{train:,} tokens to train on, {held_out:,} held out -> {args.out}")
     return 0
 
 
 def _prepare(args: argparse.Namespace) -> "Corpus":
-    from torchtitan_lr.data.prepare import prepare_folder
     from torchtitan_lr.data.sources import Reader
+    from torchtitan_lr.data.tokenize import prepare_folder
     from torchtitan_lr.data.tokenizer import build_tokenizer
 
     if not args.sources:

@@ -239,7 +239,7 @@ class Training:
       the answers alone
     - 'hf': the Hugging Face dataset that ``dataset_path`` names: a folder, or a name on the Hub
       such as 'owner/name' or 'owner/name@revision'
-    - 'c4', 'c4_validation': streamed from the Hugging Face hub
+    - 'c4': streamed from the Hugging Face hub
     - 'prepared': the folder that ``dataset_path`` names, written by ``torchtitan-lr prepare``, by
       Megatron-LM or by NeMo Curator
 
@@ -565,8 +565,7 @@ class Validation:
       document or pair in 200 of 'local' (chosen by hash, never trained on), the validation split of
       'c4'
     - 'cpython', 'python_stdlib', 'python_stdlib_docs': their held-out files
-    - 'local': all files that ``dataset_path`` names; none of them may be a training file
-    - 'c4_validation': streamed from the Hugging Face hub"""
+    - 'local': all files that ``dataset_path`` names; none of them may be a training file"""
 
 
 @dataclass

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
 from torchtitan_lr.config.files import file_within, read_json, read_regular
-from torchtitan_lr.data.template import template_files
+from torchtitan_lr.data.pairs import template_files
 from torchtitan_lr.data.tokenizer import (
     GENERATION_CONFIG,
     HF_FILE,
@@ -97,8 +97,8 @@ def export_tokenizer(
         "padding_side": "left",
         # Without token_type_ids, which LLaMA has no use for.
         "model_input_names": ["input_ids", "attention_mask"],
-        # With BPE the setting would remove spaces of the text itself.
-        "clean_up_tokenization_spaces": tokenizer.cleans_up,
+        # The setting would remove spaces of the text itself.
+        "clean_up_tokenization_spaces": False,
     }
     stops = stop_ids_of(folder)
     if len(stops) > 1:

@@ -112,5 +112,4 @@ def build_summary(
         "peak_memory_gib": peak_memory_gib,
         "checkpoint": checkpoint,
         "curve": None,
-        **{name: share for name, share in last.items() if "data_share/" in name},
     }

@@ -26,7 +26,7 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.files import read_json
 from torchtitan_lr.config.parse import in_folder
 from torchtitan_lr.config.schema import ITS_MODULE
-from torchtitan_lr.data.tokenizer import HUB, build_tokenizer, require_cached, vocabulary
+from torchtitan_lr.data.tokenizer import build_tokenizer, vocabulary
 from torchtitan_lr.errors import ConfigError, one_of, require
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.configured import empty_model, model_shapes
@@ -43,19 +43,16 @@ _SECTIONS = ("model", "low_rank", "caat", "training", "validation", "debug")
 
 
 def read_record(step_dir: Path) -> dict[str, Any]:
-    """Read the record of a checkpoint's run; it may be somebody else's, so nothing is downloaded.
+    """Read the record of a checkpoint's run, which may be somebody else's.
 
     Raises:
-        ConfigError: There is no readable record, or the tokenizer that it names is not here.
+        ConfigError: There is no readable record.
     """
     try:
         text = json.dumps(read_step(step_dir).run)
     except DamagedError as error:
         raise _no_checkpoint(step_dir, str(error)) from error
     record: dict[str, Any] = json.loads(in_folder(text, step_dir.resolve().parent.parent))
-    model = record.get("model")
-    if isinstance(model, dict) and str(model.get("hf_assets_path")).startswith(HUB):
-        require_cached(model["hf_assets_path"])
     return record
 
 

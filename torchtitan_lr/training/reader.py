@@ -120,9 +120,9 @@ class StepReader:
         return self._next
 
     def metrics(self) -> dict[str, float]:
-        """Return the shares of a mixture, and the number of labels in pairs."""
+        """Return the number of labels in pairs."""
         pairs = any(part.pairs for part in self._loader.dataset.parts)
-        return self._loader.shares() | ({"label_tokens": self._labels} if pairs else {})
+        return {"label_tokens": self._labels} if pairs else {}
 
 
 def check_same_data(identity: dict[str, Any]) -> None:

@@ -152,6 +152,7 @@ class Trainer(TitanTrainer):
     def train(self) -> None:
         """Train to ``training.steps`` or to a stop signal, then save and report."""
         self._stop.install()
+        self.dataloader.stopping = lambda: self._stop.name is not None
         config = self.job_config
         self.checkpointer.load(step=config.checkpoint.load_step)
         self._start()

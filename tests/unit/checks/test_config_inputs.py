@@ -15,7 +15,7 @@ from torchtitan_lr.data.corpus import Corpus
 from torchtitan_lr.data.prepare import ensure_prepared, wanted
 from torchtitan_lr.errors import ConfigError
 
-TOKENIZERS = ("torchtitan_lr/data/assets/bpe32k", "hf://meta-llama/Llama-3.1-8B")
+TOKENIZERS = ("torchtitan_lr/data/assets/bpe32k", "assets/hf/Llama-3.1-8B")
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 
 
