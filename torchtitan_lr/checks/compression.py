@@ -4,7 +4,6 @@
 import math
 from typing import Any
 
-from torchtitan_lr.compression.settings import compression_settings, is_compressed
 from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.models.configured import llama_args, model_shapes
 from torchtitan_lr.optim.entries import ENTRIES
@@ -27,6 +26,9 @@ def check_grad_compression(config: Any, world_size: int, device_type: str) -> No
         want = f"'none' with optimizer.name = {config.optimizer.name!r}, which reduces by itself"
     require(not want, "grad_compression.codec", section.codec, want)
     ranks = replicate if replicate > 1 else max(1, shard)
+    # Imported late because it imports torch.
+    from torchtitan_lr.compression.settings import compression_settings, is_compressed
+
     settings = compression_settings(config, ranks)
     args = llama_args(config)
     if args is None:  # another package's model: the ranks check it

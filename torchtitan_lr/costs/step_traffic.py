@@ -10,8 +10,12 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from torchtitan_lr.compression.settings import is_compressed
-from torchtitan_lr.compression.sizes import FORMULAS, Unit, exchange_traffic, exchange_unit
+from torchtitan_lr.compression.settings import (
+    Unit,
+    exchange_traffic,
+    exchange_unit,
+    is_compressed,
+)
 from torchtitan_lr.costs.context_messages import context_traffic
 from torchtitan_lr.costs.described_run import Run, read_run, with_wire
 from torchtitan_lr.costs.fsdp_messages import data_parallel_traffic
@@ -68,7 +72,7 @@ def gradient_bytes(run: Run, pp_rank: int) -> dict[str, int]:
     Cores and sketches are gradients too. A codec that cannot round has no bf16.
     """
     optimizer = run.optimizer.mean_traffic(pp_rank)
-    rounds = not run.compresses or FORMULAS[run.compression.codec.name].rounds
+    rounds = not run.compresses or run.compression.codec.can_round
     found = {}
     for wire in WIRES if rounds else ("float32",):
         other = with_wire(run, wire)
@@ -174,8 +178,6 @@ def exchanged_units(run: Run) -> list[tuple[str, Unit]]:
         for parameter, shape in parameters.items():
             chosen = is_compressed(parameter, prod(run.global_shapes[parameter]), settings)
             entries[chosen] += prod(run.piece(parameter, shape))
-        unit = exchange_unit(
-            settings.codec, entries[True], entries[False], settings.ranks, run.replicas > 1
-        )
+        unit = exchange_unit(settings.codec, entries[True], entries[False], run.replicas > 1)
         units.append(("head" if name == "root" else name, unit))
     return units

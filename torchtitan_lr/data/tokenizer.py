@@ -124,7 +124,9 @@ def build_tokenizer(job_config: Any) -> Tokenizer:
         there = [name for name in _FILES if (file.parent / name).is_file()]
         samples, _ = sample_of([file.parent / name for name in there])
         return _read(str(file.parent), (*there, *samples))
-    except Exception as error:  # the tokenizers library raises bare Exception
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the tokenizers library raises bare Exception, or panics
         raise ConfigError(_KEY, str(file), f"a readable {file.name} ({error})") from error
 
 

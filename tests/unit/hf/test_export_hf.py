@@ -10,20 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.run_folders import model_in
-from tests.unit.hf.hf_models import CASES, exact, model_of
+from tests.unit.hf.hf_models import CASES, error, exact, load, model_of
 from tests.unit.tiny import tokens
 from torchtitan_lr import hf
-from torchtitan_lr.hf.export import HF_CODE, export_hf
+from torchtitan_lr.hf.export import export_hf
+from torchtitan_lr.hf.llama_config import HF_CODE
 from torchtitan_lr.models.state_dict_adapter import LlamaStateDictAdapter
 
 GENERATING = ["cola", "lax_gated", "lanes"]
-
-
-def load(folder, dtype=torch.float64):
-    from transformers import AutoModelForCausalLM
-
-    loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, torch_dtype=dtype)
-    return loaded.eval()
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +37,6 @@ def exported(code_cache, tmp_path_factory):
         return done[case]
 
     return get
-
-
-def error(a, b):
-    return ((a - b).abs().max() / b.abs().max()).item()
 
 
 def padded(ids, lengths):
@@ -130,13 +120,15 @@ def test_it_saves_itself_with_its_code(exported, tmp_path):
 
 
 def test_the_code_needs_torch_and_transformers_only():
-    text = (Path(hf.__path__[0]) / f"{HF_CODE}.py").read_text()
-    imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import)]
-    roots = {alias.name.split(".")[0] for node in imports for alias in node.names}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom):
+    nodes = ast.walk(ast.parse((Path(hf.__path__[0]) / f"{HF_CODE}.py").read_text()))
+    names = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
             assert node.level == 0
-            roots.add(node.module.split(".")[0])
+            names.append(node.module)
+    roots = {name.split(".")[0] for name in names}
     assert roots <= {"__future__", "functools", "typing", "torch", "transformers"}
 
 
@@ -147,9 +139,8 @@ def test_adapters_train_the_factors(exported):
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["A", "B"])
     adapted = peft.get_peft_model(model, config)
     trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
-    assert (
-        len(trained) == 2 * 2 * 7 * model.config.num_hidden_layers
-    )  # two matrices for A and for B
+    # Two matrices for A and for B.
+    assert len(trained) == 2 * 2 * 7 * model.config.num_hidden_layers
     ids = torch.arange(8)[None]
     adapted(ids, labels=ids).loss.backward()
     assert all(adapted.get_parameter(name).grad is not None for name in trained)

@@ -254,16 +254,25 @@ def test_a_damaged_file_of_a_model_is_refused_in_one_line(dense, tmp_path, capsy
             assert status == 2 and told.startswith("error: ") and told.count("\n") == 1, content
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_weights_are_regular_files(dense, tmp_path, capsys, kind):
-    name = "model.safetensors"
-    (dense / name).unlink()
-    if kind == "pipe":
-        os.mkfifo(dense / name)
-    else:
-        (dense / name).symlink_to("/dev/zero")
-    status, _, told = Command("import").ask(capsys, dense, tmp_path / "out")
-    assert status == 2 and told.startswith("error: ") and told.count("\n") == 1
+def test_weights_are_regular_files(dense, tmp_path, capsys):
+    file = dense / "model.safetensors"
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        file.unlink()
+        make(file)
+        status, _, told = Command("import").ask(capsys, dense, tmp_path / "out")
+        assert status == 2 and told.startswith("error: ") and told.count("\n") == 1
+
+
+def test_a_tokenizer_that_panics_is_refused_in_one_line(dense, capsys):
+    """Rust prints its own lines; no traceback follows."""
+    file = dense / "tokenizer.json"
+    spoilt = json.loads(file.read_text())
+    unknown = {"SpecialToken": {"id": "none", "type_id": 0}}
+    spoilt["post_processor"] = {"type": "TemplateProcessing", "single": [unknown], "pair": []}
+    file.write_text(json.dumps(spoilt | {"special_tokens": {}}))
+    status, _, told = generate.ask(capsys, dense, "--prompt", "a")
+    assert status == 2 and told.startswith("error: model.hf_assets_path: got")
+    assert told.count("\n") == 1
 
 
 def test_the_cache_of_the_hub_is_a_folder_of_links(dense, tmp_path, capsys):
