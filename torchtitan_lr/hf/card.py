@@ -4,6 +4,7 @@
 import html
 import re
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from torchtitan_lr.errors import escaped
 from torchtitan_lr.hf.export import write_json
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.flavors import SUFFIX
+from torchtitan_lr.titan.base import drop_marker
 from torchtitan_lr.training import history
 from torchtitan_lr.training.loading import read_record
 
@@ -104,16 +106,7 @@ def write_card(
         license=licence or origin["license"] or None,
         base_model=origin["repository"] or None,
     )
-    heads = f"{args.dim}, {args.n_layers}, {args.n_heads} ({args.kv_heads})"
-    rows: dict[str, Any] = {"width, blocks, heads (of keys)": heads}
-    rows |= {"vocabulary": args.vocab_size, "sequence length": args.max_seq_len}
-    if args.low_rank:
-        rows["ranks of attention, feed-forward"] = f"{args.rank_attention}, {args.rank_ffn}"
-        rows["nonlinearity"] = args.activation
-    if args.model_family.gated:
-        rows["gate of the carried latents"] = args.lax_gate
-    if args.lanes > 1:
-        rows["CAAT-Net lanes, shared fraction"] = f"{args.lanes}, {args.sync_fraction:g}"
+    rows = {name: value for name, value in drop_marker(asdict(args)).items() if value is not None}
     if step != "0":
         rows |= _run_rows(config, step_dir, step)
     text = _TEXT.format(

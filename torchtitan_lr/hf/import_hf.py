@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import tomli_w
@@ -24,18 +24,18 @@ from torchtitan_lr.config.build import build_job_config
 from torchtitan_lr.config.parse import CONFIG_DIR
 from torchtitan_lr.config.paths import user_path
 from torchtitan_lr.data.sources import Source
-from torchtitan_lr.data.tokenizer import build_tokenizer, resolve_assets_path, vocabulary
-from torchtitan_lr.errors import ConfigError, one_of, require
+from torchtitan_lr.data.tokenizer import resolve_assets_path
+from torchtitan_lr.errors import ConfigError, require
 from torchtitan_lr.hf.card import write_origin
 from torchtitan_lr.hf.folders import read_args, read_weights
-from torchtitan_lr.hf.svd_import import Batch, MatrixReport, factorise, limit_tokens
+from torchtitan_lr.hf.svd_import import Batch, MatrixReport, factorise
 from torchtitan_lr.hf.tokenizer import import_tokenizer
 from torchtitan_lr.models.args import LlamaArgs
 from torchtitan_lr.models.families import FAMILIES
 from torchtitan_lr.models.flavors import MODEL_ARGS, write_model_args
 from torchtitan_lr.training.evaluation import EvaluationSet, encoded
 from torchtitan_lr.training.fingerprint import TOKENIZER, model_fingerprint, tokenizer_digest
-from torchtitan_lr.training.loading import Weights, find_device
+from torchtitan_lr.training.loading import Weights, find_device, load_tokenizer
 
 TRAIN_TOML = "train.toml"
 TOKENIZER_FOLDER = "tokenizer"
@@ -183,18 +183,15 @@ def _train_toml(args: LlamaArgs, out_dir: Path) -> str:
 def _wanted_args(options: argparse.Namespace, args: LlamaArgs) -> LlamaArgs:
     """Return the arguments of what a model is to become: its own if every weight stays as it is."""
     name, rank = options.family or args.family, options.rank
-    require(name in FAMILIES, "--family", name, one_of(FAMILIES, name))
     if name == args.family:
         for key in ("rank", "calibration"):
             want = "nothing, or --family svd with a dense model: the weights stay as they are"
             given = getattr(options, key)
             require(given is None, f"--{key}", given, want)
         return args
-    can = " or ".join(key for key, each in FAMILIES.items() if each.factorises or not each.low_rank)
-    want = f"{can}: a nonlinearity in the bottleneck has no counterpart in a dense model"
-    require(FAMILIES[name].factorises or not FAMILIES[name].low_rank, "--family", name, want)
-    want = f"{args.family} as in DIR: dense LLaMAs without lanes are factorised, nothing else is"
-    fits = FAMILIES[name].low_rank and not args.low_rank and args.lanes == 1
+    want = f"{args.family} as in DIR, or svd of a dense LLaMA without lanes: a nonlinearity in the "
+    want += "bottleneck has no counterpart in a dense model"
+    fits = name in FAMILIES and FAMILIES[name].factorises and not args.low_rank and args.lanes == 1
     require(fits, "--family", name, want)
     largest = min(args.dim, args.ffn_dim)
     want = f"a rank from 1 to {largest}, the model's smallest width, such as a quarter of it"
@@ -211,12 +208,8 @@ def _copy_tokenizer(
     cannot be used, or a file is a link out of its folder.
     """
     folder = resolve_assets_path(str(given or model))
-    config = SimpleNamespace(model=SimpleNamespace(hf_assets_path=str(folder)))
     try:
-        tokenizer = build_tokenizer(config)
-        tokens = vocabulary(tokenizer)
-        want = f"at most {args.vocab_size} tokens, not {tokens}"
-        require(tokens <= args.vocab_size, "--tokenizer", str(folder), want)
+        tokenizer = load_tokenizer(str(folder), args)
     except ConfigError as error:
         if given:
             raise ConfigError("--tokenizer", error.got, error.want) from error
@@ -242,6 +235,6 @@ def _calibration(
     try:
         documents = partial(encoded, source, tokenizer, held_out=False)
         batches = EvaluationSet(documents, tokenizer.decode, length, _WINDOWS)
-        return list(limit_tokens(batches, options.calibration_tokens))
+        return list(islice(batches, -(-options.calibration_tokens // (_WINDOWS * length))))
     except ConfigError as error:
         raise ConfigError("--calibration", name, error.want) from error

@@ -176,13 +176,3 @@ def _ratio(difference: Tensor, whole: Tensor) -> float:
     """Return |difference| / |whole|, 0 for a zero matrix."""
     size = float(whole.norm())
     return float(difference.norm()) / size if size else 0.0
-
-
-def limit_tokens(batches: Iterable[Batch], tokens: int) -> Iterable[Batch]:
-    """Yield batches until they have a number of tokens; the last one may go beyond it."""
-    left = tokens
-    for inputs, labels in batches:
-        if left <= 0:
-            return
-        left -= int((labels != IGNORE_INDEX).sum())
-        yield inputs, labels

@@ -101,7 +101,10 @@ def test_reported_errors_are_those_over_the_activations_of_the_whole_model(dense
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--family", "cola", "--rank", "8"], "--family: got 'cola', expected full or svd:"),
+        (
+            ["--family", "cola", "--rank", "8"],
+            "--family: got 'cola', expected full as in DIR",
+        ),
         (["--family", "svd"], "--rank: got None, expected a rank"),
         (["--rank", "8"], "--rank: got 8, expected nothing, or --family svd"),
         (["--family", "svd", "--rank", "49"], "--rank: got 49, expected a rank from 1 to 48"),
